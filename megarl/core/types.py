@@ -1,0 +1,103 @@
+"""The records that flow through megarl.
+
+Shape legend, used everywhere: ``N`` sequences, ``T`` packed tokens, ``L`` MoE layers, ``K`` top-k, ``E`` experts,
+``V`` vocabulary, ``B`` prompts of a step, ``G`` responses to a prompt.
+
+Every per-token column is aligned with the token itself: ``rollout_logprobs[t]`` is the log-probability of token
+``t`` given the tokens before it, ``routed_experts[t]`` are the experts that were used while token ``t`` was the
+input. Nothing is shifted by one until the model is called (``megarl.megatron.batches``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One response that an engine is asked for."""
+
+    prompt_tokens: np.ndarray
+    """int32 [P], the prompt as token ids; never empty."""
+    group: int
+    """Index of the prompt in the global step, 0..B-1."""
+    sample: int
+    """Index of the response to that prompt, 0..G-1."""
+    seed: int
+    """Seeds this response alone: the same seed and weights give the same response in any batch, on any rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One sampled sequence: prompt and response back to back, with one entry per token in each column."""
+
+    group: int
+    sample: int
+    tokens: np.ndarray
+    """int32 [T]."""
+    loss_mask: np.ndarray
+    """bool [T], True where the model itself generated the token (not prompt, not environment)."""
+    rollout_logprobs: np.ndarray
+    """float32 [T], log-probability under the distribution that was sampled from; 0 where not loss_mask."""
+    routed_experts: np.ndarray | None
+    """uint8 (E <= 256) or uint16 [T, L, K], MoE layers only; None if the engine records no routes."""
+    routed_mask: np.ndarray | None
+    """bool [T], True where routed_experts holds a real row. The engine may miss rows (the last token, holes)."""
+    weight_versions: np.ndarray
+    """int32 [T], version of the weights that produced (generated tokens) or read (other tokens) the token."""
+    finish_reason: FinishReason
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first generated one; all of them if nothing was generated."""
+        generated = np.flatnonzero(self.loss_mask)
+        return int(generated[0]) if generated.size else len(self.tokens)
+
+    @property
+    def response_tokens(self) -> np.ndarray:
+        """int32, everything after the prompt."""
+        return self.tokens[self.prompt_length :]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """Sequences of one mini-batch (or micro-batch) packed back to back: T tokens of N sequences."""
+
+    tokens: torch.Tensor
+    """int64 [T]."""
+    cu_seqlens: torch.Tensor
+    """int64 [N+1], sequence n is tokens[cu_seqlens[n]:cu_seqlens[n+1]]."""
+    loss_mask: torch.Tensor
+    """bool [T]."""
+    rollout_logprobs: torch.Tensor
+    """float32 [T]."""
+    advantages: torch.Tensor
+    """float32 [T]."""
+    old_logprobs: torch.Tensor | None = None
+    """float32 [T], None until the old-log-prob pass has run."""
+    ref_logprobs: torch.Tensor | None = None
+    """float32 [T]."""
+    routed_experts: torch.Tensor | None = None
+    """uint8 or int16/uint16 [T, L, K]."""
+    routed_mask: torch.Tensor | None = None
+    """bool [T]; rows that are False route natively and are counted."""
+    weight_versions: torch.Tensor | None = None
+    """int32 [T]."""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.tokens.numel())
+
+    @property
+    def num_sequences(self) -> int:
+        return int(self.cu_seqlens.numel()) - 1

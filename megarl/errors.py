@@ -1,0 +1,42 @@
+"""Every error that megarl raises on purpose.
+
+Each class is also a stdlib kin, so that ``except ValueError`` and the like keep working for callers who do not
+know megarl. A message says what was found, what was expected, and what to do. The command line prints it as one
+line and exits with code 2.
+"""
+
+
+class MegarlError(Exception):
+    """Base of all errors below; the command line turns it into one line and exit code 2."""
+
+
+class ConfigError(MegarlError, ValueError):
+    """A setting is wrong, unknown, or does not go with another one."""
+
+
+class DataError(MegarlError, ValueError):
+    """A prompt file, a prompt or an answer cannot be used; names the file and the line."""
+
+
+class RolloutError(MegarlError, RuntimeError):
+    """The sampling engine failed or answered something that cannot be true."""
+
+
+class TraceError(MegarlError, ValueError):
+    """A routing trace does not fit its tokens or its model; names the sequence."""
+
+
+class ReplayError(MegarlError, RuntimeError):
+    """Routing replay was not exactly what was asked for; names layer, micro-batch and pass."""
+
+
+class WeightSyncError(MegarlError, RuntimeError):
+    """Weights did not arrive in the sampling engine as they left the trainer."""
+
+
+class CheckpointError(MegarlError, RuntimeError):
+    """A checkpoint is missing, incomplete, or of another model."""
+
+
+class NumericsError(MegarlError, FloatingPointError):
+    """A value that must be finite is not; names the quantity and where it arose."""
