@@ -1,0 +1,199 @@
+"""The world of the quickstart: a tiny Qwen3-MoE with a character tokenizer, and a task it learns in seconds.
+
+The task is to sort digits, ``528104=`` -> ``012458``. Its demonstrations are partly sorted the wrong way round, so a
+model that has copied them holds both behaviours and passes about ``1 - wrong_share`` of the problems: the reward then
+selects the right one. That shows that a reinforcement learning loop works, not that it teaches a new skill.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megarl.errors import DataError
+
+PAD_TOKEN = "<pad>"
+EOS_TOKEN = "<eos>"
+CHARACTERS = "0123456789=+-*/ ,.:?()abcdefgh"
+"""The 30 characters of the vocabulary; with pad (id 0) and end (id 1) it has 32 tokens."""
+PAD_ID = 0
+EOS_ID = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFiles:
+    """Where the three JSONL files of a task lie."""
+
+    train: Path
+    """Lines of {"prompt", "answer"}."""
+    heldout: Path
+    """Lines of {"prompt", "answer"}; no prompt occurs in another file."""
+    demonstrations: Path
+    """Lines of {"prompt", "response"} for the supervised cold start; part of the responses are wrong."""
+
+
+def write_tiny_model(
+    path: str | Path,
+    *,
+    seed: int = 0,
+    hidden_size: int = 128,
+    num_layers: int = 3,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    num_experts: int = 32,
+    top_k: int = 2,
+    expert_width: int = 64,
+    dense_layers: Sequence[int] = (),
+    max_positions: int = 512,
+    initializer_range: float = 0.02,
+) -> Path:
+    """Writes a randomly initialised fp32 Qwen3-MoE and its character tokenizer in Hugging Face format.
+
+    The directory (config, safetensors with one tensor per expert, tokenizer) appears complete or not at all. The same
+    seed gives the same weights; torch's global generator is left as it was. ``dense_layers`` lists the layers that
+    have a plain MLP instead of experts. Raises DataError if ``path`` already holds anything.
+    """
+    target = Path(path)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise DataError(f"{target} already exists and is not an empty directory: remove it or choose another path")
+
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=len(CHARACTERS) + 2,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=hidden_size // num_heads,
+        num_experts=num_experts,
+        num_experts_per_tok=top_k,
+        moe_intermediate_size=expert_width,
+        mlp_only_layers=list(dense_layers),
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+        max_position_embeddings=max_positions,
+        initializer_range=initializer_range,
+        pad_token_id=PAD_ID,
+        eos_token_id=EOS_ID,
+        bos_token_id=None,
+        dtype="float32",
+    )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = Qwen3MoeForCausalLM(config)
+        model.save_pretrained(staging)
+        _save_tokenizer(staging, max_positions)
+        staging.chmod(0o755)  # mkdtemp makes it private, a checkpoint need not be
+        os.replace(staging, target)  # replaces an empty directory, so that nobody sees a half-written one
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return target
+
+
+def write_sort_task(
+    path: str | Path,
+    *,
+    seed: int = 0,
+    num_train: int = 4096,
+    num_heldout: int = 256,
+    num_demonstrations: int = 38400,
+    digits: int = 6,
+    wrong_share: float = 0.55,
+) -> TaskFiles:
+    """Writes train.jsonl, heldout.jsonl and demonstrations.jsonl of the sorting task into the directory ``path``.
+
+    All prompts of the three files are different. Exactly ``round(wrong_share * num_demonstrations)`` demonstrations,
+    at random places, are sorted in descending order; prompts of one repeated digit are left out, for they would be
+    right both ways. Each file is replaced atomically. Raises DataError if a number is out of range or if there are
+    not enough different prompts of that many digits.
+    """
+    counts = (num_train, num_heldout, num_demonstrations)
+    if min(counts) < 0 or not 1 <= digits <= 18 or not 0.0 <= wrong_share <= 1.0:
+        raise DataError(
+            f"sort task: expected counts >= 0, 1 <= digits <= 18 and 0 <= wrong_share <= 1, found counts {counts}, "
+            f"digits {digits}, wrong_share {wrong_share}"
+        )
+    available = 10**digits - 10
+    if sum(counts) > available:
+        raise DataError(
+            f"sort task: {sum(counts)} prompts asked for, but only {available} of {digits} digits are usable: "
+            "ask for fewer or use more digits"
+        )
+    rng = np.random.default_rng(seed)
+    numbers = _draw_numbers(rng, digits, sum(counts))
+    is_wrong = np.zeros(num_demonstrations, dtype=bool)
+    is_wrong[: round(wrong_share * num_demonstrations)] = True
+    rng.shuffle(is_wrong)
+
+    directory = Path(path)
+    directory.mkdir(parents=True, exist_ok=True)
+    train, heldout, demonstrations = np.split(np.array(numbers), np.cumsum(counts)[:2])
+    files = TaskFiles(directory / "train.jsonl", directory / "heldout.jsonl", directory / "demonstrations.jsonl")
+    _write_jsonl(files.train, ({"prompt": f"{n}=", "answer": _sort(n)} for n in train))
+    _write_jsonl(files.heldout, ({"prompt": f"{n}=", "answer": _sort(n)} for n in heldout))
+    _write_jsonl(
+        files.demonstrations,
+        (
+            {"prompt": f"{n}=", "response": _sort(n, descending=bool(wrong))}
+            for n, wrong in zip(demonstrations, is_wrong, strict=True)
+        ),
+    )
+    return files
+
+
+def _draw_numbers(rng: np.random.Generator, digits: int, count: int) -> list[str]:
+    """Different digit strings in random order, none of one repeated digit."""
+    drawn = rng.choice(10**digits, size=min(count + 10, 10**digits), replace=False)
+    numbers = [f"{n:0{digits}d}" for n in drawn.tolist()]
+    return [n for n in numbers if len(set(n)) > 1][:count]  # at most ten are left out
+
+
+def _sort(number: str, *, descending: bool = False) -> str:
+    return "".join(sorted(number, reverse=descending))
+
+
+def _write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> None:
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _save_tokenizer(path: Path, max_positions: int) -> None:
+    """Saves a fast tokenizer with one token per character; a character outside the vocabulary is an error."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate([PAD_TOKEN, EOS_TOKEN, *CHARACTERS])}
+    # WordLevel without an unknown token raises on a foreign character, where BPE would drop it silently.
+    tokenizer = Tokenizer(models.WordLevel(vocabulary))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD_TOKEN,
+        eos_token=EOS_TOKEN,
+        padding_side="left",
+        model_max_length=max_positions,
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(path)

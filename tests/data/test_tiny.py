@@ -1,0 +1,111 @@
+"""The quickstart's model, tokenizer and task."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megarl.data.tiny import CHARACTERS, EOS_ID, PAD_ID, write_sort_task, write_tiny_model
+from megarl.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model", num_experts=4, hidden_size=32, expert_width=16)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_model_is_a_plain_checkpoint_with_one_tensor_per_expert(model_path: Path) -> None:
+    tensors = load_file(model_path / "model.safetensors")
+    assert tensors["model.layers.2.mlp.experts.3.gate_proj.weight"].shape == (16, 32)
+    assert tensors["model.layers.0.mlp.experts.0.down_proj.weight"].shape == (32, 16)
+    assert tensors["lm_head.weight"].shape == (32, 32)
+    assert not any("gate_up" in name for name in tensors)
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    assert model.dtype == torch.float32 and model.config.eos_token_id == EOS_ID and model.config.pad_token_id == PAD_ID
+    assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"])
+    assert {p.name for p in model_path.parent.iterdir()} == {"model"}  # the staging directory is gone
+
+
+def test_model_is_a_function_of_the_seed_and_leaves_the_generator_alone(tmp_path: Path, model_path: Path) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    small = {"num_experts": 4, "hidden_size": 32, "expert_width": 16}
+    again = load_file(write_tiny_model(tmp_path / "again", **small) / "model.safetensors")
+    other = load_file(write_tiny_model(tmp_path / "other", seed=1, **small) / "model.safetensors")
+    assert torch.equal(torch.rand(3), expected)
+    first = load_file(model_path / "model.safetensors")
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_existing_directory_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(DataError, match="already exists"):
+        write_tiny_model(tmp_path)
+    assert (tmp_path / "file").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("text", ["528104=012458", CHARACTERS, "  a  b ,. ?", " ,", "=", "(1+2)*3 = 9"])
+def test_tokenizer_round_trip_is_exact(model_path: Path, text: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len(text) and all(2 <= i < 32 for i in ids)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode([*ids, EOS_ID], skip_special_tokens=True) == text
+
+
+def test_tokenizer_special_tokens(model_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, len(tokenizer)) == (PAD_ID, EOS_ID, 32)
+    with pytest.raises(Exception, match="UNK"):  # a character outside the vocabulary is not dropped
+        tokenizer("5Z")
+
+
+def test_sort_task_is_right_disjoint_and_partly_wrong(tmp_path: Path) -> None:
+    files = write_sort_task(tmp_path, num_train=300, num_heldout=100, num_demonstrations=500, digits=4)
+    train, heldout, demonstrations = read(files.train), read(files.heldout), read(files.demonstrations)
+    assert (len(train), len(heldout), len(demonstrations)) == (300, 100, 500)
+    for row in train + heldout:
+        assert row["prompt"].endswith("=") and len(row["prompt"]) == 5
+        assert row["answer"] == "".join(sorted(row["prompt"][:-1]))
+    prompts = [row["prompt"] for row in train + heldout + demonstrations]
+    assert len(set(prompts)) == 900
+    right = ["".join(sorted(row["prompt"][:-1])) == row["response"] for row in demonstrations]
+    assert sum(right) == 225  # 45 %
+    assert 0.3 < sum(right[:250]) / 250 < 0.6  # spread over the file
+    assert all(sorted(row["response"]) == sorted(row["prompt"][:-1]) for row in demonstrations)
+    assert {p.name for p in tmp_path.iterdir()} == {"train.jsonl", "heldout.jsonl", "demonstrations.jsonl"}
+
+
+def test_sort_task_is_a_function_of_the_seed(tmp_path: Path) -> None:
+    sizes = {"num_train": 20, "num_heldout": 5, "num_demonstrations": 20}
+    a = write_sort_task(tmp_path / "a", seed=3, **sizes)
+    b = write_sort_task(tmp_path / "b", seed=3, **sizes)
+    c = write_sort_task(tmp_path / "c", seed=4, **sizes)
+    assert a.train.read_text() == b.train.read_text() != c.train.read_text()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"num_train": -1}, {"digits": 0}, {"wrong_share": 1.5}, {"digits": 2, "num_train": 91, "num_heldout": 0}],
+)
+def test_sort_task_refuses_what_it_cannot_do(tmp_path: Path, bad: dict[str, float]) -> None:
+    sizes = {"num_train": 10, "num_heldout": 10, "num_demonstrations": 0} | bad
+    with pytest.raises(DataError, match="sort task"):
+        write_sort_task(tmp_path, **sizes)
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_usable_prompt_can_be_drawn(tmp_path: Path) -> None:
+    files = write_sort_task(tmp_path, num_train=80, num_heldout=10, num_demonstrations=0, digits=2)
+    assert len({row["prompt"] for row in read(files.train) + read(files.heldout)}) == 90
