@@ -1,0 +1,138 @@
+"""Core attention and norm for the local layer spec: packed sequences and sequence parallelism without Transformer Engine.
+
+Megatron's own ``DotProductAttention`` refuses packed sequences, and its torch norm refuses sequence parallelism, which
+MoE with tensor parallelism needs. With Transformer Engine neither module is used.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.functional import scaled_dot_product_attention
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron's packed-sequence parameters, and which sequences have equal length.
+
+    Sequences of one length are one batched attention call, without padding. What a sequence attends to does not
+    depend on what it is packed with, so the numbers do not either.
+    """
+
+    length_buckets: tuple[torch.Tensor, ...] = ()
+    """One int64 [n, length] of token positions for each distinct sequence length."""
+
+    @staticmethod
+    def of(cu_seqlens: torch.Tensor) -> PackedSequences:
+        """Parameters for sequences back to back at ``cu_seqlens`` [N+1]; every sequence has at least one token."""
+        bounds = cu_seqlens.to(torch.int32)
+        longest = int((bounds[1:] - bounds[:-1]).max())
+        return PackedSequences(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            length_buckets=length_buckets(cu_seqlens),
+        )
+
+
+def length_buckets(cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Token positions of all sequences of one length, int64 [n, length], for each distinct length."""
+    starts, lengths = cu_seqlens[:-1].long(), (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+    buckets = []
+    for length in torch.unique(lengths).tolist():
+        if length:
+            offsets = torch.arange(length, device=starts.device)
+            buckets.append(starts[lengths == length, None] + offsets)
+    return tuple(buckets)
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal grouped-query attention inside each packed sequence: softmax(q k^T * scale) v, by torch's SDPA.
+
+    Takes query ``[T, heads, d]`` and key, value ``[T, kv_heads, d]`` of this tensor-parallel rank, returns
+    ``[T, heads * d]``. Unpacked ``[s, b, heads, d]`` inputs work too. No dropout, no bias, no sliding window.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__()
+        del layer_number, cp_comm_type, pg_collection
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        unsupported = {
+            "attention_type": attention_type != "self",
+            "attn_mask_type": attn_mask_type != AttnMaskType.causal,
+            "attention_dropout": bool(dropout),
+            "context_parallel_size": config.context_parallel_size > 1,
+            "window_size": config.window_size is not None,
+            "softmax_type": config.softmax_type != "vanilla",
+            "apply_query_key_layer_scaling": config.apply_query_key_layer_scaling,
+        }
+        refused = [name for name, hit in unsupported.items() if hit]
+        if refused:
+            raise NotImplementedError(f"attention without Transformer Engine supports no {', '.join(refused)}")
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels or 1)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        if attention_mask is not None or attention_bias is not None:
+            raise NotImplementedError("attention without Transformer Engine is causal and takes no mask or bias")
+        if packed_seq_params is None:  # [s, b, h, d] -> [b, s, h, d]
+            out = self._attend(*(x.transpose(0, 1) for x in (query, key, value)))
+            return out.transpose(0, 1).reshape(query.size(0), query.size(1), -1)
+        buckets = getattr(packed_seq_params, "length_buckets", ()) or length_buckets(packed_seq_params.cu_seqlens_q)
+        if len(buckets) == 1 and buckets[0].numel() == query.size(0):  # all of one length: views, no gathering
+            shape = (*buckets[0].shape, -1, query.size(-1))
+            return self._attend(query.view(shape), key.view(shape), value.view(shape)).reshape(query.size(0), -1)
+        parts = [self._attend(query[rows], key[rows], value[rows]).flatten(0, 1) for rows in buckets]
+        order = torch.cat([rows.flatten() for rows in buckets])
+        return torch.cat(parts)[torch.argsort(order)].flatten(1)
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """[n, length, heads, d] -> [n, length, heads, d]."""
+        out = scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            is_causal=True,
+            scale=self.softmax_scale,
+            enable_gqa=query.size(2) != key.size(2),
+        )
+        return out.transpose(1, 2)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm; marks its weight so that Megatron sums its gradient over a sequence-parallel group."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma:
+            raise NotImplementedError(
+                f"norm {config.normalization!r} (zero-centred: {config.layernorm_zero_centered_gamma}) needs "
+                "Transformer Engine; without it only plain RMSNorm is built"
+            )
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[union-attr]

@@ -1,0 +1,199 @@
+"""Lets unmodified megatron-core 0.16.1 run where there is no CUDA: gloo, CPU tensors, no Transformer Engine.
+
+Megatron-Core assumes a GPU in four ways. Each has one remedy here; nothing else of torch or Megatron is touched, and
+nothing at all happens on a machine with CUDA.
+
+1. It calls ``torch.cuda`` for streams, events, synchronisation, the current device and the random generator.
+   A CPU has one stream and one generator, so the stand-ins do nothing, answer ``"cpu"``, or use the CPU generator.
+2. It writes ``"cuda"`` and ``"torch.cuda.FloatTensor"`` as literals inside functions. The literals are replaced in the
+   compiled functions of the listed modules: same code, other constant.
+3. It fuses small functions with ``torch.compile`` while it is imported. On a CPU that needs a C++ compiler and seconds
+   of compilation per function, so during that import ``torch.compile`` hands functions back as they are.
+4. Two helpers tell "on the GPU" from "done": split sizes of the all-to-all dispatcher stay tensors, which gloo
+   refuses, and the router's GEMM names a Transformer Engine symbol that is undefined without it.
+
+``enable()`` is called by ``import megarl.megatron``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_RETARGETED_MODULES = (
+    "megatron.core.distributed.param_and_grad_buffer",
+    "megatron.core.dist_checkpointing.exchange_utils",
+    "megatron.core.dist_checkpointing.strategies.state_dict_saver",
+    "megatron.core.models.common.language_module.language_module",
+    "megatron.core.optimizer.clip_grads",
+    "megatron.core.optimizer.distrib_optimizer",
+    "megatron.core.optimizer.grad_scaler",
+    "megatron.core.optimizer.optimizer",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.pipeline_parallel.utils",
+    "megatron.core.tensor_parallel.data",
+    "megatron.core.transformer.moe.moe_utils",
+    "megatron.core.transformer.utils",
+    "megatron.core.utils",
+)
+
+
+class _Stream:
+    """The one stream of a CPU: work is finished when the call returns."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait_stream(self, _: Any) -> None:
+        pass
+
+    def wait_event(self, _: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    def __hash__(self) -> int:
+        return hash(_Stream)
+
+
+class _Event:
+    """An event that has always happened already."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    def wait(self, *_: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+_STREAM = _Stream()
+
+
+def _get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, *_: Any, **__: Any) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def enable() -> bool:
+    """Make megatron-core usable without CUDA; returns whether the layer is active. Safe to call again."""
+    if torch.cuda.is_available():
+        return False
+    if getattr(torch.cuda, "_megarl_cpu_layer", False):
+        return True
+    _replace_cuda_calls()
+    with _eager_functions(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        modules = [importlib.import_module(name) for name in _RETARGETED_MODULES]
+    for module in modules:
+        _retarget(module)
+    _replace_helpers()
+    torch.cuda._megarl_cpu_layer = True  # type: ignore[attr-defined]
+    return True
+
+
+def _replace_cuda_calls() -> None:
+    """Remedy 1: harmless stand-ins for the parts of ``torch.cuda`` that Megatron calls unconditionally."""
+    for name in ("synchronize", "set_device", "empty_cache"):
+        setattr(torch.cuda, name, _nothing)
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
+    torch.cuda.current_stream = lambda *_: _STREAM  # type: ignore[assignment, return-value]
+    torch.cuda.default_stream = lambda *_: _STREAM  # type: ignore[assignment, return-value]
+    torch.cuda.stream = lambda *_: contextlib.nullcontext()  # type: ignore[assignment, misc, return-value]
+    torch.cuda.Stream = _Stream  # type: ignore[assignment, misc]
+    torch.cuda.Event = _Event  # type: ignore[assignment, misc]
+    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = _get_rng_state
+    torch.cuda.set_rng_state = torch.cuda.random.set_rng_state = _set_rng_state
+    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment, method-assign]
+
+
+@contextlib.contextmanager
+def _eager_functions() -> Iterator[None]:
+    """Remedy 3: functions that are decorated with ``torch.compile`` meanwhile stay plain functions."""
+    if "megatron.core.jit" in sys.modules:  # imported by somebody else first: already compiled, so run them eagerly
+        torch.compiler.set_stance("force_eager")
+        yield
+        return
+
+    def as_it_is(function: Any = None, **_: Any) -> Any:
+        return (lambda inner: inner) if function is None else function
+
+    compile_function, torch.compile = torch.compile, as_it_is  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compile_function
+
+
+def _on_cpu(constant: Any) -> Any:
+    if isinstance(constant, str):
+        if constant == "cuda":
+            return "cpu"
+        if constant.startswith("torch.cuda.") and constant.endswith("Tensor"):
+            return constant.replace("torch.cuda.", "torch.")
+        return constant
+    if isinstance(constant, tuple):
+        return tuple(_on_cpu(item) for item in constant)
+    if isinstance(constant, types.CodeType):
+        return constant.replace(co_consts=tuple(_on_cpu(item) for item in constant.co_consts))
+    return constant
+
+
+def _retarget(module: types.ModuleType) -> None:
+    """Remedy 2: in every function and method that the module itself defines, device literals name the CPU."""
+    for value in list(vars(module).values()):
+        members = vars(value).values() if isinstance(value, type) else (value,)
+        for member in members:
+            function = getattr(member, "__func__", getattr(member, "fget", member))
+            while function is not None:
+                if isinstance(function, types.FunctionType) and function.__module__ == module.__name__:
+                    function.__code__ = _on_cpu(function.__code__)
+                function = getattr(function, "__wrapped__", None)
+
+
+def _replace_helpers() -> None:
+    """Remedies 1 (generator of the tensor-parallel tracker) and 4."""
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random._get_cuda_rng_state = _get_rng_state
+    random._set_cuda_rng_state = _set_rng_state
+
+    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+
+    def as_split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        del record_stream
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    dispatcher.maybe_move_tensor_to_cpu = as_split_sizes
