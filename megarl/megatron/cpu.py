@@ -100,10 +100,6 @@ def _set_rng_state(new_state: torch.Tensor, *_: Any, **__: Any) -> None:
     torch.set_rng_state(new_state)
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
-
-
 def enable() -> bool:
     """Make megatron-core usable without CUDA; returns whether the layer is active. Safe to call again."""
     if torch.cuda.is_available():
@@ -122,9 +118,12 @@ def enable() -> bool:
 
 
 def _replace_cuda_calls() -> None:
-    """Remedy 1: harmless stand-ins for the parts of ``torch.cuda`` that Megatron calls unconditionally."""
+    """Remedy 1: harmless stand-ins for the parts of ``torch.cuda`` that Megatron calls unconditionally.
+
+    One function object for each name: torch's compiler keeps rules per object and refuses to load if two collide.
+    """
     for name in ("synchronize", "set_device", "empty_cache"):
-        setattr(torch.cuda, name, _nothing)
+        setattr(torch.cuda, name, lambda *_, **__: None)
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     torch.cuda.current_stream = lambda *_: _STREAM  # type: ignore[assignment, return-value]
     torch.cuda.default_stream = lambda *_: _STREAM  # type: ignore[assignment, return-value]
@@ -133,7 +132,7 @@ def _replace_cuda_calls() -> None:
     torch.cuda.Event = _Event  # type: ignore[assignment, misc]
     torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = _get_rng_state
     torch.cuda.set_rng_state = torch.cuda.random.set_rng_state = _set_rng_state
-    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
+    torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed) and None  # type: ignore[assignment]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment, method-assign]
 
 

@@ -78,7 +78,7 @@ def _qwen3_moe(hf: Mapping[str, Any]) -> ModelShape:
             "kv_channels": hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
             "ffn_hidden_size": hf["intermediate_size"],
             "moe_ffn_hidden_size": hf["moe_intermediate_size"],
-            "num_moe_experts": hf["num_experts"],
+            "num_moe_experts": hf.get("num_experts") or hf["num_local_experts"],
             "moe_router_topk": hf["num_experts_per_tok"],
             # softmax over the chosen logits equals softmax over all, renormalised over the chosen
             "moe_router_pre_softmax": not normalised,
@@ -184,7 +184,7 @@ def build_model(shape: ModelShape, config: TransformerConfig) -> list[GPTModel]:
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stages is None, vp_stage=stage),
             share_embeddings_and_output_weights=shape.tied_embeddings,
             position_embedding_type="rope",
-            rotary_base=int(shape.rotary_base),
+            rotary_base=shape.rotary_base,  # type: ignore[arg-type]
             vp_stage=stage,
         )
         chunks.append(chunk.cuda(torch.cuda.current_device()) if torch.cuda.is_available() else chunk)
