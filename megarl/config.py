@@ -1,0 +1,454 @@
+"""The configuration of a run: what can be set, what it means, and what goes together.
+
+A run is described by one TOML file; each class below is one table of it. Values come from the defaults, then the file,
+then the command line. ``Config.to_toml`` writes the resolved configuration, which reads back equal.
+``megarl.config_file`` reads the file and turns every problem into a ConfigError with one line.
+
+Nothing here imports torch or Megatron, so that a wrong file is reported at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+from megarl import megatron_fields
+from megarl.errors import ConfigError
+from megarl.megatron_fields import REPLAY_BLOCKERS, ReplayBlocker, replay_blockers
+
+__all__ = ["OBJECTIVES", "REPLAY_BLOCKERS", "Config", "Layout", "ReplayBlocker", "replay_blockers"]
+
+OBJECTIVES = ("minirl", "minirl_length_norm", "minirl_no_is", "minirl_no_clip", "grpo", "reinforce")
+"""Names of megarl.core.objectives.OBJECTIVES, repeated because importing that imports torch."""
+
+Dtype = Literal["fp32", "bf16"]
+DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root"]
+RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mlp", "moe", "shared_experts"]
+Count = Annotated[int, Field(ge=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Table(BaseModel):
+    """Base of all tables: frozen, no unknown keys, no conversions (TOML has types), no infinities."""
+
+    # Every optional field has the default None, because TOML has no null: an absent key must read back as None.
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class RunConfig(Table):
+    """[run]: the run as a whole."""
+
+    name: str = Field(default="run", min_length=1)
+    """Name of the run, shown in logs and reports."""
+    dir: str | None = None
+    """Folder for metrics, checkpoints and the resolved configuration; default runs/<name>."""
+    seed: Count = 0
+    """Seed of everything random: prompt order, sampling, initial weights that no checkpoint gives."""
+    steps: PositiveInt
+    """Global steps; one step samples prompts_per_step * group_size responses and trains on them."""
+    deterministic: bool = False
+    """Ask PyTorch and Megatron for deterministic kernels; slower on a GPU."""
+
+
+class ModelConfig(Table):
+    """[model]: the policy."""
+
+    path: str = Field(min_length=1)
+    """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer); it decides the architecture."""
+    dtype: Dtype = "bf16"
+    """Precision of training weights and activations; the optimizer keeps fp32 either way."""
+
+
+class ParallelConfig(Table):
+    """[parallel]: how the model is spread over ranks; data parallelism takes the ranks that are left."""
+
+    tp: PositiveInt = 1
+    """Tensor-parallel ranks."""
+    pp: PositiveInt = 1
+    """Pipeline-parallel ranks."""
+    vpp: PositiveInt | None = None
+    """Virtual pipeline stages per pipeline rank (interleaved schedule); needs pp > 1."""
+    ep: PositiveInt = 1
+    """Expert-parallel ranks; they are taken from the data- and tensor-parallel ones."""
+    etp: PositiveInt | None = None
+    """Tensor-parallel ranks inside an expert; default tp."""
+    cp: PositiveInt = 1
+    """Context-parallel ranks; only 1 for now."""
+    sequence_parallel: bool | None = None
+    """Split activations along the sequence between tensor-parallel ranks; default tp > 1, where Megatron needs it."""
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens travel to their experts."""
+    distributed_optimizer: bool = True
+    """Shard optimizer state over data-parallel ranks."""
+
+    @property
+    def expert_tp(self) -> int:
+        """etp with its default resolved."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def uses_sequence_parallel(self) -> bool:
+        """sequence_parallel with its default resolved."""
+        return self.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        if self.cp > 1:
+            raise ValueError(f"cp: found {self.cp}, expected 1: context parallelism is not built yet; use tp, ep or pp")
+        if self.vpp is not None and self.pp == 1:
+            raise ValueError(f"vpp: found {self.vpp} with pp = 1, expected pp > 1; remove vpp or raise pp")
+        if self.vpp == 1:
+            raise ValueError("vpp: found 1, expected 2 or more stages per rank; remove vpp for the plain schedule")
+        if self.tp > 1 and self.sequence_parallel is False:
+            raise ValueError(
+                f"sequence_parallel: found false with tp = {self.tp}, but Megatron's MoE needs it; remove it"
+            )
+        if self.tp == 1 and self.sequence_parallel:
+            raise ValueError("sequence_parallel: found true with tp = 1, expected tp > 1; remove it or raise tp")
+        return self
+
+
+class DataConfig(Table):
+    """[data]: prompts and answers."""
+
+    train: str = Field(min_length=1)
+    """JSONL or Parquet file, or the name of a hub data set."""
+    heldout: str | None = None
+    """The same for evaluation; needed when eval.every > 0."""
+    prompt_field: str = "prompt"
+    """Field that holds the prompt: plain text, or a list of chat messages."""
+    answer_field: str = "answer"
+    """Field that holds the answer that the reward compares with."""
+    chat_template: bool = False
+    """Wrap plain-text prompts with the tokenizer's chat template."""
+    max_prompt_tokens: PositiveInt = 2048
+    """Longest prompt, in tokens; a longer one is an error."""
+    split: str | None = None
+    """Split of a hub data set, e.g. "train"."""
+
+
+class RewardConfig(Table):
+    """[reward]: how a response is scored."""
+
+    function: str = Field(default="exact_match", min_length=1)
+    """"exact_match", "math_verify", or "package.module:function"."""
+
+
+class RolloutConfig(Table):
+    """[rollout]: how responses are sampled."""
+
+    engine: Literal["local"] = "local"
+    """The sampling engine."""
+    prompts_per_step: PositiveInt
+    """Prompts B of a global step."""
+    group_size: PositiveInt
+    """Responses G to each prompt."""
+    max_response_tokens: PositiveInt
+    """Longest response, in tokens; a longer one is cut off."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus: the smallest set of tokens with at least this probability is sampled from."""
+    fp8_rounding: bool = False
+    """Round the engine's weights through FP8 (e4m3, 128 x 128 blocks), as a real FP8 engine would hold them."""
+    dtype: Dtype = "bf16"
+    """Precision of the engine's weights and activations."""
+    max_batch_size: PositiveInt = 256
+    """Responses that the local engine decodes at once, per rank."""
+
+
+class TrainConfig(Table):
+    """[train]: the objective and how a step is split."""
+
+    objective: str = "minirl"
+    """Name of a row of megarl.core.objectives.OBJECTIVES."""
+    objective_overrides: dict[str, Any] = {}
+    """Parts of the objective to replace, e.g. eps_low = 0.1; the string "off" stands for None."""
+    mini_batches: PositiveInt = 1
+    """Optimizer steps N per global step, each on an equal share of the responses."""
+    micro_batch_tokens: PositiveInt = 16384
+    """Most tokens of one forward pass on one rank; must hold the longest prompt with its longest response."""
+    replay: Literal["none", "r2", "r3"] = "r3"
+    """Which experts training uses: its own, those of the old-log-prob pass (r2), or those of the engine (r3)."""
+    max_missing_rows: float = Field(default=0.05, ge=0, le=1)
+    """Largest share of tokens without a recorded route before the step is an error; fraction."""
+
+    @property
+    def objective_parts(self) -> dict[str, bool | int | float | str | None]:
+        """objective_overrides with "off" turned into None, for ``dataclasses.replace``."""
+        return {key: None if value == "off" else value for key, value in self.objective_overrides.items()}
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        if self.objective not in OBJECTIVES:
+            raise ValueError(f"objective: found {self.objective!r}, expected one of {', '.join(OBJECTIVES)}")
+        for key, value in self.objective_overrides.items():
+            if not isinstance(value, (bool, int, float, str)):
+                raise ValueError(f"objective_overrides.{key}: found {value!r}, expected a number, a string or a bool")
+        return self
+
+
+class OptimConfig(Table):
+    """[optim]: Adam and its learning-rate schedule, counted in optimizer steps."""
+
+    lr: PositiveFloat
+    """Peak learning rate."""
+    min_lr: NonNegative = 0.0
+    """Learning rate at the end of the decay."""
+    warmup_steps: Count = 0
+    """Optimizer steps of linear warm-up from 0."""
+    decay_steps: PositiveInt | None = None
+    """Optimizer steps until min_lr, warm-up included; default all steps of the run."""
+    decay_style: DecayStyle = "constant"
+    """Shape of the decay."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay."""
+    adam_beta1: Beta = 0.9
+    """Decay of the first moment."""
+    adam_beta2: Beta = 0.95
+    """Decay of the second moment."""
+    adam_eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+    clip_grad: NonNegative = 1.0
+    """Largest global gradient norm; 0 = no clipping."""
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr: found {self.min_lr}, expected at most lr = {self.lr}")
+        if self.decay_steps is not None and self.warmup_steps >= self.decay_steps:
+            raise ValueError(
+                f"warmup_steps: found {self.warmup_steps}, expected fewer than decay_steps = {self.decay_steps}"
+            )
+        return self
+
+
+class RecomputeConfig(Table):
+    """[recompute]: activations that are computed again in the backward pass to save memory; names are Megatron's."""
+
+    granularity: Literal["selective", "full"] | None = None
+    """None, only some modules of each layer, or whole layers."""
+    method: Literal["uniform", "block"] | None = None
+    """With full: recompute every num_layers layers as a unit, or only the first num_layers layers of a stage."""
+    num_layers: PositiveInt | None = None
+    """With full: see method; layers."""
+    modules: list[RecomputeModule] | None = None
+    """With selective: which modules; default core_attn."""
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        full_keys = [key for key in ("method", "num_layers") if getattr(self, key) is not None]
+        if self.granularity == "full" and len(full_keys) < 2:
+            raise ValueError('granularity: found "full" without method and num_layers; set e.g. "uniform" and 1')
+        if self.granularity != "full" and full_keys:
+            raise ValueError(f'{full_keys[0]}: goes only with granularity = "full"; remove it')
+        if self.granularity != "selective" and self.modules is not None:
+            raise ValueError('modules: goes only with granularity = "selective"; remove it')
+        return self
+
+
+class EvalConfig(Table):
+    """[eval]: sampling on held-out prompts."""
+
+    every: Count = 0
+    """Global steps between evaluations; 0 = never."""
+    samples: PositiveInt = 1
+    """Responses per prompt."""
+    max_prompts: PositiveInt | None = None
+    """Only the first so many prompts; default all."""
+    temperature: NonNegative = 1.0
+    """Sampling temperature; 0 = greedy."""
+
+
+class CheckpointConfig(Table):
+    """[checkpoint]: what a killed run can start again from."""
+
+    every: Count = 0
+    """Global steps between checkpoints; 0 = none."""
+    keep: PositiveInt = 2
+    """Newest checkpoints that stay on disk."""
+    resume: bool = True
+    """Continue from the newest checkpoint in run.dir, if there is one."""
+
+
+class LogConfig(Table):
+    """[log]: where metrics go besides metrics.jsonl."""
+
+    tensorboard: bool = True
+    """Write TensorBoard event files below run.dir."""
+    wandb_project: str | None = None
+    """Also log to this Weights & Biases project; default not."""
+
+
+class SftConfig(Table):
+    """[sft]: the supervised cold start that `megarl sft` runs; layout and precision as for RL."""
+
+    data: str = Field(min_length=1)
+    """JSONL file of demonstrations."""
+    out: str | None = None
+    """Folder of the Hugging Face checkpoint that comes out; default <run.dir>/sft."""
+    steps: PositiveInt
+    """Optimizer steps."""
+    batch_size: PositiveInt
+    """Demonstrations per step, over all ranks."""
+    lr: PositiveFloat
+    """Peak learning rate."""
+    min_lr: NonNegative = 0.0
+    """Learning rate at the end of the decay."""
+    warmup_steps: Count = 0
+    """Steps of linear warm-up from 0."""
+    decay_style: DecayStyle = "linear"
+    """Shape of the decay over all steps."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay."""
+    prompt_field: str = "prompt"
+    """Field that holds the prompt."""
+    response_field: str = "response"
+    """Field that holds the response to learn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a given number of ranks is divided, all defaults resolved."""
+
+    world_size: int
+    tp: int
+    pp: int
+    vpp: int | None
+    cp: int
+    dp: int
+    """Data-parallel ranks of dense weights: world_size / (tp * pp * cp)."""
+    ep: int
+    etp: int
+    edp: int
+    """Data-parallel ranks of expert weights: world_size / (ep * etp * pp)."""
+    sequences_per_rank: int
+    """Responses of one mini-batch on one data-parallel rank: B * G / (N * dp)."""
+
+
+class Config(Table):
+    """The whole configuration of a run."""
+
+    run: RunConfig
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig
+    train: TrainConfig = TrainConfig()
+    optim: OptimConfig
+    recompute: RecomputeConfig = RecomputeConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    sft: SftConfig | None = None
+    megatron: dict[str, Any] = {}
+    """Any other field of Megatron's TransformerConfig, DistributedDataParallelConfig or OptimizerConfig."""
+
+    @property
+    def run_dir(self) -> Path:
+        """run.dir with its default resolved."""
+        return Path(self.run.dir or f"runs/{self.run.name}")
+
+    @property
+    def sft_out(self) -> Path:
+        """sft.out with its default resolved."""
+        return Path(self.sft.out) if self.sft and self.sft.out else self.run_dir / "sft"
+
+    @property
+    def responses_per_step(self) -> int:
+        """B * G."""
+        return self.rollout.prompts_per_step * self.rollout.group_size
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of the whole run: steps * N."""
+        return self.run.steps * self.train.mini_batches
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        self._check_sizes()
+        self._check_megatron()
+        if self.eval.every and self.data.heldout is None:
+            raise ValueError(
+                f"eval.every: found {self.eval.every} without data.heldout; set data.heldout or eval.every = 0"
+            )
+        return self
+
+    def _check_sizes(self) -> None:
+        if self.responses_per_step % self.train.mini_batches:
+            raise ValueError(
+                f"train.mini_batches: found {self.train.mini_batches}, expected a divisor of "
+                f"rollout.prompts_per_step * group_size = {self.responses_per_step}"
+            )
+        longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        if self.train.micro_batch_tokens < longest:
+            raise ValueError(
+                f"train.micro_batch_tokens: found {self.train.micro_batch_tokens}, expected at least "
+                f"data.max_prompt_tokens + rollout.max_response_tokens = {longest}; raise it or lower one of those"
+            )
+        if self.train.micro_batch_tokens % self.parallel.tp:
+            raise ValueError(
+                f"train.micro_batch_tokens: found {self.train.micro_batch_tokens}, expected a multiple of "
+                f"parallel.tp = {self.parallel.tp}"
+            )
+
+    def _check_megatron(self) -> None:
+        for key in self.megatron:
+            if key in megatron_fields.DERIVED:
+                raise ValueError(f"megatron.{key}: megarl sets this itself; use {megatron_fields.DERIVED[key]} instead")
+        megatron_fields.check(self.megatron)
+        if self.train.replay == "none":
+            return
+        for blocker in replay_blockers(self.megatron):
+            found = self.megatron.get(blocker.setting)
+            raise ValueError(
+                f'megatron.{blocker.setting}: found {found!r} with train.replay = "{self.train.replay}", which cannot '
+                f'hold: {blocker.reason}; remove it or set train.replay = "none"'
+            )
+
+    def check_world_size(self, world_size: int) -> Layout:
+        """Divide world_size ranks; ConfigError if the layout or the batch does not come out even."""
+        p = self.parallel
+        dense, expert = p.tp * p.pp * p.cp, p.ep * p.expert_tp * p.pp
+        if world_size % dense:
+            raise ConfigError(
+                f"parallel: found {world_size} ranks, expected a multiple of tp * pp * cp = {p.tp} * {p.pp} * {p.cp} = "
+                f"{dense}; start another number of processes or change the layout"
+            )
+        if world_size % expert:
+            raise ConfigError(
+                f"parallel: found {world_size} ranks, expected a multiple of ep * etp * pp = {p.ep} * {p.expert_tp} * "
+                f"{p.pp} = {expert}; start another number of processes or change the layout"
+            )
+        dp, n = world_size // dense, self.train.mini_batches
+        if self.responses_per_step % (n * dp):
+            raise ConfigError(
+                f"rollout: found prompts_per_step * group_size = {self.responses_per_step} responses, expected a "
+                f"multiple of train.mini_batches * dp = {n} * {dp} = {n * dp}; change one of them"
+            )
+        if self.sft is not None and self.sft.batch_size % dp:
+            raise ConfigError(f"sft.batch_size: found {self.sft.batch_size}, expected a multiple of dp = {dp}")
+        return Layout(
+            world_size,
+            p.tp,
+            p.pp,
+            p.vpp,
+            p.cp,
+            dp,
+            p.ep,
+            p.expert_tp,
+            world_size // expert,
+            self.responses_per_step // (n * dp),
+        )
+
+    def to_toml(self) -> str:
+        """The resolved configuration as TOML; ``config_file.parse(tomllib.loads(text))`` equals this one."""
+        return tomli_w.dumps(self.model_dump(exclude_none=True))
