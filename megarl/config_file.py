@@ -87,7 +87,7 @@ def _one_line(error: ValidationError) -> str:
     dotted = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         same_name = [key for key in keys() if key.rpartition(".")[2] == dotted.rpartition(".")[2]]
-        close = same_name or difflib.get_close_matches(dotted, keys(), n=2)
+        close = same_name or difflib.get_close_matches(dotted, keys(), n=1)
         text = f"{dotted}: unknown key; " + (f"did you mean {' or '.join(close)}?" if close else "remove it")
     elif first["type"] == "model_type":
         text = f"{dotted}: found {first['input']!r}, expected a table [{dotted}]"
