@@ -1,0 +1,240 @@
+"""Prompts with answers for RL, demonstrations for the cold start, and the order in which prompts are taken.
+
+A prompt is plain text or a list of chat messages. Plain text is tokenized with the tokenizer's own special tokens
+(a start token where the model has one); messages, and plain text when ``chat_template`` is on, go through the
+tokenizer's chat template, which writes its special tokens itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from megarl.data.records import get_field, read_records, type_name
+from megarl.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One problem with its answer."""
+
+    index: int
+    """Position in the source, 0..P-1."""
+    tokens: np.ndarray
+    """int32 [length], never empty."""
+    text: str
+    """What was tokenized: the plain text, or the chat after its template."""
+    answer: str
+    """What the reward function compares the response with; never blank."""
+    source: str
+    """Where it was read: "train.jsonl:17" or "train.parquet row 16"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """One prompt with the response to imitate, back to back, the end token appended."""
+
+    tokens: np.ndarray
+    """int32 [T]."""
+    loss_mask: np.ndarray
+    """bool [T], True on the response and its end token."""
+    source: str
+    """Where it was read."""
+
+
+def load_prompts(
+    source: str | Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_field: str,
+    answer_field: str,
+    chat_template: bool,
+    max_prompt_tokens: int,
+    split: str | None = None,
+    limit: int | None = None,
+) -> list[Prompt]:
+    """Reads and tokenizes all prompts of a source; nothing is dropped or shortened.
+
+    source, split, limit: as in :func:`megarl.data.records.read_records`. Fields may be dotted. The answer is text or
+    a whole number; other numbers must be written as text, since 0.10 and 1e-1 would be compared as text.
+
+    Raises DataError with file and line: broken line, missing field, wrong type, empty prompt, no answer, prompt
+    longer than ``max_prompt_tokens``; ConfigError: a chat template is asked for and the tokenizer has none.
+    """
+    _check_template(tokenizer, chat_template)
+    prompts: list[Prompt] = []
+    for index, (place, record) in enumerate(read_records(source, split=split, limit=limit)):
+        text, tokens = _encode_prompt(
+            tokenizer, get_field(record, prompt_field, place), prompt_field, chat_template, place
+        )
+        if len(tokens) > max_prompt_tokens:
+            raise DataError(
+                f"{place}: the prompt has {len(tokens)} tokens, more than max_prompt_tokens = {max_prompt_tokens}; "
+                f"shorten or remove it, or raise data.max_prompt_tokens"
+            )
+        answer = _answer(get_field(record, answer_field, place), answer_field, place)
+        prompts.append(Prompt(index, tokens, text, answer, place))
+    return prompts
+
+
+def load_demonstrations(
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_field: str = "prompt",
+    response_field: str = "response",
+    *,
+    chat_template: bool = False,
+    max_tokens: int | None = None,
+) -> list[Demonstration]:
+    """Reads demonstrations for supervised training: prompt + response + one end token, loss on the last two.
+
+    The prompt is tokenized as in RL and apart from the response, so that the border lies where sampling starts.
+    A response that already ends with the end token does not get a second one.
+
+    Raises DataError with file and line, as :func:`load_prompts` does; ConfigError if the tokenizer has no end token.
+    """
+    _check_template(tokenizer, chat_template)
+    end_token = tokenizer.eos_token_id
+    if not isinstance(end_token, int):
+        raise ConfigError("the tokenizer has no eos_token: set one, else the model never learns to stop")
+    demonstrations: list[Demonstration] = []
+    for place, record in read_records(path):
+        _, prompt = _encode_prompt(
+            tokenizer, get_field(record, prompt_field, place), prompt_field, chat_template, place
+        )
+        response = get_field(record, response_field, place)
+        if not isinstance(response, str):
+            raise DataError(f"{place}: {response_field!r} is {type_name(response)}, expected text")
+        if not response:
+            raise DataError(f"{place}: {response_field!r} is empty: there is nothing to imitate")
+        target = list(tokenizer(response, add_special_tokens=False)["input_ids"])
+        if not target or target[-1] != end_token:
+            target.append(end_token)
+        tokens = np.concatenate([prompt, np.asarray(target, dtype=np.int32)])
+        if max_tokens is not None and len(tokens) > max_tokens:
+            raise DataError(
+                f"{place}: prompt and response have {len(tokens)} tokens, more than the {max_tokens} allowed"
+            )
+        demonstrations.append(Demonstration(tokens, np.arange(len(tokens)) >= len(prompt), place))
+    return demonstrations
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOrder:
+    """The shuffled, endless order of prompts; where it stands is one integer that a checkpoint can hold.
+
+    Epoch e visits every prompt once, in an order that depends on (seed, e) alone: prompts are sorted by raw 64-bit
+    words of a Philox counter keyed by (seed, e), which numpy guarantees never to change (its shuffles it does not).
+    """
+
+    num_prompts: int
+    """P, number of prompts."""
+    seed: int
+    """0 <= seed < 2**64."""
+
+    def __post_init__(self) -> None:
+        if self.num_prompts < 1:
+            raise DataError(f"there are {self.num_prompts} prompts to order: at least 1 is needed")
+        if not 0 <= self.seed < 2**64:
+            raise ConfigError(f"seed is {self.seed}: expected 0 <= seed < 2**64")
+
+    def epoch(self, epoch: int) -> np.ndarray:
+        """Permutation of 0..P-1 of one epoch, int64 [P]."""
+        words = np.random.Philox(key=np.array([self.seed, epoch], dtype=np.uint64)).random_raw(self.num_prompts)
+        return np.argsort(words, kind="stable").astype(np.int64)
+
+    def take(self, position: int, count: int) -> np.ndarray:
+        """Prompts at places position .. position+count-1 of the endless order, int64 [count]; the next position is
+        their sum.
+
+        No prompt comes twice within an epoch; a call that runs over the end of an epoch may hold one from each side.
+        """
+        if position < 0 or count < 0:
+            raise ValueError(f"take({position}, {count}): position and count must not be negative")
+        parts: list[np.ndarray] = []
+        while count > 0:
+            epoch, offset = divmod(position, self.num_prompts)
+            part = self.epoch(epoch)[offset : offset + count]
+            parts.append(part)
+            position += len(part)
+            count -= len(part)
+        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+
+def _check_template(tokenizer: PreTrainedTokenizerBase, chat_template: bool) -> None:
+    if chat_template and not tokenizer.chat_template:
+        raise ConfigError(
+            "data.chat_template is on, but the tokenizer has no chat template: turn it off or take another"
+        )
+
+
+def _encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: Any, field: str, chat_template: bool, place: str
+) -> tuple[str, np.ndarray]:
+    """(text that was tokenized, int32 tokens) of plain text or of chat messages."""
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise DataError(f"{place}: the prompt ({field!r}) is empty")
+        text = _render(tokenizer, [{"role": "user", "content": prompt}], place) if chat_template else prompt
+        templated = chat_template
+    elif isinstance(prompt, list):
+        _check_messages(prompt, field, place)
+        text, templated = _render(tokenizer, prompt, place), True
+    else:
+        raise DataError(
+            f"{place}: the prompt ({field!r}) is {type_name(prompt)}, expected text or a list of chat messages"
+        )
+    tokens = np.asarray(tokenizer(text, add_special_tokens=not templated)["input_ids"], dtype=np.int32)
+    if tokens.size == 0:
+        raise DataError(f"{place}: the prompt ({field!r}) has no tokens")
+    end_token = tokenizer.eos_token
+    if not templated and tokens[-1] == tokenizer.eos_token_id and not text.endswith(str(end_token)):
+        # The model would have to answer after its own end mark; BERT- and T5-like tokenizers do this.
+        raise DataError(
+            f"{place}: the tokenizer appends its end token {end_token!r} to a prompt; turn that off in the tokenizer"
+        )
+    return text, tokens
+
+
+def _check_messages(messages: list[Any], field: str, place: str) -> None:
+    if not messages:
+        raise DataError(f"{place}: the prompt ({field!r}) is an empty list of messages")
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise DataError(
+                f'{place}: message {number} of {field!r} is {message!r:.80}, expected {{"role": ..., "content": ...}}'
+            )
+        if not isinstance(message["content"], str):
+            raise DataError(
+                f"{place}: content of message {number} of {field!r} is {type_name(message['content'])}, expected text"
+            )
+    if not any(message["content"].strip() for message in messages):
+        raise DataError(f"{place}: all messages of the prompt ({field!r}) are empty")
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], place: str) -> str:
+    """The chat as text, with the mark that opens the model's answer."""
+    import jinja2
+
+    if not tokenizer.chat_template:
+        raise DataError(f"{place}: the prompt is a list of chat messages, but the tokenizer has no chat template")
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except jinja2.TemplateError as error:
+        raise DataError(f"{place}: the chat template refuses these messages ({error})") from error
+
+
+def _answer(answer: Any, field: str, place: str) -> str:
+    if answer is None or (isinstance(answer, str) and not answer.strip()):
+        raise DataError(f"{place}: the prompt has no answer ({field!r} is {'null' if answer is None else 'blank'})")
+    if isinstance(answer, str):
+        return answer
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        return str(answer)
+    raise DataError(
+        f"{place}: the answer ({field!r}) is {type_name(answer)}, expected text or a whole number; write it as text"
+    )

@@ -1,0 +1,144 @@
+"""Reads records (one dict per example) from a JSONL file, a Parquet file, a dataset folder or a hub name.
+
+Every record comes with the place it was read from ("train.jsonl:17", "train.parquet row 17"), so that whoever finds
+a fault in it can say where it is. Lines count from 1, as editors do; rows count from 0, as tables do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import ConfigError, DataError
+
+_TYPE_NAMES = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true/false",
+    list: "a list",
+    dict: "a table",
+}
+
+Record = dict[str, Any]
+
+
+def read_records(
+    source: str | Path, *, split: str | None = None, limit: int | None = None
+) -> Iterator[tuple[str, Record]]:
+    """Yields (place, record) for every example of a source, in order, at most ``limit`` of them.
+
+    source: a .jsonl file, a .parquet file, a local dataset folder, or a hub name for ``datasets.load_dataset``
+    ("owner/name", or "owner/name:config"). split: which split of a folder or hub data set; None takes the only one.
+
+    Raises DataError (missing file, broken line, nothing in it) and ConfigError (split on a file, limit below 1).
+    """
+    if limit is not None and limit < 1:
+        raise ConfigError(f"limit is {limit}: at least 1 example is needed; leave it out to take all")
+    path = Path(source)
+    if path.suffix in (".jsonl", ".parquet"):
+        if split is not None:
+            raise ConfigError(
+                f"split = {split!r} is given, but {source} is a file: only folders and hub names have splits"
+            )
+        if not path.is_file():
+            raise DataError(f"{source}: there is no such file")
+        records = _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
+    elif path.is_file():
+        raise DataError(
+            f"{source}: cannot tell the format from the ending {path.suffix!r}: expected .jsonl or .parquet"
+        )
+    else:
+        records = _read_dataset(str(source), split)
+    num_records = 0
+    for place, record in islice(records, limit):
+        num_records += 1
+        yield place, record
+    if num_records == 0:
+        raise DataError(f"{source}: the file is empty: expected at least one example")
+
+
+def get_field(record: Record, field: str, place: str) -> Any:
+    """Value of a field; a dotted name ("reward_model.ground_truth") reaches into nested tables.
+
+    Raises DataError that names the fields the record does have.
+    """
+    if field in record:
+        return record[field]
+    value: Any = record
+    for part in field.split("."):
+        if not isinstance(value, dict) or part not in value:
+            raise DataError(
+                f"{place}: there is no field {field!r}; the fields are: {', '.join(map(str, record)) or 'none'}"
+            )
+        value = value[part]
+    return value
+
+
+def type_name(value: object) -> str:
+    """What a value is, in words for an error message."""
+    return "null" if value is None else _TYPE_NAMES.get(type(value), type(value).__name__)
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[str, Record]]:
+    """Blank lines carry no record and are passed over; every other line must be one JSON object."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            place = f"{path}:{number}"
+            if not line.strip():
+                continue
+            try:
+                # A byte order mark can only open the file; utf-8-sig takes it off and changes nothing else.
+                record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except UnicodeDecodeError as error:
+                raise DataError(f"{place}: not UTF-8 text (byte {error.start} of the line)") from error
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise DataError(f"{place}: broken JSON ({error}): expected one JSON object per line") from error
+            if not isinstance(record, dict):
+                raise DataError(f"{place}: {type_name(record)} instead of a JSON object with named fields")
+            yield place, record
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[str, Record]]:
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    row = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for record in batch.to_pylist():
+                    yield f"{path} row {row}", record
+                    row += 1
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: not a readable Parquet file after row {row} ({_first_line(error)})") from error
+
+
+def _read_dataset(source: str, split: str | None) -> Iterator[tuple[str, Record]]:
+    """A folder or a hub name; ``datasets`` is imported only here, for it takes a second and is not always needed."""
+    from datasets import DatasetDict, load_dataset
+
+    name, _, config_name = (source, "", "") if Path(source).is_dir() else source.partition(":")
+    try:
+        data = load_dataset(name, config_name or None, split=split)
+    except (
+        Exception
+    ) as error:  # load_dataset documents no list of what it raises: network, lookup, script and format errors
+        raise DataError(
+            f"{source}: neither a file here nor a data set that `datasets` can load "
+            f"({type(error).__name__}: {_first_line(error)}); check the name, the split and the network"
+        ) from error
+    if isinstance(data, DatasetDict):
+        if len(data) != 1:
+            raise DataError(f"{source}: has the splits {', '.join(map(str, data))}; choose one with data.split")
+        (data,) = data.values()
+    for row, record in enumerate(data):
+        yield f"{source} row {row}", dict(record)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,86 @@
+"""The curves of a run, sorted out of its metric records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+LAYER_PREFIX = "router/flip/layer_"
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One metric over the run."""
+
+    x: np.ndarray
+    """float64 [P], global step; mini-batch m of n lies at step + m/n."""
+    y: np.ndarray
+    """float64 [P], may hold NaN and infinities."""
+
+    @property
+    def finite(self) -> np.ndarray:
+        """float64, the values that can be drawn."""
+        return self.y[np.isfinite(self.y)]
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """All curves of a run, by kind of record."""
+
+    step: dict[str, Curve]
+    minibatch: dict[str, Curve]
+    eval: dict[str, Curve]
+
+    @classmethod
+    def of(cls, records: Iterable[dict[str, Any]]) -> Series:
+        """Sorts records (as read_metrics returns them) into curves."""
+        records = list(records)
+        num_minibatches: dict[int, int] = {}
+        for record in records:
+            if record["kind"] == "minibatch":
+                num_minibatches[record["step"]] = max(num_minibatches.get(record["step"], 0), record["minibatch"] + 1)
+        points: dict[str, dict[str, list[tuple[float, float]]]] = {"step": {}, "minibatch": {}, "eval": {}}
+        for record in records:
+            x = float(record["step"])
+            if record["kind"] == "minibatch":
+                x += record["minibatch"] / num_minibatches[record["step"]]
+            for name, value in record.items():
+                if name not in ("kind", "step", "minibatch"):
+                    points[record["kind"]].setdefault(name, []).append((x, value))
+        return cls(
+            **{
+                kind: {name: Curve(*np.array(p, dtype=np.float64).T) for name, p in curves.items()}
+                for kind, curves in points.items()
+            }
+        )
+
+    def find(self, name: str) -> Curve | None:
+        """The curve of a metric, from whichever kind of record has a finite value of it; None if none has."""
+        for curves in (self.step, self.minibatch, self.eval):
+            if name in curves and curves[name].finite.size:
+                return curves[name]
+        return None
+
+
+def layer_curves(series: Series) -> dict[int, Curve]:
+    """Curves of ``router/flip/layer_XX`` by layer number, in order."""
+    found = {}
+    for name in {**series.minibatch, **series.step}:
+        number = name.removeprefix(LAYER_PREFIX)
+        curve = series.find(name) if name.startswith(LAYER_PREFIX) and number.isdigit() else None
+        if curve is not None:
+            found[int(number)] = curve
+    return dict(sorted(found.items()))
+
+
+def smooth(y: np.ndarray, window: int) -> np.ndarray:
+    """Centred moving average [P] over about ``window`` neighbours, fewer at the ends; non-finite values are left out."""
+    finite = np.isfinite(y)
+    kernel = np.ones(window | 1)  # odd, so that the average has a centre
+    half = len(kernel) // 2
+    total = np.convolve(np.pad(np.where(finite, y, 0.0), half), kernel, mode="valid")
+    count = np.convolve(np.pad(finite.astype(np.float64), half), kernel, mode="valid")
+    return np.where(finite, total / np.maximum(count, 1.0), np.nan)
