@@ -1,0 +1,16 @@
+"""The ground floor: what the algorithms compute, in plain torch and numpy.
+
+Nothing here reads a file, talks to another process, or knows Megatron or a config object, so every formula can be
+called and tested with a handful of numbers. The way through:
+
+    types        the records that flow
+    advantages   rewards of a group -> one advantage per sequence
+    ratios       masked log-ratios, and sums over packed sequences
+    objectives   the one equation: columns -> a coefficient per token
+    metrics      statistics that merge exactly over micro-batches and ranks
+    diagnostics  entropy, KL, effective sample size, extreme tokens
+    routing      routing traces: validate and compare
+    packing      sequences into micro-batches
+    parallel     which tokens a context- or sequence-parallel rank holds
+    reference    the same mathematics as slow loops: the oracle of the tests
+"""

@@ -1,0 +1,151 @@
+"""The per-token columns that an objective reads, and the rules that make them safe to compute with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.core.ratios import check_cu_seqlens, segment_sum, usable_mask
+from megarl.core.types import TrainBatch
+from megarl.errors import NumericsError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenColumns:
+    """Packed per-token inputs of an objective: T tokens of N whole sequences. Raises ValueError if shapes differ."""
+
+    logprobs: Tensor
+    """[T], log pi_theta; the one column with gradient."""
+    old_logprobs: Tensor
+    """[T], log pi_old: the training engine before the update."""
+    rollout_logprobs: Tensor
+    """[T], log mu: the engine that sampled, under the distribution that it sampled from."""
+    advantages: Tensor
+    """[T]."""
+    loss_mask: Tensor
+    """bool [T], True where the model generated the token; other columns may hold anything where it is False."""
+    cu_seqlens: Tensor
+    """int64 [N+1]."""
+    ref_logprobs: Tensor | None = None
+    """[T], log pi_ref, where a KL penalty needs it."""
+
+    def __post_init__(self) -> None:
+        for name, column in {**self.float_columns(), "loss_mask": self.loss_mask}.items():
+            if column.shape != self.logprobs.shape or column.dim() != 1:
+                raise ValueError(
+                    f"{name} is {list(column.shape)}, expected [T] like logprobs {list(self.logprobs.shape)}"
+                )
+            if name != "loss_mask" and not column.is_floating_point():
+                raise ValueError(f"{name} is {column.dtype}, expected floating point")
+        if self.loss_mask.dtype != torch.bool:
+            raise ValueError(f"loss_mask is {self.loss_mask.dtype}, expected torch.bool")
+        check_cu_seqlens(self.cu_seqlens, self.logprobs.numel())
+
+    @classmethod
+    def of(cls, batch: TrainBatch, logprobs: Tensor) -> TokenColumns:
+        """Return the columns of a packed batch for the given log pi_theta [T]."""
+        if batch.old_logprobs is None:
+            raise ValueError("the batch has no old_logprobs: run the old-log-prob pass before the objective")
+        return cls(
+            logprobs,
+            batch.old_logprobs,
+            batch.rollout_logprobs,
+            batch.advantages,
+            batch.loss_mask,
+            batch.cu_seqlens,
+            batch.ref_logprobs,
+        )
+
+    def float_columns(self) -> dict[str, Tensor]:
+        """Return the floating-point columns by name."""
+        columns = {
+            "logprobs": self.logprobs,
+            "old_logprobs": self.old_logprobs,
+            "rollout_logprobs": self.rollout_logprobs,
+            "advantages": self.advantages,
+        }
+        return columns if self.ref_logprobs is None else {**columns, "ref_logprobs": self.ref_logprobs}
+
+
+@dataclass(frozen=True, slots=True)
+class Denominators:
+    """What an aggregation divides by; the sum over micro-batches and data-parallel ranks is the global one.
+
+    The constant of "seq-mean-token-sum-norm" is no property of a batch: it is ``Objective.norm_length``.
+    """
+
+    num_tokens: int
+    """Loss tokens."""
+    num_sequences: int
+    """Sequences with at least one loss token."""
+
+    @classmethod
+    def of(cls, loss_mask: Tensor, cu_seqlens: Tensor, rollout_logprobs: Tensor | None = None) -> Denominators:
+        """Count a packed batch: loss_mask bool [T], cu_seqlens int64 [N+1].
+
+        Give rollout_logprobs [T] to leave out tokens at -inf, as ``coefficients`` does when it counts by itself.
+        """
+        mask = loss_mask if rollout_logprobs is None else usable_mask(loss_mask, rollout_logprobs)
+        lengths = segment_sum(mask, cu_seqlens)
+        num_tokens, num_sequences = torch.stack([lengths.sum(), (lengths > 0).sum()]).tolist()
+        return cls(num_tokens, num_sequences)
+
+    def __add__(self, other: Denominators) -> Denominators:
+        return Denominators(self.num_tokens + other.num_tokens, self.num_sequences + other.num_sequences)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenState:
+    """The columns without gradient, in one dtype (fp32, or fp64 if any column is), with their masks."""
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    rollout_logprobs: Tensor
+    advantages: Tensor
+    usable: Tensor
+    """bool [T], loss tokens that the rollout engine can have sampled: the ones that denominators count."""
+    keep: Tensor
+    """bool [T], usable tokens to which pi_theta and pi_old give a probability above 0: the ones that may train."""
+
+
+def prepare(columns: TokenColumns) -> TokenState:
+    """Check that every value on a loss token is admissible, and settle which tokens count.
+
+    Raises NumericsError naming column and first token for NaN or +inf, and for an infinite advantage.
+    """
+    refuse_non_finite(columns)
+    wide = torch.float32
+    if any(column.dtype == torch.float64 for column in columns.float_columns().values()):
+        wide = torch.float64
+    logprobs = columns.logprobs.detach().to(wide)
+    old_logprobs = columns.old_logprobs.detach().to(wide)
+    rollout_logprobs = columns.rollout_logprobs.detach().to(wide)
+    usable = usable_mask(columns.loss_mask, rollout_logprobs)
+    keep = usable & ~torch.isneginf(logprobs) & ~torch.isneginf(old_logprobs)
+    # 0 where the token is not kept: garbage outside the mask must not reach a product, for 0 * NaN is NaN.
+    advantages = torch.where(keep, columns.advantages.detach().to(wide), 0.0)
+    return TokenState(logprobs, old_logprobs, rollout_logprobs, advantages, usable, keep)
+
+
+def refuse_non_finite(columns: TokenColumns) -> None:
+    """Raise NumericsError if a loss token holds NaN or +inf in any column, or -inf as its advantage."""
+    refused = {}
+    for name, column in columns.float_columns().items():
+        admissible = torch.isfinite(column)
+        if name != "advantages":
+            admissible = admissible | torch.isneginf(column)
+        refused[name] = columns.loss_mask & ~admissible
+    # One transfer to the host for all columns; which one it was is asked only when something is wrong.
+    if not bool(torch.stack(list(refused.values())).any()):
+        return
+    for name, bad in refused.items():
+        if bool(bad.any()):
+            token = int(bad.nonzero()[0])
+            value = columns.float_columns()[name][token].item()
+            raise NumericsError(
+                f"{name} is {value} at token {token} of the packed batch ({int(bad.sum())} such loss tokens), "
+                f"expected a {'finite number' if name == 'advantages' else 'number or -inf'}: "
+                f"look at the pass that computed this column"
+            )

@@ -1,0 +1,89 @@
+"""What tells a healthy run from one that is about to collapse: entropy, mismatch, staleness, dead groups.
+
+Every number is a ``Stat``, so that it merges exactly over micro-batches and ranks. Here rho = pi_old / mu is the
+mismatch between the training engine and the engine that sampled.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megarl.core.advantages import Values, uniform_groups
+from megarl.core.metrics import Stat
+from megarl.core.ratios import LOG_RATIO_BOUND, log_ratio, segment_sum, usable_mask, widen
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Return ``-sum_v p_v log p_v`` with p = softmax(logits): natural logarithm, full vocabulary.
+
+    logits: [..., V], where -inf is a token of probability 0; result: [...] in fp32 (fp64 stays). Keeps gradients.
+    """
+    logprobs = widen(logits).log_softmax(dim=-1)
+    # 0 * -inf is NaN, while p log p tends to 0.
+    return -(logprobs.exp() * torch.where(torch.isneginf(logprobs), 0.0, logprobs)).sum(dim=-1)
+
+
+def entropy_stat(token_entropy: Tensor, loss_mask: Tensor) -> Stat:
+    """Return the mean of the entropies [T] over loss_mask, bool [T]."""
+    return Stat.mean(token_entropy, loss_mask)
+
+
+def mismatch_metrics(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, tau: float = 2.0
+) -> dict[str, Stat]:
+    """Compare the training engine with the rollout engine on the sampled tokens, rho = pi_old / mu.
+
+    old_logprobs, rollout_logprobs: [T]; loss_mask: bool [T]; cu_seqlens: int64 [N+1]; tau: bound of "extreme".
+    Tokens at -inf in either column are left out. Returns, by name:
+
+    - ``kl_k1``: mean(log mu - log pi_old), unbiased for KL[mu || pi_old], may be negative
+    - ``kl_k3``: mean(rho - 1 - log rho), never negative
+    - ``rollout_ratio``: summary and quantiles of rho
+    - ``rollout_ppl_ratio``: exp(-mean log rho)
+    - ``chi2_token``, ``chi2_sequence``: mean rho^2 - 1, of tokens and of non-empty sequences (product of rho)
+    - ``extreme_share``: mean 1[max(rho, 1/rho) > tau]; with tau = 2 this is F(2) of R3 (arXiv 2510.11370)
+    - ``rollout_ess``: effective sample size of rho
+    """
+    keep = usable_mask(loss_mask, rollout_logprobs) & ~torch.isneginf(old_logprobs)
+    log_rho = log_ratio(old_logprobs, rollout_logprobs, keep).detach().double()
+    rho = log_rho.exp()
+    sequence_log_rho = segment_sum(log_rho, cu_seqlens).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return {
+        "kl_k1": Stat.mean(-log_rho, keep),
+        "kl_k3": Stat.mean(torch.expm1(log_rho) - log_rho, keep),
+        "rollout_ratio": Stat.ratio(log_rho, keep),
+        "rollout_ppl_ratio": Stat.exp_mean(-log_rho, keep),
+        "chi2_token": chi2(rho, keep),
+        "chi2_sequence": chi2(sequence_log_rho.exp(), segment_sum(keep, cu_seqlens) > 0),
+        "extreme_share": extreme_share(log_rho, keep, tau),
+        "rollout_ess": Stat.ess(rho, keep),
+    }
+
+
+def chi2(ratio: Tensor, mask: Tensor) -> Stat:
+    """Return ``mean(ratio^2) - 1`` over the mask: the chi-squared divergence if the mean ratio is 1."""
+    return Stat.mean(ratio.double().square() - 1, mask)
+
+
+def extreme_share(log_ratios: Tensor, mask: Tensor, tau: float = 2.0) -> Stat:
+    """Return the share of masked tokens with ``max(ratio, 1/ratio) > tau``; log_ratios [T], mask bool [T]."""
+    if not tau >= 1:
+        raise ValueError(f"tau is {tau}, expected at least 1: every token differs by a factor of 1 or more")
+    return Stat.mean(log_ratios.abs() > math.log(tau), mask)
+
+
+def clamped_ess(weights: Tensor, mask: Tensor, cap: float) -> Stat:
+    """Return the effective sample size of the weights clamped to [1/cap, cap], which is what verl reports."""
+    return Stat.ess(weights.clamp(1 / cap, cap), mask)
+
+
+def effective_prompt_ratio(rewards: Values, groups: Values) -> Stat:
+    """Return the share of groups with non-uniform rewards, the only ones that train.
+
+    rewards: [N]; groups: integer [N]. Its expectation is E[1 - p^n - (1-p)^n] for pass rates p and n responses.
+    Merges exactly if no group is split between the parts.
+    """
+    return Stat.mean(~uniform_groups(rewards, groups))

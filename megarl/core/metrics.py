@@ -1,0 +1,252 @@
+"""Statistics that merge exactly over micro-batches and ranks.
+
+A ``Stat`` holds only numbers that are added and numbers of which the largest is taken. So a dictionary of them is two
+flat vectors, and two all-reduces (SUM and MAX) merge it over any number of ranks; a minimum is a negated maximum.
+Which names a step produces never depends on its data, so the vectors have the same layout on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megarl.errors import NumericsError
+
+Kind = Literal["total", "mean", "exp_mean", "max", "min", "summary", "ratio", "ess"]
+
+QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
+"""Suffix and level of the quantiles that a "ratio" statistic reports."""
+
+_EDGES = torch.logspace(-4, math.log10(20.0), 86, dtype=torch.float64)
+HISTOGRAM_EDGES = torch.cat([-_EDGES.flip(0), _EDGES])
+"""Float64 [172], edges of the log-ratio histogram: geometric on both sides of 0, so that a quantile of |log r| is
+good to 7.5 % from 1e-4 to 20, and anything nearer to 0 counts as exactly 0."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stat:
+    """One statistic in a form that merges. Build it with the class methods; masks are bool and select the entries."""
+
+    kind: Kind
+    """How ``finalize`` reads the numbers."""
+    sums: Tensor
+    """float64 [S], merged by addition."""
+    maxima: Tensor
+    """float64 [M], merged by maximum; -inf where nothing was observed."""
+
+    @classmethod
+    def total(cls, value: Tensor | float) -> Stat:
+        """A number that simply adds up: a count, or a loss that is already divided by global denominators."""
+        return cls("total", _vector(value), _vector())
+
+    @classmethod
+    def mean(cls, values: Tensor, mask: Tensor | None = None) -> Stat:
+        """Mean of the values over the mask."""
+        values, count = _masked(values, mask)
+        return cls("mean", torch.stack([values.sum(), count]), _vector(device=values.device))
+
+    @classmethod
+    def exp_mean(cls, values: Tensor, mask: Tensor | None = None) -> Stat:
+        """``exp(mean(values))``: a geometric mean of exp(values), such as a perplexity."""
+        values, count = _masked(values, mask)
+        return cls("exp_mean", torch.stack([values.sum(), count]), _vector(device=values.device))
+
+    @classmethod
+    def max(cls, values: Tensor, mask: Tensor | None = None) -> Stat:
+        """Largest value over the mask."""
+        return cls("max", _vector(device=values.device), _largest(values, mask).reshape(1))
+
+    @classmethod
+    def min(cls, values: Tensor, mask: Tensor | None = None) -> Stat:
+        """Smallest value over the mask."""
+        return cls("min", _vector(device=values.device), _largest(-values, mask).reshape(1))
+
+    @classmethod
+    def summary(cls, values: Tensor, mask: Tensor | None = None) -> Stat:
+        """Mean, population standard deviation, minimum and maximum over the mask."""
+        selected, count = _masked(values, mask)
+        sums = torch.stack([count, selected.sum(), selected.square().sum()])
+        return cls("summary", sums, torch.stack([_largest(values, mask), _largest(-values, mask)]))
+
+    @classmethod
+    def ratio(cls, log_ratio: Tensor, mask: Tensor) -> Stat:
+        """The summary of ``exp(log_ratio)`` and its quantiles, these from a histogram with HISTOGRAM_EDGES."""
+        summary = cls.summary(log_ratio.double().exp(), mask)
+        edges = HISTOGRAM_EDGES.to(log_ratio.device)
+        bins = torch.bucketize(log_ratio.double(), edges)
+        counts = torch.zeros(edges.numel() + 1, dtype=torch.float64, device=log_ratio.device)
+        counts = counts.index_add(0, bins, mask.double())
+        return cls("ratio", torch.cat([summary.sums, counts]), summary.maxima)
+
+    @classmethod
+    def ess(cls, weights: Tensor, mask: Tensor | None = None) -> Stat:
+        """Effective sample size ``(sum w)^2 / sum w^2`` and, as ``_fraction``, its share of the number of entries."""
+        selected, count = _masked(weights, mask)
+        sums = torch.stack([count, selected.sum(), selected.square().sum()])
+        return cls("ess", sums, _vector(device=weights.device))
+
+    def merge(self, other: Stat) -> Stat:
+        """Return the statistic of both sets of observations together."""
+        if (self.kind, self.sums.shape) != (other.kind, other.sums.shape):
+            raise ValueError(f"cannot merge a {other.kind!r} statistic into a {self.kind!r} one: two uses of one name")
+        return Stat(self.kind, self.sums + other.sums, torch.maximum(self.maxima, other.maxima))
+
+    def values(self) -> dict[str, float]:
+        """Return suffix -> number ("" for the main one); empty if nothing was observed."""
+        return _FINALIZERS[self.kind](self.sums.tolist(), self.maxima.tolist())
+
+    def __float__(self) -> float:
+        """The main number; ValueError if the statistic has several, or saw nothing."""
+        values = self.values()
+        if "" not in values:
+            raise ValueError(f"a {self.kind!r} statistic with the values {values} is not one number: use finalize()")
+        return values[""]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What stands where in the flat vectors of ``to_vectors``."""
+
+    entries: tuple[tuple[str, Kind, int, int], ...]
+    """(name, kind, number of sums, number of maxima), sorted by name; must be equal on all ranks."""
+
+
+def merge(dictionaries: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
+    """Return name -> statistic over all observations; a name may be absent from some of the dictionaries."""
+    merged: dict[str, Stat] = {}
+    for statistics in dictionaries:
+        for name, stat in statistics.items():
+            merged[name] = merged[name].merge(stat) if name in merged else stat
+    return merged
+
+
+def finalize(statistics: Mapping[str, Stat]) -> dict[str, float]:
+    """Return plain numbers by name, several statistics with a suffix (``ratio_max``); unobserved ones are left out.
+
+    Raises NumericsError if a number is not finite: a metric must not hide it.
+    """
+    numbers = {
+        f"{name}_{suffix}" if suffix else name: value
+        for name, stat in statistics.items()
+        for suffix, value in stat.values().items()
+    }
+    for name, value in numbers.items():
+        if not math.isfinite(value):
+            raise NumericsError(f"metric {name!r} is {value}, expected a finite number: look at the column behind it")
+    return numbers
+
+
+def to_vectors(statistics: Mapping[str, Stat]) -> tuple[Layout, Tensor, Tensor]:
+    """Return the layout and two flat float64 vectors, to be all-reduced by SUM and by MAX."""
+    ordered = sorted(statistics.items())
+    layout = Layout(tuple((name, stat.kind, stat.sums.numel(), stat.maxima.numel()) for name, stat in ordered))
+    if not ordered:
+        return layout, _vector(), _vector()
+    return layout, torch.cat([stat.sums for _, stat in ordered]), torch.cat([stat.maxima for _, stat in ordered])
+
+
+def from_vectors(layout: Layout, sums: Tensor, maxima: Tensor) -> dict[str, Stat]:
+    """Return the dictionary that ``to_vectors`` took apart."""
+    sum_parts = sums.split([num_sums for _, _, num_sums, _ in layout.entries])
+    max_parts = maxima.split([num_maxima for _, _, _, num_maxima in layout.entries])
+    return {
+        name: Stat(kind, sum_part, max_part)
+        for (name, kind, _, _), sum_part, max_part in zip(layout.entries, sum_parts, max_parts, strict=True)
+    }
+
+
+def _vector(value: Tensor | float | None = None, device: torch.device | None = None) -> Tensor:
+    if value is None:
+        return torch.empty(0, dtype=torch.float64, device=device)
+    return torch.as_tensor(value).detach().double().reshape(1)
+
+
+def _masked(values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the values in float64 with 0 outside the mask, and the number of entries inside."""
+    values = values.detach().double()
+    if mask is None:
+        return values, torch.tensor(float(values.numel()), dtype=torch.float64, device=values.device)
+    return torch.where(mask, values, 0.0), mask.sum().double()
+
+
+def _largest(values: Tensor, mask: Tensor | None) -> Tensor:
+    values = values.detach().double()
+    if mask is not None:
+        values = torch.where(mask, values, -math.inf)
+    # The extra -inf makes the maximum of nothing -inf, which is what a later maximum needs.
+    return torch.cat([values.flatten(), values.new_full((1,), -math.inf)]).max()
+
+
+def _total(sums: list[float], _maxima: list[float]) -> dict[str, float]:
+    return {"": sums[0]}
+
+
+def _mean(sums: list[float], _maxima: list[float]) -> dict[str, float]:
+    return {"": sums[0] / sums[1]} if sums[1] else {}
+
+
+def _exp_mean(sums: list[float], _maxima: list[float]) -> dict[str, float]:
+    return {"": math.exp(sums[0] / sums[1])} if sums[1] else {}
+
+
+def _max(_sums: list[float], maxima: list[float]) -> dict[str, float]:
+    return {"": maxima[0]} if maxima[0] != -math.inf else {}
+
+
+def _min(_sums: list[float], maxima: list[float]) -> dict[str, float]:
+    return {"": -maxima[0]} if maxima[0] != -math.inf else {}
+
+
+def _summary(sums: list[float], maxima: list[float]) -> dict[str, float]:
+    count, first, second = sums[:3]
+    if not count:
+        return {}
+    mean = first / count
+    variance = max(second / count - mean * mean, 0.0)
+    return {"mean": mean, "std": math.sqrt(variance), "min": -maxima[1], "max": maxima[0]}
+
+
+def _ratio(sums: list[float], maxima: list[float]) -> dict[str, float]:
+    values = _summary(sums, maxima)
+    if values:
+        values |= {suffix: math.exp(_quantile(sums[3:], level)) for suffix, level in QUANTILES.items()}
+    return values
+
+
+def _quantile(counts: list[float], level: float) -> float:
+    """Return the middle of the first bin at which the cumulative share reaches the level."""
+    edges = HISTOGRAM_EDGES.tolist()
+    remaining = level * sum(counts)
+    index = 0
+    while index < len(counts) - 1 and counts[index] < remaining:
+        remaining -= counts[index]
+        index += 1
+    if index in (0, len(edges)):
+        return edges[0] if index == 0 else edges[-1]
+    low, high = edges[index - 1], edges[index]
+    return 0.0 if low < 0 < high else math.copysign(math.sqrt(low * high), low)
+
+
+def _ess(sums: list[float], _maxima: list[float]) -> dict[str, float]:
+    count, first, second = sums
+    if not second:
+        return {}
+    effective = first * first / second
+    return {"": effective, "fraction": effective / count}
+
+
+_FINALIZERS: Mapping[Kind, Callable[[list[float], list[float]], dict[str, float]]] = {
+    "total": _total,
+    "mean": _mean,
+    "exp_mean": _exp_mean,
+    "max": _max,
+    "min": _min,
+    "summary": _summary,
+    "ratio": _ratio,
+    "ess": _ess,
+}

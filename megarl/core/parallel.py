@@ -1,0 +1,92 @@
+"""Which tokens of a packed batch a rank holds: pure index arithmetic, nothing is communicated.
+
+Context parallelism (CP) splits every sequence into 2 * cp equal chunks and gives rank r the chunks r and
+2 * cp - 1 - r: under causal attention an early chunk is cheap and a late one dear, so all ranks get the same work
+("zigzag", as Megatron-Core and Transformer Engine do). Sequence parallelism (SP) then splits a rank's tokens into tp
+contiguous slices.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megarl.core.ratios import check_cu_seqlens, segment_expand, segment_lengths
+
+
+def padded_cu_seqlens(cu_seqlens: Tensor, multiple: int) -> Tensor:
+    """Return int64 [N+1] after rounding the length of every sequence up to a multiple."""
+    if multiple < 1:
+        raise ValueError(f"multiple is {multiple}, expected at least 1")
+    padded = (segment_lengths(cu_seqlens) + multiple - 1) // multiple * multiple
+    return torch.cat([padded.new_zeros(1), padded.cumsum(0)])
+
+
+def padded_positions(cu_seqlens: Tensor, padded: Tensor) -> Tensor:
+    """Return int64 [T]: where each token goes when every sequence starts at its padded offset.
+
+    ``out[padded_positions] = column`` pads a column, ``out[padded_positions]`` takes the padding away again.
+    """
+    if padded.shape != cu_seqlens.shape or bool((segment_lengths(padded) < segment_lengths(cu_seqlens)).any()):
+        raise ValueError("padded must be cu_seqlens of the same sequences, each at least as long as before")
+    tokens = torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device)
+    return tokens + segment_expand(padded[:-1].long() - cu_seqlens[:-1].long(), cu_seqlens)
+
+
+def zigzag_indices(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
+    """Return int64 [T / cp_size]: the packed tokens that a CP rank holds, in the order in which it holds them.
+
+    cu_seqlens: int64 [N+1], every length a multiple of 2 * cp_size (ValueError otherwise, if cp_size > 1).
+    """
+    _check_rank(cp_size, cp_rank, "cp")
+    check_cu_seqlens(cu_seqlens, int(cu_seqlens[-1]))
+    starts, lengths = cu_seqlens[:-1].long(), segment_lengths(cu_seqlens)
+    if cp_size == 1:
+        return torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device)
+    odd = (lengths % (2 * cp_size) != 0).nonzero()
+    if odd.numel():
+        sequence = int(odd[0])
+        raise ValueError(
+            f"sequence {sequence} has {int(lengths[sequence])} tokens, not a multiple of 2 * cp_size = {2 * cp_size}: "
+            f"pad with padded_cu_seqlens first"
+        )
+    chunk = lengths // (2 * cp_size)
+    # Two runs of tokens per sequence, interleaved: [early chunk of 0, late chunk of 0, early chunk of 1, ...].
+    run_starts = torch.stack([starts + cp_rank * chunk, starts + (2 * cp_size - 1 - cp_rank) * chunk], dim=1).flatten()
+    run_lengths = chunk.repeat_interleave(2)
+    run_offsets = run_lengths.cumsum(0) - run_lengths
+    local = torch.arange(int(run_lengths.sum()), device=cu_seqlens.device)
+    return local + torch.repeat_interleave(run_starts - run_offsets, run_lengths)
+
+
+def zigzag_inverse(cu_seqlens: Tensor, cp_size: int) -> Tensor:
+    """Return int64 [T] with ``torch.cat(columns of rank 0, 1, ...)[inverse]`` in packed order again."""
+    gathered = torch.cat([zigzag_indices(cu_seqlens, cp_size, rank) for rank in range(cp_size)])
+    return inverse_permutation(gathered)
+
+
+def sequence_parallel_slice(num_tokens: int, tp_size: int, tp_rank: int) -> slice:
+    """Return the contiguous slice of num_tokens that a sequence-parallel rank holds; ValueError if it is uneven."""
+    _check_rank(tp_size, tp_rank, "tp")
+    if num_tokens % tp_size:
+        raise ValueError(f"{num_tokens} tokens do not split into tp_size = {tp_size} equal slices: pad them first")
+    share = num_tokens // tp_size
+    return slice(tp_rank * share, (tp_rank + 1) * share)
+
+
+def local_indices(cu_seqlens: Tensor, *, cp_size: int, cp_rank: int, tp_size: int, tp_rank: int) -> Tensor:
+    """Return int64 [T / (cp_size * tp_size)]: the packed tokens of one rank under CP and sequence parallelism."""
+    held = zigzag_indices(cu_seqlens, cp_size, cp_rank)
+    return held[sequence_parallel_slice(held.numel(), tp_size, tp_rank)]
+
+
+def inverse_permutation(order: Tensor) -> Tensor:
+    """Return int64 [T] with ``inverse[order[i]] == i``, so that ``column[order][inverse]`` is the column."""
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel(), device=order.device)
+    return inverse
+
+
+def _check_rank(size: int, rank: int, name: str) -> None:
+    if size < 1 or not 0 <= rank < size:
+        raise ValueError(f"{name}_rank is {rank} of {name}_size {size}, expected 0 <= rank < size")
