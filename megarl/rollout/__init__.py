@@ -1,0 +1,1 @@
+"""Sampling engines: the protocol, and the local engine on transformers."""

@@ -30,7 +30,9 @@ def test_model_is_a_plain_checkpoint_with_one_tensor_per_expert(model_path: Path
     assert tensors["lm_head.weight"].shape == (32, 32)
     assert not any("gate_up" in name for name in tensors)
     model = AutoModelForCausalLM.from_pretrained(model_path)
-    assert model.dtype == torch.float32 and model.config.eos_token_id == EOS_ID and model.config.pad_token_id == PAD_ID
+    assert model.dtype == torch.float32
+    assert model.config.eos_token_id == EOS_ID
+    assert model.config.pad_token_id == PAD_ID
     assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"])
     assert {p.name for p in model_path.parent.iterdir()} == {"model"}  # the staging directory is gone
 
@@ -52,14 +54,16 @@ def test_existing_directory_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(DataError, match="already exists"):
         write_tiny_model(tmp_path)
-    assert (tmp_path / "file").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
+    assert (tmp_path / "file").read_text() == "mine"
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.parametrize("text", ["528104=012458", CHARACTERS, "  a  b ,. ?", " ,", "=", "(1+2)*3 = 9"])
 def test_tokenizer_round_trip_is_exact(model_path: Path, text: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
     ids = tokenizer(text)["input_ids"]
-    assert len(ids) == len(text) and all(2 <= i < 32 for i in ids)
+    assert len(ids) == len(text)
+    assert all(2 <= i < 32 for i in ids)
     assert tokenizer.decode(ids) == text
     assert tokenizer.decode([*ids, EOS_ID], skip_special_tokens=True) == text
 
@@ -76,7 +80,8 @@ def test_sort_task_is_right_disjoint_and_partly_wrong(tmp_path: Path) -> None:
     train, heldout, demonstrations = read(files.train), read(files.heldout), read(files.demonstrations)
     assert (len(train), len(heldout), len(demonstrations)) == (300, 100, 500)
     for row in train + heldout:
-        assert row["prompt"].endswith("=") and len(row["prompt"]) == 5
+        assert row["prompt"].endswith("=")
+        assert len(row["prompt"]) == 5
         assert row["answer"] == "".join(sorted(row["prompt"][:-1]))
     prompts = [row["prompt"] for row in train + heldout + demonstrations]
     assert len(set(prompts)) == 900

@@ -1,0 +1,81 @@
+"""Reads off which experts a transformers MoE model uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from megarl.errors import TraceError
+
+
+class RouteRecorder:
+    """Records the expert ids that each MoE layer of a transformers model is called with.
+
+    The hooks sit on the modules that hold the experts, not on the routers: some routers return logits only and leave
+    the choice to the block around them, but every block calls ``experts(hidden_states, top_k_index, top_k_weights)``.
+    Dense layers have no such module and so no place in the trace.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [(name, module) for name, module in model.named_modules() if _holds_experts(module)]
+        self._seen: dict[int, torch.Tensor] = {}
+        self._active = False
+        self._handles = [
+            module.register_forward_pre_hook(self._hook(layer), with_kwargs=True)
+            for layer, (_, module) in enumerate(self._modules)
+        ]
+        num_experts = max((int(module.num_experts) for _, module in self._modules), default=0)
+        self._dtype = np.uint8 if num_experts <= 256 else np.uint16
+
+    @property
+    def num_layers(self) -> int:
+        """Number of MoE layers, L."""
+        return len(self._modules)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Records the forward pass that runs inside; outside of it the hooks do nothing."""
+        self._seen.clear()
+        self._active = True
+        try:
+            yield
+        finally:
+            self._active = False
+
+    def take(self, batch: int, length: int) -> np.ndarray:
+        """Returns what was recorded, uint8 (E <= 256) or uint16 [batch, length, L, K], and forgets it.
+
+        Raises TraceError if a layer did not see exactly one row per token of the [batch, length] input.
+        """
+        for layer, (name, _) in enumerate(self._modules):
+            found = self._seen.get(layer)
+            if found is None or found.dim() != 2 or len(found) != batch * length:
+                shape = None if found is None else tuple(found.shape)
+                raise TraceError(f"{name} routed {shape}, expected [{batch * length}, top-k]: one row per token")
+        routes = torch.stack([self._seen[layer] for layer in range(self.num_layers)], dim=1)
+        self._seen.clear()
+        return routes.unflatten(0, (batch, length)).to(torch.int32).cpu().numpy().astype(self._dtype)
+
+    def close(self) -> None:
+        """Takes the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, layer: int) -> Any:
+        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._active:
+                if layer in self._seen:
+                    raise TraceError(f"{self._modules[layer][0]} ran twice in one forward pass")
+                self._seen[layer] = args[1] if len(args) > 1 else kwargs["top_k_index"]
+
+        return record
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    stacked = any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
+    return stacked and isinstance(getattr(module, "num_experts", None), int)

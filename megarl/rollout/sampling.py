@@ -1,0 +1,81 @@
+"""From logits to tokens: the distribution that is sampled from, and a draw that depends on the request's seed alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from megarl.errors import NumericsError, RolloutError
+
+
+def sampling_logprobs(logits: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
+    """Log-probabilities of the distribution that tokens are drawn from.
+
+    ``log_softmax(logits / temperature)``; for ``top_p < 1`` restricted to the nucleus, the smallest set of most likely
+    tokens with mass >= top_p, and renormalised over it (equally likely tokens: the lower id first). Outside of it the
+    value is -inf.
+
+    ``logits`` [B, V] of any floating dtype, ``temperature > 0``; returns float32 [B, V] (float64 for float64 logits).
+    Raises NumericsError if a row has a NaN, an infinite logit, or no finite one. Source of the nucleus: Holtzman et
+    al. 2020, section 3.1.
+    """
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    logprobs = torch.log_softmax(wide / temperature, dim=-1)
+    if torch.isnan(logprobs).any():
+        bad = int(torch.isnan(logprobs).any(dim=-1).sum())
+        raise NumericsError(
+            f"logits of {bad} of {len(logits)} sequences are not finite while sampling: look at the weights that were "
+            "sent to the engine"
+        )
+    if top_p < 1.0:
+        ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
+        mass = ordered.double().exp()
+        in_nucleus = mass.cumsum(dim=-1) - mass < top_p  # the mass before the token; always true for the first one
+        nucleus = torch.zeros_like(in_nucleus).scatter_(-1, order, in_nucleus)
+        logprobs = torch.where(nucleus, logprobs, float("-inf"))
+        logprobs = logprobs - logprobs.logsumexp(dim=-1, keepdim=True)
+    return logprobs
+
+
+def draw(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Draws one token per row by inverting the cumulative distribution: the first token with ``cdf > u``.
+
+    ``logprobs`` [B, V], ``uniforms`` float64 [B] in [0, 1); returns int64 [B]. The sum runs in float64, and a token of
+    probability 0 is never drawn.
+    """
+    cdf = logprobs.double().exp().cumsum(dim=-1)
+    total = cdf[:, -1:]
+    below_total = torch.nextafter(total, torch.zeros_like(total))  # u * total may round up to total
+    target = torch.minimum(uniforms[:, None] * total, below_total)
+    return torch.searchsorted(cdf, target, right=True)[:, 0]
+
+
+class Noise:
+    """Uniform numbers for a batch of requests: number ``t`` of a request is a function of its seed and ``t`` alone.
+
+    Philox is a counter-based generator, so that the seeds 0, 1, 2, ... give independent streams (Salmon et al. 2011).
+    """
+
+    _MAX_CHUNK = 256
+    """Numbers drawn per request at a time; bounds the memory of long responses."""
+
+    def __init__(self, seeds: Sequence[int], num_steps: int) -> None:
+        for seed in seeds:
+            if not 0 <= seed < 2**128:
+                raise RolloutError(f"seed of a request is {seed}, expected 0 <= seed < 2**128")
+        self._streams = [np.random.Generator(np.random.Philox(key=seed)) for seed in seeds]
+        self._chunk = min(num_steps, self._MAX_CHUNK)
+        self._numbers = np.empty((len(seeds), self._chunk))
+        self._first_step = -self._chunk
+
+    def at(self, step: int, rows: np.ndarray) -> torch.Tensor:
+        """Uniforms float64 [len(rows)] of the requests ``rows`` for token ``step``; steps must not go back."""
+        if step < self._first_step:
+            raise ValueError(f"noise for step {step} asked for after step {self._first_step}")
+        while step >= self._first_step + self._chunk:
+            for stream, row in zip(self._streams, self._numbers, strict=True):
+                stream.random(out=row)
+            self._first_step += self._chunk
+        return torch.from_numpy(self._numbers[rows, step - self._first_step])
