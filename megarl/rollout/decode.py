@@ -20,9 +20,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from megarl.core.types import SampleRequest
+from megarl.rollout.distribution import Noise, draw, sampling_logprobs
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.recorder import RouteRecorder
-from megarl.rollout.sampling import Noise, draw, sampling_logprobs
 
 
 @dataclass(frozen=True, slots=True)

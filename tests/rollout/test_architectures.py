@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rollout_oracle import make_requests
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
 from megarl.errors import RolloutError, TraceError
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.local import LocalEngine
 from megarl.rollout.recorder import RouteRecorder
-from tests.rollout.conftest import make_requests
 
 SMALL: dict[str, Any] = {
     "vocab_size": 32,
