@@ -9,6 +9,7 @@ Nothing here imports torch or Megatron, so that a wrong file is reported at once
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -20,10 +21,27 @@ from megarl import megatron_fields
 from megarl.errors import ConfigError
 from megarl.megatron_fields import REPLAY_BLOCKERS, ReplayBlocker, replay_blockers
 
-__all__ = ["OBJECTIVES", "REPLAY_BLOCKERS", "Config", "Layout", "ReplayBlocker", "replay_blockers"]
+__all__ = ["OBJECTIVES", "OBJECTIVE_PARTS", "REPLAY_BLOCKERS", "Config", "Layout", "ReplayBlocker", "replay_blockers"]
 
 OBJECTIVES = ("minirl", "minirl_length_norm", "minirl_no_is", "minirl_no_clip", "grpo", "reinforce")
 """Names of megarl.core.objectives.OBJECTIVES, repeated because importing that imports torch."""
+
+OBJECTIVE_PARTS = (
+    "advantage",
+    "weight",
+    "mask",
+    "aggregation",
+    "ratio",
+    "weight_fn",
+    "cap",
+    "tis_on",
+    "eps_low",
+    "eps_high",
+    "std_ddof",
+    "std_eps",
+    "norm_length",
+)
+"""Fields of megarl.core.objectives.Objective, repeated for the same reason."""
 
 Dtype = Literal["fp32", "bf16"]
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root"]
@@ -190,6 +208,9 @@ class TrainConfig(Table):
         if self.objective not in OBJECTIVES:
             raise ValueError(f"objective: found {self.objective!r}, expected one of {', '.join(OBJECTIVES)}")
         for key, value in self.objective_overrides.items():
+            if key not in OBJECTIVE_PARTS:
+                close = difflib.get_close_matches(key, OBJECTIVE_PARTS, n=1) or OBJECTIVE_PARTS
+                raise ValueError(f"objective_overrides.{key}: unknown part; did you mean {' or '.join(close)}?")
             if not isinstance(value, (bool, int, float, str)):
                 raise ValueError(f"objective_overrides.{key}: found {value!r}, expected a number, a string or a bool")
         return self

@@ -80,15 +80,20 @@ def keys() -> dict[str, FieldInfo]:
     return found
 
 
+def unknown_key(dotted: str) -> str:
+    """What to say about a dotted key that does not exist."""
+    same_name = [key for key in keys() if key.rpartition(".")[2] == dotted.rpartition(".")[2]]
+    close = same_name or difflib.get_close_matches(dotted, keys(), n=1)
+    return "unknown key; " + (f"did you mean {' or '.join(close)}?" if close else "remove it")
+
+
 def _one_line(error: ValidationError) -> str:
     """The first problem, with its dotted key, and how many more there are."""
     problems = error.errors(include_url=False)
     first = problems[0]
     dotted = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        same_name = [key for key in keys() if key.rpartition(".")[2] == dotted.rpartition(".")[2]]
-        close = same_name or difflib.get_close_matches(dotted, keys(), n=1)
-        text = f"{dotted}: unknown key; " + (f"did you mean {' or '.join(close)}?" if close else "remove it")
+        text = f"{dotted}: {unknown_key(dotted)}"
     elif first["type"] == "model_type":
         text = f"{dotted}: found {first['input']!r}, expected a table [{dotted}]"
     elif first["type"] == "missing":

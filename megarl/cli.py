@@ -1,0 +1,215 @@
+"""The command line: ``megarl train | sft | doctor | report | quickstart``.
+
+Every key of the configuration is also a flag, ``--rollout.temperature 0.7``; defaults < file < flags. torch and
+everything built on it is imported only inside the commands, after the configuration has been found valid. A mistake of
+the user costs one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_origin
+
+import tyro
+from pydantic import TypeAdapter, ValidationError
+
+from megarl import config_file
+from megarl.config import Config
+from megarl.errors import ConfigError, MegarlError
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0, 1 (doctor found something missing) or 2 (an error)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        arguments, overrides = split_overrides(words)
+        return _parse_command(arguments, overrides)()
+    except MegarlError as error:
+        _complain(str(error), on_every_rank=not isinstance(error, ConfigError))
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        _complain("interrupted", on_every_rank=False)
+        return INTERRUPTED
+
+
+def split_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Take ``--table.key value``, ``--table.key=value`` and ``--table.flag`` (= true) out of the command line.
+
+    Returns the other words and dotted key -> value of the key's type. Raises ConfigError for a key that does not exist
+    or a value of the wrong type.
+    """
+    rest: list[str] = []
+    overrides: dict[str, Any] = {}
+    position = 0
+    while position < len(words):
+        name, equals, text = words[position].partition("=")
+        position += 1
+        if not name.startswith("--") or "." not in name:
+            rest.append(words[position - 1])
+            continue
+        if not equals:
+            has_value = position < len(words) and not words[position].startswith("--")
+            text = words[position] if has_value else "true"
+            position += has_value
+        key = name[2:]
+        overrides[key] = _typed(key, text)
+    return rest, overrides
+
+
+def _typed(key: str, text: str) -> Any:
+    annotation = config_file.annotation_of(key)
+    if annotation is None:
+        raise ConfigError(f"--{key}: {config_file.unknown_key(key)}")
+    if annotation is Any or list in (get_origin(option) for option in (annotation, *get_args(annotation))):
+        return _toml_value(text)
+    if text == "none" and NoneType in get_args(annotation):
+        return None
+    try:
+        return TypeAdapter(annotation).validate_python(text)
+    except ValidationError as error:
+        raise ConfigError(f"--{key}: found {text!r}, {error.errors()[0]['msg'].lower()}") from error
+
+
+def _toml_value(text: str) -> Any:
+    """The text as a TOML value (1, 0.5, true, [1, 2]); a string if it is none."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+Command = Callable[[], int]
+
+
+def _parse_command(arguments: list[str], overrides: Mapping[str, Any]) -> Command:
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.extras.subcommand_cli_from_dict(
+                _commands(overrides), prog="megarl", description=_DESCRIPTION, args=arguments
+            )
+    except SystemExit as stop:
+        if stop.code:
+            raise ConfigError(_one_line(complaint.getvalue())) from None
+        if arguments[0] in ("train", "sft"):  # the help of a command that takes a configuration
+            _print_keys()
+        raise
+
+
+_DESCRIPTION = "Stable reinforcement learning of Mixture-of-Experts language models on Megatron-Core."
+
+
+def _one_line(box: str) -> str:
+    """tyro's complaint, which is a titled box of several lines, as one line."""
+    lines = [line.strip(" |\u2502\u256d\u256e\u2570\u256f\u2500-") for line in box.splitlines()]
+    title, *body = [line for line in lines if line]
+    return " ".join("; ".join(body or [title]).replace(":;", ":").replace(".;", ";").split())
+
+
+def _commands(overrides: Mapping[str, Any]) -> dict[str, Callable[..., Command]]:
+    """Name -> function that tyro fills from the command line; each returns what is to be done."""
+
+    def train(config: tyro.conf.Positional[Path]) -> Command:
+        """Train with RL: alone, or on many ranks under torchrun."""
+        return lambda: _train(_load_for_this_world(config, overrides))
+
+    def sft(config: tyro.conf.Positional[Path]) -> Command:
+        """Teach the model a format from demonstrations (the [sft] table), before RL."""
+        return lambda: _sft(_load_for_this_world(config, overrides))
+
+    def doctor(config: tyro.conf.Positional[Path | None] = None) -> Command:
+        """Show what is installed, what that enables, and what would silently disable routing replay."""
+        return lambda: _doctor(config, overrides)
+
+    def report(run_dir: tyro.conf.Positional[Path]) -> Command:
+        """Draw the curves of a run into PNGs and one HTML page."""
+        return lambda: _report(run_dir, overrides)
+
+    def quickstart(out: Path = Path("runs/quickstart")) -> Command:
+        """Make a tiny MoE and a task, train it with RL on the CPU, write a report to OUT/report."""
+        return lambda: _quickstart(out, overrides)
+
+    return {"train": train, "sft": sft, "doctor": doctor, "report": report, "quickstart": quickstart}
+
+
+def _load_for_this_world(path: Path, overrides: Mapping[str, Any]) -> Config:
+    config = config_file.load(path, overrides)
+    config.check_world_size(int(os.environ.get("WORLD_SIZE", "1")))  # set by torchrun
+    return config
+
+
+def _refuse_overrides(command: str, overrides: Mapping[str, Any]) -> None:
+    if overrides:
+        raise ConfigError(f"megarl {command} reads no configuration: remove --{next(iter(overrides))}")
+
+
+def _train(config: Config) -> int:
+    from megarl.train.loop import train
+
+    train(config)
+    return 0
+
+
+def _sft(config: Config) -> int:
+    if config.sft is None:
+        raise ConfigError("found no [sft] table, expected one with data, steps, batch_size and lr; add it to the file")
+    from megarl.train.sft import sft
+
+    sft(config)
+    return 0
+
+
+def _doctor(path: Path | None, overrides: Mapping[str, Any]) -> int:
+    if path is None:
+        _refuse_overrides("doctor without a file", overrides)
+    from megarl.doctor import doctor
+
+    return doctor(path, overrides)
+
+
+def _report(run_dir: Path, overrides: Mapping[str, Any]) -> int:
+    _refuse_overrides("report", overrides)
+    from megarl.train.report import write_report
+
+    print(f"report: {write_report(run_dir)}")
+    return 0
+
+
+def _quickstart(out: Path, overrides: Mapping[str, Any]) -> int:
+    _refuse_overrides("quickstart", overrides)
+    from megarl.train.quickstart import quickstart
+
+    quickstart(out)
+    return 0
+
+
+def _print_keys() -> None:
+    """Every key with its default and meaning, below tyro's help."""
+    print("\nany key of the configuration file, on top of it (none for no value):\n")
+    for key, info in config_file.keys().items():
+        default = "needed" if info.is_required() else f"default {info.default}" if info.default is not None else ""
+        note = f" [{default}]" if default and not key.endswith("*") else ""
+        print(f"  --{key}{note}\n      {info.description or ''}")
+
+
+def _complain(message: str, *, on_every_rank: bool) -> None:
+    """One line on stderr. What all ranks find alike is said by the first one only."""
+    rank = os.environ.get("RANK", "0")  # set by torchrun
+    if rank != "0" and not on_every_rank:
+        return
+    where = f" (rank {rank})" if "RANK" in os.environ and on_every_rank else ""
+    print(f"megarl: error{where}: {' '.join(message.split())}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

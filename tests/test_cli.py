@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl import cli
+from megarl.errors import ConfigError, DataError
+
+CONFIG = """
+[run]
+steps = 3
+[model]
+path = "models/tiny"
+[data]
+train = "train.jsonl"
+max_prompt_tokens = 16
+[rollout]
+prompts_per_step = 32
+group_size = 8
+max_response_tokens = 10
+[optim]
+lr = 1e-4
+"""
+HEAVY = ("torch", "megatron.core", "transformers", "matplotlib", "datasets")
+
+
+@pytest.fixture
+def config_path(tmp_path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+def megarl(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line as a user does, with the log of every import on stderr."""
+    words = [sys.executable, "-X", "importtime", "-m", "megarl.cli", *map(str, arguments)]
+    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(words, capture_output=True, text=True, env={**clean, **environment}, timeout=120)
+
+
+def split_stderr(result: subprocess.CompletedProcess[str]) -> tuple[list[str], set[str]]:
+    """Lines that the user sees, modules that were imported."""
+    lines = result.stderr.splitlines()
+    imported = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
+    return [line for line in lines if not line.startswith("import time:")], imported
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--rollout.temprature", "0.7"], "did you mean rollout.temperature?"),
+        (["--rollout.temperature", "hot"], "--rollout.temperature: found 'hot'"),
+        (["--rollout.temperature", "-1"], "rollout.temperature: found -1.0"),
+        (["--parallel.vpp", "2"], "parallel.vpp: found 2 with pp = 1"),
+        (["--megatron.moe_router_fusion"], "moe_router_fusion: found True"),
+        (["--megatron.num_layers", "3"], "use model.path instead"),
+        (["--verbose"], "Unrecognized options: --verbose"),
+    ],
+)
+def test_a_wrong_setting_costs_one_line_and_exit_code_2_before_anything_heavy_is_imported(
+    config_path, arguments, expected
+):
+    result = megarl("train", config_path, *arguments)
+    seen, imported = split_stderr(result)
+    assert result.returncode == 2
+    assert len(seen) == 1, seen
+    assert seen[0].startswith("megarl: error: ")
+    assert expected in seen[0]
+    assert "megarl.config" in imported
+    assert not imported.intersection(HEAVY)
+    assert result.stdout == ""
+
+
+def test_the_file_itself_is_checked_in_the_same_way(config_path):
+    config_path.write_text(CONFIG.replace("steps = 3", "step = 3"))
+    result = megarl("train", config_path)
+    seen, imported = split_stderr(result)
+    assert result.returncode == 2
+    assert len(seen) == 1
+    assert f"{config_path}: run.steps: missing" in seen[0]
+    assert not imported.intersection(HEAVY)
+
+
+def test_under_torchrun_the_layout_is_checked_and_only_the_first_rank_complains(config_path):
+    first, second = (megarl("train", config_path, RANK=rank, WORLD_SIZE="3") for rank in ("0", "1"))
+    assert first.returncode == second.returncode == 2
+    assert "256 responses, expected a multiple of train.mini_batches * dp" in split_stderr(first)[0][0]
+    assert split_stderr(second)[0] == []
+    assert not split_stderr(second)[1].intersection(HEAVY)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "train, sft, doctor, report, quickstart"),
+        (["trian"], "Unrecognized options: trian"),
+        (["train"], "Missing from megarl train"),
+        (["report", "somewhere", "--run.steps", "3"], "megarl report reads no configuration: remove --run.steps"),
+        (["doctor", "--run.steps", "3"], "reads no configuration"),
+    ],
+)
+def test_a_wrong_command_line_costs_one_line(capsys, words, expected):
+    assert cli.main(words) == 2
+    seen = capsys.readouterr().err.splitlines()
+    assert len(seen) == 1
+    assert expected in seen[0]
+
+
+def test_sft_without_its_table_is_explained(capsys, config_path):
+    assert cli.main(["sft", str(config_path)]) == 2
+    assert "found no [sft] table" in capsys.readouterr().err
+
+
+def test_help_lists_every_key(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", "--help"])
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--rollout.temperature [default 1.0]" in shown
+    assert "--run.steps [needed]" in shown
+    assert "--megatron.*" in shown
+
+
+def test_flags_win_over_the_file_and_have_the_type_of_their_key(config_path):
+    words = ["train", str(config_path), "--rollout.temperature", "2", "--run.name=7", "--run.deterministic"]
+    words += ["--parallel.etp", "none", "--recompute.granularity", "selective", "--recompute.modules", '["moe"]']
+    words += ["--megatron.moe_aux_loss_coeff", "1e-3", "--megatron.moe_router_dtype", "fp32"]
+    words += ["--train.objective_overrides.cap", "off", "--checkpoint.resume", "false"]
+    rest, overrides = cli.split_overrides(words)
+    assert rest == ["train", str(config_path)]
+    config = cli.config_file.load(config_path, overrides)
+    assert config.rollout.temperature == 2.0
+    assert config.run.name == "7"
+    assert config.run.deterministic
+    assert config.parallel.etp is None
+    assert config.recompute.modules == ["moe"]
+    assert config.megatron == {"moe_aux_loss_coeff": 1e-3, "moe_router_dtype": "fp32"}
+    assert config.train.objective_parts == {"cap": None}
+    assert not config.checkpoint.resume
+    assert config.rollout.group_size == 8
+
+
+def test_a_flag_below_a_plain_value_is_refused():
+    with pytest.raises(ConfigError, match=r"--model\.path\.x: unknown key"):
+        cli.split_overrides(["--model.path.x", "3"])
+
+
+def test_errors_of_a_running_command_name_the_rank(monkeypatch, capsys, config_path):
+    def fail(config):
+        raise DataError("train.jsonl, line 3:\n found no answer")
+
+    monkeypatch.setattr(cli, "_train", fail)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main(["train", str(config_path)]) == 2
+    assert capsys.readouterr().err == "megarl: error (rank 1): train.jsonl, line 3: found no answer\n"
+
+
+def test_report_of_a_folder_without_a_run_is_explained(capsys, tmp_path):
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert "metrics.jsonl" in capsys.readouterr().err

@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from megarl import config_file
+from megarl.config import OBJECTIVE_PARTS, OBJECTIVES, Config, Table
+from megarl.errors import ConfigError
+
+SMALLEST: dict[str, Any] = {
+    "run": {"steps": 3},
+    "model": {"path": "models/tiny"},
+    "data": {"train": "train.jsonl", "max_prompt_tokens": 16},
+    "rollout": {"prompts_per_step": 32, "group_size": 8, "max_response_tokens": 10},
+    "optim": {"lr": 1e-4},
+}
+SFT = {"data": "demos.jsonl", "steps": 5, "batch_size": 6, "lr": 1e-3}
+
+
+def parsed(**overrides: Any) -> Config:
+    return config_file.parse(SMALLEST, {key.replace("__", "."): value for key, value in overrides.items()})
+
+
+def refusal(**overrides: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parsed(**overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_defaults_are_resolved_and_overrides_win():
+    config = parsed(rollout__temperature=0.7)
+    assert config.rollout.temperature == 0.7
+    assert config.rollout.top_p == 1.0
+    assert config.run.dir == "runs/run"
+    assert parsed(run__name="a").run.dir == "runs/a"
+    assert parsed(run__dir="elsewhere").run_dir == Path("elsewhere")
+    assert str(parsed(sft=SFT).sft_out) == "runs/run/sft"
+    assert config.responses_per_step == 256
+    assert parsed(train__mini_batches=4).optimizer_steps == 12
+
+
+def test_overrides_do_not_change_the_table_they_are_laid_over():
+    before = str(SMALLEST)
+    parsed(rollout__temperature=0.7, sft__lr=1.0, sft__data="d", sft__steps=1, sft__batch_size=1)
+    assert str(SMALLEST) == before
+
+
+@given(
+    steps=st.integers(1, 10**6),
+    lr=st.floats(1e-12, 1e3, allow_nan=False),
+    name=st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1),
+    vpp=st.none() | st.integers(2, 8),
+    modules=st.none() | st.lists(st.sampled_from(["moe", "mlp", "core_attn"])),
+    sft=st.booleans(),
+    overrides=st.dictionaries(st.sampled_from(OBJECTIVE_PARTS), st.floats(-10, 10) | st.booleans() | st.integers(0, 9)),
+)
+def test_written_toml_reads_back_equal(steps, lr, name, vpp, modules, sft, overrides):
+    values: dict[str, Any] = {
+        "run.steps": steps,
+        "run.name": name,
+        "optim.lr": lr,
+        "train.objective_overrides": overrides,
+        "megatron": {
+            "moe_z_loss_coeff": 1e-3,
+            "moe_router_load_balancing_type": ["aux_loss"],
+            "moe_aux_loss_coeff": [0.1],
+        },
+    }
+    if vpp:
+        values |= {"parallel.pp": 2, "parallel.vpp": vpp}
+    if modules is not None:
+        values |= {"recompute.granularity": "selective", "recompute.modules": modules}
+    if sft:
+        values["sft"] = SFT
+    config = config_file.parse(SMALLEST, values)
+    again = config_file.parse(tomllib.loads(config.to_toml()))
+    assert again == config
+    assert type(again.optim.lr) is float
+
+
+def tables() -> list[type[Table]]:
+    options = [
+        option for info in Config.model_fields.values() for option in (info.annotation, *get_args(info.annotation))
+    ]
+    return [option for option in options if isinstance(option, type) and issubclass(option, Table)]
+
+
+def test_optional_fields_default_to_none_so_that_toml_can_leave_them_out():
+    assert len(tables()) >= 13
+    for table in tables():
+        for name, info in table.model_fields.items():
+            if type(None) in get_args(info.annotation):
+                assert info.default is None, f"{table.__name__}.{name}"
+
+
+def test_every_key_is_described():
+    for key, info in config_file.keys().items():
+        assert info.description, key
+
+
+def test_objective_names_equal_those_of_core():
+    from megarl.core import objectives
+
+    assert set(objectives.OBJECTIVES) == set(OBJECTIVES)
+    assert {field.name for field in dataclasses.fields(objectives.Objective)} == set(OBJECTIVE_PARTS)
+
+
+def test_frozen():
+    with pytest.raises(ValidationError):
+        parsed().run.steps = 4  # type: ignore[misc]
+
+
+def test_off_stands_for_none_in_objective_overrides():
+    config = parsed(train__objective_overrides={"cap": "off", "eps_low": 0.1, "mask": "none"})
+    assert config.train.objective_parts == {"cap": None, "eps_low": 0.1, "mask": "none"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({"rollout__temprature": 1.0}, ["rollout.temprature: unknown key", "did you mean rollout.temperature?"]),
+        ({"temperature": 1.0}, ["temperature: unknown key", "rollout.temperature or eval.temperature"]),
+        ({"optim": {}}, ["optim.lr: missing", "--optim.lr"]),
+        ({"rollout__temperature": "a"}, ["rollout.temperature: found 'a'", "number"]),
+        ({"rollout__temperature": 0.0}, ["rollout.temperature: found 0.0"]),
+        ({"rollout__temperature": "a", "run__steps": 0}, ["run.steps", "(and 1 more problem)"]),
+        ({"rollout__top_p": 1.01}, ["rollout.top_p: found 1.01"]),
+        ({"rollout__prompts_per_step": True}, ["rollout.prompts_per_step: found True", "integer"]),
+        ({"rollout__prompts_per_step": 3.0}, ["rollout.prompts_per_step: found 3.0", "integer"]),
+        ({"run__steps": "3"}, ["run.steps: found '3'", "integer"]),
+        ({"optim__lr": float("nan")}, ["optim.lr: found nan", "finite"]),
+        ({"optim__lr": float("inf")}, ["optim.lr: found inf", "finite"]),
+        ({"optim__min_lr": 1.0}, ["optim.min_lr: found 1.0", "at most lr"]),
+        ({"optim__warmup_steps": 5, "optim__decay_steps": 5}, ["optim.warmup_steps: found 5", "decay_steps = 5"]),
+        ({"model": 3}, ["model: found 3", "a table [model]"]),
+        ({"model__path__deeper": 3}, ["model.path.deeper", "a table was expected"]),
+        ({"model__dtype": "fp16"}, ["model.dtype: found 'fp16'", "'fp32' or 'bf16'"]),
+        ({"parallel__cp": 2}, ["parallel.cp: found 2, expected 1"]),
+        ({"parallel__vpp": 2}, ["parallel.vpp: found 2 with pp = 1"]),
+        ({"parallel__pp": 2, "parallel__vpp": 1}, ["parallel.vpp: found 1"]),
+        (
+            {"parallel__tp": 2, "parallel__sequence_parallel": False},
+            ["parallel.sequence_parallel: found false with tp = 2"],
+        ),
+        ({"parallel__sequence_parallel": True}, ["parallel.sequence_parallel: found true with tp = 1"]),
+        ({"train__objective": "ppo2"}, ["train.objective: found 'ppo2'", "minirl"]),
+        ({"train__objective_overrides": {"caps": 1}}, ["train.objective_overrides.caps: unknown part", "mean cap?"]),
+        ({"train__objective_overrides": {"cap": [1]}}, ["train.objective_overrides.cap: found [1]"]),
+        ({"train__replay": "r4"}, ["train.replay: found 'r4'", "'none', 'r2' or 'r3'"]),
+        ({"train__mini_batches": 3}, ["train.mini_batches: found 3", "divisor", "256"]),
+        ({"train__micro_batch_tokens": 25}, ["train.micro_batch_tokens: found 25", "at least", "= 26"]),
+        (
+            {"train__micro_batch_tokens": 27, "parallel__tp": 2},
+            ["train.micro_batch_tokens: found 27", "multiple of parallel.tp"],
+        ),
+        ({"eval__every": 3}, ["eval.every: found 3 without data.heldout"]),
+        ({"recompute__granularity": "full"}, ['recompute.granularity: found "full" without method']),
+        ({"recompute__num_layers": 1}, ["recompute.num_layers: goes only with"]),
+        ({"recompute__modules": ["moe"]}, ["recompute.modules: goes only with"]),
+        ({"sft": {"steps": 3}}, ["sft.data: missing", "more problems"]),
+        ({"megatron__num_layers": 4}, ["megatron.num_layers", "use model.path instead"]),
+        ({"megatron__tensor_model_parallel_size": 2}, ["use parallel.tp instead"]),
+        ({"megatron__lr": 2.0}, ["use optim.lr instead"]),
+        ({"megatron__bf16": True}, ["use model.dtype instead"]),
+        ({"megatron__moe_z_loss_coef": 2.0}, ["megatron.moe_z_loss_coef", "did you mean moe_z_loss_coeff"]),
+        ({"megatron__moe_z_loss_coeff": "a"}, ["megatron.moe_z_loss_coeff: found 'a'", "Optional[float]"]),
+    ],
+)
+def test_a_mistake_costs_one_line_that_names_key_and_finding(overrides, expected):
+    message = refusal(**overrides)
+    for part in expected:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"moe_router_fusion": True},
+        {"moe_router_load_balancing_type": "sinkhorn"},
+        {"moe_expert_capacity_factor": 1.0},
+        {"moe_router_force_load_balancing": True},
+        {"overlap_moe_expert_parallel_comm": True},
+        {"cuda_graph_impl": "local"},
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn", "moe_router"]},
+        {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"},
+        {"enable_cuda_graph": True},
+        {"external_cuda_graph": True},
+        {"mtp_num_layers": 1},
+    ],
+)
+def test_settings_that_bypass_the_replay_hook_are_refused_unless_nothing_is_replayed(settings):
+    for replay in ("r2", "r3"):
+        message = refusal(megatron=settings, train__replay=replay)
+        assert f"megatron.{next(iter(settings))}" in message
+        assert 'train.replay = "none"' in message
+    assert parsed(megatron=settings, train__replay="none").megatron == settings
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"moe_router_fusion": False},
+        {"moe_router_load_balancing_type": "none"},
+        {"moe_router_load_balancing_type": ["seq_aux_loss"], "moe_aux_loss_coeff": [0.1]},
+        {"moe_expert_capacity_factor": -1.0},
+        {"cuda_graph_impl": "none"},
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn"]},
+        {"moe_permute_fusion": True},
+    ],
+)
+def test_settings_that_keep_the_hook_pass(settings):
+    assert parsed(megatron=settings).megatron == settings
+
+
+def test_world_size_divides_into_a_layout():
+    layout = parsed(
+        parallel__tp=2, parallel__pp=2, parallel__ep=2, parallel__etp=1, train__mini_batches=2
+    ).check_world_size(8)
+    assert (layout.dp, layout.edp, layout.etp) == (2, 2, 1)
+    assert layout.sequences_per_rank == 256 // 2 // 2
+    assert parsed(parallel__ep=2).check_world_size(2).edp == 1
+    assert parsed(parallel__tp=2).check_world_size(4).etp == 2  # etp follows tp, as in Megatron
+    assert parsed(parallel__tp=2).parallel.uses_sequence_parallel
+    assert not parsed().parallel.uses_sequence_parallel
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "expected"),
+    [
+        ({"parallel__tp": 2}, 3, "found 3 ranks, expected a multiple of tp * pp * cp = 2 * 1 * 1 = 2"),
+        ({"parallel__ep": 4}, 2, "found 2 ranks, expected a multiple of ep * etp * pp = 4 * 1 * 1 = 4"),
+        ({"parallel__ep": 2, "parallel__tp": 2}, 2, "ep * etp * pp = 2 * 2 * 1 = 4"),
+        ({}, 3, "found prompts_per_step * group_size = 256 responses, expected a multiple of train.mini_batches * dp"),
+        ({"train__mini_batches": 128}, 4, "128 * 4 = 512"),
+        ({"sft": SFT}, 4, "sft.batch_size: found 6, expected a multiple of dp = 4"),
+    ],
+)
+def test_a_world_size_that_does_not_come_out_even_is_refused(overrides, world_size, expected):
+    with pytest.raises(ConfigError, match=r"expected a multiple") as caught:
+        parsed(**overrides).check_world_size(world_size)
+    assert expected in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        config_file.load(tmp_path / "absent.toml")
+    (tmp_path / "broken.toml").write_text("[run\nsteps = 3")
+    with pytest.raises(ConfigError, match=r"broken\.toml: not valid TOML: .*line 1"):
+        config_file.load(tmp_path / "broken.toml")
+    (tmp_path / "latin.toml").write_bytes(b"[run]\nname = '\xe9'")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        config_file.load(tmp_path / "latin.toml")
+
+
+def test_nothing_heavy_is_imported():
+    heavy = ("torch", "numpy", "megatron", "transformers")
+    code = f"import sys, megarl.config_file; print([m for m in {heavy} if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from megarl import megatron_fields
+from megarl.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def real_dataclasses():
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import TransformerConfig
+
+    return {c.__name__: c for c in (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)}
+
+
+def test_parsed_fields_are_those_of_the_real_dataclasses(real_dataclasses):
+    parsed = megatron_fields.fields()
+    assert set(parsed) == set(real_dataclasses)
+    for name, real in real_dataclasses.items():
+        assert set(parsed[name]) == {field.name for field in dataclasses.fields(real)}
+
+
+def test_every_plain_default_of_megatron_passes_its_own_type_check(real_dataclasses):
+    checked = 0
+    for real in real_dataclasses.values():
+        for field in dataclasses.fields(real):
+            if isinstance(field.default, (bool, int, float, str)):
+                megatron_fields.check({field.name: field.default})
+                checked += 1
+    assert checked > 200
+
+
+def test_named_settings_exist_in_megatron():
+    known = {field for owner in megatron_fields.fields().values() for field in owner}
+    assert set(megatron_fields.DERIVED) <= known
+    transformer = megatron_fields.fields()["TransformerConfig"]
+    assert {blocker.setting for blocker in megatron_fields.REPLAY_BLOCKERS} <= set(transformer)
+
+
+def test_derived_keys_exist_in_megarl():
+    from megarl import config_file
+
+    assert set(megatron_fields.DERIVED.values()) <= set(config_file.keys())
+
+
+def test_a_key_goes_to_every_dataclass_that_has_it():
+    assert megatron_fields.check({"bf16": True, "bucket_size": 7, "moe_z_loss_coeff": 1}) == {
+        "TransformerConfig": {"bf16": True, "moe_z_loss_coeff": 1},
+        "DistributedDataParallelConfig": {"bucket_size": 7},
+        "OptimizerConfig": {"bf16": True},
+    }
+
+
+@pytest.mark.parametrize(
+    "good",
+    [
+        {"moe_aux_loss_coeff": [0.1, 1]},
+        {"moe_layer_freq": [1, 0]},
+        {"window_size": [128, 0]},
+        {"moe_router_dtype": "fp32"},
+        {"attention_backend": "flash"},
+        {"exp_avg_dtype": "bfloat16"},
+        {"pipeline_model_parallel_layout": "Et|tL"},
+        {"offload_modules": ["moe_act"]},
+        {"cuda_graph_scope": ["attn"]},
+        {"hidden_dropout": 0},
+    ],
+)
+def test_good_values_pass(good):
+    assert any(good == owner for owner in megatron_fields.check(good).values())
+
+
+@pytest.mark.parametrize(
+    ("bad", "expected"),
+    [
+        ({"moe_router_topk": 2.0}, "found 2.0, expected int"),
+        ({"moe_router_topk": True}, "found True, expected int"),
+        ({"hidden_dropout": False}, "found False, expected float"),
+        ({"moe_permute_fusion": 1}, "found 1, expected bool"),
+        ({"moe_router_dtype": "bf16"}, "found 'bf16'"),
+        ({"window_size": [1, 2, 3]}, "found [1, 2, 3]"),
+        ({"offload_modules": [1]}, "found [1]"),
+        ({"attention_backend": "flsh"}, "one of auto, flash"),
+        ({"exp_avg_dtype": "bf16"}, "one of bfloat16"),
+        ({"init_method": "normal"}, "no configuration file can hold"),
+        ({"_cpu_offloading_context": "x"}, "no field"),
+        ({"no_such_thing_at_all_xyz": 1}, "megarl doctor"),
+        ({"clip_grads": 1.0}, "did you mean clip_grad"),
+    ],
+)
+def test_bad_keys_and_values_are_refused(bad, expected):
+    with pytest.raises(ConfigError) as caught:
+        megatron_fields.check(bad)
+    assert expected in str(caught.value)
+    assert next(iter(bad)) in str(caught.value)
+
+
+def test_realize_gives_values_that_the_real_dataclasses_take(real_dataclasses):
+    import torch
+    from megatron.core.transformer.enums import AttnBackend
+
+    table = {
+        "attention_backend": "unfused",
+        "autocast_dtype": "bfloat16",
+        "window_size": [4, 0],
+        "exp_avg_dtype": "float16",
+    }
+    checked = megatron_fields.check(table)
+    values = megatron_fields.realize("TransformerConfig", checked["TransformerConfig"])
+    assert values == {"attention_backend": AttnBackend.unfused, "autocast_dtype": torch.bfloat16, "window_size": (4, 0)}
+    config = real_dataclasses["TransformerConfig"](num_layers=2, hidden_size=8, num_attention_heads=2, **values)
+    assert config.attention_backend is AttnBackend.unfused
+    optimizer = megatron_fields.realize("OptimizerConfig", checked["OptimizerConfig"])
+    assert optimizer == {"exp_avg_dtype": torch.float16}
+
+
+def test_blockers_read_a_live_transformer_config(real_dataclasses):
+    """The run-time check passes vars(config): Megatron has then turned scopes into lists of enum members."""
+    make = real_dataclasses["TransformerConfig"]
+    common = {
+        "num_layers": 2,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "num_moe_experts": 4,
+        "moe_ffn_hidden_size": 8,
+    }
+    common |= {"add_bias_linear": False}
+
+    def settings_hit(**settings):
+        return [blocker.setting for blocker in megatron_fields.replay_blockers(vars(make(**common, **settings)))]
+
+    assert settings_hit() == []
+    assert settings_hit(moe_router_fusion=True) == ["moe_router_fusion"]
+    assert settings_hit(moe_expert_capacity_factor=1.5) == ["moe_expert_capacity_factor"]
+    assert settings_hit(moe_expert_capacity_factor=-1.0) == []
+    assert settings_hit(moe_router_load_balancing_type="sinkhorn") == ["moe_router_load_balancing_type"]
+    graphs = {"cuda_graph_impl": "transformer_engine"}
+    assert settings_hit(**graphs) == ["cuda_graph_impl"]
+    assert settings_hit(**graphs, cuda_graph_scope=["moe_router"]) == ["cuda_graph_impl"]
+    assert settings_hit(**graphs, cuda_graph_scope=["attn"]) == []
+
+
+def test_an_empty_table_needs_no_megatron(monkeypatch):
+    monkeypatch.setattr(megatron_fields.importlib.util, "find_spec", lambda name: None)
+    megatron_fields.fields.cache_clear()
+    assert not any(megatron_fields.check({}).values())
+    with pytest.raises(ConfigError, match=r"pip install megatron-core==0\.16\.1"):
+        megatron_fields.check({"moe_z_loss_coeff": 1.0})
+    megatron_fields.fields.cache_clear()
+
+
+def test_reading_the_fields_imports_neither_torch_nor_megatron():
+    code = (
+        "import sys; from megarl import megatron_fields; megatron_fields.check({'bf16': True});"
+        "print([m for m in ('torch', 'megatron.core') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
