@@ -6,6 +6,7 @@ called and tested with a handful of numbers. The way through:
     types        the records that flow
     advantages   rewards of a group -> one advantage per sequence
     ratios       masked log-ratios, and sums over packed sequences
+    columns      the per-token inputs of an objective, checked; global denominators
     objectives   the one equation: columns -> a coefficient per token
     metrics      statistics that merge exactly over micro-batches and ranks
     diagnostics  entropy, KL, effective sample size, extreme tokens

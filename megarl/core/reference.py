@@ -81,7 +81,8 @@ def token_scale(aggregation: str, response_lengths: Sequence[int], sequence: int
         return 1.0 / non_empty
     if aggregation == "seq-mean-token-mean":
         return 1.0 / (non_empty * response_lengths[sequence])
-    assert aggregation == "seq-mean-token-sum-norm" and norm_length is not None
+    assert aggregation == "seq-mean-token-sum-norm"
+    assert norm_length is not None
     return 1.0 / norm_length
 
 
@@ -112,19 +113,18 @@ def coefficients(
         row = []
         for t in range(len(logprobs[n])):
             lp, old, mu, a = logprobs[n][t], old_logprobs[n][t], rollout_logprobs[n][t], advantages[n][t]
-            if not usable[n][t] or lp == -math.inf or old == -math.inf:
-                row.append(0.0)
-            elif not trusted(mask, eps_low, eps_high, ratio(lp, old), a):
-                row.append(0.0)
-            else:
+            trains = usable[n][t] and lp != -math.inf and old != -math.inf
+            if trains and trusted(mask, eps_low, eps_high, ratio(lp, old), a):
                 scale = token_scale(aggregation, lengths, n, norm_length)
                 row.append(token_weight(weight, cap, tis_on, lp, old, mu) * a * scale)
+            else:
+                row.append(0.0)
         result.append(row)
     return result
 
 
 def aggregate(aggregation: str, terms: Sequence[Sequence[Tensor]], norm_length: int | None = None) -> Tensor:
-    """The aggregate of per-token terms, given only for the loss tokens of each sequence; empty sequences do not count."""
+    """The aggregate of the loss tokens' terms, one list per sequence; empty sequences do not count."""
     sequences = [row for row in terms if len(row)]
     if not sequences:
         return torch.zeros((), dtype=torch.float64)
@@ -135,7 +135,8 @@ def aggregate(aggregation: str, terms: Sequence[Sequence[Tensor]], norm_length: 
         return torch.stack(sums).mean()
     if aggregation == "seq-mean-token-mean":
         return torch.stack([total / len(row) for total, row in zip(sums, sequences, strict=True)]).mean()
-    assert aggregation == "seq-mean-token-sum-norm" and norm_length is not None
+    assert aggregation == "seq-mean-token-sum-norm"
+    assert norm_length is not None
     return torch.stack(sums).sum() / norm_length
 
 

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from core_batches import random_columns
+
+from megarl.core import reference
+from megarl.core.diagnostics import (
+    chi2,
+    clamped_ess,
+    effective_prompt_ratio,
+    entropy,
+    entropy_stat,
+    extreme_share,
+    mismatch_metrics,
+)
+from megarl.core.metrics import Stat, finalize, merge
+
+ALL = torch.ones(4, dtype=torch.bool)
+
+
+def test_entropy():
+    logits = torch.tensor([[0.5, 0.25, 0.25]], dtype=torch.float64).log()
+    assert entropy(logits).item() == pytest.approx(1.0397207708399179, abs=1e-12)
+    assert entropy(logits + 123.0).item() == pytest.approx(1.0397207708399179, abs=1e-12)
+    impossible = torch.tensor([0.0, 0.0, -math.inf], dtype=torch.float64)
+    assert entropy(impossible).item() == pytest.approx(math.log(2), abs=1e-12)
+    random = torch.randn(5, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    slow = [reference.entropy(row) for row in random.tolist()]
+    np.testing.assert_allclose(entropy(random), slow, rtol=1e-12)
+    assert entropy(random.bfloat16()).dtype == torch.float32
+    per_token = torch.tensor([1.0, 3.0, math.nan])
+    assert float(entropy_stat(per_token, torch.tensor([True, True, False]))) == 2.0
+
+
+def test_entropy_gradient_with_an_impossible_token():
+    logits = torch.tensor([0.3, -0.2, -math.inf], dtype=torch.float64, requires_grad=True)
+    entropy(logits).backward()
+    finite = torch.tensor([0.3, -0.2], dtype=torch.float64, requires_grad=True)
+    entropy(finite).backward()
+    assert logits.grad is not None
+    assert finite.grad is not None
+    np.testing.assert_allclose(logits.grad, [*finite.grad.tolist(), 0.0], atol=1e-12)
+
+
+def test_mismatch_hand_computed():
+    old = torch.tensor([0.40, 0.32, 0.80], dtype=torch.float64).log()
+    mu = torch.tensor([0.50, 0.05, 0.75], dtype=torch.float64).log()
+    numbers = finalize(mismatch_metrics(old, mu, torch.ones(3, dtype=torch.bool), torch.tensor([0, 3])))
+    assert numbers["kl_k1"] == pytest.approx(-0.5658976533963291, abs=1e-9)
+    assert numbers["kl_k3"] == pytest.approx(1.189657902159226, abs=1e-9)
+    assert numbers["extreme_share"] == pytest.approx(1 / 3)
+    product = 0.8 * 6.4 * (0.8 / 0.75)
+    assert numbers["chi2_sequence"] == pytest.approx(product**2 - 1)
+    assert numbers["rollout_ratio_max"] == pytest.approx(6.4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_mismatch_against_reference_and_merged(seed):
+    columns = random_columns(seed, [6, 3, 0, 8])
+    mask = columns.loss_mask
+    arguments = (columns.old_logprobs, columns.rollout_logprobs, mask, columns.cu_seqlens)
+    numbers = finalize(mismatch_metrics(*arguments))
+    slow = reference.mismatch(columns.old_logprobs[mask].tolist(), columns.rollout_logprobs[mask].tolist())
+    assert {name: numbers[name] for name in slow} == pytest.approx(slow, rel=1e-9)
+    cut = 9
+    old, mu = columns.old_logprobs, columns.rollout_logprobs
+    parts = [
+        mismatch_metrics(old[:cut], mu[:cut], mask[:cut], torch.tensor([0, 6, 9])),
+        mismatch_metrics(old[cut:], mu[cut:], mask[cut:], torch.tensor([0, 0, 8])),
+    ]
+    assert finalize(merge(parts)) == pytest.approx(numbers, rel=1e-9, abs=1e-9)
+
+
+def test_mismatch_leaves_out_impossible_tokens():
+    old = torch.tensor([-1.0, -math.inf, -1.0, -1.0])
+    mu = torch.tensor([-1.0, -1.0, -math.inf, -math.inf])
+    mask = torch.tensor([True, True, True, False])
+    numbers = finalize(mismatch_metrics(old, mu, mask, torch.tensor([0, 4])))
+    assert numbers["kl_k1"] == 0
+    assert numbers["rollout_ess"] == 1
+
+
+def test_effective_sample_size():
+    weights = torch.tensor([1.0, 1, 1, 7], dtype=torch.float64)
+    assert finalize({"ess": Stat.ess(weights)})["ess_fraction"] == pytest.approx(0.4807692307692308, abs=1e-12)
+    clamped = finalize({"ess": clamped_ess(weights, ALL, cap=5.0)})
+    assert clamped["ess_fraction"] == pytest.approx(0.571428577142857, abs=1e-7)
+
+
+def test_explosion_of_the_product_ratio():
+    """Var prod rho = e^(H sigma^2) - 1 for log rho ~ N(-sigma^2/2, sigma^2): here by quadrature over the normal."""
+    points, density = np.polynomial.hermite_e.hermegauss(80)
+    share = torch.from_numpy(density / density.sum())
+    variance = 100 * 0.1**2
+    ratio = torch.from_numpy(np.exp(math.sqrt(variance) * points - variance / 2))
+    second = float((share * ratio.square()).sum())
+    assert second - 1 == pytest.approx(1.7182818284590453, abs=1e-9)
+    assert float((share * ratio).sum()) ** 2 / second == pytest.approx(0.36787944117144233, abs=1e-9)
+    # chi2 itself, on draws whose shares are equal.
+    equal = torch.tensor([0.5, 1.5], dtype=torch.float64)
+    assert float(chi2(equal, torch.ones(2, dtype=torch.bool))) == pytest.approx(0.25)
+
+
+def test_extreme_share():
+    log_ratio = torch.tensor([math.log(2.5), -math.log(2.5), math.log(1.9), 0.0], dtype=torch.float64)
+    assert float(extreme_share(log_ratio, ALL)) == 0.5
+    assert float(extreme_share(log_ratio, ALL, tau=1.5)) == 0.75
+    assert float(extreme_share(log_ratio, torch.tensor([True, False, True, True]))) == pytest.approx(1 / 3)
+    with pytest.raises(ValueError, match="tau"):
+        extreme_share(log_ratio, ALL, tau=0.5)
+
+
+def test_effective_prompt_ratio():
+    rewards = [1.0, 1.0, 0.0, 1.0, 0.0, 0.0]
+    groups = [0, 0, 1, 1, 2, 2]
+    assert float(effective_prompt_ratio(rewards, groups)) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(("rate", "size", "expected"), [(0.1, 8, 0.56953278), (0.5, 4, 0.875)])
+def test_effective_prompt_ratio_in_expectation(rate, size, expected):
+    """Every outcome of a group once, weighted by its probability: E[1 - p^n - (1-p)^n]."""
+    total = 0.0
+    for outcome in range(2**size):
+        rewards = [float(outcome >> i & 1) for i in range(size)]
+        probability = rate ** sum(rewards) * (1 - rate) ** (size - sum(rewards))
+        total += probability * float(effective_prompt_ratio(rewards, [0] * size))
+    assert total == pytest.approx(expected, abs=1e-9)

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.core.metrics import Stat, finalize, from_vectors, merge, to_vectors
+from megarl.errors import NumericsError
+
+BUILDERS = {
+    "mean": Stat.mean,
+    "exp_mean": Stat.exp_mean,
+    "max": Stat.max,
+    "min": Stat.min,
+    "summary": Stat.summary,
+    "ratio": Stat.ratio,
+    "ess": lambda values, mask: Stat.ess(values.exp(), mask),
+    "count": lambda values, mask: Stat.total(mask.sum()),
+}
+entries = st.lists(st.tuples(st.floats(-3, 3), st.booleans()), max_size=8)
+
+
+def every_stat(values: list[tuple[float, bool]]) -> dict[str, Stat]:
+    tensor = torch.tensor([x for x, _ in values], dtype=torch.float64)
+    mask = torch.tensor([m for _, m in values], dtype=torch.bool)
+    return {name: build(tensor, mask) for name, build in BUILDERS.items()}
+
+
+def test_hand_computed():
+    values = torch.tensor([1.0, 1, 1, 7, 1000])
+    mask = torch.tensor([True, True, True, True, False])
+    numbers = finalize({"m": Stat.mean(values, mask), "e": Stat.ess(values, mask), "s": Stat.summary(values, mask)})
+    assert numbers["m"] == 2.5
+    assert numbers["e"] == pytest.approx(1.9230769230769231, abs=1e-12)
+    assert numbers["e_fraction"] == pytest.approx(0.4807692307692308, abs=1e-12)
+    assert (numbers["s_mean"], numbers["s_min"], numbers["s_max"]) == (2.5, 1, 7)
+    assert numbers["s_std"] == pytest.approx(math.sqrt(6.75))
+
+
+@settings(max_examples=60, deadline=None)
+@given(left=entries, right=entries)
+def test_merging_parts_gives_the_whole(left, right):
+    whole = finalize(every_stat(left + right))
+    assert finalize(merge([every_stat(left), every_stat(right)])) == pytest.approx(whole, rel=1e-9, abs=1e-7)
+
+
+@settings(max_examples=40, deadline=None)
+@given(ranks=st.lists(entries, min_size=1, max_size=4))
+def test_flat_vectors_all_reduce(ranks):
+    """What an all-reduce by SUM and one by MAX do to the vectors of every rank is a merge."""
+    stats = [every_stat(values) for values in ranks]
+    layouts, sums, maxima = zip(*(to_vectors(rank) for rank in stats), strict=True)
+    assert all(layout == layouts[0] for layout in layouts)
+    reduced = from_vectors(layouts[0], torch.stack(sums).sum(0), torch.stack(maxima).amax(0))
+    assert finalize(reduced) == pytest.approx(finalize(merge(stats)), rel=1e-9, abs=1e-7)
+
+
+def test_nothing_observed_is_left_out():
+    numbers = finalize(every_stat([(1.0, False)]))
+    assert numbers == {"count": 0.0}
+    layout, sums, maxima = to_vectors({})
+    assert from_vectors(layout, sums, maxima) == {}
+
+
+def test_quantiles_of_a_known_distribution():
+    """Quantiles come from a histogram whose bins are 15 % wide in |log r|, so they are good to 7.5 % there."""
+    log_ratio = torch.linspace(-1, 1, 20001, dtype=torch.float64)
+    numbers = finalize({"r": Stat.ratio(log_ratio, torch.ones(20001, dtype=torch.bool))})
+    assert math.log(numbers["r_p01"]) == pytest.approx(-0.98, rel=0.075)
+    assert math.log(numbers["r_p99"]) == pytest.approx(0.98, rel=0.075)
+    assert numbers["r_p50"] == pytest.approx(1.0, abs=2e-4)
+    constant = finalize({"r": Stat.ratio(torch.full((5,), 0.0), torch.ones(5, dtype=torch.bool))})
+    assert [constant[f"r_{name}"] for name in ("mean", "std", "min", "max", "p01", "p99")] == [1, 0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("bound", [-20.0, 20.0])
+def test_quantiles_at_the_clamp(bound):
+    numbers = finalize({"r": Stat.ratio(torch.full((3,), bound), torch.ones(3, dtype=torch.bool))})
+    assert math.log(numbers["r_p50"]) == pytest.approx(bound, rel=0.075)
+
+
+def test_a_metric_that_is_not_finite_is_an_error():
+    with pytest.raises(NumericsError, match="'loss' is nan"):
+        finalize({"loss": Stat.total(math.nan)})
+
+
+def test_two_uses_of_one_name_are_an_error():
+    with pytest.raises(ValueError, match="two uses of one name"):
+        Stat.total(1.0).merge(Stat.mean(torch.ones(2)))
+
+
+def test_float_of_a_statistic_with_several_numbers_is_an_error():
+    assert float(Stat.total(3)) == 3.0
+    with pytest.raises(ValueError, match="not one number"):
+        float(Stat.summary(torch.ones(2)))
+
+
+def test_names_may_be_absent_from_some_parts():
+    merged = merge([{"a": Stat.total(1)}, {"a": Stat.total(2), "b": Stat.total(5)}])
+    assert finalize(merged) == {"a": 3.0, "b": 5.0}

@@ -1,0 +1,430 @@
+"""The table of objectives against hand-computed numbers, the reference, and autograd of the literal losses."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from core_batches import lengths_strategy, random_columns, rows, seed_strategy, slow_coefficients, take, with_logprobs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.core import reference
+from megarl.core.metrics import finalize, merge
+from megarl.core.objectives import (
+    OBJECTIVES,
+    Denominators,
+    Objective,
+    TokenColumns,
+    coefficients,
+    policy_loss,
+    sequence_advantages,
+)
+from megarl.core.types import TrainBatch
+from megarl.errors import ConfigError, NumericsError
+
+EVERY_OBJECTIVE = {
+    **OBJECTIVES,
+    "cap on old/mu": dataclasses.replace(OBJECTIVES["minirl"], tis_on="old_mu", cap=1.5),
+    "only the mismatch": dataclasses.replace(OBJECTIVES["reinforce"], weight="old_mu", cap=2.0),
+    "grpo capped": dataclasses.replace(OBJECTIVES["grpo"], cap=1.1),
+    "token-mean": dataclasses.replace(OBJECTIVES["grpo"], aggregation="token-mean"),
+    "norm": dataclasses.replace(OBJECTIVES["minirl"], aggregation="seq-mean-token-sum-norm", norm_length=7),
+}
+
+
+def assert_equal(actual: torch.Tensor, expected: object, tolerance: float = 1e-9) -> None:
+    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=torch.float64), rtol=0, atol=tolerance)
+
+
+def one_response(advantage: float, theta=(0.60, 0.30, 0.90), old=(0.40, 0.32, 0.80), mu=(0.50, 0.05, 0.75)):
+    def log(probabilities):
+        return torch.tensor(probabilities, dtype=torch.float64).log()
+
+    size = len(theta)
+    return TokenColumns(
+        logprobs=log(theta),
+        old_logprobs=log(old),
+        rollout_logprobs=log(mu),
+        advantages=torch.full((size,), advantage, dtype=torch.float64),
+        loss_mask=torch.ones(size, dtype=torch.bool),
+        cu_seqlens=torch.tensor([0, size]),
+    )
+
+
+ON_POLICY = (0.40, 0.32, 0.80)
+
+
+class TestHandComputed:
+    @pytest.mark.parametrize(
+        ("name", "changes", "columns", "gradient", "value"),
+        [
+            ("minirl", {}, one_response(0.5), [0, 2.5, 0.6], -3.073148320209536),
+            ("minirl_length_norm", {}, one_response(0.5), [0, 2.5 / 3, 0.2], -1.0243827734031787),
+            ("minirl", {}, one_response(-0.5), [-0.6, -2.5, -0.6], 3.3796436944691304),
+            ("minirl", {"tis_on": "old_mu"}, one_response(0.5), [0, 2.34375, 0.6], None),
+            ("minirl", {"cap": None}, one_response(0.5), [0, 3.0, 0.6], None),
+            ("minirl", {}, one_response(0.5, ON_POLICY), [0.4, 2.5, 0.5333333333333333], -3.334111894754819),
+            ("minirl_no_is", {}, one_response(0.5, ON_POLICY), [0.5, 0.5, 0.5], -1.1394342831883648),
+            ("minirl_no_is", {}, one_response(0.5), [0, 0.46875, 0.5625], None),
+            ("minirl_no_clip", {}, one_response(0.5), [0.6, 2.5, 0.6], None),
+            ("grpo", {"eps_high": 0.27}, one_response(0.5), [0, 0.46875 / 3, 0.5625 / 3], None),
+            ("reinforce", {}, one_response(0.5), [0.5, 0.5, 0.5], None),
+        ],
+    )
+    def test_gradient_and_value(self, name, changes, columns, gradient, value):
+        objective = dataclasses.replace(OBJECTIVES[name], **changes)
+        assert_equal(coefficients(objective, columns).values, gradient)
+        if value is not None:
+            assert_equal(-policy_loss(objective, columns)[0], value)
+
+    def test_mask_drops_low_ratios_of_a_bad_response(self):
+        old = (0.5, 0.5, 0.5)
+        columns = one_response(-1.0, theta=(0.3, 0.375, 0.5), old=old, mu=old)
+        assert (coefficients(OBJECTIVES["minirl"], columns).values != 0).tolist() == [False, False, True]
+
+    @pytest.mark.parametrize(("mode", "theta", "expected"), [("none", 0.5, 2.5), ("r2", 0.27, 1.35), ("r3", 0.22, 1.1)])
+    def test_replayed_weight_is_mismatch_times_staleness(self, mode, theta, expected):
+        """The weight under each replay mode: 1.25*2, 1.25*1.08 and 1.05*1.0476..."""
+        old = {"none": 0.25, "r2": 0.25, "r3": 0.21}[mode]
+        objective = dataclasses.replace(OBJECTIVES["minirl_no_clip"], tis_on="old_mu")
+        columns = one_response(1.0, theta=(theta,), old=(old,), mu=(0.20,))
+        assert_equal(coefficients(objective, columns).values, [expected])
+
+    @pytest.mark.parametrize(
+        ("aggregation", "expected"),
+        [
+            ("token-mean", 4.0),
+            ("seq-mean-token-sum", 8.0),
+            ("seq-mean-token-mean", 6.0),
+            ("seq-mean-token-sum-norm", 1.6),
+        ],
+    )
+    def test_aggregation(self, aggregation, expected):
+        """x = [[1, 2, 3], [10]] beside an empty response, which no aggregation counts."""
+        terms = torch.tensor([1.0, 2, 3, 99, 10, 99], dtype=torch.float64)
+        norm = 10 if aggregation.endswith("norm") else None
+        columns = TokenColumns(
+            logprobs=-torch.ones(6, dtype=torch.float64),
+            old_logprobs=-torch.ones(6),
+            rollout_logprobs=-torch.ones(6),
+            advantages=terms,
+            loss_mask=torch.tensor([True, True, True, False, True, False]),
+            cu_seqlens=torch.tensor([0, 4, 5, 6]),
+        )
+        objective = dataclasses.replace(OBJECTIVES["reinforce"], aggregation=aggregation, norm_length=norm)
+        assert_equal(coefficients(objective, columns).values.sum(), expected)
+        slow = reference.aggregate(aggregation, [list(terms[:3]), [terms[4]], []], norm)
+        assert_equal(slow, expected)
+
+
+class TestPresets:
+    def test_minirl(self):
+        minirl = OBJECTIVES["minirl"]
+        assert (minirl.eps_low, minirl.eps_high, minirl.cap, minirl.tis_on) == (0.2, 0.27, 5.0, "theta_mu")
+        assert (minirl.advantage, minirl.aggregation) == ("group_mean", "seq-mean-token-sum")
+
+    def test_grpo(self):
+        grpo = OBJECTIVES["grpo"]
+        assert (grpo.eps_low, grpo.eps_high, grpo.cap, grpo.aggregation) == (0.2, 0.2, None, "seq-mean-token-mean")
+
+    def test_advantages_of_the_rows(self):
+        rewards, groups = [1.0, 0, 0, 0], [0, 0, 0, 0]
+        assert_equal(sequence_advantages(OBJECTIVES["minirl"], rewards, groups), [0.75, -0.25, -0.25, -0.25])
+        standardised = sequence_advantages(OBJECTIVES["grpo"], rewards, groups)
+        assert_equal(standardised, [1.499997000006] + [-0.499999000002] * 3)
+        population = dataclasses.replace(OBJECTIVES["grpo"], std_ddof=0)
+        assert_equal(sequence_advantages(population, rewards, groups)[0], 1.732046807578115)
+
+
+class TestAgainstReference:
+    @settings(max_examples=60, deadline=None)
+    @given(name=st.sampled_from(sorted(EVERY_OBJECTIVE)), seed=seed_strategy, lengths=lengths_strategy)
+    def test_coefficients(self, name, seed, lengths):
+        columns = random_columns(seed, lengths)
+        objective = EVERY_OBJECTIVE[name]
+        torch.testing.assert_close(
+            coefficients(objective, columns).values, slow_coefficients(objective, columns), rtol=1e-12, atol=1e-12
+        )
+
+    @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+    @pytest.mark.parametrize("seed", range(5))
+    def test_gradient_of_the_literal_ppo_minimum(self, aggregation, seed):
+        columns = random_columns(seed, [5, 1, 7, 0, 4])
+        objective = dataclasses.replace(OBJECTIVES["grpo"], aggregation=aggregation, eps_high=0.28)
+        fast, slow = self.both_gradients(
+            columns,
+            objective,
+            lambda lps, olds, _mus, adv: reference.ppo_loss(lps, olds, adv, 0.2, 0.28, aggregation),
+        )
+        assert fast.abs().sum() > 0
+        torch.testing.assert_close(fast, slow, rtol=1e-12, atol=1e-12)
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_loss_and_gradient_of_the_literal_minirl(self, seed):
+        columns = random_columns(seed, [5, 1, 7, 0, 4])
+        fast, slow = self.both_gradients(columns, OBJECTIVES["minirl"], reference.minirl_loss)
+        assert fast.abs().sum() > 0
+        torch.testing.assert_close(fast, slow, rtol=1e-12, atol=1e-12)
+        value = reference.minirl_loss(*self.loss_tokens(columns, list(columns.logprobs)))
+        torch.testing.assert_close(policy_loss(OBJECTIVES["minirl"], columns)[0], value, rtol=1e-12, atol=1e-12)
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_uncapped_minirl_is_decoupled_ppo_in_gradient(self, seed):
+        """(pi_old / mu) * r * 1[not clipped]: Hilton et al. 2022."""
+        columns = random_columns(seed, [6, 5])
+        uncapped = dataclasses.replace(OBJECTIVES["minirl"], cap=None)
+        ppo = coefficients(OBJECTIVES["minirl_no_is"], columns).values
+        mismatch = (columns.old_logprobs - columns.rollout_logprobs).exp()
+        torch.testing.assert_close(coefficients(uncapped, columns).values, ppo * mismatch, rtol=1e-12, atol=1e-12)
+
+    @staticmethod
+    def loss_tokens(columns: TokenColumns, logprobs: list[torch.Tensor]):
+        """Per sequence, only the loss tokens of each column."""
+        masks = rows(columns.loss_mask, columns.cu_seqlens)
+
+        def kept(nested):
+            return [list(itertools.compress(row, mask)) for row, mask in zip(nested, masks, strict=True)]
+
+        offsets = columns.cu_seqlens.tolist()
+        nested = [logprobs[a:b] for a, b in itertools.pairwise(offsets)]
+        others = (columns.old_logprobs, columns.rollout_logprobs, columns.advantages)
+        return kept(nested), *(kept(rows(column, columns.cu_seqlens)) for column in others)
+
+    def both_gradients(self, columns, objective, literal):
+        leaf = columns.logprobs.clone().requires_grad_()
+        policy_loss(objective, with_logprobs(columns, leaf))[0].backward()
+        slow_leaf = columns.logprobs.clone().requires_grad_()
+        literal(*self.loss_tokens(columns, list(slow_leaf))).backward()
+        assert leaf.grad is not None
+        return leaf.grad, slow_leaf.grad
+
+
+class TestInvariants:
+    @settings(max_examples=40, deadline=None)
+    @given(name=st.sampled_from(sorted(EVERY_OBJECTIVE)), seed=seed_strategy, lengths=lengths_strategy, data=st.data())
+    def test_permuting_sequences_permutes_coefficients(self, name, seed, lengths, data):
+        columns, objective = random_columns(seed, lengths), EVERY_OBJECTIVE[name]
+        order = data.draw(st.permutations(range(len(lengths))))
+        values = rows(coefficients(objective, columns).values, columns.cu_seqlens)
+        permuted = take(columns, list(order))
+        moved = rows(coefficients(objective, permuted).values, permuted.cu_seqlens)
+        assert moved == [values[n] for n in order]
+
+    @settings(max_examples=40, deadline=None)
+    @given(name=st.sampled_from(sorted(EVERY_OBJECTIVE)), seed=seed_strategy, lengths=lengths_strategy, data=st.data())
+    def test_micro_batches_with_shared_denominators_are_the_whole(self, name, seed, lengths, data):
+        columns, objective = random_columns(seed, lengths), EVERY_OBJECTIVE[name]
+        cut = data.draw(st.integers(0, len(lengths)))
+        parts = [list(range(cut)), list(range(cut, len(lengths)))]
+        micro = [take(columns, part) for part in parts if part]
+        counts = [Denominators.of(part.loss_mask, part.cu_seqlens) for part in micro]
+        denominators = sum(counts[1:], counts[0])
+        assert denominators == Denominators.of(columns.loss_mask, columns.cu_seqlens)
+
+        whole = coefficients(objective, columns)
+        values = torch.cat([coefficients(objective, part, denominators).values for part in micro])
+        torch.testing.assert_close(values, whole.values, rtol=1e-13, atol=0)
+
+        loss, metrics = policy_loss(objective, columns)
+        results = [policy_loss(objective, part, denominators) for part in micro]
+        torch.testing.assert_close(sum(part for part, _ in results), loss, rtol=1e-11, atol=1e-12)
+        merged = finalize(merge([stats for _, stats in results]))
+        assert merged == pytest.approx(finalize(metrics), rel=1e-9, abs=1e-9)
+
+    @settings(max_examples=40, deadline=None)
+    @given(name=st.sampled_from(sorted(EVERY_OBJECTIVE)), seed=seed_strategy, lengths=lengths_strategy)
+    def test_tokens_without_loss_change_nothing(self, name, seed, lengths):
+        """Environment and padding tokens, full of garbage, between and after the model's own tokens."""
+        columns, objective = random_columns(seed, lengths), EVERY_OBJECTIVE[name]
+        garbage = itertools.cycle([math.nan, math.inf, -math.inf, 1e30])
+        stretched: dict[str, list] = {name: [] for name in [*columns.float_columns(), "loss_mask"]}
+        own, new_lengths = [], []
+        for start, length in zip(columns.cu_seqlens.tolist(), lengths, strict=False):
+            before = len(own)
+            for token in range(start, start + length):
+                for column, values in stretched.items():
+                    values.append(getattr(columns, column)[token].item())
+                    values.append(False if column == "loss_mask" else next(garbage))
+                own += [True, False]
+            for column, values in stretched.items():
+                values.append(False if column == "loss_mask" else next(garbage))
+            own.append(False)
+            new_lengths.append(len(own) - before)
+        wider = TokenColumns(
+            **{
+                column: torch.tensor(values, dtype=torch.bool if column == "loss_mask" else torch.float64)
+                for column, values in stretched.items()
+            },
+            cu_seqlens=torch.tensor([0, *new_lengths]).cumsum(0),
+        )
+        values = coefficients(objective, wider).values
+        inserted = ~torch.tensor(own)
+        assert (values[inserted] == 0).all()
+        torch.testing.assert_close(values[~inserted], coefficients(objective, columns).values, rtol=0, atol=0)
+        loss, metrics = policy_loss(objective, wider)
+        expected_loss, expected_metrics = policy_loss(objective, columns)
+        torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=1e-14)
+        assert finalize(metrics) == pytest.approx(finalize(expected_metrics), rel=1e-12, abs=1e-12)
+
+    def test_denominators_smaller_than_the_part_are_refused(self):
+        columns = random_columns(0, [3, 3], masked=0)
+        with pytest.raises(ValueError, match="smaller than this part"):
+            coefficients(OBJECTIVES["minirl"], columns, Denominators(3, 1))
+
+
+class TestUnusualValues:
+    @pytest.mark.parametrize("name", sorted(EVERY_OBJECTIVE))
+    def test_impossible_rollout_token_leaves_the_batch(self, name):
+        objective = EVERY_OBJECTIVE[name]
+        columns = random_columns(3, [4, 3], masked=0)
+        columns.rollout_logprobs[1] = -math.inf
+        result = coefficients(objective, columns)
+        mask = columns.loss_mask.clone()
+        mask[1] = False
+        without = coefficients(objective, dataclasses.replace(columns, loss_mask=mask))
+        torch.testing.assert_close(result.values, without.values, rtol=0, atol=0)
+        assert float(result.metrics["invalid_logprob"]) == 1
+        assert float(without.metrics["invalid_logprob"]) == 0
+        assert float(result.metrics["num_tokens"]) == 6
+        counted = Denominators.of(columns.loss_mask, columns.cu_seqlens, columns.rollout_logprobs)
+        assert counted == Denominators(6, 2)
+        torch.testing.assert_close(coefficients(objective, columns, counted).values, result.values, rtol=0, atol=0)
+
+    @pytest.mark.parametrize("column", ["logprobs", "old_logprobs"])
+    @pytest.mark.parametrize("name", sorted(EVERY_OBJECTIVE))
+    def test_token_of_probability_zero_has_weight_zero(self, name, column):
+        columns = random_columns(4, [4, 3], masked=0)
+        plain = coefficients(EVERY_OBJECTIVE[name], columns).values
+        getattr(columns, column)[2] = -math.inf
+        leaf = columns.logprobs.clone().requires_grad_()
+        loss, metrics = policy_loss(EVERY_OBJECTIVE[name], with_logprobs(columns, leaf))
+        loss.backward()
+        expected = plain.clone()
+        expected[2] = 0
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad, -expected, rtol=1e-12, atol=1e-12)
+        assert float(metrics["dropped_logprob"]) == 1
+        finalize(metrics)
+
+    @pytest.mark.parametrize("column", ["logprobs", "old_logprobs", "rollout_logprobs", "advantages"])
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_nan_and_plus_infinity_name_column_and_token(self, column, value):
+        columns = random_columns(5, [4, 3], masked=0)
+        getattr(columns, column)[5] = value
+        with pytest.raises(NumericsError, match=rf"^{column} is .* at token 5 "):
+            coefficients(OBJECTIVES["minirl"], columns)
+
+    def test_infinite_advantage_is_refused(self):
+        columns = random_columns(5, [4], masked=0)
+        columns.advantages[1] = -math.inf
+        with pytest.raises(NumericsError, match="advantages is -inf at token 1"):
+            coefficients(OBJECTIVES["minirl"], columns)
+
+    @pytest.mark.parametrize("name", sorted(EVERY_OBJECTIVE))
+    @pytest.mark.parametrize("lengths", [[4, 3], [0], []])
+    def test_batch_without_loss_tokens(self, name, lengths):
+        columns = random_columns(6, lengths, masked=1.1)
+        leaf = columns.logprobs.clone().requires_grad_()
+        loss, metrics = policy_loss(EVERY_OBJECTIVE[name], with_logprobs(columns, leaf))
+        loss.backward()
+        assert loss.item() == 0
+        assert leaf.grad is not None
+        assert (leaf.grad == 0).all()
+        assert finalize(metrics)["num_tokens"] == 0
+
+    def test_log_ratio_is_clamped(self):
+        columns = random_columns(7, [2], masked=0)
+        columns.logprobs[:] = 0.0
+        columns.rollout_logprobs[:] = -500.0
+        columns.old_logprobs[:] = 0.0
+        objective = dataclasses.replace(OBJECTIVES["minirl"], cap=None)
+        expected = columns.advantages * math.exp(20)
+        torch.testing.assert_close(coefficients(objective, columns).values, expected, rtol=1e-12, atol=0)
+
+    def test_dtypes(self):
+        columns = random_columns(8, [4], masked=0)
+        assert coefficients(OBJECTIVES["minirl"], columns).values.dtype == torch.float64
+        half = TokenColumns(
+            **{name: column.bfloat16() for name, column in columns.float_columns().items()},
+            loss_mask=columns.loss_mask,
+            cu_seqlens=columns.cu_seqlens,
+        )
+        assert coefficients(OBJECTIVES["minirl"], half).values.dtype == torch.float32
+
+
+class TestMetrics:
+    def test_of_the_hand_computed_response(self):
+        metrics = finalize(coefficients(OBJECTIVES["minirl"], one_response(0.5)).metrics)
+        weights = [1.2, 5.0, 1.2]
+        assert metrics["ratio_mean"] == pytest.approx((1.5 + 0.9375 + 1.125) / 3)
+        assert (metrics["ratio_min"], metrics["ratio_max"]) == pytest.approx((0.9375, 1.5))
+        assert metrics["clip_high"] == pytest.approx(1 / 3)
+        assert metrics["clip_low"] == 0
+        assert metrics["tis_truncated"] == pytest.approx(1 / 3)
+        assert metrics["weight_mean"] == pytest.approx(sum(weights) / 3)
+        assert metrics["ess"] == pytest.approx(sum(weights) ** 2 / sum(w * w for w in weights))
+
+    def test_clip_fractions_by_sign(self):
+        old = (0.5, 0.5, 0.5)
+        columns = one_response(-1.0, theta=(0.3, 0.375, 0.9), old=old, mu=old)
+        metrics = finalize(coefficients(OBJECTIVES["minirl"], columns).metrics)
+        assert metrics["clip_low"] == pytest.approx(2 / 3)
+        assert metrics["clip_high"] == 0
+        unmasked = finalize(coefficients(OBJECTIVES["minirl_no_clip"], columns).metrics)
+        assert unmasked["clip_low"] == 0
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"aggregation": "mean"}, "token-mean"),
+            ({"advantage": "gae"}, "group_mean"),
+            ({"cap": 0.0}, "positive"),
+            ({"cap": math.nan}, "positive"),
+            ({"weight": "none"}, "set cap to None"),
+            ({"weight": "theta_old", "tis_on": "old_mu"}, "no factor old/mu"),
+            ({"eps_low": -0.1}, "negative"),
+            ({"aggregation": "seq-mean-token-sum-norm"}, "norm_length"),
+            ({"norm_length": 5}, "norm_length"),
+        ],
+    )
+    def test_parts_that_do_not_fit(self, changes, message):
+        with pytest.raises(ConfigError, match=message):
+            dataclasses.replace(OBJECTIVES["minirl"], **changes)
+
+    def test_an_objective_needs_no_more_than_its_four_parts(self):
+        assert Objective("group_mean", "none", "none", "seq-mean-token-sum") == OBJECTIVES["reinforce"]
+
+    @pytest.mark.parametrize(
+        ("column", "value", "message"),
+        [
+            ("advantages", torch.zeros(3), "advantages is"),
+            ("loss_mask", torch.zeros(4), "torch.bool"),
+            ("old_logprobs", torch.zeros(4, dtype=torch.int64), "floating point"),
+            ("cu_seqlens", torch.tensor([0, 3]), "holds 4 tokens"),
+            ("cu_seqlens", torch.tensor([1, 4]), "from 1 to 4"),
+            ("cu_seqlens", torch.tensor([0, 3, 2, 4]), "sequence 1"),
+        ],
+    )
+    def test_columns_that_do_not_fit(self, column, value, message):
+        columns = random_columns(9, [4])
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(columns, **{column: value})
+
+    def test_a_batch_without_old_logprobs(self):
+        batch = TrainBatch(
+            tokens=torch.zeros(2, dtype=torch.int64),
+            cu_seqlens=torch.tensor([0, 2]),
+            loss_mask=torch.tensor([False, True]),
+            rollout_logprobs=torch.zeros(2),
+            advantages=torch.ones(2),
+        )
+        with pytest.raises(ValueError, match="old-log-prob pass"):
+            TokenColumns.of(batch, torch.zeros(2))
+        full = dataclasses.replace(batch, old_logprobs=torch.zeros(2))
+        assert coefficients(OBJECTIVES["minirl"], TokenColumns.of(full, torch.zeros(2))).values.tolist() == [0, 1]

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.core import reference
+from megarl.core.parallel import (
+    inverse_permutation,
+    local_indices,
+    padded_cu_seqlens,
+    padded_positions,
+    sequence_parallel_slice,
+    zigzag_indices,
+    zigzag_inverse,
+)
+
+lengths_strategy = st.lists(st.integers(0, 9), max_size=5)
+
+
+def offsets(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def test_hand_computed():
+    """One sequence of 8 tokens, one of 4, on two ranks: chunks 0 and 3 here, 1 and 2 there."""
+    cu_seqlens = torch.tensor([0, 8, 12])
+    assert zigzag_indices(cu_seqlens, 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
+    assert zigzag_indices(cu_seqlens, 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
+    assert zigzag_indices(torch.tensor([0, 3]), 1, 0).tolist() == [0, 1, 2]
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=lengths_strategy, cp_size=st.integers(1, 4), tp_size=st.integers(1, 3))
+def test_ranks_partition_the_tokens_exactly(lengths, cp_size, tp_size):
+    lengths = [length * 2 * cp_size * tp_size for length in lengths]
+    cu_seqlens = offsets(lengths)
+    column = torch.randn(sum(lengths))
+    shards = []
+    for cp_rank in range(cp_size):
+        held = zigzag_indices(cu_seqlens, cp_size, cp_rank)
+        if cp_size > 1:
+            assert held.tolist() == reference.zigzag(lengths, cp_size, cp_rank)
+        shards.append(column[held])
+        slices = [sequence_parallel_slice(held.numel(), tp_size, tp_rank) for tp_rank in range(tp_size)]
+        assert torch.equal(torch.cat([held[part] for part in slices]), held)
+        ranks = [
+            local_indices(cu_seqlens, cp_size=cp_size, cp_rank=cp_rank, tp_size=tp_size, tp_rank=tp_rank)
+            for tp_rank in range(tp_size)
+        ]
+        assert torch.equal(torch.cat(ranks), held)
+    assert torch.equal(torch.cat(shards)[zigzag_inverse(cu_seqlens, cp_size)], column)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=lengths_strategy, multiple=st.integers(1, 8))
+def test_padding_and_taking_it_away(lengths, multiple):
+    cu_seqlens = offsets(lengths)
+    padded = padded_cu_seqlens(cu_seqlens, multiple)
+    assert padded.diff().tolist() == [-(-length // multiple) * multiple for length in lengths]
+    positions = padded_positions(cu_seqlens, padded)
+    starts = padded.tolist()
+    assert positions.tolist() == [starts[n] + i for n, length in enumerate(lengths) for i in range(length)]
+    column = torch.arange(sum(lengths)) + 1
+    wide = torch.zeros(starts[-1], dtype=torch.int64)
+    wide[positions] = column
+    assert torch.equal(wide[positions], column)
+    assert wide.count_nonzero() == len(column)
+
+
+def test_inverse_permutation():
+    order = torch.tensor([2, 0, 3, 1])
+    assert inverse_permutation(order).tolist() == [1, 3, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: zigzag_indices(torch.tensor([0, 4, 10]), 2, 0), "sequence 1 has 6 tokens, not a multiple of .* 4"),
+        (lambda: zigzag_indices(torch.tensor([0, 4]), 2, 2), "cp_rank is 2"),
+        (lambda: sequence_parallel_slice(7, 2, 0), "7 tokens do not split"),
+        (lambda: sequence_parallel_slice(8, 2, -1), "tp_rank is -1"),
+        (lambda: padded_cu_seqlens(torch.tensor([0, 4]), 0), "multiple is 0"),
+        (lambda: padded_positions(torch.tensor([0, 4]), torch.tensor([0, 3])), "at least as long"),
+    ],
+)
+def test_refusals(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

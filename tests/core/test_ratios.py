@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from core_batches import lengths_strategy, rows
+from hypothesis import given, settings
+
+from megarl.core.ratios import (
+    check_cu_seqlens,
+    log_ratio,
+    segment_expand,
+    segment_ids,
+    segment_lengths,
+    segment_sum,
+    usable_mask,
+)
+
+
+def test_log_ratio_masks_before_subtracting_and_clamps():
+    numerator = torch.tensor([-1.0, -math.inf, 0.0, -900.0, math.nan], dtype=torch.float64)
+    denominator = torch.tensor([-1.5, -math.inf, -900.0, 0.0, 0.0], dtype=torch.float64)
+    mask = torch.tensor([True, False, True, True, False])
+    assert log_ratio(numerator, denominator, mask).tolist() == [0.5, 0.0, 20.0, -20.0, 0.0]
+    assert log_ratio(numerator, denominator, mask, bound=3.0).tolist() == [0.5, 0.0, 3.0, -3.0, 0.0]
+
+
+def test_log_ratio_has_no_nan_gradient_at_masked_tokens():
+    numerator = torch.tensor([-1.0, -math.inf], requires_grad=True)
+    log_ratio(numerator, torch.tensor([-2.0, -math.inf]), torch.tensor([True, False])).sum().backward()
+    assert numerator.grad is not None
+    assert numerator.grad.tolist() == [1.0, 0.0]
+
+
+def test_log_ratio_of_bf16_is_fp32():
+    half = torch.zeros(2, dtype=torch.bfloat16)
+    assert log_ratio(half, half, torch.ones(2, dtype=torch.bool)).dtype == torch.float32
+
+
+def test_usable_mask():
+    mask = torch.tensor([True, True, False])
+    assert usable_mask(mask, torch.tensor([-1.0, -math.inf, -1.0])).tolist() == [True, False, False]
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=lengths_strategy)
+def test_segments(lengths):
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    values = torch.arange(sum(lengths), dtype=torch.float64) + 1
+    assert segment_lengths(cu_seqlens).tolist() == lengths
+    assert segment_sum(values, cu_seqlens).tolist() == [sum(row) for row in rows(values, cu_seqlens)]
+    assert segment_sum(values > 2, cu_seqlens).tolist() == [sum(x > 2 for x in row) for row in rows(values, cu_seqlens)]
+    ids = [n for n, length in enumerate(lengths) for _ in range(length)]
+    assert segment_ids(cu_seqlens).tolist() == ids
+    assert segment_expand(torch.arange(len(lengths)) * 10, cu_seqlens).tolist() == [10 * n for n in ids]
+
+
+def test_cu_seqlens_of_floats_are_refused():
+    with pytest.raises(ValueError, match="integer tensor"):
+        check_cu_seqlens(torch.tensor([0.0, 2.0]), 2)
