@@ -1,0 +1,109 @@
+"""Process groups of a run: torch.distributed and Megatron's parallel state, on CUDA or on CPU."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from megarl.config import Config
+from megarl.core.metrics import Stat, merge
+from megarl.errors import ConfigError
+
+
+def initialize(config: Config, timeout_s: float = 1800.0) -> None:
+    """Join the other ranks (torchrun's environment; alone without it), then lay out and seed Megatron's groups.
+
+    gloo on a CPU, NCCL on GPUs. A layout that does not divide the ranks raises ConfigError on every rank.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    layout = config.check_world_size(world_size)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if not dist.is_initialized():
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        timeout = timedelta(seconds=timeout_s)
+        if world_size > 1:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        atexit.register(shutdown)
+    if parallel_state.model_parallel_is_initialized():
+        raise ConfigError("Megatron's parallel state exists already; one run per process, or destroy it first")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        distributed_timeout_minutes=max(1, int(timeout_s // 60)),
+    )
+    torch.manual_seed(config.run.seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed + 1)
+
+
+def shutdown() -> None:
+    """Leave all groups; a later ``initialize`` may use another layout."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def is_main_rank() -> bool:
+    """True on the rank that prints and writes: global rank 0."""
+    return dist.get_rank() == 0
+
+
+def dp_rank() -> int:
+    return parallel_state.get_data_parallel_rank()
+
+
+def dp_size() -> int:
+    return parallel_state.get_data_parallel_world_size()
+
+
+def model_group() -> dist.ProcessGroup:
+    """The ranks that hold one copy of the model and so train on the same batch (tensor x pipeline parallel)."""
+    return parallel_state.get_model_parallel_group()
+
+
+def holds_outputs() -> bool:
+    """True on one rank of each model copy: last pipeline stage, first tensor-parallel rank. It reports the metrics."""
+    return (
+        parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+    )
+
+
+def largest(value: int, group: dist.ProcessGroup) -> int:
+    """The largest ``value`` of a group's ranks."""
+    found = torch.tensor(value, dtype=torch.int64, device=torch.cuda.current_device())
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return int(found)
+
+
+def collect_metrics(statistics: Mapping[str, Stat]) -> dict[str, Stat] | None:
+    """Merge the statistics of all model copies, each reported once, in rank order; None except on the main rank."""
+    mine = dict(statistics) if holds_outputs() else {}
+    on_cpu = {name: Stat(stat.kind, stat.sums.cpu(), stat.maxima.cpu()) for name, stat in mine.items()}
+    gathered: list[dict[str, Stat]] | None = [{}] * dist.get_world_size() if is_main_rank() else None
+    dist.gather_object(on_cpu, gathered)
+    return merge(gathered) if gathered is not None else None
+
+
+def gather_in_model(items: Sequence[Any]) -> list[Any]:
+    """The items of all ranks of this model copy, in rank order, on each of them."""
+    group = model_group()
+    if group.size() == 1:
+        return list(items)
+    gathered: list[Sequence[Any]] = [()] * group.size()
+    dist.all_gather_object(gathered, items, group=group)
+    return [item for part in gathered for item in part]
