@@ -21,6 +21,12 @@ from megarl.train.report_panels import PANELS, Panel, render
 from megarl.train.report_series import Curve, Series
 
 NOT_RECORDED = "not recorded"
+HOW_TO_READ = (
+    "Bands span the mini-batches of a step, from the lowest to the highest. In runs of 40 steps and more, bold lines "
+    "are centred moving averages, pale lines the values themselves; held-out dots are never averaged."
+)
+TILES = ("Held-out pass rate, first", "Held-out pass rate, last", "Steps", "Wall time", "Tokens per second (median)")
+"""Rows of the headline that are also shown large."""
 
 CSS = """
 :root { color-scheme: light; --ink: #1f2933; --muted: #5b6673; --line: #e3e7ec; --accent: #2563a8; }
@@ -39,12 +45,12 @@ table { width: 100%; border-spacing: 0; margin-bottom: 26px; overflow: hidden; }
 th, td { padding: 7px 16px; text-align: left; border-top: 1px solid var(--line); font-variant-numeric: tabular-nums; }
 tr:first-child th, tr:first-child td { border-top: 0; }
 th { width: 34%; color: var(--muted); font-weight: 500; }
-.panels { display: grid; grid-template-columns: 1fr 1fr; gap: 16px; }
-.card { padding: 14px 16px 10px; margin: 0; }
+.panels { display: grid; grid-template-columns: 1fr 1fr; gap: 16px; grid-auto-flow: dense; }
+.card { padding: 14px 16px 10px; margin: 0; display: flex; flex-direction: column; }
 .card.wide { grid-column: 1 / -1; }
 .card h2 { margin: 0; font-size: 16px; }
 .card figcaption { margin: 0 0 8px; color: var(--muted); font-size: 13px; }
-.card img { width: 100%; height: auto; display: block; }
+.card img { width: 100%; height: auto; display: block; margin-top: auto; }
 .absent { margin-top: 22px; color: var(--muted); font-size: 14px; }
 @media (max-width: 820px) { .panels { grid-template-columns: 1fr; } }
 """
@@ -91,9 +97,10 @@ def headline(series: Series, config: dict[str, Any] | None) -> dict[str, str]:
     if pass_rate is None:
         rows["Held-out pass rate"] = NOT_RECORDED
     else:
-        best = int(np.nanargmax(np.where(np.isfinite(pass_rate.y), pass_rate.y, np.nan)))
-        for label, point in (("first", 0), ("best", best), ("last", -1)):
-            rows[f"Held-out pass rate, {label}"] = f"{pass_rate.y[point]:.1%} (step {pass_rate.x[point]:.0f})"
+        finite = np.isfinite(pass_rate.y)
+        steps, values = pass_rate.x[finite], pass_rate.y[finite]
+        for label, point in (("first", 0), ("best", int(values.argmax())), ("last", -1)):
+            rows[f"Held-out pass rate, {label}"] = f"{values[point]:.1%} (step {steps[point]:.0f})"
     rows["Steps"] = _steps(series)
     rows["Wall time"] = _duration(
         max(float(c["wall_s"].y.max()) for c in (series.step, series.minibatch, series.eval) if c)
@@ -171,13 +178,10 @@ def _page(
         f'<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{html.escape(name)} - megarl report</title><style>{CSS}</style></head><body><main>"
         f'<h1>{html.escape(name)}</h1><p class="sub">{html.escape(str(run_dir))}</p>'
-        f'<div class="tiles">{tiles}</div><table>{table}</table><div class="panels">{cards}</div>{note}'
+        f'<div class="tiles">{tiles}</div><table>{table}</table><div class="panels">{cards}</div>'
+        f'<p class="absent">{HOW_TO_READ}</p>{note}'
         f"</main></body></html>\n"
     )
-
-
-TILES = ("Held-out pass rate, first", "Held-out pass rate, last", "Steps", "Wall time", "Tokens per second (median)")
-"""Rows of the headline that are also shown large."""
 
 
 def _card(panel: Panel, png: bytes) -> str:

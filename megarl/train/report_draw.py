@@ -12,32 +12,61 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
-from megarl.train.report_series import Series, layer_curves, smooth
+from megarl.train.report_series import Curve, Series, layer_curves, smooth
 
 BLUE, ORANGE, TEAL, RED, PURPLE, GREY = "#2563a8", "#d9772b", "#2a9187", "#b8383d", "#77569f", "#6b7280"
 PHASE_COLORS = (BLUE, "#8fb6dd", ORANGE, TEAL, PURPLE, "#d9a5c0", "#c9ced6")
 INK, MUTED, GRID = "#1f2933", "#5b6673", "#e3e7ec"
+SMOOTHED_FROM = 40
+"""Steps from which on a curve is drawn as its moving average."""
+MAX_BARS = 100
 PHASES = ("rollout", "reward", "old_logprobs", "train", "sync", "eval", "checkpoint")
 
 
-def _line(axes: Axes, series: Series, name: str, label: str, color: str, **style: Any) -> None:
-    """Draws a metric if it was recorded; long noisy curves get a moving average over the pale original."""
+def _line(
+    axes: Axes, series: Series, name: str, label: str, color: str, *, complement: bool = False, **style: Any
+) -> None:
+    """Draws a metric (or 1 - metric) if it was recorded.
+
+    Several mini-batches of a step become their mean with a band from the lowest to the highest; a long noisy curve
+    gets a moving average over the pale original.
+    """
     curve = series.find(name)
     if curve is None:
         return
-    marker = "o" if len(curve.x) <= 2 else None
-    if len(curve.x) < 40:
-        axes.plot(curve.x, curve.y, color=color, label=label, marker=marker, **style)
-        return
-    axes.plot(curve.x, curve.y, color=color, alpha=0.28, linewidth=0.9)
-    axes.plot(curve.x, smooth(curve.y, max(5, len(curve.y) // 25)), color=color, label=label, **style)
+    if complement:
+        curve = Curve(curve.x, 1.0 - curve.y)
+    mean, low, high = curve.per_step()
+    if len(mean.x) < len(curve.x):
+        axes.fill_between(mean.x, low.y, high.y, color=color, alpha=0.16, linewidth=0)
+    elif len(mean.x) >= SMOOTHED_FROM:
+        axes.plot(mean.x, mean.y, color=color, alpha=0.28, linewidth=0.9)
+    smoothed = len(mean.x) >= SMOOTHED_FROM
+    y = smooth(mean.y, max(5, len(mean.y) // 25)) if smoothed else mean.y
+    axes.plot(mean.x, y, color=color, label=label, marker="o" if len(mean.x) <= 2 else None, **style)
 
 
-def _percent(axes: Axes, *, top_free: bool = True) -> None:
+def _dots(axes: Axes, series: Series, name: str, label: str) -> None:
+    """Evaluations are few and count one by one: dots, joined by a line, never smoothed."""
+    curve = series.find(name)
+    if curve is not None:
+        axes.plot(
+            curve.x, curve.y, color=ORANGE, label=label, marker="o", markersize=6, markeredgecolor="white", zorder=3
+        )
+
+
+def _percent(axes: Axes, *, whole: bool = False) -> None:
+    """Percent from zero up; ``whole``: always up to 100 %. A curve that never leaves zero is said to be zero."""
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-    axes.set_ylim(bottom=0.0)
-    if not top_free:
+    if whole:
         axes.set_ylim(-0.02, 1.02)
+        return
+    top = float(axes.dataLim.y1)
+    if top > 0:
+        axes.set_ylim(-0.015 * top, 1.08 * top)
+    else:
+        axes.set_ylim(-0.0005, 0.0105)
+        axes.text(0.5, 0.5, "zero in every step", transform=axes.transAxes, ha="center", color=MUTED)
 
 
 def _log_if_positive(axes: Axes, series: Series, names: Iterable[str]) -> None:
@@ -48,35 +77,29 @@ def _log_if_positive(axes: Axes, series: Series, names: Iterable[str]) -> None:
 
 
 def draw_reward(axes: Axes, series: Series) -> None:
-    _line(axes, series, "reward/mean", "reward (training)", GREY)
-    _line(axes, series, "reward/pass_rate", "pass rate (training)", BLUE)
-    for name, label, color in (
-        ("eval/pass_rate", "pass rate (held-out)", ORANGE),
-        ("eval/reward", "reward (held-out)", PURPLE),
-    ):
-        curve = series.find(name)
-        if curve is not None and (name == "eval/pass_rate" or series.find("eval/pass_rate") is None):
-            axes.plot(
-                curve.x, curve.y, color=color, label=label, marker="o", markersize=6, markeredgecolor="white", zorder=3
-            )
+    reward, passed = series.find("reward/mean"), series.find("reward/pass_rate")
+    if reward is not None and passed is not None and np.array_equal(reward.y, passed.y, equal_nan=True):
+        _line(axes, series, "reward/pass_rate", "pass rate = mean reward (training)", BLUE)
+    else:
+        _line(axes, series, "reward/mean", "mean reward (training)", GREY)
+        _line(axes, series, "reward/pass_rate", "pass rate (training)", BLUE)
+    name = "eval/pass_rate" if series.find("eval/pass_rate") is not None else "eval/reward"
+    _dots(axes, series, name, "pass rate (held-out)" if name == "eval/pass_rate" else "mean reward (held-out)")
     axes.set_ylabel("share of responses, mean reward")
-    drawn = np.concatenate([np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines])
-    if np.nanmin(drawn) >= 0 and np.nanmax(drawn) <= 1:
+    if axes.dataLim.y0 >= 0 and axes.dataLim.y1 <= 1:
         axes.set_ylim(-0.02, 1.02)
 
 
 def draw_effective(axes: Axes, series: Series) -> None:
     _line(axes, series, "prompts/effective_ratio", "prompts whose responses differ in reward", BLUE)
     axes.set_ylabel("share of prompts")
-    _percent(axes, top_free=False)
+    _percent(axes, whole=True)
 
 
 def draw_length(axes: Axes, series: Series) -> None:
     _line(axes, series, "response/length_max", "longest", GREY, linestyle="--")
     _line(axes, series, "response/length_mean", "mean", BLUE)
-    curve = series.find("eval/length_mean")
-    if curve is not None:
-        axes.plot(curve.x, curve.y, color=ORANGE, label="mean (held-out)", marker="o", markeredgecolor="white")
+    _dots(axes, series, "eval/length_mean", "mean (held-out)")
     axes.set_ylabel("response length (tokens)")
     axes.set_ylim(bottom=0.0)
 
@@ -97,17 +120,10 @@ def draw_entropy(axes: Axes, series: Series) -> None:
 def draw_kl(axes: Axes, series: Series) -> None:
     k1 = series.find("rollout/k1")
     if k1 is not None:
-        with np.errstate(invalid="ignore"):
-            axes.plot(k1.x, np.abs(k1.y), color=GREY, linewidth=1.0, label="|k1|")
-            axes.plot(
-                k1.x[k1.y < 0],
-                -k1.y[k1.y < 0],
-                "o",
-                color=GREY,
-                markersize=3.5,
-                markerfacecolor="white",
-                label="k1 < 0",
-            )
+        axes.plot(k1.x, np.abs(k1.y), color=GREY, linewidth=0.9, alpha=0.7, label="|k1|")
+        if len(k1.x) < 2 * SMOOTHED_FROM:
+            below = k1.y < 0
+            axes.plot(k1.x[below], -k1.y[below], "o", color=GREY, ms=3.5, markerfacecolor="white", label="k1 < 0")
     _line(axes, series, "rollout/k3", "k3", BLUE)
     axes.set_ylabel("KL[rollout || old] (nats per token)")
     _log_if_positive(axes, series, ("rollout/k3", "rollout/k1"))
@@ -115,14 +131,16 @@ def draw_kl(axes: Axes, series: Series) -> None:
 
 def draw_ratio(axes: Axes, series: Series) -> None:
     low, high, mean, std = (series.find(f"ratio/{name}") for name in ("min", "max", "mean", "std"))
-    if low is not None and high is not None and len(low.x) == len(high.x):
-        axes.fill_between(low.x, low.y, high.y, color=BLUE, alpha=0.13, linewidth=0, label="min to max")
-    if mean is not None and std is not None and len(mean.x) == len(std.x):
-        axes.fill_between(
-            mean.x, mean.y - std.y, mean.y + std.y, color=BLUE, alpha=0.3, linewidth=0, label="mean ± std"
-        )
+    if low is not None and high is not None and np.array_equal(low.x, high.x):
+        lowest, highest = low.per_step()[1], high.per_step()[2]
+        axes.fill_between(lowest.x, lowest.y, highest.y, color=BLUE, alpha=0.13, linewidth=0, label="min to max")
+    if mean is not None and std is not None and np.array_equal(mean.x, std.x):
+        middle, spread = mean.per_step()[0], std.per_step()[2]
+        band = (middle.y - spread.y, middle.y + spread.y)
+        axes.fill_between(middle.x, *band, color=BLUE, alpha=0.32, linewidth=0, label="mean ± largest std")
     if mean is not None:
-        axes.plot(mean.x, mean.y, color=BLUE, label="mean")
+        middle = mean.per_step()[0]
+        axes.plot(middle.x, middle.y, color=BLUE, label="mean")
     axes.axhline(1.0, color=GREY, linewidth=0.8, linestyle=":")
     axes.set_ylabel("ratio of new to old policy")
 
@@ -146,17 +164,14 @@ def draw_ess(axes: Axes, series: Series) -> None:
 def draw_extreme(axes: Axes, series: Series) -> None:
     _line(axes, series, "rollout/extreme_2", "ratio above 2 or below 1/2", RED)
     axes.set_ylabel("share of tokens, F(2)")
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-    axes.set_ylim(bottom=0.0)
+    _percent(axes)
 
 
 def draw_router(axes: Axes, series: Series) -> None:
-    _line(axes, series, "router/token_any", "tokens with any layer differing", ORANGE)
-    _line(axes, series, "router/flip", "(token, layer) sets differing", BLUE)
-    overlap = series.find("router/overlap")
-    if overlap is not None:
-        axes.plot(overlap.x, 1.0 - overlap.y, color=TEAL, linestyle="--", label="experts differing (1 - overlap)")
-    axes.set_ylabel("share")
+    _line(axes, series, "router/token_any", "tokens: any layer", ORANGE)
+    _line(axes, series, "router/flip", "expert sets", BLUE)
+    _line(axes, series, "router/overlap", "experts (1 - overlap)", TEAL, complement=True)
+    axes.set_ylabel("share that differs")
     _percent(axes)
 
 
@@ -166,8 +181,9 @@ def draw_router_layers(axes: Axes, series: Series) -> None:
     grid = np.full((len(curves), len(steps)), np.nan)
     for row, curve in enumerate(curves.values()):
         grid[row, np.searchsorted(steps, curve.x)] = np.where(np.isfinite(curve.y), curve.y, np.nan)
-    edges = np.append(steps, steps[-1] + (np.diff(steps).min() if len(steps) > 1 else 1.0))
-    top = max(float(np.nanmax(grid)), 1e-6)
+    width = np.diff(steps).min() if len(steps) > 1 else 1.0
+    edges = np.append(steps, steps[-1] + width) - width / 2
+    top = float(np.nanmax(grid)) or 0.01  # all zero under replay: then the scale is one percent
     image = axes.pcolormesh(
         edges, np.arange(len(curves) + 1) - 0.5, grid, cmap="YlGnBu", vmin=0.0, vmax=top, rasterized=True
     )
@@ -179,7 +195,7 @@ def draw_router_layers(axes: Axes, series: Series) -> None:
     axes.set_ylabel("MoE layer")
     bar = axes.figure.colorbar(image, ax=axes, pad=0.01, label="share of tokens routed differently")
     bar.ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-    bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
+    bar.outline.set_visible(False)
 
 
 def draw_missing(axes: Axes, series: Series) -> None:
@@ -201,22 +217,33 @@ def draw_loss(axes: Axes, series: Series) -> None:
 
 def draw_time(axes: Axes, series: Series) -> None:
     curves = {phase: curve for phase in PHASES if (curve := series.find(f"time/{phase}_s")) is not None}
-    steps = np.unique(np.concatenate([curve.x for curve in curves.values()]))
-    width = float(np.diff(steps).min()) * 0.92 if len(steps) > 1 else 0.8
-    bottom = np.zeros(len(steps))
-    for phase, color in zip(PHASES, PHASE_COLORS, strict=True):
-        curve = curves.get(phase)
-        if curve is None or not curve.finite.any():
-            continue
-        height = np.zeros(len(steps))
-        height[np.searchsorted(steps, curve.x)] = np.where(np.isfinite(curve.y), curve.y, 0.0)
-        axes.bar(steps, height, width, bottom=bottom, color=color, label=phase.replace("_", " "), linewidth=0)
-        bottom += height
     total = series.find("time/step_s")
+    steps = np.unique(np.concatenate([curve.x for curve in curves.values()]))
+    # More bars than this would be thinner than a pixel: each then stands for the mean of several steps.
+    stride = -(-len(steps) // MAX_BARS)
+    starts = np.arange(0, len(steps), stride)
+    sizes = np.diff(np.append(starts, len(steps)))
+    middles = np.add.reduceat(steps, starts) / sizes
+    width = (float(np.diff(steps).min()) if len(steps) > 1 else 1.0) * stride * (0.92 if stride == 1 else 1.0)
+    bottom = np.zeros(len(starts))
+    for phase, color in zip(PHASES, PHASE_COLORS, strict=True):
+        if phase in curves:
+            height = np.add.reduceat(_on_steps(curves[phase], steps), starts) / sizes
+            axes.bar(middles, height, width, bottom=bottom, color=color, label=phase.replace("_", " "), linewidth=0)
+            bottom += height
     if total is not None:
-        axes.plot(total.x, total.y, color=INK, linewidth=0.9, label="whole step")
-    axes.set_ylabel("seconds per step")
+        whole = np.add.reduceat(_on_steps(total, steps), starts) / sizes
+        axes.plot(middles, whole, color=INK, linewidth=0.9, label="whole step")
+    axes.set_ylabel("seconds per step" if stride == 1 else f"seconds per step (mean of {stride})")
     axes.grid(axis="x", visible=False)
+
+
+def _on_steps(curve: Curve, steps: np.ndarray) -> np.ndarray:
+    """The curve at the given steps [P]; 0 where it has no finite value: the phase did not run."""
+    values = np.zeros(len(steps))
+    known = np.isin(curve.x, steps) & np.isfinite(curve.y)
+    values[np.searchsorted(steps, curve.x[known])] = curve.y[known]
+    return values
 
 
 def draw_speed(axes: Axes, series: Series) -> None:

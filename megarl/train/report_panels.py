@@ -14,6 +14,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from megarl.train import report_draw as draw
@@ -68,22 +69,25 @@ class Panel:
 
 def render(panel: Panel, series: Series) -> bytes:
     """The panel as PNG bytes."""
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(STYLE)  # type: ignore[arg-type]:
         figure = Figure(figsize=(10.4, 3.9) if panel.wide else (6.2, 3.5), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         panel.draw(axes, series)
         axes.set_xlabel("global step")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10, steps=[1, 2, 5, 10]))
+        axes.margins(x=0.012)
         handles, labels = axes.get_legend_handles_labels()
         if handles:
-            # Above the axes: no curve can run behind it.
+            # Areas before lines; above the axes, where no curve can run behind it.
+            order = sorted(range(len(handles)), key=lambda index: isinstance(handles[index], Line2D))
             figure.legend(
-                handles,
-                labels,
+                [handles[index] for index in order],
+                [labels[index] for index in order],
                 loc="outside upper left",
-                ncols=min(len(labels), 7 if panel.wide else 4),
+                ncols=8 if panel.wide else 4,
                 handlelength=1.4,
+                columnspacing=1.4,
             )
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=144)

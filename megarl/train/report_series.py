@@ -25,6 +25,20 @@ class Curve:
         """float64, the values that can be drawn."""
         return self.y[np.isfinite(self.y)]
 
+    def per_step(self) -> tuple[Curve, Curve, Curve]:
+        """(mean, lowest, highest) over the values of each step, non-finite ones left out; NaN where none is left."""
+        steps, group = np.unique(np.floor(self.x), return_inverse=True)
+        finite = np.isfinite(self.y)
+        count = np.bincount(group[finite], minlength=len(steps))
+        low, high = np.full(len(steps), np.inf), np.full(len(steps), -np.inf)
+        np.minimum.at(low, group[finite], self.y[finite])
+        np.maximum.at(high, group[finite], self.y[finite])
+        total = np.bincount(group[finite], weights=self.y[finite], minlength=len(steps))
+        some = count > 0
+        rows = (total / np.maximum(count, 1), low, high)
+        mean, low, high = (Curve(steps, np.where(some, row, np.nan)) for row in rows)
+        return mean, low, high
+
 
 @dataclass(frozen=True, slots=True)
 class Series:
@@ -77,7 +91,7 @@ def layer_curves(series: Series) -> dict[int, Curve]:
 
 
 def smooth(y: np.ndarray, window: int) -> np.ndarray:
-    """Centred moving average [P] over about ``window`` neighbours, fewer at the ends; non-finite values are left out."""
+    """Centred moving average [P] over about ``window`` neighbours, fewer at the ends. Gaps stay gaps."""
     finite = np.isfinite(y)
     kernel = np.ones(window | 1)  # odd, so that the average has a centre
     half = len(kernel) // 2

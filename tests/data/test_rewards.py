@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.data.rewards import exact_match, load_reward, math_verify, score
+from megarl.errors import ConfigError, DataError
+
+
+def judge(response: str, answer: str) -> float:
+    return math_verify(prompt="", response=response, answer=answer)
+
+
+def test_exact_match_ignores_outer_blanks_only() -> None:
+    assert exact_match(prompt="", response=" 0124\n", answer="0124 ") == 1.0
+    assert exact_match(prompt="", response="01 24", answer="0124") == 0.0
+    assert exact_match(prompt="", response="124", answer="0124") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        (r"so it is $\frac{1}{2}$", "0.5", 1.0),
+        (r"so it is \boxed{0.5}", r"\frac{1}{2}", 1.0),
+        (r"$x+1$ first, finally \boxed{\frac{2}{4}}", r"$\frac{1}{2}$", 1.0),
+        ("the answer is 7", "8", 0.0),
+        (r"\boxed{\{1, 2\}}", r"\{2, 1\}", 1.0),
+        (r"\boxed{\frac{1}}", "1", 0.0),
+        ("", "1", 0.0),
+        ("no idea", "1", 0.0),
+    ],
+)
+def test_math_verify_judges_by_value(response: str, answer: str, expected: float) -> None:
+    assert judge(response, answer) == expected
+
+
+def test_math_verify_cannot_read_the_answer() -> None:
+    with pytest.raises(ValueError, match="can read no expression in the answer"):
+        judge("1", "$ $")
+
+
+def test_math_verify_out_of_time_is_an_error_and_not_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.data.rewards.MATH_VERIFY_TIMEOUT_S", 1)
+    with pytest.raises(TimeoutError, match="more than 1 s"):
+        judge("$9^{9^{9}}$", "5")
+    assert judge("$5$", "5") == 1.0
+
+
+def test_math_verify_outside_the_main_thread_says_so() -> None:
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            score(math_verify, prompts=[""], responses=["1"], answers=["1"])
+        except ConfigError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    # One error for the run, rather than every response counted as failed.
+    assert "main thread" in str(raised[0])
+
+
+@pytest.fixture
+def rewards_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_rewards.py").write_text(
+        "LIMIT = 3\n"
+        "def length(*, prompt, response, answer):\n    return len(response)\n"
+        "def positional(text):\n    return 1.0\n"
+    )
+    (tmp_path / "own_broken.py").write_text("import a_package_that_is_not_there\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("rewards_module")
+def test_load_reward_finds_functions() -> None:
+    assert load_reward("exact_match") is exact_match
+    assert load_reward("math_verify") is math_verify
+    assert load_reward("own_rewards:length")(prompt="", response="abc", answer="") == 3
+
+
+@pytest.mark.usefixtures("rewards_module")
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("exakt_match", "expected exact_match, math_verify, or package.module:function"),
+        ("own_rewards:", "expected exact_match"),
+        ("no_such_module:f", "cannot import 'no_such_module'"),
+        ("own_broken:f", "a_package_that_is_not_there"),
+        ("own_rewards:width", "has nothing named 'width'"),
+        ("own_rewards:LIMIT", "is int, expected a function"),
+        ("own_rewards:positional", "has the parameters (text)"),
+    ],
+)
+def test_load_reward_tells_what_is_wrong_in_one_line(name: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_reward(name)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_failing_reward_costs_its_response_alone() -> None:
+    def reward(*, prompt: str, response: str, answer: str) -> object:
+        return {
+            "raise": lambda: 1 / 0,
+            "nan": lambda: float("nan"),
+            "inf": lambda: float("inf"),
+            "text": lambda: "1",
+        }.get(response, lambda: {"bool": True, "half": np.float32(0.5)}.get(response))()
+
+    responses = ["half", "raise", "nan", "bool", "inf", "text", "none"]
+    texts = [""] * len(responses)
+    result = score(reward, prompts=texts, responses=responses, answers=texts)  # type: ignore[arg-type]
+    assert result.rewards.tolist() == [0.5, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    assert result.valid.tolist() == [True, False, False, True, False, False, False]
+    assert result.num_errors == 5
+    assert result.first_error == "response 1: ZeroDivisionError: division by zero"
+
+
+def test_each_response_meets_its_own_prompt_and_answer() -> None:
+    def reward(*, prompt: str, response: str, answer: str) -> float:
+        return float(prompt + response + answer)
+
+    result = score(reward, prompts=["1", "4"], responses=["2", "5"], answers=["3", "6"])
+    assert result.rewards.tolist() == [123.0, 456.0]
+    assert result.first_error is None
+    assert score(reward, prompts=[], responses=[], answers=[]).num_errors == 0
+    with pytest.raises(DataError, match="2 prompts, 1 responses and 2 answers"):
+        score(reward, prompts=["", ""], responses=[""], answers=["", ""])
+
+
+def test_rewards_load_without_torch() -> None:
+    code = "import sys, megarl.data.rewards; sys.exit('torch' in sys.modules or 'math_verify' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False).returncode == 0

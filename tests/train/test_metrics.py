@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megarl.errors import ConfigError, DataError
+from megarl.train.metrics import MetricsLog, read_metrics, without_timing
+
+
+def write_steps(run_dir: Path, steps: range, **options: bool) -> None:
+    with MetricsLog(run_dir, **({"tensorboard": False} | options)) as log:
+        for step in steps:
+            log.write("minibatch", step, {"loss": step + 0.25}, minibatch=0)
+            log.write("minibatch", step, {"loss": step + 0.5}, minibatch=1)
+            log.write("step", step, {"reward/mean": 1 / (step + 1), "time/step_s": 0.1})
+
+
+def test_a_record_comes_back_as_it_went_in(tmp_path: Path) -> None:
+    metrics = {"a": np.float32(0.1), "b": torch.tensor(3), "c": 1e-300, "x": math.nan, "y": math.inf, "z": -math.inf}
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        log.write("step", 4, metrics)
+        log.write("minibatch", 5, {"loss": 0.1}, minibatch=2)
+        log.write("eval", 5, {"eval/pass_rate": 1.0})
+        # Readable while the run goes on, without close.
+        step, minibatch, evaluation = read_metrics(tmp_path / "metrics.jsonl")
+    assert (step["kind"], step["step"], step["minibatch"]) == ("step", 4, None)
+    assert (step["a"], step["b"], step["c"]) == (float(np.float32(0.1)), 3.0, 1e-300)
+    assert math.isnan(step["x"])
+    assert (step["y"], step["z"]) == (math.inf, -math.inf)
+    assert (minibatch["kind"], minibatch["minibatch"], minibatch["loss"]) == ("minibatch", 2, 0.1)
+    assert evaluation["kind"] == "eval"
+    assert 0 <= step["wall_s"] <= minibatch["wall_s"] <= evaluation["wall_s"] < 60
+
+
+def test_the_file_is_strict_json(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        log.write("step", 0, {"x": math.nan, "y": -math.inf})
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    record = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert (record["x"], record["y"]) == ("nan", "-inf")
+
+
+def test_wrong_records_are_refused_and_leave_nothing(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        with pytest.raises(ValueError, match="minibatch None"):
+            log.write("minibatch", 0, {})
+        with pytest.raises(ValueError, match="minibatch 1"):
+            log.write("step", 0, {}, minibatch=1)
+        with pytest.raises(ValueError, match="'epoch'"):
+            log.write("epoch", 0, {})  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="must not be named step"):
+            log.write("step", 0, {"step": 1.0})
+        log.write("step", 0, {})
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+
+
+def test_truncate_after_keeps_bytes_and_counts(tmp_path: Path) -> None:
+    write_steps(tmp_path, range(6))
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"kind": "minibatch", "step": 6, "lo')
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        assert log.truncate_after(3) == 2 * 3 + 1
+        assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[: 4 * 3])
+        assert log.truncate_after(3) == 0
+        log.write("step", 4, {"reward/mean": 0.2})
+    assert [record["step"] for record in read_metrics(path) if record["kind"] == "step"] == [0, 1, 2, 3, 4]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_truncate_before_anything_was_written(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        assert log.truncate_after(0) == 0
+
+
+def test_a_failed_replace_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_steps(tmp_path, range(3))
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+
+    def fail(descriptor: int) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        MetricsLog(tmp_path, tensorboard=False).truncate_after(0)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
+    write_steps(tmp_path / "whole", range(6))
+    write_steps(tmp_path / "killed", range(5))
+    with MetricsLog(tmp_path / "killed", tensorboard=False) as log:
+        log.truncate_after(2)
+    write_steps(tmp_path / "killed", range(3, 6))
+    whole, killed = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "killed"))
+    assert without_timing(whole) == without_timing(killed)
+    assert "time/step_s" in whole[2]
+    assert not any(name.startswith(("time/", "wall")) for record in without_timing(whole) for name in record)
+
+
+@given(cut=st.integers(0, 400))
+def test_any_kill_leaves_a_readable_file(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+    run_dir = tmp_path_factory.mktemp("run")
+    write_steps(run_dir, range(2))
+    path = run_dir / "metrics.jsonl"
+    whole = read_metrics(path)
+    path.write_bytes(path.read_bytes()[:cut])
+    left = read_metrics(path)
+    assert left == whole[: len(left)]
+    # Writing on without truncate_after must not glue a record to the torn line.
+    with MetricsLog(run_dir, tensorboard=False) as log:
+        log.write("step", 9, {"x": 1.0})
+    assert without_timing(read_metrics(path)[:-1]) == without_timing(left)
+    assert read_metrics(path)[-1]["x"] == 1.0
+
+
+def test_only_the_last_line_may_be_broken(tmp_path: Path) -> None:
+    write_steps(tmp_path, range(2))
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], b'{"kind"\n', *lines[2:]]))
+    with pytest.raises(DataError, match=r"metrics\.jsonl:3: broken record"):
+        read_metrics(path)
+    path.write_bytes(b"[1]\n" + lines[0])
+    with pytest.raises(DataError, match=":1: broken record"):
+        read_metrics(path)
+    with pytest.raises(DataError, match="no such file"):
+        read_metrics(tmp_path / "absent.jsonl")
+
+
+def test_wall_time_goes_on_after_a_resume(tmp_path: Path) -> None:
+    record = {"kind": "step", "step": 3, "minibatch": None, "wall_s": 500.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        log.write("step", 4, {})
+        assert 500.0 <= read_metrics(log.path)[-1]["wall_s"] < 560.0
+        log.truncate_after(2)
+        log.write("step", 3, {})
+        assert read_metrics(log.path)[-1]["wall_s"] < 60.0
+
+
+def test_records_survive_a_kill_without_close(tmp_path: Path) -> None:
+    code = f"""
+        import os, signal
+        from megarl.train.metrics import MetricsLog
+        log = MetricsLog({str(tmp_path)!r}, tensorboard=False)
+        log.write("step", 0, {{"a": 1.0}})
+        log.write("minibatch", 1, {{"loss": 2.0}}, minibatch=0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    assert subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False).returncode == -9
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1]
+
+
+def test_tensorboard_holds_the_same_numbers_and_forgets_dropped_steps(tmp_path: Path) -> None:
+    write_steps(tmp_path, range(4), tensorboard=True)
+    with MetricsLog(tmp_path) as log:
+        log.truncate_after(1)
+        log.write("step", 2, {"reward/mean": 7.0})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    points = {point.step: point.value for point in events.Scalars("reward/mean")}
+    assert points == {0: 1.0, 1: 0.5, 2: 7.0}
+    assert [point.value for point in events.Scalars("minibatch_1/loss")] == [0.5, 1.5]
+
+
+def test_wandb_is_asked_for_and_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # what Python itself puts there for "do not import"
+    with pytest.raises(ConfigError, match="pip install wandb"):
+        MetricsLog(tmp_path, tensorboard=False, wandb_project="megarl")
