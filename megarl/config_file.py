@@ -97,7 +97,8 @@ def _one_line(error: ValidationError) -> str:
     elif first["type"] == "model_type":
         text = f"{dotted}: found {first['input']!r}, expected a table [{dotted}]"
     elif first["type"] == "missing":
-        text = f"{dotted}: missing, but needed; add it to the file or pass --{dotted}"
+        what = f"pass --{dotted}" if "." in dotted else f"see megarl train --help for the keys of the table [{dotted}]"
+        text = f"{dotted}: missing, but needed; add it to the file or {what}"
     elif first["type"] == "value_error":
         message = str(first["ctx"]["error"]) if "ctx" in first else first["msg"]
         text = f"{dotted}.{message}" if dotted else message

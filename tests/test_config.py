@@ -132,6 +132,7 @@ def test_off_stands_for_none_in_objective_overrides():
         ({"rollout__temprature": 1.0}, ["rollout.temprature: unknown key", "did you mean rollout.temperature?"]),
         ({"temperature": 1.0}, ["temperature: unknown key", "rollout.temperature or eval.temperature"]),
         ({"optim": {}}, ["optim.lr: missing", "--optim.lr"]),
+        ({"parallel": {}, "data": 1, "reward": 2}, ["data: found 1", "a table [data]", "(and 1 more problem)"]),
         ({"rollout__temperature": "a"}, ["rollout.temperature: found 'a'", "number"]),
         ({"rollout__temperature": 0.0}, ["rollout.temperature: found 0.0"]),
         ({"rollout__temperature": "a", "run__steps": 0}, ["run.steps", "(and 1 more problem)"]),
@@ -250,6 +251,13 @@ def test_a_world_size_that_does_not_come_out_even_is_refused(overrides, world_si
     with pytest.raises(ConfigError, match=r"expected a multiple") as caught:
         parsed(**overrides).check_world_size(world_size)
     assert expected in str(caught.value)
+
+
+def test_a_missing_table_is_named():
+    with pytest.raises(
+        ConfigError, match=r"config: run: missing, but needed; .* table \[run\] \(and 4 more problems\)"
+    ):
+        config_file.parse({})
 
 
 def test_files_that_cannot_be_read(tmp_path):
