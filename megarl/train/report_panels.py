@@ -69,7 +69,7 @@ class Panel:
 
 def render(panel: Panel, series: Series) -> bytes:
     """The panel as PNG bytes."""
-    with mpl.rc_context(STYLE)  # type: ignore[arg-type]:
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(10.4, 3.9) if panel.wide else (6.2, 3.5), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
