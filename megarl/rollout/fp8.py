@@ -36,22 +36,13 @@ def quantize_fp8(weight: torch.Tensor, block: tuple[int, int] = (128, 128)) -> t
     [ceil(out / block[0]), ceil(in / block[1])], named ``weight_scale_inv`` in checkpoints. A block of zeros gives
     zeros. Raises ValueError if the weight is not a matrix.
     """
-    if weight.dim() != 2 or min(block) < 1:
-        raise ValueError(f"FP8 blocks need a matrix and sizes >= 1, found shape {tuple(weight.shape)}, block {block}")
-    rows, columns = weight.shape
-    blocks = _as_blocks(weight.float(), block)
-    scale = blocks.abs().amax(dim=(1, 3)).clamp_(min=_SMALLEST_ABSMAX) / E4M3_MAX
-    # The quotient of the maximum may come out one rounding above 448, which e4m3 (no infinity) would still take as 448.
-    scaled = (blocks / scale[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX)
-    quantized = scaled.flatten(2, 3).flatten(0, 1)[:rows, :columns].to(torch.float8_e4m3fn)
-    return quantized, scale
+    quantized, scale = _quantize_blocks(weight, block)
+    return _as_matrix(quantized, weight.shape).contiguous(), scale
 
 
 def dequantize_fp8(quantized: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] = (128, 128)) -> torch.Tensor:
     """Undoes ``quantize_fp8``: ``w = q * scale``, float32 [out, in]."""
-    rows, columns = quantized.shape
-    blocks = _as_blocks(quantized.float(), block) * scale[:, None, :, None]
-    return blocks.flatten(2, 3).flatten(0, 1)[:rows, :columns]
+    return _as_matrix(_as_blocks(quantized.float(), block) * scale[:, None, :, None], quantized.shape)
 
 
 def round_through_fp8(weight: torch.Tensor, block: tuple[int, int] = (128, 128)) -> torch.Tensor:
@@ -59,8 +50,19 @@ def round_through_fp8(weight: torch.Tensor, block: tuple[int, int] = (128, 128))
 
     Normally distributed weights come out with a relative error (Frobenius norm) of about 0.026.
     """
-    quantized, scale = quantize_fp8(weight, block)
-    return dequantize_fp8(quantized, scale, block).to(weight.dtype)
+    quantized, scale = _quantize_blocks(weight, block)
+    return _as_matrix(quantized.float() * scale[:, None, :, None], weight.shape).to(weight.dtype)
+
+
+def _quantize_blocks(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """float8_e4m3fn blocks as ``_as_blocks`` makes them, and float32 scales [block rows, block columns]."""
+    if weight.dim() != 2 or min(block) < 1:
+        raise ValueError(f"FP8 blocks need a matrix and sizes >= 1, found shape {tuple(weight.shape)}, block {block}")
+    blocks = _as_blocks(weight.float(), block)
+    scale = blocks.abs().amax(dim=(1, 3)).clamp_(min=_SMALLEST_ABSMAX).div_(E4M3_MAX)
+    # The quotient of the maximum may come out one rounding above 448; e4m3 has no infinity, so it must not pass it.
+    scaled = blocks.div(scale[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX)
+    return scaled.to(torch.float8_e4m3fn), scale
 
 
 def _as_blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
@@ -68,5 +70,12 @@ def _as_blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     rows, columns = matrix.shape
     # A matrix smaller than one block is one small block: the zeros would change nothing but the time.
     height, width = min(block[0], rows), min(block[1], columns)
-    padded = F.pad(matrix, (0, -columns % width, 0, -rows % height))
-    return padded.unflatten(1, (-1, width)).unflatten(0, (-1, height))
+    if rows % height or columns % width:
+        matrix = F.pad(matrix, (0, -columns % width, 0, -rows % height))
+    return matrix.reshape(matrix.shape[0] // height, height, matrix.shape[1] // width, width)
+
+
+def _as_matrix(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Undoes ``_as_blocks``."""
+    block_rows, height, block_columns, width = blocks.shape
+    return blocks.view(block_rows * height, block_columns * width)[: shape[0], : shape[1]]

@@ -29,7 +29,7 @@ class RouteRecorder:
             module.register_forward_pre_hook(self._hook(layer), with_kwargs=True)
             for layer, (_, module) in enumerate(self._modules)
         ]
-        num_experts = max((int(module.num_experts) for _, module in self._modules), default=0)
+        num_experts = max((_num_experts(module) or 0 for _, module in self._modules), default=0)
         self._dtype = np.uint8 if num_experts <= 256 else np.uint16
 
     @property
@@ -76,6 +76,11 @@ class RouteRecorder:
         return record
 
 
+def _num_experts(module: nn.Module) -> int | None:
+    number = getattr(module, "num_experts", None)
+    return number if isinstance(number, int) else None
+
+
 def _holds_experts(module: nn.Module) -> bool:
-    stacked = any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
-    return stacked and isinstance(getattr(module, "num_experts", None), int)
+    """True for a module with the stacked weights [E, ., .] of all experts of a layer."""
+    return _num_experts(module) is not None and any(p.dim() == 3 for p in module.parameters(recurse=False))

@@ -33,6 +33,8 @@ def test_equals_loops_over_blocks(shape: tuple[int, int]) -> None:
     quantized, scale = quantize_fp8(weight)
     assert quantized.shape == shape
     assert quantized.dtype == torch.float8_e4m3fn
+    assert quantized.is_contiguous()  # safetensors asks for it
+    assert torch.equal(dequantize_fp8(quantized, scale), round_through_fp8(weight))
     assert scale.shape == (-(-shape[0] // 128), -(-shape[1] // 128))
     assert scale.dtype == torch.float32
 

@@ -51,6 +51,19 @@ def test_logprobs_and_routes_equal_a_full_forward(
     assert {rollout.finish_reason for rollout in rollouts} == {"stop", "length"}
 
 
+def test_positions_count_from_the_first_real_token(engine: LocalEngine) -> None:
+    """Rotary attention sees differences only, so that logits would not show an offset by the padding."""
+    seen: list[torch.Tensor] = []
+    layer = engine._model.model.layers[0]
+    handle = layer.register_forward_pre_hook(lambda m, a, kw: seen.append(kw["position_ids"]), with_kwargs=True)
+    prompts = [np.full(length, 3, dtype=np.int32) for length in (2, 5)]
+    requests = [SampleRequest(prompt, group, 0, 0) for group, prompt in enumerate(prompts)]
+    engine.generate(requests, SamplingParams(max_response_tokens=2))
+    handle.remove()
+    assert seen[0].tolist() == [[0, 0, 0, 0, 1], [0, 1, 2, 3, 4]]
+    assert [positions.tolist() for positions in seen[1:]] == [[[2], [5]], [[3], [6]]]
+
+
 def test_columns_of_a_rollout(engine: LocalEngine) -> None:
     for request, rollout in zip(make_requests(9), engine.generate(make_requests(9), PARAMS), strict=True):
         length, total = len(request.prompt_tokens), rollout.num_tokens
