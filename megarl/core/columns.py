@@ -124,8 +124,7 @@ def prepare(columns: TokenColumns) -> TokenState:
     rollout_logprobs = columns.rollout_logprobs.detach().to(wide)
     usable = usable_mask(columns.loss_mask, rollout_logprobs)
     keep = usable & ~torch.isneginf(logprobs) & ~torch.isneginf(old_logprobs)
-    # 0 where the token is not kept: garbage outside the mask must not reach a product, for 0 * NaN is NaN.
-    advantages = torch.where(keep, columns.advantages.detach().to(wide), 0.0)
+    advantages = columns.advantages.detach().to(wide)
     return TokenState(logprobs, old_logprobs, rollout_logprobs, advantages, usable, keep)
 
 

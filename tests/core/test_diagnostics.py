@@ -79,8 +79,11 @@ def test_mismatch_leaves_out_impossible_tokens():
     old = torch.tensor([-1.0, -math.inf, -1.0, -1.0])
     mu = torch.tensor([-1.0, -1.0, -math.inf, -math.inf])
     mask = torch.tensor([True, True, True, False])
-    numbers = finalize(mismatch_metrics(old, mu, mask, torch.tensor([0, 4])))
-    assert numbers["kl_k1"] == 0
+    old[0] = -2.0
+    numbers = finalize(mismatch_metrics(old, mu, mask, torch.tensor([0, 1, 4])))
+    assert numbers["kl_k1"] == 1
+    # The second sequence has no token left: it is no sequence of ratio 1.
+    assert numbers["chi2_sequence"] == pytest.approx(math.exp(-2) - 1)
     assert numbers["rollout_ess"] == 1
 
 

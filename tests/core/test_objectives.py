@@ -181,6 +181,21 @@ class TestAgainstReference:
         mismatch = (columns.old_logprobs - columns.rollout_logprobs).exp()
         torch.testing.assert_close(coefficients(uncapped, columns).values, ppo * mismatch, rtol=1e-12, atol=1e-12)
 
+    def test_token_weights_are_the_first_order_of_the_sequence_weight(self):
+        """Sum_t w_t against prod_t w_t, w = 1 + O(d): values (less a constant) part as d^2, gradients as d."""
+        objective = dataclasses.replace(OBJECTIVES["minirl_no_clip"], cap=None)
+        directions = torch.tensor([0.7, -0.4, 1.1], dtype=torch.float64)
+        values, gradients = [], []
+        for step in (1e-3, 1e-4):
+            theta = (0.5 * (step * directions).exp()).tolist()
+            columns = one_response(1.0, theta=theta, old=(0.5,) * 3, mu=(0.5,) * 3)
+            token = coefficients(objective, columns).values
+            sequence = (step * directions).exp().prod()
+            values.append(float((token.sum() - 2 - sequence).abs()))
+            gradients.append(float((token - sequence).abs().max()))
+        assert math.log10(values[0] / values[1]) == pytest.approx(2, abs=0.01)
+        assert math.log10(gradients[0] / gradients[1]) == pytest.approx(1, abs=0.01)
+
     @staticmethod
     def loss_tokens(columns: TokenColumns, logprobs: list[torch.Tensor]):
         """Per sequence, only the loss tokens of each column."""

@@ -48,6 +48,16 @@ class TestPartition:
         assert len(bins) == 2
         assert sorted(sum(lengths[i] for i in part) for part in bins) == [12, 12]
 
+    def test_where_one_bin_more_makes_longest_first_placement_fail(self):
+        """Six full bins of 20 exist, but placement into seven overflows: a full bin is divided instead."""
+        lengths = [6, 8, 6, 12, 8, 10, 5, 5, 10, 5, 5, 12, 8, 12, 8]
+        assert len(partition(lengths, max_tokens=20)) == 6
+        assert max(sum(lengths[i] for i in part) for part in partition_into(lengths, 7)) > 20
+        bins = partition(lengths, max_tokens=20, min_bins=7)
+        assert len(bins) == 7
+        assert max(sum(lengths[i] for i in part) for part in bins) == 20
+        assert sorted(i for part in bins for i in part) == list(range(15))
+
     @settings(max_examples=80, deadline=None)
     @given(lengths=sizes, room=st.integers(0, 30), min_bins=st.integers(1, 4))
     def test_every_sequence_once_within_the_limit(self, lengths, room, min_bins):
