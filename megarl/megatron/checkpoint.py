@@ -1,7 +1,8 @@
 """Checkpoints of a run in Megatron's torch_dist format: model, optimizer, schedule, random states, loop state.
 
 A checkpoint is a folder ``step_<n>``. It is written beside its name and renamed when every rank is done, so a folder
-under its name is complete, whatever killed the writer. Model and optimizer load in any layout.
+under its name is complete, whatever killed the writer. Model weights load in any
+layout; optimizer state in any with the same kind of experts (ep = 1 or ep > 1), as Megatron stores them apart.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import random
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def save(folder: Path, step: int, policy: Policy, loop: Mapping[str, Any], keep:
         partial.mkdir(parents=True)
     dist.barrier()
     state = _sharded_state(policy, is_loading=False)
-    state["loop"] = {**loop, "step": step, "world_size": dist.get_world_size()}
+    state["loop"] = {**loop, "step": step, "world_size": dist.get_world_size(), "layout": _layout(policy)}
     dist_checkpointing.save(state, str(partial), content_metadata=_METADATA)
     dist.barrier()
     if is_main_rank():
@@ -68,17 +69,25 @@ def load(path: Path, policy: Policy) -> dict[str, Any]:
     """
     try:
         common = dist_checkpointing.load_common_state_dict(str(path))
+    except (dist_checkpointing.core.CheckpointingException, OSError) as error:
+        raise CheckpointError(f"{path} is not a complete checkpoint: {error}") from error
+    try:
         same_world = common["loop"]["world_size"] == dist.get_world_size()
         wanted = _sharded_state(policy, is_loading=True)
         if not same_world:
             del wanted["rng"]
         state = dist_checkpointing.load(wanted, str(path))
-    except (dist_checkpointing.core.CheckpointingException, KeyError, OSError, RuntimeError) as error:
-        raise CheckpointError(f"{path} does not load into this model: {error}") from error
-    for index, chunk in enumerate(policy.chunks):
-        unwrap(chunk).load_state_dict(state[f"model{index}"])
-    policy.optimizer.load_state_dict(state["optimizer"])
-    policy.scheduler.load_state_dict(state["scheduler"])
+        for index, chunk in enumerate(policy.chunks):
+            unwrap(chunk).load_state_dict(state[f"model{index}"])
+        policy.optimizer.load_state_dict(state["optimizer"])
+        _separate_adam_steps(policy.optimizer)
+        policy.scheduler.load_state_dict(state["scheduler"])
+    except (dist_checkpointing.core.CheckpointingException, AssertionError, KeyError, OSError, RuntimeError) as error:
+        reason = str(error)[:300]
+        raise CheckpointError(
+            f"{path} does not load into this run: {type(error).__name__}: {reason}. It was written with the layout "
+            f"{common['loop'].get('layout')}; Megatron's optimizer state does not move between ep = 1 and ep > 1"
+        ) from error
     if same_world:
         _restore_rng(state["rng"])
     return state["loop"]
@@ -89,12 +98,42 @@ def _sharded_state(policy: Policy, is_loading: bool) -> dict[str, Any]:
         f"model{index}": unwrap(chunk).sharded_state_dict(metadata=_METADATA)
         for index, chunk in enumerate(policy.chunks)
     }
+    _allocate_adam_state(policy.optimizer)
     models = {key: value for chunk in state.values() for key, value in chunk.items()} if len(state) == 1 else state
     state["optimizer"] = policy.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=_METADATA)
     state["scheduler"] = policy.scheduler.state_dict()
     rank, world = dist.get_rank(), dist.get_world_size()
     state["rng"] = ShardedObject("rng", _rng(), (world,), (rank,), replica_id=0)
     return state
+
+
+def _torch_adam_states(optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """(parameter, its state) of every torch Adam inside Megatron's optimizer; none where a fused Adam is installed."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part.optimizer, torch.optim.Adam):
+            for group in part.optimizer.param_groups:
+                yield from ((parameter, part.optimizer.state[parameter]) for parameter in group["params"])
+
+
+def _allocate_adam_state(optimizer: Any) -> None:
+    """torch's Adam makes its state in the first step; Megatron reads it to know what to save or load."""
+    for parameter, state in _torch_adam_states(optimizer):
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+
+
+def _separate_adam_steps(optimizer: Any) -> None:
+    """Megatron's distributed optimizer loads one step tensor into all parameters; each would advance it for all."""
+    for _, state in _torch_adam_states(optimizer):
+        state["step"] = state["step"].clone()
+
+
+def _layout(policy: Policy) -> str:
+    parallel = policy.config.parallel
+    return (
+        f"tp {parallel.tp} pp {parallel.pp} ep {parallel.ep} etp {parallel.expert_tp} on {dist.get_world_size()} ranks"
+    )
 
 
 def _rng() -> dict[str, Any]:

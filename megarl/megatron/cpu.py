@@ -1,6 +1,6 @@
 """Lets unmodified megatron-core 0.16.1 run where there is no CUDA: gloo, CPU tensors, no Transformer Engine.
 
-Megatron-Core assumes a GPU in four ways. Each has one remedy here; nothing else of torch or Megatron is touched, and
+Megatron-Core assumes a GPU in five ways. Each has one remedy here; nothing else of torch or Megatron is touched, and
 nothing at all happens on a machine with CUDA.
 
 1. It calls ``torch.cuda`` for streams, events, synchronisation, the current device and the random generator.
@@ -11,6 +11,9 @@ nothing at all happens on a machine with CUDA.
    of compilation per function, so during that import ``torch.compile`` hands functions back as they are.
 4. Two helpers tell "on the GPU" from "done": split sizes of the all-to-all dispatcher stay tensors, which gloo
    refuses, and the router's GEMM names a Transformer Engine symbol that is undefined without it.
+5. torch's Adam, which serves where the fused one of Apex or Transformer Engine is absent, keeps a step count for each
+   parameter. Loading a reshardable checkpoint of the distributed optimizer forgets it; Megatron restores the count
+   itself right before, so the value in place is the right one.
 
 ``enable()`` is called by ``import megarl.megatron``.
 """
@@ -181,7 +184,7 @@ def _retarget(module: types.ModuleType) -> None:
 
 
 def _replace_helpers() -> None:
-    """Remedies 1 (generator of the tensor-parallel tracker) and 4."""
+    """Remedies 1 (generator of the tensor-parallel tracker), 4 and 5."""
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = _get_rng_state
     random._set_cuda_rng_state = _set_rng_state
@@ -196,3 +199,12 @@ def _replace_helpers() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     dispatcher.maybe_move_tensor_to_cpu = as_split_sizes
+
+    optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
+    set_states = optimizer._set_main_param_and_optimizer_states
+
+    def set_states_and_step(self: Any, model_param: Any, tensors: dict[str, torch.Tensor]) -> None:
+        current = self._get_main_param_and_optimizer_states(model_param)
+        set_states(self, model_param, {**{key: current[key] for key in ("step",) if key in current}, **tensors})
+
+    optimizer._set_main_param_and_optimizer_states = set_states_and_step
