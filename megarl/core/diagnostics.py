@@ -39,27 +39,28 @@ def mismatch_metrics(
     old_logprobs, rollout_logprobs: [T]; loss_mask: bool [T]; cu_seqlens: int64 [N+1]; tau: bound of "extreme".
     Tokens at -inf in either column are left out. Returns, by name:
 
-    - ``kl_k1``: mean(log mu - log pi_old), unbiased for KL[mu || pi_old], may be negative
-    - ``kl_k3``: mean(rho - 1 - log rho), never negative
-    - ``rollout_ratio``: summary and quantiles of rho
-    - ``rollout_ppl_ratio``: exp(-mean log rho)
-    - ``chi2_token``, ``chi2_sequence``: mean rho^2 - 1, of tokens and of non-empty sequences (product of rho)
-    - ``extreme_share``: mean 1[max(rho, 1/rho) > tau]; with tau = 2 this is F(2) of R3 (arXiv 2510.11370)
-    - ``rollout_ess``: effective sample size of rho
+    - ``rollout/k1``: mean(log mu - log pi_old), unbiased for KL[mu || pi_old], may be negative
+    - ``rollout/k3``: mean(rho - 1 - log rho), never negative
+    - ``rollout/ratio``: summary and quantiles of rho
+    - ``rollout/ppl_ratio``: exp(-mean log rho)
+    - ``rollout/chi2_token``, ``rollout/chi2_sequence``: mean rho^2 - 1, of tokens, and of non-empty sequences
+      (product of rho)
+    - ``rollout/extreme_2`` (named after tau): mean 1[max(rho, 1/rho) > tau]; with tau = 2 this is F(2) of R3 (arXiv 2510.11370)
+    - ``rollout/ess``: effective sample size of rho
     """
     keep = usable_mask(loss_mask, rollout_logprobs) & ~torch.isneginf(old_logprobs)
     log_rho = log_ratio(old_logprobs, rollout_logprobs, keep).detach().double()
     rho = log_rho.exp()
     sequence_log_rho = segment_sum(log_rho, cu_seqlens).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return {
-        "kl_k1": Stat.mean(-log_rho, keep),
-        "kl_k3": Stat.mean(torch.expm1(log_rho) - log_rho, keep),
-        "rollout_ratio": Stat.ratio(log_rho, keep),
-        "rollout_ppl_ratio": Stat.exp_mean(-log_rho, keep),
-        "chi2_token": chi2(rho, keep),
-        "chi2_sequence": chi2(sequence_log_rho.exp(), segment_sum(keep, cu_seqlens) > 0),
-        "extreme_share": extreme_share(log_rho, keep, tau),
-        "rollout_ess": Stat.ess(rho, keep),
+        "rollout/k1": Stat.mean(-log_rho, keep),
+        "rollout/k3": Stat.mean(torch.expm1(log_rho) - log_rho, keep),
+        "rollout/ratio": Stat.ratio(log_rho, keep),
+        "rollout/ppl_ratio": Stat.exp_mean(-log_rho, keep),
+        "rollout/chi2_token": chi2(rho, keep),
+        "rollout/chi2_sequence": chi2(sequence_log_rho.exp(), segment_sum(keep, cu_seqlens) > 0),
+        f"rollout/extreme_{tau:g}": extreme_share(log_rho, keep, tau),
+        "rollout/ess": Stat.ess(rho, keep),
     }
 
 

@@ -126,12 +126,12 @@ def merge(dictionaries: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
 
 
 def finalize(statistics: Mapping[str, Stat]) -> dict[str, float]:
-    """Return plain numbers by name, several statistics with a suffix (``ratio_max``); unobserved ones are left out.
+    """Return plain numbers by name, several statistics with a suffix (``ratio/max``); unobserved ones are left out.
 
     Raises NumericsError if a number is not finite: a metric must not hide it.
     """
     numbers = {
-        f"{name}_{suffix}" if suffix else name: value
+        f"{name}/{suffix}" if suffix else name: value
         for name, stat in statistics.items()
         for suffix, value in stat.values().items()
     }

@@ -178,15 +178,15 @@ def coefficients(objective: Objective, columns: TokenColumns, denominators: Deno
     trusted = state.keep & ~(high | low)
     values = torch.where(trusted, weight * state.advantages * scale, 0.0)
     metrics = {
-        "num_tokens": Stat.total(state.usable.sum()),
-        "invalid_logprob": Stat.total((columns.loss_mask & ~state.usable).sum()),
-        "dropped_logprob": Stat.total((state.usable & ~state.keep).sum()),
+        "loss_tokens": Stat.total(state.usable.sum()),
+        "logprobs/invalid": Stat.total((columns.loss_mask & ~state.usable).sum()),
+        "logprobs/dropped": Stat.total((state.usable & ~state.keep).sum()),
         "ratio": Stat.ratio(log_staleness, state.keep),
-        "weight": Stat.summary(weight, state.keep),
-        "ess": Stat.ess(weight, state.keep),
-        "clip_high": Stat.mean(high, state.keep),
-        "clip_low": Stat.mean(low, state.keep),
-        "tis_truncated": Stat.mean(truncated, state.keep),
+        "tis/weight": Stat.summary(weight, state.keep),
+        "tis/ess": Stat.ess(weight, state.keep),
+        "clip/high": Stat.mean(high, state.keep),
+        "clip/low": Stat.mean(low, state.keep),
+        "tis/truncated": Stat.mean(truncated, state.keep),
     }
     return Coefficients(values, metrics)
 

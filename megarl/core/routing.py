@@ -146,17 +146,29 @@ class Disagreement:
             self.tokens_differing + other.tokens_differing,
         )
 
-    def stats(self) -> dict[str, Stat]:
-        """Return the same as mergeable metrics: ``route_flip`` ... and ``route_flip_layer_0`` ... by layer."""
+    @classmethod
+    def of(cls, shared: np.ndarray, top_k: int) -> Disagreement:
+        """Count from ``shared`` [T, L], the number of experts |A and B| that two traces share per token and layer."""
+        differs = shared < top_k
+        return cls(
+            num_tokens=len(shared),
+            top_k=top_k,
+            flips=differs.sum(axis=0, dtype=np.int64),
+            shared_experts=int(shared.sum()),
+            tokens_differing=int(np.count_nonzero(differs.any(axis=1))),
+        )
+
+    def stats(self, prefix: str = "router") -> dict[str, Stat]:
+        """Return the same as mergeable metrics: ``router/flip`` ... and ``router/flip/layer_00`` ... by layer."""
         tokens, flips = float(self.num_tokens), float(self.flips.sum())
         pairs = tokens * len(self.flips)
         stats = {
-            "route_flip": _share(flips, pairs),
-            "route_overlap": _share(float(self.shared_experts), pairs * self.top_k),
-            "route_token_any": _share(float(self.tokens_differing), tokens),
-            "route_layers_per_token": _share(flips, tokens),
+            f"{prefix}/flip": _share(flips, pairs),
+            f"{prefix}/overlap": _share(float(self.shared_experts), pairs * self.top_k),
+            f"{prefix}/token_any": _share(float(self.tokens_differing), tokens),
+            f"{prefix}/layers_per_token": _share(flips, tokens),
         }
-        by_layer = {f"route_flip_layer_{i}": _share(float(count), tokens) for i, count in enumerate(self.flips)}
+        by_layer = {f"{prefix}/flip/layer_{i:02d}": _share(float(count), tokens) for i, count in enumerate(self.flips)}
         return stats | by_layer
 
     def _compared(self) -> int:
@@ -176,19 +188,14 @@ def compare(a: RoutingTrace, b: RoutingTrace) -> Disagreement:
     for trace in (a, b):
         if trace.present is not None:
             both &= trace.present
-    left, right = a.experts[both], b.experts[both]
-    top_k = left.shape[2]
+    return Disagreement.of(shared_experts(a.experts[both], b.experts[both]), a.experts.shape[2])
+
+
+def shared_experts(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """|A and B| per token and layer: two [T, L, K] without duplicates in a row -> int64 [T, L]."""
     # Neither row has duplicates, so an expert stands twice in the joined row exactly if both rows hold it.
     joined = np.sort(np.concatenate([left, right], axis=2), axis=2)
-    shared = (joined[:, :, 1:] == joined[:, :, :-1]).sum(axis=2)
-    differs = shared < top_k
-    return Disagreement(
-        num_tokens=int(np.count_nonzero(both)),
-        top_k=top_k,
-        flips=differs.sum(axis=0, dtype=np.int64),
-        shared_experts=int(shared.sum()),
-        tokens_differing=int(np.count_nonzero(differs.any(axis=1))),
-    )
+    return (joined[:, :, 1:] == joined[:, :, :-1]).sum(axis=2)
 
 
 def _share(count: float, out_of: float) -> Stat:

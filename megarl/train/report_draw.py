@@ -154,8 +154,8 @@ def draw_clip(axes: Axes, series: Series) -> None:
 
 
 def draw_ess(axes: Axes, series: Series) -> None:
-    _line(axes, series, "rollout/ess", "old against rollout", BLUE)
-    _line(axes, series, "tis/ess", "weights of the loss", PURPLE)
+    _line(axes, series, "rollout/ess/fraction", "old against rollout", BLUE)
+    _line(axes, series, "tis/ess/fraction", "weights of the loss", PURPLE)
     axes.set_ylabel("effective sample size (share)")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
     axes.set_ylim(top=1.0 + 0.02 * (1.0 - axes.get_ylim()[0]))

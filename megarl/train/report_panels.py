@@ -149,7 +149,7 @@ PANELS: tuple[Panel, ...] = (
         "ess",
         "Effective sample size",
         "(sum w)² / (n sum w²): 100 % if all importance weights are alike.",
-        ("rollout/ess", "tis/ess"),
+        ("rollout/ess/fraction", "tis/ess/fraction"),
         draw.draw_ess,
     ),
     Panel(

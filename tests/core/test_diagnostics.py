@@ -50,12 +50,12 @@ def test_mismatch_hand_computed():
     old = torch.tensor([0.40, 0.32, 0.80], dtype=torch.float64).log()
     mu = torch.tensor([0.50, 0.05, 0.75], dtype=torch.float64).log()
     numbers = finalize(mismatch_metrics(old, mu, torch.ones(3, dtype=torch.bool), torch.tensor([0, 3])))
-    assert numbers["kl_k1"] == pytest.approx(-0.5658976533963291, abs=1e-9)
-    assert numbers["kl_k3"] == pytest.approx(1.189657902159226, abs=1e-9)
-    assert numbers["extreme_share"] == pytest.approx(1 / 3)
+    assert numbers["rollout/k1"] == pytest.approx(-0.5658976533963291, abs=1e-9)
+    assert numbers["rollout/k3"] == pytest.approx(1.189657902159226, abs=1e-9)
+    assert numbers["rollout/extreme_2"] == pytest.approx(1 / 3)
     product = 0.8 * 6.4 * (0.8 / 0.75)
-    assert numbers["chi2_sequence"] == pytest.approx(product**2 - 1)
-    assert numbers["rollout_ratio_max"] == pytest.approx(6.4)
+    assert numbers["rollout/chi2_sequence"] == pytest.approx(product**2 - 1)
+    assert numbers["rollout/ratio/max"] == pytest.approx(6.4)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -81,17 +81,17 @@ def test_mismatch_leaves_out_impossible_tokens():
     mask = torch.tensor([True, True, True, False])
     old[0] = -2.0
     numbers = finalize(mismatch_metrics(old, mu, mask, torch.tensor([0, 1, 4])))
-    assert numbers["kl_k1"] == 1
+    assert numbers["rollout/k1"] == 1
     # The second sequence has no token left: it is no sequence of ratio 1.
-    assert numbers["chi2_sequence"] == pytest.approx(math.exp(-2) - 1)
-    assert numbers["rollout_ess"] == 1
+    assert numbers["rollout/chi2_sequence"] == pytest.approx(math.exp(-2) - 1)
+    assert numbers["rollout/ess"] == 1
 
 
 def test_effective_sample_size():
     weights = torch.tensor([1.0, 1, 1, 7], dtype=torch.float64)
-    assert finalize({"ess": Stat.ess(weights)})["ess_fraction"] == pytest.approx(0.4807692307692308, abs=1e-12)
-    clamped = finalize({"ess": clamped_ess(weights, ALL, cap=5.0)})
-    assert clamped["ess_fraction"] == pytest.approx(0.571428577142857, abs=1e-7)
+    assert finalize({"tis/ess": Stat.ess(weights)})["tis/ess/fraction"] == pytest.approx(0.4807692307692308, abs=1e-12)
+    clamped = finalize({"tis/ess": clamped_ess(weights, ALL, cap=5.0)})
+    assert clamped["tis/ess/fraction"] == pytest.approx(0.571428577142857, abs=1e-7)
 
 
 def test_explosion_of_the_product_ratio():

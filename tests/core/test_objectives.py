@@ -302,9 +302,9 @@ class TestUnusualValues:
         mask[1] = False
         without = coefficients(objective, dataclasses.replace(columns, loss_mask=mask))
         torch.testing.assert_close(result.values, without.values, rtol=0, atol=0)
-        assert float(result.metrics["invalid_logprob"]) == 1
-        assert float(without.metrics["invalid_logprob"]) == 0
-        assert float(result.metrics["num_tokens"]) == 6
+        assert float(result.metrics["logprobs/invalid"]) == 1
+        assert float(without.metrics["logprobs/invalid"]) == 0
+        assert float(result.metrics["loss_tokens"]) == 6
         counted = Denominators.of(columns.loss_mask, columns.cu_seqlens, columns.rollout_logprobs)
         assert counted == Denominators(6, 2)
         torch.testing.assert_close(coefficients(objective, columns, counted).values, result.values, rtol=0, atol=0)
@@ -322,7 +322,7 @@ class TestUnusualValues:
         expected[2] = 0
         assert leaf.grad is not None
         torch.testing.assert_close(leaf.grad, -expected, rtol=1e-12, atol=1e-12)
-        assert float(metrics["dropped_logprob"]) == 1
+        assert float(metrics["logprobs/dropped"]) == 1
         finalize(metrics)
 
     @pytest.mark.parametrize("column", ["logprobs", "old_logprobs", "rollout_logprobs", "advantages"])
@@ -349,7 +349,7 @@ class TestUnusualValues:
         assert loss.item() == 0
         assert leaf.grad is not None
         assert (leaf.grad == 0).all()
-        assert finalize(metrics)["num_tokens"] == 0
+        assert finalize(metrics)["loss_tokens"] == 0
 
     def test_log_ratio_is_clamped(self):
         columns = random_columns(7, [2], masked=0)
@@ -375,22 +375,22 @@ class TestMetrics:
     def test_of_the_hand_computed_response(self):
         metrics = finalize(coefficients(OBJECTIVES["minirl"], one_response(0.5)).metrics)
         weights = [1.2, 5.0, 1.2]
-        assert metrics["ratio_mean"] == pytest.approx((1.5 + 0.9375 + 1.125) / 3)
-        assert (metrics["ratio_min"], metrics["ratio_max"]) == pytest.approx((0.9375, 1.5))
-        assert metrics["clip_high"] == pytest.approx(1 / 3)
-        assert metrics["clip_low"] == 0
-        assert metrics["tis_truncated"] == pytest.approx(1 / 3)
-        assert metrics["weight_mean"] == pytest.approx(sum(weights) / 3)
-        assert metrics["ess"] == pytest.approx(sum(weights) ** 2 / sum(w * w for w in weights))
+        assert metrics["ratio/mean"] == pytest.approx((1.5 + 0.9375 + 1.125) / 3)
+        assert (metrics["ratio/min"], metrics["ratio/max"]) == pytest.approx((0.9375, 1.5))
+        assert metrics["clip/high"] == pytest.approx(1 / 3)
+        assert metrics["clip/low"] == 0
+        assert metrics["tis/truncated"] == pytest.approx(1 / 3)
+        assert metrics["tis/weight/mean"] == pytest.approx(sum(weights) / 3)
+        assert metrics["tis/ess"] == pytest.approx(sum(weights) ** 2 / sum(w * w for w in weights))
 
     def test_clip_fractions_by_sign(self):
         old = (0.5, 0.5, 0.5)
         columns = one_response(-1.0, theta=(0.3, 0.375, 0.9), old=old, mu=old)
         metrics = finalize(coefficients(OBJECTIVES["minirl"], columns).metrics)
-        assert metrics["clip_low"] == pytest.approx(2 / 3)
-        assert metrics["clip_high"] == 0
+        assert metrics["clip/low"] == pytest.approx(2 / 3)
+        assert metrics["clip/high"] == 0
         unmasked = finalize(coefficients(OBJECTIVES["minirl_no_clip"], columns).metrics)
-        assert unmasked["clip_low"] == 0
+        assert unmasked["clip/low"] == 0
 
 
 class TestRefusals:

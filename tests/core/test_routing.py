@@ -61,11 +61,11 @@ def test_parts_add_up_and_merge():
     assert (total.flip, total.overlap, total.token_any) == (whole.flip, whole.overlap, whole.token_any)
     np.testing.assert_array_equal(total.per_layer_flip, whole.per_layer_flip)
     numbers = finalize(merge([part.stats() for part in parts]))
-    assert numbers["route_flip"] == pytest.approx(whole.flip)
-    assert numbers["route_overlap"] == pytest.approx(whole.overlap)
-    assert numbers["route_token_any"] == pytest.approx(whole.token_any)
-    assert numbers["route_layers_per_token"] == pytest.approx(whole.layers_per_token)
-    by_layer = [numbers[f"route_flip_layer_{layer}"] for layer in range(3)]
+    assert numbers["router/flip"] == pytest.approx(whole.flip)
+    assert numbers["router/overlap"] == pytest.approx(whole.overlap)
+    assert numbers["router/token_any"] == pytest.approx(whole.token_any)
+    assert numbers["router/layers_per_token"] == pytest.approx(whole.layers_per_token)
+    by_layer = [numbers[f"router/flip/layer_{layer:02d}"] for layer in range(3)]
     np.testing.assert_allclose(by_layer, whole.per_layer_flip)
 
 
