@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.core.packing import partition, select
-from megarl.core.routing import RoutingTrace
+from megarl.core.routing import RoutingTrace, shared_experts
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import ConfigError, TraceError
 from megarl.megatron.attention import PackedSequences
@@ -42,13 +43,15 @@ class MicroBatch:
         return self.input_ids.size(1)
 
 
-def split_micro_batches(batch: TrainBatch, max_tokens: int, padded_to_max: bool = False) -> list[MicroBatch]:
+def split_micro_batches(
+    batch: TrainBatch, max_tokens: int, padded_to_max: bool = False, multiple_of: int = 1
+) -> list[MicroBatch]:
     """Cut this rank's share of a mini-batch into micro-batches of at most ``max_tokens`` tokens; a collective call.
 
     All data-parallel ranks get the same number of micro-batches, because expert parallelism lets them meet in every
     layer. Slots are a multiple of the tensor-parallel size. With pipeline parallelism, or an all-gather dispatcher
     (``padded_to_max``), every micro-batch has as many slots as the longest one, because shapes are then exchanged in
-    advance.
+    advance. ``multiple_of``: the interleaved schedule wants a multiple of the pipeline size.
     """
     lengths = (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).tolist()
     group = parallel_state.get_data_parallel_group()
@@ -56,7 +59,13 @@ def split_micro_batches(batch: TrainBatch, max_tokens: int, padded_to_max: bool 
         bins = partition(lengths, max_tokens)
     except ValueError as error:
         raise ConfigError(f"train.micro_batch_tokens: {error}") from error
-    bins = partition(lengths, max_tokens, min_bins=largest(len(bins), group))
+    wanted = -(-largest(len(bins), group) // multiple_of) * multiple_of
+    if wanted > len(lengths):
+        raise ConfigError(
+            f"a mini-batch gives this rank {len(lengths)} sequences, but the schedule needs {wanted} micro-batches of at "
+            "least one; lower train.mini_batches or raise rollout.prompts_per_step"
+        )
+    bins = partition(lengths, max_tokens, min_bins=wanted)
     parts = [select(batch, sequences) for sequences in bins]
     align = parallel_state.get_tensor_model_parallel_world_size()
     slots = [-(-part.num_tokens // align) * align for part in parts]
@@ -128,17 +137,35 @@ def check_routes(rollouts: Sequence[Rollout], shape: ModelShape) -> None:
             )
 
 
-def router_rows(recorded: Sequence[MicroRoutes], micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-    """Recorded routes of this rank's layers as token-aligned columns [T, L_local, K], without padding.
+def shared_with_rollout(
+    recorded: Sequence[MicroRoutes], micro_batches: Sequence[MicroBatch], layers: Sequence[int], shape: ModelShape
+) -> list[np.ndarray]:
+    """How many experts training and rollout share: per micro-batch int64 [T', L], for the T' tokens with a rollout row.
 
-    A collective call among tensor-parallel ranks, whose shares are put together again.
+    A collective call: tensor-parallel ranks put their tokens together, pipeline stages their layers.
     """
-    group = parallel_state.get_tensor_model_parallel_group()
-    columns = []
+    columns = [shape.moe_layers.index(layer) for layer in layers]
+    found = []
     for routes, micro in zip(recorded, micro_batches, strict=True):
-        parts = [routes.experts]
-        if group.size() > 1:
-            parts = [torch.empty_like(routes.experts) for _ in range(group.size())]
-            dist.all_gather(parts, routes.experts.contiguous(), group=group)
-        columns.append(torch.cat(parts)[: micro.batch.num_tokens])
-    return columns
+        used = _whole_sequence(routes.experts)[: micro.batch.num_tokens]
+        assert micro.batch.routed_experts is not None and micro.batch.routed_mask is not None
+        present = micro.batch.routed_mask
+        rollout = micro.batch.routed_experts[present][:, columns]
+        found.append(shared_experts(used.cpu()[present].numpy(), rollout.numpy()))
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() == 1:
+        return found
+    stages: list[tuple[Sequence[int], list[np.ndarray]]] = [([], [])] * group.size()
+    dist.all_gather_object(stages, (layers, found), group=group)
+    order = np.argsort([layer for of_stage, _ in stages for layer in of_stage])
+    return [np.concatenate(parts, 1)[:, order] for parts in zip(*(counts for _, counts in stages), strict=True)]
+
+
+def _whole_sequence(share: torch.Tensor) -> torch.Tensor:
+    """The rows of all tensor-parallel ranks, which sequence parallelism has dealt out in contiguous shares."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    if group.size() == 1:
+        return share
+    parts = [torch.empty_like(share) for _ in range(group.size())]
+    dist.all_gather(parts, share.contiguous(), group=group)
+    return torch.cat(parts)

@@ -74,7 +74,9 @@ class Policy:
         self.optimizer = get_megatron_optimizer(optimizer_config, self.chunks)
         self.scheduler = _scheduler(self.optimizer, schedule)
         self._connect_schedules()
-        self.replay = RoutingReplay(self.chunks) if config.train.replay != "none" else None
+        # Without replay the hook only watches, so a setting that bypasses it costs a metric and is no error.
+        watched = config.train.replay != "none" or not megatron_fields.replay_blockers(vars(self.megatron_config))
+        self.replay = RoutingReplay(self.chunks) if watched else None
 
     def _connect_schedules(self) -> None:
         """Tell Megatron's forward-backward functions how to finish gradients, and when not to communicate yet."""

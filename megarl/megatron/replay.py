@@ -42,48 +42,70 @@ class MicroRoutes:
 
 @dataclass(slots=True)
 class Recording:
-    """What ``record()`` collects; ``routes`` can be read, and replayed, after the block has closed."""
+    """What a block has seen, one entry per forward micro-batch; complete when the block has closed."""
 
     routes: list[MicroRoutes] = field(default_factory=list)
+    """The experts that the routers really used. Of ``record()``: these can be replayed."""
+    native: list[MicroRoutes] = field(default_factory=list)
+    """Of an observed ``replay()``: the experts that each router would have chosen by itself, given its replayed input."""
+
+
+class _Kept:
+    """Expert choices of all routers, by column, one tensor [T_local, K] per micro-batch."""
+
+    def __init__(self, hooks: Sequence[_Hook]) -> None:
+        self._columns: dict[int, list[torch.Tensor]] = {hook.column: [] for hook in hooks}
+
+    def add(self, hook: _Hook, experts: torch.Tensor, num_experts: int) -> None:
+        narrow = torch.uint8 if num_experts <= 256 else torch.int16
+        self._columns[hook.column].append(experts.detach().to(narrow))
+
+    def get(self, hook: _Hook, micro: int) -> torch.Tensor:
+        return self._columns[hook.column][micro]
+
+    def stacked(self, hooks: Sequence[_Hook]) -> list[MicroRoutes]:
+        counts = {hook.layer: len(self._columns[hook.column]) for hook in hooks}
+        if len(set(counts.values())) > 1:
+            raise ReplayError(
+                f"routers saw different numbers of micro-batches, by layer {counts}; expected equal numbers"
+            )
+        return [MicroRoutes(torch.stack(of_micro, 1)) for of_micro in zip(*self._columns.values(), strict=True)]
 
 
 class _Recorder:
     """Session that routes natively and keeps the choice; a recomputation inside it uses the kept choice."""
 
     def __init__(self, hooks: Sequence[_Hook]) -> None:
-        self._kept: dict[int, list[torch.Tensor]] = {hook.column: [] for hook in hooks}
+        self._kept = _Kept(hooks)
 
     def forward(self, hook: _Hook, scores: torch.Tensor, native: TopK) -> tuple[torch.Tensor, torch.Tensor]:
         values, experts = native()
-        narrow = torch.uint8 if scores.size(1) <= 256 else torch.int16
-        self._kept[hook.column].append(experts.detach().to(narrow))
+        self._kept.add(hook, experts, scores.size(1))
         return values, experts
 
     def recompute(self, hook: _Hook, scores: torch.Tensor, native: TopK) -> tuple[torch.Tensor, torch.Tensor]:
         del native
-        experts = self._kept[hook.column][hook.recomputed].long()
+        experts = self._kept.get(hook, hook.recomputed).long()
         return scores.gather(1, experts), experts
 
-    def close(self, hooks: Sequence[_Hook]) -> list[MicroRoutes]:
-        counts = {hook.column: len(self._kept[hook.column]) for hook in hooks}
-        if len(set(counts.values())) > 1:
-            raise ReplayError(
-                f"recording: routers saw different numbers of micro-batches, by layer "
-                f"{ {hook.layer: counts[hook.column] for hook in hooks} }; expected equal numbers"
-            )
-        columns = [self._kept[hook.column] for hook in hooks]
-        return [MicroRoutes(torch.stack(of_micro, 1)) for of_micro in zip(*columns, strict=True)]
+    def close(self, hooks: Sequence[_Hook], recording: Recording) -> None:
+        recording.routes = self._kept.stacked(hooks)
 
 
 class _Replayer:
     """Session that hands out the given experts, micro-batch by micro-batch."""
 
-    def __init__(self, routes: Sequence[MicroRoutes]) -> None:
+    def __init__(self, routes: Sequence[MicroRoutes], hooks: Sequence[_Hook], observe: bool) -> None:
         self._routes = routes
+        self._used, self._native = (_Kept(hooks), _Kept(hooks)) if observe else (None, None)
         self._complete = [micro.present is None or bool(micro.present.all()) for micro in routes]
 
     def forward(self, hook: _Hook, scores: torch.Tensor, native: TopK) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._rows(hook, hook.forwarded, "forward", scores, native)
+        values, experts = self._rows(hook, hook.forwarded, "forward", scores, native)
+        if self._used and self._native:
+            self._used.add(hook, experts, scores.size(1))
+            self._native.add(hook, native()[1], scores.size(1))
+        return values, experts
 
     def recompute(self, hook: _Hook, scores: torch.Tensor, native: TopK) -> tuple[torch.Tensor, torch.Tensor]:
         return self._rows(hook, hook.recomputed, "recomputation", scores, native)
@@ -108,7 +130,9 @@ class _Replayer:
             experts = torch.where(present.to(scores.device)[:, None], experts, native()[1])
         return scores.gather(1, experts), experts
 
-    def close(self, hooks: Sequence[_Hook], recomputes: bool | None) -> None:
+    def close(self, hooks: Sequence[_Hook], recomputes: bool | None, recording: Recording) -> None:
+        if self._used and self._native:
+            recording.routes, recording.native = self._used.stacked(hooks), self._native.stacked(hooks)
         expected = len(self._routes)
         seen = any(hook.recomputed for hook in hooks)
         for hook in hooks:
@@ -215,16 +239,19 @@ class RoutingReplay:
         session = _Recorder(self._hooks)
         with self._open(session):
             yield recording
-            recording.routes = session.close(self._hooks)
+            session.close(self._hooks, recording)
 
     @contextmanager
-    def replay(self, routes: Recording | Sequence[MicroRoutes], recomputes: bool | None = None) -> Iterator[None]:
+    def replay(
+        self, routes: Recording | Sequence[MicroRoutes], recomputes: bool | None = None, observe: bool = False
+    ) -> Iterator[Recording]:
         """Use ``routes``, one entry per micro-batch in the order of the forward passes.
 
         On closing, every router must have used every micro-batch once, and once more for each pass that activation
         checkpointing recomputes. ``recomputes`` says whether the backward pass runs in this block: True demands the
         recomputations, False (a forward-only pass) forbids them, None accepts either all or none, and a recomputation
-        after the block then raises. ReplayError names layer, micro-batch and pass.
+        after the block then raises. ReplayError names layer, micro-batch and pass. With ``observe`` the Recording holds the
+        experts used, and those that the routers would have chosen.
         """
         given = routes.routes if isinstance(routes, Recording) else list(routes)
         for micro, entry in enumerate(given):
@@ -233,10 +260,11 @@ class RoutingReplay:
                     f"micro-batch {micro}: routes of shape {tuple(entry.experts.shape)}, expected "
                     f"[tokens, {len(self._hooks)} MoE layers of this rank, top-k]"
                 )
-        session = _Replayer(given)
+        session = _Replayer(given, self._hooks, observe)
+        recording = Recording()
         with self._open(session):
-            yield
-            session.close(self._hooks, recomputes)
+            yield recording
+            session.close(self._hooks, recomputes, recording)
 
     @contextmanager
     def _open(self, session: _Recorder | _Replayer) -> Iterator[None]:

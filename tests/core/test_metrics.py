@@ -73,7 +73,7 @@ def test_quantiles_of_a_known_distribution():
     assert math.log(numbers["r/p99"]) == pytest.approx(0.98, rel=0.075)
     assert numbers["r/p50"] == pytest.approx(1.0, abs=2e-4)
     constant = finalize({"r": Stat.ratio(torch.full((5,), 0.0), torch.ones(5, dtype=torch.bool))})
-    assert [constant[f"r_{name}"] for name in ("mean", "std", "min", "max", "p01", "p99")] == [1, 0, 1, 1, 1, 1]
+    assert [constant[f"r/{name}"] for name in ("mean", "std", "min", "max", "p01", "p99")] == [1, 0, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("bound", [-20.0, 20.0])

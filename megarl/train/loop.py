@@ -1,0 +1,193 @@
+"""Synchronous reinforcement learning: sample, judge, train, sync; evaluate and checkpoint now and then.
+
+    for each step:  rollouts -> advantages -> [old log-probabilities] -> N optimizer steps -> weights to the engine
+
+The engine always samples with the weights that the step begins with. All state that is not in the checkpoint is a pure
+function of the configuration and the step, so a run that is killed and started again continues as if nothing happened.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig
+
+from megarl.config import Config
+from megarl.core.metrics import Stat, finalize
+from megarl.core.objectives import OBJECTIVES, Objective
+from megarl.errors import ConfigError
+from megarl.megatron import checkpoint, distributed
+from megarl.megatron.policy import DTYPES, Policy, schedule_of
+from megarl.rollout.local import LocalEngine
+from megarl.train.metrics import MetricsLog
+from megarl.train.progress import StepProgress
+from megarl.train.run_dir import checkpoint_folder, claim
+from megarl.train.sampler import Sampler
+from megarl.train.step import TrainStep, collect
+
+
+def train(config: Config) -> None:
+    """Run the configuration to its last step, from its newest checkpoint if there is one; a collective call."""
+    distributed.initialize(config)
+    _on_main_rank(lambda: claim(config))
+    with MetricsLog(config.run_dir, config.log.tensorboard, config.log.wandb_project) if _main() else _NoLog() as log:
+        Trainer(config, log).run()
+    distributed.shutdown()
+
+
+class Trainer:
+    """A run on this rank: policy, engine, sampler and log."""
+
+    def __init__(self, config: Config, log: MetricsLog | _NoLog) -> None:
+        self.config = config
+        self.log = log
+        self.progress = StepProgress(enabled=_main())
+        self.objective = objective_of(config)
+        torch.use_deterministic_algorithms(config.run.deterministic, warn_only=True)
+        self.policy = Policy(config, schedule_of(config))
+        self.engine = LocalEngine(
+            AutoConfig.from_pretrained(config.model.path),
+            dtype=DTYPES[config.rollout.dtype],
+            device=str(torch.cuda.current_device()) if not torch.cuda.is_available() else "cuda",
+            fp8_rounding=config.rollout.fp8_rounding,
+            max_batch_size=config.rollout.max_batch_size,
+        )
+        self.sampler = Sampler(config, self.engine, self.objective)
+        self.train_step = TrainStep(config, self.policy, self.objective)
+        self.seconds: dict[str, float] = {}
+
+    def run(self) -> None:
+        """All remaining steps."""
+        first = self._resume()
+        self.engine.update_weights(self.policy.export(), version=first)
+        if first == 0 and self.config.eval.every:
+            self._evaluate(0)
+        for step in range(first, self.config.run.steps):
+            self._step(step)
+        self.engine.close()
+
+    def _resume(self) -> int:
+        """Load the newest checkpoint; returns the number of steps that are done."""
+        found = checkpoint.complete_checkpoints(checkpoint_folder(self.config))
+        if not found or not self.config.checkpoint.resume:
+            self.log.truncate_after(-1)
+            return 0
+        done = int(checkpoint.load(found[-1][1], self.policy)["step"])
+        dropped = self.log.truncate_after(done)
+        self.progress.line(f"resumed from {found[-1][1]} after step {done}; dropped {dropped} later records")
+        return done
+
+    def _step(self, step: int) -> None:
+        """One global step; ``step`` counts from 0, records and checkpoints count finished steps from 1."""
+        started, self.seconds = time.perf_counter(), {}
+        config = self.config
+        with self._timed("rollout"), self.progress.rollout(self._responses_per_rank()) as advance:
+            drawn = self.sampler.sample_step(step, advance)
+        if drawn.first_reward_error:
+            self.progress.line(f"step {step + 1}: the reward function failed, first: {drawn.first_reward_error}")
+        with self._timed("prepare"):
+            minis = [
+                self.train_step.prepare(rollouts, advantages)
+                for rollouts, advantages in zip(drawn.mini_batches, drawn.advantages, strict=True)
+            ]
+        if not self.train_step.on_policy:
+            with self._timed("old_logprobs"):
+                for mini in minis:
+                    self.train_step.old_logprobs(mini)
+        metrics: dict[str, float] = {}
+        with self._timed("train"), self.progress.training(sum(len(m.micro_batches) for m in minis)) as advance:
+            for index, mini in enumerate(minis):
+                collected = collect([self.train_step.update(mini, advance)])
+                if collected is not None:
+                    metrics = finalize(collected)
+                    self.log.write("minibatch", step + 1, metrics, minibatch=index)
+        with self._timed("sync"):
+            self.engine.update_weights(self.policy.export(), version=step + 1)
+        statistics = collect([drawn.metrics, *(mini.metrics for mini in minis)])
+        self._finish_step(step + 1, time.perf_counter() - started, statistics, metrics)
+        if config.eval.every and ((step + 1) % config.eval.every == 0 or step + 1 == config.run.steps):
+            self._evaluate(step + 1)
+        if config.checkpoint.every and ((step + 1) % config.checkpoint.every == 0 or step + 1 == config.run.steps):
+            self.log.sync()
+            checkpoint.save(checkpoint_folder(config), step + 1, self.policy, {}, config.checkpoint.keep)
+
+    def _finish_step(
+        self, done: int, step_s: float, statistics: dict[str, Stat] | None, last_mini_batch: dict[str, float]
+    ) -> None:
+        if statistics is None:
+            return
+        metrics = finalize(statistics)
+        metrics |= {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
+        metrics |= {"time/step_s": step_s, "speed/tokens_per_s": metrics["rollout/tokens"] / step_s}
+        self.log.write("step", done, metrics)
+        shown = {name: last_mini_batch[name] for name in ("loss", "grad_norm") if name in last_mini_batch}
+        self.progress.step_line(done, self.config.run.steps, metrics | shown)
+
+    def _evaluate(self, done: int) -> None:
+        started = time.perf_counter()
+        total = len(self.sampler.heldout) * self.config.eval.samples
+        with self.progress.bar("evaluate", -(-total // dist.get_world_size())) as advance:
+            metrics = self.sampler.evaluate(done, advance)
+        seconds = time.perf_counter() - started
+        self.log.write("eval", done, metrics | {"time/eval_s": seconds})
+        self.progress.line(
+            f"held-out after step {done}: pass rate {metrics['eval/pass_rate']:.1%} of {total} responses, {seconds:.1f} s"
+        )
+
+    def _responses_per_rank(self) -> int:
+        return -(-self.config.responses_per_step // dist.get_world_size())
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[phase] = time.perf_counter() - started
+
+
+def objective_of(config: Config) -> Objective:
+    """The named objective with the configuration's changes; ConfigError if a part does not exist or does not fit."""
+    try:
+        return replace(OBJECTIVES[config.train.objective], **config.train.objective_parts)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ConfigError(f"train.objective_overrides: {error}") from error
+
+
+class _NoLog:
+    """Stands for the metrics log on ranks that do not write it."""
+
+    def __enter__(self) -> _NoLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def write(self, *_: object, **__: object) -> None:
+        pass
+
+    def sync(self) -> None:
+        pass
+
+    def truncate_after(self, _: int) -> int:
+        return 0
+
+
+def _main() -> bool:
+    return distributed.is_main_rank()
+
+
+def _on_main_rank(action: Callable[[], None]) -> None:
+    """Do it on the main rank; an error there is raised on every rank, so that none waits for the others."""
+    failure: list[BaseException | None] = [None]
+    if _main():
+        try:
+            action()
+        except ConfigError as error:
+            failure[0] = error
+    dist.broadcast_object_list(failure)
+    if failure[0] is not None:
+        raise failure[0]

@@ -1,0 +1,239 @@
+"""The sampling half of a step: which responses this rank draws, their rewards, and who trains on them.
+
+Sequence ``s = group * G + sample`` of a global step belongs to mini-batch ``s // (B * G / N)``; inside a mini-batch the
+data-parallel ranks hold equal, contiguous shares. The ranks that hold one copy of the model divide the sampling of their
+share and then exchange the rollouts, so a rollout and its routes travel no further. Only rewards, one number each, are
+known everywhere: advantages need whole groups, which may span ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from megarl.config import Config
+from megarl.core.diagnostics import effective_prompt_ratio
+from megarl.core.metrics import Stat
+from megarl.core.objectives import Objective, sequence_advantages
+from megarl.core.types import Rollout, SampleRequest
+from megarl.data.prompts import Prompt, PromptOrder, load_prompts
+from megarl.data.rewards import load_reward, score
+from megarl.errors import ConfigError, RolloutError
+from megarl.megatron import distributed
+from megarl.rollout.engine import Engine, SamplingParams
+from megarl.train.progress import Advance
+
+TRAIN, EVALUATE = 0, 1
+"""Purposes of a sampling seed, so that evaluation never repeats the noise of training."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRollouts:
+    """What one data-parallel rank trains on in a global step."""
+
+    mini_batches: list[list[Rollout]]
+    """One list of rollouts per mini-batch, in the order of the sequences."""
+    advantages: list[np.ndarray]
+    """float64, one per rollout of each mini-batch."""
+    metrics: dict[str, Stat]
+    """Rewards are over the whole step and on every rank alike; the rest is of this rank's rollouts."""
+    first_reward_error: str | None
+
+
+def sampling_seed(run_seed: int, purpose: int, step: int, group: int, sample: int) -> int:
+    """One seed per response of a run, the same on whatever rank it is drawn."""
+    words = np.random.SeedSequence([run_seed, purpose, step, group, sample]).generate_state(1, np.uint64)
+    return int(words[0])
+
+
+def owned_sequences(num_sequences: int, mini_batches: int, rank: int, ranks: int) -> list[list[int]]:
+    """The sequences of data-parallel rank ``rank`` of ``ranks``, by mini-batch: a partition of 0..num_sequences-1."""
+    per_mini, rest = divmod(num_sequences, mini_batches)
+    share, uneven = divmod(per_mini, ranks)
+    if rest or uneven:
+        raise ConfigError(
+            f"{num_sequences} responses of a step do not divide into {mini_batches} mini-batches of {ranks} equal shares"
+        )
+    return [list(range(n * per_mini + rank * share, n * per_mini + (rank + 1) * share)) for n in range(mini_batches)]
+
+
+class Sampler:
+    """Prompts, engine and reward of a run, on one rank."""
+
+    def __init__(self, config: Config, engine: Engine, objective: Objective) -> None:
+        self.config = config
+        self.engine = engine
+        self.objective = objective
+        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(config.model.path)
+        self.prompts = self._load(config.data.train, None)
+        self.heldout = self._load(config.data.heldout, config.eval.max_prompts) if config.data.heldout else []
+        self.order = PromptOrder(len(self.prompts), config.run.seed)
+        self.reward = load_reward(config.reward.function)
+        self.stop_tokens = stop_tokens(config.model.path, self.tokenizer)
+
+    def _load(self, source: str, limit: int | None) -> list[Prompt]:
+        data = self.config.data
+        return load_prompts(
+            source,
+            tokenizer=self.tokenizer,
+            prompt_field=data.prompt_field,
+            answer_field=data.answer_field,
+            chat_template=data.chat_template,
+            max_prompt_tokens=data.max_prompt_tokens,
+            split=data.split,
+            limit=limit,
+        )
+
+    def _params(self, temperature: float, routes: bool) -> SamplingParams:
+        rollout = self.config.rollout
+        return SamplingParams(
+            temperature=temperature,
+            top_p=rollout.top_p,
+            max_response_tokens=rollout.max_response_tokens,
+            stop_token_ids=self.stop_tokens,
+            return_routed_experts=routes,
+        )
+
+    def sample_step(self, step: int, on_finish: Advance | None = None) -> StepRollouts:
+        """Draw the B x G responses of a global step, judge them, and deal them out; a collective call."""
+        rollout = self.config.rollout
+        size, num_groups = rollout.group_size, rollout.prompts_per_step
+        prompts = [self.prompts[i] for i in self.order.take(step * num_groups, num_groups)]
+        owned = owned_sequences(
+            num_groups * size, self.config.train.mini_batches, distributed.dp_rank(), distributed.dp_size()
+        )
+        params = self._params(rollout.temperature, routes=True)
+        params.require_stochastic()
+        copy = distributed.model_group()
+        mine = np.array_split([s for part in owned for s in part], copy.size())[copy.rank()].tolist()
+        drawn = self._draw(prompts, mine, size, params, (TRAIN, step), on_finish)
+        rewards, valid, error = self._judge(prompts, drawn, num_groups * size, size)
+        if not valid.any():
+            raise RolloutError(f"step {step}: the reward function failed on every response; first: {error}")
+        groups = np.repeat(np.arange(num_groups), size)
+        advantages = np.zeros(len(rewards))
+        advantages[valid] = sequence_advantages(self.objective, rewards[valid], groups[valid]).double().numpy()
+        by_sequence = {r.group * size + r.sample: r for r in distributed.gather_in_model(drawn)}
+        mini_batches = [[_counted(by_sequence[s], bool(valid[s])) for s in part] for part in owned]
+        return StepRollouts(
+            mini_batches,
+            [advantages[part] for part in owned],
+            _reward_metrics(rewards, valid, groups) | _rollout_metrics([r for part in mini_batches for r in part]),
+            error,
+        )
+
+    def evaluate(self, step: int, on_finish: Advance | None = None) -> dict[str, float]:
+        """Mean reward, pass rate and length on held-out prompts, ``eval.samples`` responses each; a collective call.
+
+        The seeds do not depend on the step, so that a change of the figures is a change of the weights.
+        """
+        samples = self.config.eval.samples
+        total = len(self.heldout) * samples
+        mine = list(range(dist.get_rank(), total, dist.get_world_size()))
+        params = self._params(self.config.eval.temperature, routes=False)
+        drawn = self._draw(self.heldout, mine, samples, params, (EVALUATE, 0), on_finish)
+        rewards, valid, _ = self._judge(self.heldout, drawn, total, samples)
+        if not valid.any():
+            raise RolloutError(f"evaluation at step {step}: the reward function failed on every response")
+        lengths = torch.tensor([float(r.loss_mask.sum()) for r in drawn] or [0.0], dtype=torch.float64).sum()
+        lengths = lengths.to(torch.cuda.current_device())
+        dist.all_reduce(lengths)
+        judged = rewards[valid]
+        return {
+            "eval/reward": float(judged.mean()),
+            "eval/pass_rate": float((judged > 0.5).mean()),
+            "eval/length_mean": float(lengths) / total,
+            "eval/responses": float(len(judged)),
+            "eval/reward_errors": float(total - len(judged)),
+        }
+
+    def _draw(
+        self,
+        prompts: Sequence[Prompt],
+        sequences: Sequence[int],
+        group_size: int,
+        params: SamplingParams,
+        purpose_and_step: tuple[int, int],
+        on_finish: Callable[[int], None] | None,
+    ) -> list[Rollout]:
+        requests = [
+            SampleRequest(
+                prompts[s // group_size].tokens,
+                group=s // group_size,
+                sample=s % group_size,
+                seed=sampling_seed(self.config.run.seed, *purpose_and_step, s // group_size, s % group_size),
+            )
+            for s in sequences
+        ]
+        return self.engine.generate(requests, params, on_finish)
+
+    def _judge(
+        self, prompts: Sequence[Prompt], drawn: Sequence[Rollout], num_sequences: int, group_size: int
+    ) -> tuple[np.ndarray, np.ndarray, str | None]:
+        """Rewards [S] and validity [S] of all sequences, each judged on the rank that drew it."""
+        result = score(
+            self.reward,
+            prompts=[prompts[r.group].text for r in drawn],
+            responses=[self.tokenizer.decode(r.response_tokens, skip_special_tokens=True) for r in drawn],
+            answers=[prompts[r.group].answer for r in drawn],
+        )
+        table = torch.zeros(2, num_sequences, dtype=torch.float64)
+        rows = [r.group * group_size + r.sample for r in drawn]
+        table[0, rows] = torch.from_numpy(result.rewards)
+        table[1, rows] = torch.from_numpy(result.valid).double()
+        table = table.to(torch.cuda.current_device())
+        dist.all_reduce(table)
+        rewards, valid = table.cpu().numpy()
+        return rewards, valid > 0.5, result.first_error
+
+
+def stop_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """End tokens of the checkpoint's generation config and tokenizer; ConfigError if there are none."""
+    found: set[int] = set()
+    try:
+        eos = GenerationConfig.from_pretrained(model_path).eos_token_id
+        found.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    except OSError:  # the file is optional
+        pass
+    if isinstance(tokenizer.eos_token_id, int):
+        found.add(tokenizer.eos_token_id)
+    if not found:
+        raise ConfigError(f"{model_path} names no end token, neither in generation_config.json nor in the tokenizer")
+    return tuple(sorted(found))
+
+
+def _counted(rollout: Rollout, valid: bool) -> Rollout:
+    """A response without a reward stays in its place but trains nothing and counts in no denominator."""
+    return rollout if valid else replace(rollout, loss_mask=np.zeros_like(rollout.loss_mask))
+
+
+def _reward_metrics(rewards: np.ndarray, valid: np.ndarray, groups: np.ndarray) -> dict[str, Stat]:
+    """Equal on every rank; merging several copies leaves means as they are."""
+    judged = torch.from_numpy(rewards[valid])
+    return {
+        "reward/mean": Stat.mean(judged),
+        "reward/pass_rate": Stat.mean((judged > 0.5).double()),
+        "reward/error_fraction": Stat.mean(torch.from_numpy(~valid).double()),
+        "prompts/effective_ratio": effective_prompt_ratio(judged, torch.from_numpy(groups[valid])),
+    }
+
+
+def _rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Stat]:
+    lengths = torch.tensor([float(len(r.tokens) - r.prompt_length) for r in rollouts], dtype=torch.float64)
+    truncated = torch.tensor([float(r.finish_reason == "length") for r in rollouts], dtype=torch.float64)
+    masks = [r.routed_mask if r.routed_mask is not None else np.zeros(len(r.tokens), bool) for r in rollouts]
+    present = torch.from_numpy(np.concatenate(masks))
+    versions = torch.tensor([float(np.ptp(r.weight_versions) > 0) for r in rollouts], dtype=torch.float64)
+    return {
+        "response/length_mean": Stat.mean(lengths),
+        "response/length_max": Stat.max(lengths),
+        "response/truncated_fraction": Stat.mean(truncated),
+        "rollout/missing_rows_fraction": Stat.mean((~present).double()),
+        "rollout/mixed_versions_fraction": Stat.mean(versions),
+        "rollout/tokens": Stat.total(float(sum(len(r.tokens) for r in rollouts))),
+    }

@@ -1,0 +1,103 @@
+"""The supervised cold start: a short phase on demonstrations, with the trainer's own forward and backward.
+
+The coefficients of the one equation are all that differs: every demonstrated token has ``1 / D`` with ``D`` the number
+of demonstrated tokens in the batch, so the loss is the mean negative log-likelihood.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+
+from megarl.config import Config, SftConfig
+from megarl.core.columns import Denominators
+from megarl.core.metrics import Stat, finalize
+from megarl.core.packing import pack
+from megarl.core.types import Rollout, TrainBatch
+from megarl.data.prompts import Demonstration, PromptOrder, load_demonstrations
+from megarl.errors import ConfigError
+from megarl.megatron import batches, distributed, forward
+from megarl.megatron.policy import Policy, Schedule
+from megarl.megatron.weights import save_hf
+from megarl.train.progress import StepProgress
+from megarl.train.step import collect, over_ranks
+
+_LINE_EVERY_S = 5.0
+
+
+def sft(config: Config) -> None:
+    """Train on ``config.sft`` and write a Hugging Face checkpoint to ``config.sft_out``; a collective call."""
+    plan = config.sft
+    if plan is None:
+        raise ConfigError("found no [sft] table, expected one with data, steps, batch_size and lr")
+    distributed.initialize(config)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    demonstrations = load_demonstrations(plan.data, tokenizer, plan.prompt_field, plan.response_field)
+    order = PromptOrder(len(demonstrations), config.run.seed)
+    policy = Policy(config, _schedule(plan))
+    progress = StepProgress(enabled=distributed.is_main_rank())
+    share = plan.batch_size // distributed.dp_size()
+    own = slice(distributed.dp_rank() * share, (distributed.dp_rank() + 1) * share)
+    said = time.monotonic()
+    with progress.bar("cold start", plan.steps) as advance:
+        for step in range(plan.steps):
+            chosen = order.take(step * plan.batch_size, plan.batch_size)[own]
+            metrics = _step(config, policy, [demonstrations[i] for i in chosen])
+            advance(1)
+            if metrics and (time.monotonic() - said > _LINE_EVERY_S or step + 1 == plan.steps):
+                said = time.monotonic()
+                progress.line(f"cold start {step + 1}/{plan.steps}  loss {metrics['loss']:.4f}")
+    save_hf(policy.chunks, policy.shape, config.model.path, config.sft_out)
+    progress.line(f"cold start: wrote {config.sft_out}")
+    distributed.shutdown()
+
+
+def _step(config: Config, policy: Policy, demonstrations: list[Demonstration]) -> dict[str, float]:
+    batch = pack([_as_rollout(d) for d in demonstrations], np.zeros(len(demonstrations)))
+    total = over_ranks(Denominators.of(batch.loss_mask, batch.cu_seqlens)).num_tokens
+    padded = config.parallel.dispatcher == "allgather"
+    multiple = config.parallel.pp if config.parallel.vpp else 1
+    micro_batches = batches.split_micro_batches(batch, config.train.micro_batch_tokens, padded, multiple)
+
+    def weigh(
+        index: int, part: TrainBatch, logprobs: torch.Tensor, entropies: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, Stat]]:
+        del index, entropies
+        return part.loss_mask.to(logprobs.device, torch.float32) / total, {}
+
+    policy.zero_grad()
+    outputs = forward.run(
+        policy.chunks, micro_batches, temperature=1.0, vocab_size=policy.shape.vocab_size, coefficients=weigh
+    )
+    policy.optimizer_step()
+    found = collect([output.metrics for output in outputs])
+    return finalize(found) if found is not None else {}
+
+
+def _as_rollout(demonstration: Demonstration) -> Rollout:
+    length = len(demonstration.tokens)
+    return Rollout(
+        group=0,
+        sample=0,
+        tokens=demonstration.tokens,
+        loss_mask=demonstration.loss_mask,
+        rollout_logprobs=np.zeros(length, np.float32),
+        routed_experts=None,
+        routed_mask=None,
+        weight_versions=np.zeros(length, np.int32),
+        finish_reason="stop",
+    )
+
+
+def _schedule(plan: SftConfig) -> Schedule:
+    return Schedule(
+        lr=plan.lr,
+        min_lr=plan.min_lr,
+        warmup_steps=plan.warmup_steps,
+        decay_steps=max(plan.steps, plan.warmup_steps + 1),
+        decay_style=plan.decay_style,
+        weight_decay=plan.weight_decay,
+    )

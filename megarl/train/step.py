@@ -1,0 +1,187 @@
+"""The training half of a step: old log-probabilities, then N mini-batches of replay, coefficients, backward, optimizer.
+
+The three replay modes differ in one thing only, where the routes come from: nowhere (none), from the old-log-prob pass
+(r2), or from the rollouts (r3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megarl.config import Config
+from megarl.core.columns import Denominators, TokenColumns
+from megarl.core.diagnostics import entropy_stat, mismatch_metrics
+from megarl.core.metrics import Stat, merge
+from megarl.core.objectives import Objective, coefficients
+from megarl.core.packing import pack
+from megarl.core.routing import Disagreement
+from megarl.core.types import Rollout, TrainBatch
+from megarl.errors import TraceError
+from megarl.megatron import batches, distributed, forward
+from megarl.megatron.batches import MicroBatch
+from megarl.megatron.policy import Policy
+from megarl.megatron.replay import MicroRoutes, Recording
+from megarl.train.progress import Advance
+
+
+@dataclass(slots=True)
+class MiniBatch:
+    """One optimizer step's share of this rank, and what passes over it leave behind."""
+
+    micro_batches: list[MicroBatch]
+    denominators: Denominators
+    """Over all ranks."""
+    routes: list[MicroRoutes] | None = None
+    """What training replays; None routes natively."""
+    old_logprobs: list[torch.Tensor] | None = None
+    """[T] per micro-batch, on the last pipeline stage (elsewhere empty); None if they are those of the update itself."""
+    metrics: dict[str, Stat] = field(default_factory=dict)
+    """About the gap between the engines; belongs to the step."""
+
+
+class TrainStep:
+    """Trains a policy on the rollouts of a step."""
+
+    def __init__(self, config: Config, policy: Policy, objective: Objective) -> None:
+        self.config = config
+        self.policy = policy
+        self.objective = objective
+        # Before the only update of a step, theta is theta_old: the pass would repeat what the update computes anyway.
+        # r2 records in that pass; without it, and without an update since, native routing is what it would replay.
+        self.on_policy = config.train.mini_batches == 1
+        self._padded = config.parallel.dispatcher == "allgather"
+        self._multiple = config.parallel.pp if config.parallel.vpp else 1
+
+    def prepare(self, rollouts: Sequence[Rollout], advantages: np.ndarray) -> MiniBatch:
+        """Check, pack and cut this rank's rollouts of one mini-batch; a collective call.
+
+        TraceError if replay is "r3" and a trace is not of this model, or too many rows are missing.
+        """
+        r3 = self.config.train.replay == "r3"
+        if r3:
+            batches.check_routes(rollouts, self.policy.shape)
+        batch = pack(rollouts, advantages)
+        if r3:
+            self._check_missing(batch)
+        micro_batches = batches.split_micro_batches(
+            batch, self.config.train.micro_batch_tokens, self._padded, self._multiple
+        )
+        mini = MiniBatch(
+            micro_batches, over_ranks(Denominators.of(batch.loss_mask, batch.cu_seqlens, batch.rollout_logprobs))
+        )
+        if r3 and self.policy.replay:
+            layers = self.policy.replay.layers
+            mini.routes = [batches.local_routes(micro, layers, self.policy.shape) for micro in micro_batches]
+        return mini
+
+    def _check_missing(self, batch: TrainBatch) -> None:
+        assert batch.routed_mask is not None
+        missing, limit = 1.0 - float(batch.routed_mask.double().mean()), self.config.train.max_missing_rows
+        if missing > limit:
+            raise TraceError(
+                f"{missing:.1%} of the tokens have no recorded route, more than train.max_missing_rows = {limit:.1%}; "
+                "find out why the engine lost them, or raise the limit: missing rows route natively"
+            )
+
+    def old_logprobs(self, mini: MiniBatch) -> None:
+        """The old-log-prob pass over one mini-batch; r2 records its routes here."""
+        with self._context(mini, training=False) as seen:
+            outputs = self._run(mini, None, None)
+        mini.old_logprobs = [output.logprobs for output in outputs]
+        mini.metrics = merge(
+            self._mismatch(micro.batch, output.logprobs, output.entropies)
+            for micro, output in zip(mini.micro_batches, outputs, strict=bool(outputs))
+        )
+        self._routing_metrics(mini, seen)
+        if self.config.train.replay == "r2":
+            mini.routes = seen.routes
+
+    def update(self, mini: MiniBatch, on_micro_batch: Advance | None = None) -> dict[str, Stat]:
+        """One optimizer step; returns the statistics of its mini-batch on this rank."""
+        first_sight = mini.old_logprobs is None
+
+        def weigh(
+            index: int, batch: TrainBatch, logprobs: torch.Tensor, entropies: torch.Tensor
+        ) -> tuple[torch.Tensor, dict[str, Stat]]:
+            old = logprobs if mini.old_logprobs is None else mini.old_logprobs[index]
+            columns = TokenColumns(
+                logprobs,
+                old,
+                batch.rollout_logprobs.to(logprobs.device),
+                batch.advantages.to(logprobs.device),
+                batch.loss_mask.to(logprobs.device),
+                batch.cu_seqlens.to(logprobs.device),
+            )
+            found = coefficients(self.objective, columns, mini.denominators)
+            metrics = {**found.metrics, "entropy": entropy_stat(entropies, columns.loss_mask)}
+            if first_sight:
+                mini.metrics = merge([mini.metrics, self._mismatch(batch, logprobs, entropies)])
+            return found.values, metrics
+
+        self.policy.zero_grad()
+        with self._context(mini, training=True) as seen:
+            outputs = self._run(mini, weigh, on_micro_batch)
+        if first_sight:
+            self._routing_metrics(mini, seen)
+        norm, lr = self.policy.optimizer_step()
+        alike = {"grad_norm": Stat.mean(torch.tensor([norm])), "lr": Stat.mean(torch.tensor([lr], dtype=torch.float64))}
+        return merge([alike, *(output.metrics for output in outputs)])
+
+    def _run(
+        self, mini: MiniBatch, weigh: forward.CoefficientFn | None, on_micro_batch: Advance | None
+    ) -> list[forward.MicroOutput]:
+        return forward.run(
+            self.policy.chunks,
+            mini.micro_batches,
+            temperature=self.config.rollout.temperature,
+            vocab_size=self.policy.shape.vocab_size,
+            coefficients=weigh,
+            on_micro_batch=None if on_micro_batch is None else lambda: on_micro_batch(1),
+        )
+
+    def _context(self, mini: MiniBatch, training: bool) -> AbstractContextManager[Recording]:
+        """Replay if there are routes; in the first pass over a mini-batch, watch the routers."""
+        replay = self.policy.replay
+        first_pass = mini.old_logprobs is None
+        if replay is None:
+            return nullcontext(Recording())
+        if mini.routes is not None:
+            return replay.replay(mini.routes, recomputes=training, observe=first_pass)
+        return replay.record() if first_pass else nullcontext(Recording())
+
+    def _mismatch(self, batch: TrainBatch, logprobs: torch.Tensor, entropies: torch.Tensor) -> dict[str, Stat]:
+        mask = batch.loss_mask.to(logprobs.device)
+        found = mismatch_metrics(
+            logprobs, batch.rollout_logprobs.to(logprobs.device), mask, batch.cu_seqlens.to(logprobs.device)
+        )
+        return {**found, "rollout/entropy": entropy_stat(entropies, mask)}
+
+    def _routing_metrics(self, mini: MiniBatch, seen: Recording) -> None:
+        """Disagreement between the rollout's routes and those used here, and those the routers would have chosen."""
+        if self.policy.replay is None or any(micro.batch.routed_experts is None for micro in mini.micro_batches):
+            return
+        layers, shape = self.policy.replay.layers, self.policy.shape
+        for prefix, routes in (("router", seen.routes), ("router/native", seen.native)):
+            if routes:
+                counts = batches.shared_with_rollout(routes, mini.micro_batches, layers, shape)
+                stats = Disagreement.of(np.concatenate(counts), shape.topk).stats(prefix)
+                mini.metrics = merge([mini.metrics, stats])
+
+
+def over_ranks(local: Denominators) -> Denominators:
+    """The sum over data-parallel ranks."""
+    counts = torch.tensor([local.num_tokens, local.num_sequences], device=torch.cuda.current_device())
+    dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
+    return Denominators(*counts.tolist())
+
+
+def collect(parts: Sequence[dict[str, Stat]]) -> dict[str, Stat] | None:
+    """Merge statistics of this rank and gather them on the main rank."""
+    return distributed.collect_metrics(merge(parts))

@@ -1,0 +1,127 @@
+"""Cases that run on several ranks: weights in and out, log-probabilities, gradients, whole optimizer steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tiny_world import (
+    MODELS,
+    coefficients_of,
+    config,
+    exported,
+    gather_sequences,
+    gradients_in_place_of_weights,
+    local_batch,
+    micro_batches,
+    policy_of,
+    safetensors_of,
+)
+
+from megarl.config import Config
+from megarl.core.types import TrainBatch
+from megarl.megatron import distributed
+from megarl.megatron.batches import local_routes
+from megarl.megatron.forward import MicroOutput, run
+from megarl.megatron.policy import Policy
+from megarl.megatron.weights import save_hf
+
+Layout = dict[str, int]
+
+
+def round_trip(layout: Layout, model: str = "base", dtype: str = "fp32") -> dict[str, Any]:
+    """Load, export, compare with the file; every rank sees every tensor."""
+    policy = policy_of(config(MODELS / model, layout, model__dtype=dtype))
+    wanted = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    stored = safetensors_of(MODELS / model)
+    names, different = [], []
+    for name, tensor in policy.export():
+        names.append(name)
+        if tensor.dtype != wanted or not torch.equal(tensor, stored[name].to(wanted)):
+            different.append(name)
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, (names, different))
+    return {"names": names, "stored": sorted(stored), "different": different, "agree": len(set(map(str, everywhere)))}
+
+
+def saved(layout: Layout, model: str = "base") -> str:
+    """Load and save as a Hugging Face folder; returns where."""
+    policy = policy_of(config(MODELS / model, layout))
+    out = Path(f"saved-{model}-{'-'.join(map(str, layout.values()))}")
+    save_hf(policy.chunks, policy.shape, MODELS / model, out)
+    return str(out.resolve())
+
+
+def logprobs(layout: Layout, model: str = "base") -> dict[str, Any]:
+    """Log-probabilities and entropies of the fixed batch, without replay, by sequence."""
+    settings = config(MODELS / model, layout, train__replay="none")
+    policy = policy_of(settings)
+    micros = micro_batches(settings, local_batch())
+    outputs = run(policy.chunks, micros, temperature=settings.rollout.temperature, vocab_size=policy.shape.vocab_size)
+    batches = [micro.batch for micro in micros]
+    columns = {
+        "logprobs": [output.logprobs for output in outputs],
+        "entropies": [output.entropies for output in outputs],
+    }
+    return {
+        name: gather_sequences(list(zip(batches, of_micro, strict=False))) for name, of_micro in columns.items()
+    } | {"num_micro_batches": len(micros)}
+
+
+def forward_backward(policy: Policy, settings: Config, batch: TrainBatch) -> tuple[float, list[MicroOutput]]:
+    """Accumulate the gradients of the fixed loss, with replay where the settings say so; the loss over all ranks."""
+    micros = micro_batches(settings, batch)
+
+    def coefficients(_: int, part: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        return coefficients_of(part), {}
+
+    def step() -> list[MicroOutput]:
+        return run(
+            policy.chunks,
+            micros,
+            temperature=settings.rollout.temperature,
+            vocab_size=policy.shape.vocab_size,
+            coefficients=coefficients,
+        )
+
+    policy.zero_grad()
+    if policy.replay is None:
+        outputs = step()
+    else:
+        routes = [local_routes(micro, policy.replay.layers, policy.shape) for micro in micros]
+        with policy.replay.replay(routes, recomputes=True):
+            outputs = step()
+    own = sum(float(output.metrics["loss"].sums) for output in outputs) if distributed.holds_outputs() else 0.0
+    total = torch.tensor(own, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total), outputs
+
+
+def gradients(layout: Layout, model: str = "base", micro_tokens: int = 32, replay: str = "none") -> dict[str, Any]:
+    """Loss and gradients by Hugging Face name."""
+    settings = config(
+        MODELS / model,
+        layout,
+        train__replay=replay,
+        train__micro_batch_tokens=micro_tokens,
+        parallel__distributed_optimizer=False,
+    )
+    policy = policy_of(settings)
+    loss, _ = forward_backward(policy, settings, local_batch())
+    with gradients_in_place_of_weights(policy):
+        return {"loss": loss, "gradients": exported(policy)}
+
+
+def fixed_batch_steps(layout: Layout, dispatcher: str = "alltoall") -> dict[str, Any]:
+    """Two optimizer steps of MiniRL's kind on one batch of rollouts, experts replayed."""
+    settings = config(MODELS / "base", layout, parallel__dispatcher=dispatcher)
+    policy = policy_of(settings)
+    losses, norms = [], []
+    for _ in range(2):
+        loss, _ = forward_backward(policy, settings, local_batch())
+        norm, _ = policy.optimizer_step()
+        losses.append(loss)
+        norms.append(norm)
+    return {"losses": losses, "norms": norms, "weights": exported(policy)}

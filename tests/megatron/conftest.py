@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import Case, Outcome, launch
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of the tiny checkpoints by name."""
+    from tiny_world import write_models
+
+    return write_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def launched(
+    request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Case], Outcome]:
+    """Launches the ranks when the first outcome is read, with the cases of all selected tests of that world size."""
+    wanted = [
+        item.callspec.params["case"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and "case" in item.callspec.params
+    ]
+    outcomes: dict[Case, Outcome] = {}
+
+    def outcome_of(case: Case) -> Outcome:
+        if case not in outcomes:
+            chosen = list(dict.fromkeys(one for one in wanted if one.world_size == case.world_size))
+            folder = tmp_path_factory.mktemp(f"ranks{case.world_size}")
+            (folder / "models").symlink_to(next(iter(models.values())).parent)
+            outcomes.update(launch(case.world_size, chosen, folder / "run"))
+        return outcomes[case]
+
+    return outcome_of
+
+
+@pytest.fixture
+def outcome(case: Case, launched: Callable[[Case], Outcome]) -> Any:
+    """What the case of this test returned on rank 0; fails with the traceback of the ranks."""
+    found = launched(case)
+    if found.error is not None:
+        pytest.fail(found.error, pytrace=False)
+    return found.value
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """Process groups are left behind by nobody: each test of this process starts and ends without."""
+    from megarl.megatron import distributed
+
+    distributed.shutdown()
+    yield
+    distributed.shutdown()

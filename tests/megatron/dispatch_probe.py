@@ -1,0 +1,124 @@
+"""Watches which experts tokens are really sent to, at the token dispatcher, without asking the code under test.
+
+What was a forward pass and what its recomputation is told by content: activation checkpointing repeats a layer on
+exactly the same hidden states. Which micro-batch it was is told by the token ids that the model was called with.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from megarl.core.types import Rollout
+from megarl.megatron.batches import MicroBatch
+from megarl.megatron.weights import unwrap
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """One call of the token dispatcher of one layer."""
+
+    layer: int
+    micro: int
+    is_recomputation: bool
+    hidden: torch.Tensor
+    """[T_local, H]."""
+    experts: torch.Tensor
+    """bool [T_local, E], what the dispatcher was told."""
+    gates: torch.Tensor
+    """[T_local, E], the weights of the experts' outputs."""
+    logits: torch.Tensor
+    """fp32 [T_local, E], of the router, computed here."""
+
+
+class DispatchProbe:
+    """Wraps the dispatchers of a model's chunks until ``remove``; ``seen`` fills with every call."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch]) -> None:
+        self.seen: list[Dispatch] = []
+        self._micro_batches = micro_batches
+        self._handles: list[Any] = []
+        self._wrapped: list[Any] = []
+        for chunk in map(unwrap, chunks):
+            current: dict[str, int] = {}
+            hook = self._note_micro_batch(current)
+            self._handles.append(chunk.register_forward_pre_hook(hook, with_kwargs=True))
+            for layer in chunk.decoder.layers:
+                if hasattr(layer.mlp, "token_dispatcher"):
+                    self._wrap(layer, current)
+
+    def _note_micro_batch(self, current: dict[str, int]) -> Any:
+        def hook(_: Any, __: Any, arguments: dict[str, Any]) -> None:
+            same = [torch.equal(arguments["input_ids"], micro.input_ids) for micro in self._micro_batches]
+            assert sum(same) == 1, "micro-batches of the probe must differ"
+            current["micro"] = same.index(True)
+
+        return hook
+
+    def _wrap(self, layer: Any, current: dict[str, int]) -> None:
+        dispatcher, router, number = layer.mlp.token_dispatcher, layer.mlp.router, layer.layer_number - 1
+        original = dispatcher.dispatch_preprocess
+
+        def dispatch_preprocess(hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor) -> Any:
+            flat = hidden.detach().reshape(-1, hidden.size(-1)).clone()
+            earlier = [one for one in self.seen if one.layer == number and torch.equal(one.hidden, flat)]
+            logits = flat.float() @ router.weight.detach().float().T
+            micro = earlier[0].micro if earlier else current["micro"]
+            found = routing_map.detach().bool().clone()
+            self.seen.append(Dispatch(number, micro, bool(earlier), flat, found, probs.detach().clone(), logits))
+            return original(hidden, routing_map, probs)
+
+        dispatcher.dispatch_preprocess = dispatch_preprocess
+        self._wrapped.append(dispatcher)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for dispatcher in self._wrapped:
+            del dispatcher.dispatch_preprocess
+
+    def counts(self) -> Counter[tuple[int, int, bool]]:
+        """(layer, micro-batch, is_recomputation) -> calls."""
+        return Counter((one.layer, one.micro, one.is_recomputation) for one in self.seen)
+
+    def violations(self, rollouts: Sequence[Rollout], moe_layers: Sequence[int]) -> list[str]:
+        """Tokens that were not sent to the experts of their rollout, or, where that has no row, of the router."""
+        by_tokens = {tuple(rollout.tokens.tolist()): rollout for rollout in rollouts}
+        found = []
+        for one in self.seen:
+            expected = self._expected(one, by_tokens, moe_layers.index(one.layer))
+            for row in (expected != one.experts).any(1).nonzero()[:, 0].tolist():
+                kind = "recomputation" if one.is_recomputation else "forward"
+                sent, wanted = one.experts[row].nonzero()[:, 0].tolist(), expected[row].nonzero()[:, 0].tolist()
+                found.append(f"layer {one.layer} micro {one.micro} {kind} row {row}: sent to {sent}, expected {wanted}")
+        return found
+
+    def _expected(self, one: Dispatch, by_tokens: dict[Any, Rollout], column: int) -> torch.Tensor:
+        """bool [T_local, E], built from the rollouts themselves."""
+        micro = self._micro_batches[one.micro]
+        top = one.logits.topk(2, dim=1).indices
+        share = one.hidden.size(0)
+        first = share * parallel_state.get_tensor_model_parallel_rank()
+        assert share * parallel_state.get_tensor_model_parallel_world_size() == micro.num_slots
+        chosen = top.clone()
+        bounds = micro.batch.cu_seqlens.tolist()
+        for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+            rollout = by_tokens[tuple(micro.batch.tokens[start:stop].tolist())]
+            for slot in range(max(start, first), min(stop, first + share)):
+                if rollout.routed_mask is None or rollout.routed_mask[slot - start]:
+                    assert rollout.routed_experts is not None
+                    chosen[slot - first] = torch.as_tensor(rollout.routed_experts[slot - start, column]).long()
+        return torch.zeros_like(one.experts).scatter(1, chosen, True)
+
+    def largest_gate_error(self) -> float:
+        """Gate weights against the softmax of the router's logits over the experts that were used."""
+        worst = 0.0
+        for one in self.seen:
+            expected = one.logits.masked_fill(~one.experts, float("-inf")).softmax(1)
+            worst = max(worst, float((expected - one.gates.float()).abs().max()))
+        return worst

@@ -1,0 +1,100 @@
+"""Runs functions on several gloo ranks: one launch for all the cases that the selected tests ask for.
+
+A test is parametrised with a ``Case`` and reads the ``outcome`` fixture (see conftest.py). All cases of one world size
+run in one launch, sorted by layout, because starting ranks costs seconds. ``rank_worker.py`` is what is launched; the
+functions live in ``cases_*.py`` and are named ``module:function``.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+LAUNCH_TIMEOUT_S = 540.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of ``function(layout, **arguments)`` on every one of ``world_size`` ranks; its result is rank 0's."""
+
+    world_size: int
+    function: str
+    """``module:function`` in this folder."""
+    layout: tuple[tuple[str, int], ...] = ()
+    """Sorted items of the [parallel] table."""
+    arguments: tuple[tuple[str, Any], ...] = field(default=())
+
+    def __str__(self) -> str:
+        layout = "-".join(f"{name}{size}" for name, size in self.layout) or "single"
+        rest = "-".join(f"{value}" for _, value in self.arguments)
+        return f"{layout}-{rest}" if rest else layout
+
+
+def case(world_size: int, function: str, layout: str = "", **arguments: Any) -> Case:
+    """A case whose layout is written like ``"tp2 ep2 etp1"``."""
+    sizes = tuple((name.rstrip("0123456789"), int(name.lstrip("abcdefghijklmnopqrstuvwxyz"))) for name in layout.split())
+    return Case(world_size, function, sizes, tuple(arguments.items()))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What rank 0 returned, or the traceback of the first rank that raised."""
+
+    value: Any = None
+    error: str | None = None
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launch(world_size: int, cases: Sequence[Case], folder: Path) -> dict[Case, Outcome]:
+    """Run ``cases`` on fresh ranks; each case has an outcome, also those that a crash kept from running."""
+    folder.mkdir(parents=True)
+    ordered = sorted(cases, key=lambda one: (one.layout, one.function, str(one.arguments)))
+    (folder / "plan.pkl").write_bytes(pickle.dumps((world_size, ordered)))
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
+    }
+    with (folder / "log.txt").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(HERE / "rank_worker.py"), str(folder)],
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=folder.parent,
+            start_new_session=True,
+        )
+        try:
+            process.wait(timeout=LAUNCH_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return {one: _outcome(folder, index) for index, one in enumerate(ordered)}
+
+
+def _outcome(folder: Path, index: int) -> Outcome:
+    errors = sorted(folder.glob(f"case{index}.rank*.error"))
+    if errors:
+        return Outcome(error="\n".join(f"{path.name}\n{path.read_text()}" for path in errors))
+    result = folder / f"case{index}.pkl"
+    if result.is_file():
+        return Outcome(value=pickle.loads(result.read_bytes()))
+    first = next(iter(sorted(folder.glob("case*.error"))), None)
+    reason = f"an earlier case failed: {first.name}\n{first.read_text()}" if first else ""
+    return Outcome(error=f"the ranks ended before this case ran. {reason}\n{(folder / 'log.txt').read_text()[-3000:]}")

@@ -1,0 +1,242 @@
+"""What the tests of this layer share: tiny models, a fixed batch of rollouts, and transformers as the oracle."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megarl.config import Config
+from megarl.config_file import parse
+from megarl.core.packing import pack
+from megarl.core.types import Rollout, TrainBatch
+from megarl.data.tiny import write_tiny_model
+from megarl.megatron import distributed
+from megarl.megatron.batches import MicroBatch, split_micro_batches
+from megarl.megatron.policy import Policy, schedule_of
+
+MODELS = Path("models")
+"""Where ranks find the checkpoints: the launch runs in a folder with this link."""
+TEMPERATURE = 0.8
+MICRO_TOKENS = 32
+NUM_SEQUENCES = 8
+
+
+def write_models(folder: Path) -> dict[str, Path]:
+    """The checkpoints of the suite: 4 layers of which the second is dense, 8 experts, top-2.
+
+    ``base``; ``tied`` (output layer = embedding); ``bf16``; ``vocab30`` and ``vocab31`` (vocabularies that tensor
+    parallelism has to pad, with as many key-value heads as four ranks need).
+    """
+    base = write_tiny_model(folder / "base", **_SIZES)
+    four_heads = write_tiny_model(folder / "four_heads", **{**_SIZES, "num_kv_heads": 4})
+    return {
+        "base": base,
+        "tied": _variant(base, folder / "tied", tie_word_embeddings=True),
+        "bf16": _variant(base, folder / "bf16", dtype="bfloat16"),
+        "vocab30": _variant(four_heads, folder / "vocab30", vocab_size=30),
+        "vocab31": _variant(base, folder / "vocab31", vocab_size=31),
+    }
+
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "num_experts": 8,
+    "top_k": 2,
+    "expert_width": 16,
+    "dense_layers": (1,),
+    "max_positions": 64,
+    "initializer_range": 0.15,
+}
+
+
+def _variant(source: Path, target: Path, **changes: Any) -> Path:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(source)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(config)
+    model.to(getattr(torch, changes.get("dtype", "float32"))).save_pretrained(target)
+    return target
+
+
+def config(model: Path, parallel: Mapping[str, int] | None = None, **overrides: Any) -> Config:
+    """A configuration for a tiny model; ``overrides`` are dotted keys with ``__`` for the dot."""
+    table = {
+        "run": {"steps": 4, "seed": 3},
+        "model": {"path": str(model), "dtype": "fp32"},
+        "data": {"train": "unused.jsonl", "max_prompt_tokens": 8},
+        "rollout": {"prompts_per_step": 4, "group_size": 2, "max_response_tokens": 8, "temperature": TEMPERATURE},
+        "train": {"micro_batch_tokens": MICRO_TOKENS},
+        "optim": {"lr": 1e-3},
+        "parallel": dict(parallel or {}),
+    }
+    return parse(table, {key.replace("__", "."): value for key, value in overrides.items()})
+
+
+def policy_of(settings: Config) -> Policy:
+    """A policy in a fresh layout; process groups of an earlier one are left."""
+    distributed.shutdown()
+    distributed.initialize(settings, timeout_s=60.0)
+    return Policy(settings, schedule_of(settings))
+
+
+def rollouts(
+    vocab_size: int = 30, num_layers: int = 3, num_experts: int = 8, topk: int = 2, seed: int = 0, holes: bool = True
+) -> list[Rollout]:
+    """Ragged sequences with random routes; with ``holes`` the last row of each is missing, and one in the middle."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for index in range(NUM_SEQUENCES):
+        length = int(rng.integers(4, 13))
+        experts = rng.random((length, num_layers, num_experts)).argsort(-1)[..., :topk].astype(np.uint8)
+        present = np.ones(length, bool)
+        if holes:
+            present[-1] = False
+            present[2 if index == 3 else -1] = False
+        loss_mask = np.arange(length) >= 2
+        made.append(
+            Rollout(
+                group=index // 2,
+                sample=index % 2,
+                tokens=rng.integers(2, vocab_size, length).astype(np.int32),
+                loss_mask=loss_mask,
+                rollout_logprobs=np.where(loss_mask, -2.0, 0.0).astype(np.float32),
+                routed_experts=experts,
+                routed_mask=present,
+                weight_versions=np.zeros(length, np.int32),
+                finish_reason="stop",
+            )
+        )
+    return made
+
+
+def coefficients_of(batch: TrainBatch) -> torch.Tensor:
+    """Some coefficients [T] that depend on the token alone: the sequence's advantage, varied by the token id."""
+    varied = batch.advantages * (1.0 + 0.1 * (batch.tokens % 5))
+    return torch.where(batch.loss_mask, varied, 0.0)
+
+
+def batch_of(made: Sequence[Rollout], seed: int = 0) -> TrainBatch:
+    advantages = np.random.default_rng(seed + 100).normal(size=len(made))
+    return pack(made, advantages)
+
+
+def local_batch(seed: int = 0, vocab_size: int = 30, holes: bool = True) -> TrainBatch:
+    """This data-parallel rank's share of the fixed batch."""
+    made = rollouts(seed=seed, vocab_size=vocab_size, holes=holes)
+    advantages = np.random.default_rng(seed + 100).normal(size=len(made))
+    share = len(made) // distributed.dp_size()
+    own = slice(share * distributed.dp_rank(), share * (distributed.dp_rank() + 1))
+    return pack(made[own], advantages[own])
+
+
+def micro_batches(settings: Config, batch: TrainBatch) -> list[MicroBatch]:
+    return split_micro_batches(
+        batch, settings.train.micro_batch_tokens, padded_to_max=settings.parallel.dispatcher == "allgather"
+    )
+
+
+def gather_sequences(columns: Sequence[tuple[TrainBatch, torch.Tensor]]) -> dict[tuple[int, ...], torch.Tensor] | None:
+    """Per-token columns of all model copies by the sequence's tokens, on rank 0; the order of micro-batches is lost."""
+    mine = {}
+    for batch, column in columns if distributed.holds_outputs() else ():
+        bounds = batch.cu_seqlens.tolist()
+        for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+            mine[tuple(batch.tokens[first:last].tolist())] = column[first:last].clone()
+    found: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, mine)
+    return {key: value for part in found for key, value in part.items()}
+
+
+def logits_of_transformers(model: Path, sequences: Sequence[np.ndarray]) -> list[torch.Tensor]:
+    """fp32 [T, V] for each sequence alone."""
+    oracle = transformers_model(model)
+    with torch.no_grad():
+        return [oracle(torch.as_tensor(tokens, dtype=torch.int64)[None]).logits[0] for tokens in sequences]
+
+
+def transformers_model(model: Path, dtype: torch.dtype = torch.float32) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="eager").eval()
+
+
+def teacher_forced(logits: torch.Tensor, tokens: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logprobs [T], entropies [T]) of a sequence in float64 at TEMPERATURE; 0 for the first token."""
+    full = torch.log_softmax(logits.double() / TEMPERATURE, -1)
+    labels = torch.as_tensor(tokens[1:], dtype=torch.int64)
+    zero = full.new_zeros(1)
+    picked = full[:-1].gather(1, labels[:, None])[:, 0]
+    return torch.cat([zero, picked]), torch.cat([zero, -(full.exp() * full).sum(-1)[:-1]])
+
+
+def oracle_loss_gradients(model: Path, batch: TrainBatch) -> tuple[float, dict[str, torch.Tensor]]:
+    """transformers' loss ``-(coefficients * logprobs).sum()`` and its gradients, by Hugging Face checkpoint name."""
+    oracle = transformers_model(model)
+    weights = coefficients_of(batch)
+    bounds = batch.cu_seqlens.tolist()
+    total = torch.zeros((), dtype=torch.float64)
+    for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+        tokens = batch.tokens[first:last]
+        logits = oracle(tokens[None]).logits[0]
+        logprobs, _ = teacher_forced(logits, tokens.numpy())
+        total = total - (weights[first:last].double() * logprobs).sum()
+    total.backward()
+    found = {}
+    for name, parameter in oracle.named_parameters():
+        gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+        found.update(_per_expert(name, gradient))
+    return float(total.detach()), found
+
+
+def _per_expert(name: str, gradient: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """transformers holds the experts of a layer in two tensors, its checkpoints in three matrices per expert."""
+    prefix, _, leaf = name.rpartition(".experts.")
+    if leaf == "gate_up_proj":
+        for expert, both in enumerate(gradient):
+            gate, up = both.chunk(2)
+            yield f"{prefix}.experts.{expert}.gate_proj.weight", gate
+            yield f"{prefix}.experts.{expert}.up_proj.weight", up
+    elif leaf == "down_proj":
+        for expert, down in enumerate(gradient):
+            yield f"{prefix}.experts.{expert}.down_proj.weight", down
+    else:
+        yield name, gradient
+
+
+@contextlib.contextmanager
+def gradients_in_place_of_weights(policy: Policy) -> Iterator[None]:
+    """Inside, ``policy.export()`` yields the summed gradients. Needs ``distributed_optimizer = false``."""
+    parameters = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
+    weights = [parameter.data for parameter in parameters]
+    for parameter in parameters:
+        parameter.data = parameter.main_grad  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for parameter, weight in zip(parameters, weights, strict=True):
+            parameter.data = weight
+
+
+def exported(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in policy.export()}
+
+
+def safetensors_of(model: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(model.glob("*.safetensors")):
+        found.update(load_file(file))
+    return found
+
