@@ -6,6 +6,7 @@ exactly the same hidden states. Which micro-batch it was is told by the token id
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ class DispatchProbe:
         assert share * parallel_state.get_tensor_model_parallel_world_size() == micro.num_slots
         chosen = top.clone()
         bounds = micro.batch.cu_seqlens.tolist()
-        for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+        for start, stop in itertools.pairwise(bounds):
             rollout = by_tokens[tuple(micro.batch.tokens[start:stop].tolist())]
             for slot in range(max(start, first), min(stop, first + share)):
                 if rollout.routed_mask is None or rollout.routed_mask[slot - start]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
+import signal
 import sys
 import time
 import traceback
 from pathlib import Path
 from typing import Any
-
-GLOO_TIMEOUT_S = 60.0  # a rank that waits for one that has raised gives up
 
 
 def run_rank(rank: int, world_size: int, cases: list[Any], folder: Path) -> None:
@@ -60,8 +59,13 @@ def main() -> None:
                 sys.stderr.flush()
                 os._exit(status)
         children.append(pid)
-    statuses = [os.waitpid(pid, 0)[1] for pid in children]
-    sys.exit(any(statuses))
+    while children:
+        pid, status = os.wait()
+        children.remove(pid)
+        if status:  # the others may wait for this rank for ever
+            for other in children:
+                os.kill(other, signal.SIGKILL)
+            sys.exit(1)
 
 
 if __name__ == "__main__":

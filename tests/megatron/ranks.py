@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-LAUNCH_TIMEOUT_S = 540.0
+LAUNCH_TIMEOUT_S = 240.0
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,9 @@ class Case:
 
 def case(world_size: int, function: str, layout: str = "", **arguments: Any) -> Case:
     """A case whose layout is written like ``"tp2 ep2 etp1"``."""
-    sizes = tuple((name.rstrip("0123456789"), int(name.lstrip("abcdefghijklmnopqrstuvwxyz"))) for name in layout.split())
+    sizes = tuple(
+        (name.rstrip("0123456789"), int(name.lstrip("abcdefghijklmnopqrstuvwxyz"))) for name in layout.split()
+    )
     return Case(world_size, function, sizes, tuple(arguments.items()))
 
 

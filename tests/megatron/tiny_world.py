@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
 from megarl.config import Config
 from megarl.config_file import parse
 from megarl.core.packing import pack
@@ -83,10 +87,23 @@ def config(model: Path, parallel: Mapping[str, int] | None = None, **overrides: 
     return parse(table, {key.replace("__", "."): value for key, value in overrides.items()})
 
 
-def policy_of(settings: Config) -> Policy:
-    """A policy in a fresh layout; process groups of an earlier one are left."""
-    distributed.shutdown()
+def join(settings: Config) -> None:
+    """Process groups of this layout in place of those of an earlier one.
+
+    The default group stays: to leave and join again over one store would meet the addresses of the old group.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+        for group in [group for group in dist.distributed_c10d._world.pg_map if group != dist.group.WORLD]:
+            dist.destroy_process_group(group)
+    else:
+        distributed.shutdown()
     distributed.initialize(settings, timeout_s=60.0)
+
+
+def policy_of(settings: Config) -> Policy:
+    join(settings)
     return Policy(settings, schedule_of(settings))
 
 
@@ -151,10 +168,10 @@ def gather_sequences(columns: Sequence[tuple[TrainBatch, torch.Tensor]]) -> dict
     mine = {}
     for batch, column in columns if distributed.holds_outputs() else ():
         bounds = batch.cu_seqlens.tolist()
-        for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+        for first, last in itertools.pairwise(bounds):
             mine[tuple(batch.tokens[first:last].tolist())] = column[first:last].clone()
-    found: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, mine)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
     return {key: value for part in found for key, value in part.items()}
 
 
@@ -186,7 +203,7 @@ def oracle_loss_gradients(model: Path, batch: TrainBatch) -> tuple[float, dict[s
     weights = coefficients_of(batch)
     bounds = batch.cu_seqlens.tolist()
     total = torch.zeros((), dtype=torch.float64)
-    for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+    for first, last in itertools.pairwise(bounds):
         tokens = batch.tokens[first:last]
         logits = oracle(tokens[None]).logits[0]
         logprobs, _ = teacher_forced(logits, tokens.numpy())
@@ -239,4 +256,3 @@ def safetensors_of(model: Path) -> dict[str, torch.Tensor]:
     for file in sorted(model.glob("*.safetensors")):
         found.update(load_file(file))
     return found
-
