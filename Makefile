@@ -1,7 +1,7 @@
 # The one door: `make quickstart` trains a tiny MoE on a CPU, `make test` and `make check` say whether all is well.
 # Each target sets up .venv first; nothing but Python 3.11 and make is needed.
 
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || echo python3)
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 QUICKSTART_DIR ?= runs/quickstart
 

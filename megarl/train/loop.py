@@ -84,7 +84,7 @@ class Trainer:
 
     def _step(self, step: int) -> None:
         """One global step; ``step`` counts from 0, records and checkpoints count finished steps from 1."""
-        started, self.seconds = time.perf_counter(), {}
+        started = time.perf_counter()
         config = self.config
         with self._timed("rollout"), self.progress.rollout(self._responses_per_rank()) as advance:
             drawn = self.sampler.sample_step(step, advance)
@@ -114,7 +114,8 @@ class Trainer:
             self._evaluate(step + 1)
         if config.checkpoint.every and ((step + 1) % config.checkpoint.every == 0 or step + 1 == config.run.steps):
             self.log.sync()
-            checkpoint.save(checkpoint_folder(config), step + 1, self.policy, {}, config.checkpoint.keep)
+            with self._timed("checkpoint"):
+                checkpoint.save(checkpoint_folder(config), step + 1, self.policy, {}, config.checkpoint.keep)
 
     def _finish_step(
         self, done: int, step_s: float, statistics: dict[str, Stat] | None, last_mini_batch: dict[str, float]
@@ -124,6 +125,7 @@ class Trainer:
         metrics = finalize(statistics)
         metrics |= {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
         metrics |= {"time/step_s": step_s, "speed/tokens_per_s": metrics["rollout/tokens"] / step_s}
+        self.seconds = {}  # what comes after the record of a step, a checkpoint, is told by the next one
         self.log.write("step", done, metrics)
         shown = {name: last_mini_batch[name] for name in ("loss", "grad_norm") if name in last_mini_batch}
         self.progress.step_line(done, self.config.run.steps, metrics | shown)

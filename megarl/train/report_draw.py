@@ -168,9 +168,10 @@ def draw_extreme(axes: Axes, series: Series) -> None:
 
 
 def draw_router(axes: Axes, series: Series) -> None:
-    _line(axes, series, "router/token_any", "tokens: any layer", ORANGE)
-    _line(axes, series, "router/flip", "expert sets", BLUE)
-    _line(axes, series, "router/overlap", "experts (1 - overlap)", TEAL, complement=True)
+    _line(axes, series, "router/native/token_any", "own choice, any layer", ORANGE)
+    _line(axes, series, "router/native/flip", "own choice, per layer", PURPLE)
+    _line(axes, series, "router/token_any", "in use, any layer", BLUE)
+    _line(axes, series, "router/flip", "in use, per layer", TEAL)
     axes.set_ylabel("share that differs")
     _percent(axes)
 

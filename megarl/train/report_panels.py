@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 
 from megarl.train import report_draw as draw
 from megarl.train.report_draw import GRID, INK, MUTED, PHASES
-from megarl.train.report_series import LAYER_PREFIX, Series, layer_curves
+from megarl.train.report_series import LAYER_PREFIXES, Series, layer_curves
 
 STYLE: dict[str, Any] = {
     "font.family": "DejaVu Sans",
@@ -155,8 +155,9 @@ PANELS: tuple[Panel, ...] = (
     Panel(
         "router",
         "Router disagreement",
-        "Experts chosen by the rollout engine against those used in training. Zero under replay.",
-        ("router/flip", "router/overlap", "router/token_any"),
+        "Experts of the rollout engine against those used in training (zero under replay), and against those that the "
+        "training routers would have chosen by themselves.",
+        ("router/flip", "router/token_any", "router/native/flip", "router/native/token_any"),
         draw.draw_router,
     ),
     Panel(
@@ -169,8 +170,8 @@ PANELS: tuple[Panel, ...] = (
     Panel(
         "router_layers",
         "Router disagreement by layer",
-        "Share of tokens whose expert set differs, per MoE layer and step.",
-        (LAYER_PREFIX + "XX",),
+        "Share of tokens for which rollout and training routers choose different experts, per MoE layer and step.",
+        (LAYER_PREFIXES[-1] + "XX",),
         draw.draw_router_layers,
         wide=True,
     ),

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-LAYER_PREFIX = "router/flip/layer_"
+LAYER_PREFIXES = ("router/native/flip/layer_", "router/flip/layer_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +80,18 @@ class Series:
 
 
 def layer_curves(series: Series) -> dict[int, Curve]:
-    """Curves of ``router/flip/layer_XX`` by layer number, in order."""
-    found = {}
-    for name in {**series.minibatch, **series.step}:
-        number = name.removeprefix(LAYER_PREFIX)
-        curve = series.find(name) if name.startswith(LAYER_PREFIX) and number.isdigit() else None
-        if curve is not None:
-            found[int(number)] = curve
-    return dict(sorted(found.items()))
+    """Curves of disagreement by layer number, in order: of the routers' own choice if it was watched under replay,
+    where the experts in use agree by construction, else of the experts in use."""
+    for prefix in LAYER_PREFIXES:
+        found = {}
+        for name in {**series.minibatch, **series.step}:
+            number = name.removeprefix(prefix)
+            curve = series.find(name) if name.startswith(prefix) and number.isdigit() else None
+            if curve is not None:
+                found[int(number)] = curve
+        if found:
+            return dict(sorted(found.items()))
+    return {}
 
 
 def smooth(y: np.ndarray, window: int) -> np.ndarray:

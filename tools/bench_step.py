@@ -1,0 +1,155 @@
+"""What routing replay costs: one training step with r3 against one without replay, paired in one run.
+
+    python tools/bench_step.py --model MODEL --prompts FILE.jsonl [--repeats 10] [any --table.key value]
+    torchrun --nproc-per-node 2 tools/bench_step.py ... --parallel.ep 2
+
+Both variants train on the same rollouts with the same model object, turn by turn, so that whatever else the machine does
+hits both alike. A step is everything behind the sampling: checks, packing, old log-probabilities, N updates. The learning
+rate is negligible, so every repetition does the same work. "unhooked" is Megatron with no megarl hook on its routers.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import AutoConfig
+
+from megarl.cli import split_overrides
+from megarl.config import Config
+from megarl.config_file import parse
+from megarl.megatron import distributed
+from megarl.megatron.policy import DTYPES, Policy, schedule_of
+from megarl.megatron.replay import RoutingReplay, _Hook
+from megarl.rollout.local import LocalEngine
+from megarl.train.loop import objective_of
+from megarl.train.sampler import Sampler, StepRollouts
+from megarl.train.step import TrainStep
+
+VARIANTS = ("r3", "r2", "none", "unhooked")
+PHASES = ("prepare", "old_logprobs", "train")
+PARTS = ("optimizer", "routers")
+"""Shares of the phases: the optimizer's step, and the time inside the replay hook (top-k included)."""
+
+
+def configuration(words: list[str]) -> tuple[Config, int]:
+    """The benchmark's run from the command line, and the number of repetitions."""
+    rest, overrides = split_overrides(words)
+    flags = dict(zip(rest[::2], rest[1::2], strict=True))
+    table = {
+        "run": {"name": "bench", "steps": 1},
+        "model": {"path": flags["--model"], "dtype": "fp32"},
+        "data": {"train": flags["--prompts"], "max_prompt_tokens": 16},
+        "rollout": {
+            "prompts_per_step": 32,
+            "group_size": 8,
+            "max_response_tokens": 10,
+            "fp8_rounding": True,
+            "dtype": "fp32",
+        },
+        "train": {"mini_batches": 2, "micro_batch_tokens": 4096, "replay": "r3"},
+        "optim": {"lr": 1e-12},
+    }
+    return parse(table, overrides), int(flags.get("--repeats", "10"))
+
+
+class Bench:
+    def __init__(self, config: Config) -> None:
+        self.policy = Policy(config, schedule_of(config))
+        self.objective = objective_of(config)
+        engine = LocalEngine(
+            AutoConfig.from_pretrained(config.model.path),
+            dtype=DTYPES[config.rollout.dtype],
+            fp8_rounding=config.rollout.fp8_rounding,
+        )
+        engine.update_weights(self.policy.export(), version=0)
+        self.rollouts: StepRollouts = Sampler(config, engine, self.objective).sample_step(0)
+        self.steps = {name: TrainStep(_with_replay(config, name), self.policy, self.objective) for name in VARIANTS}
+        self.seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
+        self.parts: dict[str, float] = defaultdict(float)
+        self.policy.optimizer_step = self._measured("optimizer", self.policy.optimizer_step)  # type: ignore[method-assign]
+        _Hook.get_replay_topk = self._measured("routers", _Hook.get_replay_topk)  # type: ignore[method-assign]
+
+    def _measured(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            result = function(*args, **kwargs)
+            self.parts[part] += time.perf_counter() - started
+            return result
+
+        return timed
+
+    def once(self, variant: str, keep: bool) -> None:
+        step = self.steps[variant]
+        hooked, self.policy.replay = self.policy.replay, None if variant == "unhooked" else self.policy.replay
+        if variant == "unhooked" and hooked:
+            hooked.detach()
+        spent: dict[str, float] = {}
+        self.parts.clear()
+        with _timed(spent, "prepare"):
+            minis = [
+                step.prepare(r, a) for r, a in zip(self.rollouts.mini_batches, self.rollouts.advantages, strict=True)
+            ]
+        with _timed(spent, "old_logprobs"):
+            for mini in minis:
+                step.old_logprobs(mini)
+        with _timed(spent, "train"):
+            for mini in minis:
+                step.update(mini)
+        if variant == "unhooked":
+            self.policy.replay = RoutingReplay(self.policy.chunks)
+        if keep:
+            for phase, value in {**spent, **{part: self.parts[part] for part in PARTS}}.items():
+                self.seconds[variant, phase].append(value)
+
+    def report(self) -> str:
+        totals = {
+            v: [sum(parts) for parts in zip(*(self.seconds[v, p] for p in PHASES), strict=True)] for v in VARIANTS
+        }
+        columns = "".join(f"{name + ' ms':>17}" for name in (*PHASES, *PARTS))
+        lines = [f"{'variant':>9} {columns}{'step ms':>12}{'step / none':>13}"]
+        for variant in VARIANTS:
+            ratio = statistics.median(a / b for a, b in zip(totals[variant], totals["none"], strict=True))
+            medians = [statistics.median(self.seconds[variant, p]) * 1e3 for p in (*PHASES, *PARTS)]
+            total = statistics.median(totals[variant]) * 1e3
+            lines.append(f"{variant:>9} " + "".join(f"{m:17.1f}" for m in medians) + f"{total:12.1f}{ratio:13.3f}")
+        return "\n".join(lines)
+
+
+@contextmanager
+def _timed(spent: dict[str, float], phase: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    spent[phase] = time.perf_counter() - started
+
+
+def _with_replay(config: Config, variant: str) -> Config:
+    replay = "none" if variant == "unhooked" else variant
+    return config.model_copy(update={"train": config.train.model_copy(update={"replay": replay})})
+
+
+def main() -> None:
+    config, repeats = configuration(sys.argv[1:])
+    distributed.initialize(config)
+    bench = Bench(config)
+    for repeat in range(-2, repeats):  # two rounds to warm up
+        # the order turns, so that no variant always follows the same one
+        for shift in range(len(VARIANTS)):
+            bench.once(VARIANTS[(repeat + shift) % len(VARIANTS)], keep=repeat >= 0)
+    tokens = sum(len(r.tokens) for part in bench.rollouts.mini_batches for r in part)
+    if distributed.is_main_rank():
+        print(
+            f"{tokens} tokens on this rank, {config.train.mini_batches} mini-batches, median of {repeats} paired steps"
+        )
+        print(bench.report())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Draws the README's picture from a finished run: python tools/readme_picture.py RUN_DIR docs/quickstart.png"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from megarl.train import report_draw as draw
+from megarl.train.metrics import read_metrics
+from megarl.train.report_panels import STYLE
+from megarl.train.report_series import Series
+
+PARTS = (
+    ("Pass rate", draw.draw_reward),
+    ("Gap between sampling and training", draw.draw_kl),
+    ("Router disagreement", draw.draw_router),
+)
+
+
+def main() -> None:
+    run_dir, out = Path(sys.argv[1]), Path(sys.argv[2])
+    series = Series.of(read_metrics(run_dir / "metrics.jsonl"))
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(15, 4.2), layout="constrained")
+        FigureCanvasAgg(figure)
+        for axes, (title, paint) in zip(figure.subplots(1, len(PARTS)), PARTS, strict=True):
+            paint(axes, series)
+            axes.set_title(title, loc="left", fontsize=12, pad=34)
+            axes.set_xlabel("global step")
+            axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=2, fontsize=8.5, borderpad=0.2)
+        figure.savefig(out, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
