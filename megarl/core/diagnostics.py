@@ -45,7 +45,8 @@ def mismatch_metrics(
     - ``rollout/ppl_ratio``: exp(-mean log rho)
     - ``rollout/chi2_token``, ``rollout/chi2_sequence``: mean rho^2 - 1, of tokens, and of non-empty sequences
       (product of rho)
-    - ``rollout/extreme_2`` (named after tau): mean 1[max(rho, 1/rho) > tau]; with tau = 2 this is F(2) of R3 (arXiv 2510.11370)
+    - ``rollout/extreme_2`` (named after tau): mean 1[max(rho, 1/rho) > tau]; with tau = 2 this is
+      F(2) of R3 (arXiv 2510.11370)
     - ``rollout/ess``: effective sample size of rho
     """
     keep = usable_mask(loss_mask, rollout_logprobs) & ~torch.isneginf(old_logprobs)

@@ -4,7 +4,7 @@ import warnings
 
 from megarl.megatron import cpu
 
-# Said on every import or first call, on every rank, about nothing the user can change: which optional kernels are absent
+# Said on every import or first call, on every rank, about nothing the user can change: optional kernels that are absent
 # (`megarl doctor` says it once), names that torch will rename, defaults of Megatron that its own code deprecates.
 for message in (
     "Apex is not installed",

@@ -1,4 +1,4 @@
-"""Core attention and norm for the local layer spec: packed sequences and sequence parallelism without Transformer Engine.
+"""Core attention and norm of the local layer spec: packed sequences, sequence parallelism, no Transformer Engine.
 
 Megatron's own ``DotProductAttention`` refuses packed sequences, and its torch norm refuses sequence parallelism, which
 MoE with tensor parallelism needs. With Transformer Engine neither module is used.

@@ -62,8 +62,8 @@ def split_micro_batches(
     wanted = -(-largest(len(bins), group) // multiple_of) * multiple_of
     if wanted > len(lengths):
         raise ConfigError(
-            f"a mini-batch gives this rank {len(lengths)} sequences, but the schedule needs {wanted} micro-batches of at "
-            "least one; lower train.mini_batches or raise rollout.prompts_per_step"
+            f"a mini-batch gives this rank {len(lengths)} sequences, but the schedule needs {wanted} micro-batches "
+            "of at least one; lower train.mini_batches or raise rollout.prompts_per_step"
         )
     bins = partition(lengths, max_tokens, min_bins=wanted)
     parts = [select(batch, sequences) for sequences in bins]
@@ -132,8 +132,8 @@ def check_routes(rollouts: Sequence[Rollout], shape: ModelShape) -> None:
         trace = RoutingTrace(rollout.routed_experts, shape.num_experts, rollout.routed_mask, label)
         if trace.experts.shape[1:] != expected:
             raise TraceError(
-                f"{label}: routes of {trace.experts.shape[1]} layers and top-{trace.experts.shape[2]}, but the model has "
-                f"{expected[0]} MoE layers and top-{expected[1]}: engine and trainer run different models"
+                f"{label}: routes of {trace.experts.shape[1]} layers and top-{trace.experts.shape[2]}, but the model "
+                f"has {expected[0]} MoE layers and top-{expected[1]}: engine and trainer run different models"
             )
 
 
@@ -148,7 +148,8 @@ def shared_with_rollout(
     found = []
     for routes, micro in zip(recorded, micro_batches, strict=True):
         used = _whole_sequence(routes.experts)[: micro.batch.num_tokens]
-        assert micro.batch.routed_experts is not None and micro.batch.routed_mask is not None
+        assert micro.batch.routed_experts is not None
+        assert micro.batch.routed_mask is not None
         present = micro.batch.routed_mask
         rollout = micro.batch.routed_experts[present][:, columns]
         found.append(shared_experts(used.cpu()[present].numpy(), rollout.numpy()))

@@ -149,7 +149,7 @@ def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: t
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Layers of one pipeline stage: Transformer Engine's where it is installed, else local ones for packed sequences."""
+    """Layers of one pipeline stage: Transformer Engine's where it is installed, else local ones for packed input."""
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=HAVE_TE, normalization=config.normalization, vp_stage=vp_stage
     )

@@ -2,15 +2,16 @@
 
 Megatron-Core 0.16 asks ``router.router_replay.get_replay_topk(scores, topk, ...)`` for the experts of a batch.
 ``RoutingReplay`` puts one hook object there per router. A hook without a session routes natively; ``record()`` and
-``replay(routes)`` open a session for the duration of a ``with`` block, and close it even when the block raises. There is
-no module-level state, so models do not see each other.
+``replay(routes)`` open a session for the duration of a ``with`` block, and close it even when the block raises. There
+is no module-level state, so models do not see each other.
 
-Only the choice of experts is replayed. The gate weights are computed from the logits of the pass itself, at the replayed
-experts, and gradients reach the router through them (Ma et al., arXiv 2510.11370; Zheng et al., arXiv 2512.01374).
+Only the choice of experts is replayed. The gate weights are computed from the logits of the pass itself, at the
+replayed experts, and gradients reach the router through them (Ma et al., arXiv 2510.11370; Zheng et al., arXiv
+2512.01374).
 
-Forward and recomputation are told apart by whether autograd is running: activation checkpointing runs a layer again from
-inside the backward pass. Each router counts its own micro-batches for both, which is all the bookkeeping that pipeline
-and interleaved schedules need, because each model chunk sees its micro-batches in order in either direction.
+Forward and recomputation are told apart by whether autograd is running: activation checkpointing runs a layer again
+from inside the backward pass. Each router counts its own micro-batches for both, which is all the bookkeeping that
+pipeline and interleaved schedules need, because each model chunk sees its micro-batches in order in either direction.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Recording:
     routes: list[MicroRoutes] = field(default_factory=list)
     """The experts that the routers really used. Of ``record()``: these can be replayed."""
     native: list[MicroRoutes] = field(default_factory=list)
-    """Of an observed ``replay()``: the experts that each router would have chosen by itself, given its replayed input."""
+    """Of an observed ``replay()``: the experts each router would have chosen by itself, given its replayed input."""
 
 
 class _Kept:
@@ -115,14 +116,14 @@ class _Replayer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if micro >= len(self._routes):
             raise ReplayError(
-                f"layer {hook.layer}: {kind} of micro-batch {micro + 1}, but routes for {len(self._routes)} were given; "
+                f"layer {hook.layer}: {kind} of micro-batch {micro + 1}, but there are routes for {len(self._routes)}; "
                 "likely the data iterator and the routes were cut differently, or another pass ran in the same block"
             )
         experts = self._routes[micro].experts[:, hook.column].to(scores.device, torch.int64)
         if experts.size(0) != scores.size(0):
             raise ReplayError(
-                f"layer {hook.layer}, {kind} of micro-batch {micro}: the router sees {scores.size(0)} tokens, the routes "
-                f"have {experts.size(0)}; likely sequence-parallel slices or alignment padding differ"
+                f"layer {hook.layer}, {kind} of micro-batch {micro}: the router sees {scores.size(0)} tokens, the "
+                f"routes have {experts.size(0)}; likely sequence-parallel slices or alignment padding differ"
             )
         if not self._complete[micro]:
             present = self._routes[micro].present
@@ -172,7 +173,7 @@ class _Hook:
         group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scores at the chosen experts [T_local, K], experts int64 [T_local, K]); the contract of megatron-core 0.16."""
+        """(scores at the chosen experts [T_local, K], experts int64 [T_local, K]): the contract of megatron 0.16."""
         assert default_compute_topk is not None
         compute = default_compute_topk
 
@@ -250,8 +251,8 @@ class RoutingReplay:
         On closing, every router must have used every micro-batch once, and once more for each pass that activation
         checkpointing recomputes. ``recomputes`` says whether the backward pass runs in this block: True demands the
         recomputations, False (a forward-only pass) forbids them, None accepts either all or none, and a recomputation
-        after the block then raises. ReplayError names layer, micro-batch and pass. With ``observe`` the Recording holds the
-        experts used, and those that the routers would have chosen.
+        after the block then raises. ReplayError names layer, micro-batch and pass. With ``observe`` the Recording holds
+        the experts used, and those that the routers would have chosen.
         """
         given = routes.routes if isinstance(routes, Recording) else list(routes)
         for micro, entry in enumerate(given):

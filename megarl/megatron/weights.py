@@ -1,7 +1,7 @@
 """Weights in and out of a sharded Megatron model under their Hugging Face names.
 
-``load_hf`` reads a checkpoint folder, ``export_hf`` streams the live weights one parameter (or one layer's experts) at a
-time, ``save_hf`` writes a checkpoint folder. What is cut where is in ``name_map``.
+``load_hf`` reads a checkpoint folder, ``export_hf`` streams the live weights one parameter (or one layer's experts)
+at a time, ``save_hf`` writes a checkpoint folder. What is cut where is in ``name_map``.
 """
 
 from __future__ import annotations

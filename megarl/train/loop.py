@@ -138,7 +138,8 @@ class Trainer:
         seconds = time.perf_counter() - started
         self.log.write("eval", done, metrics | {"time/eval_s": seconds})
         self.progress.line(
-            f"held-out after step {done}: pass rate {metrics['eval/pass_rate']:.1%} of {total} responses, {seconds:.1f} s"
+            f"held-out after step {done}: pass rate {metrics['eval/pass_rate']:.1%} of {total} responses, "
+            f"{seconds:.1f} s"
         )
 
     def _responses_per_rank(self) -> int:

@@ -23,8 +23,8 @@ from megarl.train.report import write_report
 RANKS = 2
 
 CONFIG = """\
-# The quickstart: MiniRL with R3 on a tiny MoE, expert-parallel on two CPU ranks. The engine's weights are rounded through
-# FP8 while training is fp32, so the two disagree as they do on real clusters, routing included.
+# The quickstart: MiniRL with R3 on a tiny MoE, expert-parallel on two CPU ranks. The engine's weights are rounded
+# through FP8 while training is fp32, so the two disagree as they do on real clusters, routing included.
 # Start it again:  torchrun --nproc-per-node 2 -m megarl.cli train {config}
 # Try:             --train.replay none | r2      --train.objective grpo      --parallel.ep 1 --parallel.tp 2
 #                  (with --run.dir somewhere/else; any key below is a flag)
@@ -131,7 +131,7 @@ def _summary(config: Config, report: Path, seconds: float) -> None:
         f"  report   {report}\n"
         f"  curves   tensorboard --logdir {config.run_dir / 'tensorboard'}\n"
         "  next     the comments in quickstart.toml beside the run: other objectives, replay off, other layouts\n"
-        "  note     the task selects behaviour that the model already holds, so it learns in seconds; real skills do not"
+        "  note     the task selects behaviour that the model already holds, which takes seconds; real skills do not"
     )
 
 

@@ -1,4 +1,4 @@
-"""The folder of a run: its resolved configuration, and whether a start there is a new run, a resumption or a mistake."""
+"""The folder of a run: its resolved configuration, and whether a start there is new, a resumption or a mistake."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def claim(config: Config) -> None:
     if saved.exists() and (folder / "metrics.jsonl").exists():
         if not config.checkpoint.resume:
             raise ConfigError(
-                f"{folder} holds a run already and checkpoint.resume is off; choose another run.dir or remove the folder"
+                f"{folder} holds a run and checkpoint.resume is off; choose another run.dir or remove the folder"
             )
         difference = _first_difference(tomllib.loads(saved.read_text()), tomllib.loads(config.to_toml()))
         if difference:
             key, before, now = difference
             raise ConfigError(
-                f"{folder} holds a run with {key} = {before!r}, this one has {now!r}; choose another run.dir, remove the "
-                "folder, or set the old value to continue it"
+                f"{folder} holds a run with {key} = {before!r}, this one has {now!r}; choose another run.dir, remove "
+                "the folder, or set the old value to continue it"
             )
     write_atomically(saved, config.to_toml().encode())
 

@@ -1,9 +1,9 @@
 """The sampling half of a step: which responses this rank draws, their rewards, and who trains on them.
 
-Sequence ``s = group * G + sample`` of a global step belongs to mini-batch ``s // (B * G / N)``; inside a mini-batch the
-data-parallel ranks hold equal, contiguous shares. The ranks that hold one copy of the model divide the sampling of their
-share and then exchange the rollouts, so a rollout and its routes travel no further. Only rewards, one number each, are
-known everywhere: advantages need whole groups, which may span ranks.
+Sequence ``s = group * G + sample`` of a global step belongs to mini-batch ``s // (B * G / N)``; inside a mini-batch
+the data-parallel ranks hold equal, contiguous shares. The ranks that hold one copy of the model divide the sampling
+of their share and then exchange the rollouts, so a rollout and its routes travel no further. Only rewards, one number
+each, are known everywhere: advantages need whole groups, which may span ranks.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def owned_sequences(num_sequences: int, mini_batches: int, rank: int, ranks: int
     share, uneven = divmod(per_mini, ranks)
     if rest or uneven:
         raise ConfigError(
-            f"{num_sequences} responses of a step do not divide into {mini_batches} mini-batches of {ranks} equal shares"
+            f"{num_sequences} responses of a step do not divide into {mini_batches} mini-batches of {ranks} equal parts"
         )
     return [list(range(n * per_mini + rank * share, n * per_mini + (rank + 1) * share)) for n in range(mini_batches)]
 

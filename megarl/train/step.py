@@ -41,7 +41,7 @@ class MiniBatch:
     routes: list[MicroRoutes] | None = None
     """What training replays; None routes natively."""
     old_logprobs: list[torch.Tensor] | None = None
-    """[T] per micro-batch, on the last pipeline stage (elsewhere empty); None if they are those of the update itself."""
+    """[T] per micro-batch, on the last pipeline stage (elsewhere empty); None if they are the update's own."""
     metrics: dict[str, Stat] = field(default_factory=dict)
     """About the gap between the engines; belongs to the step."""
 

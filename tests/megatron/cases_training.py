@@ -87,9 +87,10 @@ def forward_backward(policy: Policy, settings: Config, batch: TrainBatch) -> tup
         )
 
     policy.zero_grad()
-    if policy.replay is None:
+    if settings.train.replay == "none":
         outputs = step()
     else:
+        assert policy.replay is not None
         routes = [local_routes(micro, policy.replay.layers, policy.shape) for micro in micros]
         with policy.replay.replay(routes, recomputes=True):
             outputs = step()

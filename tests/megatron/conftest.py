@@ -13,7 +13,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders of the tiny checkpoints by name."""
     from tiny_world import write_models
 
-    return write_models(tmp_path_factory.mktemp("models"))
+    return write_models(tmp_path_factory.mktemp("tiny") / "models")
 
 
 @pytest.fixture(scope="session")
@@ -56,3 +56,9 @@ def one_rank() -> Iterator[None]:
     distributed.shutdown()
     yield
     distributed.shutdown()
+
+
+@pytest.fixture
+def in_model_folder(monkeypatch: pytest.MonkeyPatch, models: dict[str, Path], one_rank: None) -> None:
+    """Case functions find the checkpoints below the working directory, here as on the launched ranks."""
+    monkeypatch.chdir(models["base"].parent.parent)

@@ -158,8 +158,12 @@ def local_batch(seed: int = 0, vocab_size: int = 30, holes: bool = True) -> Trai
 
 
 def micro_batches(settings: Config, batch: TrainBatch) -> list[MicroBatch]:
+    parallel = settings.parallel
     return split_micro_batches(
-        batch, settings.train.micro_batch_tokens, padded_to_max=settings.parallel.dispatcher == "allgather"
+        batch,
+        settings.train.micro_batch_tokens,
+        padded_to_max=parallel.dispatcher == "allgather",
+        multiple_of=parallel.pp if parallel.vpp else 1,
     )
 
 
