@@ -244,9 +244,12 @@ class RoutingReplay:
 
     @contextmanager
     def replay(
-        self, routes: Recording | Sequence[MicroRoutes], recomputes: bool | None = None, observe: bool = False
+        self,
+        routes: Recording | Sequence[MicroRoutes | torch.Tensor],
+        recomputes: bool | None = None,
+        observe: bool = False,
     ) -> Iterator[Recording]:
-        """Use ``routes``, one entry per micro-batch in the order of the forward passes.
+        """Use ``routes``, one entry per micro-batch in the order of the forward passes; a tensor has all rows present.
 
         On closing, every router must have used every micro-batch once, and once more for each pass that activation
         checkpointing recomputes. ``recomputes`` says whether the backward pass runs in this block: True demands the
@@ -254,7 +257,8 @@ class RoutingReplay:
         after the block then raises. ReplayError names layer, micro-batch and pass. With ``observe`` the Recording holds
         the experts used, and those that the routers would have chosen.
         """
-        given = routes.routes if isinstance(routes, Recording) else list(routes)
+        entries = routes.routes if isinstance(routes, Recording) else routes
+        given = [MicroRoutes(entry) if isinstance(entry, torch.Tensor) else entry for entry in entries]
         for micro, entry in enumerate(given):
             if entry.experts.dim() != 3 or entry.experts.size(1) != len(self._hooks):
                 raise ReplayError(

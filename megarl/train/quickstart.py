@@ -61,6 +61,8 @@ replay = "r3"
 
 [optim]
 lr = 1e-4
+min_lr = 1e-5
+decay_style = "linear"
 
 [eval]
 every = 10
