@@ -20,7 +20,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def launched(
     request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Case], Outcome]:
-    """Launches the ranks when the first outcome is read, with the cases of all selected tests of that world size."""
+    """Launches the cases of all selected tests when the first outcome is read."""
     wanted = [
         item.callspec.params["case"]
         for item in request.session.items
@@ -30,10 +30,9 @@ def launched(
 
     def outcome_of(case: Case) -> Outcome:
         if case not in outcomes:
-            chosen = list(dict.fromkeys(one for one in wanted if one.world_size == case.world_size))
-            folder = tmp_path_factory.mktemp(f"ranks{case.world_size}")
+            folder = tmp_path_factory.mktemp("ranks")
             (folder / "models").symlink_to(next(iter(models.values())).parent)
-            outcomes.update(launch(case.world_size, chosen, folder / "run"))
+            outcomes.update(launch(list(dict.fromkeys(wanted)), folder / "run"))
         return outcomes[case]
 
     return outcome_of

@@ -1,4 +1,7 @@
-"""Launched by ranks.py: imports once, forks one process per rank, runs every case of the plan on all of them."""
+"""Launched by ranks.py: imports once, then forks fresh ranks for every case of the plan.
+
+A fork is cheap, where another import costs seconds. No case meets the process groups, or the failure, of another.
+"""
 
 from __future__ import annotations
 
@@ -6,66 +9,71 @@ import importlib
 import os
 import pickle
 import signal
+import socket
 import sys
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
+CASE_TIMEOUT_S = 100
 
-def run_rank(rank: int, world_size: int, cases: list[Any], folder: Path) -> None:
+
+def run_rank(rank: int, case: Any, stem: Path) -> None:
     import torch.distributed as dist
 
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    for index, case in enumerate(cases):
-        started = time.perf_counter()
-        error = result = None
-        try:
-            module, _, name = case.function.partition(":")
-            result = getattr(importlib.import_module(module), name)(dict(case.layout), **dict(case.arguments))
-        except Exception:
-            error = traceback.format_exc()
-            (folder / f"case{index}.rank{rank}.error").write_text(error)
-        errors: list[Any] = [error] * world_size
-        if dist.is_initialized():  # a broken group raises here, which ends the launch
-            dist.all_gather_object(errors, error)
-        elif error:
-            raise SystemExit(1)
-        if rank == 0 and not any(errors):
-            (folder / f"case{index}.pkl").write_bytes(pickle.dumps(result))
-            print(f"{time.perf_counter() - started:6.2f} s  {case.function} {case}", flush=True)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case.world_size))
+    signal.alarm(CASE_TIMEOUT_S)
+    module, _, name = case.function.partition(":")
+    try:
+        result = getattr(importlib.import_module(module), name)(dict(case.layout), **dict(case.arguments))
+        dist.barrier()
+    except Exception:
+        stem.with_suffix(f".rank{rank}.error").write_text(traceback.format_exc())
+        time.sleep(1.0)  # so that others can tell what they saw
+        raise
+    if rank == 0:
+        stem.with_suffix(".pkl").write_bytes(pickle.dumps(result))
 
 
-def main() -> None:
-    import torch
-
-    import megarl.megatron.checkpoint  # noqa: F401  (imported before the ranks are forked, so that it costs once)
-
-    folder = Path(sys.argv[1])
-    torch.set_num_threads(1)
-    world_size, cases = pickle.loads((folder / "plan.pkl").read_bytes())
-    children = []
-    for rank in range(world_size):
+def run_case(case: Any, stem: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]))
+    children = set()
+    for rank in range(case.world_size):
         pid = os.fork()
         if pid == 0:
             status = 1
             try:
-                run_rank(rank, world_size, cases, folder)
+                run_rank(rank, case, stem)
                 status = 0
-            except BaseException:
+            except Exception:
                 traceback.print_exc()
             finally:
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(status)
-        children.append(pid)
+        children.add(pid)
     while children:
         pid, status = os.wait()
-        children.remove(pid)
+        children.discard(pid)
         if status:  # the others may wait for this rank for ever
             for other in children:
                 os.kill(other, signal.SIGKILL)
-            sys.exit(1)
+
+
+def main() -> None:
+    import torch
+
+    import megarl.megatron.checkpoint  # noqa: F401  (before the ranks are forked, so that it costs once)
+
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    for index, case in enumerate(pickle.loads((folder / "plan.pkl").read_bytes())):
+        started = time.perf_counter()
+        run_case(case, folder / f"case{index}")
+        print(f"{time.perf_counter() - started:6.2f} s  {case.function} {case}", flush=True)
 
 
 if __name__ == "__main__":

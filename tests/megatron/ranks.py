@@ -1,8 +1,7 @@
 """Runs functions on several gloo ranks: one launch for all the cases that the selected tests ask for.
 
-A test is parametrised with a ``Case`` and reads the ``outcome`` fixture (see conftest.py). All cases of one world size
-run in one launch, sorted by layout, because starting ranks costs seconds. ``rank_worker.py`` is what is launched; the
-functions live in ``cases_*.py`` and are named ``module:function``.
+A test is parametrised with a ``Case`` and reads the ``outcome`` fixture (see conftest.py). ``rank_worker.py`` is what is
+launched; the functions live in ``cases_*.py`` and are named ``module:function``.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -55,24 +53,11 @@ class Outcome:
     error: str | None = None
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def launch(world_size: int, cases: Sequence[Case], folder: Path) -> dict[Case, Outcome]:
-    """Run ``cases`` on fresh ranks; each case has an outcome, also those that a crash kept from running."""
+def launch(cases: Sequence[Case], folder: Path) -> dict[Case, Outcome]:
+    """Run every case on its own fresh ranks, one case after the other; ``folder`` keeps log and results."""
     folder.mkdir(parents=True)
-    ordered = sorted(cases, key=lambda one: (one.layout, one.function, str(one.arguments)))
-    (folder / "plan.pkl").write_bytes(pickle.dumps((world_size, ordered)))
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
-    }
+    (folder / "plan.pkl").write_bytes(pickle.dumps(list(cases)))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
     with (folder / "log.txt").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, str(HERE / "rank_worker.py"), str(folder)],
@@ -87,16 +72,12 @@ def launch(world_size: int, cases: Sequence[Case], folder: Path) -> dict[Case, O
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    return {one: _outcome(folder, index) for index, one in enumerate(ordered)}
+    return {case: _outcome(folder, index) for index, case in enumerate(cases)}
 
 
 def _outcome(folder: Path, index: int) -> Outcome:
-    errors = sorted(folder.glob(f"case{index}.rank*.error"))
-    if errors:
-        return Outcome(error="\n".join(f"{path.name}\n{path.read_text()}" for path in errors))
     result = folder / f"case{index}.pkl"
     if result.is_file():
         return Outcome(value=pickle.loads(result.read_bytes()))
-    first = next(iter(sorted(folder.glob("case*.error"))), None)
-    reason = f"an earlier case failed: {first.name}\n{first.read_text()}" if first else ""
-    return Outcome(error=f"the ranks ended before this case ran. {reason}\n{(folder / 'log.txt').read_text()[-3000:]}")
+    told = [f"{path.name}\n{path.read_text()}" for path in sorted(folder.glob(f"case{index}.rank*.error"))]
+    return Outcome(error="\n".join(told) or f"a rank ended without a word\n{(folder / 'log.txt').read_text()[-3000:]}")

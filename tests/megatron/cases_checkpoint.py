@@ -1,0 +1,62 @@
+"""Cases that run on several ranks: interrupted runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cases_training import forward_backward
+from tiny_world import MODELS, config, exported, local_batch, policy_of
+
+from megarl.config import Config
+from megarl.megatron import checkpoint
+from megarl.megatron.policy import Policy
+
+SCHEDULE: dict[str, Any] = {
+    "optim__decay_style": "linear",
+    "optim__warmup_steps": 1,
+    "optim__decay_steps": 6,
+    "optim__min_lr": 1e-4,
+    "optim__weight_decay": 0.01,
+}
+
+
+def train(policy: Policy, settings: Config, steps: range) -> list[tuple[float, float, float]]:
+    """(loss, gradient norm, learning rate) of each step; every step has its own batch."""
+    found = []
+    for step in steps:
+        loss, _ = forward_backward(policy, settings, local_batch(seed=step))
+        found.append((loss, *policy.optimizer_step()))
+    return found
+
+
+def interrupted(layout: dict[str, int], then: str = "", name: str = "resume", **overrides: Any) -> dict[str, Any]:
+    """Four steps in one go; two, a checkpoint, a fresh policy (in layout ``then``), the checkpoint, two more."""
+    overrides = {**SCHEDULE, **overrides}
+    settings = config(MODELS / "base", layout, **overrides)
+    policy = policy_of(settings)
+    straight = train(policy, settings, range(4))
+    straight_weights = exported(policy)
+
+    policy = policy_of(settings)
+    train(policy, settings, range(2))
+    folder = Path(f"{name}-{'-'.join(layout)}-{then.replace(' ', '-')}")
+    path = checkpoint.save(folder, 2, policy, {"position": 7}, keep=2)
+    saved_weights = exported(policy)
+
+    other = {part[:-1]: int(part[-1]) for part in then.split()} if then else layout
+    settings = config(MODELS / "base", other, **{**overrides, "run__seed": 99})
+    policy = policy_of(settings)
+    loop = checkpoint.load(path, policy)
+    loaded_weights = exported(policy)
+    resumed = train(policy, settings, range(2, 4))
+    return {
+        "straight": straight,
+        "straight_weights": straight_weights,
+        "saved_weights": saved_weights,
+        "loaded_weights": loaded_weights,
+        "resumed": resumed,
+        "resumed_weights": exported(policy),
+        "loop": loop,
+        "folder": sorted(entry.name for entry in folder.iterdir()),
+    }

@@ -1,0 +1,134 @@
+"""Cases that run on several ranks: which experts tokens are sent to under replay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from dispatch_probe import DispatchProbe
+from megatron.core import parallel_state
+from tiny_world import MODELS, coefficients_of, config, local_batch, micro_batches, policy_of, rollouts
+
+from megarl.core.types import TrainBatch
+from megarl.megatron import distributed
+from megarl.megatron.batches import MicroBatch, local_routes, shared_with_rollout
+from megarl.megatron.forward import run
+
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "uniform": {"granularity": "full", "method": "uniform", "num_layers": 1},
+    "block": {"granularity": "full", "method": "block", "num_layers": 1},
+    "moe": {"granularity": "selective", "modules": ["moe"]},
+}
+
+
+def dispatched(layout: dict[str, int], recompute: str = "none", dispatcher: str = "alltoall") -> dict[str, Any]:
+    """A forward-only pass and a training pass under replay of the rollouts' routes, seen by the probe."""
+    settings = config(MODELS / "base", layout, recompute=RECOMPUTE[recompute], parallel__dispatcher=dispatcher)
+    policy = policy_of(settings)
+    assert policy.replay is not None
+    batch = local_batch()
+    micros = micro_batches(settings, batch)
+    routes = [local_routes(micro, policy.replay.layers, policy.shape) for micro in micros]
+    keywords: dict[str, Any] = {"temperature": 1.0, "vocab_size": policy.shape.vocab_size}
+
+    def coefficients(_: int, part: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        return coefficients_of(part), {}
+
+    report: dict[str, Any] = {"violations": [], "calls": {}, "gate_error": 0.0, "num_micro_batches": len(micros)}
+    policy.zero_grad()
+    for name, training in (("scoring", False), ("training", True)):
+        probe = DispatchProbe(policy.chunks, micros)
+        with policy.replay.replay(routes, recomputes=training):
+            run(policy.chunks, micros, coefficients=coefficients if training else None, **keywords)
+        probe.remove()
+        report["violations"] += [f"{name}: {line}" for line in probe.violations(rollouts(), policy.shape.moe_layers)]
+        report["calls"][name] = dict(probe.counts())
+        report["gate_error"] = max(report["gate_error"], probe.largest_gate_error())
+    native = DispatchProbe(policy.chunks, micros)
+    run(policy.chunks, micros, **keywords)
+    native.remove()
+    report["native_violations"] = len(native.violations(rollouts(), policy.shape.moe_layers))
+    report["router_gradients"] = {
+        (name, dist.get_rank()): float(parameter.main_grad.abs().max())
+        for chunk in policy.chunks
+        for name, parameter in chunk.named_parameters()
+        if name.endswith("router.weight")
+    }
+    return _merged(report)
+
+
+def _merged(report: dict[str, Any]) -> dict[str, Any]:
+    """The reports of all ranks as one: violations put together, calls as a list by rank."""
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, report)
+    return {
+        "violations": [line for one in reports for line in one["violations"]],
+        "calls": [one["calls"] for one in reports],
+        "gate_error": max(one["gate_error"] for one in reports),
+        "num_micro_batches": [one["num_micro_batches"] for one in reports],
+        "native_violations": sum(one["native_violations"] for one in reports),
+        "router_gradients": {key: value for one in reports for key, value in one["router_gradients"].items()},
+    }
+
+
+def recorded(layout: dict[str, int], recompute: str = "none", dispatcher: str = "alltoall") -> dict[str, Any]:
+    """R2: a recorded pass, then a training pass that replays it with unchanged weights."""
+    settings = config(MODELS / "base", layout, recompute=RECOMPUTE[recompute], parallel__dispatcher=dispatcher)
+    policy = policy_of(settings)
+    assert policy.replay is not None
+    batch = local_batch()
+    micros = micro_batches(settings, batch)
+    keywords: dict[str, Any] = {"temperature": 1.0, "vocab_size": policy.shape.vocab_size}
+    probe = DispatchProbe(policy.chunks, micros)
+    with policy.replay.record() as recording:
+        first = run(policy.chunks, micros, **keywords)
+    probe.remove()
+
+    def coefficients(_: int, part: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        return coefficients_of(part), {}
+
+    policy.zero_grad()
+    with policy.replay.replay(recording, recomputes=True):
+        second = run(policy.chunks, micros, coefficients=coefficients, **keywords)
+    same = [torch.equal(a.logprobs, b.logprobs) for a, b in zip(first, second, strict=True)]
+    wrong = []
+    for one in probe.seen:
+        column = policy.replay.layers.index(one.layer)
+        kept = recording.routes[one.micro].experts[:, column].long()
+        if not torch.equal(torch.zeros_like(one.experts).scatter(1, kept, True), one.experts):
+            wrong.append((one.layer, one.micro))
+    shared = shared_with_rollout(recording.routes, micros, policy.replay.layers, policy.shape)
+    counted = _count_shared(probe, micros, policy.shape.moe_layers)
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, (same, wrong, [one.tolist() for one in shared] == counted, counted))
+    return {
+        "same": [flag for flags, *_ in everywhere for flag in flags],
+        "wrong": [item for _, items, *_ in everywhere for item in items],
+        "shared_as_counted": [equal for _, _, equal, _ in everywhere],
+        "counted": counted,
+    }
+
+
+def _count_shared(probe: DispatchProbe, micros: list[MicroBatch], moe_layers: tuple[int, ...]) -> list[list[list[int]]]:
+    """[micro][token with a row][layer]: experts that the dispatchers of all ranks and the rollouts have in common."""
+    place = (distributed.dp_rank(), parallel_state.get_tensor_model_parallel_rank())
+    mine = {(*place, one.layer, one.micro): one.experts for one in probe.seen}
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    seen = {key: value for part in parts for key, value in part.items()}
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    counted = []
+    for index, micro in enumerate(micros):
+        by_layer = [torch.cat([seen[place[0], rank, layer, index] for rank in range(tp)]) for layer in moe_layers]
+        columns = micro.batch
+        assert columns.routed_experts is not None
+        assert columns.routed_mask is not None
+        counted.append(
+            [
+                [int(used[token, columns.routed_experts[token, at].long()].sum()) for at, used in enumerate(by_layer)]
+                for token in columns.routed_mask.nonzero()[:, 0].tolist()
+            ]
+        )
+    return counted

@@ -1,0 +1,161 @@
+"""One model, one batch, many layouts: the numbers do not depend on how the model is spread over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cases_training
+import pytest
+import torch
+from ranks import Case, case
+from tiny_world import (
+    batch_of,
+    logits_of_transformers,
+    oracle_loss_gradients,
+    rollouts,
+    teacher_forced,
+)
+
+LOGPROBS = "cases_training:logprobs"
+GRADIENTS = "cases_training:gradients"
+STEPS = "cases_training:fixed_batch_steps"
+
+LAYOUTS_OF_2 = ["ep2", "tp2", "pp2", "pp2 vpp2", "tp2 ep2 etp1"]
+LAYOUTS_OF_4 = ["tp2 ep2 etp1 pp2", "pp2 vpp2 ep2"]
+
+
+@pytest.fixture(scope="session")
+def reference_gradients(models: dict[str, Path]) -> Callable[[str], tuple[float, dict[str, torch.Tensor]]]:
+    known: dict[str, tuple[float, dict[str, torch.Tensor]]] = {}
+
+    def of(model: str) -> tuple[float, dict[str, torch.Tensor]]:
+        if model not in known:
+            known[model] = oracle_loss_gradients(models[model], batch_of(rollouts()))
+        return known[model]
+
+    return of
+
+
+def assert_logprobs_of_transformers(found: dict[str, Any], model: Path) -> None:
+    made = rollouts()
+    assert len(found["logprobs"]) == len(made)
+    for rollout, logits in zip(made, logits_of_transformers(model, [one.tokens for one in made]), strict=True):
+        logprobs, entropies = teacher_forced(logits, rollout.tokens)
+        key = tuple(rollout.tokens.tolist())
+        torch.testing.assert_close(found["logprobs"][key].double(), logprobs, rtol=0, atol=1e-5)
+        assert found["logprobs"][key][0] == 0
+        # entropy[t] is of the distribution that token t was drawn from
+        torch.testing.assert_close(found["entropies"][key].double(), entropies, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", ["base", "tied", "vocab31"])
+def test_logprobs_and_entropies_equal_transformers_on_one_rank(
+    model: str, models: dict[str, Path], in_model_folder: None
+) -> None:
+    found = cases_training.logprobs({}, model)
+    assert found["num_micro_batches"] > 1
+    assert_logprobs_of_transformers(found, models[model])
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(case(2, LOGPROBS, layout) for layout in LAYOUTS_OF_2),
+        *(case(4, LOGPROBS, layout) for layout in LAYOUTS_OF_4),
+        case(2, LOGPROBS, "pp2", model="tied"),
+        case(2, LOGPROBS, "tp2", model="vocab31"),
+        case(4, LOGPROBS, "tp4", model="vocab30"),
+    ],
+    ids=str,
+)
+def test_logprobs_and_entropies_equal_transformers(
+    case: Case, outcome: dict[str, Any], models: dict[str, Path]
+) -> None:
+    assert_logprobs_of_transformers(outcome, models[dict(case.arguments).get("model", "base")])
+
+
+def assert_gradients(found: dict[str, Any], expected: tuple[float, dict[str, torch.Tensor]]) -> None:
+    loss, gradients = expected
+    assert found["loss"] == pytest.approx(loss, rel=1e-5)
+    assert sorted(found["gradients"]) == sorted(gradients)
+    for name, gradient in gradients.items():
+        scale = float(gradient.abs().max())
+        error = float((found["gradients"][name] - gradient).abs().max())
+        assert error <= 1e-4 * scale + 2e-6, f"{name}: off by {error} on a scale of {scale}"
+
+
+@pytest.mark.parametrize("model", ["base", "tied"])
+def test_gradients_of_every_parameter_equal_those_of_transformers(
+    model: str, in_model_folder: None, reference_gradients: Callable[[str], tuple[float, dict[str, torch.Tensor]]]
+) -> None:
+    found = cases_training.gradients({}, model)
+    assert_gradients(found, reference_gradients(model))
+    used = [name for name, value in found["gradients"].items() if value.abs().max() > 0]
+    assert len(used) > 0.9 * len(found["gradients"])
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(case(2, GRADIENTS, layout) for layout in LAYOUTS_OF_2),
+        *(case(4, GRADIENTS, layout) for layout in LAYOUTS_OF_4),
+        case(2, GRADIENTS, "pp2", model="tied"),
+        case(2, GRADIENTS, "tp2", model="tied"),
+    ],
+    ids=str,
+)
+def test_gradients_in_every_layout_equal_those_of_transformers(
+    case: Case,
+    outcome: dict[str, Any],
+    reference_gradients: Callable[[str], tuple[float, dict[str, torch.Tensor]]],
+) -> None:
+    assert_gradients(outcome, reference_gradients(dict(case.arguments).get("model", "base")))
+
+
+def test_gradients_do_not_depend_on_how_the_batch_is_cut_into_micro_batches(in_model_folder: None) -> None:
+    small = cases_training.gradients({}, micro_tokens=16, replay="r3")
+    large = cases_training.gradients({}, micro_tokens=1024, replay="r3")
+    assert small["loss"] == pytest.approx(large["loss"], rel=1e-6)
+    for name, gradient in large["gradients"].items():
+        error = float((small["gradients"][name] - gradient).abs().max())
+        assert error <= 1e-5 * float(gradient.abs().max()) + 1e-6, f"{name}: off by {error}"
+
+
+@pytest.fixture(scope="session")
+def single_rank_steps(models: dict[str, Path]) -> dict[str, Any]:
+    from megarl.megatron import distributed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(models["base"].parent.parent)
+        distributed.shutdown()
+        found = cases_training.fixed_batch_steps({})
+        distributed.shutdown()
+    return found
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(case(2, STEPS, layout) for layout in LAYOUTS_OF_2),
+        case(2, STEPS, "ep2", dispatcher="allgather"),
+        *(case(4, STEPS, layout) for layout in LAYOUTS_OF_4),
+    ],
+    ids=str,
+)
+def test_a_fixed_batch_gives_the_same_losses_norms_and_weights_in_every_layout(
+    case: Case, outcome: dict[str, Any], single_rank_steps: dict[str, Any]
+) -> None:
+    assert single_rank_steps["losses"][0] != single_rank_steps["losses"][1]
+    assert outcome["losses"] == pytest.approx(single_rank_steps["losses"], rel=1e-5)
+    assert outcome["norms"] == pytest.approx(single_rank_steps["norms"], rel=1e-5)
+    assert sorted(outcome["weights"]) == sorted(single_rank_steps["weights"])
+    lr = 1e-3
+    for name, weight in single_rank_steps["weights"].items():
+        # Adam divides by the gradient's size, so a gradient of rounding noise alone may move a weight by up to lr
+        error = (outcome["weights"][name] - weight).abs()
+        assert float(error.max()) <= 2e-2 * lr, f"{name}: off by {float(error.max())}"
