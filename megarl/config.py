@@ -23,7 +23,27 @@ from megarl.megatron_fields import REPLAY_BLOCKERS, ReplayBlocker, replay_blocke
 
 __all__ = ["OBJECTIVES", "OBJECTIVE_PARTS", "REPLAY_BLOCKERS", "Config", "Layout", "ReplayBlocker", "replay_blockers"]
 
-OBJECTIVES = ("minirl", "minirl_length_norm", "minirl_no_is", "minirl_no_clip", "grpo", "reinforce")
+OBJECTIVES = (
+    "minirl",
+    "minirl_length_norm",
+    "minirl_no_is",
+    "minirl_no_clip",
+    "reinforce",
+    "rloo",
+    "grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "raft",
+    "raft_pp",
+    "reinforce_rej",
+    "ctpo",
+    "kl_grpo",
+    "power",
+    "upper_clip",
+    "ppo_upper",
+    "adaptive_power",
+)
 """Names of megarl.core.objectives.OBJECTIVES, repeated because importing that imports torch."""
 
 OBJECTIVE_PARTS = (
@@ -40,6 +60,23 @@ OBJECTIVE_PARTS = (
     "std_ddof",
     "std_eps",
     "norm_length",
+    "selection",
+    "mask_ratio",
+    "window",
+    "window_power",
+    "dual_clip",
+    "prefix_grad",
+    "log_ratio_cap",
+    "power",
+    "ess_target",
+    "gap",
+    "gap_ratio",
+    "gap_mode",
+    "gap_low",
+    "gap_high",
+    "kl",
+    "kl_coef",
+    "kl_horizon",
 )
 """Fields of megarl.core.objectives.Objective, repeated for the same reason."""
 

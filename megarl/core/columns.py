@@ -108,6 +108,9 @@ class TokenState:
     """bool [T], loss tokens that the rollout engine can have sampled: the ones that denominators count."""
     keep: Tensor
     """bool [T], usable tokens to which pi_theta and pi_old give a probability above 0: the ones that may train."""
+    cu_seqlens: Tensor
+    """int64 [N+1]."""
+    ref_logprobs: Tensor | None = None
 
 
 def prepare(columns: TokenColumns) -> TokenState:
@@ -125,7 +128,10 @@ def prepare(columns: TokenColumns) -> TokenState:
     usable = usable_mask(columns.loss_mask, rollout_logprobs)
     keep = usable & ~torch.isneginf(logprobs) & ~torch.isneginf(old_logprobs)
     advantages = columns.advantages.detach().to(wide)
-    return TokenState(logprobs, old_logprobs, rollout_logprobs, advantages, usable, keep)
+    ref_logprobs = None if columns.ref_logprobs is None else columns.ref_logprobs.detach().to(wide)
+    return TokenState(
+        logprobs, old_logprobs, rollout_logprobs, advantages, usable, keep, columns.cu_seqlens, ref_logprobs
+    )
 
 
 def refuse_non_finite(columns: TokenColumns) -> None:

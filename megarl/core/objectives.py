@@ -4,24 +4,25 @@
 
 ``A`` advantage, ``W`` importance weight, ``M`` trust mask (0 or 1), ``D`` denominator (aggregation). ``M`` and ``W``
 carry no gradient, so an objective is nothing but one coefficient per token, and its loss is always
-``-(coefficients * logprobs).sum()``. Three policies are told apart: theta (being trained), old (the training engine
-before the update) and mu (the rollout engine that sampled).
+``-(coefficients * logprobs).sum()``. A KL penalty and the literal derivative of a prefix ratio are coefficients too.
+Three policies are told apart: theta (being trained), old (the training engine before the update) and mu (the rollout
+engine that sampled).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Literal, get_args
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megarl.core.advantages import ADVANTAGES, AdvantageName, Values, grpo
+from megarl.core.advantages import ADVANTAGES, Values, grpo, token_level_kl, uniform_groups
 from megarl.core.columns import Denominators, TokenColumns, TokenState, prepare
 from megarl.core.metrics import Stat
-from megarl.core.ratios import log_ratio, segment_expand, segment_sum
+from megarl.core.parts import Objective
+from megarl.core.ratios import log_ratio, segment_cumsum, segment_expand, segment_sum
+from megarl.core.table import OBJECTIVES
+from megarl.core.weights import importance_weight, kl_penalty, outside_trust
 from megarl.errors import ConfigError
 
 __all__ = [
@@ -32,114 +33,10 @@ __all__ = [
     "TokenColumns",
     "coefficients",
     "policy_loss",
+    "selected_responses",
     "sequence_advantages",
+    "token_advantages",
 ]
-
-RatioKind = Literal["token"]
-WeightPolicies = Literal["none", "theta_mu", "theta_old", "old_mu"]
-WeightFunction = Literal["identity"]
-CappedRatio = Literal["theta_mu", "old_mu"]
-MaskKind = Literal["none", "ppo"]
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-
-
-@dataclass(frozen=True, slots=True)
-class Objective:
-    """One row of the table; ``dataclasses.replace`` gives a variant. Raises ConfigError if the parts do not fit."""
-
-    advantage: AdvantageName
-    """How rewards become advantages; see ``megarl.core.advantages``."""
-    weight: WeightPolicies
-    """The policies whose ratio weights a token, numerator first; "none" is weight 1."""
-    mask: MaskKind
-    """"ppo" drops a token with A > 0 and r > 1 + eps_high, or A < 0 and r < 1 - eps_low, where r = theta/old."""
-    aggregation: Aggregation
-    """The denominator: all tokens | sequences | sequences and each one's tokens | the constant norm_length."""
-    ratio: RatioKind = "token"
-    """Over which tokens a ratio is taken: the token alone."""
-    weight_fn: WeightFunction = "identity"
-    """Function applied to the ratio before the cap."""
-    cap: float | None = None
-    """Truncated importance sampling: the weight is min(ratio, cap), not renormalised. None for no cap."""
-    tis_on: CappedRatio = "theta_mu"
-    """What the cap is on: the whole weight, or (decoupled) only its factor old/mu, times theta/old uncapped."""
-    eps_low: float = 0.2
-    """Lower clip distance of the mask."""
-    eps_high: float = 0.2
-    """Upper clip distance of the mask."""
-    std_ddof: int = 1
-    """Of the standard deviation in the "grpo" advantage: 1 unbiased, 0 population."""
-    std_eps: float = 1e-6
-    """Added to that standard deviation."""
-    norm_length: int | None = None
-    """Tokens; the constant L of "seq-mean-token-sum-norm", and of no other aggregation."""
-
-    def __post_init__(self) -> None:
-        choices = {
-            "advantage": AdvantageName,
-            "weight": WeightPolicies,
-            "mask": MaskKind,
-            "aggregation": Aggregation,
-            "ratio": RatioKind,
-            "weight_fn": WeightFunction,
-            "tis_on": CappedRatio,
-        }
-        for field, literal in choices.items():
-            if getattr(self, field) not in get_args(literal):
-                raise ConfigError(
-                    f"objective: {field} is {getattr(self, field)!r}, expected one of {get_args(literal)}"
-                )
-        if not (self.eps_low >= 0 and self.eps_high >= 0):
-            raise ConfigError(f"objective: eps_low {self.eps_low} and eps_high {self.eps_high} must not be negative")
-        if self.cap is not None and not self.cap > 0:
-            raise ConfigError(f"objective: cap is {self.cap}, expected a positive number, or None for no cap")
-        if self.cap is not None and self.weight == "none":
-            raise ConfigError(f"objective: cap {self.cap} without a weight has nothing to cap; set cap to None")
-        if self.tis_on == "old_mu" and self.weight not in ("theta_mu", "old_mu"):
-            raise ConfigError(f"objective: tis_on is 'old_mu', but the weight {self.weight!r} has no factor old/mu")
-        if (self.norm_length is not None) != (self.aggregation == "seq-mean-token-sum-norm"):
-            raise ConfigError(
-                f"objective: aggregation {self.aggregation!r} with norm_length {self.norm_length}; "
-                f"seq-mean-token-sum-norm needs a norm_length in tokens, the others take none"
-            )
-        if self.norm_length is not None and self.norm_length < 1:
-            raise ConfigError(f"objective: norm_length is {self.norm_length}, expected at least 1 token")
-
-
-_MINIRL = Objective(
-    advantage="group_mean",
-    weight="theta_mu",
-    mask="ppo",
-    aggregation="seq-mean-token-sum",
-    cap=5.0,
-    eps_low=0.2,
-    eps_high=0.27,
-)
-
-OBJECTIVES: Mapping[str, Objective] = MappingProxyType(
-    {
-        # MiniRL and its ablations: Zheng et al., arXiv 2512.01374, eq. 7.
-        "minirl": _MINIRL,
-        "minirl_length_norm": replace(_MINIRL, aggregation="seq-mean-token-mean"),
-        "minirl_no_is": replace(_MINIRL, weight="theta_old", cap=None),
-        "minirl_no_clip": replace(_MINIRL, mask="none"),
-        # DeepSeekMath, arXiv 2402.03300, eq. 3 without its KL term; the PPO minimum in the form of its gradient.
-        "grpo": Objective(
-            advantage="grpo",
-            weight="theta_old",
-            mask="ppo",
-            aggregation="seq-mean-token-mean",
-        ),
-        # Williams 1992 with the group's mean as baseline.
-        "reinforce": Objective(
-            advantage="group_mean",
-            weight="none",
-            mask="none",
-            aggregation="seq-mean-token-sum",
-        ),
-    }
-)
-"""Named algorithms. Their gradients, not their loss values, are those of the papers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,90 +50,142 @@ class Coefficients:
 
 
 def sequence_advantages(objective: Objective, rewards: Values, groups: Values) -> Tensor:
-    """Return the objective's advantage of each response: rewards [N], groups integer [N] -> [N]."""
+    """Return the objective's advantage of each response: rewards [N], groups integer [N] -> [N].
+
+    Raises ConfigError for "token_level_kl", which needs columns: see ``token_advantages``.
+    """
+    if objective.advantage == "token_level_kl":
+        raise ConfigError(
+            "objective: advantage 'token_level_kl' differs between the tokens of a response and needs ref_logprobs, "
+            "which this caller does not have; use token_advantages() with them, or another advantage"
+        )
     if objective.advantage == "grpo":
         return grpo(rewards, groups, ddof=objective.std_ddof, eps=objective.std_eps)
     return ADVANTAGES[objective.advantage](rewards, groups)
 
 
-def coefficients(objective: Objective, columns: TokenColumns, denominators: Denominators | None = None) -> Coefficients:
-    """Return ``M_t * W_t * A_t / D`` for every token: the derivative of J by its log-probability.
+def token_advantages(
+    objective: Objective,
+    rewards: Values,
+    groups: Values,
+    *,
+    logprobs: Tensor,
+    ref_logprobs: Tensor | None,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+) -> Tensor:
+    """Return the objective's advantage of each token, whatever its kind: rewards, groups [N] -> [T].
+
+    logprobs: [T], of the policy before the update; ref_logprobs: [T], None if the objective needs none (ConfigError
+    if it does); loss_mask: bool [T]; cu_seqlens: int64 [N+1], of whole groups.
+    """
+    if objective.advantage != "token_level_kl":
+        values = sequence_advantages(objective, rewards, groups).to(cu_seqlens.device)
+        return segment_expand(values, cu_seqlens)
+    if ref_logprobs is None:
+        raise _missing_ref("advantage 'token_level_kl'")
+    return token_level_kl(
+        rewards,
+        groups,
+        logprobs,
+        ref_logprobs,
+        loss_mask,
+        cu_seqlens,
+        beta=objective.kl_coef,
+        ddof=objective.std_ddof,
+        eps=objective.std_eps,
+        horizon=objective.kl_horizon,
+    )
+
+
+def selected_responses(objective: Objective, rewards: Values, groups: Values) -> Tensor:
+    """Return bool [N]: the responses that train and count in denominators, by ``objective.selection``.
+
+    Clear the loss_mask of the others before packing: advantages alone do not take a response out of a denominator.
+    """
+    contrast = ~uniform_groups(rewards, groups)
+    if objective.selection == "mixed_groups":
+        ids = torch.as_tensor(groups)
+        return contrast[torch.unique(ids, return_inverse=True)[1]]
+    if objective.selection == "positive":
+        return sequence_advantages(objective, rewards, groups) > 0
+    return torch.ones(len(rewards), dtype=torch.bool, device=contrast.device)
+
+
+def coefficients(
+    objective: Objective,
+    columns: TokenColumns,
+    denominators: Denominators | None = None,
+    *,
+    power: float | None = None,
+) -> Coefficients:
+    """Return ``M_t * W_t * A_t / D`` for every token, less the KL's share: the derivative of J by its log-probability.
 
     denominators: global ones, over all micro-batches and data-parallel ranks of one optimizer step, so that the
     coefficients of the parts are exactly those of the whole; None if these columns are the whole batch. The columns
-    must hold whole sequences: under context parallelism gather the log-probabilities and slice the result.
+    must hold whole sequences: under context parallelism gather the log-probabilities and slice the result. power: the
+    exponent of weight_fn "adaptive_power", to share one between micro-batches; None chooses it from these columns.
 
     Log-ratios are clamped to +-20 per token. A loss token with rollout_logprobs -inf leaves loss and denominators
-    (``invalid_logprob``); one with logprobs or old_logprobs -inf gets coefficient 0 (``dropped_logprob``). Any other
-    non-finite value on a loss token raises NumericsError with the column and the first such token.
+    (``logprobs/invalid``); one with logprobs or old_logprobs -inf gets coefficient 0 and stands in no ratio of its
+    sequence (``logprobs/dropped``). Any other non-finite value on a loss token raises NumericsError with the column
+    and the first such token; a KL without ref_logprobs raises ConfigError.
     """
     state = prepare(columns)
     log_staleness = log_ratio(state.logprobs, state.old_logprobs, state.keep)
-    weight, truncated = _weight(objective, state)
-    high, low = _outside_trust(objective, log_staleness.exp(), state)
-    scale = _aggregation_scale(objective, state, columns.cu_seqlens, denominators)
-    trusted = state.keep & ~(high | low)
-    values = torch.where(trusted, weight * state.advantages * scale, 0.0)
+    weight = importance_weight(objective, state, power)
+    trust = outside_trust(objective, state, log_staleness)
+    scale = _aggregation_scale(objective, state, denominators)
+    values = torch.where(trust.inside, weight.values * state.advantages * scale, 0.0)
+    if objective.prefix_grad:
+        # d rho_t / d log pi_i = rho_t for every i <= t: each token collects the terms of all tokens after it.
+        collected = segment_cumsum(values, state.cu_seqlens, reverse=True).to(values.dtype)
+        values = torch.where(state.keep, collected, 0.0)
     metrics = {
         "loss_tokens": Stat.total(state.usable.sum()),
         "logprobs/invalid": Stat.total((columns.loss_mask & ~state.usable).sum()),
         "logprobs/dropped": Stat.total((state.usable & ~state.keep).sum()),
         "ratio": Stat.ratio(log_staleness, state.keep),
-        "tis/weight": Stat.summary(weight, state.keep),
-        "tis/ess": Stat.ess(weight, state.keep),
-        "clip/high": Stat.mean(high, state.keep),
-        "clip/low": Stat.mean(low, state.keep),
-        "tis/truncated": Stat.mean(truncated, state.keep),
+        **weight.metrics,
+        **trust.metrics,
     }
+    if objective.kl != "none":
+        if state.ref_logprobs is None:
+            raise _missing_ref(f"the penalty kl = {objective.kl!r}")
+        gradient, kl_metrics = kl_penalty(objective.kl, state.logprobs, state.ref_logprobs, state.keep)
+        values = values - torch.where(state.keep, objective.kl_coef * gradient * scale, 0.0)
+        metrics |= kl_metrics
     return Coefficients(values, metrics)
 
 
 def policy_loss(
-    objective: Objective, columns: TokenColumns, denominators: Denominators | None = None
+    objective: Objective,
+    columns: TokenColumns,
+    denominators: Denominators | None = None,
+    *,
+    power: float | None = None,
 ) -> tuple[Tensor, dict[str, Stat]]:
     """Return the scalar ``-(coefficients * logprobs).sum()`` with gradient to ``columns.logprobs``, and its metrics.
 
     Arguments and errors as in ``coefficients``. Tokens with coefficient 0 are left out of the sum, for 0 times a
     log-probability of -inf is NaN.
     """
-    result = coefficients(objective, columns, denominators)
+    result = coefficients(objective, columns, denominators, power=power)
     kept = torch.where(result.values != 0, columns.logprobs, 0.0)
     loss = -(result.values.detach() * kept).sum()
     return loss, {**result.metrics, "loss": Stat.total(loss)}
 
 
-def _weight(objective: Objective, state: TokenState) -> tuple[Tensor, Tensor]:
-    """Return the importance weight [T] and, bool [T], where the cap has cut it."""
-    if objective.weight == "none":
-        return torch.ones_like(state.logprobs), torch.zeros_like(state.keep)
-    policies = {"theta": state.logprobs, "old": state.old_logprobs, "mu": state.rollout_logprobs}
-    decoupled = objective.weight == "theta_mu" and objective.tis_on == "old_mu"
-    numerator, denominator = ("old_mu" if decoupled else objective.weight).split("_")
-    ratio = log_ratio(policies[numerator], policies[denominator], state.keep).exp()
-    if objective.cap is None:
-        truncated = torch.zeros_like(state.keep)
-    else:
-        truncated = state.keep & (ratio > objective.cap)
-        ratio = ratio.clamp(max=objective.cap)
-    if decoupled:
-        ratio = ratio * log_ratio(state.logprobs, state.old_logprobs, state.keep).exp()
-    return ratio, truncated
+def _missing_ref(what: str) -> ConfigError:
+    return ConfigError(
+        f"objective: {what} needs the column ref_logprobs, which the batch does not have; compute the reference "
+        f"policy's log-probabilities, or choose an objective without a KL"
+    )
 
 
-def _outside_trust(objective: Objective, staleness: Tensor, state: TokenState) -> tuple[Tensor, Tensor]:
-    """Return where the mask drops a token, bool [T] each: above the window with A > 0, below it with A < 0."""
-    if objective.mask == "none":
-        nowhere = torch.zeros_like(state.keep)
-        return nowhere, nowhere
-    high = state.keep & (state.advantages > 0) & (staleness > 1 + objective.eps_high)
-    low = state.keep & (state.advantages < 0) & (staleness < 1 - objective.eps_low)
-    return high, low
-
-
-def _aggregation_scale(
-    objective: Objective, state: TokenState, cu_seqlens: Tensor, denominators: Denominators | None
-) -> Tensor:
+def _aggregation_scale(objective: Objective, state: TokenState, denominators: Denominators | None) -> Tensor:
     """Return 1/D, broadcastable to [T]. Empty sequences and batches divide by 1: they have no term to scale."""
+    cu_seqlens = state.cu_seqlens
     local = Denominators.of(state.usable, cu_seqlens)
     if denominators is None:
         denominators = local

@@ -10,6 +10,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from megarl.core.parts import RatioKind
+
 LOG_RATIO_BOUND = 20.0
 """Per-token log-ratios are clamped to plus/minus this, so that exp() stays finite in fp32 (verl's SAFETY_BOUND)."""
 
@@ -75,3 +77,76 @@ def segment_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
 def segment_expand(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Return [T], the per-sequence values [N] repeated for every token of their sequence."""
     return torch.repeat_interleave(values, segment_lengths(cu_seqlens))
+
+
+def segment_cumsum(values: Tensor, cu_seqlens: Tensor, reverse: bool = False) -> Tensor:
+    """Return, at each token, the sum of values [T] over its sequence up to and with it (``reverse``: from it on).
+
+    values: [T], finite; result: float64 [T]. One running sum over the whole batch less what stood before the sequence,
+    which would lose digits, were it not for the split: each value is a multiple of a coarse grid plus a rest. Sums of
+    multiples are exact in float64, so nothing is lost in the difference, and the rests are too small to matter. The
+    result is that of an exact sum to about 1 unit in the last place, whatever the other sequences of the batch hold.
+    """
+    values = values.double()
+    if not values.numel():
+        return values
+    # |sum of T multiples of grid| <= T * (max + grid) < 2^52 * grid, so it is an integer below 2^53 times a power of 2.
+    largest = values.abs().amax().clamp(min=torch.finfo(torch.float64).tiny * 2.0**60)
+    grid = torch.exp2(torch.ceil(torch.log2(largest * (values.numel() + 1))) - 51)
+    coarse = torch.round(values / grid) * grid
+    return _segment_cumsum(coarse, cu_seqlens, reverse) + _segment_cumsum(values - coarse, cu_seqlens, reverse)
+
+
+def segment_total(values: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return float64 [N], the sum of values [T] over each sequence, as exact as ``segment_cumsum``."""
+    sums = torch.cat([values.new_zeros(1, dtype=torch.float64), segment_cumsum(values, cu_seqlens)])
+    # The last token of a sequence holds its total; an empty one has no last token.
+    return torch.where(segment_lengths(cu_seqlens) > 0, sums[cu_seqlens[1:].long()], 0.0)
+
+
+def positions(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return int64 [T]: t of each masked token, counted from 1 among the masked tokens of its sequence.
+
+    A token outside the mask has the position of the masked one before it, 0 if there is none.
+    """
+    return _segment_cumsum(mask.long(), cu_seqlens, reverse=False)
+
+
+def aggregate_log_ratio(kind: RatioKind, log_ratios: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return the log-ratio of the tokens that ``kind`` names, for each token of the mask; 0 elsewhere.
+
+    With l_k the log-ratios of the n masked tokens of a sequence, and t the position among them:
+
+    - ``token``: l_t
+    - ``prefix``: sum_{k<=t} l_k, the exact weight of a token's past (CTPO, arXiv 2605.07331)
+    - ``future_product``: sum_{k>=t} l_k
+    - ``future_mean``: mean_{k>=t} l_k
+    - ``sequence_product``: sum_k l_k
+    - ``sequence_mean``: mean_k l_k (GSPO, arXiv 2507.18071)
+
+    log_ratios: [T], 0 outside the mask, as ``log_ratio`` gives them; mask: bool [T]; result: [T] in the dtype of
+    log_ratios, accumulated in float64, not clamped. Tokens outside the mask add nothing and do not advance t.
+    """
+    if kind == "token":
+        return log_ratios
+    if kind == "prefix":
+        sums = segment_cumsum(log_ratios, cu_seqlens)
+    elif kind in ("future_product", "future_mean"):
+        sums = segment_cumsum(log_ratios, cu_seqlens, reverse=True)
+        if kind == "future_mean":
+            sums = sums / _segment_cumsum(mask.long(), cu_seqlens, reverse=True).clamp(min=1)
+    else:
+        totals = segment_total(log_ratios, cu_seqlens)
+        if kind == "sequence_mean":
+            totals = totals / segment_sum(mask, cu_seqlens).clamp(min=1)
+        sums = segment_expand(totals, cu_seqlens)
+    return torch.where(mask, sums, 0.0).to(log_ratios.dtype)
+
+
+def _segment_cumsum(values: Tensor, cu_seqlens: Tensor, reverse: bool) -> Tensor:
+    """The running sum of a sequence as a difference of the running sum of the batch; exact only if all sums are."""
+    running = torch.cat([values.new_zeros(1), values.cumsum(0)])
+    bounds = running[cu_seqlens.long()]
+    if reverse:
+        return segment_expand(bounds[1:], cu_seqlens) - running[:-1]
+    return running[1:] - segment_expand(bounds[:-1], cu_seqlens)

@@ -1,16 +1,13 @@
 """The mathematics of ``megarl.core`` as slow, obvious loops in float64: the oracle of the tests.
 
 Written from the formulas, not from the fast code, and sharing none of it. Sequences are lists of lists, tokens are
-visited one at a time, and every sum is spelled out. The literal losses of the papers are here too, for autograd.
+visited one at a time, and every sum is spelled out. Objectives are in ``megarl.core.reference_objectives``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-
-import torch
-from torch import Tensor
 
 Floats = Sequence[float]
 
@@ -39,146 +36,40 @@ def grpo(rewards: Floats, groups: Sequence[int], ddof: int = 1, eps: float = 1e-
     return advantages
 
 
-def ratio(numerator: float, denominator: float) -> float:
-    """exp of the log-ratio, which is clamped to plus/minus 20."""
-    return math.exp(min(max(numerator - denominator, -20.0), 20.0))
+def rloo(rewards: Floats, groups: Sequence[int]) -> list[float]:
+    """R minus the mean of the other rewards of the group."""
+    advantages = []
+    for i, group in enumerate(groups):
+        others = [r for j, (r, g) in enumerate(zip(rewards, groups, strict=True)) if g == group and j != i]
+        advantages.append(rewards[i] - math.fsum(others) / len(others) if others else 0.0)
+    return advantages
 
 
-def token_weight(
-    weight: str, cap: float | None, tis_on: str, logprob: float, old_logprob: float, rollout_logprob: float
-) -> float:
-    """Importance weight of one token: which policies, and what the cap is on."""
-
-    def capped(value: float) -> float:
-        return value if cap is None else min(value, cap)
-
-    if weight == "none":
-        return 1.0
-    if weight == "theta_old":
-        return capped(ratio(logprob, old_logprob))
-    if weight == "old_mu":
-        return capped(ratio(old_logprob, rollout_logprob))
-    if tis_on == "old_mu":
-        return capped(ratio(old_logprob, rollout_logprob)) * ratio(logprob, old_logprob)
-    return capped(ratio(logprob, rollout_logprob))
-
-
-def trusted(mask: str, eps_low: float, eps_high: float, staleness: float, advantage: float) -> bool:
-    """Whether the trust mask lets one token train."""
-    if mask == "none":
-        return True
-    if advantage > 0 and staleness > 1 + eps_high:
-        return False
-    return not (advantage < 0 and staleness < 1 - eps_low)
-
-
-def token_scale(aggregation: str, response_lengths: Sequence[int], sequence: int, norm_length: int | None) -> float:
-    """1/D for a token of the given sequence; response_lengths are the loss tokens of every sequence of the batch."""
-    non_empty = sum(1 for length in response_lengths if length > 0)
-    if aggregation == "token-mean":
-        return 1.0 / sum(response_lengths)
-    if aggregation == "seq-mean-token-sum":
-        return 1.0 / non_empty
-    if aggregation == "seq-mean-token-mean":
-        return 1.0 / (non_empty * response_lengths[sequence])
-    assert aggregation == "seq-mean-token-sum-norm"
-    assert norm_length is not None
-    return 1.0 / norm_length
-
-
-def coefficients(
-    *,
-    weight: str,
-    mask: str,
-    aggregation: str,
-    cap: float | None,
-    tis_on: str,
-    eps_low: float,
-    eps_high: float,
-    norm_length: int | None,
-    logprobs: Sequence[Floats],
-    old_logprobs: Sequence[Floats],
-    rollout_logprobs: Sequence[Floats],
-    advantages: Sequence[Floats],
-    loss_mask: Sequence[Sequence[bool]],
+def token_level_kl(
+    rewards: Floats,
+    groups: Sequence[int],
+    kl: Sequence[Floats],
+    beta: float,
+    ddof: int,
+    eps: float,
+    horizon: int | None,
 ) -> list[list[float]]:
-    """M * W * A / D of every token of every sequence."""
-    usable = [
-        [bool(m) and mu != -math.inf for m, mu in zip(row_mask, row_mu, strict=True)]
-        for row_mask, row_mu in zip(loss_mask, rollout_logprobs, strict=True)
-    ]
-    lengths = [sum(row) for row in usable]
-    result = []
-    for n in range(len(logprobs)):
-        row = []
-        for t in range(len(logprobs[n])):
-            lp, old, mu, a = logprobs[n][t], old_logprobs[n][t], rollout_logprobs[n][t], advantages[n][t]
-            trains = usable[n][t] and lp != -math.inf and old != -math.inf
-            if trains and trusted(mask, eps_low, eps_high, ratio(lp, old), a):
-                scale = token_scale(aggregation, lengths, n, norm_length)
-                row.append(token_weight(weight, cap, tis_on, lp, old, mu) * a * scale)
-            else:
-                row.append(0.0)
-        result.append(row)
-    return result
-
-
-def aggregate(aggregation: str, terms: Sequence[Sequence[Tensor]], norm_length: int | None = None) -> Tensor:
-    """The aggregate of the loss tokens' terms, one list per sequence; empty sequences do not count."""
-    sequences = [row for row in terms if len(row)]
-    if not sequences:
-        return torch.zeros((), dtype=torch.float64)
-    sums = [torch.stack(list(row)).sum() for row in sequences]
-    if aggregation == "token-mean":
-        return torch.stack(sums).sum() / sum(len(row) for row in sequences)
-    if aggregation == "seq-mean-token-sum":
-        return torch.stack(sums).mean()
-    if aggregation == "seq-mean-token-mean":
-        return torch.stack([total / len(row) for total, row in zip(sums, sequences, strict=True)]).mean()
-    assert aggregation == "seq-mean-token-sum-norm"
-    assert norm_length is not None
-    return torch.stack(sums).sum() / norm_length
-
-
-def ppo_loss(
-    logprobs: Sequence[Sequence[Tensor]],
-    old_logprobs: Sequence[Floats],
-    advantages: Sequence[Floats],
-    eps_low: float,
-    eps_high: float,
-    aggregation: str,
-) -> Tensor:
-    """The literal PPO/GRPO loss: minus the aggregate of min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)."""
-    terms = []
-    for lps, olds, adv in zip(logprobs, old_logprobs, advantages, strict=True):
-        row = []
-        for lp, old, a in zip(lps, olds, adv, strict=True):
-            r = (lp - old).exp()
-            row.append(torch.minimum(r * a, r.clamp(1 - eps_low, 1 + eps_high) * a))
-        terms.append(row)
-    return -aggregate(aggregation, terms)
-
-
-def minirl_loss(
-    logprobs: Sequence[Sequence[Tensor]],
-    old_logprobs: Sequence[Floats],
-    rollout_logprobs: Sequence[Floats],
-    advantages: Sequence[Floats],
-    eps_low: float = 0.2,
-    eps_high: float = 0.27,
-    cap: float = 5.0,
-) -> Tensor:
-    """The literal eq. 7 of MiniRL: minus the mean over sequences of sum_t M sg[min(w, C)] A log pi_theta."""
-    terms = []
-    for lps, olds, mus, adv in zip(logprobs, old_logprobs, rollout_logprobs, advantages, strict=True):
-        row = []
-        for lp, old, mu, a in zip(lps, olds, mus, adv, strict=True):
-            r = (lp - old).exp().item()
-            w = (lp - mu).exp().detach().clamp(max=cap)
-            stopped = (a > 0 and r > 1 + eps_high) or (a < 0 and r < 1 - eps_low)
-            row.append((0.0 if stopped else 1.0) * w * a * lp)
-        terms.append(row)
-    return -aggregate("seq-mean-token-sum", terms)
+    """Returns to go of each response's loss tokens, standardised per position; kl holds loss tokens only."""
+    returns = []
+    for reward, row in zip(rewards, kl, strict=True):
+        length = len(row) if horizon is None else horizon
+        returns.append([reward - beta / length * math.fsum(row[j:]) for j in range(len(row))])
+    advantages = []
+    for row, group in zip(returns, groups, strict=True):
+        same = [other for other, g in zip(returns, groups, strict=True) if g == group]
+        values = []
+        for j, value in enumerate(row):
+            valid = [other[j] for other in same if len(other) > j]
+            mean = math.fsum(valid) / len(valid)
+            spread = math.fsum((x - mean) ** 2 for x in valid) / max(len(valid) - ddof, 1)
+            values.append((value - mean) / (math.sqrt(spread) + eps))
+        advantages.append(values)
+    return advantages
 
 
 def entropy(logits: Floats) -> float:

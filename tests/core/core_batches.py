@@ -9,10 +9,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.core import reference
+from megarl.core import reference_objectives
 from megarl.core.objectives import Objective, TokenColumns
-
-REFERENCE_FIELDS = ("weight", "mask", "aggregation", "cap", "tis_on", "eps_low", "eps_high", "norm_length")
 
 
 def random_columns(seed: int, lengths: list[int], masked: float = 0.3) -> TokenColumns:
@@ -29,6 +27,7 @@ def random_columns(seed: int, lengths: list[int], masked: float = 0.3) -> TokenC
         advantages=per_sequence.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)),
         loss_mask=torch.rand(total, generator=generator) >= masked,
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
+        ref_logprobs=old + 0.5 * torch.randn(total, generator=generator, dtype=torch.float64),
     )
 
 
@@ -56,10 +55,10 @@ def with_logprobs(columns: TokenColumns, logprobs: Tensor) -> TokenColumns:
 
 def slow_coefficients(objective: Objective, columns: TokenColumns) -> Tensor:
     """The reference's coefficients of a packed batch, packed again."""
-    names = ("logprobs", "old_logprobs", "rollout_logprobs", "advantages", "loss_mask")
-    by_row = {name: rows(getattr(columns, name), columns.cu_seqlens) for name in names}
-    settings = {name: getattr(objective, name) for name in REFERENCE_FIELDS}
-    nested = reference.coefficients(**settings, **by_row)
+    names = ("logprobs", "old_logprobs", "rollout_logprobs", "advantages", "loss_mask", "ref_logprobs")
+    nested = reference_objectives.coefficients(
+        objective, *(rows(getattr(columns, name), columns.cu_seqlens) for name in names)
+    )
     return torch.tensor([value for row in nested for value in row], dtype=torch.float64)
 
 

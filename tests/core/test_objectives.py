@@ -12,7 +12,7 @@ from core_batches import lengths_strategy, random_columns, rows, seed_strategy, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.core import reference
+from megarl.core import reference_objectives as reference
 from megarl.core.metrics import finalize, merge
 from megarl.core.objectives import (
     OBJECTIVES,
