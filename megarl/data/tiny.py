@@ -94,6 +94,10 @@ def write_tiny_model(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = Qwen3MoeForCausalLM(config)
+            # A random model samples the pad token too. transformers makes its embedding zero, and the gradient of a
+            # norm at zero is 1 / sqrt(eps): a thousandfold, which clipping would turn into a step of that row alone.
+            with torch.no_grad():
+                model.get_input_embeddings().weight[PAD_ID].normal_(0.0, initializer_range)
         model.save_pretrained(staging)
         _save_tokenizer(staging, max_positions)
         staging.chmod(0o755)  # mkdtemp makes it private, a checkpoint need not be
