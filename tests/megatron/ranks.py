@@ -1,7 +1,7 @@
 """Runs functions on several gloo ranks: one launch for all the cases that the selected tests ask for.
 
-A test is parametrised with a ``Case`` and reads the ``outcome`` fixture (see conftest.py). ``rank_worker.py`` is what is
-launched; the functions live in ``cases_*.py`` and are named ``module:function``.
+A test is parametrised with a ``Case`` and reads the ``outcome`` fixture (see conftest.py). The functions live in
+``cases_*.py``, are named ``module:function``, and run below ``rank_worker.py``.
 """
 
 from __future__ import annotations
