@@ -1,0 +1,88 @@
+"""Launched by forks.py: imports once, then forks the ranks of one job after the other."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+JOB_TIMEOUT_S = 120.0
+
+
+def run_rank(job: Any, index: int, rank: int, port: int, folder: Path) -> int:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(job.world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    output = os.open(folder / f"job{index}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    try:
+        module, _, name = job.function.partition(":")
+        value = getattr(importlib.import_module(module), name)(**job.arguments)
+        if rank == 0:
+            (folder / f"job{index}.pkl").write_bytes(pickle.dumps(value))
+        return 0
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def run_job(job: Any, index: int, folder: Path) -> tuple[int, ...]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started, running, codes = time.monotonic(), {}, [0] * job.world_size
+    for rank in range(job.world_size):
+        pid = os.fork()
+        if pid == 0:
+            os._exit(run_rank(job, index, rank, port, folder))
+        running[pid] = rank
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid in running:
+            rank = running.pop(pid)
+            codes[rank] = os.waitstatus_to_exitcode(status)
+        elif time.monotonic() - started < JOB_TIMEOUT_S and not any(codes):
+            time.sleep(0.01)
+            continue
+        if any(codes) or time.monotonic() - started >= JOB_TIMEOUT_S:
+            for other in running:
+                os.kill(other, signal.SIGKILL)
+            for other, rank in running.items():
+                codes[rank] = os.waitstatus_to_exitcode(os.waitpid(other, 0)[1])
+            running = {}
+    print(f"{time.monotonic() - started:6.2f} s  {job.name}  {codes}", flush=True)
+    return tuple(codes)
+
+
+def main() -> None:
+    import torch
+
+    import megarl.train.loop  # noqa: F401  (imported before the ranks are forked, so that it costs once)
+
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    jobs = pickle.loads((folder / "plan.pkl").read_bytes())
+    codes = []
+    for index, job in enumerate(jobs):
+        (folder / f"job{index}.txt").touch()
+        codes.append(run_job(job, index, folder))
+    (folder / "codes.pkl").write_bytes(pickle.dumps(codes))
+
+
+if __name__ == "__main__":
+    main()

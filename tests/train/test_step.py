@@ -1,0 +1,323 @@
+"""The training half of a step on one rank: replay modes, what is refused, and what reaches the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from train_world import (
+    NUM_EXPERTS,
+    NUM_MOE_LAYERS,
+    NUM_SEQUENCES,
+    Taken,
+    World,
+    fixed_advantages,
+    prepare,
+    sample,
+    step_on,
+    take_step,
+    training,
+    weights_of,
+)
+
+from megarl.config import OBJECTIVES, Config
+from megarl.core.types import Rollout
+from megarl.errors import ConfigError, NumericsError, TraceError
+from megarl.train.loop import objective_of
+from megarl.train.step import TrainStep
+
+
+@pytest.fixture(scope="module")
+def taken(world: World) -> dict[str, Taken]:
+    """One step on the same FP8 rollouts under each replay mode."""
+    modes = ("none", "r2", "r3")
+    return {mode: step_on(world.settings(train__replay=mode), world.rollouts()) for mode in modes}
+
+
+def test_acceptance_r3_has_no_router_disagreement_and_less_kl_on_the_same_rollouts(taken: dict[str, Taken]) -> None:
+    r3, none = taken["r3"].step, taken["none"].step
+    assert r3["router/flip"] == 0.0
+    assert r3["router/overlap"] == 1.0
+    assert r3["router/token_any"] == 0.0
+    assert r3["router/native/flip"] > 0.0
+    assert none["router/flip"] > 0.01
+    assert r3["rollout/k3"] < none["rollout/k3"]
+
+
+def test_without_replay_the_recorded_disagreement_is_the_native_one(taken: dict[str, Taken]) -> None:
+    assert not [name for name in taken["none"].step if name.startswith("router/native")]
+    per_layer = [taken["none"].step[f"router/flip/layer_{layer:02d}"] for layer in range(NUM_MOE_LAYERS)]
+    assert np.mean(per_layer) == pytest.approx(taken["none"].step["router/flip"])
+    # The first layer sees only embeddings and attention; nothing replayed lies below it.
+    assert taken["r3"].step["router/native/flip/layer_00"] == pytest.approx(per_layer[0], abs=0.02)
+
+
+def test_r2_leaves_the_gap_between_the_engines_as_it_is(taken: dict[str, Taken]) -> None:
+    assert taken["r2"].step == taken["none"].step
+    assert taken["r2"].updates[0]["loss"] == pytest.approx(taken["none"].updates[0]["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("replay", ["none", "r3"])
+def test_an_exact_engine_agrees_with_training_even_without_replay(world: World, replay: str) -> None:
+    found = step_on(world.settings(train__replay=replay), world.rollouts("fp32")).step
+    assert found["router/flip"] == 0.0
+    assert 0.0 <= found["rollout/k3"] < 1e-8
+    assert found["rollout/ratio/min"] == pytest.approx(1.0, abs=1e-3)
+    assert found["rollout/ratio/max"] == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("replay", ["none", "r2", "r3"])
+def test_with_one_mini_batch_the_skipped_old_pass_changes_nothing(world: World, replay: str) -> None:
+    settings = world.settings(train__replay=replay, train__mini_batches=1)
+    skipped = step_on(settings, world.rollouts())
+    forced = step_on(settings, world.rollouts(), old_pass=True)
+    assert skipped.updates[0] == pytest.approx(forced.updates[0], rel=1e-5, abs=1e-6)
+    assert skipped.step == pytest.approx(forced.step, rel=1e-5, abs=1e-9)
+    assert skipped.updates[0]["ratio/max"] == skipped.updates[0]["ratio/min"] == 1.0
+
+
+def test_r2_with_one_mini_batch_equals_no_replay(world: World) -> None:
+    r2, none = (
+        step_on(world.settings(train__replay=mode, train__mini_batches=1), world.rollouts()) for mode in ("r2", "none")
+    )
+    assert r2 == none
+
+
+def test_one_mini_batch_skips_the_old_pass_and_two_do_not(world: World) -> None:
+    with training(world.settings(train__mini_batches=1)) as step:
+        assert step.on_policy
+    with training(world.settings(train__mini_batches=2)) as step:
+        assert not step.on_policy
+
+
+@contextmanager
+def used_experts(step: TrainStep) -> Iterator[list[torch.Tensor]]:
+    """The routers' own answer, bool [T, E] per call: not the replay object's word."""
+    seen: list[torch.Tensor] = []
+    routers = [m for chunk in step.policy.chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
+    handles = [router.register_forward_hook(lambda _, __, out: seen.append(out[1].clone())) for router in routers]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _share_of_second_mini_batch_that_moved(world: World, replay: str) -> float:
+    """Experts of mini-batch 1 in the old pass against those in its update, after mini-batch 0 has moved the weights."""
+    with training(world.settings(train__replay=replay, optim__lr=0.02)) as step:
+        minis = prepare(step, world.rollouts(), fixed_advantages())
+        step.old_logprobs(minis[0])
+        with used_experts(step) as before:
+            step.old_logprobs(minis[1])
+        step.update(minis[0])
+        with used_experts(step) as after:
+            step.update(minis[1])
+    assert len(before) == len(after) == NUM_MOE_LAYERS * len(minis[1].micro_batches)
+    return float(np.mean([float((a != b).any(1).float().mean()) for a, b in zip(before, after, strict=True)]))
+
+
+def test_r2_replays_the_old_pass_after_the_weights_have_moved(world: World) -> None:
+    assert _share_of_second_mini_batch_that_moved(world, "none") > 0.05
+    assert _share_of_second_mini_batch_that_moved(world, "r2") == 0.0
+    assert _share_of_second_mini_batch_that_moved(world, "r3") == 0.0
+
+
+def test_r3_uses_the_experts_of_the_rollouts_in_every_pass(world: World) -> None:
+    with training(world.settings(train__replay="r3", optim__lr=0.02)) as step:
+        (first, second) = prepare(step, world.rollouts(), fixed_advantages())
+        with used_experts(step) as seen:
+            step.old_logprobs(second)
+            step.update(first)
+            step.update(second)
+    passes = [second, first, second]
+    expected = [micro.batch.routed_experts for mini in passes for micro in mini.micro_batches]
+    assert len(seen) == NUM_MOE_LAYERS * len(expected)
+    for index, used in enumerate(seen):
+        wanted = expected[index // NUM_MOE_LAYERS][:, index % NUM_MOE_LAYERS]
+        assert torch.equal(used, torch.zeros_like(used).scatter(1, wanted.long(), True))
+
+
+def _with_missing_rows(rollouts: list[Rollout], per_sequence: int) -> list[Rollout]:
+    made = []
+    for rollout in rollouts:
+        present = np.ones(rollout.num_tokens, bool)
+        present[rollout.num_tokens - per_sequence :] = False
+        experts = np.where(present[:, None, None], rollout.routed_experts, 0).astype(np.uint8)
+        made.append(replace(rollout, routed_mask=present, routed_experts=experts))
+    return made
+
+
+def test_too_many_missing_rows_are_an_error_before_anything_moves(world: World) -> None:
+    _refused(world.settings(train__max_missing_rows=0.05), _with_missing_rows(world.rollouts(), 2), "no recorded route")
+
+
+def test_few_missing_rows_are_routed_natively_and_the_others_replayed(world: World) -> None:
+    holes = _with_missing_rows(world.rollouts(), 1)
+    found = step_on(world.settings(train__max_missing_rows=0.3), holes).step
+    assert found["router/flip"] == 0.0  # of the rows that there are
+    whole = step_on(world.settings(), world.rollouts()).step
+    # The last token of a response predicts nothing that trains, so its route does not matter to the others.
+    assert found["rollout/k3"] == pytest.approx(whole["rollout/k3"], rel=1e-4)
+
+
+def _refused(settings: Config, rollouts: list[Rollout], message: str, kind: type[Exception] = TraceError) -> None:
+    with training(settings) as step:
+        before = weights_of(step.policy)
+        with pytest.raises(kind, match=message):
+            take_step(step, rollouts)
+        after = weights_of(step.policy)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def _corrupted(rollouts: list[Rollout], where: int, **changes: Any) -> list[Rollout]:
+    return [replace(r, **changes) if i == where else r for i, r in enumerate(rollouts)]
+
+
+def test_corrupted_traces_are_refused_and_named(world: World) -> None:
+    rollouts = world.rollouts()
+    victim = rollouts[20]
+    experts = victim.routed_experts
+    assert experts is not None
+    out_of_range, doubled = experts.copy(), experts.copy()
+    out_of_range[2, 1, 0] = NUM_EXPERTS
+    doubled[2, 1, :] = 3
+    cases = {
+        "names expert 8": {"routed_experts": out_of_range},
+        "names an expert twice": {"routed_experts": doubled},
+        "routes of 2 layers": {"routed_experts": experts[:, :2]},
+        "no routed experts": {"routed_experts": None, "routed_mask": None},
+    }
+    for message, changes in cases.items():
+        label = "group 5 sample 0.*" + message
+        _refused(world.settings(), _corrupted(rollouts, 20, **changes), label)
+    shorter = _corrupted(rollouts, 20, routed_experts=experts[:-1], routed_mask=np.ones(len(experts) - 1, bool))
+    _refused(world.settings(), shorter, "group 5 sample 0")
+
+
+def test_values_that_are_not_finite_end_the_step_and_leave_the_weights(world: World) -> None:
+    rollouts = world.rollouts()
+    for bad in (np.nan, np.inf):
+        broken = rollouts[3].rollout_logprobs.copy()
+        broken[-1] = bad
+        _refused(
+            world.settings(),
+            _corrupted(rollouts, 3, rollout_logprobs=broken),
+            "rollout_logprobs is (nan|inf)",
+            NumericsError,
+        )
+    advantages = fixed_advantages()
+    advantages[7] = np.nan
+    with training(world.settings()) as step, pytest.raises(NumericsError, match="group 1 sample 3: the advantage"):
+        take_step(step, rollouts, advantages)
+
+
+def test_an_impossible_token_leaves_the_loss_and_is_counted(world: World) -> None:
+    impossible = world.rollouts()[3].rollout_logprobs.copy()
+    impossible[-1] = -np.inf
+    rollouts = _corrupted(world.rollouts(), 3, rollout_logprobs=impossible)
+    plain = step_on(world.settings(), world.rollouts()).updates[0]
+    found = step_on(world.settings(), rollouts).updates[0]
+    assert found["logprobs/invalid"] == 1.0
+    assert found["loss_tokens"] == plain["loss_tokens"] - 1
+    assert np.isfinite(found["loss"])
+
+
+def test_weights_that_are_nan_are_an_error_and_not_a_loss(world: World) -> None:
+    with training(world.settings(train__replay="none")) as step:
+        with torch.no_grad():
+            next(iter(step.policy.chunks[0].parameters())).fill_(float("nan"))
+        with pytest.raises(NumericsError, match="nan"):
+            take_step(step, world.rollouts())
+
+
+def test_gradients_that_are_not_finite_leave_the_weights(world: World) -> None:
+    with training(world.settings(train__mini_batches=1)) as step:
+        advantages = np.full(NUM_SEQUENCES, 1e38)  # finite themselves, their gradients are not
+        before = weights_of(step.policy)
+        with pytest.raises(NumericsError, match=r"not finite|norm"):
+            take_step(step, world.rollouts(), advantages)
+        after = weights_of(step.policy)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+def test_temperature_is_that_of_the_rollouts(world: World, temperature: float) -> None:
+    rollouts = sample(world, temperature=temperature)
+    found = step_on(world.settings(rollout__temperature=temperature), rollouts).step
+    assert 0.0 <= found["rollout/k3"] < 1e-8
+    wrong = step_on(world.settings(rollout__temperature=1.0), rollouts).step
+    assert wrong["rollout/k3"] > 1e-3
+
+
+def test_top_p_renormalises_the_rollouts_and_not_the_policy(world: World) -> None:
+    """pi_old / mu is the mass of the nucleus: between top_p and 1 for every token, so k1 lies in (0, -log top_p]."""
+    rollouts = sample(world, top_p=0.6)
+    found = step_on(world.settings(rollout__top_p=0.6), rollouts).step
+    assert 0.6 - 1e-3 <= found["rollout/ratio/min"] < 0.95
+    assert found["rollout/ratio/max"] <= 1.0 + 1e-3
+    assert 0.0 < found["rollout/k1"] <= -np.log(0.6)
+
+
+def test_micro_batches_do_not_change_the_step(world: World) -> None:
+    cut = [step_on(world.settings(train__micro_batch_tokens=size), world.rollouts()) for size in (16, 64, 4096)]
+    for other in cut[1:]:
+        for one, two in zip(cut[0].updates, other.updates, strict=True):
+            assert one == pytest.approx(two, rel=2e-5, abs=2e-6)
+        assert cut[0].step == pytest.approx(other.step, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_takes_a_step(world: World, name: str) -> None:
+    found = step_on(world.settings(train__objective=name), world.rollouts())
+    assert all(np.isfinite(update["loss"]) and update["grad_norm"] > 0 for update in found.updates)
+
+
+def test_overrides_of_the_objective_reach_the_loss(world: World) -> None:
+    plain = step_on(world.settings(), world.rollouts()).updates
+    capped = step_on(world.settings(train__objective_overrides={"cap": 0.5}), world.rollouts()).updates
+    assert plain[0]["tis/weight/max"] > 0.6
+    assert capped[0]["tis/weight/max"] <= 0.5
+    assert capped[0]["loss"] != plain[0]["loss"]
+    per_token = step_on(world.settings(train__objective_overrides={"aggregation": "token-mean"}), world.rollouts())
+    sequences, tokens = NUM_SEQUENCES / 2, plain[0]["loss_tokens"]
+    assert per_token.updates[0]["loss"] == pytest.approx(plain[0]["loss"] * sequences / tokens, rel=1e-5)
+
+
+def test_an_override_that_does_not_fit_is_a_config_error(world: World) -> None:
+    with pytest.raises(ConfigError, match="aggregation"):
+        objective_of(world.settings(train__objective_overrides={"aggregation": "mean"}))
+
+
+def test_advantages_of_zero_give_no_gradient_and_no_nan(world: World) -> None:
+    with training(world.settings(train__mini_batches=1)) as step:
+        before = weights_of(step.policy)
+        taken = take_step(step, world.rollouts(), np.zeros(NUM_SEQUENCES))
+        after = weights_of(step.policy)
+    assert taken is not None
+    assert taken.updates[0]["grad_norm"] == 0.0
+    assert taken.updates[0]["loss"] == 0.0
+    assert all(np.isfinite(value) for value in taken.updates[0].values())
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_responses_of_one_token_train(world: World) -> None:
+    rollouts = sample(world, max_response_tokens=1)
+    assert {int(r.loss_mask.sum()) for r in rollouts} == {1}
+    found = step_on(world.settings(), rollouts).updates[0]
+    assert found["loss_tokens"] == NUM_SEQUENCES / 2
+    assert np.isfinite(found["loss"])
+
+
+def test_a_mini_batch_without_any_counted_token_is_an_empty_step(world: World) -> None:
+    empty = [replace(r, loss_mask=np.zeros_like(r.loss_mask)) for r in world.rollouts()]
+    found = step_on(world.settings(train__mini_batches=1), empty)
+    assert found.updates[0]["loss_tokens"] == 0
+    assert found.updates[0]["loss"] == 0.0
+    assert found.updates[0]["grad_norm"] == 0.0

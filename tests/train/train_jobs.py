@@ -1,0 +1,93 @@
+"""What forked ranks run: a step on the fixed rollouts, the sampling of a step, and whole runs that are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from train_world import Taken, World, layout, take_step, training
+from transformers import AutoConfig
+
+from megarl.config import Config
+from megarl.megatron import checkpoint, distributed
+from megarl.rollout.local import LocalEngine
+from megarl.train.loop import objective_of, train
+from megarl.train.metrics import MetricsLog
+from megarl.train.sampler import Sampler
+
+
+def steps(world: World, variants: Mapping[str, Mapping[str, Any]]) -> dict[str, Taken | None]:
+    """A step of a fresh policy for each variant of the settings."""
+    found = {}
+    for name, overrides in variants.items():
+        with training(world.settings(**overrides)) as step:
+            found[name] = take_step(step, world.rollouts())
+    return found
+
+
+def sampled(world: World, layouts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Sample step 1 in each layout: by layout, what every data-parallel rank trains on, and the evaluation."""
+    found = {}
+    for name, overrides in layouts.items():
+        settings = world.settings(**overrides)
+        with layout(settings):
+            sampler = sampler_of(world, settings)
+            drawn = sampler.sample_step(1)
+            mine = {
+                "dp_rank": distributed.dp_rank(),
+                "tokens": [[r.tokens.tolist() for r in part] for part in drawn.mini_batches],
+                "advantages": [part.tolist() for part in drawn.advantages],
+                "rewards": {
+                    key: stat.sums.tolist() for key, stat in drawn.metrics.items() if key.startswith("reward/")
+                },
+            }
+            ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(ranks, mine)
+            found[name] = {"ranks": ranks, "eval": sampler.evaluate(1)}
+    return found
+
+
+def sampler_of(world: World, settings: Config) -> Sampler:
+    """A sampler whose engine holds the world's checkpoint."""
+    engine = LocalEngine(AutoConfig.from_pretrained(world.model), max_batch_size=settings.rollout.max_batch_size)
+    source = LocalEngine.from_pretrained(world.model)
+    engine.update_weights(((name, view.clone()) for name, view in source._views.items()), version=1)
+    source.close()
+    return Sampler(settings, engine, objective_of(settings))
+
+
+class _DiesAfter(MetricsLog):
+    """The metrics log of a process that is killed right after it has written one particular record."""
+
+    record: tuple[str, int, int | None]
+
+    def write(self, kind: Any, step: int, metrics: Mapping[str, float], minibatch: int | None = None) -> None:
+        super().write(kind, step, metrics, minibatch)
+        if (kind, step, minibatch) == self.record:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(world: World, overrides: Mapping[str, Any], die_after: tuple[str, int, int | None] | None = None) -> None:
+    """A whole run; ``die_after`` = (kind, step, minibatch) kills rank 0 with SIGKILL behind that record."""
+    import megarl.train.loop as loop
+
+    if die_after is not None:
+        _DiesAfter.record = die_after
+        loop.MetricsLog = _DiesAfter
+    train(world.settings(**overrides))
+
+
+def dies_while_saving(world: World, overrides: Mapping[str, Any], step: int) -> None:
+    """A run that is killed while it writes a checkpoint: all files are there, the folder has not got its name yet."""
+    original = checkpoint.dist_checkpointing.save
+
+    def save(state: Any, path: str, **rest: Any) -> None:
+        original(state, path, **rest)
+        if f"step_{step:07d}" in path:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    checkpoint.dist_checkpointing.save = save
+    train(world.settings(**overrides))

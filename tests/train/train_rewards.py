@@ -1,0 +1,36 @@
+"""Rewards that a random model can earn, and rewards that fail; runs name them as ``train_rewards:function``."""
+
+from __future__ import annotations
+
+
+def digit_share(*, prompt: str, response: str, answer: str) -> float:
+    """The share of the response's characters that are digits: differs within a group, and can be learned."""
+    return sum(map(str.isdigit, response)) / max(len(response), 1)
+
+
+def uniform(*, prompt: str, response: str, answer: str) -> float:
+    return 0.5
+
+
+def sometimes_raises(*, prompt: str, response: str, answer: str) -> float:
+    """Fails by what the response says, so that it fails on the same ones wherever they are judged."""
+    if response.startswith(("0", "1", "2", "3", "4")):
+        raise ValueError("no verdict")
+    if response.startswith(("5", "6", "7", "8", "9")):
+        return float("nan")
+    return digit_share(prompt=prompt, response=response, answer=answer)
+
+
+def always_raises(*, prompt: str, response: str, answer: str) -> float:
+    raise ValueError("no verdict")
+
+
+def raises_on_rank_1(*, prompt: str, response: str, answer: str) -> float:
+    """A ConfigError passes through the scorer: it ends the run, here on one rank only."""
+    import os
+
+    from megarl.errors import ConfigError
+
+    if os.environ.get("RANK") == "1":
+        raise ConfigError("this reward cannot work on rank 1")
+    return digit_share(prompt=prompt, response=response, answer=answer)
