@@ -25,6 +25,7 @@ from megarl.megatron.distributed import is_main_rank
 from megarl.megatron.policy import Policy
 from megarl.megatron.weights import unwrap
 
+# Copied at every use, because Megatron writes the process groups of the moment into the dict that it is given.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 _NAME = re.compile(r"step_(\d+)")
 
@@ -52,7 +53,7 @@ def save(folder: Path, step: int, policy: Policy, loop: Mapping[str, Any], keep:
     dist.barrier()
     state = _sharded_state(policy, is_loading=False)
     state["loop"] = {**loop, "step": step, "world_size": dist.get_world_size(), "layout": _layout(policy)}
-    dist_checkpointing.save(state, str(partial), content_metadata=_METADATA)
+    dist_checkpointing.save(state, str(partial), content_metadata=dict(_METADATA))
     dist.barrier()
     if is_main_rank():
         partial.rename(path)
@@ -95,12 +96,12 @@ def load(path: Path, policy: Policy) -> dict[str, Any]:
 
 def _sharded_state(policy: Policy, is_loading: bool) -> dict[str, Any]:
     state: dict[str, Any] = {
-        f"model{index}": unwrap(chunk).sharded_state_dict(metadata=_METADATA)
+        f"model{index}": unwrap(chunk).sharded_state_dict(metadata=dict(_METADATA))
         for index, chunk in enumerate(policy.chunks)
     }
     _allocate_adam_state(policy.optimizer)
     models = {key: value for chunk in state.values() for key, value in chunk.items()} if len(state) == 1 else state
-    state["optimizer"] = policy.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=_METADATA)
+    state["optimizer"] = policy.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=dict(_METADATA))
     state["scheduler"] = policy.scheduler.state_dict()
     rank, world = dist.get_rank(), dist.get_world_size()
     state["rng"] = ShardedObject("rng", _rng(), (world,), (rank,), replica_id=0)

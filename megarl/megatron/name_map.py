@@ -48,6 +48,8 @@ def _chunk(tensor: torch.Tensor, rank: int, size: int, dim: int) -> torch.Tensor
 
 
 def _cut_vocab(tensors: Sequence[torch.Tensor], rank: int, size: int, shape: ModelShape) -> torch.Tensor:
+    if tensors[0].size(0) != shape.vocab_size:  # padding would cut or fill it silently
+        raise ValueError(f"{tensors[0].size(0)} rows for a vocabulary of {shape.vocab_size}")
     rows = -(-shape.vocab_size // size) * size
     padded = torch.nn.functional.pad(tensors[0], (0, 0, 0, rows - tensors[0].size(0)))
     return padded.chunk(size)[rank]

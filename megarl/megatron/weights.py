@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megarl.errors import CheckpointError
@@ -91,7 +91,13 @@ class HFCheckpoint:
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         for file in files:
-            handle = self._stack.enter_context(safe_open(file, framework="pt"))
+            try:
+                handle = self._stack.enter_context(safe_open(file, framework="pt"))
+            except SafetensorError as error:
+                self._stack.close()
+                raise CheckpointError(
+                    f"{file} cannot be read ({error}); it is truncated or no safetensors file"
+                ) from error
             self._files.update(dict.fromkeys(handle.keys(), handle))
 
     def __enter__(self) -> HFCheckpoint:
