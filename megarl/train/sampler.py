@@ -123,7 +123,7 @@ class Sampler:
         return StepRollouts(
             mini_batches,
             [advantages[part] for part in owned],
-            _reward_metrics(rewards, valid, groups) | _rollout_metrics([r for part in mini_batches for r in part]),
+            _reward_metrics(rewards, valid, groups) | _rollout_metrics([by_sequence[s] for part in owned for s in part]),
             error,
         )
 

@@ -1,0 +1,247 @@
+"""The sampling half of a step: who draws what, with which noise, and what becomes of rewards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from forks import Job, run_jobs
+from hypothesis import given
+from hypothesis import strategies as st
+from train_jobs import sampled, sampler_of
+from train_world import GROUP_SIZE, NUM_GROUPS, NUM_SEQUENCES, World, layout
+from transformers import AutoTokenizer
+
+from megarl.core.metrics import finalize
+from megarl.data.tiny import EOS_ID
+from megarl.errors import ConfigError, RolloutError
+from megarl.train.loop import objective_of
+from megarl.train.sampler import EVALUATE, TRAIN, Sampler, owned_sequences, sampling_seed, stop_tokens
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 4))
+def test_owned_sequences_are_a_partition_of_equal_contiguous_shares(mini_batches: int, ranks: int, share: int) -> None:
+    total = mini_batches * ranks * share
+    parts = [owned_sequences(total, mini_batches, rank, ranks) for rank in range(ranks)]
+    per_mini = total // mini_batches
+    for n in range(mini_batches):
+        joined = [s for rank in range(ranks) for s in parts[rank][n]]
+        assert joined == list(range(n * per_mini, (n + 1) * per_mini))
+        assert {len(parts[rank][n]) for rank in range(ranks)} == {share}
+
+
+@given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 5))
+def test_shares_that_do_not_come_out_even_are_refused(total: int, mini_batches: int, ranks: int) -> None:
+    if total % (mini_batches * ranks):
+        with pytest.raises(ConfigError, match="do not divide"):
+            owned_sequences(total, mini_batches, 0, ranks)
+    else:
+        assert len(owned_sequences(total, mini_batches, 0, ranks)) == mini_batches
+
+
+def test_sampling_seeds_are_all_different() -> None:
+    seeds = [
+        sampling_seed(run, purpose, step, group, sample)
+        for run in (0, 1)
+        for purpose in (TRAIN, EVALUATE)
+        for step in range(6)
+        for group in range(20)
+        for sample in range(8)
+    ]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert sampling_seed(3, TRAIN, 5, 7, 1) == sampling_seed(3, TRAIN, 5, 7, 1)
+
+
+@contextmanager
+def sampler(world: World, **overrides: Any) -> Iterator[Sampler]:
+    settings = world.settings(**overrides)
+    with layout(settings):
+        made = sampler_of(world, settings)
+        yield made
+        made.engine.close()
+
+
+@pytest.fixture(scope="module")
+def by_layout(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Step 1 and an evaluation, sampled on one rank and on two."""
+    # Groups of 4 over 4 mini-batches of 2 ranks: 6 sequences of a mini-batch cut through groups, and so do the ranks.
+    batch = {"rollout__prompts_per_step": 6, "train__mini_batches": 4}
+    two = {"dp2": batch, "ep2": {**batch, "parallel__ep": 2}, "tp2": {**batch, "parallel__tp": 2}}
+    job = Job("sampled", 2, "train_jobs:sampled", {"world": world, "layouts": two})
+    found = run_jobs([job], tmp_path_factory.mktemp("sampled"))["sampled"].checked()
+    return {**found, **sampled(world, {"single": batch})}
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("name", ["dp2", "ep2", "tp2"])
+def test_two_ranks_draw_and_divide_the_same_step_as_one(by_layout: dict[str, Any], name: str) -> None:
+    (alone,) = by_layout["single"]["ranks"]
+    ranks = by_layout[name]["ranks"]
+    for column in ("tokens", "advantages"):
+        for n, whole in enumerate(alone[column]):
+            if name == "tp2":  # one model copy: both of its ranks hold everything
+                assert ranks[0][column][n] == ranks[1][column][n] == whole
+            else:
+                assert [rank["dp_rank"] for rank in ranks] == [0, 1]
+                assert ranks[0][column][n] + ranks[1][column][n] == whole
+    assert ranks[0]["rewards"] == ranks[1]["rewards"] == alone["rewards"]
+    assert by_layout[name]["eval"] == by_layout["single"]["eval"]
+
+
+def test_advantages_are_of_whole_groups_also_where_mini_batches_cut_them(by_layout: dict[str, Any]) -> None:
+    (alone,) = by_layout["single"]["ranks"]
+    advantages = np.concatenate(alone["advantages"]).reshape(6, GROUP_SIZE)
+    assert np.abs(advantages.sum(1)).max() < 1e-12
+    assert np.abs(advantages).max() > 0.05
+    cut = [np.asarray(part) for part in alone["advantages"]]
+    assert {len(part) for part in cut} == {6}
+    assert max(abs(float(part.sum())) for part in cut) > 1e-3  # so a mean per mini-batch would have been another one
+
+
+def test_a_response_without_reward_trains_nothing_and_is_in_no_statistic(world: World) -> None:
+    with sampler(world, reward__function="train_rewards:sometimes_raises", train__mini_batches=1) as made:
+        drawn = made.sample_step(0)
+        plain = replace_reward(made, "train_rewards:digit_share").sample_step(0)
+        tokenizer = made.tokenizer
+    (rollouts,), (advantages,) = drawn.mini_batches, drawn.advantages
+    (judged,), _ = plain.mini_batches, plain.advantages
+    texts = [tokenizer.decode(r.response_tokens, skip_special_tokens=True) for r in judged]
+    failed = np.array([text[:1].isdigit() for text in texts])
+    assert 0 < failed.sum() < NUM_SEQUENCES
+    for rollout, bad in zip(rollouts, failed, strict=True):
+        assert rollout.loss_mask.any() != bad
+    assert not advantages[failed].any()
+    rewards = np.array([sum(map(str.isdigit, text)) / max(len(text), 1) for text in texts])
+    groups = np.repeat(np.arange(NUM_GROUPS), GROUP_SIZE)
+    for group in range(NUM_GROUPS):
+        own = (groups == group) & ~failed
+        if own.any():
+            expected = rewards[own] - rewards[own].mean()
+            np.testing.assert_allclose(advantages[own], expected, atol=1e-12)
+    metrics = finalize(drawn.metrics)
+    assert metrics["reward/error_fraction"] == pytest.approx(failed.mean())
+    assert metrics["reward/mean"] == pytest.approx(rewards[~failed].mean())
+    assert drawn.first_reward_error is not None
+
+
+def test_the_length_of_a_response_without_reward_is_still_its_length(world: World) -> None:
+    with sampler(world, reward__function="train_rewards:sometimes_raises") as made:
+        drawn = finalize(made.sample_step(0).metrics)
+        plain = finalize(replace_reward(made, "train_rewards:digit_share").sample_step(0).metrics)
+    assert drawn["response/length_mean"] == plain["response/length_mean"]
+    assert drawn["response/truncated_fraction"] == plain["response/truncated_fraction"]
+
+
+def replace_reward(made: Sampler, function: str) -> Sampler:
+    reward = made.config.reward.model_copy(update={"function": function})
+    return Sampler(made.config.model_copy(update={"reward": reward}), made.engine, objective_of(made.config))
+
+
+def test_a_reward_that_fails_on_everything_ends_the_run(world: World) -> None:
+    with sampler(world, reward__function="train_rewards:always_raises") as made:
+        with pytest.raises(RolloutError, match=r"failed on every response.*no verdict"):
+            made.sample_step(0)
+        with pytest.raises(RolloutError, match="evaluation"):
+            made.evaluate(0)
+
+
+def test_training_and_evaluation_noise(world: World) -> None:
+    """Training noise changes with the step and repeats with it; evaluation repeats always and is never training's."""
+    with sampler(world, data__heldout=str(world.folder / "task" / "train.jsonl"), train__mini_batches=1) as made:
+        first, again, later = (made.sample_step(step).mini_batches[0] for step in (0, 0, 1))
+        drawn: list[Any] = []
+        original = made._draw
+        made._draw = lambda *rest: drawn.append(original(*rest)) or drawn[-1]  # type: ignore[method-assign]
+        evaluated = [made.evaluate(step) for step in (0, 7)]
+    assert [r.tokens.tolist() for r in first] == [r.tokens.tolist() for r in again]
+    assert [r.tokens.tolist() for r in first] != [r.tokens.tolist() for r in later]
+    assert evaluated[0] == evaluated[1]
+    assert [r.tokens.tolist() for r in drawn[0]] == [r.tokens.tolist() for r in drawn[1]]
+    trained = {tuple(r.tokens[: r.prompt_length]): tuple(r.response_tokens) for r in first if r.sample == 0}
+    held = {tuple(r.tokens[: r.prompt_length]): tuple(r.response_tokens) for r in drawn[0]}
+    assert set(trained) <= set(held)
+    assert sum(trained[prompt] == held[prompt] for prompt in trained) <= 1
+
+
+def test_prompts_go_round_when_a_step_wants_more_than_there_are(world: World, tmp_path: Path) -> None:
+    short = tmp_path / "short.jsonl"
+    short.write_text("".join(json.dumps({"prompt": f"{n}12=", "answer": "x"}) + "\n" for n in range(3)))
+    with sampler(world, data__train=str(short), train__mini_batches=1) as made:
+        (rollouts,) = made.sample_step(0).mini_batches
+    prompts = [tuple(r.tokens[: r.prompt_length]) for r in rollouts]
+    assert len(prompts) == NUM_SEQUENCES
+    assert len(set(prompts)) == 3
+    for group in range(NUM_GROUPS):
+        assert len(set(prompts[group * GROUP_SIZE : (group + 1) * GROUP_SIZE])) == 1
+    responses = [tuple(r.response_tokens) for r in rollouts]
+    assert len(set(responses)) > NUM_SEQUENCES // 2  # a prompt that comes twice is a group of its own, with own noise
+
+
+@pytest.mark.parametrize(("function", "size"), [("digit_share", 1), ("uniform", GROUP_SIZE)])
+def test_groups_without_contrast_have_advantage_zero(world: World, function: str, size: int) -> None:
+    with sampler(world, reward__function=f"train_rewards:{function}", rollout__group_size=size) as made:
+        drawn = made.sample_step(0)
+    assert all(not part.any() for part in drawn.advantages)
+    assert finalize(drawn.metrics)["prompts/effective_ratio"] == 0.0
+
+
+def test_stop_tokens_come_from_the_checkpoint(world: World, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(world.model)
+    assert stop_tokens(str(world.model), tokenizer) == (EOS_ID,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5]}))
+    assert stop_tokens(str(tmp_path), tokenizer) == (EOS_ID, 5, 7)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
+    assert stop_tokens(str(tmp_path), tokenizer) == (EOS_ID, 9)
+    tokenizer.eos_token = None
+    (tmp_path / "generation_config.json").unlink()
+    with pytest.raises(ConfigError, match="no end token"):
+        stop_tokens(str(tmp_path), tokenizer)
+
+
+def test_responses_end_with_the_first_stop_token_or_the_limit(world: World) -> None:
+    with sampler(world, train__mini_batches=1) as made:
+        (rollouts,) = made.sample_step(0).mini_batches
+    for rollout in rollouts:
+        response = rollout.response_tokens.tolist()
+        assert EOS_ID not in response[:-1]
+        assert (response[-1] == EOS_ID) == (rollout.finish_reason == "stop")
+        assert rollout.finish_reason == "stop" or len(response) == made.config.rollout.max_response_tokens
+
+
+def test_a_vocabulary_larger_than_the_tokenizer_still_gets_rewards(world: World, tmp_path: Path) -> None:
+    """A random model samples ids that mean nothing to the tokenizer; they decode to nothing, and nothing crashes."""
+    import shutil
+
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from megarl.data.tiny import write_tiny_model
+    from megarl.rollout.local import LocalEngine
+
+    source = write_tiny_model(tmp_path / "small", hidden_size=32, num_layers=2, num_experts=8, expert_width=16)
+    config = AutoConfig.from_pretrained(source)
+    config.vocab_size = 64
+    wide = tmp_path / "wide"
+    shutil.copytree(source, wide)
+    AutoModelForCausalLM.from_config(config).save_pretrained(wide)
+    settings = world.settings(model__path=str(wide))
+    with layout(settings):
+        engine = LocalEngine.from_pretrained(wide)
+        made = Sampler(settings, engine, objective_of(settings))
+        drawn = made.sample_step(0)
+        engine.close()
+    assert max(int(r.tokens.max()) for part in drawn.mini_batches for r in part) >= 32
+    assert finalize(drawn.metrics)["reward/error_fraction"] == 0.0
+
+
+def test_greedy_rollouts_for_training_are_refused(world: World) -> None:
+    with sampler(world) as made:
+        cold = made.config.rollout.model_copy(update={"temperature": 0.0})
+        made.config = made.config.model_copy(update={"rollout": cold})
+        with pytest.raises(ConfigError, match="greedy"):
+            made.sample_step(0)
