@@ -7,6 +7,7 @@ mismatch between the training engine and the engine that sampled.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -89,3 +90,50 @@ def effective_prompt_ratio(rewards: Values, groups: Values) -> Stat:
     Merges exactly if no group is split between the parts.
     """
     return Stat.mean(~uniform_groups(rewards, groups))
+
+
+@dataclass(frozen=True, slots=True)
+class RatioSpread:
+    """How widely the product of H independent token ratios scatters."""
+
+    variance: float
+    """Var of the product, in units of its mean 1."""
+    ess_fraction: float
+    """Effective sample size per sample."""
+
+
+def variance_law(sigma: float, length: int) -> RatioSpread:
+    """Return ``Var prod rho = exp(H sigma^2) - 1`` and ``ESS / N = exp(-H sigma^2)``: sequence weights explode.
+
+    For log rho ~ N(-sigma^2 / 2, sigma^2) per token, so that E[rho] = 1. sigma: standard deviation of a token's
+    log-ratio; length: H tokens. The variance is inf where float64 ends (H sigma^2 above 709).
+    """
+    exponent = length * sigma**2
+    try:
+        return RatioSpread(math.expm1(exponent), math.exp(-exponent))
+    except OverflowError:
+        return RatioSpread(math.inf, math.exp(-exponent))
+
+
+def simulated_variance(sigma: float, length: int, samples: int, generator: torch.Generator) -> RatioSpread:
+    """Return the same from random draws: samples products of length token ratios each.
+
+    The estimate of the variance is useless once exp(H sigma^2) nears the number of samples: the few draws that make
+    up the mean are then not among them, which is just what happens to a policy gradient.
+    """
+    log_products = torch.zeros(samples, dtype=torch.float64)
+    for _ in range(length):
+        log_products += sigma * torch.randn(samples, dtype=torch.float64, generator=generator) - sigma**2 / 2
+    products = log_products.exp()
+    # The mean is known to be 1; an estimated one would hide what is missing.
+    variance = float((products - 1).square().mean())
+    return RatioSpread(variance, float(products.sum().square() / products.square().sum()) / samples)
+
+
+def prefix_variance_rate(log_prefix: Tensor, positions: Tensor, mask: Tensor) -> Stat:
+    """Return the mean of ``(log rho_t)^2 / t``: sigma^2 of the law sd(log rho_t) = sigma sqrt(t) of prefix ratios.
+
+    log_prefix: [T]; positions: int [T], t from 1; mask: bool [T]. A window of CTPO with eps_high = c sigma and
+    window_power = 1/2 then lies c standard deviations out at every position.
+    """
+    return Stat.mean(log_prefix.double().square() / positions.clamp(min=1), mask)

@@ -83,7 +83,8 @@ class Objective:
     gap_ratio: RatioKind = "token"
     """Over which tokens that factor is taken."""
     gap_mode: GapMode = "truncate"
-    """Times min(factor, gap_high) | 1 inside [gap_low, gap_high], else 0 | times the factor inside, else 0."""
+    """Times min(factor, gap_high) | 1 inside [gap_low, gap_high], else 0 | times the factor inside, else 0. A token
+    that gets 0, here or by the mask, keeps its place in the denominators."""
     gap_low: float | None = None
     """Lower bound of the factor; None for none."""
     gap_high: float | None = None

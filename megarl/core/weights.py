@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megarl.core.columns import TokenState
+from megarl.core.diagnostics import prefix_variance_rate
 from megarl.core.metrics import Stat
 from megarl.core.parts import KlPenalty, Objective, RatioKind
 from megarl.core.ratios import LOG_RATIO_BOUND, aggregate_log_ratio, log_ratio, positions
@@ -77,6 +78,8 @@ def outside_trust(objective: Objective, state: TokenState, log_staleness: Tensor
         log_rho = aggregate_log_ratio(objective.trust_ratio, log_staleness, keep, state.cu_seqlens)
         if objective.trust_ratio != "token":
             extra["clip/ratio"] = Stat.ratio(log_rho.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), keep)
+        if objective.trust_ratio == "prefix":
+            extra["clip/prefix_variance_rate"] = prefix_variance_rate(log_rho, positions(keep, state.cu_seqlens), keep)
         above, below, beyond = _leaves_window(objective, log_rho, state)
         if objective.mask == "ppo":
             high, low = keep & (advantages > 0) & above, keep & (advantages < 0) & below

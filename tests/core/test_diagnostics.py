@@ -9,6 +9,7 @@ from core_batches import random_columns
 
 from megarl.core import reference
 from megarl.core.diagnostics import (
+    RatioSpread,
     chi2,
     clamped_ess,
     effective_prompt_ratio,
@@ -16,6 +17,9 @@ from megarl.core.diagnostics import (
     entropy_stat,
     extreme_share,
     mismatch_metrics,
+    prefix_variance_rate,
+    simulated_variance,
+    variance_law,
 )
 from megarl.core.metrics import Stat, finalize, merge
 
@@ -132,3 +136,37 @@ def test_effective_prompt_ratio_in_expectation(rate, size, expected):
         probability = rate ** sum(rewards) * (1 - rate) ** (size - sum(rewards))
         total += probability * float(effective_prompt_ratio(rewards, [0] * size))
     assert total == pytest.approx(expected, abs=1e-9)
+
+
+def test_variance_law():
+    assert variance_law(0.1, 100).variance == pytest.approx(1.7182818284590453, abs=1e-9)
+    assert variance_law(0.1, 100).ess_fraction == pytest.approx(0.36787944117144233, abs=1e-9)
+    assert variance_law(0.1, 1000).variance == pytest.approx(22025.465794806718, rel=1e-9)
+    assert variance_law(1.0, 1000) == RatioSpread(math.inf, 0.0)
+
+
+def test_variance_of_drawn_products_follows_the_law():
+    """200 000 products of 20 ratios with sigma 0.15: e^0.45 - 1 = 0.568, known to about 2 %."""
+    drawn = simulated_variance(0.15, 20, 200_000, torch.Generator().manual_seed(0))
+    law = variance_law(0.15, 20)
+    assert drawn.variance == pytest.approx(law.variance, rel=0.05)
+    assert drawn.ess_fraction == pytest.approx(law.ess_fraction, rel=0.02)
+
+
+def test_variance_of_prefix_ratios():
+    """Var rho_t = (1 + delta)^t - 1 with E[rho^2] = 1 + delta per token."""
+    delta = math.expm1(0.1**2)
+    assert variance_law(0.1, 100).variance == pytest.approx((1 + delta) ** 100 - 1)
+    sigma = math.sqrt(math.log1p(0.01))
+    assert variance_law(sigma, 100).variance == pytest.approx(1.7048138294215285, abs=1e-9)
+    assert variance_law(sigma, 1000).variance == pytest.approx(20958.155637813845, rel=1e-9)
+    full, prefix = variance_law(sigma, 1000).variance + 1, variance_law(sigma, 100).variance + 1
+    assert full / prefix == pytest.approx(7748.8348402508445, rel=1e-9)
+
+
+def test_prefix_variance_rate():
+    log_prefix = torch.tensor([0.1, 0.2, 9.0, -0.3], dtype=torch.float64)
+    positions = torch.tensor([1, 2, 2, 3])
+    mask = torch.tensor([True, True, False, True])
+    rate = float(prefix_variance_rate(log_prefix, positions, mask))
+    assert rate == pytest.approx((0.01 + 0.04 / 2 + 0.09 / 3) / 3)

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from core_batches import random_columns
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.core.family import family_warning, in_family, weight_function
+from megarl.core.objectives import OBJECTIVES, coefficients
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda rho: rho,
+        lambda rho: 1.0,
+        lambda rho: min(max(rho, 0.8), 1.2),
+        lambda rho: min(rho, 5.0),
+        math.sqrt,
+        lambda rho: rho**0.0,
+        lambda rho: max(rho, 1.0),
+    ],
+)
+def test_members(f):
+    assert in_family(f)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda rho: float(0.8 <= rho <= 1.2),  # a mask, as a weight
+        lambda rho: rho if rho <= 1.2 else 0.0,  # PPO's weight for a good token
+        lambda rho: rho**1.1,
+        lambda rho: rho**-0.1,
+        lambda rho: min(rho, 0.9),
+        lambda rho: 1 + 0.5 * math.sin(math.log(rho)) if 1 < rho < 40 else min(rho, 1.0),  # falls between its bounds
+        lambda rho: 1.0001,
+        lambda rho: math.nan,
+    ],
+)
+def test_strangers(f):
+    assert not in_family(f)
+
+
+@given(q=st.floats(0, 3))
+def test_powers(q):
+    assert in_family(lambda rho: rho**q) == (q <= 1 + 1e-12)
+
+
+def test_every_row_of_the_table_is_a_member():
+    assert [name for name, objective in OBJECTIVES.items() if family_warning(objective)] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"cap": 0.5}, "cap 0.5"),
+        ({"weight_fn": "power", "power": 2.0}, "power 2"),
+        ({"cap": 0.5, "tis_on": "old_mu"}, "cap"),
+    ],
+)
+def test_a_warning_says_what_is_outside(changes, part):
+    warning = family_warning(dataclasses.replace(OBJECTIVES["minirl"], **changes))
+    assert warning is not None
+    assert part in warning
+    assert "ratio -> weight" in warning
+
+
+@pytest.mark.parametrize("name", [name for name, o in OBJECTIVES.items() if o.weight_fn != "adaptive_power"])
+def test_the_function_is_the_one_that_weighs(name):
+    """Against the coefficients themselves, where no mask acts: A = 1 and one token per sequence."""
+    objective = dataclasses.replace(OBJECTIVES[name], mask="none", dual_clip=None, aggregation="token-mean")
+    columns = random_columns(1, [1] * 20, masked=0)
+    columns = dataclasses.replace(columns, advantages=torch.ones(20, dtype=torch.float64))
+    denominator = columns.rollout_logprobs if objective.weight == "theta_mu" else columns.old_logprobs
+    ratios = (columns.logprobs - denominator).exp().tolist()
+    f = weight_function(objective)
+    expected = torch.tensor([f(rho) / 20 for rho in ratios], dtype=torch.float64)
+    torch.testing.assert_close(coefficients(objective, columns).values, expected, rtol=1e-12, atol=0)
