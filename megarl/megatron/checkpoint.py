@@ -7,11 +7,13 @@ layout; optimizer state in any with the same kind of experts (ep = 1 or ep > 1),
 
 from __future__ import annotations
 
+import queue
 import random
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.errors import CheckpointError
 from megarl.megatron.distributed import is_main_rank
@@ -28,6 +32,19 @@ from megarl.megatron.weights import unwrap
 # Copied at every use, because Megatron writes the process groups of the moment into the dict that it is given.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 _NAME = re.compile(r"step_(\d+)")
+_READ_ERRORS = (
+    dist_checkpointing.core.CheckpointingException,
+    CheckpointException,  # torch's, and no Exception but a BaseException
+    AssertionError,
+    AttributeError,  # Megatron's own slip on the way to saying that common.pt is missing
+    EOFError,
+    KeyError,
+    OSError,
+    RuntimeError,
+    UnpicklingError,
+    ValueError,
+)
+"""What a damaged or foreign checkpoint makes Megatron and torch raise."""
 
 
 def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -52,7 +69,17 @@ def save(folder: Path, step: int, policy: Policy, loop: Mapping[str, Any], keep:
         partial.mkdir(parents=True)
     dist.barrier()
     state = _sharded_state(policy, is_loading=False)
-    state["loop"] = {**loop, "step": step, "world_size": dist.get_world_size(), "layout": _layout(policy)}
+    if filesystem_async._results_queue is None:
+        # A save that is waited for collects its results in this process. Megatron would start a server process for
+        # them, which costs seconds and outlives a trainer that is killed.
+        filesystem_async._results_queue = queue.Queue()
+    state["loop"] = {
+        **loop,
+        "step": step,
+        "world_size": dist.get_world_size(),
+        "layout": _layout(policy),
+        "model": _model(policy),
+    }
     dist_checkpointing.save(state, str(partial), content_metadata=dict(_METADATA))
     dist.barrier()
     if is_main_rank():
@@ -69,9 +96,11 @@ def load(path: Path, policy: Policy) -> dict[str, Any]:
     Random states are restored only on as many ranks as wrote them; in another layout they keep their seeds.
     """
     try:
-        common = dist_checkpointing.load_common_state_dict(str(path))
-    except (dist_checkpointing.core.CheckpointingException, OSError) as error:
-        raise CheckpointError(f"{path} is not a complete checkpoint: {error}") from error
+        common = dist_checkpointing.load_common_state_dict(path)
+        written_by, layout = common["loop"]["model"], common["loop"]["layout"]
+    except _READ_ERRORS as error:
+        raise CheckpointError(f"{path} is not a complete checkpoint: {type(error).__name__}: {error}") from error
+    _refuse_other_model(path, written_by, _model(policy))
     try:
         same_world = common["loop"]["world_size"] == dist.get_world_size()
         wanted = _sharded_state(policy, is_loading=True)
@@ -83,11 +112,12 @@ def load(path: Path, policy: Policy) -> dict[str, Any]:
         policy.optimizer.load_state_dict(state["optimizer"])
         _separate_adam_steps(policy.optimizer)
         policy.scheduler.load_state_dict(state["scheduler"])
-    except (dist_checkpointing.core.CheckpointingException, AssertionError, KeyError, OSError, RuntimeError) as error:
-        reason = str(error)[:300]
+    except _READ_ERRORS as error:
+        reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"{path} does not load into this run: {type(error).__name__}: {reason}. It was written with the layout "
-            f"{common['loop'].get('layout')}; Megatron's optimizer state does not move between ep = 1 and ep > 1"
+            f"{path} does not load into this run: {type(error).__name__}: {reason[-300:]}. It is damaged, or was "
+            f"written with a layout that this one cannot read ({layout}): Megatron's optimizer state does not move "
+            "between ep = 1 and ep > 1"
         ) from error
     if same_world:
         _restore_rng(state["rng"])
@@ -128,6 +158,21 @@ def _separate_adam_steps(optimizer: Any) -> None:
     """Megatron's distributed optimizer loads one step tensor into all parameters; each would advance it for all."""
     for _, state in _torch_adam_states(optimizer):
         state["step"] = state["step"].clone()
+
+
+def _model(policy: Policy) -> dict[str, Any]:
+    """What makes a checkpoint one of this model; Megatron itself would cut or pad a vocabulary of another size."""
+    shape = policy.shape
+    return {**shape.fields, "vocab_size": shape.vocab_size, "tied_embeddings": shape.tied_embeddings}
+
+
+def _refuse_other_model(path: Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    for key in sorted({*found, *expected}):
+        if found.get(key) != expected.get(key):
+            raise CheckpointError(
+                f"{path} is of another model: {key} is {found.get(key)!r}, expected {expected.get(key)!r}; "
+                "remove it, choose another run.dir, or set model.path back"
+            )
 
 
 def _layout(policy: Policy) -> str:

@@ -95,9 +95,7 @@ class HFCheckpoint:
                 handle = self._stack.enter_context(safe_open(file, framework="pt"))
             except SafetensorError as error:
                 self._stack.close()
-                raise CheckpointError(
-                    f"{file} cannot be read ({error}); it is truncated or no safetensors file"
-                ) from error
+                raise CheckpointError(f"{file} cannot be read ({error}); truncated, or no safetensors file") from error
             self._files.update(dict.fromkeys(handle.keys(), handle))
 
     def __enter__(self) -> HFCheckpoint:
