@@ -23,7 +23,7 @@ from tiny_world import (
 from megarl.config import Config
 from megarl.core.types import TrainBatch
 from megarl.megatron import distributed
-from megarl.megatron.batches import local_routes
+from megarl.megatron.batches import MicroBatch, local_routes
 from megarl.megatron.forward import MicroOutput, run
 from megarl.megatron.policy import Policy
 from megarl.megatron.weights import save_hf
@@ -60,14 +60,15 @@ def logprobs(layout: Layout, model: str = "base") -> dict[str, Any]:
     policy = policy_of(settings)
     micros = micro_batches(settings, local_batch())
     outputs = run(policy.chunks, micros, temperature=settings.rollout.temperature, vocab_size=policy.shape.vocab_size)
+    return sequences_of(micros, outputs)
+
+
+def sequences_of(micros: list[MicroBatch], outputs: list[MicroOutput]) -> dict[str, Any]:
+    """Log-probabilities and entropies of all ranks, by the tokens of the sequence."""
     batches = [micro.batch for micro in micros]
-    columns = {
-        "logprobs": [output.logprobs for output in outputs],
-        "entropies": [output.entropies for output in outputs],
-    }
-    return {
-        name: gather_sequences(list(zip(batches, of_micro, strict=False))) for name, of_micro in columns.items()
-    } | {"num_micro_batches": len(micros)}
+    logprobs = gather_sequences(list(zip(batches, [output.logprobs for output in outputs], strict=False)))
+    entropies = gather_sequences(list(zip(batches, [output.entropies for output in outputs], strict=False)))
+    return {"logprobs": logprobs, "entropies": entropies, "num_micro_batches": len(micros)}
 
 
 def forward_backward(policy: Policy, settings: Config, batch: TrainBatch) -> tuple[float, list[MicroOutput]]:
@@ -101,7 +102,7 @@ def forward_backward(policy: Policy, settings: Config, batch: TrainBatch) -> tup
 
 
 def gradients(layout: Layout, model: str = "base", micro_tokens: int = 32, replay: str = "none") -> dict[str, Any]:
-    """Loss and gradients by Hugging Face name."""
+    """Loss, gradients by Hugging Face name, and log-probabilities of a training pass."""
     settings = config(
         MODELS / model,
         layout,
@@ -110,9 +111,11 @@ def gradients(layout: Layout, model: str = "base", micro_tokens: int = 32, repla
         parallel__distributed_optimizer=False,
     )
     policy = policy_of(settings)
-    loss, _ = forward_backward(policy, settings, local_batch())
+    batch = local_batch()
+    loss, outputs = forward_backward(policy, settings, batch)
+    by_sequence = sequences_of(micro_batches(settings, batch), outputs)
     with gradients_in_place_of_weights(policy):
-        return {"loss": loss, "gradients": exported(policy)}
+        return {"loss": loss, "gradients": exported(policy), **by_sequence}
 
 
 def fixed_batch_steps(layout: Layout, dispatcher: str = "alltoall") -> dict[str, Any]:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import cases_checkpoint
+import numpy as np
 import pytest
 import torch
 from ranks import Case, case
+
+from megarl.errors import CheckpointError
+from megarl.megatron import checkpoint
 
 INTERRUPTED = "cases_checkpoint:interrupted"
 
@@ -54,3 +65,126 @@ def test_a_run_resumes_in_its_own_and_in_other_layouts(case: Case, outcome: dict
     # a step moves a weight by about 1e-3
     assert largest_difference(outcome["resumed_weights"], outcome["straight_weights"]) <= 1e-6
     assert outcome["folder"] == ["step_0000002"]
+
+
+@pytest.fixture
+def policy(models: dict[str, Path], one_rank: None) -> Any:
+    from tiny_world import config, policy_of
+
+    return policy_of(config(models["base"]))
+
+
+def test_old_checkpoints_go_and_an_unfinished_one_is_never_taken(policy: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    assert checkpoint.complete_checkpoints(folder) == []
+    for step in (1, 2, 12):
+        checkpoint.save(folder, step, policy, {}, keep=2)
+    (folder / "step_0000013.partial").mkdir()
+    (folder / "notes").mkdir()
+    assert [step for step, _ in checkpoint.complete_checkpoints(folder)] == [2, 12]
+    # what a killed writer left of step 13 is replaced, not mixed with the new files
+    (folder / "step_0000013.partial" / "garbage").write_text("")
+    path = checkpoint.save(folder, 13, policy, {}, keep=1)
+    assert checkpoint.complete_checkpoints(folder) == [(13, path)]
+    assert not (path / "garbage").exists()
+    assert not (folder / "step_0000013.partial").exists()
+
+
+def test_saving_a_step_again_replaces_it(policy: Any, tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, policy, {"round": 1}, keep=2)
+    path = checkpoint.save(tmp_path, 1, policy, {"round": 2}, keep=2)
+    assert checkpoint.load(path, policy)["round"] == 2
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["empty folder", "no common state", "truncated common state", "truncated data", "missing data", "no metadata"],
+)
+def test_a_damaged_checkpoint_is_refused_by_name(damage: str, policy: Any, tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 1, policy, {}, keep=2)
+    data = sorted(path.glob("*.distcp"))
+    assert data
+    if damage == "empty folder":
+        shutil.rmtree(path)
+        path.mkdir()
+    elif damage == "no common state":
+        (path / "common.pt").unlink()
+    elif damage == "truncated common state":
+        (path / "common.pt").write_bytes((path / "common.pt").read_bytes()[:200])
+    elif damage == "truncated data":
+        for file in data:
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    elif damage == "missing data":
+        for file in data:
+            file.unlink()
+    else:
+        (path / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match="step_0000001"):
+        checkpoint.load(path, policy)
+
+
+def test_a_checkpoint_of_another_model_is_refused(policy: Any, models: dict[str, Path], tmp_path: Path) -> None:
+    from tiny_world import config, policy_of
+
+    path = checkpoint.save(tmp_path, 1, policy, {}, keep=2)
+    other = policy_of(config(models["vocab31"]))
+    with pytest.raises(CheckpointError, match="another model: vocab_size is 32, expected 31"):
+        checkpoint.load(path, other)
+
+
+def test_random_numbers_continue(policy: Any, tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 1, policy, {}, keep=2)
+    drawn = [torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()]
+    torch.manual_seed(1)
+    checkpoint.load(path, policy)
+    assert [torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()] == drawn
+
+
+_KILLED_WRITER = """
+import os, sys, time
+from pathlib import Path
+os.chdir(sys.argv[1])
+folder = Path(sys.argv[2])
+from tiny_world import MODELS, config, policy_of
+from megarl.megatron import checkpoint
+from megatron.core import dist_checkpointing
+
+def main():
+    policy = policy_of(config(MODELS / "base"))
+    checkpoint.save(folder, 1, policy, {"position": 5}, keep=2)
+    write = dist_checkpointing.save
+
+    def slow(*arguments, **keywords):  # everything is written, and the writer dies before it is done
+        write(*arguments, **keywords)
+        print("written", flush=True)
+        time.sleep(60)
+
+    dist_checkpointing.save = slow
+    checkpoint.save(folder, 2, policy, {"position": 6}, keep=1)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_writer_that_is_killed_leaves_the_old_checkpoint_usable(
+    policy: Any, models: dict[str, Path], tmp_path: Path
+) -> None:
+    script = tmp_path / "writer.py"
+    script.write_text(_KILLED_WRITER)
+    here = str(Path(__file__).parent)
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(models["base"].parent.parent), str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([here, *sys.path]), "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    assert any("written" in line for line in process.stdout)
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=30)
+    found = checkpoint.complete_checkpoints(tmp_path / "run")
+    assert [step for step, _ in found] == [1]
+    assert (tmp_path / "run" / "step_0000002.partial").is_dir()
+    assert checkpoint.load(found[0][1], policy)["position"] == 5

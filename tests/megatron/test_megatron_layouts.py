@@ -63,9 +63,10 @@ def test_logprobs_and_entropies_equal_transformers_on_one_rank(
 @pytest.mark.parametrize(
     "case",
     [
-        *(case(2, LOGPROBS, layout) for layout in LAYOUTS_OF_2),
-        *(case(4, LOGPROBS, layout) for layout in LAYOUTS_OF_4),
-        case(2, LOGPROBS, "pp2", model="tied"),
+        *(case(2, GRADIENTS, layout) for layout in LAYOUTS_OF_2),  # of a training pass
+        *(case(4, GRADIENTS, layout) for layout in LAYOUTS_OF_4),
+        case(2, GRADIENTS, "pp2", model="tied"),
+        case(2, LOGPROBS, "pp2 vpp2"),  # of a pass without gradients
         case(2, LOGPROBS, "tp2", model="vocab31"),
         case(4, LOGPROBS, "tp4", model="vocab30"),
     ],

@@ -13,10 +13,14 @@ DISPATCHED = "cases_replay:dispatched"
 RECORDED = "cases_replay:recorded"
 MOE_LAYERS = {0, 2, 3}
 
-LAYOUTS_OF_2 = ["ep2", "tp2", "tp2 ep2 etp1", "pp2", "pp2 vpp2"]
+LAYOUTS_OF_2 = ["ep2", "tp2 ep2 etp1", "pp2 vpp2"]
 RECOMPUTES = ["none", "uniform", "block", "moe"]
 CASES = [
     *(case(2, DISPATCHED, layout, recompute=kind) for layout in LAYOUTS_OF_2 for kind in RECOMPUTES),
+    case(2, DISPATCHED, "tp2", recompute="none"),
+    case(2, DISPATCHED, "tp2", recompute="uniform"),
+    case(2, DISPATCHED, "pp2", recompute="block"),
+    case(2, DISPATCHED, "pp2", recompute="moe"),
     case(2, DISPATCHED, "ep2", recompute="uniform", dispatcher="allgather"),
     case(2, DISPATCHED, "tp2 ep2 etp1", recompute="moe", dispatcher="allgather"),
     case(4, DISPATCHED, "tp2 ep2 etp1 pp2", recompute="uniform"),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import Case, case
+
+from megarl.errors import CheckpointError
 
 ROUND_TRIP = "cases_training:round_trip"
 SAVED = "cases_training:saved"
@@ -46,3 +50,103 @@ def test_a_saved_model_is_the_same_model_to_transformers(case: Case, outcome: st
             transformers_model(Path(outcome))(tokens).logits, transformers_model(models[model])(tokens).logits
         )
     assert not Path(outcome + ".partial").exists()
+
+
+def rewritten(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """A copy of a checkpoint folder with other tensors."""
+    from safetensors.torch import save_file
+    from tiny_world import safetensors_of
+
+    target.mkdir()
+    (target / "config.json").write_text((source / "config.json").read_text())
+    tensors = safetensors_of(source)
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors")
+    return target
+
+
+def load(model: Path) -> None:
+    from tiny_world import config, policy_of
+
+    policy_of(config(model))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.norm.weight",
+        "model.layers.2.mlp.experts.7.up_proj.weight",
+        "model.layers.1.mlp.down_proj.weight",
+        "model.layers.0.mlp.gate.weight",
+        "lm_head.weight",
+    ],
+)
+def test_a_missing_tensor_is_named(name: str, models: dict[str, Path], tmp_path: Path) -> None:
+    broken = rewritten(models["base"], tmp_path / "broken", lambda tensors: tensors.__delitem__(name))
+    with pytest.raises(CheckpointError, match=rf"1 tensors missing.*{re.escape(name)}"):
+        load(broken)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_unknown_tensor_is_named(models: dict[str, Path], tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.shared_expert.up_proj.weight"
+    broken = rewritten(models["base"], tmp_path / "broken", lambda tensors: tensors.update({name: torch.zeros(2)}))
+    with pytest.raises(CheckpointError, match=rf"1 unknown.*{re.escape(name)}"):
+        load(broken)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.layers.3.mlp.experts.0.down_proj.weight", (16, 32)),  # transposed
+        ("model.layers.0.self_attn.k_proj.weight", (32, 32)),
+        ("model.layers.0.self_attn.k_proj.weight", (3, 32)),
+        ("model.embed_tokens.weight", (33, 32)),
+        ("lm_head.weight", (31, 32)),
+        ("model.layers.2.mlp.gate.weight", (7, 32)),
+    ],
+)
+def test_a_tensor_of_another_shape_is_named(
+    name: str, shape: tuple[int, ...], models: dict[str, Path], tmp_path: Path
+) -> None:
+    broken = rewritten(models["base"], tmp_path / "broken", lambda tensors: tensors.update({name: torch.zeros(shape)}))
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        load(broken)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("length", [0, 4, 5000])
+def test_a_truncated_file_is_named(length: int, models: dict[str, Path], tmp_path: Path) -> None:
+    broken = rewritten(models["base"], tmp_path / "broken", lambda _: None)
+    file = broken / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:length])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        load(broken)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_folder_without_weights_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((models["base"] / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=r"no \*\.safetensors"):
+        load(tmp_path)
+
+
+def test_fp32_logits_equal_transformers_on_packed_ragged_sequences(models: dict[str, Path], one_rank: None) -> None:
+    from tiny_world import config, logits_of_transformers, policy_of, rollouts
+
+    from megarl.megatron.attention import PackedSequences
+
+    policy = policy_of(config(models["base"]))
+    sequences = [rollout.tokens for rollout in rollouts()]
+    lengths = [len(tokens) for tokens in sequences]
+    tokens = torch.cat([torch.as_tensor(one, dtype=torch.int64) for one in sequences])[None]
+    packing = PackedSequences.of(torch.tensor([0, *lengths]).cumsum(0))
+    with torch.no_grad():
+        found = policy.chunks[0](
+            input_ids=tokens, position_ids=torch.zeros_like(tokens), attention_mask=None, packed_seq_params=packing
+        )[0]
+    for logits, expected in zip(found.split(lengths), logits_of_transformers(models["base"], sequences), strict=True):
+        assert float(expected.abs().max()) > 1  # logits that say something
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)

@@ -1,0 +1,407 @@
+"""What replay refuses, and that it leaves no trace behind."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases_replay import RECOMPUTE
+from dispatch_probe import DispatchProbe
+from megatron.core.transformer.moe.router import TopKRouter
+from tiny_world import coefficients_of, config, local_batch, micro_batches, policy_of, rollouts
+
+from megarl.core.types import TrainBatch
+from megarl.errors import ReplayError, TraceError
+from megarl.megatron.batches import MicroBatch, check_routes, local_routes, micro_batch
+from megarl.megatron.forward import run
+from megarl.megatron.model import read_shape
+from megarl.megatron.policy import Policy
+from megarl.megatron.replay import MicroRoutes, RoutingReplay
+from megarl.megatron_fields import REPLAY_BLOCKERS
+
+
+class World:
+    """A policy on one rank with the fixed batch and its routes."""
+
+    def __init__(self, model: Path, recompute: str = "none") -> None:
+        settings = config(model, recompute=RECOMPUTE[recompute])
+        self.policy: Policy = policy_of(settings)
+        assert self.policy.replay is not None
+        self.replay = self.policy.replay
+        self.micros: list[MicroBatch] = micro_batches(settings, local_batch())
+        self.routes = [local_routes(micro, self.replay.layers, self.policy.shape) for micro in self.micros]
+
+    def run(self, backward: bool = False, micros: list[MicroBatch] | None = None) -> list[torch.Tensor]:
+        def coefficients(_: int, part: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+            return coefficients_of(part), {}
+
+        outputs = run(
+            self.policy.chunks,
+            self.micros if micros is None else micros,
+            temperature=1.0,
+            vocab_size=self.policy.shape.vocab_size,
+            coefficients=coefficients if backward else None,
+        )
+        return [output.logprobs for output in outputs]
+
+    def same(self, before: list[torch.Tensor]) -> bool:
+        return all(torch.equal(a, b) for a, b in zip(before, self.run(), strict=True))
+
+    def loss(self) -> torch.Tensor:
+        """A scalar of one micro-batch with its graph, outside of Megatron's schedules."""
+        micro = self.micros[0]
+        chunk = self.policy.chunks[0]
+        chunk.train()
+        return chunk(
+            input_ids=micro.input_ids,
+            position_ids=torch.zeros_like(micro.input_ids),
+            attention_mask=None,
+            packed_seq_params=micro.packing,
+            padding_mask=micro.padding_mask,
+        ).sum()
+
+
+@pytest.fixture
+def world(models: dict[str, Path], one_rank: None) -> World:
+    return World(models["base"])
+
+
+@pytest.fixture
+def recomputing(models: dict[str, Path], one_rank: None) -> World:
+    return World(models["base"], "uniform")
+
+
+def test_too_few_and_too_many_micro_batches(world: World) -> None:
+    assert len(world.micros) > 1
+    with (
+        pytest.raises(ReplayError, match=rf"layer 0: forward of micro-batch {len(world.micros)}"),
+        world.replay.replay(world.routes[:-1]),
+    ):
+        world.run()
+    with (
+        pytest.raises(ReplayError, match=rf"layer 0: {len(world.micros) - 1} forward passes.* {len(world.micros)}"),
+        world.replay.replay(world.routes),
+    ):
+        world.run(micros=world.micros[:-1])
+
+
+def test_a_second_pass_in_the_same_block_is_an_error(world: World) -> None:
+    with pytest.raises(ReplayError, match="another pass ran in the same block"), world.replay.replay(world.routes):
+        _ = world.run(), world.run()
+
+
+def test_routes_for_another_number_of_tokens(world: World) -> None:
+    short = [MicroRoutes(entry.experts[:-1], None) for entry in world.routes]
+    tokens = world.micros[0].num_slots
+    message = rf"layer 0, forward of micro-batch 0: .* {tokens} tokens.* {tokens - 1};"
+    with pytest.raises(ReplayError, match=message), world.replay.replay(short):
+        world.run()
+
+
+def test_routes_for_another_number_of_layers(world: World) -> None:
+    wrong = [MicroRoutes(entry.experts[:, :2], entry.present) for entry in world.routes]
+    with pytest.raises(ReplayError, match=r"micro-batch 0: .*3 MoE layers"), world.replay.replay(wrong):
+        pytest.fail("the block must not run")
+
+
+@pytest.mark.parametrize("kind", ["uniform", "moe"])
+def test_backward_outside_of_the_block_is_an_error(kind: str, models: dict[str, Path], one_rank: None) -> None:
+    world = World(models["base"], kind)
+    routes = world.routes[:1]
+    message = "layer 0: 0 recomputations, expected 1"
+    with pytest.raises(ReplayError, match=message), world.replay.replay(routes, recomputes=True):
+        world.loss()
+    with world.replay.replay(routes):
+        loss = world.loss()
+    with pytest.raises(ReplayError, match=r"layer \d: recomputation .* already closed"):
+        loss.backward()
+
+
+def test_backward_inside_of_the_block_is_right(recomputing: World) -> None:
+    with recomputing.replay.replay(recomputing.routes[:1]):
+        recomputing.loss().backward()
+    forbidden = recomputing.replay.replay(recomputing.routes[:1], recomputes=False)
+    with pytest.raises(ReplayError, match="1 recomputations, expected 0"), forbidden:
+        recomputing.loss().backward()
+
+
+def test_a_fresh_pass_after_a_forward_without_backward_is_native(recomputing: World) -> None:
+    before = recomputing.run()
+    with recomputing.replay.replay(recomputing.routes[:1]):
+        recomputing.loss()  # never goes backward
+    recomputing.run(backward=True)  # its recomputations belong to itself
+    assert recomputing.same(before)
+
+
+def test_an_exception_in_the_block_leaves_the_routers_native(world: World) -> None:
+    before = world.run()
+    with pytest.raises(ZeroDivisionError), world.replay.replay(world.routes):
+        _ = world.run(micros=world.micros[:1]), 1 / 0
+    assert world.same(before)
+    with pytest.raises(ZeroDivisionError), world.replay.record():
+        _ = 1 / 0
+    assert world.same(before)
+    with world.replay.replay(world.routes):  # and usable
+        replayed = world.run()
+    assert not torch.equal(replayed[0], before[0])
+    assert world.same(before)
+
+
+def test_blocks_do_not_nest(world: World) -> None:
+    for outer in (world.replay.record(), world.replay.replay(world.routes)):
+        with pytest.raises(ReplayError, match="do not nest"), outer, world.replay.record():
+            pytest.fail("the block must not run")
+    with pytest.raises(ReplayError, match="another RoutingReplay"), world.replay.record():
+        RoutingReplay(world.policy.chunks)
+
+
+def test_an_older_replay_of_the_same_model_is_refused(world: World) -> None:
+    newer = RoutingReplay(world.policy.chunks)
+    with pytest.raises(ReplayError, match="use the newest"), world.replay.record():
+        pytest.fail("the block must not run")
+    with newer.replay(world.routes):
+        world.run()
+    newer.detach()
+    assert all(router.router_replay is None for router in _routers(world.policy))
+
+
+def _routers(policy: Policy) -> Iterator[Any]:
+    for chunk in policy.chunks:
+        yield from (module for module in chunk.modules() if isinstance(module, TopKRouter))
+
+
+def test_two_models_in_one_process_do_not_touch_each_other(world: World, models: dict[str, Path]) -> None:
+    other = World.__new__(World)
+    other.policy = Policy(world.policy.config, _schedule(world.policy))
+    assert other.policy.replay is not None
+    other.replay, other.micros, other.routes = other.policy.replay, world.micros, world.routes
+    native = other.run()
+    with world.replay.replay(world.routes):
+        assert other.same(native)
+        replayed = world.run()
+    assert not torch.equal(replayed[0], native[0])
+    with world.replay.record() as mine, other.replay.replay(other.routes):
+        in_other = other.run()
+        in_this = world.run()
+    assert all(torch.equal(a, b) for a, b in zip(in_other, replayed, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(in_this, native, strict=True))
+    assert len(mine.routes) == len(world.micros)
+
+
+def _schedule(policy: Policy) -> Any:
+    from megarl.megatron.policy import schedule_of
+
+    return schedule_of(policy.config)
+
+
+def test_a_thousand_replays_leave_nothing_behind(world: World) -> None:
+    def make(count: int) -> None:
+        for _ in range(count):
+            replay = RoutingReplay(world.policy.chunks)
+            with pytest.raises(ReplayError), replay.replay(world.routes):
+                pass
+            replay.detach()
+
+    make(50)
+    gc.collect()
+    objects = len(gc.get_objects())
+    tracemalloc.start()
+    make(1)
+    gc.collect()
+    before, _ = tracemalloc.get_traced_memory()
+    make(1000)
+    gc.collect()
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(gc.get_objects()) - objects < 100
+    assert after - before < 100_000
+
+
+def test_missing_rows_route_natively(world: World) -> None:
+    absent = [
+        MicroRoutes(torch.zeros_like(entry.experts), torch.zeros(len(entry.experts), dtype=torch.bool))
+        for entry in world.routes
+    ]
+    before = world.run()
+    with world.replay.replay(absent):
+        assert all(torch.equal(a, b) for a, b in zip(world.run(), before, strict=True))
+
+
+def test_observing_tells_what_was_used_and_what_the_routers_wanted(world: World) -> None:
+    probe = DispatchProbe(world.policy.chunks, world.micros)
+    with world.replay.replay(world.routes, observe=True) as seen:
+        world.run()
+    probe.remove()
+    assert probe.violations(rollouts(), world.policy.shape.moe_layers) == []
+    for one in probe.seen:
+        column = world.replay.layers.index(one.layer)
+        used = torch.zeros_like(one.experts).scatter(1, seen.routes[one.micro].experts[:, column].long(), True)
+        wanted = torch.zeros_like(one.experts).scatter(1, seen.native[one.micro].experts[:, column].long(), True)
+        assert torch.equal(used, one.experts)
+        assert torch.equal(wanted, torch.zeros_like(used).scatter(1, one.logits.topk(2).indices, True))
+
+
+def test_replay_equals_transformers_with_the_same_experts_forced(world: World, models: dict[str, Path]) -> None:
+    from tiny_world import transformers_model
+
+    oracle = transformers_model(models["base"])
+    made = rollouts(holes=False)
+    batch = local_batch(holes=False)
+    micro = micro_batch(batch, batch.num_tokens)
+    routes = [local_routes(micro, world.replay.layers, world.policy.shape)]
+    with world.replay.replay(routes):
+        found = world.run(micros=[micro])[0].split([rollout.num_tokens for rollout in made])
+    for rollout, logprobs in zip(made, found, strict=True):
+        with torch.no_grad(), _forced(oracle, rollout.routed_experts):
+            logits = oracle(torch.as_tensor(rollout.tokens, dtype=torch.int64)[None]).logits[0]
+        labels = torch.as_tensor(rollout.tokens[1:], dtype=torch.int64)
+        expected = logits[:-1].double().log_softmax(-1).gather(1, labels[:, None])[:, 0]
+        torch.testing.assert_close(logprobs[1:].double(), expected, rtol=0, atol=1e-5)
+
+
+class _forced:  # noqa: N801  (used as a with statement)
+    """transformers' routers choose the given experts [T, L, K], weighted by the softmax of their own logits."""
+
+    def __init__(self, model: Any, experts: np.ndarray | None) -> None:
+        assert experts is not None
+        gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+        self._hooks = [
+            gate.register_forward_hook(self._choose(torch.as_tensor(experts[:, column]).long()))
+            for column, gate in enumerate(gates)
+        ]
+
+    def _choose(self, chosen: torch.Tensor) -> Any:
+        def hook(gate: Any, arguments: Any, _: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            logits = arguments[0].reshape(-1, gate.weight.size(1)) @ gate.weight.T
+            return logits, logits.gather(1, chosen).softmax(1), chosen
+
+        return hook
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+BLOCKING: dict[str, Any] = {
+    "moe_router_fusion": True,
+    "moe_router_load_balancing_type": "sinkhorn",
+    "moe_expert_capacity_factor": 1.0,
+    "moe_router_force_load_balancing": True,
+    "overlap_moe_expert_parallel_comm": True,
+    "cuda_graph_impl": "local",
+    "enable_cuda_graph": True,
+    "external_cuda_graph": True,
+    "mtp_num_layers": 1,
+}
+
+
+@pytest.mark.parametrize("setting", [blocker.setting for blocker in REPLAY_BLOCKERS])
+def test_every_setting_that_bypasses_the_hook_is_refused(setting: str, world: World) -> None:
+    routers = list(_routers(world.policy))
+    setattr(routers[1].config, setting, BLOCKING[setting])  # the config is shared; set after Megatron's own checks
+    with pytest.raises(ReplayError, match=rf"{setting} = .* replay cannot hold"):
+        RoutingReplay(world.policy.chunks)
+
+
+def test_a_model_without_the_hook_is_refused(world: World) -> None:
+    for router in _routers(world.policy):
+        del router.router_replay
+    with pytest.raises(ReplayError, match=r"no replay hook.*0\.16"):
+        RoutingReplay(world.policy.chunks)
+
+
+def test_something_that_is_no_model_is_refused() -> None:
+    with pytest.raises(ReplayError, match="Linear has no decoder"):
+        RoutingReplay(torch.nn.Linear(2, 2))
+
+
+def _broken(kind: str) -> Any:
+    one = rollouts()[3]
+    assert one.routed_experts is not None
+    experts = one.routed_experts.copy()
+    if kind == "duplicate":
+        experts[0, 1] = 5
+    elif kind == "range":
+        experts[0, 1, 0] = 8
+    elif kind == "layers":
+        experts = experts[:, :2]
+    elif kind == "topk":
+        experts = experts[:, :, :1]
+    return replace(one, routed_experts=None if kind == "missing" else experts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("duplicate", "twice"),
+        ("range", "expert 8"),
+        ("layers", "2 layers.*3 MoE layers"),
+        ("topk", "top-1.*top-2"),
+        ("missing", "no routed experts"),
+    ],
+)
+def test_routes_that_cannot_be_of_this_model_are_named(kind: str, message: str, models: dict[str, Path]) -> None:
+    shape = read_shape(models["base"])
+    check_routes(rollouts(), shape)
+    with pytest.raises(TraceError, match=rf"group 1 sample 1.*{message}"):
+        check_routes([*rollouts()[:3], _broken(kind)], shape)
+
+
+def test_routes_of_padding_and_of_a_layer_subset(world: World) -> None:
+    batch = local_batch()
+    micro = micro_batch(batch, batch.num_tokens + 3)
+    found = local_routes(micro, (3, 0), world.policy.shape)
+    assert batch.routed_experts is not None
+    assert batch.routed_mask is not None
+    assert torch.equal(found.experts[:-3], batch.routed_experts[:, [2, 0]])
+    assert found.present is not None
+    assert found.present.tolist() == [*batch.routed_mask.tolist(), False, False, False]
+    whole = local_batch(holes=False)
+    assert local_routes(micro_batch(whole, whole.num_tokens), (0,), world.policy.shape).present is None
+
+
+def test_replay_of_a_batch_without_routes_is_an_error(world: World) -> None:
+    bare = replace(local_batch(), routed_experts=None, routed_mask=None)
+    with pytest.raises(TraceError, match="no routed_experts column"):
+        local_routes(micro_batch(bare, bare.num_tokens), (0,), world.policy.shape)
+
+
+def test_shares_of_sequence_parallel_ranks(monkeypatch: pytest.MonkeyPatch, models: dict[str, Path]) -> None:
+    from megatron.core import parallel_state
+
+    shape = read_shape(models["base"])
+    batch = local_batch_of_all()
+    slots = -(-batch.num_tokens // 4) * 4
+    parts = []
+    for rank in range(4):
+        monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 4)
+        monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+        parts.append(local_routes(micro_batch(batch, slots), shape.moe_layers, shape))
+    assert {len(part.experts) for part in parts} == {slots // 4}
+    joined = torch.cat([part.experts for part in parts])[: batch.num_tokens]
+    assert batch.routed_experts is not None
+    assert torch.equal(joined, batch.routed_experts)
+
+
+def local_batch_of_all() -> TrainBatch:
+    from tiny_world import batch_of
+
+    return batch_of(rollouts())
+
+
+def test_mtp_layers_do_not_count_as_decoder_layers() -> None:
+    # a decoder is all that replay looks at; routers elsewhere stay native
+    router = torch.nn.Linear(1, 1)
+    model = SimpleNamespace(decoder=SimpleNamespace(layers=torch.nn.ModuleList([router])), mtp=router)
+    assert RoutingReplay([model]).layers == ()  # type: ignore[list-item]
