@@ -180,4 +180,7 @@ def _scheduler(optimizer: Any, schedule: Schedule) -> OptimizerParamScheduler:
         end_wd=schedule.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
+        # A resumed run may have more steps; the checkpoint then only says how far the schedule has come.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )

@@ -1,0 +1,232 @@
+"""The loop on one rank: what a run folder accepts, what corrupts it, and that sampling follows training."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from train_world import NUM_SEQUENCES, World, hf_config
+
+from megarl.config import Config
+from megarl.errors import CheckpointError, ConfigError, MegarlError, RolloutError
+from megarl.megatron import distributed
+from megarl.megatron.weights import save_hf
+from megarl.rollout.local import LocalEngine
+from megarl.train.loop import Trainer, train
+from megarl.train.metrics import MetricsLog, read_metrics, without_timing
+
+
+def run(settings: Config) -> list[dict[str, Any]]:
+    """Train and return the records."""
+    train(settings)
+    return without_timing(read_metrics(settings.run_dir / "metrics.jsonl"))
+
+
+def of_kind(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [record for record in records if record["kind"] == kind]
+
+
+@pytest.fixture
+def trainer(world: World, tmp_path: Path) -> Trainer:
+    settings = world.settings(run__dir=str(tmp_path / "run"), rollout__fp8_rounding=False)
+    distributed.initialize(settings)
+    return Trainer(settings, MetricsLog(tmp_path / "run", tensorboard=False))
+
+
+def test_the_engine_follows_the_trainer_and_tokens_carry_the_version(
+    world: World, trainer: Trainer, tmp_path: Path
+) -> None:
+    drawn: list[Any] = []
+    original = trainer.sampler.sample_step
+    trainer.sampler.sample_step = lambda *rest: drawn.append(original(*rest)) or drawn[-1]  # type: ignore[method-assign]
+    trainer.run()
+    trainer.log.close()
+    save_hf(trainer.policy.chunks, trainer.policy.shape, world.model, tmp_path / "trained")
+    for step, rollouts in enumerate(drawn):
+        versions = {int(v) for part in rollouts.mini_batches for r in part for v in r.weight_versions}
+        assert versions == {step}
+    # The engine of step 2 had the weights after step 1: neither the first nor the last ones.
+    second = drawn[1].mini_batches[0]
+    for weights in (world.model, tmp_path / "trained"):
+        assert np.abs(_teacher_forced(world, weights, second) - _reported(second)).max() > 1e-3
+    first = drawn[0].mini_batches[0]
+    assert np.abs(_teacher_forced(world, world.model, first) - _reported(first)).max() < 1e-4
+
+
+def test_the_last_weights_arrive_in_the_engine_as_they_are_in_the_trainer(world: World, trainer: Trainer) -> None:
+    trainer.engine.update_weights(trainer.policy.export(), version=0)
+    trainer._step(0)
+    trainer._step(1)
+    assert trainer.engine.weight_version == 2
+    exported = dict(trainer.policy.export())
+    held = trainer.engine._views
+    assert set(held) == set(exported)
+    assert all(torch.equal(held[name], exported[name]) for name in held)
+    fresh = LocalEngine.from_pretrained(world.model)._views
+    assert sum(not torch.equal(held[name], fresh[name]) for name in held) > len(held) / 2
+    trainer.log.close()
+
+
+def _teacher_forced(world: World, weights: Path, rollouts: list[Any]) -> np.ndarray:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(weights, config=hf_config(world), dtype=torch.float32).eval()
+    found = []
+    for rollout in rollouts:
+        tokens = torch.as_tensor(rollout.tokens, dtype=torch.int64)
+        with torch.no_grad():
+            full = torch.log_softmax(model(tokens[None]).logits[0], -1)
+        picked = full[:-1].gather(1, tokens[1:, None])[:, 0].numpy()
+        found.append(picked[rollout.loss_mask[1:]])
+    return np.concatenate(found)
+
+
+def _reported(rollouts: list[Any]) -> np.ndarray:
+    return np.concatenate([r.rollout_logprobs[r.loss_mask] for r in rollouts])
+
+
+def test_the_reward_rises(world: World, tmp_path: Path) -> None:
+    settings = world.settings(
+        run__dir=str(tmp_path / "run"), run__steps=12, rollout__prompts_per_step=16, optim__lr=3e-3
+    )
+    rewards = [record["reward/mean"] for record in of_kind(run(settings), "step")]
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2
+
+
+def test_more_steps_continue_a_finished_run_exactly(world: World, tmp_path: Path) -> None:
+    common: dict[str, Any] = {"checkpoint__every": 2, "eval__every": 2}
+    whole = run(world.settings(run__dir=str(tmp_path / "whole"), run__steps=4, **common))
+    run(world.settings(run__dir=str(tmp_path / "parts"), run__steps=2, **common))
+    assert run(world.settings(run__dir=str(tmp_path / "parts"), run__steps=4, **common)) == whole
+
+
+def test_a_run_that_is_done_is_left_as_it_is(world: World, tmp_path: Path) -> None:
+    settings = world.settings(run__dir=str(tmp_path / "run"), checkpoint__every=1, eval__every=1)
+    before = run(settings)
+    assert run(settings) == before
+
+
+def test_more_steps_keep_a_schedule_that_was_given(world: World, tmp_path: Path) -> None:
+    """With decay_steps the length of the run is no part of the schedule, so a longer run continues exactly."""
+    common: dict[str, Any] = {"checkpoint__every": 2, "optim__decay_style": "linear", "optim__decay_steps": 8}
+    whole = run(world.settings(run__dir=str(tmp_path / "whole"), run__steps=4, **common))
+    run(world.settings(run__dir=str(tmp_path / "parts"), run__steps=2, **common))
+    assert run(world.settings(run__dir=str(tmp_path / "parts"), run__steps=4, **common)) == whole
+
+
+def test_more_steps_stretch_a_schedule_that_ends_with_the_run(world: World, tmp_path: Path) -> None:
+    """Without decay_steps the decay ends with the run: a longer run must not go on at a rate of 0 unnoticed."""
+    common: dict[str, Any] = {"checkpoint__every": 2, "optim__decay_style": "linear"}
+    run(world.settings(run__dir=str(tmp_path / "run"), run__steps=2, **common))
+    longer = run(world.settings(run__dir=str(tmp_path / "run"), run__steps=4, **common))
+    rates = [record["lr"] for record in of_kind(longer, "minibatch") if record["step"] > 2]
+    assert rates[0] == pytest.approx(1e-3 / 2)
+    assert all(rate > 0 for rate in rates)
+
+
+def test_other_settings_in_the_folder_of_a_run_are_refused(world: World, tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    run(world.settings(run__dir=folder, checkpoint__every=1))
+    saved = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    changes: dict[str, dict[str, Any]] = {
+        "optim.lr": {"optim__lr": 2e-3},
+        "train.replay": {"train__replay": "none"},
+        "run.seed": {"run__seed": 4},
+        "rollout.group_size": {"rollout__group_size": 8},
+    }
+    for key, change in changes.items():
+        with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+            train(world.settings(run__dir=folder, **change))
+        distributed.shutdown()
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume is off"):
+        train(world.settings(run__dir=folder, checkpoint__resume=False))
+    distributed.shutdown()
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == saved
+    # How often to save or evaluate may change.
+    train(world.settings(run__dir=folder, checkpoint__every=2, checkpoint__keep=1))
+
+
+@pytest.mark.parametrize("damage", ["common", "shard", "metadata", "missing_shard", "empty"])
+def test_a_corrupted_checkpoint_is_an_error_that_names_it(world: World, tmp_path: Path, damage: str) -> None:
+    settings = world.settings(run__dir=str(tmp_path / "run"), checkpoint__every=1)
+    train(settings)
+    newest = tmp_path / "run" / "checkpoints" / "step_0000002"
+    shards = sorted(newest.glob("*.distcp"))
+    if damage == "common":
+        (newest / "common.pt").write_bytes((newest / "common.pt").read_bytes()[:50])
+    elif damage == "shard":
+        for shard in shards:
+            shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+    elif damage == "metadata":
+        (newest / ".metadata").write_bytes(b"\x80garbage")
+    elif damage == "missing_shard":
+        shards[0].unlink()
+    else:
+        shutil.rmtree(newest)
+        newest.mkdir()
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match="step_0000002"):
+        train(world.settings(run__dir=str(tmp_path / "run"), checkpoint__every=1, run__steps=3))
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rollout__group_size": 1},
+        {"reward__function": "train_rewards:uniform"},
+        {"rollout__max_response_tokens": 1},
+        {"train__micro_batch_tokens": 16},
+        {"rollout__temperature": 0.7, "rollout__top_p": 0.8},
+        {"train__replay": "r2"},
+        {"train__replay": "none", "train__mini_batches": 1},
+        {"reward__function": "train_rewards:sometimes_raises"},
+        {"rollout__max_batch_size": 3},
+        {"data__max_prompt_tokens": 4},
+    ],
+    ids=lambda change: "-".join(map(str, change.values())),
+)
+def test_odd_settings_train_without_nan(world: World, tmp_path: Path, change: dict[str, Any]) -> None:
+    records = run(world.settings(run__dir=str(tmp_path / "run"), eval__every=1, **change))
+    assert len(of_kind(records, "step")) == 2
+    for record in records:
+        bad = [key for key, value in record.items() if isinstance(value, float) and not np.isfinite(value)]
+        assert not bad, (record["kind"], record["step"], bad)
+    updates = of_kind(records, "minibatch")
+    if change.get("rollout__group_size") == 1 or "uniform" in str(change.get("reward__function")):
+        assert all(update["grad_norm"] == 0.0 and update["loss"] == 0.0 for update in updates)
+    else:
+        assert all(update["grad_norm"] > 0.0 for update in updates)
+
+
+def test_a_reward_that_always_fails_ends_the_run(world: World, tmp_path: Path) -> None:
+    with pytest.raises(RolloutError, match="no verdict"):
+        train(world.settings(run__dir=str(tmp_path / "run"), reward__function="train_rewards:always_raises"))
+
+
+def test_a_prompt_longer_than_allowed_is_refused(world: World, tmp_path: Path) -> None:
+    with pytest.raises(MegarlError, match=r"train\.jsonl:1.*max_prompt_tokens"):
+        train(world.settings(run__dir=str(tmp_path / "run"), data__max_prompt_tokens=3))
+
+
+def test_a_batch_that_does_not_divide_is_refused(world: World) -> None:
+    with pytest.raises(ConfigError, match=r"train\.mini_batches"):
+        world.settings(train__mini_batches=5)
+    with pytest.raises(ConfigError, match="multiple of"):
+        world.settings().check_world_size(NUM_SEQUENCES)
+
+
+def test_a_micro_batch_smaller_than_a_sequence_is_refused(world: World) -> None:
+    with pytest.raises(ConfigError, match=r"train\.micro_batch_tokens"):
+        world.settings(train__micro_batch_tokens=15)
+
+
+def test_a_model_that_does_not_exist_is_named(world: World, tmp_path: Path) -> None:
+    for path in (tmp_path / "nothing", tmp_path):
+        with pytest.raises(MegarlError, match=str(path)):
+            train(world.settings(run__dir=str(tmp_path / "run"), model__path=str(path)))
+        distributed.shutdown()

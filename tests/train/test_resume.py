@@ -1,0 +1,112 @@
+"""Runs that are killed with SIGKILL and started again go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forks import Ended, Job, run_jobs
+from train_world import World
+
+from megarl.megatron.checkpoint import complete_checkpoints
+from megarl.train.metrics import read_metrics, without_timing
+
+KILLS: dict[str, tuple[str, int, int | None]] = {
+    "mid_step": ("minibatch", 3, 0),
+    "before_first_checkpoint": ("minibatch", 1, 1),
+    "after_step_before_its_checkpoint": ("step", 4, None),
+}
+pytestmark = pytest.mark.multirank
+
+
+def overrides(folder: Path, name: str, **more: Any) -> dict[str, Any]:
+    return {
+        "run__dir": str(folder / name),
+        "run__steps": 4,
+        "checkpoint__every": 2,
+        "eval__every": 2,
+        "train__replay": "r3",
+        "optim__warmup_steps": 2,
+        "optim__decay_style": "linear",
+        **more,
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Ended]]:
+    """All runs of this module: the folder that holds them, and how each ended."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def job(name: str, ranks: int, run_dir: str, function: str = "run", **more: Any) -> Job:
+        settings = overrides(folder, run_dir, parallel__ep=ranks)
+        return Job(name, ranks, f"train_jobs:{function}", {"world": world, "overrides": settings, **more})
+
+    jobs = [job("whole", 1, "whole"), job("whole_ep2", 2, "whole_ep2")]
+    for name, record in KILLS.items():
+        jobs += [job(f"{name} killed", 1, name, die_after=record), job(f"{name} resumed", 1, name)]
+    jobs += [job("saving killed", 1, "saving", "dies_while_saving", step=4), job("saving resumed", 1, "saving")]
+    jobs += [job("ep2 killed", 2, "ep2", die_after=("minibatch", 3, 0)), job("ep2 resumed", 2, "ep2")]
+    return folder, run_jobs(jobs, folder / "jobs")
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return without_timing(read_metrics(folder / "metrics.jsonl"))
+
+
+def test_an_uninterrupted_run_writes_every_record_once(runs: tuple[Path, dict[str, Ended]]) -> None:
+    folder, ended = runs
+    ended["whole"].checked()
+    found = [(r["kind"], r["step"], r["minibatch"]) for r in records(folder / "whole")]
+    expected: list[tuple[str, int, int | None]] = [("eval", 0, None)]
+    for step in (1, 2, 3, 4):
+        expected += [("minibatch", step, 0), ("minibatch", step, 1), ("step", step, None)]
+        expected += [("eval", step, None)] if step % 2 == 0 else []
+    assert found == expected
+    rates = [r["lr"] for r in records(folder / "whole") if r["kind"] == "minibatch"]
+    assert len(set(rates)) > 4  # a schedule that the resumed runs have to meet
+
+
+@pytest.mark.parametrize("name", [*KILLS, "saving"])
+def test_acceptance_a_killed_run_resumes_bit_for_bit(runs: tuple[Path, dict[str, Ended]], name: str) -> None:
+    folder, ended = runs
+    assert ended[f"{name} killed"].exit_codes == (-signal.SIGKILL,)
+    ended[f"{name} resumed"].checked()
+    if name == "before_first_checkpoint":
+        assert "resumed from" not in ended[f"{name} resumed"].output
+    else:
+        assert "resumed from" in ended[f"{name} resumed"].output
+        assert "after step 2" in ended[f"{name} resumed"].output
+    assert records(folder / name) == records(folder / "whole")
+
+
+def test_a_killed_run_on_two_ranks_resumes(runs: tuple[Path, dict[str, Ended]]) -> None:
+    folder, ended = runs
+    assert all(ended["ep2 killed"].exit_codes)
+    ended["ep2 resumed"].checked()
+    whole, resumed = records(folder / "whole_ep2"), records(folder / "ep2")
+    assert [list(r) for r in resumed] == [list(r) for r in whole]
+    for one, two in zip(whole, resumed, strict=True):
+        assert one["kind"] == two["kind"]
+        numbers = {key: value for key, value in one.items() if isinstance(value, float)}
+        assert {key: two[key] for key in numbers} == pytest.approx(numbers, rel=1e-5, abs=1e-5)
+
+
+def test_two_ranks_train_like_one(runs: tuple[Path, dict[str, Ended]]) -> None:
+    """The first step: later ones sample with weights that float noise has moved, so tokens may differ."""
+    folder, ended = runs
+    ended["whole_ep2"].checked()
+    alone, two = ([r for r in records(folder / name) if r["step"] <= 1] for name in ("whole", "whole_ep2"))
+    assert alone[0] == two[0]
+    for one, other in zip(alone[1:], two[1:], strict=True):
+        for key in (key for key in ("loss", "grad_norm", "reward/mean", "router/flip", "entropy") if key in one):
+            assert other[key] == pytest.approx(one[key], rel=1e-4, abs=1e-5)
+
+
+def test_checkpoints_are_complete_and_old_parts_are_gone(runs: tuple[Path, dict[str, Ended]]) -> None:
+    folder, _ = runs
+    for name in ("whole", "saving", "mid_step"):
+        checkpoints = folder / name / "checkpoints"
+        assert [step for step, _ in complete_checkpoints(checkpoints)] == [2, 4]
+        assert sorted(path.name for path in checkpoints.iterdir()) == ["step_0000002", "step_0000004"]
