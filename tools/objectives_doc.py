@@ -73,7 +73,8 @@ NOTES = r"""## What the sources get wrong, or leave open
   `kl_horizon` (a constant) the policy gradient is exact before the standardisation. Folding the KL in before
   standardising changes the objective either way.
 - **kl = "k1"** as a penalty has a gradient of expectation 0 under $\theta$: it adds noise and regularises nothing. On
-  samples of $\theta$ the gradient of k2 is that of $KL[\theta\Vert ref]$, the one of k3 that of $KL[ref\Vert\theta]$.
+  samples of $\theta$, and given what came before a token, the gradient of k2 is that of $KL[\theta\Vert ref]$, the one
+  of k3 that of $KL[ref\Vert\theta]$.
 - **Weight functions**: "importance weighting always raises the variance of the update" is false (weights can shrink
   large advantages), and so is "$\rho^q$ has less variance than $\rho$" unless $E[\rho] = 1$. $f = 1$ has no gradient
   as a value, only as a weight.

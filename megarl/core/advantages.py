@@ -54,7 +54,7 @@ def rloo(rewards: Values, groups: Values) -> Tensor:
     """
     rewards, inverse = _prepare(rewards, groups)
     counts = torch.bincount(inverse)
-    factors = counts / (counts - 1).clamp(min=1)
+    factors = counts.double() / (counts - 1).clamp(min=1)
     return (_centered(rewards.double(), inverse) * factors[inverse]).to(rewards.dtype)
 
 

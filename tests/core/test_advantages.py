@@ -9,7 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.core import reference
-from megarl.core.advantages import ADVANTAGES, group_mean, grpo, uniform_groups
+from megarl.core.advantages import (
+    ADVANTAGES,
+    group_mean,
+    grpo,
+    pooled,
+    raft,
+    rloo,
+    token_level_kl,
+    token_level_returns,
+    uniform_groups,
+)
 from megarl.errors import NumericsError
 
 batches = st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.3, 1.0, -2.5]), st.integers(-3, 3)), min_size=1, max_size=12)
@@ -24,6 +34,8 @@ def test_hand_computed():
     close(group_mean(rewards, groups), [0.75, -0.25, -0.25, -0.25])
     close(grpo(rewards, groups), [1.499997000006] + [-0.499999000002] * 3)
     close(grpo(rewards, groups, ddof=0), [1.732046807578115] + [-0.5773489358593717] * 3)
+    close(rloo(rewards, groups), [1.0] + [-1 / 3] * 3)
+    close(raft(rewards, groups), [1, 0, 0, 0])
 
 
 @settings(max_examples=60, deadline=None)
@@ -32,10 +44,11 @@ def test_against_reference(batch, ddof):
     rewards, groups = [r for r, _ in batch], [g for _, g in batch]
     close(group_mean(rewards, groups), reference.group_mean(rewards, groups))
     close(grpo(rewards, groups, ddof=ddof), reference.grpo(rewards, groups, ddof=ddof))
+    close(rloo(rewards, groups), reference.rloo(rewards, groups))
 
 
 @settings(max_examples=60, deadline=None)
-@given(reward=st.floats(-1e3, 1e3), size=st.integers(1, 9), name=st.sampled_from(sorted(ADVANTAGES)))
+@given(reward=st.floats(-1e3, 1e3), size=st.integers(1, 9), name=st.sampled_from(["group_mean", "grpo", "rloo"]))
 def test_no_contrast_is_exactly_zero(reward, size, name):
     """The mean of equal floats is rarely the float itself; the advantage must be 0 all the same."""
     rewards = [reward] * size + [0.0, 1.0]
@@ -44,6 +57,11 @@ def test_no_contrast_is_exactly_zero(reward, size, name):
     assert values[:size].tolist() == [0.0] * size
     assert values[-1] > 0
     assert uniform_groups(rewards, groups).tolist() == [True, False]
+
+
+def test_raft_accepts_all_of_a_solved_group_and_none_of_an_unsolved_one():
+    assert raft([1.0, 1.0, 0.0, 0.0, 0.9], [0, 0, 1, 1, 2]).tolist() == [1, 1, 0, 0, 0]
+    assert set(ADVANTAGES) == {"group_mean", "grpo", "rloo", "raft"}
 
 
 @settings(max_examples=40, deadline=None)
@@ -71,3 +89,128 @@ def test_dtypes_and_shapes():
         group_mean([1.0, 0.0], [0])
     with pytest.raises(ValueError, match="ddof"):
         grpo([1.0, 0.0], [0, 0], ddof=2)
+
+
+class TestPooled:
+    POOL = ([1.0, 1.0] + [0.0] * 30, [5] * 32)
+
+    @pytest.mark.parametrize(
+        ("scale", "good", "bad"),
+        [
+            ("none", 0.9375, -0.0625),
+            ("std", 0.9375 / 0.24593468841898236, -0.0625 / 0.24593468841898236),
+            ("rate", 15, -1),
+            ("root_rate", 3.75, -0.25),
+        ],
+    )
+    def test_statistics_of_all_that_was_sampled(self, scale, good, bad):
+        """2 of 32 are correct, and 2 + 2 of them train: their own statistics would give +-0.5."""
+        close(pooled([1.0, 0.0, 1.0, 0.0], [5] * 4, *self.POOL, scale=scale), [good, bad, good, bad])
+
+    def test_pools_of_several_prompts(self):
+        pool = ([1.0, 0.0, 0.0, 0.0, 2.0, 4.0], [3, 3, 3, 3, -1, -1])
+        close(pooled([4.0, 1.0, 2.0], [-1, 3, -1], *pool), [1, 0.75, -1])
+
+    @pytest.mark.parametrize("scale", ["none", "std", "rate", "root_rate"])
+    @pytest.mark.parametrize("reward", [0.0, 0.1, 1.0])
+    def test_no_contrast_is_exactly_zero(self, scale, reward):
+        pool = ([reward] * 7 + [0.3], [0] * 7 + [1])
+        assert pooled([reward, reward, 0.3], [0, 0, 1], *pool, scale=scale).tolist() == [0, 0, 0]
+
+    def test_refusals(self):
+        with pytest.raises(ValueError, match=r"\[6\] train, but the pool holds \[5\]"):
+            pooled([1.0], [6], *self.POOL)
+        with pytest.raises(ValueError, match="pass rates"):
+            pooled([1.0], [0], [1.0, -5.0], [0, 0], scale="rate")
+        with pytest.raises(ValueError, match="ddof 3"):
+            pooled([1.0], [5], *self.POOL, ddof=3)
+
+
+def packed(kl, beta=0.3):
+    """Columns of responses with the given log pi_theta / pi_ref, all tokens with loss."""
+    logs = torch.tensor([x for row in kl for x in row], dtype=torch.float64)
+    cu_seqlens = torch.tensor([0, *(len(row) for row in kl)]).cumsum(0)
+    return {
+        "logprobs": logs - 1,
+        "ref_logprobs": torch.full_like(logs, -1.0),
+        "loss_mask": torch.ones_like(logs, dtype=torch.bool),
+        "cu_seqlens": cu_seqlens,
+        "beta": beta,
+    }
+
+
+class TestTokenLevelKl:
+    KL = ((0.1, -0.2, 0.3), (0.4, 0.2), (0.0, 0.3, 0.3))
+    REWARDS = (1.0, 0.0, 1.0)
+
+    def test_returns(self):
+        own = token_level_returns(self.REWARDS, **packed(self.KL))
+        close(own, [0.98, 0.99, 0.97, -0.09, -0.03, 0.94, 0.94, 0.97])
+        constant = token_level_returns(self.REWARDS, **packed(self.KL), horizon=3)
+        close(constant, [0.98, 0.99, 0.97, -0.06, -0.02, 0.94, 0.94, 0.97])
+
+    def test_standardised_per_position(self):
+        values = token_level_kl(self.REWARDS, [4, 4, 4], **packed(self.KL))
+        close(values[[0, 3, 5]], [0.7471048964659939, -1.413441696016745, 0.6663367995507514])
+        # Only two responses reach j = 3, with equal returns.
+        assert values[[2, 7]].tolist() == [0, 0]
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        kl=st.lists(st.lists(st.floats(-2, 2), max_size=4), min_size=1, max_size=6),
+        data=st.data(),
+        ddof=st.sampled_from([0, 1]),
+        horizon=st.sampled_from([None, 5]),
+    )
+    def test_against_reference(self, kl, data, ddof, horizon):
+        groups = data.draw(st.lists(st.integers(-1, 1), min_size=len(kl), max_size=len(kl)))
+        rewards = data.draw(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=len(kl), max_size=len(kl)))
+        fast = token_level_kl(rewards, groups, **packed(kl), ddof=ddof, eps=1e-2, horizon=horizon)
+        slow = reference.token_level_kl(rewards, groups, kl, 0.3, ddof, 1e-2, horizon)
+        close(fast, [x for row in slow for x in row])
+
+    def test_environment_tokens_shift_nothing(self):
+        columns = packed(self.KL)
+        plain = token_level_kl(self.REWARDS, [0, 0, 0], **columns)
+        where = [0, 1, 3, 4, 6, 8, 9, 10]  # holes at 2, 5, 7 and 11, full of garbage
+        wide = {name: torch.full((12,), math.nan, dtype=torch.float64) for name in ("logprobs", "ref_logprobs")}
+        for name, column in wide.items():
+            column[where] = columns[name]
+        mask = torch.zeros(12, dtype=torch.bool)
+        mask[where] = True
+        # Sequences: tokens 0-3, 4-7, 8-11.
+        values = token_level_kl(
+            self.REWARDS, [0, 0, 0], **wide, loss_mask=mask, cu_seqlens=torch.tensor([0, 4, 8, 12]), beta=0.3
+        )
+        close(values[where], plain.tolist())
+        assert (values[~mask] == 0).all()
+
+    @pytest.mark.parametrize(
+        ("rewards", "groups", "kl"),
+        [([1.0], [0], [[0.3, 0.1]]), ([0.7] * 3, [0] * 3, [[0.1, 0.2]] * 3), ([1.0, 0.0], [0, 1], [[0.1], [0.2]])],
+    )
+    def test_no_contrast_is_exactly_zero(self, rewards, groups, kl):
+        assert (token_level_kl(rewards, groups, **packed(kl)) == 0).all()
+
+    def test_empty_responses_and_impossible_tokens(self):
+        columns = packed([[0.1, 0.2], [], [0.3, 0.4]])
+        columns["logprobs"][1] = -math.inf
+        columns["ref_logprobs"][3] = -math.inf
+        values = token_level_returns([1.0, 1.0, 0.0], **columns)
+        # The impossible token is no token; a reference of probability 0 stops at the bound of 20.
+        close(values, [1 - 0.3 * 0.1, 0.0, -0.15 * 20.3, -0.15 * 20])
+        assert torch.isfinite(token_level_kl([1.0, 1.0, 0.0], [0, 0, 0], **columns)).all()
+
+    def test_refusals(self):
+        columns = packed(self.KL)
+        columns["ref_logprobs"][4] = math.nan
+        with pytest.raises(NumericsError, match="ref_logprobs is nan at token 4"):
+            token_level_kl(self.REWARDS, [0, 0, 0], **columns)
+        with pytest.raises(ValueError, match="2 rewards for 3 sequences"):
+            token_level_returns([1.0, 0.0], **packed(self.KL))
+        with pytest.raises(ValueError, match="horizon 0"):
+            token_level_returns(self.REWARDS, **packed(self.KL), horizon=0)
+        with pytest.raises(ValueError, match=r"must all be \[T\]"):
+            token_level_returns(self.REWARDS, **{**packed(self.KL), "ref_logprobs": torch.zeros(3)})
+        with pytest.raises(ValueError, match="ddof=2"):
+            token_level_kl(self.REWARDS, [0, 0, 0], **packed(self.KL), ddof=2)
