@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-LAUNCH_TIMEOUT_S = 240.0
+LAUNCH_TIMEOUT_S = 900.0
 
 
 @dataclass(frozen=True)
