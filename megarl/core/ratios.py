@@ -5,8 +5,6 @@ Packed layout: ``T`` tokens of ``N`` sequences, sequence ``n`` is ``[cu_seqlens[
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
@@ -45,15 +43,18 @@ def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
     """Raise ValueError unless cu_seqlens is an integer [N+1] that rises from 0 to num_tokens."""
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
         raise ValueError(f"cu_seqlens must be an integer tensor [N+1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
-    offsets = cu_seqlens.tolist()
-    if offsets[0] != 0 or offsets[-1] != num_tokens:
+    falls = cu_seqlens.long().diff() < 0
+    # One transfer to the host; which sequence it is is asked only when one is wrong.
+    first, last, any_falls = torch.stack([cu_seqlens[0].long(), cu_seqlens[-1].long(), falls.any().long()]).tolist()
+    if first != 0 or last != num_tokens:
         raise ValueError(
-            f"cu_seqlens runs from {offsets[0]} to {offsets[-1]}, but the batch holds {num_tokens} tokens: "
+            f"cu_seqlens runs from {first} to {last}, but the batch holds {num_tokens} tokens: "
             f"it must start at 0 and end at the number of tokens"
         )
-    for sequence, (start, end) in enumerate(pairwise(offsets)):
-        if end < start:
-            raise ValueError(f"cu_seqlens falls from {start} to {end} at sequence {sequence}; it must not decrease")
+    if any_falls:
+        sequence = int(falls.nonzero()[0])
+        start, end = cu_seqlens[sequence : sequence + 2].tolist()
+        raise ValueError(f"cu_seqlens falls from {start} to {end} at sequence {sequence}; it must not decrease")
 
 
 def segment_lengths(cu_seqlens: Tensor) -> Tensor:
