@@ -37,7 +37,7 @@ def test_members(f):
         lambda rho: rho**1.1,
         lambda rho: rho**-0.1,
         lambda rho: min(rho, 0.9),
-        lambda rho: 1 + 0.5 * math.sin(math.log(rho)) if 1 < rho < 40 else min(rho, 1.0),  # falls between its bounds
+        lambda rho: min(rho, 2.0) if rho < 3 else 1.5,  # between its bounds, but it falls
         lambda rho: 1.0001,
         lambda rho: math.nan,
     ],
