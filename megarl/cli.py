@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments, overrides = split_overrides(words)
         return _parse_command(arguments, overrides)()
     except MegarlError as error:
-        _complain(str(error), on_every_rank=not isinstance(error, ConfigError))
+        _complain(str(error), on_every_rank=not isinstance(error, ConfigError) or _ranks_have_met())
         return USAGE_ERROR
     except KeyboardInterrupt:
         _complain("interrupted", on_every_rank=False)
@@ -200,6 +200,12 @@ def _print_keys() -> None:
         default = "needed" if info.is_required() else f"default {info.default}" if info.default is not None else ""
         note = f" [{default}]" if default and not key.endswith("*") else ""
         print(f"  --{key}{note}\n      {info.description or ''}")
+
+
+def _ranks_have_met() -> bool:
+    """Before the ranks join, all of them find the same mistake; afterwards one may find what no other does."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def _complain(message: str, *, on_every_rank: bool) -> None:

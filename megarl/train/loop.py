@@ -184,7 +184,7 @@ def _main() -> bool:
 
 
 def _on_main_rank(action: Callable[[], None]) -> None:
-    """Do it on the main rank; an error there is raised on every rank, so that none waits for the others."""
+    """Do it on the main rank; an error there ends every rank, so that none waits, and is said by the main rank alone."""
     failure: list[BaseException | None] = [None]
     if _main():
         try:
@@ -193,4 +193,4 @@ def _on_main_rank(action: Callable[[], None]) -> None:
             failure[0] = error
     dist.broadcast_object_list(failure)
     if failure[0] is not None:
-        raise failure[0]
+        raise failure[0] if _main() else SystemExit(2)

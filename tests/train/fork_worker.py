@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import pickle
@@ -17,6 +18,7 @@ JOB_TIMEOUT_S = 120.0
 
 
 def run_rank(job: Any, index: int, rank: int, port: int, folder: Path) -> int:
+    os.setpgid(0, 0)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -45,26 +47,27 @@ def run_job(job: Any, index: int, folder: Path) -> tuple[int, ...]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    started, running, codes = time.monotonic(), {}, [0] * job.world_size
+    started, codes = time.monotonic(), [0] * job.world_size
+    ranks: dict[int, int] = {}
     for rank in range(job.world_size):
         pid = os.fork()
         if pid == 0:
             os._exit(run_rank(job, index, rank, port, folder))
-        running[pid] = rank
+        ranks[pid] = rank
+    running = dict(ranks)
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid in running:
-            rank = running.pop(pid)
-            codes[rank] = os.waitstatus_to_exitcode(status)
-        elif time.monotonic() - started < JOB_TIMEOUT_S and not any(codes):
-            time.sleep(0.01)
-            continue
-        if any(codes) or time.monotonic() - started >= JOB_TIMEOUT_S:
+        if pid:
+            codes[running.pop(pid)] = os.waitstatus_to_exitcode(status)
+        elif any(codes) or time.monotonic() - started > JOB_TIMEOUT_S:
             for other in running:
                 os.kill(other, signal.SIGKILL)
-            for other, rank in running.items():
-                codes[rank] = os.waitstatus_to_exitcode(os.waitpid(other, 0)[1])
-            running = {}
+            time.sleep(0.05)
+        else:
+            time.sleep(0.01)
+    for leader in ranks:  # Megatron's checkpoint writer keeps a helper process, which outlives a rank that was killed
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(leader, signal.SIGKILL)
     print(f"{time.monotonic() - started:6.2f} s  {job.name}  {codes}", flush=True)
     return tuple(codes)
 

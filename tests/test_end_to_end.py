@@ -1,0 +1,245 @@
+"""The command line as a user calls it: alone, under torchrun, with mistakes, from cold start to report."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli_w
+
+from megarl.data.tiny import write_sort_task, write_tiny_model
+from megarl.train.metrics import read_metrics
+
+pytestmark = pytest.mark.multirank
+REWARDS = """
+import os
+
+from megarl.errors import ConfigError
+
+
+def digit_share(*, prompt, response, answer):
+    return sum(map(str.isdigit, response)) / max(len(response), 1)
+
+
+def fails_on_rank_1(*, prompt, response, answer):
+    if os.environ.get("RANK") == "1":
+        raise ConfigError("this reward cannot work here")
+    return digit_share(prompt=prompt, response=response, answer=answer)
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model, its task, rewards and a configuration."""
+    folder = tmp_path_factory.mktemp("home")
+    write_tiny_model(
+        folder / "model",
+        hidden_size=64,
+        num_layers=2,
+        num_experts=8,
+        expert_width=32,
+        max_positions=32,
+        initializer_range=0.1,
+    )
+    write_sort_task(folder / "task", num_train=64, num_heldout=16, num_demonstrations=400, digits=3, wrong_share=0.0)
+    (folder / "end_to_end_rewards.py").write_text(REWARDS)
+    (folder / "run.toml").write_text(tomli_w.dumps(settings(folder)))
+    return folder
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    task = folder / "task"
+    return {
+        "run": {"steps": 2, "dir": str(folder / "run")},
+        "model": {"path": str(folder / "model"), "dtype": "fp32"},
+        "data": {"train": str(task / "train.jsonl"), "heldout": str(task / "heldout.jsonl"), "max_prompt_tokens": 8},
+        "reward": {"function": "end_to_end_rewards:digit_share"},
+        "rollout": {
+            "prompts_per_step": 8,
+            "group_size": 4,
+            "max_response_tokens": 6,
+            "fp8_rounding": True,
+            "dtype": "fp32",
+        },
+        "train": {"mini_batches": 2, "micro_batch_tokens": 128},
+        "optim": {"lr": 1e-3},
+        "eval": {"every": 1},
+        "sft": {
+            "data": str(task / "demonstrations.jsonl"),
+            "out": str(folder / "taught"),
+            "steps": 120,
+            "batch_size": 64,
+            "lr": 5e-3,
+        },
+    }
+
+
+def call(
+    folder: Path, *words: str | Path, ranks: int = 1, timeout_s: float = 240.0
+) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "megarl.cli", *map(str, words)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=timeout_s,
+        cwd=folder,
+    )
+
+
+def complaints(result: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line for line in result.stderr.splitlines() if line.startswith("megarl: error")]
+
+
+def records(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == kind]
+
+
+def test_train_alone_and_report(home: Path) -> None:
+    result = call(home, "train", home / "run.toml", "--run.dir", home / "alone")
+    assert result.returncode == 0, result.stderr[-3000:]
+    steps = records(home / "alone", "step")
+    assert [record["step"] for record in steps] == [1, 2]
+    assert all(record["router/flip"] == 0.0 for record in steps)
+    for wanted in ("reward/mean", "response/length_mean", "rollout/k3", "rollout/k1", "rollout/entropy", "time/step_s"):
+        assert all(np.isfinite(record[wanted]) for record in steps), wanted
+    assert (home / "alone" / "config.toml").is_file()
+    assert any((home / "alone" / "tensorboard").iterdir())
+    assert "step 2/2" in result.stdout
+    drawn = call(home, "report", home / "alone")
+    assert drawn.returncode == 0, drawn.stderr[-3000:]
+    assert (home / "alone" / "report" / "index.html").stat().st_size > 1000
+
+
+def test_train_under_torchrun_with_expert_parallelism(home: Path) -> None:
+    result = call(home, "train", home / "run.toml", "--run.dir", home / "two", "--parallel.ep", "2", ranks=2)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert [record["step"] for record in records(home / "two", "step")] == [1, 2]
+    assert result.stdout.count("step 2/2") == 1  # one rank speaks
+
+
+def test_a_wrong_configuration_under_torchrun_is_one_line_and_no_success(home: Path) -> None:
+    result = call(home, "train", home / "run.toml", "--run.dir", home / "bad", "--parallel.tp", "4", ranks=2)
+    assert result.returncode != 0
+    assert len(complaints(result)) == 1
+    assert "found 2 ranks, expected a multiple of tp" in complaints(result)[0]
+    assert not (home / "bad").exists()
+    alone = call(home, "train", home / "run.toml", "--train.replya", "r3")
+    assert alone.returncode == 2
+    assert alone.stderr.strip().count("\n") == 0
+    assert "did you mean train.replay" in alone.stderr
+
+
+def test_a_folder_with_another_run_is_refused_with_exit_code_2(home: Path) -> None:
+    arguments = ["train", home / "run.toml", "--run.dir", home / "claimed", "--run.steps", "1"]
+    assert call(home, *arguments).returncode == 0
+    refused = call(home, *arguments, "--optim.lr", "0.5")
+    assert refused.returncode == 2
+    assert len(complaints(refused)) == 1
+    assert "optim.lr = 0.001" in complaints(refused)[0]
+
+
+def test_an_error_on_one_rank_ends_the_run(home: Path) -> None:
+    """The other rank waits in a collective; it must not wait for ever."""
+    started = time.monotonic()
+    result = call(
+        home,
+        "train",
+        home / "run.toml",
+        "--run.dir",
+        home / "one_fails",
+        "--eval.every",
+        "0",
+        "--reward.function",
+        "end_to_end_rewards:fails_on_rank_1",
+        ranks=2,
+        timeout_s=120.0,
+    )
+    assert result.returncode != 0
+    assert time.monotonic() - started < 110
+    assert "this reward cannot work here" in result.stderr
+
+
+def test_sft_teaches_the_task_and_its_checkpoint_is_one(home: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    result = call(home, "sft", home / "run.toml", "--parallel.ep", "2", ranks=2)
+    assert result.returncode == 0, result.stderr[-3000:]
+    model = AutoModelForCausalLM.from_pretrained(home / "taught", dtype=torch.float32).eval()
+    untaught = AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(home / "taught")
+    rows = [json.loads(line) for line in (home / "task" / "heldout.jsonl").read_text().splitlines()]
+    losses, right = {"before": [], "after": []}, 0
+    for row in rows:
+        prompt = tokenizer(row["prompt"], return_tensors="pt")["input_ids"]
+        target = tokenizer(row["answer"] + tokenizer.eos_token, return_tensors="pt", add_special_tokens=False)
+        whole = torch.cat([prompt, target["input_ids"]], 1)
+        with torch.no_grad():
+            for name, one in (("before", untaught), ("after", model)):
+                full = torch.log_softmax(one(whole).logits[0, :-1], -1)
+                picked = full.gather(1, whole[0, 1:, None])[prompt.size(1) - 1 :]
+                losses[name].append(-float(picked.mean()))
+            made = model.generate(prompt, max_new_tokens=6, do_sample=False)[0, prompt.size(1) :]
+        right += tokenizer.decode(made, skip_special_tokens=True).strip() == row["answer"]
+    assert np.mean(losses["after"]) < 0.5 * np.mean(losses["before"])
+    assert right >= 8  # of 16 prompts that no demonstration has
+    refused = call(home, "sft", home / "run.toml", "--sft.batch_size", "63", ranks=2)
+    assert refused.returncode != 0
+    assert "sft.batch_size" in complaints(refused)[0]
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subprocess.CompletedProcess[str]]]:
+    out = tmp_path_factory.mktemp("quickstart") / "out"
+    yield out, call(out.parent, "quickstart", "--out", out, timeout_s=420.0)
+
+
+@pytest.mark.slow
+def test_acceptance_quickstart_learns_and_leaves_a_report(
+    quickstart: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    out, result = quickstart
+    assert result.returncode == 0, result.stderr[-3000:]
+    rates = [record["eval/pass_rate"] for record in records(out / "run", "eval")]
+    assert rates[0] <= 0.5
+    assert rates[-1] >= 0.85
+    steps = records(out / "run", "step")
+    assert len(steps) == 60
+    assert all(record["router/flip"] == 0.0 for record in steps)
+    assert max(record["router/native/flip"] for record in steps) > 0.0
+    assert (out / "run" / "report" / "index.html").is_file()
+    assert str(out / "run" / "report" / "index.html") in result.stdout
+
+
+@pytest.mark.slow
+def test_quickstart_says_so_when_it_has_finished_and_goes_on_when_it_has_not(
+    quickstart: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    out, first = quickstart
+    assert first.returncode == 0
+    again = call(out.parent, "quickstart", "--out", out)
+    assert again.returncode == 2
+    assert len(complaints(again)) == 1
+    assert "finished quickstart" in complaints(again)[0]
+    # As if it had been killed before the report: nothing is taught or trained again, the report is drawn.
+    before = (out / "run" / "metrics.jsonl").read_bytes()
+    taught = (out / "model" / "config.json").stat().st_mtime_ns
+    (out / "run" / "report" / "index.html").unlink()
+    resumed = call(out.parent, "quickstart", "--out", out)
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert (out / "run" / "report" / "index.html").is_file()
+    assert (out / "model" / "config.json").stat().st_mtime_ns == taught
+    assert (out / "run" / "metrics.jsonl").read_bytes() == before
+    assert "cold start" not in resumed.stdout
