@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from megarl.data.tiny import write_sort_task, write_tiny_model
 from megarl.train.metrics import read_metrics
 
 pytestmark = pytest.mark.multirank
+Result = subprocess.CompletedProcess[str]
 REWARDS = """
 import os
 
@@ -82,9 +82,7 @@ def settings(folder: Path) -> dict[str, Any]:
     }
 
 
-def call(
-    folder: Path, *words: str | Path, ranks: int = 1, timeout_s: float = 240.0
-) -> subprocess.CompletedProcess[str]:
+def call(folder: Path, *words: str | Path, ranks: int = 1, timeout_s: float = 240.0) -> Result:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
@@ -98,7 +96,7 @@ def call(
     )
 
 
-def complaints(result: subprocess.CompletedProcess[str]) -> list[str]:
+def complaints(result: Result) -> list[str]:
     return [line for line in result.stderr.splitlines() if line.startswith("megarl: error")]
 
 
@@ -144,6 +142,9 @@ def test_a_wrong_configuration_under_torchrun_is_one_line_and_no_success(home: P
 def test_a_folder_with_another_run_is_refused_with_exit_code_2(home: Path) -> None:
     arguments = ["train", home / "run.toml", "--run.dir", home / "claimed", "--run.steps", "1"]
     assert call(home, *arguments).returncode == 0
+    under_torchrun = call(home, *arguments, "--optim.lr", "0.5", ranks=2)
+    assert under_torchrun.returncode != 0
+    assert len(complaints(under_torchrun)) == 1
     refused = call(home, *arguments, "--optim.lr", "0.5")
     assert refused.returncode == 2
     assert len(complaints(refused)) == 1
@@ -168,7 +169,7 @@ def test_an_error_on_one_rank_ends_the_run(home: Path) -> None:
     )
     assert result.returncode != 0
     assert time.monotonic() - started < 110
-    assert "this reward cannot work here" in result.stderr
+    assert "megarl: error (rank 1): this reward cannot work here" in result.stderr
 
 
 def test_sft_teaches_the_task_and_its_checkpoint_is_one(home: Path) -> None:
@@ -201,14 +202,14 @@ def test_sft_teaches_the_task_and_its_checkpoint_is_one(home: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subprocess.CompletedProcess[str]]]:
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     out = tmp_path_factory.mktemp("quickstart") / "out"
-    yield out, call(out.parent, "quickstart", "--out", out, timeout_s=420.0)
+    return out, call(out.parent, "quickstart", "--out", out, timeout_s=420.0)
 
 
 @pytest.mark.slow
 def test_acceptance_quickstart_learns_and_leaves_a_report(
-    quickstart: tuple[Path, subprocess.CompletedProcess[str]],
+    quickstart: tuple[Path, Result],
 ) -> None:
     out, result = quickstart
     assert result.returncode == 0, result.stderr[-3000:]
@@ -225,7 +226,7 @@ def test_acceptance_quickstart_learns_and_leaves_a_report(
 
 @pytest.mark.slow
 def test_quickstart_says_so_when_it_has_finished_and_goes_on_when_it_has_not(
-    quickstart: tuple[Path, subprocess.CompletedProcess[str]],
+    quickstart: tuple[Path, Result],
 ) -> None:
     out, first = quickstart
     assert first.returncode == 0

@@ -184,7 +184,7 @@ def _main() -> bool:
 
 
 def _on_main_rank(action: Callable[[], None]) -> None:
-    """Do it on the main rank; an error there ends every rank, so that none waits, and is said by the main rank alone."""
+    """Do it on the main rank; an error there ends all ranks, so that none waits, and only the main rank says it."""
     failure: list[BaseException | None] = [None]
     if _main():
         try:
