@@ -50,7 +50,7 @@ def initialize(config: Config, timeout_s: float = 1800.0) -> None:
 
 
 def shutdown() -> None:
-    """Leave all groups; a later ``initialize`` may use another layout."""
+    """Leave all groups. Several ranks need a new store, so a new launch, before they can ``initialize`` again."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
