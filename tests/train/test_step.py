@@ -273,6 +273,17 @@ def test_micro_batches_do_not_change_the_step(world: World) -> None:
         assert cut[0].step == pytest.approx(other.step, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.xfail(strict=False, reason="the adaptive exponent is chosen for each micro-batch, not for the mini-batch")
+def test_micro_batches_do_not_change_the_adaptive_power(world: World) -> None:
+    settings = {"train__objective": "adaptive_power", "optim__lr": 0.03, "train__replay": "none"}
+    small, large = (
+        step_on(world.settings(train__micro_batch_tokens=size, **settings), world.rollouts()).updates[1]
+        for size in (16, 4096)
+    )
+    assert small["loss"] == pytest.approx(large["loss"], rel=1e-4)
+    assert small["grad_norm"] == pytest.approx(large["grad_norm"], rel=1e-4)
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_takes_a_step(world: World, name: str) -> None:
     found = step_on(world.settings(train__objective=name), world.rollouts())

@@ -21,13 +21,18 @@ REPLAY = ("r3", "r2", "none")
 @pytest.fixture(scope="module")
 def taken(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Taken]]:
     """By layout ("single" is one rank) and replay mode."""
-    variants = {
-        f"{name} {mode}": {**layout, "train__replay": mode} for name, layout in LAYOUTS.items() for mode in REPLAY
+    # A process for each layout: groups that are left behind keep their gloo threads.
+    jobs = [
+        Job(name, 2, "train_jobs:steps", {"world": world, "variants": variants})
+        for name, layout in LAYOUTS.items()
+        for variants in [{mode: {**layout, "train__replay": mode} for mode in REPLAY}]
+    ]
+    ended = run_jobs(jobs, tmp_path_factory.mktemp("layouts"))
+    alone = steps(world, {mode: {"train__replay": mode} for mode in REPLAY})
+    return {
+        "single": alone,
+        **{name: ended[name].checked() for name in LAYOUTS},
     }
-    job = Job("layouts", 2, "train_jobs:steps", {"world": world, "variants": variants})
-    found = run_jobs([job], tmp_path_factory.mktemp("layouts"))["layouts"].checked()
-    found |= steps(world, {f"single {mode}": {"train__replay": mode} for mode in REPLAY})
-    return {name: {mode: found[f"{name} {mode}"] for mode in REPLAY} for name in ("single", *LAYOUTS)}
 
 
 @pytest.mark.multirank
