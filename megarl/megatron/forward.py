@@ -7,18 +7,24 @@ the gradients of all micro-batches and ranks add up, nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 
 from megarl.core.metrics import Stat
 from megarl.core.types import TrainBatch
 from megarl.megatron.batches import MicroBatch, to_tokens
+from megarl.megatron.logprobs import linear_logprobs
+from megarl.megatron.weights import unwrap
 
 CoefficientFn = Callable[[int, TrainBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, Stat]]]
 """(index of the micro-batch, its columns, logprobs [T], entropies [T]; both detached) -> (coefficients [T], metrics).
@@ -37,37 +43,36 @@ class MicroOutput:
     metrics: dict[str, Stat]
 
 
-def vocab_parallel_logprobs(
-    logits: torch.Tensor, labels: torch.Tensor, temperature: float, vocab_size: int, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and entropies of a softmax whose vocabulary is split over ``group``.
+@contextmanager
+def _hidden_states(model: torch.nn.Module) -> Iterator[GPTModel]:
+    """Meanwhile the model's output layer hands its input on, so that logits are never whole.
 
-    ``logprob = z_label - log sum_w exp z_w`` and ``entropy = -sum_w p_w log p_w`` with ``z = logits / temperature``.
-    logits [S, V / tp], labels int64 [S]; returns fp32 [S] (with gradient) and fp32 [S] (without). Columns beyond
-    ``vocab_size`` pad the vocabulary and have probability 0.
+    The layer is still called, because Megatron's data-parallel hooks hang on that.
     """
-    scaled = logits.float() / temperature
-    width, first = scaled.size(1), scaled.size(1) * group.rank()
-    if first + width > vocab_size:
-        columns = torch.arange(first, first + width, device=scaled.device)
-        scaled = scaled.masked_fill(columns >= vocab_size, float("-inf"))
-    largest = scaled.detach().amax(1)
-    if group.size() > 1:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    shifted = scaled - largest[:, None]
-    exponentials = shifted.exp()
-    log_sum = reduce_from_tensor_model_parallel_region(exponentials.sum(1), group=group).log()
-    local = labels - first
-    here = (local >= 0) & (local < width)
-    picked = shifted.gather(1, local.clamp(0, width - 1)[:, None]).squeeze(1)
-    picked = reduce_from_tensor_model_parallel_region(torch.where(here, picked, 0.0), group=group)
-    with torch.no_grad():
-        finite = torch.where(exponentials > 0, shifted, 0.0)
-        weighted = (exponentials * finite).sum(1)
-        if group.size() > 1:
-            dist.all_reduce(weighted, group=group)
-        entropies = log_sum - weighted / log_sum.exp()
-    return picked - log_sum, entropies
+    gpt: GPTModel = unwrap(model)
+    layer = getattr(gpt, "output_layer", None)
+    if layer is None:  # not the last stage
+        yield gpt
+        return
+    layer.forward = lambda hidden, weight=None, runtime_gather_output=None: (hidden, None)
+    try:
+        yield gpt
+    finally:
+        del layer.forward
+
+
+def _logprobs(
+    gpt: GPTModel, hidden: torch.Tensor, labels: torch.Tensor, temperature: float, vocab_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """By position, fp32 [S] each; hidden [S / tp or S, H] enters the output layer's tensor-parallel region here."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    if gpt.config.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden, group=group)
+    else:
+        hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+    shared = gpt.share_embeddings_and_output_weights
+    weight = gpt.shared_embedding_or_output_weight() if shared else gpt.output_layer.weight
+    return linear_logprobs(hidden, weight, labels, temperature, vocab_size, group)
 
 
 def run(
@@ -86,21 +91,21 @@ def run(
     over both are undone here.
     """
     training = coefficients is not None
-    group = parallel_state.get_tensor_model_parallel_group()
     undo_average = len(micro_batches) * parallel_state.get_data_parallel_world_size()
 
     def forward_step(iterator: Iterator[tuple[int, MicroBatch]], model: torch.nn.Module) -> tuple[Any, Any]:
         index, micro = next(iterator)
-        output = model(
-            input_ids=micro.input_ids,
-            position_ids=torch.zeros_like(micro.input_ids),
-            attention_mask=None,
-            packed_seq_params=micro.packing,
-            padding_mask=micro.padding_mask,
-        )
+        with _hidden_states(model) as gpt:
+            output = model(
+                input_ids=micro.input_ids,
+                position_ids=torch.zeros_like(micro.input_ids),
+                attention_mask=None,
+                packed_seq_params=micro.packing,
+                padding_mask=micro.padding_mask,
+            )
 
-        def loss(logits: torch.Tensor) -> tuple[torch.Tensor, MicroOutput]:
-            by_position = vocab_parallel_logprobs(logits[0], micro.labels, temperature, vocab_size, group)
+        def loss(hidden: torch.Tensor) -> tuple[torch.Tensor, MicroOutput]:
+            by_position = _logprobs(gpt, hidden[0], micro.labels, temperature, vocab_size)
             logprobs, entropies = (to_tokens(column, micro.batch) for column in by_position)
             metrics: dict[str, Stat] = {}
             value = logprobs.sum() * 0.0

@@ -206,8 +206,8 @@ class RoutingReplay:
     >>> with replay.record() as recording: ...     # old-log-prob pass (R2)
     >>> with replay.replay(recording.routes): ...  # forward and backward, each micro-batch exactly once
 
-    A rank without MoE layers, as a pipeline stage may be, has empty routes. Raises ReplayError if Megatron is too old to
-    ask the hook, or if a setting would bypass it (``megarl doctor`` lists them).
+    A rank without MoE layers, as a pipeline stage may be, has empty routes. Raises ReplayError if Megatron is too
+    old to ask the hook, or if a setting would bypass it (``megarl doctor`` lists them).
     """
 
     def __init__(self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module) -> None:

@@ -123,7 +123,8 @@ class Sampler:
         return StepRollouts(
             mini_batches,
             [advantages[part] for part in owned],
-            _reward_metrics(rewards, valid, groups) | _rollout_metrics([by_sequence[s] for part in owned for s in part]),
+            _reward_metrics(rewards, valid, groups)
+            | _rollout_metrics([by_sequence[s] for part in owned for s in part]),
             error,
         )
 

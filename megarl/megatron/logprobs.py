@@ -1,0 +1,142 @@
+"""Log-probabilities and entropy of given tokens from hidden states, without ever holding the [S, V] logits.
+
+``logprob = z_label - log sum_w exp z_w`` and ``entropy = -sum_w p_w log p_w`` with ``z = h W^T / temperature``.
+
+The logits are computed block by block (rows x vocabulary) and reduced at once to a maximum, a sum of exponentials and
+a weighted sum per row, which is all that the result needs; the backward pass computes each block a second time. The
+vocabulary may be split over a tensor-parallel group: the reductions of all blocks and ranks combine exactly, with two
+small all-reduces in the forward pass and none in the backward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROWS, COLUMNS = 1024, 8192
+"""Largest block of logits: 32 MiB in fp32."""
+
+
+def linear_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    temperature: float,
+    vocab_size: int,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """hidden [S, H], weight [V / tp, H] (rank r holds rows r V / tp ...), labels int64 [S] -> fp32 [S], fp32 [S].
+
+    The log-probabilities have gradients to hidden and weight, the entropies have none. Logits and reductions are fp32.
+    The gradient of ``hidden`` is this rank's part: summing it over ``group`` is the caller's communication (Megatron's
+    copy or gather mapping in front of this function). Rows of ``weight`` beyond ``vocab_size`` pad the vocabulary and
+    have probability 0.
+    """
+    return _LinearLogprobs.apply(hidden, weight, labels, temperature, vocab_size, group)  # type: ignore[no-any-return]
+
+
+class _Shard:
+    """This rank's rows of the vocabulary, and the blocks in which they are visited."""
+
+    def __init__(self, weight: torch.Tensor, vocab_size: int, group: dist.ProcessGroup | None) -> None:
+        self.group = group if group is not None and group.size() > 1 else None
+        self.first = weight.size(0) * (self.group.rank() if self.group else 0)
+        self.rows = max(0, min(weight.size(0), vocab_size - self.first))  # without the padding
+
+    def blocks(self) -> list[tuple[int, int]]:
+        return [(start, min(start + COLUMNS, self.rows)) for start in range(0, self.rows, COLUMNS)]
+
+    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        if self.group:
+            dist.all_reduce(tensor, op=op, group=self.group)
+
+    def local_labels(self, labels: torch.Tensor, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows whose label lies in the block, its column there)."""
+        local = labels - (self.first + start)
+        rows = ((local >= 0) & (local < end - start)).nonzero().squeeze(1)
+        return rows, local[rows]
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, scale: float) -> torch.Tensor:
+    """hidden [R, H] @ weight [C, H]^T in fp32, scaled."""
+    return torch.mm(hidden.float(), weight.float().t()).mul_(scale)
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        temperature: float,
+        vocab_size: int,
+        group: dist.ProcessGroup | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        shard, scale = _Shard(weight, vocab_size, group), 1.0 / temperature
+        shape, like = (hidden.size(0),), {"dtype": torch.float32, "device": hidden.device}
+        largest = torch.full(shape, float("-inf"), **like)
+        sums = torch.zeros(3, *shape, **like)  # sum exp(z - m), sum (z - m) exp(z - m), logit of the label
+        for start, end in shard.blocks():
+            block_weight = weight[start:end].float()
+            for top in range(0, hidden.size(0), ROWS):
+                rows = slice(top, top + ROWS)
+                logits = _logits(hidden[rows], block_weight, scale)
+                hit, column = shard.local_labels(labels[rows], start, end)
+                sums[2, rows][hit] = logits[hit, column]
+                _fold(largest[rows], sums[:2, rows], logits)
+        overall = largest.clone()
+        shard.all_reduce(overall, dist.ReduceOp.MAX)
+        _rescale(largest, sums[:2], overall)
+        shard.all_reduce(sums)
+        log_sum = sums[0].log() + overall
+        entropies = log_sum - overall - sums[1] / sums[0]
+        ctx.save_for_backward(hidden, weight, labels, log_sum)
+        ctx.shard, ctx.scale = shard, scale
+        ctx.mark_non_differentiable(entropies)
+        return sums[2] - log_sum, entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, labels, log_sum = ctx.saved_tensors
+        shard, scale = ctx.shard, ctx.scale
+        grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        grad_weight = torch.zeros_like(weight)
+        factor = (grad.float() * scale)[:, None]
+        for start, end in shard.blocks():
+            block_weight = weight[start:end].float()
+            block_grad = torch.zeros_like(block_weight)
+            for top in range(0, hidden.size(0), ROWS):
+                rows = slice(top, top + ROWS)
+                logits = _logits(hidden[rows], block_weight, scale)
+                # d logprob / d z = onehot(label) - softmax(z)
+                by_logit = logits.sub_(log_sum[rows, None]).exp_().neg_()
+                hit, column = shard.local_labels(labels[rows], start, end)
+                by_logit[hit, column] += 1.0
+                by_logit.mul_(factor[rows])
+                grad_hidden[rows].addmm_(by_logit, block_weight)
+                block_grad.addmm_(by_logit.t(), hidden[rows].float())
+            grad_weight[start:end] = block_grad
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
+
+
+def _fold(largest: torch.Tensor, sums: torch.Tensor, logits: torch.Tensor) -> None:
+    """Take a block of logits [R, C] (overwritten) into the running maximum [R] and sums [2, R]."""
+    new = torch.maximum(largest, logits.amax(1))
+    _rescale(largest, sums, new)
+    logits.sub_(new[:, None])
+    exponentials = logits.exp()
+    sums[0] += exponentials.sum(1)
+    sums[1] += torch.linalg.vecdot(exponentials, logits)
+    largest.copy_(new)
+
+
+def _rescale(old: torch.Tensor, sums: torch.Tensor, new: torch.Tensor) -> None:
+    """Sums relative to maximum ``old`` [R] become relative to ``new``; ``old`` may be -inf where nothing was seen."""
+    shift = torch.where(torch.isneginf(old), 0.0, old - new)
+    seen = (~torch.isneginf(old)).float()
+    scale = shift.exp() * seen
+    sums[1].mul_(scale).add_(shift * scale * sums[0])
+    sums[0].mul_(scale)

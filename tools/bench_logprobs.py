@@ -1,0 +1,99 @@
+"""Log-probabilities from hidden states: blocks of logits against whole logits, forward and backward, in one run.
+
+    python tools/bench_logprobs.py [--tokens 512] [--hidden 1024] [--vocab 151936] [--repeats 3] [--dtype fp32]
+
+"whole" is what a straightforward loss does: logits [S, V], log_softmax in fp32, gather, and the entropy of the same
+distribution. Extra memory is the peak above what hidden states, weight and their gradients need; time is the median of
+paired repetitions. On a CPU the peak is that of the process (Linux), on a GPU that of torch's allocator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from megarl.megatron.logprobs import linear_logprobs
+
+Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def whole(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = (hidden @ weight.t()).float()
+    logprobs = torch.log_softmax(logits, 1)
+    with torch.no_grad():
+        entropies = -(logprobs.exp() * logprobs).sum(1)
+    return logprobs.gather(1, labels[:, None]).squeeze(1), entropies
+
+
+def blocks(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return linear_logprobs(hidden, weight, labels, 1.0, weight.size(0))
+
+
+def reset_peak(device: str) -> int:
+    """Forget the peak so far; returns the bytes in use."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def peak(device: str) -> int:
+    if device == "cuda":
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+    return _status("VmHWM")
+
+
+def _status(key: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def once(loss: Loss, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[float, int]:
+    """(seconds, bytes at the peak above the start); gradients exist already, so that they are no part of it."""
+    before, started = reset_peak(hidden.device.type), time.perf_counter()
+    logprobs, _ = loss(hidden, weight, labels)
+    logprobs.sum().backward()
+    return peak(hidden.device.type) - before, time.perf_counter() - started  # type: ignore[return-value]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--vocab", type=int, default=151_936)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
+    torch.manual_seed(0)
+    hidden = torch.randn(args.tokens, args.hidden, device=device, dtype=dtype).requires_grad_()
+    weight = (torch.randn(args.vocab, args.hidden, device=device, dtype=dtype) / args.hidden**0.5).requires_grad_()
+    labels = torch.randint(args.vocab, (args.tokens,), device=device)
+    hidden.grad, weight.grad = torch.zeros_like(hidden), torch.zeros_like(weight)
+    variants: dict[str, Loss] = {"whole": whole, "blocks": blocks}
+    results: dict[str, list[tuple[float, int]]] = {name: [] for name in variants}
+    for repeat in range(args.repeats + 1):
+        for name, loss in variants.items():
+            result = once(loss, hidden, weight, labels)
+            if repeat:
+                results[name].append(result)
+    print(f"S {args.tokens}, H {args.hidden}, V {args.vocab}, {args.dtype}, {device}, median of {args.repeats}")
+    for name, rows in results.items():
+        memory, seconds = (statistics.median(column) for column in zip(*rows, strict=True))
+        print(f"{name:>7}: {seconds:8.3f} s  {memory / 2**20:9.0f} MiB extra")
+    ratios = [(b[1] / w[1], b[0] / w[0]) for w, b in zip(results["whole"], results["blocks"], strict=True)]
+    time_ratio, memory_ratio = (statistics.median(column) for column in zip(*ratios, strict=True))
+    print(f"blocks / whole: time {time_ratio:.3f}, extra memory {memory_ratio:.3f}")
+
+
+if __name__ == "__main__":
+    main()
