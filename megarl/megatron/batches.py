@@ -7,7 +7,7 @@ Here, and only here, columns that are aligned with tokens meet a model whose out
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -37,6 +37,8 @@ class MicroBatch:
     padding_mask: torch.Tensor | None
     """bool [1, S], True on padding, for the routers' statistics; None without padding."""
     packing: PackedSequences
+    sequences: tuple[int, ...] = ()
+    """Which sequences of the mini-batch these are, in order."""
 
     @property
     def num_slots(self) -> int:
@@ -73,7 +75,10 @@ def split_micro_batches(
         slots = [largest(max(slots), group)] * len(slots)
     elif parallel_state.get_pipeline_model_parallel_world_size() > 1:
         slots = [max(slots)] * len(slots)
-    return [micro_batch(part, size) for part, size in zip(parts, slots, strict=True)]
+    return [
+        replace(micro_batch(part, size), sequences=tuple(sequences))
+        for part, size, sequences in zip(parts, slots, bins, strict=True)
+    ]
 
 
 def micro_batch(batch: TrainBatch, num_slots: int) -> MicroBatch:
