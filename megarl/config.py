@@ -10,7 +10,7 @@ Nothing here imports torch or Megatron, so that a wrong file is reported at once
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -18,67 +18,15 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from megarl import megatron_fields
+from megarl.core.parts import PARTS, Objective
+from megarl.core.table import OBJECTIVES
 from megarl.errors import ConfigError
 from megarl.megatron_fields import REPLAY_BLOCKERS, ReplayBlocker, replay_blockers
 
 __all__ = ["OBJECTIVES", "OBJECTIVE_PARTS", "REPLAY_BLOCKERS", "Config", "Layout", "ReplayBlocker", "replay_blockers"]
 
-OBJECTIVES = (
-    "minirl",
-    "minirl_length_norm",
-    "minirl_no_is",
-    "minirl_no_clip",
-    "reinforce",
-    "rloo",
-    "grpo",
-    "dapo",
-    "gspo",
-    "cispo",
-    "raft",
-    "raft_pp",
-    "reinforce_rej",
-    "ctpo",
-    "kl_grpo",
-    "power",
-    "upper_clip",
-    "ppo_upper",
-    "adaptive_power",
-)
-"""Names of megarl.core.objectives.OBJECTIVES, repeated because importing that imports torch."""
-
-OBJECTIVE_PARTS = (
-    "advantage",
-    "weight",
-    "mask",
-    "aggregation",
-    "ratio",
-    "weight_fn",
-    "cap",
-    "tis_on",
-    "eps_low",
-    "eps_high",
-    "std_ddof",
-    "std_eps",
-    "norm_length",
-    "selection",
-    "mask_ratio",
-    "window",
-    "window_power",
-    "dual_clip",
-    "prefix_grad",
-    "log_ratio_cap",
-    "power",
-    "ess_target",
-    "gap",
-    "gap_ratio",
-    "gap_mode",
-    "gap_low",
-    "gap_high",
-    "kl",
-    "kl_coef",
-    "kl_horizon",
-)
-"""Fields of megarl.core.objectives.Objective, repeated for the same reason."""
+OBJECTIVE_PARTS = PARTS
+"""Names of the parts of an objective: the keys of train.objective_overrides."""
 
 Dtype = Literal["fp32", "bf16"]
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root"]
@@ -119,6 +67,9 @@ class ModelConfig(Table):
     """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer); it decides the architecture."""
     dtype: Dtype = "bf16"
     """Precision of training weights and activations; the optimizer keeps fp32 either way."""
+    reference: str | None = None
+    """Checkpoint folder of the reference policy, of the same architecture; default path. Read only by objectives with a
+    KL to a reference: kl_grpo, or any with the part kl."""
 
 
 class ParallelConfig(Table):
@@ -135,7 +86,7 @@ class ParallelConfig(Table):
     etp: PositiveInt | None = None
     """Tensor-parallel ranks inside an expert; default tp."""
     cp: PositiveInt = 1
-    """Context-parallel ranks; only 1 for now."""
+    """Context-parallel ranks: each holds an early and a late chunk of every sequence."""
     sequence_parallel: bool | None = None
     """Split activations along the sequence between tensor-parallel ranks; default tp > 1, where Megatron needs it."""
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
@@ -155,8 +106,6 @@ class ParallelConfig(Table):
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
-        if self.cp > 1:
-            raise ValueError(f"cp: found {self.cp}, expected 1: context parallelism is not built yet; use tp, ep or pp")
         if self.vpp is not None and self.pp == 1:
             raise ValueError(f"vpp: found {self.vpp} with pp = 1, expected pp > 1; remove vpp or raise pp")
         if self.vpp == 1:
@@ -223,7 +172,7 @@ class TrainConfig(Table):
     """[train]: the objective and how a step is split."""
 
     objective: str = "minirl"
-    """Name of a row of megarl.core.objectives.OBJECTIVES."""
+    """Name of a row of the table in docs/objectives.md."""
     objective_overrides: dict[str, Any] = {}
     """Parts of the objective to replace, e.g. eps_low = 0.1; the string "off" stands for None."""
     mini_batches: PositiveInt = 1
@@ -240,6 +189,11 @@ class TrainConfig(Table):
         """objective_overrides with "off" turned into None, for ``dataclasses.replace``."""
         return {key: None if value == "off" else value for key, value in self.objective_overrides.items()}
 
+    @property
+    def resolved_objective(self) -> Objective:
+        """The named objective with its parts replaced; ConfigError if they do not go together."""
+        return replace(OBJECTIVES[self.objective], **self.objective_parts)  # type: ignore[arg-type]
+
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
         if self.objective not in OBJECTIVES:
@@ -250,6 +204,10 @@ class TrainConfig(Table):
                 raise ValueError(f"objective_overrides.{key}: unknown part; did you mean {' or '.join(close)}?")
             if not isinstance(value, (bool, int, float, str)):
                 raise ValueError(f"objective_overrides.{key}: found {value!r}, expected a number, a string or a bool")
+        try:
+            _ = self.resolved_objective
+        except ConfigError as error:
+            raise ValueError(f"objective_overrides: {str(error).removeprefix('objective: ')}") from error
         return self
 
 
@@ -419,6 +377,11 @@ class Config(Table):
     def sft_out(self) -> Path:
         """sft.out with its default resolved."""
         return Path(self.sft.out) if self.sft and self.sft.out else self.run_dir / "sft"
+
+    @property
+    def reference_path(self) -> str:
+        """model.reference with its default resolved."""
+        return self.model.reference or self.model.path
 
     @property
     def responses_per_step(self) -> int:

@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import scaled_dot_product_attention
+
+from megarl.core.parallel import zigzag_indices, zigzag_inverse
 
 
 @dataclass
@@ -26,20 +29,28 @@ class PackedSequences(PackedSeqParams):
     """
 
     length_buckets: tuple[torch.Tensor, ...] = ()
-    """One int64 [n, length] of token positions for each distinct sequence length."""
+    """One int64 [n, length] of token positions for each distinct sequence length; positions in the whole pack."""
+    from_ranks: torch.Tensor | None = None
+    """int64 [S]: brings the tokens of all context-parallel ranks, one rank after the other, into packed order."""
 
     @staticmethod
-    def of(cu_seqlens: torch.Tensor) -> PackedSequences:
-        """Parameters for sequences back to back at ``cu_seqlens`` [N+1]; every sequence has at least one token."""
+    def of(cu_seqlens: torch.Tensor, cp_size: int = 1) -> PackedSequences:
+        """Parameters for sequences back to back at ``cu_seqlens`` [N+1], whole, whatever ``cp_size`` cuts them into.
+
+        Every sequence has at least one token, and a multiple of ``2 * cp_size`` if that is more than 2.
+        """
         bounds = cu_seqlens.to(torch.int32)
         longest = int((bounds[1:] - bounds[:-1]).max())
         return PackedSequences(
             qkv_format="thd",
             cu_seqlens_q=bounds,
             cu_seqlens_kv=bounds,
+            cu_seqlens_q_padded=bounds if cp_size > 1 else None,
+            cu_seqlens_kv_padded=bounds if cp_size > 1 else None,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             length_buckets=length_buckets(cu_seqlens),
+            from_ranks=zigzag_inverse(cu_seqlens, cp_size) if cp_size > 1 else None,
         )
 
 
@@ -59,6 +70,9 @@ class PackedAttention(torch.nn.Module):
 
     Takes query ``[T, heads, d]`` and key, value ``[T, kv_heads, d]`` of this tensor-parallel rank, returns
     ``[T, heads * d]``. Unpacked ``[s, b, heads, d]`` inputs work too. No dropout, no bias, no sliding window.
+
+    Under context parallelism each rank holds an early and a late chunk of every sequence; keys and values are gathered,
+    so memory grows with the whole sequence (Transformer Engine's ring attention does not need that).
     """
 
     def __init__(
@@ -73,13 +87,12 @@ class PackedAttention(torch.nn.Module):
         pg_collection: Any = None,
     ) -> None:
         super().__init__()
-        del layer_number, cp_comm_type, pg_collection
+        del layer_number, cp_comm_type
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         unsupported = {
             "attention_type": attention_type != "self",
             "attn_mask_type": attn_mask_type != AttnMaskType.causal,
             "attention_dropout": bool(dropout),
-            "context_parallel_size": config.context_parallel_size > 1,
             "window_size": config.window_size is not None,
             "softmax_type": config.softmax_type != "vanilla",
             "apply_query_key_layer_scaling": config.apply_query_key_layer_scaling,
@@ -87,6 +100,7 @@ class PackedAttention(torch.nn.Module):
         refused = [name for name, hit in unsupported.items() if hit]
         if refused:
             raise NotImplementedError(f"attention without Transformer Engine supports no {', '.join(refused)}")
+        self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels or 1)
 
     def forward(
@@ -101,6 +115,8 @@ class PackedAttention(torch.nn.Module):
     ) -> torch.Tensor:
         if attention_mask is not None or attention_bias is not None:
             raise NotImplementedError("attention without Transformer Engine is causal and takes no mask or bias")
+        if self.cp_group is not None:
+            return self._across_ranks(query, key, value, packed_seq_params)
         if packed_seq_params is None:  # [s, b, h, d] -> [b, s, h, d]
             out = self._attend(*(x.transpose(0, 1) for x in (query, key, value)))
             return out.transpose(0, 1).reshape(query.size(0), query.size(1), -1)
@@ -112,13 +128,38 @@ class PackedAttention(torch.nn.Module):
         order = torch.cat([rows.flatten() for rows in buckets])
         return torch.cat(parts)[torch.argsort(order)].flatten(1)
 
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """[n, length, heads, d] -> [n, length, heads, d]."""
+    def _across_ranks(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: PackedSeqParams | None
+    ) -> torch.Tensor:
+        """Local queries [T / cp, heads, d] against the keys and values of all context-parallel ranks."""
+        if not isinstance(packing, PackedSequences) or packing.from_ranks is None:
+            raise NotImplementedError("context parallelism without Transformer Engine needs megarl's PackedSequences")
+        group = self.cp_group
+        assert group is not None
+        key, value = (
+            gather_from_sequence_parallel_region(column, group=group)[packing.from_ranks] for column in (key, value)
+        )
+        parts, order = [], []
+        for rows in packing.length_buckets:
+            length = rows.size(1)
+            one = torch.tensor([0, length], device=rows.device)
+            position = zigzag_indices(one, group.size(), group.rank())  # of this rank's queries in their sequence
+            mine = rows[:, :1] // group.size() + torch.arange(position.numel(), device=rows.device)
+            visible = torch.arange(length, device=rows.device) <= position[:, None]
+            parts.append(self._attend(query[mine], key[rows], value[rows], visible).flatten(0, 1))
+            order.append(mine.flatten())
+        return torch.cat(parts)[torch.argsort(torch.cat(order))].flatten(1)
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[n, length, heads, d] -> [n, length, heads, d]; causal, unless ``visible`` bool [q, k] says otherwise."""
         out = scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
-            is_causal=True,
+            attn_mask=visible,
+            is_causal=visible is None,
             scale=self.softmax_scale,
             enable_gqa=query.size(2) != key.size(2),
         )

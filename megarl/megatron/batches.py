@@ -6,6 +6,7 @@ Here, and only here, columns that are aligned with tokens meet a model whose out
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.core.packing import partition, select
+from megarl.core.parallel import padded_cu_seqlens, padded_positions, sequence_parallel_slice, zigzag_indices
+from megarl.core.ratios import segment_lengths
 from megarl.core.routing import RoutingTrace, shared_experts
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import ConfigError, TraceError
@@ -26,23 +29,29 @@ from megarl.megatron.replay import MicroRoutes
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One forward pass of one rank: whole sequences back to back, then alignment padding up to S slots."""
+    """One forward pass of one model copy: whole sequences in S slots, of which a rank holds S / cp.
+
+    A sequence starts at its own slot and is padded to a multiple of 2 cp; padding at the end is a sequence of its own.
+    Without context parallelism, and with T a multiple of the tensor-parallel size, slots are simply the tokens.
+    """
 
     batch: TrainBatch
     """The sequences, T tokens, without padding."""
+    num_slots: int
+    """S."""
+    slots: torch.Tensor
+    """int64 [T], the slot of each token."""
+    held: torch.Tensor
+    """int64 [S / cp], the slots that this context-parallel rank holds, in its order."""
     input_ids: torch.Tensor
-    """int64 [1, S]."""
+    """int64 [1, S / cp]."""
     labels: torch.Tensor
-    """int64 [S], the token that follows each position; 0 where none does."""
+    """int64 [S / cp], the token that follows each slot; 0 where none does."""
     padding_mask: torch.Tensor | None
-    """bool [1, S], True on padding, for the routers' statistics; None without padding."""
+    """bool [1, S / cp], True on padding, for the routers' statistics; None without padding on any rank."""
     packing: PackedSequences
     sequences: tuple[int, ...] = ()
     """Which sequences of the mini-batch these are, in order."""
-
-    @property
-    def num_slots(self) -> int:
-        return self.input_ids.size(1)
 
 
 def split_micro_batches(
@@ -51,11 +60,14 @@ def split_micro_batches(
     """Cut this rank's share of a mini-batch into micro-batches of at most ``max_tokens`` tokens; a collective call.
 
     All data-parallel ranks get the same number of micro-batches, because expert parallelism lets them meet in every
-    layer. Slots are a multiple of the tensor-parallel size. With pipeline parallelism, or an all-gather dispatcher
-    (``padded_to_max``), every micro-batch has as many slots as the longest one, because shapes are then exchanged in
-    advance. ``multiple_of``: the interleaved schedule wants a multiple of the pipeline size.
+    layer. ``max_tokens`` are per rank, so a model copy takes cp times as many, padding included. With pipeline
+    parallelism, or an all-gather dispatcher (``padded_to_max``), every micro-batch has as many slots as the longest
+    one, because shapes are then exchanged in advance. ``multiple_of``: the interleaved schedule wants a multiple of the
+    pipeline size.
     """
-    lengths = (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).tolist()
+    cp = parallel_state.get_context_parallel_world_size()
+    max_tokens *= cp
+    lengths = segment_lengths(padded_cu_seqlens(batch.cu_seqlens, _sequence_multiple(cp))).tolist()
     group = parallel_state.get_data_parallel_group()
     try:
         bins = partition(lengths, max_tokens)
@@ -69,8 +81,7 @@ def split_micro_batches(
         )
     bins = partition(lengths, max_tokens, min_bins=wanted)
     parts = [select(batch, sequences) for sequences in bins]
-    align = parallel_state.get_tensor_model_parallel_world_size()
-    slots = [-(-part.num_tokens // align) * align for part in parts]
+    slots = [_slots_for(sum(lengths[i] for i in sequences)) for sequences in bins]
     if padded_to_max:
         slots = [largest(max(slots), group)] * len(slots)
     elif parallel_state.get_pipeline_model_parallel_world_size() > 1:
@@ -81,29 +92,82 @@ def split_micro_batches(
     ]
 
 
+def _sequence_multiple(cp: int) -> int:
+    """Two equal chunks per context-parallel rank."""
+    return 2 * cp if cp > 1 else 1
+
+
+def _slots_for(num_tokens: int) -> int:
+    """The next number of slots that context- and sequence-parallel ranks can share equally."""
+    cp, tp = parallel_state.get_context_parallel_world_size(), parallel_state.get_tensor_model_parallel_world_size()
+    align = math.lcm(_sequence_multiple(cp), cp * tp)
+    return -(-num_tokens // align) * align
+
+
 def micro_batch(batch: TrainBatch, num_slots: int) -> MicroBatch:
-    """Pad packed sequences to ``num_slots`` slots; the padding is a sequence of its own, which nobody attends to."""
-    padding = num_slots - batch.num_tokens
+    """Lay packed sequences out in ``num_slots`` slots and take this context-parallel rank's share of them."""
+    cp, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    padded = padded_cu_seqlens(batch.cu_seqlens, _sequence_multiple(cp))
+    slots = padded_positions(batch.cu_seqlens, padded)
+    if num_slots > int(padded[-1]):
+        padded = torch.cat([padded, padded.new_tensor([num_slots])])
+    held = zigzag_indices(padded, cp, cp_rank)
+    input_ids, labels = batch.tokens.new_zeros(num_slots), batch.tokens.new_zeros(num_slots)
+    input_ids[slots] = batch.tokens
+    labels[slots[:-1]] = batch.tokens[1:]
+    is_padding = torch.ones(num_slots, dtype=torch.bool)
+    is_padding[slots] = False
     device = torch.cuda.current_device()
-    input_ids = torch.nn.functional.pad(batch.tokens, (0, padding)).to(device)
-    labels = torch.nn.functional.pad(batch.tokens[1:], (0, padding + 1)).to(device)
-    cu_seqlens = batch.cu_seqlens.to(device)
-    padding_mask = None
-    if padding:
-        cu_seqlens = torch.cat([cu_seqlens, cu_seqlens.new_tensor([num_slots])])
-        padding_mask = (torch.arange(num_slots, device=device) >= batch.num_tokens)[None]
-    return MicroBatch(batch, input_ids[None], labels, padding_mask, PackedSequences.of(cu_seqlens))
+    return MicroBatch(
+        batch=batch,
+        num_slots=num_slots,
+        slots=slots,
+        held=held,
+        input_ids=input_ids[held][None].to(device),
+        labels=labels[held].to(device),
+        padding_mask=is_padding[held][None].to(device) if bool(is_padding.any()) else None,
+        packing=PackedSequences.of(padded.to(device), cp),
+    )
 
 
-def to_tokens(output: torch.Tensor, batch: TrainBatch, fill: float = 0.0) -> torch.Tensor:
-    """Align a model output with tokens: [S] about the next token -> [T] about the token itself.
+def to_tokens(output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    """Align a model output with tokens: [S / cp] about the next token -> [T] about the token itself, on every rank.
 
-    The first token of a sequence was predicted by nothing and gets ``fill``. Keeps gradients.
+    The first token of a sequence was predicted by nothing and gets 0. A collective call among context-parallel ranks.
     """
-    shifted = torch.cat([output.new_full((1,), fill), output[: batch.num_tokens - 1]])
-    first = torch.zeros(batch.num_tokens, dtype=torch.bool, device=output.device)
-    first[batch.cu_seqlens[:-1].to(output.device)] = True
-    return torch.where(first, fill, shifted)
+    whole = _over_context_ranks(output, micro)
+    predicted_at = (micro.slots - 1).clamp(min=0).to(output.device)
+    return torch.where(_first_tokens(micro).to(output.device), 0.0, whole[predicted_at])
+
+
+def to_slots(column: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    """The other way: [T] about tokens -> [S / cp], each at the held slot that predicts it; 0 elsewhere."""
+    whole = column.new_zeros(micro.num_slots)
+    predicted = ~_first_tokens(micro)
+    whole[micro.slots[predicted].to(column.device) - 1] = column[predicted.to(column.device)]
+    return whole[micro.held.to(column.device)]
+
+
+def _first_tokens(micro: MicroBatch) -> torch.Tensor:
+    first = torch.zeros(micro.batch.num_tokens, dtype=torch.bool)
+    first[micro.batch.cu_seqlens[:-1]] = True
+    return first
+
+
+def _over_context_ranks(share: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    """Rows of the held slots [S / cp, ...] of all context-parallel ranks -> [S, ...] in slot order."""
+    if micro.packing.from_ranks is None:
+        return share
+    return _all_gather(share, parallel_state.get_context_parallel_group())[micro.packing.from_ranks]
+
+
+def _all_gather(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The shares of a group's ranks one after the other, without gradient."""
+    if group.size() == 1:
+        return share
+    parts = [torch.empty_like(share) for _ in range(group.size())]
+    dist.all_gather(parts, share.contiguous(), group=group)
+    return torch.cat(parts)
 
 
 def local_routes(micro: MicroBatch, layers: Sequence[int], shape: ModelShape) -> MicroRoutes:
@@ -111,20 +175,22 @@ def local_routes(micro: MicroBatch, layers: Sequence[int], shape: ModelShape) ->
 
     ``layers`` are the 0-based global layers of the rank (``RoutingReplay.layers``). Missing rows and padding are marked
     absent, so that they route natively. Sequence parallelism leaves each tensor-parallel rank a contiguous share of the
-    slots.
+    slots that its context-parallel rank holds.
     """
     batch = micro.batch
     if batch.routed_experts is None or batch.routed_mask is None:
         raise TraceError("the batch has no routed_experts column, but replay needs one: sample with routes, or use r2")
     columns = [shape.moe_layers.index(layer) for layer in layers]
-    padding = micro.num_slots - batch.num_tokens
-    experts = torch.nn.functional.pad(batch.routed_experts[:, columns], (0, 0, 0, 0, 0, padding))
-    present = torch.nn.functional.pad(batch.routed_mask, (0, padding))
-    ranks = parallel_state.get_tensor_model_parallel_world_size()
-    share = micro.num_slots // ranks
-    own = slice(share * parallel_state.get_tensor_model_parallel_rank(), None)
-    experts, present = experts[own][:share], present[own][:share]
-    return MicroRoutes(experts.contiguous(), None if bool(present.all()) else present.contiguous())
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    own = micro.held[sequence_parallel_slice(micro.held.numel(), tp, tp_rank)]
+    token_at = torch.full((micro.num_slots,), -1)
+    token_at[micro.slots] = torch.arange(batch.num_tokens)
+    token = token_at[own]
+    rows = token.clamp(min=0)
+    experts = batch.routed_experts[rows][:, columns]
+    present = (token >= 0) & batch.routed_mask[rows]
+    return MicroRoutes(experts, None if bool(present.all()) else present)
 
 
 def check_routes(rollouts: Sequence[Rollout], shape: ModelShape) -> None:
@@ -147,12 +213,14 @@ def shared_with_rollout(
 ) -> list[np.ndarray]:
     """How many experts training and rollout share: per micro-batch int64 [T', L], for the T' tokens with a rollout row.
 
-    A collective call: tensor-parallel ranks put their tokens together, pipeline stages their layers.
+    A collective call: tensor- and context-parallel ranks put their tokens together, pipeline stages
+    their layers.
     """
     columns = [shape.moe_layers.index(layer) for layer in layers]
     found = []
     for routes, micro in zip(recorded, micro_batches, strict=True):
-        used = _whole_sequence(routes.experts)[: micro.batch.num_tokens]
+        of_context_rank = _all_gather(routes.experts, parallel_state.get_tensor_model_parallel_group())
+        used = _over_context_ranks(of_context_rank, micro)[micro.slots.to(of_context_rank.device)]
         assert micro.batch.routed_experts is not None
         assert micro.batch.routed_mask is not None
         present = micro.batch.routed_mask
@@ -165,13 +233,3 @@ def shared_with_rollout(
     dist.all_gather_object(stages, (layers, found), group=group)
     order = np.argsort([layer for of_stage, _ in stages for layer in of_stage])
     return [np.concatenate(parts, 1)[:, order] for parts in zip(*(counts for _, counts in stages), strict=True)]
-
-
-def _whole_sequence(share: torch.Tensor) -> torch.Tensor:
-    """The rows of all tensor-parallel ranks, which sequence parallelism has dealt out in contiguous shares."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    if group.size() == 1:
-        return share
-    parts = [torch.empty_like(share) for _ in range(group.size())]
-    dist.all_gather(parts, share.contiguous(), group=group)
-    return torch.cat(parts)

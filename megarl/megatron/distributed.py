@@ -6,6 +6,7 @@ import atexit
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ def shutdown() -> None:
     """Leave all groups. Several ranks need a new store, so a new launch, before they can ``initialize`` again."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
+        _context_model_group.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -71,15 +73,29 @@ def dp_size() -> int:
 
 
 def model_group() -> dist.ProcessGroup:
-    """The ranks that hold one copy of the model and so train on the same batch (tensor x pipeline parallel)."""
-    return parallel_state.get_model_parallel_group()
+    """The ranks that hold one copy of the model and so train on the same batch (tensor x context x pipeline)."""
+    if parallel_state.get_context_parallel_world_size() == 1:
+        return parallel_state.get_model_parallel_group()
+    return _context_model_group()
+
+
+@cache
+def _context_model_group() -> dist.ProcessGroup:
+    """Megatron keeps no group over tensor, context and pipeline ranks; a collective call, made once."""
+    copies: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(copies, dp_rank())
+    groups = {copy: [rank for rank, of in enumerate(copies) if of == copy] for copy in sorted(set(copies))}
+    made = {copy: dist.new_group(ranks) for copy, ranks in groups.items()}
+    return made[dp_rank()]
 
 
 def holds_outputs() -> bool:
-    """True on one rank of each model copy: last pipeline stage, first tensor-parallel rank. It reports the metrics."""
+    """True on one rank of each model copy: last pipeline stage, first tensor- and context-parallel rank. It reports the
+    metrics."""
     return (
         parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         and parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_context_parallel_rank() == 0
     )
 
 

@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
 
 from megarl.core.metrics import Stat
 from megarl.core.types import TrainBatch
-from megarl.megatron.batches import MicroBatch, to_tokens
+from megarl.megatron.batches import MicroBatch, to_slots, to_tokens
 from megarl.megatron.logprobs import linear_logprobs
 from megarl.megatron.weights import unwrap
 
@@ -75,6 +75,11 @@ def _logprobs(
     return linear_logprobs(hidden, weight, labels, temperature, vocab_size, group)
 
 
+def _weighted(weights: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+    """``-(weights * logprobs).sum()`` over the non-zero weights, for 0 times a log-probability of -inf is NaN."""
+    return -(weights * torch.where(weights != 0, logprobs, 0.0)).sum()
+
+
 def run(
     chunks: Sequence[torch.nn.Module],
     micro_batches: Sequence[MicroBatch],
@@ -105,18 +110,17 @@ def run(
             )
 
         def loss(hidden: torch.Tensor) -> tuple[torch.Tensor, MicroOutput]:
-            by_position = _logprobs(gpt, hidden[0], micro.labels, temperature, vocab_size)
-            logprobs, entropies = (to_tokens(column, micro.batch) for column in by_position)
+            by_slot, entropy_by_slot = _logprobs(gpt, hidden[0], micro.labels, temperature, vocab_size)
+            logprobs, entropies = (to_tokens(column.detach(), micro) for column in (by_slot, entropy_by_slot))
             metrics: dict[str, Stat] = {}
-            value = logprobs.sum() * 0.0
+            value = by_slot.sum() * 0.0
             if coefficients is not None:
-                weights, metrics = coefficients(index, micro.batch, logprobs.detach(), entropies)
-                kept = torch.where(weights != 0, logprobs, 0.0)
-                value = -(weights.detach() * kept).sum()
-                metrics = {**metrics, "loss": Stat.total(value.detach())}
+                weights, metrics = coefficients(index, micro.batch, logprobs, entropies)
+                value = _weighted(to_slots(weights.detach(), micro), by_slot)
+                metrics = {**metrics, "loss": Stat.total(_weighted(weights, logprobs))}
             if on_micro_batch is not None:
                 on_micro_batch()
-            return value * undo_average, MicroOutput(logprobs.detach(), entropies, metrics)
+            return value * undo_average, MicroOutput(logprobs, entropies, metrics)
 
         return output, loss
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from dispatch_probe import DispatchProbe
+from dispatch_probe import DispatchProbe, tokens_held
 from megatron.core import parallel_state
 from tiny_world import MODELS, coefficients_of, config, local_batch, micro_batches, policy_of, rollouts
 
@@ -113,15 +114,25 @@ def recorded(layout: dict[str, int], recompute: str = "none", dispatcher: str = 
 
 def _count_shared(probe: DispatchProbe, micros: list[MicroBatch], moe_layers: tuple[int, ...]) -> list[list[list[int]]]:
     """[micro][token with a row][layer]: experts that the dispatchers of all ranks and the rollouts have in common."""
-    place = (distributed.dp_rank(), parallel_state.get_tensor_model_parallel_rank())
+    copy, tp_rank = distributed.dp_rank(), parallel_state.get_tensor_model_parallel_rank()
+    place = (copy, parallel_state.get_context_parallel_rank(), tp_rank)
     mine = {(*place, one.layer, one.micro): one.experts for one in probe.seen}
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, mine)
     seen = {key: value for part in parts for key, value in part.items()}
-    tp = parallel_state.get_tensor_model_parallel_world_size()
+    tp, cp = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_context_parallel_world_size()
     counted = []
     for index, micro in enumerate(micros):
-        by_layer = [torch.cat([seen[place[0], rank, layer, index] for rank in range(tp)]) for layer in moe_layers]
+        row_of = {
+            place: row for row, place in enumerate(place for rank in range(cp) for place in tokens_held(micro, rank))
+        }
+        bounds = micro.batch.cu_seqlens.tolist()
+        sequences = [tuple(micro.batch.tokens[a:b].tolist()) for a, b in itertools.pairwise(bounds)]
+        rows = [row_of[tokens, offset] for tokens in sequences for offset in range(len(tokens))]
+        by_layer = [
+            torch.cat([seen[copy, of_cp, of_tp, layer, index] for of_cp in range(cp) for of_tp in range(tp)])[rows]
+            for layer in moe_layers
+        ]
         columns = micro.batch
         assert columns.routed_experts is not None
         assert columns.routed_mask is not None

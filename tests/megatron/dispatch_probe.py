@@ -103,17 +103,19 @@ class DispatchProbe:
         """bool [T_local, E], built from the rollouts themselves."""
         micro = self._micro_batches[one.micro]
         top = one.logits.topk(2, dim=1).indices
+        chosen = top.clone()
         share = one.hidden.size(0)
         first = share * parallel_state.get_tensor_model_parallel_rank()
-        assert share * parallel_state.get_tensor_model_parallel_world_size() == micro.num_slots
-        chosen = top.clone()
-        bounds = micro.batch.cu_seqlens.tolist()
-        for start, stop in itertools.pairwise(bounds):
-            rollout = by_tokens[tuple(micro.batch.tokens[start:stop].tolist())]
-            for slot in range(max(start, first), min(stop, first + share)):
-                if rollout.routed_mask is None or rollout.routed_mask[slot - start]:
-                    assert rollout.routed_experts is not None
-                    chosen[slot - first] = torch.as_tensor(rollout.routed_experts[slot - start, column]).long()
+        held = tokens_held(micro, parallel_state.get_context_parallel_rank())
+        assert share * parallel_state.get_tensor_model_parallel_world_size() == len(held)
+        for row, place in enumerate(held[first : first + share]):
+            if place is None:
+                continue
+            tokens, offset = place
+            rollout = by_tokens[tokens]
+            if rollout.routed_mask is None or rollout.routed_mask[offset]:
+                assert rollout.routed_experts is not None
+                chosen[row] = torch.as_tensor(rollout.routed_experts[offset, column]).long()
         return torch.zeros_like(one.experts).scatter(1, chosen, True)
 
     def largest_gate_error(self) -> float:
@@ -123,3 +125,21 @@ class DispatchProbe:
             expected = one.logits.masked_fill(~one.experts, float("-inf")).softmax(1)
             worst = max(worst, float((expected - one.gates.float()).abs().max()))
         return worst
+
+
+def tokens_held(micro: MicroBatch, rank: int) -> list[tuple[tuple[int, ...], int] | None]:
+    """(tokens of the sequence, offset) in the order in which a context-parallel rank holds them; None for padding."""
+    size = parallel_state.get_context_parallel_world_size()
+    held: list[tuple[tuple[int, ...], int] | None] = []
+    total = 0
+    for start, stop in itertools.pairwise(micro.batch.cu_seqlens.tolist()):
+        tokens = tuple(micro.batch.tokens[start:stop].tolist())
+        length = stop - start
+        while size > 1 and length % (2 * size):
+            length += 1
+        total += length
+        chunk = length // (2 * size) if size > 1 else length
+        for piece in (rank, 2 * size - 1 - rank) if size > 1 else (0,):
+            offsets = range(piece * chunk, (piece + 1) * chunk)
+            held += [(tokens, offset) if offset < len(tokens) else None for offset in offsets]
+    return held + [None] * ((micro.num_slots - total) // size)

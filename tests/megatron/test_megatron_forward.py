@@ -69,8 +69,10 @@ def test_extreme_logits_give_finite_numbers() -> None:
     assert torch.isfinite(logits.grad).all()
 
 
+@pytest.mark.usefixtures("one_rank")
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(0, 3))
 def test_outputs_line_up_with_the_token_that_they_are_about(lengths: list[int], padding: int) -> None:
+    join(config("unused"))  # type: ignore[arg-type]
     made = rollouts()[: len(lengths)]
     cut = [
         type(one)(
@@ -90,11 +92,11 @@ def test_outputs_line_up_with_the_token_that_they_are_about(lengths: list[int], 
     micro = micro_batch(batch, batch.num_tokens + padding)
     # an output that tells the position and the label it was computed for: 100 * position + label
     output = 100.0 * torch.arange(micro.num_slots) + micro.labels
-    found = to_tokens(output, batch, fill=-1.0)
+    found = to_tokens(output, micro)
     position = 0
     for one in cut:
         for offset, token in enumerate(one.tokens.tolist()):
-            expected = -1.0 if offset == 0 else 100.0 * (position - 1) + token
+            expected = 0.0 if offset == 0 else 100.0 * (position - 1) + token
             assert found[position].item() == expected
             position += 1
     assert micro.input_ids[0, : batch.num_tokens].tolist() == [t for one in cut for t in one.tokens.tolist()]

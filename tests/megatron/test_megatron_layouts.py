@@ -22,8 +22,8 @@ LOGPROBS = "cases_training:logprobs"
 GRADIENTS = "cases_training:gradients"
 STEPS = "cases_training:fixed_batch_steps"
 
-LAYOUTS_OF_2 = ["ep2", "tp2", "pp2", "pp2 vpp2", "tp2 ep2 etp1"]
-LAYOUTS_OF_4 = ["tp2 ep2 etp1 pp2", "pp2 vpp2 ep2"]
+LAYOUTS_OF_2 = ["ep2", "tp2", "pp2", "pp2 vpp2", "tp2 ep2 etp1", "cp2"]
+LAYOUTS_OF_4 = ["tp2 ep2 etp1 pp2", "pp2 vpp2 ep2", "cp2 tp2 ep2 etp1", "cp2 pp2 vpp2", "cp4"]
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,9 @@ CASES = [
     case(2, DISPATCHED, "ep2", recompute="uniform", dispatcher="allgather"),
     case(2, DISPATCHED, "tp2 ep2 etp1", recompute="moe", dispatcher="allgather"),
     case(4, DISPATCHED, "tp2 ep2 etp1 pp2", recompute="uniform"),
+    case(2, DISPATCHED, "cp2", recompute="none"),
+    case(4, DISPATCHED, "cp2 tp2 ep2 etp1", recompute="uniform"),
+    case(4, DISPATCHED, "cp2 ep2 pp2", recompute="moe", dispatcher="allgather"),
     case(4, DISPATCHED, "pp2 vpp2 ep2", recompute="uniform"),
     case(4, DISPATCHED, "pp2 vpp2 ep2", recompute="moe", dispatcher="allgather"),
 ]
@@ -78,6 +81,7 @@ RECORDED_CASES = [
     case(2, RECORDED, "pp2 vpp2", recompute="none"),
     case(2, RECORDED, "ep2", recompute="none", dispatcher="allgather"),
     case(4, RECORDED, "tp2 ep2 etp1 pp2", recompute="block"),
+    case(4, RECORDED, "cp2 tp2 ep2 etp1", recompute="uniform"),
 ]
 
 
