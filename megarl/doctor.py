@@ -22,6 +22,7 @@ from rich.table import Table
 
 from megarl import config_file, megatron_fields
 from megarl.config import Config
+from megarl.core.family import family_warning
 from megarl.errors import ConfigError
 from megarl.megatron_fields import REPLAY_BLOCKERS
 
@@ -196,5 +197,9 @@ def _print_config(console: Console, config: Config) -> None:
         f"{config.train.mini_batches} mini-batches, {layout.sequences_per_rank} sequences per rank and mini-batch",
     )
     table.add_row("objective, replay", f"{config.train.objective}, {config.train.replay}")
+    if config.train.resolved_objective.needs_ref_logprobs:
+        table.add_row("reference policy", escape(config.reference_path))
     table.add_row("run folder", escape(str(config.run_dir)))
     console.print(table)
+    if warning := family_warning(config.train.resolved_objective):
+        console.print(f"warning: {warning}", style="yellow", markup=False)

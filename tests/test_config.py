@@ -63,7 +63,16 @@ def test_overrides_do_not_change_the_table_they_are_laid_over():
     vpp=st.none() | st.integers(2, 8),
     modules=st.none() | st.lists(st.sampled_from(["moe", "mlp", "core_attn"])),
     sft=st.booleans(),
-    overrides=st.dictionaries(st.sampled_from(OBJECTIVE_PARTS), st.floats(-10, 10) | st.booleans() | st.integers(0, 9)),
+    overrides=st.fixed_dictionaries(
+        {},
+        optional={
+            "cap": st.floats(0.1, 10) | st.integers(1, 9) | st.just("off"),
+            "eps_low": st.floats(0, 1),
+            "std_ddof": st.integers(0, 1),
+            "mask": st.sampled_from(["none", "ppo"]),
+            "prefix_grad": st.just(False),
+        },
+    ),
 )
 def test_written_toml_reads_back_equal(steps, lr, name, vpp, modules, sft, overrides):
     values: dict[str, Any] = {
@@ -109,11 +118,22 @@ def test_every_key_is_described():
         assert info.description, key
 
 
-def test_objective_names_equal_those_of_core():
-    from megarl.core import objectives
+def test_every_row_can_be_named_and_every_part_replaced():
+    for name in OBJECTIVES:
+        assert parsed(train__objective=name).train.resolved_objective == OBJECTIVES[name]
+    assert {field.name for field in dataclasses.fields(OBJECTIVES["minirl"])} == set(OBJECTIVE_PARTS)
+    for part in OBJECTIVE_PARTS:
+        value = getattr(OBJECTIVES["minirl"], part)
+        config = parsed(train__objective_overrides={part: "off" if value is None else value})
+        assert config.train.resolved_objective == OBJECTIVES["minirl"]
+    changed = parsed(train__objective="grpo", train__objective_overrides={"kl": "k3", "kl_coef": 0.1, "cap": 2})
+    expected = dataclasses.replace(OBJECTIVES["grpo"], kl="k3", kl_coef=0.1, cap=2)
+    assert changed.train.resolved_objective == expected
 
-    assert set(objectives.OBJECTIVES) == set(OBJECTIVES)
-    assert {field.name for field in dataclasses.fields(objectives.Objective)} == set(OBJECTIVE_PARTS)
+
+def test_the_reference_is_the_model_unless_named():
+    assert parsed().reference_path == "models/tiny"
+    assert parsed(model__reference="models/other").reference_path == "models/other"
 
 
 def test_frozen():
@@ -147,7 +167,6 @@ def test_off_stands_for_none_in_objective_overrides():
         ({"model": 3}, ["model: found 3", "a table [model]"]),
         ({"model__path__deeper": 3}, ["model.path.deeper", "a table was expected"]),
         ({"model__dtype": "fp16"}, ["model.dtype: found 'fp16'", "'fp32' or 'bf16'"]),
-        ({"parallel__cp": 2}, ["parallel.cp: found 2, expected 1"]),
         ({"parallel__vpp": 2}, ["parallel.vpp: found 2 with pp = 1"]),
         ({"parallel__pp": 2, "parallel__vpp": 1}, ["parallel.vpp: found 1"]),
         (
@@ -158,6 +177,21 @@ def test_off_stands_for_none_in_objective_overrides():
         ({"train__objective": "ppo2"}, ["train.objective: found 'ppo2'", "minirl"]),
         ({"train__objective_overrides": {"caps": 1}}, ["train.objective_overrides.caps: unknown part", "mean cap?"]),
         ({"train__objective_overrides": {"cap": [1]}}, ["train.objective_overrides.cap: found [1]"]),
+        (
+            {"train__objective_overrides": {"cap": "high"}},
+            ["train.objective_overrides: cap is 'high'", "finite number"],
+        ),
+        ({"train__objective_overrides": {"cap": True}}, ["train.objective_overrides: cap is True", "finite number"]),
+        ({"train__objective_overrides": {"eps_low": float("nan")}}, ["eps_low is nan", "finite number"]),
+        ({"train__objective_overrides": {"std_ddof": 1.0}}, ["std_ddof is 1.0", "whole number"]),
+        ({"train__objective_overrides": {"aggregation": "mean"}}, ["aggregation is 'mean'", "'token-mean'"]),
+        ({"train__objective_overrides": {"advantage": "off"}}, ["advantage is None", "'group_mean'"]),
+        ({"train__objective_overrides": {"weight": "none"}}, ["train.objective_overrides: cap 5.0", "set cap to None"]),
+        ({"train__objective_overrides": {"kl": "k3"}}, ["kl_coef above 0"]),
+        (
+            {"train__objective": "kl_grpo", "train__objective_overrides": {"selection": "positive"}},
+            ["selection 'positive'", "'mixed_groups'"],
+        ),
         ({"train__replay": "r4"}, ["train.replay: found 'r4'", "'none', 'r2' or 'r3'"]),
         ({"train__mini_batches": 3}, ["train.mini_batches: found 3", "divisor", "256"]),
         ({"train__micro_batch_tokens": 25}, ["train.micro_batch_tokens: found 25", "at least", "= 26"]),

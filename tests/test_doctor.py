@@ -96,6 +96,21 @@ def test_a_configuration_shows_its_layout_and_is_not_hit(tmp_path, monkeypatch):
     assert "etp 1 x ep 2 x pp 1 x dp 2" in shown(path)[1]
 
 
+def test_an_objective_outside_the_family_is_warned_of_and_its_reference_shown(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG)
+    code, text = shown(path, {"train.objective_overrides.cap": 0.5} | KL)
+    assert code == 0
+    assert "warning: objective: the weight ('identity', power 0.5, cap 0.5)" in text
+    assert "models/tiny" in text[text.index("reference policy") :]
+    plain = shown(path)[1]
+    assert "warning" not in plain
+    assert "reference policy" not in plain
+
+
+KL = {"train.objective_overrides.kl": "k3", "train.objective_overrides.kl_coef": 0.1}
+
+
 def test_a_blocker_in_the_file_or_in_a_flag_is_marked_and_then_refused(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(CONFIG + "[megatron]\nmoe_router_fusion = true\n")

@@ -11,6 +11,7 @@ engine that sampled).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ from megarl.core.metrics import Stat
 from megarl.core.parts import Objective
 from megarl.core.ratios import log_ratio, segment_cumsum, segment_expand, segment_sum
 from megarl.core.table import OBJECTIVES
-from megarl.core.weights import importance_weight, kl_penalty, outside_trust
+from megarl.core.weights import Total, importance_weight, kl_penalty, outside_trust, shared_power
 from megarl.errors import ConfigError
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Objective",
     "TokenColumns",
     "coefficients",
+    "mini_batch_power",
     "policy_loss",
     "selected_responses",
     "sequence_advantages",
@@ -156,6 +158,19 @@ def coefficients(
         values = values - torch.where(state.keep, objective.kl_coef * gradient * scale, 0.0)
         metrics |= kl_metrics
     return Coefficients(values, metrics)
+
+
+def mini_batch_power(
+    objective: Objective, micro_batches: Sequence[TokenColumns], total: Total = lambda sums: sums
+) -> float | None:
+    """Return the ``power`` that ``coefficients`` is to use for every micro-batch; None if the objective chooses none.
+
+    micro_batches: all of one mini-batch on this rank, with log pi_theta as the update will find it; total: adds sums,
+    float64 [S], over the ranks that hold the rest. Then the coefficients do not depend on how the mini-batch was cut.
+    """
+    if objective.weight_fn != "adaptive_power":
+        return None
+    return shared_power(objective, [prepare(columns) for columns in micro_batches], total)
 
 
 def policy_loss(

@@ -6,8 +6,10 @@ Imports no torch, so that a configuration can look at the rows of the table befo
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, fields
+from functools import cache
+from types import NoneType
+from typing import Any, Literal, get_args, get_type_hints
 
 from megarl.errors import ConfigError
 
@@ -97,7 +99,7 @@ class Objective:
     """Tokens; H of "token_level_kl", the same for all responses (unbiased). None for each one's own length."""
 
     def __post_init__(self) -> None:
-        _check_choices(self)
+        _check_types(self)
         _check_weight(self)
         _check_trust(self)
         _check_gap(self)
@@ -115,34 +117,50 @@ class Objective:
         return self.ratio if self.mask_ratio is None else self.mask_ratio
 
     @property
+    def corrected(self) -> WeightPolicies:
+        """The policies whose ratio ``weight_fn`` is of: theta/old in the decoupled form, else those of ``weight``."""
+        return "theta_old" if self.decoupled else self.weight
+
+    @property
     def decoupled(self) -> bool:
         """Whether the weight theta/mu is the product of a capped old/mu and an uncapped theta/old."""
         return self.weight == "theta_mu" and self.tis_on == "old_mu"
 
 
-_CHOICES = {
-    "advantage": AdvantageName,
-    "weight": WeightPolicies,
-    "mask": MaskKind,
-    "aggregation": Aggregation,
-    "ratio": RatioKind,
-    "weight_fn": WeightFunction,
-    "tis_on": CappedRatio,
-    "selection": Selection,
-    "window": Window,
-    "gap": GapPolicies,
-    "gap_ratio": RatioKind,
-    "gap_mode": GapMode,
-    "kl": KlPenalty,
-}
+PARTS = tuple(field.name for field in fields(Objective))
+"""The names of all parts, in the order of the record."""
 
 
-def _check_choices(o: Objective) -> None:
-    for field, literal in _CHOICES.items():
-        if getattr(o, field) not in get_args(literal):
-            raise ConfigError(f"objective: {field} is {getattr(o, field)!r}, expected one of {get_args(literal)}")
-    if o.mask_ratio is not None and o.mask_ratio not in get_args(RatioKind):
-        raise ConfigError(f"objective: mask_ratio is {o.mask_ratio!r}, expected one of {get_args(RatioKind)}, or None")
+@cache
+def _hints() -> dict[str, Any]:
+    return get_type_hints(Objective)
+
+
+def _check_types(o: Objective) -> None:
+    """Refuse a value that is not of its field's type: a configuration file may hold anything."""
+    for name in PARTS:
+        value, hint = getattr(o, name), _hints()[name]
+        options = tuple(x for option in get_args(hint) or (hint,) for x in (get_args(option) or (option,)))
+        if not _fits(value, options):
+            raise ConfigError(f"objective: {name} is {value!r}, expected {_described(options)}")
+
+
+def _fits(value: object, options: tuple[Any, ...]) -> bool:
+    """options: types, and the strings of a Literal; a whole number is a number too, true and false are none."""
+    if isinstance(value, str):
+        return value in options
+    if value is None or isinstance(value, bool):
+        return type(value) in options
+    if isinstance(value, int):
+        return int in options or float in options
+    return isinstance(value, float) and math.isfinite(value) and float in options
+
+
+def _described(options: tuple[Any, ...]) -> str:
+    words = {bool: "true or false", int: "a whole number", float: "a finite number", NoneType: 'None ("off")'}
+    named = [repr(option) for option in options if isinstance(option, str)]
+    parts = [f"one of {', '.join(named)}"] if named else []
+    return " or ".join(parts + [words[option] for option in options if not isinstance(option, str)])
 
 
 def _check_weight(o: Objective) -> None:
@@ -160,8 +178,6 @@ def _check_weight(o: Objective) -> None:
         raise ConfigError(f"objective: ess_target is {o.ess_target}, expected a share above 0 and at most 1")
     if not 0 < o.log_ratio_cap <= MAX_LOG_RATIO:
         raise ConfigError(f"objective: log_ratio_cap is {o.log_ratio_cap}, expected above 0, at most {MAX_LOG_RATIO}")
-    if o.prefix_grad not in (True, False):
-        raise ConfigError(f"objective: prefix_grad is {o.prefix_grad!r}, expected true or false")
     plain = o.weight_fn == "identity" and o.cap is None and o.weight in ("theta_old", "theta_mu") and not o.decoupled
     if o.prefix_grad and not (o.ratio == "prefix" and plain):
         raise ConfigError(
@@ -214,6 +230,11 @@ def _check_kl(o: Objective) -> None:
         raise ConfigError(f"objective: kl {o.kl!r}, advantage {o.advantage!r} need a kl_coef above 0, such as 0.001")
     if not o.needs_ref_logprobs and o.kl_coef:
         raise ConfigError(f"objective: kl_coef is {o.kl_coef}, but kl is 'none'; set kl to 'k1', 'k2' or 'k3'")
+    if o.selection == "positive" and o.advantage == "token_level_kl":
+        raise ConfigError(
+            "objective: selection 'positive' needs one advantage per response, but those of 'token_level_kl' differ "
+            "between its tokens; use 'all' or 'mixed_groups'"
+        )
     if o.kl_horizon is not None and (o.advantage != "token_level_kl" or o.kl_horizon < 1):
         raise ConfigError(f"objective: kl_horizon is {o.kl_horizon}; it is the tokens H of 'token_level_kl', 1 or more")
     if o.std_ddof not in (0, 1) or not o.std_eps >= 0:

@@ -6,6 +6,7 @@ Nothing here carries a gradient. What is a ratio of several tokens comes from ``
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,9 @@ from megarl.core.diagnostics import prefix_variance_rate
 from megarl.core.metrics import Stat
 from megarl.core.parts import KlPenalty, Objective, RatioKind
 from megarl.core.ratios import LOG_RATIO_BOUND, aggregate_log_ratio, log_ratio, positions
+
+Total = Callable[[Tensor], Tensor]
+"""Adds a vector of sums over ranks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,8 +50,7 @@ def importance_weight(objective: Objective, state: TokenState, power: float | No
         values, truncated = torch.ones_like(state.logprobs), torch.zeros_like(state.keep)
     else:
         # In the decoupled form the cap is on old/mu, and f on theta/old.
-        policies = "theta_old" if objective.decoupled else objective.weight
-        log_rho = _log_ratio_of(policies, objective.ratio, objective.log_ratio_cap, state)
+        log_rho = _log_ratio_of(objective.corrected, objective.ratio, objective.log_ratio_cap, state)
         values, truncated, extra = _apply(objective, log_rho, state.keep, power)
         if objective.decoupled:
             gap = _log_ratio_of("old_mu", objective.ratio, objective.log_ratio_cap, state).exp()
@@ -116,23 +119,34 @@ def kl_penalty(kind: KlPenalty, logprobs: Tensor, ref_logprobs: Tensor, keep: Te
     return gradient, {"kl/penalty": Stat.mean(values, keep), "kl/clamped": Stat.mean(clamped, keep)}
 
 
-def adaptive_power(log_ratios: Tensor, shares: Tensor, target: float) -> float:
+def shared_power(objective: Objective, states: Sequence[TokenState], total: Total = lambda sums: sums) -> float:
+    """Return the q of "adaptive_power" over all tokens of several states, the micro-batches of a mini-batch.
+
+    total: adds sums, float64 [S], of several ranks; each rank then gets the same q, and all must call.
+    """
+    logs = [_log_ratio_of(objective.corrected, objective.ratio, objective.log_ratio_cap, state) for state in states]
+    return adaptive_power(torch.cat(logs), torch.cat([state.keep for state in states]), objective.ess_target, total)
+
+
+def adaptive_power(log_ratios: Tensor, shares: Tensor, target: float, total: Total = lambda sums: sums) -> float:
     """Return the largest q in [0, 1] with ``ESS(rho^q) / N >= target``, where ESS(w) = (sum w)^2 / sum w^2.
 
-    log_ratios: [T]; shares: [T], a bool mask, or how often each entry counts; result: a number, 1 if nothing counts.
-    The share falls as q grows, so the root is unique; it is bracketed to 1e-12. For log rho ~ N(m, s^2) it is
+    log_ratios: [T]; shares: [T], a bool mask, or how often each entry counts; total: adds the sums of ranks that hold
+    other tokens, float64 [S] -> [S]; result: a number, 1 if nothing counts. The share falls as q grows, so the root is
+    unique; it is bracketed to 1e-12. For log rho ~ N(m, s^2) it is
     min(1, sqrt(ln(1 / target)) / s). Waits for the device a dozen times.
     """
     shares = shares.double()
     logs = torch.where(shares > 0, log_ratios.double(), 0.0)
-    count = shares.sum()
+    count = float(total(shares.sum().reshape(1)))
 
     def surplus(q: float) -> float:
         weights = (q * logs).exp()
-        first, second = (shares * weights).sum(), (shares * weights * weights).sum()
-        return float((first.square() / (second * count)).log()) - math.log(target)
+        weighted = shares * weights
+        first, second = total(torch.stack([weighted.sum(), torch.dot(weighted, weights)])).tolist()
+        return math.log(first * first / (second * count)) - math.log(target)
 
-    if not float(count) or (at_high := surplus(1.0)) >= 0:
+    if not count or (at_high := surplus(1.0)) >= 0:
         return 1.0
     # The Illinois variant of false position: as safe as bisection, and smooth functions need about 8 steps of it.
     low, high, at_low = 0.0, 1.0, -math.log(target)

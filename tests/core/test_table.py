@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from core_batches import random_columns, rows, with_logprobs
+from core_batches import random_columns, rows, seed_strategy, take, with_logprobs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,9 +17,11 @@ from megarl.core import reference_objectives as literal
 from megarl.core.metrics import finalize
 from megarl.core.objectives import (
     OBJECTIVES,
+    Denominators,
     Objective,
     TokenColumns,
     coefficients,
+    mini_batch_power,
     policy_loss,
     selected_responses,
     sequence_advantages,
@@ -340,6 +342,29 @@ class TestAdaptivePower:
 
         assert share(q) >= target - 1e-9
         assert q == 1 or share(min(q + 1e-6, 1.0)) < target + 1e-9
+
+    @settings(max_examples=30, deadline=None)
+    @given(seed_strategy, st.lists(st.integers(1, 6), min_size=3, max_size=6), st.data())
+    def test_one_power_for_all_parts_of_a_mini_batch(self, seed, lengths, data):
+        """However the sequences are dealt out to micro-batches and ranks, coefficients are those of the whole."""
+        objective = variant("adaptive_power", ratio=data.draw(st.sampled_from(["token", "prefix"])), ess_target=0.9)
+        columns = random_columns(seed, lengths)
+        cut = data.draw(st.integers(1, len(lengths) - 1))
+        parts = [take(columns, list(range(cut))), take(columns, list(range(cut, len(lengths))))]
+        whole = mini_batch_power(objective, [columns])
+        assert mini_batch_power(objective, parts) == pytest.approx(whole, abs=1e-9)
+
+        # The other rank's tokens come in as sums: here its share is the same, so the sums double and the power stays.
+        assert mini_batch_power(objective, parts, lambda sums: 2 * sums) == pytest.approx(whole, abs=1e-9)
+
+        denominators = Denominators.of(columns.loss_mask, columns.cu_seqlens)
+        values = [coefficients(objective, part, denominators, power=whole).values for part in parts]
+        assert_equal(torch.cat(values), coefficients(objective, columns).values)
+
+    def test_only_one_row_asks_for_a_power(self):
+        columns = response([0.1, 0.2], 1.0)
+        asking = [name for name, objective in OBJECTIVES.items() if mini_batch_power(objective, [columns]) is not None]
+        assert asking == ["adaptive_power"]
 
     def test_nothing_to_weigh(self):
         assert adaptive_power(torch.zeros(3), torch.zeros(3, dtype=torch.bool), 0.5) == 1.0
