@@ -29,7 +29,6 @@ from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES, Policy, schedule_of
 from megarl.megatron.replay import RoutingReplay, _Hook
 from megarl.rollout.local import LocalEngine
-from megarl.train.loop import objective_of
 from megarl.train.sampler import Sampler, StepRollouts
 from megarl.train.step import TrainStep
 
@@ -63,7 +62,7 @@ def configuration(words: list[str]) -> tuple[Config, int]:
 class Bench:
     def __init__(self, config: Config) -> None:
         self.policy = Policy(config, schedule_of(config))
-        self.objective = objective_of(config)
+        self.objective = config.train.resolved_objective
         engine = LocalEngine(
             AutoConfig.from_pretrained(config.model.path),
             dtype=DTYPES[config.rollout.dtype],

@@ -18,7 +18,6 @@ from megarl.core.metrics import finalize, merge
 from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES, Policy, schedule_of
 from megarl.rollout.local import LocalEngine
-from megarl.train.loop import objective_of
 from megarl.train.sampler import Sampler
 from megarl.train.step import TrainStep
 
@@ -48,7 +47,7 @@ def main() -> None:
         configs = {mode: parse(table, {"train.replay": mode}) for mode in ("none", "r3")}
         distributed.initialize(configs["r3"])
         policy = Policy(configs["r3"], schedule_of(configs["r3"]))
-        objective = objective_of(configs["r3"])
+        objective = configs["r3"].train.resolved_objective
         engine = LocalEngine(AutoConfig.from_pretrained(flags["--model"]), dtype=DTYPES[engine_dtype], fp8_rounding=fp8)
         engine.update_weights(policy.export(), version=0)
         sampler = Sampler(configs["r3"], engine, objective)

@@ -1,6 +1,6 @@
 """Synchronous reinforcement learning: sample, judge, train, sync; evaluate and checkpoint now and then.
 
-    for each step:  rollouts -> advantages -> [old log-probabilities] -> N optimizer steps -> weights to the engine
+    for each step:  rollouts -> advantages -> [old, reference log-probabilities] -> N optimizer steps -> engine
 
 The engine always samples with the weights that the step begins with. All state that is not in the checkpoint is a pure
 function of the configuration and the step, so a run that is killed and started again continues as if nothing happened.
@@ -11,15 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
 from megarl.config import Config
+from megarl.core.family import family_warning
 from megarl.core.metrics import Stat, finalize
-from megarl.core.objectives import OBJECTIVES, Objective
 from megarl.errors import ConfigError
 from megarl.megatron import checkpoint, distributed
 from megarl.megatron.policy import DTYPES, Policy, schedule_of
@@ -28,7 +27,8 @@ from megarl.train.metrics import MetricsLog
 from megarl.train.progress import StepProgress
 from megarl.train.run_dir import checkpoint_folder, claim
 from megarl.train.sampler import Sampler
-from megarl.train.step import TrainStep, collect
+from megarl.train.step import MiniBatch, TrainStep, collect
+from megarl.train.token_advantages import Judged
 
 
 def train(config: Config) -> None:
@@ -47,7 +47,9 @@ class Trainer:
         self.config = config
         self.log = log
         self.progress = StepProgress(enabled=_main())
-        self.objective = objective_of(config)
+        self.objective = config.train.resolved_objective
+        if warning := family_warning(self.objective):
+            self.progress.line(f"warning: {warning}")
         torch.use_deterministic_algorithms(config.run.deterministic, warn_only=True)
         self.policy = Policy(config, schedule_of(config))
         self.engine = LocalEngine(
@@ -95,10 +97,7 @@ class Trainer:
                 self.train_step.prepare(rollouts, advantages)
                 for rollouts, advantages in zip(drawn.mini_batches, drawn.advantages, strict=True)
             ]
-        if not self.train_step.on_policy:
-            with self._timed("old_logprobs"):
-                for mini in minis:
-                    self.train_step.old_logprobs(mini)
+        self._passes_before_updates(minis, drawn.judged)
         metrics: dict[str, float] = {}
         with self._timed("train"), self.progress.training(sum(len(m.micro_batches) for m in minis)) as advance:
             for index, mini in enumerate(minis):
@@ -116,6 +115,20 @@ class Trainer:
             self.log.sync()
             with self._timed("checkpoint"):
                 checkpoint.save(checkpoint_folder(config), step + 1, self.policy, {}, config.checkpoint.keep)
+
+    def _passes_before_updates(self, minis: list[MiniBatch], judged: Judged) -> None:
+        """What the objective needs to know of the weights before the step's updates, and of the reference's."""
+        if self.train_step.needs_old_pass:
+            with self._timed("old_logprobs"):
+                for mini in minis:
+                    self.train_step.old_logprobs(mini)
+        if self.train_step.reference is not None:
+            with self._timed("ref_logprobs"):
+                for mini in minis:
+                    self.train_step.ref_logprobs(mini)
+        if self.train_step.needs_token_advantages:
+            with self._timed("advantages"):
+                self.train_step.token_advantages(minis, judged)
 
     def _finish_step(
         self, done: int, step_s: float, statistics: dict[str, Stat] | None, last_mini_batch: dict[str, float]
@@ -150,14 +163,6 @@ class Trainer:
         started = time.perf_counter()
         yield
         self.seconds[phase] = time.perf_counter() - started
-
-
-def objective_of(config: Config) -> Objective:
-    """The named objective with the configuration's changes; ConfigError if a part does not exist or does not fit."""
-    try:
-        return replace(OBJECTIVES[config.train.objective], **config.train.objective_parts)  # type: ignore[arg-type]
-    except TypeError as error:
-        raise ConfigError(f"train.objective_overrides: {error}") from error
 
 
 class _NoLog:

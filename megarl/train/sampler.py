@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from megarl.config import Config
 from megarl.core.diagnostics import effective_prompt_ratio
 from megarl.core.metrics import Stat
-from megarl.core.objectives import Objective, sequence_advantages
+from megarl.core.objectives import Objective, selected_responses, sequence_advantages
 from megarl.core.types import Rollout, SampleRequest
 from megarl.data.prompts import Prompt, PromptOrder, load_prompts
 from megarl.data.rewards import load_reward, score
@@ -27,6 +27,7 @@ from megarl.errors import ConfigError, RolloutError
 from megarl.megatron import distributed
 from megarl.rollout.engine import Engine, SamplingParams
 from megarl.train.progress import Advance
+from megarl.train.token_advantages import Judged
 
 TRAIN, EVALUATE = 0, 1
 """Purposes of a sampling seed, so that evaluation never repeats the noise of training."""
@@ -39,7 +40,9 @@ class StepRollouts:
     mini_batches: list[list[Rollout]]
     """One list of rollouts per mini-batch, in the order of the sequences."""
     advantages: list[np.ndarray]
-    """float64, one per rollout of each mini-batch."""
+    """float64, one per rollout of each mini-batch; 0 where the objective has one per token, which takes a pass."""
+    judged: Judged
+    """What such an objective needs besides."""
     metrics: dict[str, Stat]
     """Rewards are over the whole step and on every rank alike; the rest is of this rank's rollouts."""
     first_reward_error: str | None
@@ -116,17 +119,25 @@ class Sampler:
         if not valid.any():
             raise RolloutError(f"step {step}: the reward function failed on every response; first: {error}")
         groups = np.repeat(np.arange(num_groups), size)
-        advantages = np.zeros(len(rewards))
-        advantages[valid] = sequence_advantages(self.objective, rewards[valid], groups[valid]).double().numpy()
+        advantages, counted = self._advantages(rewards, valid, groups)
         by_sequence = {r.group * size + r.sample: r for r in distributed.gather_in_model(drawn)}
-        mini_batches = [[_counted(by_sequence[s], bool(valid[s])) for s in part] for part in owned]
+        mini_batches = [[_counted(by_sequence[s], bool(counted[s])) for s in part] for part in owned]
         return StepRollouts(
             mini_batches,
             [advantages[part] for part in owned],
-            _reward_metrics(rewards, valid, groups)
+            Judged(rewards, groups, owned),
+            {**_reward_metrics(rewards, valid, groups), "rollout/trains_fraction": _fraction(counted)}
             | _rollout_metrics([by_sequence[s] for part in owned for s in part]),
             error,
         )
+
+    def _advantages(self, rewards: np.ndarray, valid: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """float64 [S], 0 where there is none; bool [S], which responses train and count in denominators."""
+        advantages, counted = np.zeros(len(rewards)), valid.copy()
+        counted[valid] = selected_responses(self.objective, rewards[valid], groups[valid]).numpy()
+        if self.objective.advantage != "token_level_kl":
+            advantages[valid] = sequence_advantages(self.objective, rewards[valid], groups[valid]).double().numpy()
+        return advantages, counted
 
     def evaluate(self, step: int, on_finish: Advance | None = None) -> dict[str, float]:
         """Mean reward, pass rate and length on held-out prompts, ``eval.samples`` responses each; a collective call.
@@ -208,9 +219,13 @@ def stop_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[in
     return tuple(sorted(found))
 
 
-def _counted(rollout: Rollout, valid: bool) -> Rollout:
-    """A response without a reward stays in its place but trains nothing and counts in no denominator."""
-    return rollout if valid else replace(rollout, loss_mask=np.zeros_like(rollout.loss_mask))
+def _counted(rollout: Rollout, counts: bool) -> Rollout:
+    """A response without a reward, or not selected, stays in its place but trains nothing, in no denominator."""
+    return rollout if counts else replace(rollout, loss_mask=np.zeros_like(rollout.loss_mask))
+
+
+def _fraction(mask: np.ndarray) -> Stat:
+    return Stat.mean(torch.from_numpy(mask).double())
 
 
 def _reward_metrics(rewards: np.ndarray, valid: np.ndarray, groups: np.ndarray) -> dict[str, Stat]:
@@ -219,7 +234,7 @@ def _reward_metrics(rewards: np.ndarray, valid: np.ndarray, groups: np.ndarray) 
     return {
         "reward/mean": Stat.mean(judged),
         "reward/pass_rate": Stat.mean((judged > 0.5).double()),
-        "reward/error_fraction": Stat.mean(torch.from_numpy(~valid).double()),
+        "reward/error_fraction": _fraction(~valid),
         "prompts/effective_ratio": effective_prompt_ratio(judged, torch.from_numpy(groups[valid])),
     }
 

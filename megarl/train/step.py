@@ -1,4 +1,4 @@
-"""The training half of a step: old log-probabilities, then N mini-batches of replay, coefficients, backward, optimizer.
+"""The training half of a step: passes that only look, then N mini-batches of replay, coefficients, backward, optimizer.
 
 The three replay modes differ in one thing only, where the routes come from: nowhere (none), from the old-log-prob pass
 (r2), or from the rollouts (r3).
@@ -19,7 +19,7 @@ from megarl.config import Config
 from megarl.core.columns import Denominators, TokenColumns
 from megarl.core.diagnostics import entropy_stat, mismatch_metrics
 from megarl.core.metrics import Stat, merge
-from megarl.core.objectives import Objective, coefficients
+from megarl.core.objectives import Objective, coefficients, mini_batch_power
 from megarl.core.packing import pack
 from megarl.core.routing import Disagreement
 from megarl.core.types import Rollout, TrainBatch
@@ -27,8 +27,10 @@ from megarl.errors import TraceError
 from megarl.megatron import batches, distributed, forward
 from megarl.megatron.batches import MicroBatch
 from megarl.megatron.policy import Policy
+from megarl.megatron.reference import Reference
 from megarl.megatron.replay import MicroRoutes, Recording
 from megarl.train.progress import Advance
+from megarl.train.token_advantages import Judged, with_token_advantages
 
 
 @dataclass(slots=True)
@@ -42,6 +44,10 @@ class MiniBatch:
     """What training replays; None routes natively."""
     old_logprobs: list[torch.Tensor] | None = None
     """[T] per micro-batch, on the last pipeline stage (elsewhere empty); None if they are the update's own."""
+    old_updates: int = 0
+    """How many updates the weights of that pass had seen."""
+    ref_logprobs: list[torch.Tensor] | None = None
+    """The same of the reference policy; None without one."""
     metrics: dict[str, Stat] = field(default_factory=dict)
     """About the gap between the engines; belongs to the step."""
 
@@ -53,11 +59,26 @@ class TrainStep:
         self.config = config
         self.policy = policy
         self.objective = objective
-        # Before the only update of a step, theta is theta_old: the pass would repeat what the update computes anyway.
-        # r2 records in that pass; without it, and without an update since, native routing is what it would replay.
-        self.on_policy = config.train.mini_batches == 1
+        self.reference = Reference(policy, config.reference_path) if objective.needs_ref_logprobs else None
+        self._updates = 0
         self._padded = config.parallel.dispatcher == "allgather"
         self._multiple = config.parallel.pp if config.parallel.vpp else 1
+
+    @property
+    def needs_token_advantages(self) -> bool:
+        """Whether advantages wait for old and reference log-probabilities."""
+        return self.objective.advantage == "token_level_kl"
+
+    @property
+    def needs_old_pass(self) -> bool:
+        """Whether a step runs the old-log-prob pass.
+
+        Before the only update of a step, theta is theta_old: the pass would repeat what the update computes anyway. r2
+        records in that pass; without it, and without an update since, native routing is what it would replay. Not so
+        where the update must know log-probabilities of the whole mini-batch beforehand.
+        """
+        beforehand = self.objective.weight_fn == "adaptive_power" and self.objective.corrected != "theta_old"
+        return self.config.train.mini_batches > 1 or self.needs_token_advantages or beforehand
 
     def prepare(self, rollouts: Sequence[Rollout], advantages: np.ndarray) -> MiniBatch:
         """Check, pack and cut this rank's rollouts of one mini-batch; a collective call.
@@ -95,6 +116,7 @@ class TrainStep:
         with self._context(mini, training=False) as seen:
             outputs = self._run(mini, None, None)
         mini.old_logprobs = [output.logprobs for output in outputs]
+        mini.old_updates = self._updates
         mini.metrics = merge(
             self._mismatch(micro.batch, output.logprobs, output.entropies)
             for micro, output in zip(mini.micro_batches, outputs, strict=bool(outputs))
@@ -103,23 +125,40 @@ class TrainStep:
         if self.config.train.replay == "r2":
             mini.routes = seen.routes
 
+    def ref_logprobs(self, mini: MiniBatch) -> None:
+        """The reference policy's pass over one mini-batch; it routes natively, whatever is replayed elsewhere."""
+        assert self.reference is not None, "the objective has no reference"
+        mini.ref_logprobs = self.reference.logprobs(mini.micro_batches)
+
+    def token_advantages(self, minis: Sequence[MiniBatch], judged: Judged) -> None:
+        """Give every token of a step its advantage, after both passes over all mini-batches; a collective call."""
+        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            return  # advantages enter where the loss is
+        old, ref = [mini.old_logprobs for mini in minis], [mini.ref_logprobs for mini in minis]
+        assert None not in old
+        assert None not in ref
+        found, metrics = with_token_advantages(
+            self.objective,
+            judged,
+            [mini.micro_batches for mini in minis],
+            old,  # type: ignore[arg-type]
+            ref,  # type: ignore[arg-type]
+            parallel_state.get_data_parallel_group(),
+        )
+        for mini, micro_batches in zip(minis, found, strict=True):
+            mini.micro_batches = micro_batches
+        minis[0].metrics = merge([minis[0].metrics, metrics])
+
     def update(self, mini: MiniBatch, on_micro_batch: Advance | None = None) -> dict[str, Stat]:
         """One optimizer step; returns the statistics of its mini-batch on this rank."""
         first_sight = mini.old_logprobs is None
+        power = self._power(mini)
 
         def weigh(
             index: int, batch: TrainBatch, logprobs: torch.Tensor, entropies: torch.Tensor
         ) -> tuple[torch.Tensor, dict[str, Stat]]:
-            old = logprobs if mini.old_logprobs is None else mini.old_logprobs[index]
-            columns = TokenColumns(
-                logprobs,
-                old,
-                batch.rollout_logprobs.to(logprobs.device),
-                batch.advantages.to(logprobs.device),
-                batch.loss_mask.to(logprobs.device),
-                batch.cu_seqlens.to(logprobs.device),
-            )
-            found = coefficients(self.objective, columns, mini.denominators)
+            columns = _columns(mini, index, batch, logprobs)
+            found = coefficients(self.objective, columns, mini.denominators, power=power)
             metrics = {**found.metrics, "entropy": entropy_stat(entropies, columns.loss_mask)}
             if first_sight:
                 mini.metrics = merge([mini.metrics, self._mismatch(batch, logprobs, entropies)])
@@ -131,8 +170,26 @@ class TrainStep:
         if first_sight:
             self._routing_metrics(mini, seen)
         norm, lr = self.policy.optimizer_step()
+        self._updates += 1
         alike = {"grad_norm": Stat.mean(torch.tensor([norm])), "lr": Stat.mean(torch.tensor([lr], dtype=torch.float64))}
         return merge([alike, *(output.metrics for output in outputs)])
+
+    def _power(self, mini: MiniBatch) -> float | None:
+        """The exponent that all micro-batches and ranks of this update share, if the objective has one."""
+        if self.objective.weight_fn != "adaptive_power":
+            return None
+        if mini.old_logprobs is None:
+            return 1.0  # theta is theta_old, and all ratios are 1
+        logprobs = mini.old_logprobs
+        if self._updates != mini.old_updates and self.objective.corrected != "old_mu":
+            with self._context(mini, training=False):
+                logprobs = [output.logprobs for output in self._run(mini, None, None)]
+        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            return None
+        columns = [
+            _columns(mini, index, micro.batch, logprobs[index]) for index, micro in enumerate(mini.micro_batches)
+        ]
+        return mini_batch_power(self.objective, columns, _sum_over_ranks)
 
     def _run(
         self, mini: MiniBatch, weigh: forward.CoefficientFn | None, on_micro_batch: Advance | None
@@ -173,6 +230,27 @@ class TrainStep:
                 counts = batches.shared_with_rollout(routes, mini.micro_batches, layers, shape)
                 stats = Disagreement.of(np.concatenate(counts), shape.topk).stats(prefix)
                 mini.metrics = merge([mini.metrics, stats])
+
+
+def _columns(mini: MiniBatch, index: int, batch: TrainBatch, logprobs: torch.Tensor) -> TokenColumns:
+    """What the objective reads of one micro-batch, for given log pi_theta."""
+    old = logprobs if mini.old_logprobs is None else mini.old_logprobs[index]
+    ref = None if mini.ref_logprobs is None else mini.ref_logprobs[index]
+    device = logprobs.device
+    return TokenColumns(
+        logprobs,
+        old,
+        batch.rollout_logprobs.to(device),
+        batch.advantages.to(device),
+        batch.loss_mask.to(device),
+        batch.cu_seqlens.to(device),
+        ref,
+    )
+
+
+def _sum_over_ranks(sums: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+    return sums
 
 
 def over_ranks(local: Denominators) -> Denominators:

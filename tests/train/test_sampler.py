@@ -20,7 +20,6 @@ from transformers import AutoTokenizer
 from megarl.core.metrics import finalize
 from megarl.data.tiny import EOS_ID
 from megarl.errors import ConfigError, RolloutError
-from megarl.train.loop import objective_of
 from megarl.train.sampler import EVALUATE, TRAIN, Sampler, owned_sequences, sampling_seed, stop_tokens
 
 
@@ -138,9 +137,42 @@ def test_the_length_of_a_response_without_reward_is_still_its_length(world: Worl
     assert drawn["response/truncated_fraction"] == plain["response/truncated_fraction"]
 
 
+def _passes(advantages: np.ndarray, wanted: str) -> np.ndarray:
+    return advantages > 0 if wanted == "positive" else np.ones(len(advantages), dtype=bool)
+
+
+@pytest.mark.parametrize("selection", ["mixed_groups", "positive"])
+def test_responses_that_are_not_selected_leave_the_denominators(world: World, selection: str) -> None:
+    """The reward fails on some responses and is uniform in some groups, which only the second kind of row ignores."""
+    overrides = {"selection": selection}
+    with sampler(
+        world,
+        reward__function="train_rewards:often_uniform",
+        train__mini_batches=1,
+        train__objective_overrides=overrides,
+    ) as made:
+        drawn = made.sample_step(0)
+    (rollouts,), (advantages,) = drawn.mini_batches, drawn.advantages
+    rewards = drawn.judged.rewards.reshape(NUM_GROUPS, GROUP_SIZE)
+    mixed = np.repeat(rewards.min(1) < rewards.max(1), GROUP_SIZE)
+    assert 0 < mixed.sum() < NUM_SEQUENCES
+    expected = mixed & _passes(advantages, selection)
+    assert [bool(r.loss_mask.any()) for r in rollouts] == expected.tolist()
+    assert finalize(drawn.metrics)["rollout/trains_fraction"] == pytest.approx(expected.mean())
+
+
+def test_token_level_advantages_are_left_to_the_step_and_their_rewards_handed_on(world: World) -> None:
+    with sampler(world, train__objective="kl_grpo", train__mini_batches=1) as made:
+        drawn = made.sample_step(0)
+    assert not drawn.advantages[0].any()
+    assert drawn.judged.owned == [list(range(NUM_SEQUENCES))]
+    assert drawn.judged.groups.tolist() == np.repeat(np.arange(NUM_GROUPS), GROUP_SIZE).tolist()
+    assert np.abs(drawn.judged.rewards).max() > 0
+
+
 def replace_reward(made: Sampler, function: str) -> Sampler:
     reward = made.config.reward.model_copy(update={"function": function})
-    return Sampler(made.config.model_copy(update={"reward": reward}), made.engine, objective_of(made.config))
+    return Sampler(made.config.model_copy(update={"reward": reward}), made.engine, made.config.train.resolved_objective)
 
 
 def test_a_reward_that_fails_on_everything_ends_the_run(world: World) -> None:
@@ -232,7 +264,7 @@ def test_a_vocabulary_larger_than_the_tokenizer_still_gets_rewards(world: World,
     settings = world.settings(model__path=str(wide))
     with layout(settings):
         engine = LocalEngine.from_pretrained(wide)
-        made = Sampler(settings, engine, objective_of(settings))
+        made = Sampler(settings, engine, settings.train.resolved_objective)
         drawn = made.sample_step(0)
         engine.close()
     assert max(int(r.tokens.max()) for part in drawn.mini_batches for r in part) >= 32

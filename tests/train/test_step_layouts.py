@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from forks import Job, run_jobs
-from train_jobs import steps
-from train_world import Taken, World
+from train_jobs import rows, steps
+from train_world import ROWS, Taken, World
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"parallel__ep": 2},
@@ -63,3 +63,48 @@ def test_router_disagreement_is_the_same_in_every_layout(taken: dict[str, dict[s
         for name in ("rollout/k1", "rollout/k3", "rollout/entropy"):
             assert found[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-6), (replay, name)
     assert taken[layout]["r3"].step["router/flip"] == 0.0
+
+
+@pytest.fixture(scope="module")
+def rows_taken(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[Taken]]]:
+    """Two steps of every row on one rank and on two expert-parallel ones."""
+    pipelines = {name: {**ROWS[name], "parallel__pp": 2} for name in ("kl_grpo", "minirl k3", "adaptive theta/mu")}
+    jobs = [
+        Job("ep2", 2, "train_jobs:rows", {"world": world, "variants": {n: {**r, **_EP2} for n, r in ROWS.items()}}),
+        Job("pp2", 2, "train_jobs:rows", {"world": world, "variants": pipelines}),
+    ]
+    ended = run_jobs(jobs, tmp_path_factory.mktemp("rows"))
+    return {"single": rows(world, ROWS), **{job.name: ended[job.name].checked() for job in jobs}}
+
+
+_EP2 = {"parallel__ep": 2}
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("name", ROWS)
+def test_every_row_trains_two_steps_the_same_on_two_expert_parallel_ranks(
+    rows_taken: dict[str, dict[str, list[Taken]]], name: str
+) -> None:
+    _same_steps(rows_taken["single"][name], rows_taken["ep2"][name])
+
+
+@pytest.mark.multirank
+def test_rows_with_passes_beforehand_train_the_same_on_two_pipeline_stages(
+    rows_taken: dict[str, dict[str, list[Taken]]],
+) -> None:
+    for name, found in rows_taken["pp2"].items():
+        _same_steps(rows_taken["single"][name], found)
+
+
+def _same_steps(alone: list[Taken], found: list[Taken]) -> None:
+    assert len(alone) == len(found) == 2
+    for index, (one, two) in enumerate(zip(alone, found, strict=True)):
+        assert set(two.step) == set(one.step)
+        for number, (a, b) in enumerate(zip(one.updates, two.updates, strict=True)):
+            assert set(b) == set(a)
+            assert a["grad_norm"] > 0
+            # What float noise does to the first updates, Adam carries on.
+            rel, tiny = (1e-4, 1e-6) if index == number == 0 else (5e-3, 1e-4)
+            for key in ("loss", "grad_norm", "entropy", "loss_tokens", "kl/penalty", "tis/power", "tis/weight/mean"):
+                if key in a:
+                    assert b[key] == pytest.approx(a[key], rel=rel, abs=tiny), (index, number, key)

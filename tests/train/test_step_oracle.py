@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from train_world import NUM_SEQUENCES, World, fixed_advantages, prepare, training
+from train_world import NUM_SEQUENCES, ROWS, World, fixed_advantages, look, prepare, training
 from transformers import AutoModelForCausalLM
 
-from megarl.config import OBJECTIVES, Config
+from megarl.config import Config
 from megarl.core.metrics import finalize
+from megarl.core.reference import token_level_kl
 from megarl.core.reference_objectives import coefficients
 from megarl.core.types import Rollout
 from megarl.megatron.weights import save_hf
-from megarl.train.loop import objective_of
 from megarl.train.step import collect
 
 
@@ -28,50 +30,84 @@ def logprobs_of(model: Any, rollout: Rollout, temperature: float) -> torch.Tenso
     return torch.cat([picked.new_zeros(1), picked])
 
 
-def oracle(
-    theta: Path, old: Path, settings: Config, rollouts: Sequence[Rollout], advantages: Sequence[float]
-) -> tuple[float, float, float]:
-    """(loss, gradient norm, share of loss tokens that the trust mask drops) of one mini-batch."""
-    model = AutoModelForCausalLM.from_pretrained(theta, dtype=torch.float32, attn_implementation="eager").eval()
+def model_at(folder: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     model.get_input_embeddings().padding_idx = None  # transformers trains no pad embedding, Megatron does
-    before = AutoModelForCausalLM.from_pretrained(old, dtype=torch.float32, attn_implementation="eager").eval()
-    objective, temperature = objective_of(settings), settings.rollout.temperature
-    logprobs = [logprobs_of(model, r, temperature) for r in rollouts]
+    return model
+
+
+@dataclass(frozen=True)
+class Before:
+    """What plain PyTorch says of a whole step before its first update: one row per rollout."""
+
+    old: list[list[float]]
+    ref: list[list[float]]
+    advantages: list[list[float]]
+
+
+def before(world: World, settings: Config, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> Before:
+    """``rewards`` are the advantages themselves, unless the objective makes them of returns to go."""
+    objective, temperature = settings.train.resolved_objective, settings.rollout.temperature
+    old_model, ref_model = model_at(world.model), model_at(world.reference)
     with torch.no_grad():
-        old_logprobs = [logprobs_of(before, r, temperature) for r in rollouts]
+        old = [logprobs_of(old_model, r, temperature).tolist() for r in rollouts]
+        ref = [logprobs_of(ref_model, r, temperature).tolist() for r in rollouts]
+    if objective.advantage != "token_level_kl":
+        return Before(old, ref, [[float(a)] * r.num_tokens for r, a in zip(rollouts, rewards, strict=True)])
+    masks = [np.flatnonzero(r.loss_mask) for r in rollouts]
+    of_loss_tokens = token_level_kl(
+        [float(r) for r in rewards],
+        [r.group for r in rollouts],
+        [[o[t] - f[t] for t in mask] for o, f, mask in zip(old, ref, masks, strict=True)],
+        objective.kl_coef,
+        objective.std_ddof,
+        objective.std_eps,
+        objective.kl_horizon,
+    )
+    advantages = [np.zeros(r.num_tokens) for r in rollouts]
+    for row, mask, values in zip(advantages, masks, of_loss_tokens, strict=True):
+        row[mask] = values
+    return Before(old, ref, [row.tolist() for row in advantages])
+
+
+def oracle(
+    theta: Path, known: Before, settings: Config, rollouts: Sequence[Rollout], own: slice
+) -> tuple[float, float, float]:
+    """(loss, gradient norm, share of loss tokens that train nothing) of the mini-batch ``own`` of the step."""
+    model, mine = model_at(theta), rollouts[own]
+    logprobs = [logprobs_of(model, r, settings.rollout.temperature) for r in mine]
     weights = coefficients(
-        objective,
+        settings.train.resolved_objective,
         [row.tolist() for row in logprobs],
-        [row.tolist() for row in old_logprobs],
-        [r.rollout_logprobs.tolist() for r in rollouts],
-        [[float(a)] * r.num_tokens for r, a in zip(rollouts, advantages, strict=True)],
-        [r.loss_mask.tolist() for r in rollouts],
-        ref_logprobs=[[0.0] * r.num_tokens for r in rollouts],
+        known.old[own],
+        [r.rollout_logprobs.tolist() for r in mine],
+        known.advantages[own],
+        [r.loss_mask.tolist() for r in mine],
+        ref_logprobs=known.ref[own],
     )
     loss = -torch.stack([(torch.tensor(row) * lps).sum() for row, lps in zip(weights, logprobs, strict=True)]).sum()
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
     of_loss_tokens = [
-        w for row, r in zip(weights, rollouts, strict=True) for w, m in zip(row, r.loss_mask, strict=True) if m
+        w for row, r in zip(weights, mine, strict=True) for w, m in zip(row, r.loss_mask, strict=True) if m
     ]
     return float(loss.detach()), float(norm), sum(w == 0 for w in of_loss_tokens) / len(of_loss_tokens)
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", ROWS)
 def test_loss_and_gradient_norm_are_those_of_plain_pytorch(world: World, tmp_path: Path, name: str) -> None:
     """Mini-batch 0 has theta = old; mini-batch 1 has moved away from it, far enough that the masks drop tokens."""
     settings = world.settings(
-        train__objective=name,
         train__replay="none",
         optim__lr=0.01,
         rollout__temperature=0.9,
         rollout__fp8_rounding=False,
+        **ROWS[name],
     )
-    rollouts, advantages, half = world.rollouts("fp32"), fixed_advantages(), NUM_SEQUENCES // 2
+    rollouts, rewards, half = world.rollouts("fp32"), fixed_advantages(), NUM_SEQUENCES // 2
     with training(settings) as step:
-        minis = prepare(step, rollouts, advantages)
-        for mini in minis:
-            step.old_logprobs(mini)
+        minis = prepare(step, rollouts, np.zeros(NUM_SEQUENCES) if step.needs_token_advantages else rewards)
+        look(step, minis, rewards)
         found = []
         for index, mini in enumerate(minis):
             merged = collect([step.update(mini)])
@@ -80,11 +116,12 @@ def test_loss_and_gradient_norm_are_those_of_plain_pytorch(world: World, tmp_pat
             if index == 0:
                 save_hf(step.policy.chunks, step.policy.shape, world.model, tmp_path / "moved")
     theta = [world.model, tmp_path / "moved"]
+    known, objective = before(world, settings, rollouts, rewards), settings.train.resolved_objective
     for index in (0, 1):
-        own = slice(index * half, (index + 1) * half)
-        loss, norm, dropped = oracle(theta[index], world.model, settings, rollouts[own], advantages[own])
+        loss, norm, dropped = oracle(theta[index], known, settings, rollouts, slice(index * half, (index + 1) * half))
         assert found[index]["loss"] == pytest.approx(loss, rel=2e-4, abs=1e-5)
         assert found[index]["grad_norm"] == pytest.approx(norm, rel=2e-4)
         clipped = sum(found[index].get(f"clip/{side}", 0.0) for side in ("high", "low", "dual"))
-        assert clipped == pytest.approx(dropped, abs=1e-9)
-        assert clipped == 0.0 if index == 0 or objective_of(settings).mask == "none" else clipped > 0.05
+        if objective.kl == "none" and objective.advantage != "token_level_kl":
+            assert clipped == pytest.approx(dropped, abs=1e-9)
+        assert clipped == 0.0 if index == 0 or objective.mask == "none" else clipped > 0.05

@@ -7,14 +7,15 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
-from train_world import Taken, World, layout, take_step, training
+from train_world import NUM_GROUPS, NUM_SEQUENCES, Taken, World, layout, take_step, training
 from transformers import AutoConfig
 
 from megarl.config import Config
 from megarl.megatron import checkpoint, distributed
 from megarl.rollout.local import LocalEngine
-from megarl.train.loop import objective_of, train
+from megarl.train.loop import train
 from megarl.train.metrics import MetricsLog
 from megarl.train.sampler import Sampler
 
@@ -25,6 +26,16 @@ def steps(world: World, variants: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     for name, overrides in variants.items():
         with training(world.settings(**overrides)) as step:
             found[name] = take_step(step, world.rollouts())
+    return found
+
+
+def rows(world: World, variants: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Taken | None]]:
+    """Two steps of one policy on the same rollouts for each variant; every group spans mini-batches and ranks."""
+    groups = np.arange(NUM_SEQUENCES) % NUM_GROUPS
+    found = {}
+    for name, overrides in variants.items():
+        with training(world.settings(**overrides)) as step:
+            found[name] = [take_step(step, world.rollouts(), groups=groups) for _ in range(2)]
     return found
 
 
@@ -56,7 +67,7 @@ def sampler_of(world: World, settings: Config) -> Sampler:
     source = LocalEngine.from_pretrained(world.model)
     engine.update_weights(((name, view.clone()) for name, view in source._views.items()), version=1)
     source.close()
-    return Sampler(settings, engine, objective_of(settings))
+    return Sampler(settings, engine, settings.train.resolved_objective)
 
 
 class _DiesAfter(MetricsLog):

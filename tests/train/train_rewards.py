@@ -12,6 +12,11 @@ def uniform(*, prompt: str, response: str, answer: str) -> float:
     return 0.5
 
 
+def often_uniform(*, prompt: str, response: str, answer: str) -> float:
+    """The same for all responses to half of the prompts."""
+    return 0.5 if int(prompt[0]) % 2 else digit_share(prompt=prompt, response=response, answer=answer)
+
+
 def sometimes_raises(*, prompt: str, response: str, answer: str) -> float:
     """Fails by what the response says, so that it fails on the same ones wherever they are judged."""
     if response.startswith(("0", "1", "2", "3", "4")):

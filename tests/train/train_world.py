@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import parallel_state
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer
 
-from megarl.config import Config
+from megarl.config import OBJECTIVES, Config
 from megarl.config_file import parse
 from megarl.core.metrics import Stat, finalize
 from megarl.core.types import Rollout, SampleRequest
@@ -24,24 +26,47 @@ from megarl.megatron import distributed
 from megarl.megatron.policy import Policy, schedule_of
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.local import LocalEngine
-from megarl.train.loop import objective_of
 from megarl.train.sampler import owned_sequences
 from megarl.train.step import MiniBatch, TrainStep, collect
+from megarl.train.token_advantages import Judged
 
 NUM_GROUPS, GROUP_SIZE, MAX_RESPONSE = 8, 4, 8
 NUM_SEQUENCES = NUM_GROUPS * GROUP_SIZE
 NUM_MOE_LAYERS, NUM_EXPERTS, TOP_K = 3, 8, 2
 
+ROWS: dict[str, dict[str, Any]] = {
+    **{name: {"train__objective": name} for name in OBJECTIVES},
+    **{
+        f"{name} {kl}": {"train__objective": name, "train__objective_overrides": {"kl": kl, "kl_coef": 0.2}}
+        for name, kl in (("grpo", "k1"), ("gspo", "k2"), ("minirl", "k3"))
+    },
+    "kl_grpo strong": {"train__objective": "kl_grpo", "train__objective_overrides": {"kl_coef": 1.0}},
+    "adaptive theta/mu": {
+        "train__objective": "adaptive_power",
+        "train__objective_overrides": {"weight": "theta_mu", "ess_target": 0.95},
+    },
+    "adaptive old/mu": {
+        "train__objective": "adaptive_power",
+        "train__objective_overrides": {"weight": "old_mu", "ess_target": 0.9999},
+    },
+}
+"""Settings of every row of the table, and of variants that need a reference or a pass over the whole mini-batch."""
+
 
 @dataclass(frozen=True)
 class World:
-    """A folder with ``model`` (4 layers, the second dense), ``task``, and rollouts of both kinds of engine."""
+    """A folder with ``model`` (4 layers, the second dense), ``reference`` (the same but for noise), ``task``, and
+    rollouts of both kinds of engine."""
 
     folder: Path
 
     @property
     def model(self) -> Path:
         return self.folder / "model"
+
+    @property
+    def reference(self) -> Path:
+        return self.folder / "reference"
 
     def settings(self, **overrides: Any) -> Config:
         """A configuration of this world; ``overrides`` are dotted keys with ``__`` for the dot."""
@@ -51,7 +76,7 @@ class World:
         task = self.folder / "task"
         return {
             "run": {"steps": 2, "seed": 3, "dir": str(self.folder / "unused")},
-            "model": {"path": str(self.model), "dtype": "fp32"},
+            "model": {"path": str(self.model), "dtype": "fp32", "reference": str(self.reference)},
             "data": {
                 "train": str(task / "train.jsonl"),
                 "heldout": str(task / "heldout.jsonl"),
@@ -90,11 +115,21 @@ def make_world(folder: Path) -> World:
         max_positions=64,
         initializer_range=0.15,
     )
+    _write_reference(world)
     write_sort_task(folder / "task", num_train=64, num_heldout=16, num_demonstrations=256, digits=3)
     for name in ("fp8", "fp32"):
         made = sample(world, fp8_rounding=name == "fp8")
         (folder / f"{name}.pkl").write_bytes(pickle.dumps(made))
     return world
+
+
+def _write_reference(world: World) -> None:
+    shutil.copytree(world.model, world.reference)
+    generator = torch.Generator().manual_seed(5)
+    for file in world.reference.glob("*.safetensors"):
+        weights = load_file(file)
+        noisy = {name: w + 0.02 * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
+        save_file(noisy, file, metadata={"format": "pt"})
 
 
 def sample(
@@ -136,7 +171,7 @@ def fixed_advantages(seed: int = 0) -> np.ndarray:
 def training(settings: Config) -> Iterator[TrainStep]:
     """A fresh policy with its training step on the ranks there are; the layout is left on the way out."""
     with layout(settings):
-        yield TrainStep(settings, Policy(settings, schedule_of(settings)), objective_of(settings))
+        yield TrainStep(settings, Policy(settings, schedule_of(settings)), settings.train.resolved_objective)
 
 
 @contextmanager
@@ -159,20 +194,49 @@ class Taken:
     """Metrics of the whole step."""
 
 
+def owned_by_this_rank(step: TrainStep) -> list[list[int]]:
+    return owned_sequences(NUM_SEQUENCES, step.config.train.mini_batches, distributed.dp_rank(), distributed.dp_size())
+
+
 def prepare(step: TrainStep, rollouts: Sequence[Rollout], advantages: np.ndarray) -> list[MiniBatch]:
     """This rank's share of every mini-batch."""
-    owned = owned_sequences(len(rollouts), step.config.train.mini_batches, distributed.dp_rank(), distributed.dp_size())
-    return [step.prepare([rollouts[s] for s in part], advantages[part]) for part in owned]
+    return [step.prepare([rollouts[s] for s in part], advantages[part]) for part in owned_by_this_rank(step)]
+
+
+def look(
+    step: TrainStep,
+    minis: Sequence[MiniBatch],
+    rewards: np.ndarray | None = None,
+    groups: np.ndarray | None = None,
+    old_pass: bool | None = None,
+) -> None:
+    """All passes before the updates, as the trainer runs them; by default every response has a random reward."""
+    if old_pass if old_pass is not None else step.needs_old_pass:
+        for mini in minis:
+            step.old_logprobs(mini)
+    if step.reference is not None:
+        for mini in minis:
+            step.ref_logprobs(mini)
+    if step.needs_token_advantages:
+        rewards = fixed_advantages() if rewards is None else rewards
+        groups = np.repeat(np.arange(NUM_GROUPS), GROUP_SIZE) if groups is None else groups
+        step.token_advantages(minis, Judged(rewards, groups, owned_by_this_rank(step)))
 
 
 def take_step(
-    step: TrainStep, rollouts: Sequence[Rollout], advantages: np.ndarray | None = None, old_pass: bool | None = None
+    step: TrainStep,
+    rollouts: Sequence[Rollout],
+    advantages: np.ndarray | None = None,
+    old_pass: bool | None = None,
+    groups: np.ndarray | None = None,
 ) -> Taken | None:
-    """Prepare, old pass (by default only where the trainer runs it), all updates; None except on the main rank."""
-    minis = prepare(step, rollouts, fixed_advantages() if advantages is None else advantages)
-    if old_pass if old_pass is not None else not step.on_policy:
-        for mini in minis:
-            step.old_logprobs(mini)
+    """Prepare, passes before the updates, all updates; None except on the main rank.
+
+    ``advantages`` are the rewards of an objective whose advantages differ between tokens.
+    """
+    given = fixed_advantages() if advantages is None else advantages
+    minis = prepare(step, rollouts, np.zeros_like(given) if step.needs_token_advantages else given)
+    look(step, minis, given, groups, old_pass)
     updates = [collect([step.update(mini)]) for mini in minis]
     whole = collect([mini.metrics for mini in minis])
     return None if whole is None else Taken([finalize(_required(found)) for found in updates], finalize(whole))

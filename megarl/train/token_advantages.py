@@ -1,0 +1,133 @@
+"""Advantages that differ between the tokens of a response, where the responses of a group lie on several ranks.
+
+They need the old and the reference log-probabilities of whole groups. A rank holds these for its own responses only;
+what travels are their lengths and, if a group spans ranks, two floats per generated token. Nothing else moves: no
+tokens, no routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megarl.core.metrics import Stat
+from megarl.core.objectives import Objective, token_advantages
+from megarl.core.ratios import log_ratio, segment_expand, segment_sum, usable_mask
+from megarl.megatron.batches import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The rewards of a global step, equal on all ranks, and which sequences this rank trains on."""
+
+    rewards: np.ndarray
+    """float64 [S], 0 where the reward function failed; such a response has no loss token."""
+    groups: np.ndarray
+    """int64 [S]."""
+    owned: list[list[int]]
+    """By mini-batch, the sequences of this data-parallel rank, in the order of its rollouts."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """Loss tokens of some sequences back to back."""
+
+    ids: torch.Tensor
+    """int64 [N], the sequences."""
+    lengths: torch.Tensor
+    """int64 [N], their loss tokens; may be 0."""
+    logprobs: torch.Tensor
+    """float32 [2, T]: old and reference."""
+
+
+def with_token_advantages(
+    objective: Objective,
+    judged: Judged,
+    mini_batches: Sequence[Sequence[MicroBatch]],
+    old_logprobs: Sequence[Sequence[torch.Tensor]],
+    ref_logprobs: Sequence[Sequence[torch.Tensor]],
+    group: dist.ProcessGroup,
+) -> tuple[list[list[MicroBatch]], dict[str, Stat]]:
+    """Return the micro-batches of all mini-batches of a step with the objective's advantage on every token.
+
+    old_logprobs, ref_logprobs: [T] by mini-batch and micro-batch. A collective call in ``group``, the data-parallel
+    ranks; call it on the last pipeline stage. The metric ``kl/ref`` is the mean of log pi_old - log pi_ref.
+    """
+    micros = [micro for mini in mini_batches for micro in mini]
+    old, ref = ([column for mini in columns for column in mini] for columns in (old_logprobs, ref_logprobs))
+    ids = [judged.owned[n][index] for n, mini in enumerate(mini_batches) for micro in mini for index in micro.sequences]
+    keeps = [usable_mask(micro.batch.loss_mask, micro.batch.rollout_logprobs) for micro in micros]
+    lengths = [segment_sum(keep, micro.batch.cu_seqlens) for keep, micro in zip(keeps, micros, strict=True)]
+    device = old[0].device
+    own = _Columns(
+        torch.tensor(ids, device=device),
+        torch.cat(lengths).to(device),
+        torch.stack([_picked(old, keeps), _picked(ref, keeps)]),
+    )
+    values = _of_own(objective, judged, own, group)
+    counts = [int(keep.sum()) for keep in keeps]
+    replaced = iter(
+        _with_advantages(micro, keep, part)
+        for micro, keep, part in zip(micros, keeps, values.float().cpu().split(counts), strict=True)
+    )
+    possible = ~torch.isneginf(own.logprobs[0])
+    drift = log_ratio(own.logprobs[0], own.logprobs[1], possible)
+    return [[next(replaced) for _ in mini] for mini in mini_batches], {"kl/ref": Stat.mean(drift, possible)}
+
+
+def _picked(columns: Sequence[torch.Tensor], keeps: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([column[keep.to(column.device)] for column, keep in zip(columns, keeps, strict=True)])
+
+
+def _with_advantages(micro: MicroBatch, keep: torch.Tensor, values: torch.Tensor) -> MicroBatch:
+    """``values`` are those of the tokens of ``keep``; all others get 0."""
+    advantages = torch.zeros_like(micro.batch.advantages).masked_scatter(keep, values)
+    return replace(micro, batch=replace(micro.batch, advantages=advantages))
+
+
+def _of_own(objective: Objective, judged: Judged, own: _Columns, group: dist.ProcessGroup) -> torch.Tensor:
+    """The advantages [T] of this rank's loss tokens, in float64, from those of all responses of their groups."""
+    groups = torch.from_numpy(judged.groups)
+    columns, first = _gather_groups(own, groups.to(own.ids.device), group)
+    ids = columns.ids.cpu().numpy()
+    # In float64: where all rewards of a group are equal, only differences of the KL are left to standardise.
+    old, ref = columns.logprobs.double()
+    values = token_advantages(
+        objective,
+        judged.rewards[ids],
+        judged.groups[ids],
+        logprobs=old,
+        ref_logprobs=ref,
+        loss_mask=torch.ones_like(old, dtype=torch.bool),
+        cu_seqlens=torch.nn.functional.pad(columns.lengths.cumsum(0), (1, 0)),
+    )
+    return values[first : first + own.logprobs.size(1)]
+
+
+def _gather_groups(own: _Columns, groups: torch.Tensor, ranks: dist.ProcessGroup) -> tuple[_Columns, int]:
+    """The columns of every response of this rank's groups, and the position of its own first token among them."""
+    if ranks.size() == 1:
+        return own, 0
+    # All ranks hold equally many sequences; how many tokens those have is exchanged first.
+    heads = _all_gather(torch.stack([own.ids, own.lengths]), ranks)
+    spread = torch.cat([torch.unique(groups[head[0]]) for head in heads])
+    if torch.unique(spread).numel() == spread.numel():  # no group lies on two ranks; every rank sees the same
+        return own, 0
+    totals = [int(head[1].sum()) for head in heads]
+    padded = torch.nn.functional.pad(own.logprobs, (0, max(totals) - own.logprobs.size(1)))
+    logprobs = [column[:, :total] for column, total in zip(_all_gather(padded, ranks), totals, strict=True)]
+    ids, lengths = torch.cat(heads, 1)
+    wanted = torch.isin(groups[ids], groups[own.ids])
+    tokens = segment_expand(wanted, torch.nn.functional.pad(lengths.cumsum(0), (1, 0)))
+    first = int(tokens[: sum(totals[: ranks.rank()])].sum())
+    return _Columns(ids[wanted], lengths[wanted], torch.cat(logprobs, 1)[:, tokens]), first
+
+
+def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return parts
