@@ -6,6 +6,10 @@ The logits are computed block by block (rows x vocabulary) and reduced at once t
 a weighted sum per row, which is all that the result needs; the backward pass computes each block a second time. The
 vocabulary may be split over a tensor-parallel group: the reductions of all blocks and ranks combine exactly, with two
 small all-reduces in the forward pass and none in the backward pass.
+
+On a GPU the products stay in 16 bit with fp32 accumulation (``out_dtype``, torch 2.8); that path has not been run.
+Kernel libraries with a fused loss (Liger, cut-cross-entropy) have no split vocabulary, coefficient per token and
+entropy at once.
 """
 
 from __future__ import annotations
@@ -59,9 +63,14 @@ class _Shard:
         return rows, local[rows]
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, scale: float) -> torch.Tensor:
-    """hidden [R, H] @ weight [C, H]^T in fp32, scaled."""
-    return torch.mm(hidden.float(), weight.float().t()).mul_(scale)
+def _operand(tensor: torch.Tensor) -> torch.Tensor:
+    """As it enters a product: 16-bit on a GPU, whose tensor cores add up in fp32; fp32 elsewhere."""
+    return tensor if tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16) else tensor.float()
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """left @ right, accumulated and returned in fp32."""
+    return torch.mm(left, right) if left.dtype == torch.float32 else torch.mm(left, right, out_dtype=torch.float32)
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -80,10 +89,10 @@ class _LinearLogprobs(torch.autograd.Function):
         largest = torch.full(shape, float("-inf"), **like)
         sums = torch.zeros(3, *shape, **like)  # sum exp(z - m), sum (z - m) exp(z - m), logit of the label
         for start, end in shard.blocks():
-            block_weight = weight[start:end].float()
+            block_weight = _operand(weight[start:end])
             for top in range(0, hidden.size(0), ROWS):
                 rows = slice(top, top + ROWS)
-                logits = _logits(hidden[rows], block_weight, scale)
+                logits = _product(_operand(hidden[rows]), block_weight.t()).mul_(scale)
                 hit, column = shard.local_labels(labels[rows], start, end)
                 sums[2, rows][hit] = logits[hit, column]
                 _fold(largest[rows], sums[:2, rows], logits)
@@ -106,18 +115,19 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight)
         factor = (grad.float() * scale)[:, None]
         for start, end in shard.blocks():
-            block_weight = weight[start:end].float()
-            block_grad = torch.zeros_like(block_weight)
+            block_weight = _operand(weight[start:end])
+            block_grad = torch.zeros(block_weight.shape, dtype=torch.float32, device=hidden.device)
             for top in range(0, hidden.size(0), ROWS):
                 rows = slice(top, top + ROWS)
-                logits = _logits(hidden[rows], block_weight, scale)
+                block_hidden = _operand(hidden[rows])
+                logits = _product(block_hidden, block_weight.t()).mul_(scale)
                 # d logprob / d z = onehot(label) - softmax(z)
                 by_logit = logits.sub_(log_sum[rows, None]).exp_().neg_()
                 hit, column = shard.local_labels(labels[rows], start, end)
                 by_logit[hit, column] += 1.0
-                by_logit.mul_(factor[rows])
-                grad_hidden[rows].addmm_(by_logit, block_weight)
-                block_grad.addmm_(by_logit.t(), hidden[rows].float())
+                by_logit = by_logit.mul_(factor[rows]).to(block_weight.dtype)
+                grad_hidden[rows] += _product(by_logit, block_weight)
+                block_grad += _product(by_logit.t(), block_hidden)
             grad_weight[start:end] = block_grad
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
 
