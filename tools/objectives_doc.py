@@ -78,8 +78,11 @@ NOTES = r"""## What the sources get wrong, or leave open
 - **Weight functions**: "importance weighting always raises the variance of the update" is false (weights can shrink
   large advantages), and so is "$\rho^q$ has less variance than $\rho$" unless $E[\rho] = 1$. $f = 1$ has no gradient
   as a value, only as a weight.
-- **adaptive_power** takes q from the tokens of one call: with several micro-batches each has its own, unless one is
-  passed.
+- **adaptive_power** has one q per optimizer step, over all its micro-batches and ranks. Once the weights have moved
+  since the old-log-prob pass, that costs a forward pass before the update.
+- **kl and kl_grpo** need a reference policy: a second, frozen copy of the model, with the weights of `model.reference`
+  (by default the ones that training started from, also after a resumption). Its routers choose by themselves, whatever
+  is replayed in training.
 """
 
 
