@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from train_world import NUM_SEQUENCES, World, hf_config
+from train_world import NUM_SEQUENCES, ROWS, World, hf_config
 
 from megarl.config import Config
+from megarl.config_file import parse
 from megarl.errors import CheckpointError, ConfigError, MegarlError, RolloutError
 from megarl.megatron import distributed
-from megarl.megatron.weights import save_hf
+from megarl.megatron.weights import HFCheckpoint, export_hf, save_hf
 from megarl.rollout.local import LocalEngine
 from megarl.train.loop import Trainer, train
 from megarl.train.metrics import MetricsLog, read_metrics, without_timing
@@ -230,3 +231,50 @@ def test_a_model_that_does_not_exist_is_named(world: World, tmp_path: Path) -> N
         with pytest.raises(MegarlError, match=str(path)):
             train(world.settings(run__dir=str(tmp_path / "run"), model__path=str(path)))
         distributed.shutdown()
+
+
+def test_a_resumed_run_has_the_reference_of_its_beginning(world: World, tmp_path: Path) -> None:
+    table = world.table()
+    del table["model"]["reference"]  # so the reference is what training starts from, and must not follow it
+    table["run"] |= {"dir": str(tmp_path / "run"), "steps": 1}
+    table["checkpoint"] = {"every": 1}
+    table["train"] |= {"objective": "kl_grpo"}
+    records = run(parse(table))
+    assert of_kind(records, "step")[0]["kl/ref"] == pytest.approx(0.0, abs=0.05)
+    distributed.shutdown()
+    settings = parse(table, {"run.steps": 2})
+    distributed.initialize(settings)
+    trainer = Trainer(settings, MetricsLog(tmp_path / "run", tensorboard=False))
+    assert trainer._resume() == 1
+    assert trainer.train_step.reference is not None
+    shape = trainer.policy.shape
+    reference = dict(export_hf(trainer.train_step.reference.chunks, shape))
+    policy = {name: weight.clone() for name, weight in trainer.policy.export()}
+    with HFCheckpoint(world.model) as first:
+        moved = []
+        for name, weight in reference.items():
+            assert torch.equal(weight, first.read(name)), name
+            moved.append(not torch.equal(policy[name], first.read(name)))
+    assert any(moved)
+
+
+@pytest.mark.parametrize("row", ["kl_grpo", "minirl k3", "adaptive theta/mu", "reinforce_rej"])
+def test_whole_runs_of_rows_that_need_more_than_a_ratio(world: World, tmp_path: Path, row: str) -> None:
+    records = run(world.settings(run__dir=str(tmp_path / "run"), **ROWS[row]))
+    updates = of_kind(records, "minibatch")
+    assert len(updates) == 4
+    assert all(update["grad_norm"] > 0.0 for update in updates)
+    timing = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "step"][-1]
+    assert ("time/ref_logprobs_s" in timing) == (row in ("kl_grpo", "minirl k3"))
+    assert ("time/advantages_s" in timing) == (row == "kl_grpo")
+
+
+def test_a_weight_outside_the_family_is_warned_of_once(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for cap, warnings in ((0.5, 1), (5.0, 0)):
+        settings = world.settings(run__dir=str(tmp_path / f"run{cap}"), train__objective_overrides={"cap": cap})
+        distributed.initialize(settings)
+        Trainer(settings, MetricsLog(tmp_path / f"run{cap}", tensorboard=False))
+        distributed.shutdown()
+        assert capsys.readouterr().out.count("warning: objective: the weight") == warnings
