@@ -50,12 +50,19 @@ def initialize(config: Config, timeout_s: float = 1800.0) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed + 1)
 
 
-def shutdown() -> None:
-    """Leave all groups. Several ranks need a new store, so a new launch, before they can ``initialize`` again."""
+def leave_layout() -> None:
+    """Dissolve Megatron's groups, and with them gloo's threads; the ranks stay joined and may ``initialize`` again."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
         _context_model_group.cache_clear()
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group != dist.group.WORLD]:
+        dist.destroy_process_group(group)
+
+
+def shutdown() -> None:
+    """Leave all groups. Several ranks need a new store, so a new launch, before they can ``initialize`` again."""
     if dist.is_initialized():
+        leave_layout()
         dist.destroy_process_group()
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megarl.config import Config
 from megarl.config_file import parse
@@ -94,11 +93,8 @@ def join(settings: Config) -> None:
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
-        parallel_state.destroy_model_parallel()
-        for group in [group for group in dist.distributed_c10d._world.pg_map if group != dist.group.WORLD]:
-            dist.destroy_process_group(group)
-    else:
-        distributed.shutdown()
+    if dist.is_initialized():
+        distributed.leave_layout()
     distributed.initialize(settings, timeout_s=60.0)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer
 
@@ -181,7 +180,7 @@ def layout(settings: Config) -> Iterator[None]:
     try:
         yield
     finally:
-        parallel_state.destroy_model_parallel()
+        distributed.leave_layout()
 
 
 @dataclass
