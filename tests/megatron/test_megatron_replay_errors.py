@@ -387,6 +387,8 @@ def test_shares_of_sequence_parallel_ranks(monkeypatch: pytest.MonkeyPatch, mode
     for rank in range(4):
         monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 4)
         monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 1)
+        monkeypatch.setattr(parallel_state, "get_context_parallel_rank", lambda: 0)
         parts.append(local_routes(micro_batch(batch, slots), shape.moe_layers, shape))
     assert {len(part.experts) for part in parts} == {slots // 4}
     joined = torch.cat([part.experts for part in parts])[: batch.num_tokens]
