@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-JOB_TIMEOUT_S = 120.0
+JOB_TIMEOUT_S = 300.0
 
 
 def run_rank(job: Any, index: int, rank: int, port: int, folder: Path) -> int:

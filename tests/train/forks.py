@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 500.0
+TIMEOUT_S = 580.0
 
 
 @dataclass(frozen=True)

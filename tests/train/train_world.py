@@ -170,7 +170,11 @@ def fixed_advantages(seed: int = 0) -> np.ndarray:
 def training(settings: Config) -> Iterator[TrainStep]:
     """A fresh policy with its training step on the ranks there are; the layout is left on the way out."""
     with layout(settings):
-        yield TrainStep(settings, Policy(settings, schedule_of(settings)), settings.train.resolved_objective)
+        step = TrainStep(settings, Policy(settings, schedule_of(settings)), settings.train.resolved_objective)
+        yield step
+        # This bound method ties model, optimizer and groups into a cycle that Python cannot collect: 50 threads of gloo
+        # would stay behind.
+        step.policy.megatron_config.grad_scale_func = None
 
 
 @contextmanager
