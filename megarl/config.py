@@ -192,7 +192,7 @@ class TrainConfig(Table):
     @property
     def resolved_objective(self) -> Objective:
         """The named objective with its parts replaced; ConfigError if they do not go together."""
-        return replace(OBJECTIVES[self.objective], **self.objective_parts)  # type: ignore[arg-type]
+        return replace(OBJECTIVES[self.objective], **self.objective_parts)
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
