@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,8 @@ def outcome(case: Case, launched: Callable[[Case], Outcome]) -> Any:
 
 
 @pytest.fixture
-def one_rank() -> Iterator[None]:
-    """Process groups are left behind by nobody: each test of this process starts and ends without."""
-    from megarl.megatron import distributed
-
-    distributed.shutdown()
-    yield
-    distributed.shutdown()
+def one_rank() -> None:
+    """Marks a test that uses Megatron in this process: they share the groups of its one rank (``tiny_world.join``)."""
 
 
 @pytest.fixture

@@ -131,6 +131,7 @@ def test_micro_batches_hold_every_sequence_once_within_the_limit() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_a_second_initialisation_is_refused_and_a_shutdown_allows_it() -> None:
     settings = config("unused")  # type: ignore[arg-type]
+    distributed.shutdown()
     distributed.initialize(settings)
     with pytest.raises(ConfigError, match="exists already"):
         distributed.initialize(settings)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
 
 from megarl.config import Config
 from megarl.config_file import parse
@@ -87,13 +88,18 @@ def config(model: Path, parallel: Mapping[str, int] | None = None, **overrides: 
 
 
 def join(settings: Config) -> None:
-    """Process groups of this layout in place of those of an earlier one.
+    """Process groups of this layout in place of those of an earlier one; a lone rank keeps the ones it has.
 
-    The default group stays: to leave and join again over one store would meet the addresses of the old group.
+    The default group stays: to leave and join again over one store would meet the addresses of the old group. Models
+    that have been trained hold their groups, and gloo's threads, until the process ends.
     """
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()
+    if parallel_state.model_parallel_is_initialized() and dist.get_world_size() == 1:
+        settings.check_world_size(1)
+        torch.manual_seed(settings.run.seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(settings.run.seed + 1)
+        return
     if dist.is_initialized():
+        dist.barrier()
         distributed.leave_layout()
     distributed.initialize(settings, timeout_s=60.0)
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer
 
@@ -168,23 +170,29 @@ def fixed_advantages(seed: int = 0) -> np.ndarray:
 
 @contextmanager
 def training(settings: Config) -> Iterator[TrainStep]:
-    """A fresh policy with its training step on the ranks there are; the layout is left on the way out."""
+    """A fresh policy with its training step on the ranks there are."""
     with layout(settings):
-        step = TrainStep(settings, Policy(settings, schedule_of(settings)), settings.train.resolved_objective)
-        yield step
-        # This bound method ties model, optimizer and groups into a cycle that Python cannot collect: 50 threads of gloo
-        # would stay behind.
-        step.policy.megatron_config.grad_scale_func = None
+        yield TrainStep(settings, Policy(settings, schedule_of(settings)), settings.train.resolved_objective)
 
 
 @contextmanager
 def layout(settings: Config) -> Iterator[None]:
-    """Megatron's groups for these settings. The ranks stay joined: two rendezvous at one address could mix."""
+    """Megatron's groups for these settings; a process of one rank keeps them.
+
+    Autograd's hooks tie models, and with them groups and 50 threads of gloo, into cycles that Python cannot collect.
+    """
+    if parallel_state.model_parallel_is_initialized() and dist.get_world_size() == 1:
+        settings.check_world_size(1)
+        torch.manual_seed(settings.run.seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(settings.run.seed + 1)
+        yield
+        return
     distributed.initialize(settings, timeout_s=60.0)
     try:
         yield
     finally:
-        distributed.leave_layout()
+        if dist.get_world_size() > 1:
+            distributed.leave_layout()
 
 
 @dataclass
