@@ -110,6 +110,11 @@ class ParallelConfig(Table):
             raise ValueError(f"vpp: found {self.vpp} with pp = 1, expected pp > 1; remove vpp or raise pp")
         if self.vpp == 1:
             raise ValueError("vpp: found 1, expected 2 or more stages per rank; remove vpp for the plain schedule")
+        if self.expert_tp > self.tp or (self.ep == 1 and self.expert_tp != self.tp):
+            raise ValueError(
+                f"etp: found {self.expert_tp} with tp = {self.tp} and ep = {self.ep}: Megatron reduces such expert "
+                "gradients over the wrong ranks; expected etp = tp, or ep > 1 and etp below tp"
+            )
         if self.tp > 1 and self.sequence_parallel is False:
             raise ValueError(
                 f"sequence_parallel: found false with tp = {self.tp}, but Megatron's MoE needs it; remove it"
@@ -426,6 +431,16 @@ class Config(Table):
             if key in megatron_fields.DERIVED:
                 raise ValueError(f"megatron.{key}: megarl sets this itself; use {megatron_fields.DERIVED[key]} instead")
         megatron_fields.check(self.megatron)
+        for key in ("hidden_dropout", "attention_dropout"):
+            if self.megatron.get(key):
+                raise ValueError(
+                    f"megatron.{key}: found {self.megatron[key]!r}, expected 0: two passes over a batch must agree"
+                )
+        if self.megatron.get("overlap_param_gather"):
+            raise ValueError(
+                "megatron.overlap_param_gather: found true, expected false: weights would go to the engine before they "
+                "are gathered"
+            )
         if self.train.replay == "none":
             return
         for blocker in replay_blockers(self.megatron):

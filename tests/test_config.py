@@ -167,6 +167,8 @@ def test_off_stands_for_none_in_objective_overrides():
         ({"model": 3}, ["model: found 3", "a table [model]"]),
         ({"model__path__deeper": 3}, ["model.path.deeper", "a table was expected"]),
         ({"model__dtype": "fp16"}, ["model.dtype: found 'fp16'", "'fp32' or 'bf16'"]),
+        ({"parallel__tp": 2, "parallel__etp": 1}, ["parallel.etp: found 1 with tp = 2 and ep = 1"]),
+        ({"parallel__etp": 2, "parallel__ep": 2}, ["parallel.etp: found 2 with tp = 1"]),
         ({"parallel__vpp": 2}, ["parallel.vpp: found 2 with pp = 1"]),
         ({"parallel__pp": 2, "parallel__vpp": 1}, ["parallel.vpp: found 1"]),
         (

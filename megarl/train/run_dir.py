@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
 
 from megarl.config import Config
 from megarl.errors import ConfigError
+from megarl.megatron.checkpoint import complete_checkpoints
 from megarl.train.metrics import write_atomically
 
 _FREE = {"checkpoint", "log", "eval", "sft"}
@@ -36,6 +38,11 @@ def claim(config: Config) -> None:
                 "the folder, or set the old value to continue it"
             )
     write_atomically(saved, config.to_toml().encode())
+    metrics = folder / "metrics.jsonl"
+    if metrics.exists() and metrics.stat().st_size and not complete_checkpoints(checkpoint_folder(config)):
+        # Without a checkpoint the run begins again, and its records with it: the earlier ones are kept beside them.
+        number = len(list(folder.glob("metrics.earlier-*.jsonl"))) + 1
+        shutil.copy2(metrics, folder / f"metrics.earlier-{number}.jsonl")
 
 
 def _first_difference(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, Any, Any] | None:

@@ -33,6 +33,9 @@ def sft(config: Config) -> None:
     plan = config.sft
     if plan is None:
         raise ConfigError("found no [sft] table, expected one with data, steps, batch_size and lr")
+    out = config.sft_out
+    if out.exists() and any(out.iterdir()) and not (out / "model.safetensors.index.json").exists():
+        raise ConfigError(f"sft.out: {out} is not empty and no earlier output of megarl; choose another folder")
     distributed.initialize(config)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     demonstrations = load_demonstrations(plan.data, tokenizer, plan.prompt_field, plan.response_field)
