@@ -11,6 +11,7 @@ import contextlib
 import io
 import os
 import sys
+import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from megarl.config import Config
 from megarl.errors import ConfigError, MegarlError
 
 USAGE_ERROR = 2
+_FIRST_RANK_SPEAKS_S = 3.0
 INTERRUPTED = 130
 
 
@@ -212,6 +214,7 @@ def _complain(message: str, *, on_every_rank: bool) -> None:
     """One line on stderr. What all ranks find alike is said by the first one only."""
     rank = os.environ.get("RANK", "0")  # set by torchrun
     if rank != "0" and not on_every_rank:
+        time.sleep(_FIRST_RANK_SPEAKS_S)  # torchrun ends all ranks when one does: the first one must come to its word
         return
     where = f" (rank {rank})" if "RANK" in os.environ and on_every_rank else ""
     print(f"megarl: error{where}: {' '.join(message.split())}", file=sys.stderr)
