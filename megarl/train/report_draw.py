@@ -112,7 +112,7 @@ def draw_truncated(axes: Axes, series: Series) -> None:
 
 def draw_entropy(axes: Axes, series: Series) -> None:
     _line(axes, series, "entropy", "training engine", BLUE)
-    _line(axes, series, "rollout/entropy", "rollout engine", ORANGE)
+    _line(axes, series, "rollout/entropy", "start of the step", ORANGE)
     axes.set_ylabel("entropy (nats per token)")
     axes.set_ylim(bottom=0.0)
 
@@ -168,8 +168,8 @@ def draw_extreme(axes: Axes, series: Series) -> None:
 
 
 def draw_router(axes: Axes, series: Series) -> None:
-    _line(axes, series, "router/native/token_any", "own choice, any layer", ORANGE)
-    _line(axes, series, "router/native/flip", "own choice, per layer", PURPLE)
+    _line(axes, series, "router/native/token_any", "own, any layer", ORANGE)
+    _line(axes, series, "router/native/flip", "own, per layer", PURPLE)
     _line(axes, series, "router/token_any", "in use, any layer", BLUE)
     _line(axes, series, "router/flip", "in use, per layer", TEAL)
     axes.set_ylabel("share that differs")
