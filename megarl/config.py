@@ -100,6 +100,16 @@ class ParallelConfig(Table):
         return self.tp if self.etp is None else self.etp
 
     @property
+    def equal_micro_batches(self) -> bool:
+        """Whether all micro-batches need as many slots: the all-gather dispatcher exchanges no sizes."""
+        return self.dispatcher == "allgather"
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """What the number of micro-batches must be a multiple of: the interleaved schedule takes pp at a time."""
+        return self.pp if self.vpp else 1
+
+    @property
     def uses_sequence_parallel(self) -> bool:
         """sequence_parallel with its default resolved."""
         return self.tp > 1 if self.sequence_parallel is None else self.sequence_parallel

@@ -61,9 +61,10 @@ def sft(config: Config) -> None:
 def _step(config: Config, policy: Policy, demonstrations: list[Demonstration]) -> dict[str, float]:
     batch = pack([_as_rollout(d) for d in demonstrations], np.zeros(len(demonstrations)))
     total = over_ranks(Denominators.of(batch.loss_mask, batch.cu_seqlens)).num_tokens
-    padded = config.parallel.dispatcher == "allgather"
-    multiple = config.parallel.pp if config.parallel.vpp else 1
-    micro_batches = batches.split_micro_batches(batch, config.train.micro_batch_tokens, padded, multiple)
+    parallel = config.parallel
+    micro_batches = batches.split_micro_batches(
+        batch, config.train.micro_batch_tokens, parallel.equal_micro_batches, parallel.micro_batch_multiple
+    )
 
     def weigh(
         index: int, part: TrainBatch, logprobs: torch.Tensor, entropies: torch.Tensor

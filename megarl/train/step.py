@@ -61,8 +61,8 @@ class TrainStep:
         self.objective = objective
         self.reference = Reference(policy, config.reference_path) if objective.needs_ref_logprobs else None
         self._updates = 0
-        self._padded = config.parallel.dispatcher == "allgather"
-        self._multiple = config.parallel.pp if config.parallel.vpp else 1
+        self._padded = config.parallel.equal_micro_batches
+        self._multiple = config.parallel.micro_batch_multiple
 
     @property
     def needs_token_advantages(self) -> bool:

@@ -164,8 +164,8 @@ def micro_batches(settings: Config, batch: TrainBatch) -> list[MicroBatch]:
     return split_micro_batches(
         batch,
         settings.train.micro_batch_tokens,
-        padded_to_max=parallel.dispatcher == "allgather",
-        multiple_of=parallel.pp if parallel.vpp else 1,
+        padded_to_max=parallel.equal_micro_batches,
+        multiple_of=parallel.micro_batch_multiple,
     )
 
 
