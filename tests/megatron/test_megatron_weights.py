@@ -16,7 +16,7 @@ from megarl.errors import CheckpointError
 ROUND_TRIP = "cases_training:round_trip"
 SAVED = "cases_training:saved"
 
-LAYOUTS_OF_2 = ["tp2 etp2", "tp2 etp1", "ep2", "pp2", "pp2 vpp2", "tp2 ep2 etp1"]
+LAYOUTS_OF_2 = ["tp2 etp2", "ep2", "pp2", "pp2 vpp2", "tp2 ep2 etp1"]
 LAYOUTS_OF_4 = ["tp2 ep2 etp2", "tp2 ep2 etp1 pp2", "pp2 vpp2 ep2"]
 ROUND_TRIPS = [
     *(case(2, ROUND_TRIP, layout) for layout in LAYOUTS_OF_2),
