@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 from forks import Job, run_jobs
 from train_jobs import rows, steps
-from train_world import ROWS, Taken, World
+from train_world import NUM_SEQUENCES, ROWS, Taken, World
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"parallel__ep": 2},
@@ -65,35 +67,48 @@ def test_router_disagreement_is_the_same_in_every_layout(taken: dict[str, dict[s
     assert taken[layout]["r3"].step["router/flip"] == 0.0
 
 
+ROW_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ep2": (2, {"parallel__ep": 2}),
+    "cp2": (2, {"parallel__cp": 2}),
+}
+FEW_ROW_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "pp2": (2, {"parallel__pp": 2}),
+    "tp2": (2, {"parallel__tp": 2}),
+    "cp2 ep2": (4, {"parallel__cp": 2, "parallel__ep": 2}),
+}
+BEFOREHAND = ("kl_grpo", "minirl k3", "adaptive theta/mu")
+"""Rows that need the reference, or log-probabilities of the whole mini-batch, before the update."""
+
+
 @pytest.fixture(scope="module")
 def rows_taken(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[Taken]]]:
-    """Two steps of every row on one rank and on two expert-parallel ones."""
-    pipelines = {name: {**ROWS[name], "parallel__pp": 2} for name in ("kl_grpo", "minirl k3", "adaptive theta/mu")}
-    jobs = [
-        Job("ep2", 2, "train_jobs:rows", {"world": world, "variants": {n: {**r, **_EP2} for n, r in ROWS.items()}}),
-        Job("pp2", 2, "train_jobs:rows", {"world": world, "variants": pipelines}),
-    ]
+    """Two steps of every row on one rank and on several."""
+
+    def job(name: str, ranks: int, names: Iterable[str], layout: dict[str, Any]) -> Job:
+        return Job(name, ranks, "train_jobs:rows", {"world": world, "variants": {n: ROWS[n] | layout for n in names}})
+
+    jobs = [job(name, ranks, ROWS, layout) for name, (ranks, layout) in ROW_LAYOUTS.items()]
+    jobs += [job(name, ranks, BEFOREHAND, layout) for name, (ranks, layout) in FEW_ROW_LAYOUTS.items()]
     ended = run_jobs(jobs, tmp_path_factory.mktemp("rows"))
     return {"single": rows(world, ROWS), **{job.name: ended[job.name].checked() for job in jobs}}
 
 
-_EP2 = {"parallel__ep": 2}
-
-
 @pytest.mark.multirank
+@pytest.mark.parametrize("layout", ROW_LAYOUTS)
 @pytest.mark.parametrize("name", ROWS)
-def test_every_row_trains_two_steps_the_same_on_two_expert_parallel_ranks(
-    rows_taken: dict[str, dict[str, list[Taken]]], name: str
+def test_acceptance_every_row_has_the_coefficients_of_one_process_on_several_ranks(
+    rows_taken: dict[str, dict[str, list[Taken]]], name: str, layout: str
 ) -> None:
-    _same_steps(rows_taken["single"][name], rows_taken["ep2"][name])
+    _same_steps(rows_taken["single"][name], rows_taken[layout][name])
 
 
 @pytest.mark.multirank
-def test_rows_with_passes_beforehand_train_the_same_on_two_pipeline_stages(
-    rows_taken: dict[str, dict[str, list[Taken]]],
+@pytest.mark.parametrize("layout", FEW_ROW_LAYOUTS)
+@pytest.mark.parametrize("name", BEFOREHAND)
+def test_rows_with_passes_beforehand_train_the_same_on_tensor_and_pipeline_ranks(
+    rows_taken: dict[str, dict[str, list[Taken]]], name: str, layout: str
 ) -> None:
-    for name, found in rows_taken["pp2"].items():
-        _same_steps(rows_taken["single"][name], found)
+    _same_steps(rows_taken["single"][name], rows_taken[layout][name])
 
 
 def _same_steps(alone: list[Taken], found: list[Taken]) -> None:
@@ -104,7 +119,19 @@ def _same_steps(alone: list[Taken], found: list[Taken]) -> None:
             assert set(b) == set(a)
             assert a["grad_norm"] > 0
             # What float noise does to the first updates, Adam carries on.
-            rel, tiny = (1e-4, 1e-6) if index == number == 0 else (5e-3, 1e-4)
+            first = index == number == 0
+            rel, tiny = (1e-4, 1e-6) if first else (5e-3, 1e-4)
             for key in ("loss", "grad_norm", "entropy", "loss_tokens", "kl/penalty", "tis/power", "tis/weight/mean"):
                 if key in a:
                     assert b[key] == pytest.approx(a[key], rel=rel, abs=tiny), (index, number, key)
+            _same_coefficients(one.coefficients[number], two.coefficients[number], first)
+
+
+def _same_coefficients(alone: dict[int, np.ndarray], found: dict[int, np.ndarray], first: bool) -> None:
+    """The coefficients of every token; a later mini-batch's read weights that Adam has moved by float noise."""
+    assert found.keys() == alone.keys()
+    assert len(alone) == NUM_SEQUENCES // 2
+    one = np.concatenate([alone[sequence] for sequence in sorted(alone)])
+    two = np.concatenate([found[sequence] for sequence in sorted(alone)])
+    rel = 2e-5 if first else 5e-3
+    np.testing.assert_allclose(two, one, rtol=rel, atol=rel * float(np.abs(one).max()))

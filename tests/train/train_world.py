@@ -17,6 +17,7 @@ from megatron.core import parallel_state, tensor_parallel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer
 
+import megarl.train.step as train_step
 from megarl.config import OBJECTIVES, Config
 from megarl.config_file import parse
 from megarl.core.metrics import Stat, finalize
@@ -203,6 +204,8 @@ class Taken:
     """Metrics of each mini-batch."""
     step: dict[str, float]
     """Metrics of the whole step."""
+    coefficients: list[dict[int, np.ndarray]]
+    """Of each mini-batch: [t] by sequence, from all ranks."""
 
 
 def owned_by_this_rank(step: TrainStep) -> list[list[int]]:
@@ -248,9 +251,48 @@ def take_step(
     given = fixed_advantages() if advantages is None else advantages
     minis = prepare(step, rollouts, np.zeros_like(given) if step.needs_token_advantages else given)
     look(step, minis, given, groups, old_pass)
-    updates = [collect([step.update(mini)]) for mini in minis]
+    updates, weights = [], []
+    for mini, owned in zip(minis, owned_by_this_rank(step), strict=True):
+        with _tapped_coefficients() as seen:
+            updates.append(collect([step.update(mini)]))
+        weights.append(_of_all_ranks(mini, owned, seen))
     whole = collect([mini.metrics for mini in minis])
-    return None if whole is None else Taken([finalize(_required(found)) for found in updates], finalize(whole))
+    if whole is None:
+        return None
+    return Taken([finalize(_required(found)) for found in updates], finalize(whole), weights)
+
+
+@contextmanager
+def _tapped_coefficients() -> Iterator[list[np.ndarray]]:
+    """What the objective hands to the loss, one [T] per micro-batch."""
+    seen: list[np.ndarray] = []
+    original = train_step.coefficients
+
+    def tapped(*arguments: Any, **options: Any) -> Any:
+        found = original(*arguments, **options)
+        seen.append(found.values.detach().numpy().copy())
+        return found
+
+    train_step.coefficients = tapped
+    try:
+        yield seen
+    finally:
+        train_step.coefficients = original
+
+
+def _of_all_ranks(mini: MiniBatch, owned: Sequence[int], seen: Sequence[np.ndarray]) -> dict[int, np.ndarray]:
+    """By sequence; ranks that hold the same sequence must have computed the very same."""
+    mine: dict[int, np.ndarray] = {}
+    for micro, values in zip(mini.micro_batches, seen, strict=bool(seen)):
+        parts = np.split(values, micro.batch.cu_seqlens[1:-1].tolist())
+        mine.update({owned[local]: part for local, part in zip(micro.sequences, parts, strict=True)})
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    merged: dict[int, np.ndarray] = {}
+    for of_rank in ranks:
+        for sequence, part in of_rank.items():
+            assert np.array_equal(merged.setdefault(sequence, part), part), f"ranks differ on sequence {sequence}"
+    return merged
 
 
 def step_on(settings: Config, rollouts: Sequence[Rollout], old_pass: bool | None = None) -> Taken:
