@@ -43,7 +43,7 @@ class RewardResult:
 
     @property
     def num_errors(self) -> int:
-        """How many responses could not be judged (metric ``reward/errors``)."""
+        """How many responses could not be judged."""
         return int(len(self.valid) - self.valid.sum())
 
 

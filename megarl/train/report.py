@@ -107,7 +107,7 @@ def headline(series: Series, config: dict[str, Any] | None) -> dict[str, str]:
     )
     speed = series.find("speed/tokens_per_s")
     rows["Tokens per second (median)"] = NOT_RECORDED if speed is None else f"{np.median(speed.finite):,.0f}"
-    rows["Rewards that failed"] = _total(series.find("reward/errors"))
+    rows["Rewards that failed"] = _mean_share(series.find("reward/error_fraction"))
     rows["Objective"] = str(_setting(config, "train", "objective") or NOT_RECORDED)
     rows["Routing replay"] = str(_setting(config, "train", "replay") or NOT_RECORDED)
     rows["Layout"] = _layout(config)
@@ -144,8 +144,12 @@ def _steps(series: Series) -> str:
     return NOT_RECORDED if done is None else f"{len(np.unique(done.x))}"
 
 
-def _total(curve: Curve | None) -> str:
-    return NOT_RECORDED if curve is None else f"{curve.finite.sum():,.0f}"
+def _mean_share(curve: Curve | None) -> str:
+    """Of all responses: every step has equally many."""
+    if curve is None:
+        return NOT_RECORDED
+    mean = float(curve.finite.mean())
+    return f"{100.0 * mean:.3g}% of responses" if mean else "none"
 
 
 def _duration(seconds: float) -> str:

@@ -15,12 +15,23 @@ from matplotlib.ticker import PercentFormatter
 from megarl.train.report_series import Curve, Series, layer_curves, smooth
 
 BLUE, ORANGE, TEAL, RED, PURPLE, GREY = "#2563a8", "#d9772b", "#2a9187", "#b8383d", "#77569f", "#6b7280"
-PHASE_COLORS = (BLUE, "#8fb6dd", ORANGE, TEAL, PURPLE, "#d9a5c0", "#c9ced6")
+PHASE_COLORS = (BLUE, "#8fb6dd", ORANGE, "#efc79f", "#c8b560", TEAL, PURPLE, "#d9a5c0", "#c9ced6")
 INK, MUTED, GRID = "#1f2933", "#5b6673", "#e3e7ec"
 SMOOTHED_FROM = 40
 """Steps from which on a curve is drawn as its moving average."""
 MAX_BARS = 100
-PHASES = ("rollout", "reward", "old_logprobs", "train", "sync", "eval", "checkpoint")
+PHASES = (
+    "rollout",
+    "prepare",
+    "old_logprobs",
+    "ref_logprobs",
+    "advantages",
+    "train",
+    "sync",
+    "eval",
+    "checkpoint",
+)
+"""What the trainer times, in the order of a step; the last two are no part of it."""
 
 
 def _line(

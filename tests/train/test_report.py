@@ -7,10 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from train_world import World
 
 from megarl.errors import DataError, MegarlError
-from megarl.train.metrics import MetricsLog
+from megarl.train.loop import train
+from megarl.train.metrics import MetricsLog, read_metrics
 from megarl.train.report import write_report
+from megarl.train.report_draw import PHASES
 from megarl.train.report_panels import PANELS, render
 from megarl.train.report_series import Curve, Series, layer_curves, smooth
 
@@ -37,7 +40,7 @@ def write_run(run_dir: Path, steps: int = 12) -> None:
                 log.write("minibatch", step, {"grad_norm": 0.5 + minibatch, "ratio/std": 0.1}, minibatch=minibatch)
             values = {name: 0.1 + 0.01 * step for name in step_names if not name.startswith(("eval/", "grad_norm"))}
             values |= {f"router/flip/layer_{layer:02d}": 0.01 * layer for layer in (1, 2, 10)}
-            log.write("step", step, values | {"speed/tokens_per_s": 1000.0 * step, "reward/errors": 2.0})
+            log.write("step", step, values | {"speed/tokens_per_s": 1000.0 * step, "reward/error_fraction": 0.025})
             if step % 4 == 0:
                 log.write("eval", step, {"eval/pass_rate": {4: 0.25, 8: 0.875}.get(step, 0.75)})
 
@@ -63,11 +66,45 @@ def test_the_page_stands_alone_and_tells_the_headline(whole_run: Path) -> None:
     assert cells["Held-out pass rate, last"] == "75.0% (step 12)"
     assert cells["Steps"] == "12"
     assert cells["Tokens per second (median)"] == "6,500"
-    assert cells["Rewards that failed"] == "24"
+    assert cells["Rewards that failed"] == "2.5% of responses"
     assert cells["Objective"] == "minirl"
     assert cells["Routing replay"] == "r3"
     assert cells["Layout"] == "TP 2 · EP 4"
     assert "Not recorded in this run" not in page
+
+
+def test_a_run_writes_every_metric_that_the_report_reads(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run with all phases and with rewards that fail; the other way round, every phase it times is drawn."""
+    settings = world.settings(
+        run__dir=str(tmp_path),
+        train__objective="kl_grpo",
+        reward__function="train_rewards:sometimes_raises",
+        eval__every=1,
+        checkpoint__every=1,
+    )
+    train(settings)
+    asked: dict[str, bool] = {}
+    find = Series.find
+
+    def listening(series: Series, name: str) -> Curve | None:
+        curve = find(series, name)
+        asked[name] = curve is not None
+        return curve
+
+    monkeypatch.setattr(Series, "find", listening)
+    page = write_report(tmp_path).read_text()
+    assert {"reward/mean", "ratio/std", "time/step_s", "speed/tokens_per_s"} <= asked.keys()
+    assert [name for name, found in asked.items() if not found] == []
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    written = {name for record in records for name in record}
+    assert {name for panel in PANELS for name in panel.needs if "XX" not in name} <= written
+    assert {name for name in written if name.startswith("time/")} == {f"time/{phase}_s" for phase in (*PHASES, "step")}
+    assert "Not recorded in this run" not in page
+    failed = [record["reward/error_fraction"] for record in records if record["kind"] == "step"]
+    assert 0 < np.mean(failed) < 1
+    assert f"<td>{100 * np.mean(failed):.3g}% of responses</td>" in page
 
 
 def test_every_panel_becomes_a_png_with_something_in_it(whole_run: Path) -> None:
