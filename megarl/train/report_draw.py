@@ -244,8 +244,11 @@ def draw_time(axes: Axes, series: Series) -> None:
             axes.bar(middles, height, width, bottom=bottom, color=color, label=phase.replace("_", " "), linewidth=0)
             bottom += height
     if total is not None:
-        whole = np.add.reduceat(_on_steps(total, steps), starts) / sizes
-        axes.plot(middles, whole, color=INK, linewidth=0.9, label="whole step")
+        # Before the first step there may be an evaluation, but no step that took no time.
+        known = np.add.reduceat(np.isin(steps, total.x[np.isfinite(total.y)]).astype(np.float64), starts)
+        whole = np.add.reduceat(_on_steps(total, steps), starts) / np.where(known > 0, known, np.nan)
+        marker = "o" if np.isfinite(whole).sum() <= 2 else None
+        axes.plot(middles, whole, color=INK, linewidth=0.9, marker=marker, label="whole step")
     axes.set_ylabel("seconds per step" if stride == 1 else f"seconds per step (mean of {stride})")
     axes.grid(axis="x", visible=False)
 

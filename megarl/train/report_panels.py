@@ -194,7 +194,8 @@ PANELS: tuple[Panel, ...] = (
     Panel(
         "time",
         "Where the time goes",
-        "Seconds of each phase. What lies between the bars and the line is in no phase.",
+        "Seconds of each phase. What lies between the phases of a step and the line is in none of them; an evaluation "
+        "and the checkpoint of the step before come on top.",
         tuple(f"time/{phase}_s" for phase in PHASES),
         draw.draw_time,
         wide=True,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 from train_world import World
 
@@ -13,7 +14,7 @@ from megarl.errors import DataError, MegarlError
 from megarl.train.loop import train
 from megarl.train.metrics import MetricsLog, read_metrics
 from megarl.train.report import write_report
-from megarl.train.report_draw import PHASES
+from megarl.train.report_draw import PHASES, draw_time
 from megarl.train.report_panels import PANELS, render
 from megarl.train.report_series import Curve, Series, layer_curves, smooth
 
@@ -157,6 +158,21 @@ def test_panels_draw_degenerate_runs(panel: object, values: list[float]) -> None
     ]
     image = Image.open(io.BytesIO(render(panel, Series.of(records))))  # type: ignore[arg-type]
     assert image.size[0] > 600
+
+
+@pytest.mark.parametrize("num_steps", [3, 130])
+def test_a_step_without_training_has_no_whole_step(num_steps: int) -> None:
+    """The evaluation before training lies at step 0; above 100 steps, bars and line are means over several steps."""
+    records = [{"kind": "eval", "step": 0, "minibatch": None, "wall_s": 1.0, "time/eval_s": 5.0}]
+    records += [
+        {"kind": "step", "step": step, "minibatch": None, "wall_s": 1.0, "time/train_s": 1.0, "time/step_s": 2.0}
+        for step in range(1, num_steps)
+    ]
+    axes = Figure().add_subplot()
+    draw_time(axes, Series.of(records))
+    (line,) = axes.lines
+    whole = np.asarray(line.get_ydata())
+    np.testing.assert_array_equal(whole, [np.nan, 2.0, 2.0] if num_steps == 3 else np.full(65, 2.0))
 
 
 def test_minibatches_lie_between_steps_and_are_summed_up_per_step() -> None:
