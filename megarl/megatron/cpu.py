@@ -9,8 +9,8 @@ nothing at all happens on a machine with CUDA.
    compiled functions of the listed modules: same code, other constant.
 3. It fuses small functions with ``torch.compile`` while it is imported. On a CPU that needs a C++ compiler and seconds
    of compilation per function, so during that import ``torch.compile`` hands functions back as they are.
-4. Two helpers tell "on the GPU" from "done": split sizes of the all-to-all dispatcher stay tensors, which gloo
-   refuses, and the router's GEMM names a Transformer Engine symbol that is undefined without it.
+4. Split sizes of the all-to-all dispatcher stay tensors, which gloo refuses. The router's GEMM, and recomputation of
+   single modules, name Transformer Engine symbols that are undefined without it.
 5. torch's Adam, which serves where the fused one of Apex or Transformer Engine is absent, keeps a step count for each
    parameter. Loading a reshardable checkpoint of the distributed optimizer forgets it; Megatron restores the count
    itself right before, so the value in place is the right one.
@@ -71,6 +71,18 @@ class _Stream:
 
     def __hash__(self) -> int:
         return hash(_Stream)
+
+
+class _NoFP8:
+    """What Megatron asks of Transformer Engine's ``FP8GlobalStateManager`` before it recomputes a module."""
+
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        return False
+
+
+def _no_context(**_: Any) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 class _Event:
@@ -192,6 +204,9 @@ def _replace_helpers() -> None:
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    if not hasattr(random, "FP8GlobalStateManager"):
+        random.FP8GlobalStateManager = _NoFP8
+        random.activation_recompute_forward = random.fp8_autocast = _no_context
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
 
     def as_split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

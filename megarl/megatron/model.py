@@ -14,6 +14,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -128,6 +129,7 @@ def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: t
         "attention_softmax_in_fp32": True,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
+        "moe_router_bias_update_rate": 0.0,
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": HAVE_TE,
         "calculate_per_token_loss": False,
@@ -187,5 +189,20 @@ def build_model(shape: ModelShape, config: TransformerConfig) -> list[GPTModel]:
             rotary_base=shape.rotary_base,  # type: ignore[arg-type]
             vp_stage=stage,
         )
+        if config.moe_router_enable_expert_bias:
+            _mend_expert_bias(chunk)
         chunks.append(chunk.cuda(torch.cuda.current_device()) if torch.cuda.is_available() else chunk)
     return chunks
+
+
+def _mend_expert_bias(chunk: GPTModel) -> None:
+    """Let routers with an expert bias take a padding mask: 0.16.1 combines masks of [T] and [T, E]."""
+    for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
+        count = router._apply_expert_bias
+
+        def by_token(
+            routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None, count: Any = count
+        ) -> None:
+            count(routing_map, None if padding_mask is None else padding_mask.reshape(-1, 1))
+
+        router._apply_expert_bias = by_token  # type: ignore[method-assign]

@@ -59,7 +59,7 @@ class Policy:
         checked = megatron_fields.check(config.megatron)
         tables = {name: megatron_fields.realize(name, values) for name, values in checked.items()}
         self.megatron_config: TransformerConfig = transformer_config(
-            self.shape, {**_layout(config), **tables["TransformerConfig"]}, DTYPES[config.model.dtype]
+            self.shape, {**layout_fields(config), **tables["TransformerConfig"]}, DTYPES[config.model.dtype]
         )
         chunks: Sequence[torch.nn.Module] = build_model(self.shape, self.megatron_config)
         load_hf(chunks, self.shape, config.model.path)
@@ -119,7 +119,7 @@ class Policy:
         return export_hf(self.chunks, self.shape)
 
 
-def _layout(config: Config) -> dict[str, Any]:
+def layout_fields(config: Config) -> dict[str, Any]:
     parallel, recompute = config.parallel, config.recompute
     fields: dict[str, Any] = {
         "tensor_model_parallel_size": parallel.tp,

@@ -37,12 +37,28 @@ class Dispatch:
     """fp32 [T_local, E], of the router, computed here."""
 
 
+class TopTwo:
+    """What a router of these tests does by itself: softmax over the two largest logits."""
+
+    def choose(self, layer: int, logits: torch.Tensor) -> torch.Tensor:
+        """Experts [T, K] of logits fp32 [T, E]; ``layer`` is 0-based."""
+        del layer
+        return logits.topk(2, dim=1).indices
+
+    def gates(self, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """Weights [T, E] of chosen experts bool [T, E], 0 elsewhere."""
+        return logits.masked_fill(~experts, float("-inf")).softmax(1)
+
+
 class DispatchProbe:
     """Wraps the dispatchers of a model's chunks until ``remove``; ``seen`` fills with every call."""
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch]) -> None:
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], router: TopTwo | None = None
+    ) -> None:
         self.seen: list[Dispatch] = []
         self._micro_batches = micro_batches
+        self._router = TopTwo() if router is None else router
         self._handles: list[Any] = []
         self._wrapped: list[Any] = []
         for chunk in map(unwrap, chunks):
@@ -102,8 +118,7 @@ class DispatchProbe:
     def _expected(self, one: Dispatch, by_tokens: dict[Any, Rollout], column: int) -> torch.Tensor:
         """bool [T_local, E], built from the rollouts themselves."""
         micro = self._micro_batches[one.micro]
-        top = one.logits.topk(2, dim=1).indices
-        chosen = top.clone()
+        chosen = self._router.choose(one.layer, one.logits).clone()
         share = one.hidden.size(0)
         first = share * parallel_state.get_tensor_model_parallel_rank()
         held = tokens_held(micro, parallel_state.get_context_parallel_rank())
@@ -119,10 +134,10 @@ class DispatchProbe:
         return torch.zeros_like(one.experts).scatter(1, chosen, True)
 
     def largest_gate_error(self) -> float:
-        """Gate weights against the softmax of the router's logits over the experts that were used."""
+        """Gate weights against those of the router's logits at the experts that were used."""
         worst = 0.0
         for one in self.seen:
-            expected = one.logits.masked_fill(~one.experts, float("-inf")).softmax(1)
+            expected = self._router.gates(one.logits, one.experts)
             worst = max(worst, float((expected - one.gates.float()).abs().max()))
         return worst
 

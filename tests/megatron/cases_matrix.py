@@ -1,0 +1,176 @@
+"""The replay matrix on several ranks: every variant on one layout, each compared with one rank on the same rollouts."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from dispatch_probe import DispatchProbe
+from matrix_world import MatrixModel, Variant, build, gradients, settings_of
+from tiny_world import coefficients_of, gather_sequences, join, micro_batches, rollouts
+
+from megarl.core.packing import pack
+from megarl.core.types import Rollout, TrainBatch
+from megarl.megatron import distributed
+from megarl.megatron.batches import local_routes
+from megarl.megatron.forward import MicroOutput, run
+from megarl.megatron.replay import MicroRoutes, RoutingReplay
+
+REFERENCES = Path("references")
+
+
+def variants(layout: dict[str, Any], points: Sequence[tuple[str, str, str, str]]) -> dict[str, dict[str, Any]]:
+    """What was found at each point (recompute, dispatcher, router, precision); reading ``measure`` tells what."""
+    chosen = [Variant(*point) for point in points]
+    references = _references(chosen) if int(os.environ["RANK"]) == 0 else {}
+    found, joined = {}, None
+    for variant in chosen:
+        settings = settings_of(layout, variant)
+        if joined is None:
+            join(settings)
+            joined = settings
+        started = time.perf_counter()
+        measured = measure(build(settings, variant), variant)
+        if dist.get_rank() == 0:
+            found[str(variant)] = {
+                **_compared(measured, references[variant]),
+                "seconds": time.perf_counter() - started,
+            }
+    return found
+
+
+def _references(chosen: Sequence[Variant]) -> dict[Variant, dict[str, Any]]:
+    """The same rollouts on one rank without recomputation, in a process of its own; kept in files."""
+    alone = {variant: replace(variant, recompute="none", dispatcher="alltoall") for variant in chosen}
+    paths = {one: REFERENCES / f"{one.router}-{one.precision}.pt" for one in alone.values()}
+    missing = {one: path for one, path in paths.items() if not path.exists()}
+    if missing:
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                _write_references(missing)
+                status = 0
+            except Exception:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        assert os.waitpid(pid, 0)[1] == 0, f"a reference failed: {list(missing)}"
+    return {variant: torch.load(paths[one], weights_only=False) for variant, one in alone.items()}
+
+
+def _write_references(missing: Mapping[Variant, Path]) -> None:
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    REFERENCES.mkdir(exist_ok=True)
+    for variant, path in missing.items():
+        settings = settings_of({}, variant)
+        join(settings)
+        torch.save(measure(build(settings, variant), variant), path.with_suffix(".part"))
+        os.replace(path.with_suffix(".part"), path)
+
+
+def measure(model: MatrixModel, variant: Variant) -> dict[str, Any]:
+    """A training pass under replay seen by the probe, and a pass in which one row has been tampered with."""
+    made = _rollouts_for(model)
+    batch = _local(made)
+    micros = micro_batches(model.settings, batch)
+    replay = RoutingReplay(model.chunks)
+    routes = [local_routes(micro, replay.layers, model.shape) for micro in micros]
+    keywords: dict[str, Any] = {"temperature": 1.0, "vocab_size": model.shape.vocab_size}
+
+    def coefficients(_: int, part: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        return coefficients_of(part), {}
+
+    for chunk in model.chunks:
+        chunk.zero_grad_buffer()
+    probe = DispatchProbe(model.chunks, micros, model.router)
+    with replay.replay(routes, recomputes=True):
+        outputs = run(model.chunks, micros, coefficients=coefficients, **keywords)
+    probe.remove()
+    tampered = DispatchProbe(model.chunks, micros, model.router)
+    with replay.replay(_tampered(routes, model), recomputes=False):
+        run(model.chunks, micros, **keywords)
+    tampered.remove()
+    columns = _columns(outputs, [micro.batch for micro in micros])
+    return _everywhere(
+        {
+            "violations": probe.violations(made, model.shape.moe_layers),
+            "gate_error": probe.largest_gate_error(),
+            "forward": sum(not one.is_recomputation for one in probe.seen),
+            "recomputed": sum(one.is_recomputation for one in probe.seen),
+            "owed": len(replay.layers) * len(micros),
+            "caught": len(tampered.violations(made, model.shape.moe_layers)),
+        }
+    ) | {"logprobs": gather_sequences(columns), "gradients": gradients(model.chunks)}
+
+
+def _rollouts_for(model: MatrixModel) -> list[Rollout]:
+    shape = model.shape
+    return rollouts(30, len(shape.moe_layers), shape.num_experts, shape.topk)
+
+
+def _local(made: list[Rollout]) -> TrainBatch:
+    advantages = np.random.default_rng(100).normal(size=len(made))
+    share = len(made) // distributed.dp_size()
+    own = slice(share * distributed.dp_rank(), share * (distributed.dp_rank() + 1))
+    return pack(made[own], advantages[own])
+
+
+def _columns(outputs: list[MicroOutput], batches: list[TrainBatch]) -> list[tuple[TrainBatch, torch.Tensor]]:
+    return [(batch, output.logprobs) for batch, output in zip(batches, outputs, strict=bool(outputs))]
+
+
+def _tampered(routes: list[MicroRoutes], model: MatrixModel) -> list[MicroRoutes]:
+    """One expert of one present row of this rank's first MoE layer is another than the rollout's."""
+    first = routes[0]
+    if not first.experts.size(1):
+        return routes
+    rows = range(len(first.experts)) if first.present is None else first.present.nonzero()[:, 0].tolist()
+    experts = first.experts.clone()
+    for row in list(rows)[:1]:
+        others = set(range(model.shape.num_experts)) - set(experts[row, 0].tolist())
+        experts[row, 0, 0] = min(others)
+    return [MicroRoutes(experts, first.present), *routes[1:]]
+
+
+def _everywhere(report: Mapping[str, Any]) -> dict[str, Any]:
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, dict(report))
+    merged: dict[str, Any] = {}
+    for key in report:
+        values = [one[key] for one in reports]
+        merged[key] = sum(values, []) if key == "violations" else max(values) if key == "gate_error" else sum(values)
+    return merged
+
+
+def _compared(found: dict[str, Any], alone: dict[str, Any]) -> dict[str, Any]:
+    """Counts of the probe, and the largest relative errors: of a sequence's log-probabilities, of a gradient."""
+    assert found["logprobs"].keys() == alone["logprobs"].keys()
+    assert found["gradients"].keys() == alone["gradients"].keys()
+    logprobs = {k: (found["logprobs"][k].numpy(), alone["logprobs"][k].numpy()) for k in alone["logprobs"]}
+    grads = {k: (found["gradients"][k], alone["gradients"][k]) for k in alone["gradients"]}
+    assert all(float(np.abs(of_one).max()) > 0 for _, of_one in logprobs.values())
+    errors = {key: _relative(*pair) for key, pair in grads.items()}
+    worst = max(errors, key=lambda key: errors[key])
+    router = [float(np.abs(of_one).max()) for key, (_, of_one) in grads.items() if "router.weight" in key]
+    return {
+        **{key: found[key] for key in ("violations", "gate_error", "forward", "recomputed", "owed", "caught")},
+        "logprob_error": max(_relative(*pair) for pair in logprobs.values()),
+        "gradient_error": errors[worst],
+        "worst": worst,
+        "router_gradient": min(router),
+    }
+
+
+def _relative(found: np.ndarray, expected: np.ndarray) -> float:
+    """||a - b|| / ||b||; 0 / 0 = 0."""
+    distance, size = float(np.linalg.norm(found - expected)), float(np.linalg.norm(expected))
+    return distance / size if size else distance
