@@ -18,6 +18,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from megarl import megatron_fields
+from megarl.core.family import family_warning
 from megarl.core.parts import PARTS, Objective
 from megarl.core.table import OBJECTIVES
 from megarl.errors import ConfigError
@@ -174,7 +175,8 @@ class RolloutConfig(Table):
     temperature: PositiveFloat = 1.0
     """Sampling temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus: the smallest set of tokens with at least this probability is sampled from."""
+    """Nucleus: the smallest set of tokens with at least this probability is sampled from. Training computes
+    log-probabilities over the whole vocabulary, so below 1 its gradient misses the rest."""
     fp8_rounding: bool = False
     """Round the engine's weights through FP8 (e4m3, 128 x 128 blocks), as a real FP8 engine would hold them."""
     dtype: Dtype = "bf16"
@@ -407,6 +409,19 @@ class Config(Table):
     def optimizer_steps(self) -> int:
         """Optimizer steps of the whole run: steps * N."""
         return self.run.steps * self.train.mini_batches
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """One sentence for each setting that is allowed but biases the gradient; shown at start and by the doctor."""
+        top_p = self.rollout.top_p
+        nucleus = (
+            f"rollout.top_p: found {top_p:g}: tokens outside of the nucleus are never sampled, so their part of the "
+            f"gradient is missing; pi / mu of a sampled token is the mass of its nucleus ({top_p:g} to 1), which shrinks "
+            "products over long responses and adds to rollout/k1 and k3; only 1 is unbiased"
+            if top_p < 1
+            else None
+        )
+        return tuple(filter(None, (family_warning(self.train.resolved_objective), nucleus)))
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:

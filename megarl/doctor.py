@@ -22,7 +22,6 @@ from rich.table import Table
 
 from megarl import config_file, megatron_fields
 from megarl.config import Config
-from megarl.core.family import family_warning
 from megarl.errors import ConfigError
 from megarl.megatron_fields import REPLAY_BLOCKERS
 
@@ -201,5 +200,5 @@ def _print_config(console: Console, config: Config) -> None:
         table.add_row("reference policy", escape(config.reference_path))
     table.add_row("run folder", escape(str(config.run_dir)))
     console.print(table)
-    if warning := family_warning(config.train.resolved_objective):
+    for warning in config.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False)

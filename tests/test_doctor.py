@@ -108,6 +108,15 @@ def test_an_objective_outside_the_family_is_warned_of_and_its_reference_shown(tm
     assert "reference policy" not in plain
 
 
+def test_sampling_from_a_nucleus_is_warned_of(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG)
+    code, text = shown(path, {"rollout.top_p": 0.9})
+    assert code == 0
+    assert text.count("warning: ") == 1
+    assert "warning: rollout.top_p: found 0.9: tokens outside of the nucleus are never sampled" in text
+
+
 KL = {"train.objective_overrides.kl": "k3", "train.objective_overrides.kl_coef": 0.1}
 
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from megarl.config import Config
-from megarl.core.family import family_warning
 from megarl.core.metrics import Stat, finalize
 from megarl.errors import ConfigError
 from megarl.megatron import checkpoint, distributed
@@ -48,7 +47,7 @@ class Trainer:
         self.log = log
         self.progress = StepProgress(enabled=_main())
         self.objective = config.train.resolved_objective
-        if warning := family_warning(self.objective):
+        for warning in config.warnings:
             self.progress.line(f"warning: {warning}")
         torch.use_deterministic_algorithms(config.run.deterministic, warn_only=True)
         self.policy = Policy(config, schedule_of(config))

@@ -134,7 +134,8 @@ PANELS: tuple[Panel, ...] = (
     Panel(
         "kl",
         "Gap between sampling and training",
-        "Both engines hold the same weights, so this is rounding and routing alone. k3 is never negative; k1 may be.",
+        "Both engines hold the same weights: this is rounding, routing and, with top_p below 1, the probability "
+        "outside of the nucleus. k3 is never negative; k1 may be.",
         ("rollout/k1", "rollout/k3"),
         draw.draw_kl,
     ),

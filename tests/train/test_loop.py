@@ -278,3 +278,20 @@ def test_a_weight_outside_the_family_is_warned_of_once(
         Trainer(settings, MetricsLog(tmp_path / f"run{cap}", tensorboard=False))
         distributed.shutdown()
         assert capsys.readouterr().out.count("warning: objective: the weight") == warnings
+
+
+def test_sampling_from_a_nucleus_is_warned_of_and_its_mass_is_in_the_gap(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engine is not rounded here: before any update, log-probabilities differ by the nucleus alone."""
+    gaps = {}
+    for top_p in (0.7, 1.0):
+        settings = world.settings(
+            run__dir=str(tmp_path / f"run{top_p}"), run__steps=1, rollout__top_p=top_p, rollout__fp8_rounding=False
+        )
+        (step,) = of_kind(run(settings), "step")
+        gaps[top_p] = step["rollout/k1"]
+        assert capsys.readouterr().out.count(f"warning: rollout.top_p: found {top_p:g}") == (top_p < 1)
+        distributed.shutdown()
+    assert abs(gaps[1.0]) < 1e-5
+    assert 0.05 < gaps[0.7] < -np.log(0.7)
