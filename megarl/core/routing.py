@@ -1,6 +1,6 @@
-"""Routing traces: which experts each token used in each MoE layer; checked once, compared as sets.
+"""Routing traces: which experts each token used in each MoE layer; checked once, compared as sets, written as bytes.
 
-The order of the K experts of a row never matters: the router weighs them by its own scores.
+The record is in ``routing_trace``, the bytes are made in ``routing_codec``; both are imported from here.
 """
 
 from __future__ import annotations
@@ -12,81 +12,11 @@ import torch
 from torch import Tensor
 
 from megarl.core.metrics import Stat
+from megarl.core.routing_codec import decode, encode
+from megarl.core.routing_trace import RoutingTrace
 from megarl.errors import TraceError
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RoutingTrace:
-    """The experts of T tokens in L MoE layers, validated.
-
-    Raises TraceError, naming trace, row and layer, unless the experts are integers [T, L, K] in 0..num_experts-1
-    without duplicates in a row, where a row is the K experts of one token in one layer.
-    """
-
-    experts: np.ndarray
-    """uint8 (num_experts <= 256) or uint16 [T, L, K]; any integer dtype is narrowed. Rows not present are zero."""
-    num_experts: int
-    """E, routed experts of each layer, at most 65536."""
-    present: np.ndarray | None = None
-    """bool [T], False where the engine recorded nothing for the token; None if every token has its row."""
-    label: str = "routing trace"
-    """Names the sequence in error messages, for instance "group 3 sample 1"."""
-
-    def __post_init__(self) -> None:
-        experts = np.asarray(self.experts)
-        if experts.ndim != 3 or experts.dtype.kind not in "iu":
-            raise TraceError(
-                f"{self.label}: experts are {experts.dtype} {list(experts.shape)}, expected integers [T, L, K]"
-            )
-        if not 1 <= self.num_experts <= 65536 or experts.shape[2] > self.num_experts:
-            raise TraceError(
-                f"{self.label}: top-{experts.shape[2]} of {self.num_experts} experts; "
-                f"num_experts must be 1..65536 and at least the top-k"
-            )
-        present = None if self.present is None else self._checked_present(experts.shape[0])
-        if present is not None and not present.all():
-            experts = np.where(present[:, None, None], experts, 0)
-        self._check_range(experts)
-        narrow = experts.astype(np.uint8 if self.num_experts <= 256 else np.uint16)
-        self._check_duplicates(narrow, present)
-        object.__setattr__(self, "experts", narrow)
-        object.__setattr__(self, "present", present)
-
-    @property
-    def num_missing(self) -> int:
-        """Tokens without a recorded row."""
-        return 0 if self.present is None else int(np.count_nonzero(~self.present))
-
-    def _checked_present(self, num_tokens: int) -> np.ndarray:
-        present = np.asarray(self.present)
-        if present.dtype != np.bool_ or present.shape != (num_tokens,):
-            raise TraceError(
-                f"{self.label}: present is {present.dtype} {list(present.shape)}, expected bool [{num_tokens}]"
-            )
-        return present
-
-    def _check_range(self, experts: np.ndarray) -> None:
-        if not experts.size or (experts.min() >= 0 and experts.max() < self.num_experts):
-            return
-        row, layer, slot = np.argwhere((experts < 0) | (experts >= self.num_experts))[0]
-        raise TraceError(
-            f"{self.label}: row {row}, layer {layer} names expert {experts[row, layer, slot]}, expected "
-            f"0..{self.num_experts - 1}: the trace is of another model, or not aligned with its tokens"
-        )
-
-    def _check_duplicates(self, experts: np.ndarray, present: np.ndarray | None) -> None:
-        ordered = np.sort(experts, axis=2)
-        doubled = (ordered[:, :, 1:] == ordered[:, :, :-1]).any(axis=2)
-        if present is not None:
-            doubled &= present[:, None]
-        if not doubled.any():
-            return
-        row, layer = np.argwhere(doubled)[0]
-        raise TraceError(
-            f"{self.label}: row {row}, layer {layer} names an expert twice: {experts[row, layer].tolist()}; "
-            f"{np.count_nonzero(doubled)} such rows. Zero or constant padding looks like this: mark rows that the "
-            f"engine did not record as not present, and leave dense layers out"
-        )
+__all__ = ["Disagreement", "RoutingTrace", "common_rows", "compare", "decode", "encode", "shared_experts"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,6 +109,12 @@ class Disagreement:
 
 def compare(a: RoutingTrace, b: RoutingTrace) -> Disagreement:
     """Compare two traces of the same tokens as sets, on the rows that both hold. Raises TraceError if shapes differ."""
+    both = common_rows(a, b)
+    return Disagreement.of(shared_experts(a.experts[both], b.experts[both]), a.experts.shape[2])
+
+
+def common_rows(a: RoutingTrace, b: RoutingTrace) -> np.ndarray:
+    """bool [T], tokens whose row both traces hold. Raises TraceError unless they are of the same tokens and model."""
     if a.experts.shape != b.experts.shape or a.num_experts != b.num_experts:
         raise TraceError(
             f"{a.label} has {list(a.experts.shape)} of {a.num_experts} experts, {b.label} has "
@@ -188,7 +124,7 @@ def compare(a: RoutingTrace, b: RoutingTrace) -> Disagreement:
     for trace in (a, b):
         if trace.present is not None:
             both &= trace.present
-    return Disagreement.of(shared_experts(a.experts[both], b.experts[both]), a.experts.shape[2])
+    return both
 
 
 def shared_experts(left: np.ndarray, right: np.ndarray) -> np.ndarray:

@@ -1,0 +1,86 @@
+"""The record of which experts each token used in each MoE layer, checked once.
+
+The order of the K experts of a row never matters: the router weighs them by its own scores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megarl.errors import TraceError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutingTrace:
+    """The experts of T tokens in L MoE layers, validated.
+
+    Raises TraceError, naming trace, row and layer, unless the experts are integers [T, L, K] in 0..num_experts-1
+    without duplicates in a row, where a row is the K experts of one token in one layer.
+    """
+
+    experts: np.ndarray
+    """uint8 (num_experts <= 256) or uint16 [T, L, K]; any integer dtype is narrowed. Rows not present are zero."""
+    num_experts: int
+    """E, routed experts of each layer, at most 65536."""
+    present: np.ndarray | None = None
+    """bool [T], False where the engine recorded nothing for the token; None if every token has its row."""
+    label: str = "routing trace"
+    """Names the sequence in error messages, for instance "group 3 sample 1"."""
+
+    def __post_init__(self) -> None:
+        experts = np.asarray(self.experts)
+        if experts.ndim != 3 or experts.dtype.kind not in "iu":
+            raise TraceError(
+                f"{self.label}: experts are {experts.dtype} {list(experts.shape)}, expected integers [T, L, K]"
+            )
+        if not 1 <= self.num_experts <= 65536 or experts.shape[2] > self.num_experts:
+            raise TraceError(
+                f"{self.label}: top-{experts.shape[2]} of {self.num_experts} experts; "
+                f"num_experts must be 1..65536 and at least the top-k"
+            )
+        present = None if self.present is None else self._checked_present(experts.shape[0])
+        if present is not None and not present.all():
+            experts = np.where(present[:, None, None], experts, 0)
+        self._check_range(experts)
+        narrow = experts.astype(np.uint8 if self.num_experts <= 256 else np.uint16)
+        self._check_duplicates(narrow, present)
+        object.__setattr__(self, "experts", narrow)
+        object.__setattr__(self, "present", present)
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens without a recorded row."""
+        return 0 if self.present is None else int(np.count_nonzero(~self.present))
+
+    def _checked_present(self, num_tokens: int) -> np.ndarray:
+        present = np.asarray(self.present)
+        if present.dtype != np.bool_ or present.shape != (num_tokens,):
+            raise TraceError(
+                f"{self.label}: present is {present.dtype} {list(present.shape)}, expected bool [{num_tokens}]"
+            )
+        return present
+
+    def _check_range(self, experts: np.ndarray) -> None:
+        if not experts.size or (experts.min() >= 0 and experts.max() < self.num_experts):
+            return
+        row, layer, slot = np.argwhere((experts < 0) | (experts >= self.num_experts))[0]
+        raise TraceError(
+            f"{self.label}: row {row}, layer {layer} names expert {experts[row, layer, slot]}, expected "
+            f"0..{self.num_experts - 1}: the trace is of another model, or not aligned with its tokens"
+        )
+
+    def _check_duplicates(self, experts: np.ndarray, present: np.ndarray | None) -> None:
+        ordered = np.sort(experts, axis=2)
+        doubled = (ordered[:, :, 1:] == ordered[:, :, :-1]).any(axis=2)
+        if present is not None:
+            doubled &= present[:, None]
+        if not doubled.any():
+            return
+        row, layer = np.argwhere(doubled)[0]
+        raise TraceError(
+            f"{self.label}: row {row}, layer {layer} names an expert twice: {experts[row, layer].tolist()}; "
+            f"{np.count_nonzero(doubled)} such rows. Zero or constant padding looks like this: mark rows that the "
+            f"engine did not record as not present, and leave dense layers out"
+        )

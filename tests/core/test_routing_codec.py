@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.core.routing import RoutingTrace, compare, decode, encode
+from megarl.core.routing_codec import HEADER_BYTES
+from megarl.errors import TraceError
+
+SHAPES = {"qwen3-30b-a3b": (48, 8, 128), "qwen3-235b-a22b": (94, 8, 128), "deepseek-v3": (58, 8, 256)}
+FIELDS = "<4sBBxxIIIQQI"
+"""magic, version, flags, L, K, E, T, payload length, CRC32 of the payload; the CRC32 of these follows."""
+
+
+def random_experts(seed: int, tokens: int, layers: int, top_k: int, num_experts: int) -> np.ndarray:
+    generator = np.random.default_rng(seed)
+    return np.argsort(generator.random((tokens, layers, num_experts)), axis=2)[:, :, :top_k]
+
+
+def packet(payload: bytes, *, flags=0, layers=1, top_k=2, experts=4, tokens=1, length=None) -> bytes:
+    """Data with a header that says what it likes, and both checksums right."""
+    length = len(payload) if length is None else length
+    head = struct.pack(FIELDS, b"MRLT", 1, flags, layers, top_k, experts, tokens, length, zlib.crc32(payload))
+    return head + struct.pack("<I", zlib.crc32(head)) + payload
+
+
+def assert_equal(found: RoutingTrace, expected: RoutingTrace, *, ordered: bool) -> None:
+    wanted = expected.experts if ordered else np.sort(expected.experts, axis=2)
+    np.testing.assert_array_equal(found.experts, wanted)
+    assert found.experts.dtype == expected.experts.dtype
+    assert found.num_experts == expected.num_experts
+    if expected.present is None:
+        assert found.present is None
+    else:
+        np.testing.assert_array_equal(found.present, expected.present)
+
+
+@st.composite
+def traces(draw) -> RoutingTrace:
+    top_k = draw(st.integers(0, 6))
+    num_experts = draw(st.sampled_from([max(top_k, 1), top_k + 1, 16, 256, 257, 40000]))
+    tokens, layers = draw(st.integers(0, 20)), draw(st.integers(0, 3))
+    generator = np.random.default_rng(draw(st.integers(0, 2**31)))
+    rows = [generator.choice(num_experts, top_k, replace=False) for _ in range(tokens * layers)]
+    experts = np.array(rows, dtype=np.int64).reshape(tokens, layers, top_k)
+    present = draw(st.none() | st.lists(st.booleans(), min_size=tokens, max_size=tokens))
+    return RoutingTrace(experts, num_experts, present=None if present is None else np.array(present, dtype=bool))
+
+
+@settings(max_examples=150, deadline=None)
+@given(trace=traces(), ordered=st.booleans(), compress=st.booleans())
+def test_round_trip(trace, ordered, compress):
+    data = encode(trace, ordered=ordered, compress=compress)
+    assert_equal(decode(data), trace, ordered=ordered)
+    assert_equal(decode(memoryview(bytearray(data))), trace, ordered=ordered)
+
+
+def test_the_bytes_by_hand():
+    """{1, 3}: C(1,1) + C(3,2) = 4; {0, 2}: 1; of C(4,2) = 6 sets, 3 bits each: 001 100."""
+    trace = RoutingTrace(np.array([[[3, 1], [0, 2]]]), 4)
+    assert encode(trace) == packet(bytes([0b001100]), layers=2)
+    assert encode(trace, ordered=True) == packet(bytes([3, 1, 0, 2]), flags=1, layers=2)
+    wide = RoutingTrace(np.array([[[3, 256]]]), 257)
+    assert encode(wide, ordered=True) == packet(bytes([3, 0, 0, 1]), flags=1, experts=257)
+    holes = RoutingTrace(np.array([[[3, 1]], [[0, 0]]]), 4, present=np.array([True, False]))
+    assert encode(holes) == packet(bytes([0b01, 0b100]), flags=4, tokens=2)
+
+
+def test_a_long_trace_spans_blocks():
+    trace = RoutingTrace(random_experts(0, 9000, 5, 2, 8), 8)
+    assert_equal(decode(encode(trace)), trace, ordered=False)
+    found = compare(decode(encode(trace)), trace)
+    assert (found.flip, found.overlap) == (0, 1)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_size_of_known_models(name):
+    layers, top_k, num_experts = SHAPES[name]
+    trace = RoutingTrace(random_experts(0, 64, layers, top_k, num_experts), num_experts)
+    bound = math.ceil(math.log2(math.comb(num_experts, top_k)))
+    assert len(encode(trace)) * 8 <= 1.03 * bound * 64 * layers
+    assert len(encode(trace, ordered=True)) == HEADER_BYTES + 64 * layers * top_k
+    assert_equal(decode(encode(trace)), trace, ordered=False)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "top_k"),
+    [(4, 2), (8, 7), (64, 6), (257, 1), (384, 8), (512, 10), (512, 22), (160, 6), (1024, 64), (65536, 1), (65536, 8)],
+)
+def test_size_of_other_shapes(num_experts, top_k):
+    generator = np.random.default_rng(0)
+    few = np.stack([generator.choice(num_experts, top_k, replace=False) for _ in range(100)])
+    experts = few[generator.integers(0, 100, (500, 20))]
+    trace = RoutingTrace(experts, num_experts, present=np.arange(500) < 499)  # an engine that misses the last row
+    bound = math.ceil(math.log2(math.comb(num_experts, top_k)))
+    assert len(encode(trace)) * 8 <= 1.03 * bound * 500 * 20
+    assert_equal(decode(encode(trace)), trace, ordered=False)
+
+
+def test_missing_rows_cost_nothing():
+    experts = random_experts(0, 4000, 6, 2, 8)
+    present = np.zeros(4000, dtype=bool)
+    present[1000:1010] = True
+    assert len(encode(RoutingTrace(experts, 8, present=present))) == HEADER_BYTES + 20 + math.ceil(10 * 6 * 5 / 8)
+    present = np.arange(4000) % 3 == 0
+    rows = int(present.sum())
+    assert len(encode(RoutingTrace(experts, 8, present=present))) == HEADER_BYTES + 500 + math.ceil(rows * 6 * 5 / 8)
+
+
+def test_compression_is_kept_only_where_it_helps():
+    same = RoutingTrace(np.tile(random_experts(0, 1, 4, 8, 128), (500, 1, 1)), 128)
+    varied = RoutingTrace(random_experts(0, 500, 4, 8, 128), 128)
+    assert len(encode(same, compress=True)) < len(encode(same)) / 10
+    assert encode(varied, compress=True) == encode(varied)
+    assert len(encode(varied, ordered=True, compress=True)) < 0.95 * len(encode(varied, ordered=True))
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("compress", [False, True])
+def test_damage_anywhere_is_found(ordered, compress):
+    experts = np.tile(random_experts(0, 1, 2, 2, 8), (40, 1, 1))
+    data = encode(RoutingTrace(experts, 8, present=np.arange(40) % 7 > 0), ordered=ordered, compress=compress)
+    for position in range(len(data)):
+        for change in (0x01, 0x80, 0xFF):
+            wrong = bytearray(data)
+            wrong[position] ^= change
+            with pytest.raises(TraceError, match="sample 3: "):
+                decode(wrong, label="sample 3")
+    for length in range(len(data)):
+        with pytest.raises(TraceError, match="bytes"):
+            decode(data[:length])
+    with pytest.raises(TraceError, match="others behind it"):
+        decode(data + b"\0")
+
+
+def test_what_is_found_is_said():
+    data = encode(RoutingTrace(random_experts(0, 3, 2, 2, 8), 8))
+    with pytest.raises(TraceError, match=r"begins with b'PK\\x03\\x04', expected b'MRLT'"):
+        decode(b"PK\3\4" + data[4:])
+    with pytest.raises(TraceError, match="format version 2, expected 1"):
+        decode(data[:4] + b"\2" + data[5:])
+    with pytest.raises(TraceError, match="header does not match its checksum"):
+        decode(data[:8] + b"\7" + data[9:])
+    with pytest.raises(TraceError, match="payload does not match its checksum"):
+        decode(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+RUNS = struct.pack("<3I", 2, 1, 4_000_000_000)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (packet(b"\0", tokens=2**60), "1 bytes of routes, expected"),
+        (packet(b"\0", tokens=2**64 - 1, layers=2**32 - 1), "1 bytes of routes, expected"),
+        (packet(b"", tokens=2**60, layers=0), "hold no route"),
+        (packet(b"", tokens=2**40, top_k=4), "hold no route"),
+        (packet(b"", tokens=2**40, top_k=0), "hold no route"),
+        (packet(b"\0", tokens=2**60, flags=4), "for the mask of"),
+        (packet(b"", tokens=1, flags=8), "expected 4 for the mask alone"),
+        (packet(struct.pack("<I", 2**32 - 1), flags=8), "for the mask alone"),
+        (packet(RUNS, tokens=2**60, flags=8), "a mask of 4000000001 tokens"),
+        (packet(RUNS, tokens=4_000_000_001, flags=8), "0 bytes of routes, expected 1"),
+        (packet(RUNS + b"\0", tokens=4_000_000_001, flags=8), "4000000000 tokens of 1 layers, top-2, hold no route"),
+        (packet(struct.pack("<2I", 1, 4_000_000_000), tokens=4_000_000_000, flags=8), "0 bytes of routes"),
+        (packet(zlib.compress(bytes(10**6)), tokens=8, flags=2), "not one stream of at most 4 bytes"),
+        (packet(zlib.compress(b"\0") + b"x", flags=2), "not one stream"),
+        (packet(zlib.compress(b"\0")[:-1], flags=2), "not one stream"),
+        (packet(b"not zlib", flags=2), "cannot be read"),
+        (packet(zlib.compress(b"\0"), flags=2, tokens=2**63), "cannot be read|bytes of routes"),
+        (packet(b"\0", flags=16), "flags 0x10"),
+        (packet(b"\0", flags=12), "flags 0x0c"),
+        (packet(b"\0", experts=0, top_k=0), "top-0 of 0 experts"),
+        (packet(b"\0", experts=65537), "top-2 of 65537 experts"),
+        (packet(b"\0", top_k=5), "top-5 of 4 experts"),
+        (packet(b"\0" * 99, top_k=65, experts=128), "ordered=True"),
+        (packet(b"\x07"), r"row 0, layer 0 holds a number that is not below C\(4, 2\) = 6"),
+        (packet(b"\x08\x08", flags=1), "row 0, layer 0 names expert 8"),
+        (packet(b"\x03\x03", flags=1), "names an expert twice"),
+    ],
+)
+def test_a_lying_header_costs_an_error_and_no_memory(data, message):
+    with pytest.raises(TraceError, match=message):
+        decode(data)
+
+
+def test_what_cannot_be_written_is_refused():
+    wide = RoutingTrace(np.arange(65)[None, None], 128, label="sample 1")
+    with pytest.raises(TraceError, match=r"sample 1: top-65 of 128 experts.*ordered=True"):
+        encode(wide)
+    assert_equal(decode(encode(wide, ordered=True)), wide, ordered=True)
