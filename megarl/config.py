@@ -151,7 +151,22 @@ class DataConfig(Table):
     max_prompt_tokens: PositiveInt = 2048
     """Longest prompt, in tokens; a longer one is an error."""
     split: str | None = None
-    """Split of a hub data set, e.g. "train"."""
+    """Split of a hub data set or folder, e.g. "train"."""
+    heldout_split: str | None = None
+    """The same for heldout; default split, if heldout is no file."""
+
+    @property
+    def resolved_heldout_split(self) -> str | None:
+        """heldout_split with its default resolved; files have no splits."""
+        if self.heldout_split is None and not (self.heldout or "").endswith((".jsonl", ".parquet")):
+            return self.split
+        return self.heldout_split
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        if self.heldout_split is not None and self.heldout is None:
+            raise ValueError(f"heldout_split: found {self.heldout_split!r} without heldout; set heldout or remove it")
+        return self
 
 
 class RewardConfig(Table):
@@ -416,8 +431,8 @@ class Config(Table):
         top_p = self.rollout.top_p
         nucleus = (
             f"rollout.top_p: found {top_p:g}: tokens outside of the nucleus are never sampled, so their part of the "
-            f"gradient is missing; pi / mu of a sampled token is the mass of its nucleus ({top_p:g} to 1), which shrinks "
-            "products over long responses and adds to rollout/k1 and k3; only 1 is unbiased"
+            f"gradient is missing; pi / mu of a sampled token is the mass of its nucleus ({top_p:g} to 1), so products "
+            "over long responses shrink, and rollout/k1 and k3 grow; only 1 is unbiased"
             if top_p < 1
             else None
         )

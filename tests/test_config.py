@@ -157,6 +157,7 @@ def test_off_stands_for_none_in_objective_overrides():
         ({"rollout__temperature": 0.0}, ["rollout.temperature: found 0.0"]),
         ({"rollout__temperature": "a", "run__steps": 0}, ["run.steps", "(and 1 more problem)"]),
         ({"rollout__top_p": 1.01}, ["rollout.top_p: found 1.01"]),
+        ({"data__heldout_split": "test"}, ["heldout_split: found 'test' without heldout"]),
         ({"rollout__prompts_per_step": True}, ["rollout.prompts_per_step: found True", "integer"]),
         ({"rollout__prompts_per_step": 3.0}, ["rollout.prompts_per_step: found 3.0", "integer"]),
         ({"run__steps": "3"}, ["run.steps: found '3'", "integer"]),

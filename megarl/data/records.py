@@ -133,7 +133,9 @@ def _read_dataset(source: str, split: str | None) -> Iterator[tuple[str, Record]
         ) from error
     if isinstance(data, DatasetDict):
         if len(data) != 1:
-            raise DataError(f"{source}: has the splits {', '.join(map(str, data))}; choose one with data.split")
+            raise DataError(
+                f"{source}: has the splits {', '.join(map(str, data))}; choose one with data.split or data.heldout_split"
+            )
         (data,) = data.values()
     for row, record in enumerate(data):
         yield f"{source} row {row}", dict(record)

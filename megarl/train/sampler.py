@@ -73,13 +73,16 @@ class Sampler:
         self.engine = engine
         self.objective = objective
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(config.model.path)
-        self.prompts = self._load(config.data.train, None)
-        self.heldout = self._load(config.data.heldout, config.eval.max_prompts) if config.data.heldout else []
+        data = config.data
+        self.prompts = self._load(data.train, data.split, None)
+        self.heldout: list[Prompt] = []
+        if data.heldout is not None:
+            self.heldout = self._load(data.heldout, data.resolved_heldout_split, config.eval.max_prompts)
         self.order = PromptOrder(len(self.prompts), config.run.seed)
         self.reward = load_reward(config.reward.function)
         self.stop_tokens = stop_tokens(config.model.path, self.tokenizer)
 
-    def _load(self, source: str, limit: int | None) -> list[Prompt]:
+    def _load(self, source: str, split: str | None, limit: int | None) -> list[Prompt]:
         data = self.config.data
         return load_prompts(
             source,
@@ -88,7 +91,7 @@ class Sampler:
             answer_field=data.answer_field,
             chat_template=data.chat_template,
             max_prompt_tokens=data.max_prompt_tokens,
-            split=data.split,
+            split=split,
             limit=limit,
         )
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 from forks import Job, run_jobs
 from hypothesis import given
@@ -19,7 +21,7 @@ from transformers import AutoTokenizer
 
 from megarl.core.metrics import finalize
 from megarl.data.tiny import EOS_ID
-from megarl.errors import ConfigError, RolloutError
+from megarl.errors import ConfigError, DataError, RolloutError
 from megarl.train.sampler import EVALUATE, TRAIN, Sampler, owned_sequences, sampling_seed, stop_tokens
 
 
@@ -101,6 +103,33 @@ def test_advantages_are_of_whole_groups_also_where_mini_batches_cut_them(by_layo
     cut = [np.asarray(part) for part in alone["advantages"]]
     assert {len(part) for part in cut} == {6}
     assert max(abs(float(part.sum())) for part in cut) > 1e-3  # so a mean per mini-batch would have been another one
+
+
+def test_held_out_prompts_have_a_split_of_their_own(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "sorting"
+    folder.mkdir()
+    for split in ("train", "test"):
+        rows = pa.table({"prompt": [f"{n}{len(split)}1=" for n in range(3)], "answer": [split] * 3})
+        parquet.write_table(rows, folder / f"{split}.parquet")
+    train: dict[str, Any] = {"data__train": str(folder), "data__split": "train"}
+    heldout: dict[str, Any] = {"data__heldout": str(folder)}
+    own_split = {"data__heldout_split": "test"}
+    assert _answers(world, train | heldout | own_split) == ({"train"}, {"test"})
+    assert _answers(world, train | heldout) == ({"train"}, {"train"})
+    of_files = _answers(world, {})
+    assert _answers(world, train) == ({"train"}, of_files[1])  # a held-out file has no split
+    assert _answers(world, heldout | own_split) == (of_files[0], {"test"})
+    with pytest.raises(DataError, match=r"splits train, test; choose one with data\.split or data\.heldout_split"):
+        _answers(world, heldout)
+
+
+def _answers(world: World, overrides: dict[str, Any]) -> tuple[set[str], set[str]]:
+    """Of the training prompts, and of the held-out ones."""
+    with sampler(world, **overrides) as made:
+        return {prompt.answer for prompt in made.prompts}, {prompt.answer for prompt in made.heldout}
 
 
 def test_a_response_without_reward_trains_nothing_and_is_in_no_statistic(world: World) -> None:
