@@ -1,4 +1,4 @@
-"""The command line: ``megarl train | sft | doctor | report | quickstart``.
+"""The command line: ``megarl train | sft | doctor | report | trace | quickstart``.
 
 Every key of the configuration is also a flag, ``--rollout.temperature 0.7``; defaults < file < flags. torch and
 everything built on it is imported only inside the commands, after the configuration has been found valid. A mistake of
@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import tyro
 from pydantic import TypeAdapter, ValidationError
@@ -137,11 +137,20 @@ def _commands(overrides: Mapping[str, Any]) -> dict[str, Callable[..., Command]]
         """Draw the curves of a run into PNGs and one HTML page."""
         return lambda: _report(run_dir, overrides)
 
+    def trace(
+        action: tyro.conf.Positional[Literal["inspect", "stats", "diff"]],
+        files: tyro.conf.Positional[tuple[Path, ...]],
+        out: Path | None = None,
+    ) -> Command:
+        """Look into files of routing traces: inspect FILE, stats FILE, or diff A B [--out heatmap.png]."""
+        return lambda: _trace(action, files, out, overrides)
+
     def quickstart(out: Path = Path("runs/quickstart")) -> Command:
         """Make a tiny MoE and a task, train it with RL on the CPU, write a report to OUT/report."""
         return lambda: _quickstart(out, overrides)
 
-    return {"train": train, "sft": sft, "doctor": doctor, "report": report, "quickstart": quickstart}
+    commands = (train, sft, doctor, report, trace, quickstart)
+    return {command.__name__: command for command in commands}
 
 
 def _load_for_this_world(path: Path, overrides: Mapping[str, Any]) -> Config:
@@ -184,6 +193,24 @@ def _report(run_dir: Path, overrides: Mapping[str, Any]) -> int:
     from megarl.train.report import write_report
 
     print(f"report: {write_report(run_dir)}")
+    return 0
+
+
+def _trace(action: str, files: Sequence[Path], out: Path | None, overrides: Mapping[str, Any]) -> int:
+    _refuse_overrides("trace", overrides)
+    expected = 2 if action == "diff" else 1
+    if len(files) != expected:
+        raise ConfigError(f"megarl trace {action}: found {len(files)} files, expected {expected}")
+    if out is not None and action != "diff":
+        raise ConfigError(f"megarl trace {action} draws nothing: remove --out, which belongs to megarl trace diff")
+    from megarl.train import trace_report
+
+    if action == "inspect":
+        trace_report.inspect(files[0])
+    elif action == "stats":
+        trace_report.stats(files[0])
+    else:
+        trace_report.diff(files[0], files[1], out)
     return 0
 
 

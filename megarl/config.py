@@ -336,10 +336,11 @@ class LogConfig(Table):
 
 
 class SftConfig(Table):
-    """[sft]: the supervised cold start that `megarl sft` runs; layout and precision as for RL."""
+    """[sft]: the supervised cold start that `megarl sft` runs; layout, precision, chat template and the longest prompt
+    and response as for RL."""
 
     data: str = Field(min_length=1)
-    """JSONL file of demonstrations."""
+    """JSONL file of demonstrations; a longer one than RL could sample is an error."""
     out: str | None = None
     """Folder of the Hugging Face checkpoint that comes out; default <run.dir>/sft."""
     steps: PositiveInt

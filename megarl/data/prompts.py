@@ -71,11 +71,7 @@ def load_prompts(
         text, tokens = _encode_prompt(
             tokenizer, get_field(record, prompt_field, place), prompt_field, chat_template, place
         )
-        if len(tokens) > max_prompt_tokens:
-            raise DataError(
-                f"{place}: the prompt has {len(tokens)} tokens, more than max_prompt_tokens = {max_prompt_tokens}; "
-                f"shorten or remove it, or raise data.max_prompt_tokens"
-            )
+        _check_length(len(tokens), max_prompt_tokens, "the prompt", "data.max_prompt_tokens", place)
         answer = _answer(get_field(record, answer_field, place), answer_field, place)
         prompts.append(Prompt(index, tokens, text, answer, place))
     return prompts
@@ -88,14 +84,18 @@ def load_demonstrations(
     response_field: str = "response",
     *,
     chat_template: bool = False,
-    max_tokens: int | None = None,
+    max_prompt_tokens: int | None = None,
+    max_response_tokens: int | None = None,
+    max_positions: int | None = None,
 ) -> list[Demonstration]:
     """Reads demonstrations for supervised training: prompt + response + one end token, loss on the last two.
 
     The prompt is tokenized as in RL and apart from the response, so that the border lies where sampling starts.
-    A response that already ends with the end token does not get a second one.
+    A response that already ends with the end token does not get a second one. Limits (None: no limit) are in tokens:
+    of the prompt, of the response with its end token, and of both, which is what the model can hold.
 
-    Raises DataError with file and line, as :func:`load_prompts` does; ConfigError if the tokenizer has no end token.
+    Raises DataError with file and line, as :func:`load_prompts` does, also where a limit is passed; ConfigError if the
+    tokenizer has no end token, or no chat template that is asked for.
     """
     _check_template(tokenizer, chat_template)
     end_token = tokenizer.eos_token_id
@@ -115,10 +115,11 @@ def load_demonstrations(
         if not target or target[-1] != end_token:
             target.append(end_token)
         tokens = np.concatenate([prompt, np.asarray(target, dtype=np.int32)])
-        if max_tokens is not None and len(tokens) > max_tokens:
-            raise DataError(
-                f"{place}: prompt and response have {len(tokens)} tokens, more than the {max_tokens} allowed"
-            )
+        _check_length(len(prompt), max_prompt_tokens, "the prompt", "data.max_prompt_tokens", place)
+        _check_length(
+            len(target), max_response_tokens, "the response with its end", "rollout.max_response_tokens", place
+        )
+        _check_length(len(tokens), max_positions, "prompt with response", "the model's positions", place)
         demonstrations.append(Demonstration(tokens, np.arange(len(tokens)) >= len(prompt), place))
     return demonstrations
 
@@ -170,6 +171,12 @@ def _check_template(tokenizer: PreTrainedTokenizerBase, chat_template: bool) -> 
         raise ConfigError(
             "data.chat_template is on, but the tokenizer has no chat template: turn it off or take another"
         )
+
+
+def _check_length(num_tokens: int, limit: int | None, what: str, limit_name: str, place: str) -> None:
+    if limit is not None and num_tokens > limit:
+        remedy = "shorten or remove it, or raise the setting" if "." in limit_name else "shorten or remove it"
+        raise DataError(f"{place}: {what} has {num_tokens} tokens, more than {limit_name} = {limit}; {remedy}")
 
 
 def _encode_prompt(

@@ -133,9 +133,8 @@ def _read_dataset(source: str, split: str | None) -> Iterator[tuple[str, Record]
         ) from error
     if isinstance(data, DatasetDict):
         if len(data) != 1:
-            raise DataError(
-                f"{source}: has the splits {', '.join(map(str, data))}; choose one with data.split or data.heldout_split"
-            )
+            splits = ", ".join(map(str, data))
+            raise DataError(f"{source}: has the splits {splits}; choose one with data.split or data.heldout_split")
         (data,) = data.values()
     for row, record in enumerate(data):
         yield f"{source} row {row}", dict(record)

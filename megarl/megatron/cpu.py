@@ -9,8 +9,9 @@ nothing at all happens on a machine with CUDA.
    compiled functions of the listed modules: same code, other constant.
 3. It fuses small functions with ``torch.compile`` while it is imported. On a CPU that needs a C++ compiler and seconds
    of compilation per function, so during that import ``torch.compile`` hands functions back as they are.
-4. Split sizes of the all-to-all dispatcher stay tensors, which gloo refuses. The router's GEMM, and recomputation of
-   single modules, name Transformer Engine symbols that are undefined without it.
+4. Split sizes of the all-to-all dispatcher stay tensors, which gloo refuses, and so does it shares of unequal size,
+   which expert-tensor parallelism gathers. The router's GEMM, and recomputation of single modules, name Transformer
+   Engine symbols that are undefined without it.
 5. torch's Adam, which serves where the fused one of Apex or Transformer Engine is absent, keeps a step count for each
    parameter. Loading a reshardable checkpoint of the distributed optimizer forgets it; Megatron restores the count
    itself right before, so the value in place is the right one.
@@ -195,6 +196,33 @@ def _retarget(module: types.ModuleType) -> None:
                 function = getattr(function, "__wrapped__", None)
 
 
+def _allow_unequal_shares(mappings: types.ModuleType) -> None:
+    """Remedy 4: gather shares of unequal size by padding them, and reduce-scatter them by reducing all."""
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_unequal(share: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if sizes is None or group.size() == 1:
+            return gather(share, group, sizes, use_global_buffer)
+        sizes = [int(size) for size in sizes]
+        padded = share.new_zeros(max(sizes), *share.shape[1:])
+        padded[: share.size(0)] = share
+        parts = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def reduce_scatter_unequal(
+        whole: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False
+    ) -> Any:
+        if sizes is None or group.size() == 1:
+            return reduce_scatter(whole, group, sizes, use_global_buffer)
+        reduced = whole.clone()
+        torch.distributed.all_reduce(reduced, group=group)
+        return torch.split(reduced, [int(size) for size in sizes])[group.rank()].clone()
+
+    mappings._gather_along_first_dim = gather_unequal
+    mappings._reduce_scatter_along_first_dim = reduce_scatter_unequal
+
+
 def _replace_helpers() -> None:
     """Remedies 1 (generator of the tensor-parallel tracker), 4 and 5."""
     random = importlib.import_module("megatron.core.tensor_parallel.random")
@@ -214,6 +242,7 @@ def _replace_helpers() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     dispatcher.maybe_move_tensor_to_cpu = as_split_sizes
+    _allow_unequal_shares(importlib.import_module("megatron.core.tensor_parallel.mappings"))
 
     optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
     set_states = optimizer._set_main_param_and_optimizer_states

@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from megarl.core.metrics import Stat
+from megarl.core.parallel import sequence_parallel_slice
 from megarl.core.types import TrainBatch
 from megarl.megatron.batches import MicroBatch, to_slots, to_tokens
 from megarl.megatron.logprobs import linear_logprobs
@@ -59,6 +60,15 @@ def _hidden_states(model: torch.nn.Module) -> Iterator[GPTModel]:
         yield gpt
     finally:
         del layer.forward
+
+
+def _padding_mask(gpt: GPTModel, micro: MicroBatch) -> torch.Tensor | None:
+    """bool [1, S]; of the sequence-parallel slice on later stages, where Megatron 0.16.1 forgets to slice it itself."""
+    mask = micro.padding_mask
+    if mask is None or gpt.pre_process or not gpt.config.sequence_parallel:
+        return mask
+    tp, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    return mask[:, sequence_parallel_slice(mask.size(1), tp, rank)]
 
 
 def _logprobs(
@@ -106,7 +116,7 @@ def run(
                 position_ids=torch.zeros_like(micro.input_ids),
                 attention_mask=None,
                 packed_seq_params=micro.packing,
-                padding_mask=micro.padding_mask,
+                padding_mask=_padding_mask(gpt, micro),
             )
 
         def loss(hidden: torch.Tensor) -> tuple[torch.Tensor, MicroOutput]:

@@ -20,6 +20,7 @@ from megarl.core.types import Rollout, TrainBatch
 from megarl.data.prompts import Demonstration, PromptOrder, load_demonstrations
 from megarl.errors import ConfigError
 from megarl.megatron import batches, distributed, forward
+from megarl.megatron.model import read_shape
 from megarl.megatron.policy import Policy, Schedule
 from megarl.megatron.weights import save_hf
 from megarl.train.progress import StepProgress
@@ -38,7 +39,16 @@ def sft(config: Config) -> None:
         raise ConfigError(f"sft.out: {out} is not empty and no earlier output of megarl; choose another folder")
     distributed.initialize(config)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    demonstrations = load_demonstrations(plan.data, tokenizer, plan.prompt_field, plan.response_field)
+    demonstrations = load_demonstrations(
+        plan.data,
+        tokenizer,
+        plan.prompt_field,
+        plan.response_field,
+        chat_template=config.data.chat_template,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_response_tokens=config.rollout.max_response_tokens,
+        max_positions=read_shape(config.model.path).max_sequence_length,
+    )
     order = PromptOrder(len(demonstrations), config.run.seed)
     policy = Policy(config, _schedule(plan))
     progress = StepProgress(enabled=distributed.is_main_rank())

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def test_jsonl_gives_tokens_text_answer_and_place(write_jsonl: Write, tokenizer:
         ('{"prompt": "1=", "answer": "\\n"}', "no answer ('answer' is blank)"),
         ('{"prompt": "1=", "answer": 0.5}', "a number, expected text"),
         ('{"prompt": "1=", "answer": true}', "true/false, expected text"),
-        ('{"prompt": "123456789=", "answer": "1"}', "10 tokens, more than max_prompt_tokens = 8"),
+        ('{"prompt": "123456789=", "answer": "1"}', "10 tokens, more than data.max_prompt_tokens = 8"),
         ('{"prompt": [{"role": "user", "content": "1="}], "answer": "1"}', "no chat template"),
     ],
 )
@@ -191,8 +192,16 @@ def test_bad_demonstrations(write_jsonl: Write, tokenizer: PreTrainedTokenizerFa
     with pytest.raises(DataError, match=r":1: 'response' is null"):
         load_demonstrations(write_jsonl({"prompt": "21=", "response": None}), tokenizer)
     path = write_jsonl({"prompt": "21=", "response": "12"})
-    with pytest.raises(DataError, match="6 tokens, more than the 5"):
-        load_demonstrations(path, tokenizer, max_tokens=5)
+    for limit, name, found in (
+        ("max_prompt_tokens", "prompt has 3 tokens, more than data.max_prompt_tokens = 2", 3),
+        ("max_response_tokens", "response with its end has 3 tokens, more than rollout.max_response_tokens = 2", 3),
+        ("max_positions", "prompt with response has 6 tokens, more than the model's positions = 5", 6),
+    ):
+        assert len(load_demonstrations(path, tokenizer, **{limit: found})) == 1  # type: ignore[arg-type]
+        with pytest.raises(DataError, match=f":1: (the )?{re.escape(name)}"):
+            load_demonstrations(path, tokenizer, **{limit: found - 1})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no chat template"):
+        load_demonstrations(path, tokenizer, chat_template=True)
     with pytest.raises(ConfigError, match="no eos_token"):
         load_demonstrations(path, make_tokenizer(eos_token=None))
 

@@ -45,6 +45,36 @@ ROUTERS: dict[str, dict[str, Any]] = {
 }
 """Router variants: fields of TransformerConfig on top of softmax over the two largest of eight logits, in fp32."""
 
+LAYOUTS: dict[str, tuple[int, tuple[tuple[str, Any], ...]]] = {
+    name: (ranks, tuple(sorted({**dict(sizes), **more}.items())))
+    for name, ranks, sizes, more in [
+        ("single", 1, [], {}),
+        ("dp2", 2, [], {}),
+        ("ep2", 2, [("ep", 2)], {}),
+        ("tp2", 2, [("tp", 2)], {}),
+        ("tp2 ep2 etp1", 2, [("tp", 2), ("ep", 2), ("etp", 1)], {}),
+        ("cp2", 2, [("cp", 2)], {}),
+        ("pp2", 2, [("pp", 2)], {}),
+        ("pp2 uneven", 2, [("pp", 2)], {"num_layers_in_first_pipeline_stage": 1}),
+        ("pp2 custom", 2, [("pp", 2)], {"pipeline_model_parallel_layout": "Et|tttL"}),
+        ("pp2 vpp2", 2, [("pp", 2), ("vpp", 2)], {}),
+        ("pp2 vpp2 custom", 2, [("pp", 2), ("vpp", 2)], {"pipeline_model_parallel_layout": "Et|tt|t|L"}),
+        ("dp4", 4, [], {}),
+        ("ep4", 4, [("ep", 4)], {}),
+        ("tp4", 4, [("tp", 4)], {}),
+        ("cp4", 4, [("cp", 4)], {}),
+        ("pp4", 4, [("pp", 4)], {}),
+        ("tp2 ep2 etp2", 4, [("tp", 2), ("ep", 2), ("etp", 2)], {}),
+        ("tp2 ep4 etp1", 4, [("tp", 2), ("ep", 4), ("etp", 1)], {}),
+        ("tp2 pp2 ep2 etp1", 4, [("tp", 2), ("pp", 2), ("ep", 2), ("etp", 1)], {}),
+        ("cp2 ep2", 4, [("cp", 2), ("ep", 2)], {}),
+        ("cp2 tp2 ep2 etp1", 4, [("cp", 2), ("tp", 2), ("ep", 2), ("etp", 1)], {}),
+        ("cp2 pp2 vpp2", 4, [("cp", 2), ("pp", 2), ("vpp", 2)], {}),
+        ("pp2 vpp2 ep2", 4, [("pp", 2), ("vpp", 2), ("ep", 2)], {}),
+    ]
+}
+"""Name -> (ranks, [parallel] table with, where a layout needs them, fields of Megatron)."""
+
 RECOMPUTES: dict[str, dict[str, Any]] = {
     "none": {},
     "uniform": {"granularity": "full", "method": "uniform", "num_layers": 1},
