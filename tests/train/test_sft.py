@@ -83,7 +83,7 @@ def test_a_chat_template_that_is_not_there_is_refused(world: World, tmp_path: Pa
         ({"data__max_prompt_tokens": 3}, r"the prompt has 4 tokens, more than data\.max_prompt_tokens = 3"),
         (
             {"rollout__max_response_tokens": 3},
-            r"the response has 4 tokens, more than rollout\.max_response_tokens = 3",
+            r"the response with its end has 4 tokens, more than rollout\.max_response_tokens = 3",
         ),
     ],
 )
