@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from megarl.core.routing import RoutingTrace
+from megarl.core.types import Rollout
+from megarl.data.traces import RowSource, TracedSequence, TraceInfo, from_rollout, read_traces, write_traces
+from megarl.errors import ConfigError, TraceError
+
+INFO = TraceInfo("tiny", layers=(1, 2, 5), num_experts=8, top_k=2, fingerprint="abc")
+
+
+def experts(seed: int, tokens: int) -> np.ndarray:
+    return np.argsort(np.random.default_rng(seed).random((tokens, 3, 8)), axis=2)[:, :, :2]
+
+
+def sequence(seed: int, tokens: int = 6, missing: tuple[int, ...] = (), columns: bool = True) -> TracedSequence:
+    present = np.ones(tokens, dtype=bool)
+    present[list(missing)] = False
+    trace = RoutingTrace(experts(seed, tokens), 8, present=present if missing else None)
+    if not columns:
+        return TracedSequence(f"sample {seed}", trace)
+    return TracedSequence(
+        f"sample {seed}",
+        trace,
+        tokens=np.arange(seed, seed + tokens, dtype=np.int32),
+        row_versions=np.full(tokens, 10 + seed, dtype=np.int32),
+        row_sources=np.where(present, RowSource.CAPTURED, RowSource.MISSING).astype(np.uint8),
+    )
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("compress", [False, True])
+def test_round_trip(tmp_path, ordered, compress):
+    written = [sequence(0), sequence(1, tokens=40, missing=(0, 39)), sequence(2, tokens=0), sequence(3, tokens=1)]
+    path = tmp_path / "a.safetensors"
+    write_traces(path, INFO, iter(written), ordered=ordered, compress=compress)
+    file = read_traces(path)
+    assert file.info == INFO
+    assert file.names == ("sample 0", "sample 1", "sample 2", "sample 3")
+    assert (len(file), file.num_tokens, file.lengths.tolist()) == (4, 47, [6, 40, 0, 1])
+    assert file.weight_versions == (10, 11, 13)
+    assert file.columns == ("tokens", "row_versions", "row_sources")
+    for expected, found in zip(written, file, strict=True):
+        rows = expected.trace.experts if ordered else np.sort(expected.trace.experts, axis=2)
+        np.testing.assert_array_equal(found.trace.experts, rows)
+        assert found.trace.num_missing == expected.trace.num_missing
+        for column in file.columns:
+            np.testing.assert_array_equal(getattr(found, column), getattr(expected, column))
+    assert "sample 3" in file
+    assert "sample 4" not in file
+    np.testing.assert_array_equal(file["sample 3"].tokens, [3])
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_columns_are_optional_and_a_file_may_be_empty(tmp_path):
+    path = tmp_path / "a.safetensors"
+    write_traces(path, INFO, [sequence(0, columns=False)])
+    file = read_traces(path)
+    assert (file.columns, file.weight_versions, file[0].tokens) == ((), (), None)
+    write_traces(path, INFO, [])
+    assert (len(read_traces(path)), read_traces(path).num_tokens) == (0, 0)
+
+
+def test_others_may_read_the_file_if_the_umask_lets_them(tmp_path):
+    write_traces(tmp_path / "a.safetensors", INFO, [sequence(0)])
+    (tmp_path / "plain").touch()
+    modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("a.safetensors", "plain")}
+    assert len(modes) == 1
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a.safetensors"
+    write_traces(path, INFO, [sequence(0)])
+    before = path.read_bytes()
+    with pytest.raises(TraceError, match="two sequences are called 'sample 0'"):
+        write_traces(path, INFO, [sequence(1), sequence(0), sequence(0)])
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["a.safetensors"]
+
+
+def test_what_cannot_be_written(tmp_path):
+    path = tmp_path / "a.safetensors"
+    with pytest.raises(ConfigError, match="there is no folder"):
+        write_traces(tmp_path / "no" / "a.safetensors", INFO, [])
+    with pytest.raises(TraceError, match=r"sample 0: routes \[T, 3, 2\] of 8 experts, expected \[T, 2, 2\] of 8"):
+        write_traces(path, replace(INFO, layers=(1, 2)), [sequence(0)])
+    with pytest.raises(TraceError, match=r"expected .* of 9 for tiny"):
+        write_traces(path, replace(INFO, num_experts=9), [sequence(0)])
+    with pytest.raises(TraceError, match="1 of 2 sequences have tokens"):
+        write_traces(path, INFO, [sequence(0), sequence(1, columns=False)])
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": np.arange(5, dtype=np.int32)}, r"tokens is int32 \[5\], expected int32 \[6\]"),
+        ({"row_versions": np.arange(6)}, "row_versions is int64"),
+        ({"row_sources": np.full(6, 4, dtype=np.uint8)}, "token 0 has a row and row source 4"),
+        ({"row_sources": np.array([1, 1, 0, 1, 0, 1], dtype=np.uint8)}, "token 2 has a row and row source 0"),
+        ({"row_sources": np.array([1, 2, 3, 1, 3, 1], dtype=np.uint8)}, "token 4 has no row and row source 3"),
+    ],
+)
+def test_columns_must_fit_the_trace(change, message):
+    with pytest.raises(TraceError, match=f"sample 0: {message}"):
+        replace(sequence(0, missing=(4,)), **change)
+
+
+def test_native_rows_may_be_recorded_or_not():
+    sources = np.array([2, 3, 1, 1, 2, 1], dtype=np.uint8)
+    assert replace(sequence(0, missing=(4,)), row_sources=sources).row_sources is sources
+
+
+def test_from_rollout(tmp_path):
+    rollout = Rollout(
+        group=3,
+        sample=1,
+        tokens=np.arange(5, dtype=np.int32),
+        loss_mask=np.array([False, False, True, True, True]),
+        rollout_logprobs=np.zeros(5, dtype=np.float32),
+        routed_experts=experts(0, 5).astype(np.uint8),
+        routed_mask=np.array([True, True, True, True, False]),
+        weight_versions=np.array([7, 7, 7, 8, 8], dtype=np.int32),
+        finish_reason="stop",
+    )
+    write_traces(tmp_path / "a.safetensors", INFO, [from_rollout(rollout, 8, "step 2 ")])
+    found = read_traces(tmp_path / "a.safetensors")["step 2 group 3 sample 1"]
+    assert found.trace.num_missing == 1
+    assert found.row_sources.tolist() == [1, 1, 1, 1, 0]
+    assert found.row_versions.tolist() == [7, 7, 7, 8, 8]
+    np.testing.assert_array_equal(found.trace.experts[:4], np.sort(rollout.routed_experts[:4], axis=2))
+    with pytest.raises(TraceError, match="group 3 sample 1: the rollout has no routes"):
+        from_rollout(replace(rollout, routed_experts=None), 8)
+
+
+def rewrite(path, metadata_change=(), **tensors) -> None:
+    """Write the file again with something changed; None takes a tensor out."""
+    file = read_traces(path)
+    metadata = {
+        "format": "megarl-routing-traces",
+        "format_version": "1",
+        "model": file.info.model,
+        "layers": "[1, 2, 5]",
+        "num_experts": "8",
+        "top_k": "2",
+        "weight_versions": "[]",
+        "names": '["sample 0", "sample 1"]',
+    }
+    changed = {name: t for name, t in (load_file(path) | tensors).items() if t is not None}
+    save_file(changed, path, metadata | dict(metadata_change))
+
+
+INT64 = np.int64
+
+
+@pytest.mark.parametrize(
+    ("metadata", "tensors", "message"),
+    [
+        ({"format": "weights"}, {}, "format 'weights', expected 'megarl-routing-traces'"),
+        ({"format_version": "2"}, {}, "format version '2', expected '1'"),
+        ({"layers": "[1, 2"}, {}, "layers = .* expected a list"),
+        ({"names": '["sample 0", 3]'}, {}, "names = .* expected a list"),
+        ({"names": '["a", "a"]'}, {}, "1 sequences have the name of another one"),
+        ({"names": '["a"]'}, {}, "route_offsets has 3 entries, expected 2"),
+        ({"top_k": "-2"}, {}, "top_k = '-2', expected a whole number"),
+        ({}, {"routes": None}, "tensor routes found none, expected uint8"),
+        ({}, {"cu_seqlens": np.array([0, 6, 12], dtype=np.int32)}, "cu_seqlens found int32"),
+        ({}, {"cu_seqlens": np.zeros(0, dtype=INT64)}, "cu_seqlens has 0 entries"),
+        ({}, {"cu_seqlens": np.array([0, 9, 3], dtype=INT64)}, "rise from 0 to 3"),
+        ({}, {"route_offsets": np.array([0, 9, 10**12], dtype=INT64)}, "route_offsets has 3 entries"),
+        ({}, {"tokens": np.zeros(11, dtype=np.int32)}, "tokens has 11 entries, expected 12"),
+        ({}, {"row_sources": np.zeros(12, dtype=np.int8)}, "row_sources found int8"),
+    ],
+)
+def test_a_file_that_contradicts_itself(tmp_path, metadata, tensors, message):
+    path = tmp_path / "a.safetensors"
+    write_traces(path, INFO, [sequence(0), sequence(1)])
+    rewrite(path, metadata, **tensors)
+    with pytest.raises(TraceError, match=message):
+        read_traces(path)
+
+
+def test_a_damaged_sequence_is_named_and_the_others_still_read(tmp_path):
+    path = tmp_path / "a.safetensors"
+    write_traces(path, INFO, [sequence(0), sequence(1)])
+    routes = load_file(path)["routes"].copy()
+    routes[-1] ^= 1
+    rewrite(path, routes=routes)
+    file = read_traces(path)
+    np.testing.assert_array_equal(file[0].tokens, sequence(0).tokens)
+    with pytest.raises(TraceError, match=r"a\.safetensors: sample 1: the payload does not match its checksum"):
+        file[1]
+    rewrite(path, {"num_experts": "9"})
+    with pytest.raises(TraceError, match=r"sample 0: routes .* of 8 experts, expected .* of 9 as the file says"):
+        read_traces(path)[0]
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 50, None])
+def test_not_such_a_file(tmp_path, content):
+    path = tmp_path / "a.safetensors"
+    if content is None:
+        with pytest.raises(TraceError, match="there is no such file"):
+            read_traces(path)
+        return
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match="not a readable safetensors file"):
+        read_traces(path)
+
+
+def test_a_file_cut_off(tmp_path):
+    path = tmp_path / "a.safetensors"
+    write_traces(path, INFO, [sequence(0)])
+    data = path.read_bytes()
+    for length in range(0, len(data), 41):
+        path.write_bytes(data[:length])
+        with pytest.raises(TraceError, match="not a readable safetensors file"):
+            read_traces(path)

@@ -1,0 +1,163 @@
+"""``megarl trace`` as a user runs it."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from megarl import cli
+from megarl.core.routing import RoutingTrace
+from megarl.data.traces import TracedSequence, TraceInfo, read_traces, write_traces
+from megarl.train import trace_heatmap
+from megarl.train.trace_report import compare_files
+
+INFO = TraceInfo("tiny", layers=(1, 2), num_experts=4, top_k=2)
+A = [[[0, 1], [2, 3]], [[0, 1], [1, 3]], [[2, 3], [0, 1]]]
+B = [[[0, 2], [2, 3]], [[0, 1], [1, 3]], [[0, 1], [2, 3]]]
+PRESENT = np.array([True, True, True, False])
+
+
+def traced(name: str, rows: list, present: np.ndarray | None = None, first_token: int = 0) -> TracedSequence:
+    tokens = np.arange(first_token, first_token + len(rows), dtype=np.int32)
+    versions = np.array([3] * (len(rows) - 1) + [5], dtype=np.int32)
+    return TracedSequence(name, RoutingTrace(np.array(rows), 4, present=present), tokens, versions)
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """a: three and four tokens, the last one without routes; b: the first of these, and another one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    write_traces("a.safetensors", INFO, [traced("s0", A), traced("s1", [*A, [[0, 0], [0, 0]]], PRESENT)])
+    write_traces("b.safetensors", replace(INFO, model="tiny-fp8"), [traced("s0", B), traced("s2", B)])
+    return tmp_path
+
+
+def run(capsys, *words: str) -> list[list[str]]:
+    """The words of every line."""
+    assert cli.main(["trace", *words]) == 0
+    return [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+
+
+def test_inspect(files, capsys):
+    lines = [" ".join(words) for words in run(capsys, "inspect", "a.safetensors")]
+    size = read_traces("a.safetensors").num_route_bytes
+    assert lines[1:] == [
+        "model tiny",
+        "fingerprint not said",
+        "MoE layers 2: 1-2",
+        "experts top-2 of 4",
+        "weight versions 3, 5",
+        "per token besides routes tokens, row_versions",
+        "sequences 2",
+        "tokens 7, longest sequence 4",
+        "missing rows 1 (14.29%)",
+        f"bytes of routes {size}",
+        f"bytes per token {size / 7:.1f}; log2 C(E, K) is 0.6",
+        f"against uint8 {size / 28:.3f} of 4 bytes per token",
+    ]
+
+
+def test_stats(files, capsys):
+    """Layer 1: experts 0 to 3 are used 4, 4, 2, 2 times by the six present tokens; layer 2: 2, 4, 2, 4."""
+    lines = run(capsys, "stats", "a.safetensors")
+    entropy = -(2 / 3 * np.log2(1 / 3) + 1 / 3 * np.log2(1 / 6))
+    values = ["1.33", "0.67", "0", f"{entropy:.3f}", f"{2**entropy:.1f}"]
+    assert ["1", *values] in lines
+    assert ["2", *values] in lines
+    assert ["all", *values] in lines
+    assert any(" ".join(words).startswith("6 tokens, top-2 of 4 experts") for words in lines)
+
+
+def test_stats_counts_unused_experts(files, capsys):
+    write_traces("c.safetensors", INFO, [traced("s0", [[[0, 1], [2, 3]], [[0, 1], [0, 3]]])])
+    lines = run(capsys, "stats", "c.safetensors")
+    assert ["1", "2.00", "0.00", "2", "1.000", "2.0"] in lines
+    assert ["2", "2.00", "0.00", "1", "1.500", "2.8"] in lines
+    assert ["all", "2.00", "0.00", "3", "1.250", "2.4"] in lines
+
+
+def test_diff(files, capsys):
+    lines = run(capsys, "diff", "a.safetensors", "b.safetensors")
+    assert ["1", "66.667%", "50.000%"] in lines
+    assert ["2", "33.333%", "66.667%"] in lines
+    assert ["all", "50.000%", "58.333%"] in lines
+    text = "\n".join(" ".join(words) for words in lines)
+    assert "The models differ: tiny against tiny-fp8." in text
+    assert "3 tokens of 1 sequences compared; only in the first file 1, only in the second 1." in text
+    assert "66.667% of the tokens differ in at least one layer, 1.000 layers per token" in text
+    assert not list(files.glob("*.png"))
+
+
+def test_diff_draws_a_heat_map(files, capsys):
+    lines = run(capsys, "diff", "a.safetensors", "b.safetensors", "--out", "h.png")
+    assert lines[-1] == ["heat", "map:", "h.png"]
+    picture = matplotlib.image.imread("h.png")
+    assert picture.shape[0] > 300
+    assert picture.shape[1] > 1000
+    assert sorted(path.name for path in files.iterdir()) == ["a.safetensors", "b.safetensors", "h.png"]
+
+
+def test_the_map_counts_by_layer_and_position(files):
+    found = compare_files(read_traces("a.safetensors"), read_traces("b.safetensors"))
+    assert found.flips.tolist() == [[1, 0, 1, 0], [0, 0, 1, 0]]
+    assert found.counts.tolist() == [1, 1, 1, 0]
+    rows = np.argsort(np.random.default_rng(0).random((150, 2, 4)), axis=2)[:, :, :2]
+    changed = rows.copy()
+    changed[140, 1] = np.setdiff1d(np.arange(4), rows[140, 1])
+    write_traces("c.safetensors", INFO, [traced("s0", rows.tolist())])
+    write_traces("d.safetensors", INFO, [traced("s0", changed.tolist())])
+    found = compare_files(read_traces("c.safetensors"), read_traces("d.safetensors"))
+    assert found.bin_tokens == 3
+    assert found.counts.tolist() == [3] * 50
+    assert np.argwhere(found.flips).tolist() == [[1, 46]]
+
+
+def test_equal_files_can_be_drawn(files):
+    found = compare_files(read_traces("a.safetensors"), read_traces("a.safetensors"))
+    assert not found.flips.any()
+    assert matplotlib.image.imread(io.BytesIO(trace_heatmap.draw(found, INFO.layers, "a against a"))).any()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["inspect"], "megarl trace inspect: found 0 files, expected 1"),
+        (["diff", "a.safetensors"], "megarl trace diff: found 1 files, expected 2"),
+        (["draw", "a.safetensors"], "invalid choice 'draw'"),
+        (["inspect", "none.safetensors"], "none.safetensors: there is no such file"),
+        (["stats", "junk"], "junk: not a readable safetensors file"),
+        (["inspect", "cut"], "cut: not a readable safetensors file"),
+        (["stats", "empty.safetensors"], "no token has routes"),
+        (["diff", "a.safetensors", "wide.safetensors"], "has layers (1, 2), wide.safetensors has (0, 1)"),
+        (["diff", "a.safetensors", "other.safetensors"], "no sequence of the same name"),
+        (["diff", "a.safetensors", "text.safetensors"], "s0: token 0 is 0 in one file and 50 in the other"),
+        (["diff", "a.safetensors", "long.safetensors"], "only traces of the same tokens and model compare"),
+        (["diff", "a.safetensors", "holes.safetensors"], "no token has routes in both files"),
+        (["diff", "a.safetensors", "b.safetensors", "--out", "no/h.png"], "--out: found no/h.png"),
+        (["diff", "a.safetensors", "b.safetensors", "--out", "h.txt"], "expected a .png file"),
+        (["stats", "a.safetensors", "--out", "h.png"], "remove --out"),
+        (["stats", "a.safetensors", "--run.steps", "3"], "megarl trace reads no configuration"),
+    ],
+)
+def test_a_mistake_costs_one_line_and_exit_code_2(files, capsys, words, expected):
+    (files / "junk").write_bytes(b"junk" * 9)
+    (files / "cut").write_bytes((files / "a.safetensors").read_bytes()[:-5])
+    write_traces("empty.safetensors", INFO, [])
+    write_traces("wide.safetensors", replace(INFO, layers=(0, 1)), [traced("s0", A)])
+    write_traces("other.safetensors", INFO, [traced("t0", A)])
+    write_traces("text.safetensors", INFO, [traced("s0", A, first_token=50)])
+    write_traces("long.safetensors", INFO, [traced("s0", A + A)])
+    write_traces("holes.safetensors", INFO, [traced("s0", A, np.zeros(3, dtype=bool))])
+    before = sorted(path.name for path in files.iterdir())
+    assert cli.main(["trace", *words]) == 2
+    seen = capsys.readouterr()
+    assert len(seen.err.splitlines()) == 1
+    assert seen.err.startswith("megarl: error: ")
+    assert expected in seen.err
+    assert seen.out == ""
+    assert sorted(path.name for path in files.iterdir()) == before
