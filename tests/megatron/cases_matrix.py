@@ -147,7 +147,10 @@ def _everywhere(report: Mapping[str, Any]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for key in report:
         values = [one[key] for one in reports]
-        merged[key] = sum(values, []) if key == "violations" else max(values) if key == "gate_error" else sum(values)
+        if key == "violations":
+            merged[key] = [line for of_rank in values for line in of_rank]
+        else:
+            merged[key] = max(values) if key == "gate_error" else sum(values)
     return merged
 
 
@@ -165,9 +168,14 @@ def _compared(found: dict[str, Any], alone: dict[str, Any]) -> dict[str, Any]:
         **{key: found[key] for key in ("violations", "gate_error", "forward", "recomputed", "owed", "caught")},
         "logprob_error": max(_relative(*pair) for pair in logprobs.values()),
         "gradient_error": errors[worst],
+        "all_gradients_error": _relative(*map(_joined, zip(*grads.values(), strict=True))),
         "worst": worst,
         "router_gradient": min(router),
     }
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([array.ravel() for array in arrays])
 
 
 def _relative(found: np.ndarray, expected: np.ndarray) -> float:
