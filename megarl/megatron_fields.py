@@ -38,8 +38,8 @@ _FROM_MODEL = (
     " layernorm_epsilon layernorm_zero_centered_gamma moe_ffn_hidden_size moe_layer_freq moe_router_enable_expert_bias"
     " moe_router_group_topk moe_router_num_groups moe_router_pre_softmax moe_router_score_function moe_router_topk"
     " moe_router_topk_limited_devices moe_router_topk_scaling_factor moe_shared_expert_gate"
-    " moe_shared_expert_intermediate_size multi_latent_attention normalization num_attention_heads num_layers"
-    " num_moe_experts num_query_groups qk_layernorm rotary_interleaved softmax_scale window_size"
+    " moe_shared_expert_intermediate_size mtp_num_layers multi_latent_attention normalization num_attention_heads"
+    " num_layers num_moe_experts num_query_groups qk_layernorm rotary_interleaved softmax_scale window_size"
 )
 
 DERIVED: Mapping[str, str] = {
@@ -155,11 +155,6 @@ REPLAY_BLOCKERS: tuple[ReplayBlocker, ...] = (
         "external_cuda_graph",
         _on("external_cuda_graph"),
         "a CUDA graph over the layer repeats the captured routes and never calls the replay hook again",
-    ),
-    ReplayBlocker(
-        "mtp_num_layers",
-        _on("mtp_num_layers"),
-        "multi-token-prediction layers route too and share layer numbers, but a trace has no rows for them",
     ),
 )
 """Every such setting of megatron-core 0.16.1 (read in transformer/moe/router.py, moe_utils.py, moe_layer.py,

@@ -234,7 +234,6 @@ def test_a_mistake_costs_one_line_that_names_key_and_finding(overrides, expected
         {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"},
         {"enable_cuda_graph": True},
         {"external_cuda_graph": True},
-        {"mtp_num_layers": 1},
     ],
 )
 def test_settings_that_bypass_the_replay_hook_are_refused_unless_nothing_is_replayed(settings):

@@ -130,7 +130,7 @@ def test_a_blocker_in_the_file_or_in_a_flag_is_marked_and_then_refused(tmp_path)
     assert len(rows) == 1
     assert "moe_router_fusion" in rows[0]
 
-    code, text = shown(path, {"train.replay": "none", "megatron.mtp_num_layers": 1})
+    code, text = shown(path, {"train.replay": "none", "megatron.moe_router_force_load_balancing": True})
     assert code == 0
     assert text.count("HIT") == 2
 

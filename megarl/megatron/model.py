@@ -200,9 +200,7 @@ def _mend_expert_bias(chunk: GPTModel) -> None:
     for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
         count = router._apply_expert_bias
 
-        def by_token(
-            routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None, count: Any = count
-        ) -> None:
+        def by_token(routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None, count: Any = count) -> None:
             count(routing_map, None if padding_mask is None else padding_mask.reshape(-1, 1))
 
         router._apply_expert_bias = by_token  # type: ignore[method-assign]

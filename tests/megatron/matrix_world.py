@@ -19,6 +19,7 @@ from dispatch_probe import TopTwo
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
 from tiny_world import config
 
 from megarl import megatron_fields
@@ -144,11 +145,16 @@ def settings_of(layout: Mapping[str, Any], variant: Variant) -> Config:
     )
 
 
-def build(settings: Config, variant: Variant) -> MatrixModel:
-    """The model on this rank's share of the layout; process groups exist."""
-    dtype, shape = DTYPES[variant.precision], shape_of(variant.router)
+def fields_of(settings: Config, variant: Variant, **more: Any) -> TransformerConfig:
     given = megatron_fields.realize("TransformerConfig", megatron_fields.check(settings.megatron)["TransformerConfig"])
-    fields = transformer_config(shape, {**layout_fields(settings), **given}, dtype)
+    fields = {**layout_fields(settings), **given, **more}
+    return transformer_config(shape_of(variant.router), fields, DTYPES[variant.precision])
+
+
+def build(settings: Config, variant: Variant, **more: Any) -> MatrixModel:
+    """The model on this rank's share of the layout, with ``more`` fields of TransformerConfig; process groups exist."""
+    dtype, shape = DTYPES[variant.precision], shape_of(variant.router)
+    fields = fields_of(settings, variant, **more)
     chunks: Sequence[torch.nn.Module] = build_model(shape, fields)
     if dtype is not torch.float32:
         chunks = [Float16Module(fields, chunk) for chunk in chunks]

@@ -7,7 +7,6 @@ import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -302,7 +301,6 @@ BLOCKING: dict[str, Any] = {
     "cuda_graph_impl": "local",
     "enable_cuda_graph": True,
     "external_cuda_graph": True,
-    "mtp_num_layers": 1,
 }
 
 
@@ -400,10 +398,3 @@ def local_batch_of_all() -> TrainBatch:
     from tiny_world import batch_of
 
     return batch_of(rollouts())
-
-
-def test_mtp_layers_do_not_count_as_decoder_layers() -> None:
-    # a decoder is all that replay looks at; routers elsewhere stay native
-    router = torch.nn.Linear(1, 1)
-    model = SimpleNamespace(decoder=SimpleNamespace(layers=torch.nn.ModuleList([router])), mtp=router)
-    assert RoutingReplay([model]).layers == ()  # type: ignore[list-item]

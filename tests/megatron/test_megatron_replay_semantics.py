@@ -1,0 +1,288 @@
+"""What replay changes and what it leaves alone: gates, losses, counters, layers that no trace knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dispatch_probe import DispatchProbe
+from matrix_world import SIGMOID, MatrixModel, Variant, build, fields_of, fill, settings_of
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from tiny_world import batch_of, coefficients_of, join, micro_batches, rollouts
+
+from megarl.core.types import TrainBatch
+from megarl.errors import ReplayError
+from megarl.megatron.batches import MicroBatch, local_routes
+from megarl.megatron.forward import run
+from megarl.megatron.model import layer_spec
+from megarl.megatron.replay import MicroRoutes, RoutingReplay
+from megarl.megatron.weights import unwrap
+
+PLAIN = Variant()
+AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5}
+
+
+class Setup:
+    """A model of the matrix on one rank, with the fixed batch in micro-batches and its routes."""
+
+    def __init__(self, variant: Variant = PLAIN, aux_loss: Any = "dispatch", padded: bool = False, **more: Any) -> None:
+        settings = settings_of({}, variant)
+        join(settings)
+        self.model: MatrixModel = build(settings, variant, **more)
+        shape = self.model.shape
+        self.rollouts = rollouts(30, len(shape.moe_layers), shape.num_experts, shape.topk, holes=False)
+        self.micros: list[MicroBatch] = micro_batches(settings, batch_of(self.rollouts))
+        if padded:
+            self.micros = [_with_padding(micro) for micro in self.micros]
+        self.replay = RoutingReplay(self.model.chunks, aux_loss)
+        self.routes = [local_routes(micro, self.replay.layers, shape) for micro in self.micros]
+
+    def train(self) -> None:
+        def coefficients(_: int, part: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+            return coefficients_of(part), {}
+
+        for chunk in self.model.chunks:
+            chunk.zero_grad_buffer()
+        run(self.model.chunks, self.micros, temperature=1.0, vocab_size=32, coefficients=coefficients)
+
+    def score(self) -> None:
+        run(self.model.chunks, self.micros, temperature=1.0, vocab_size=32)
+
+    def routers(self) -> list[Any]:
+        return [layer.mlp.router for layer in unwrap(self.model.chunks[0]).decoder.layers]
+
+
+def _with_padding(micro: MicroBatch) -> MicroBatch:
+    from megarl.megatron.batches import micro_batch
+
+    return micro_batch(micro.batch, micro.num_slots + 3)
+
+
+@pytest.fixture(autouse=True)
+def tracker(one_rank: None) -> Iterator[dict[str, Any]]:
+    """Megatron's record of auxiliary losses by layer, empty."""
+    found = get_moe_layer_wise_logging_tracker()
+    found.clear()
+    yield found
+    found.clear()
+
+
+def balance_losses(setup: Setup, experts: list[list[torch.Tensor]], probe: DispatchProbe) -> np.ndarray:
+    """float64 [L] by the definition E / (K T^2) sum_e n_e sum_t softmax(logits)_te, summed over micro-batches.
+
+    ``experts[micro][layer]`` [T, K] is what the n_e count; the probe knows the logits.
+    """
+    num_experts, topk = setup.model.shape.num_experts, setup.model.shape.topk
+    total = np.zeros(len(setup.replay.layers))
+    for one in probe.seen:
+        chosen = experts[one.micro][one.layer]
+        counts = np.bincount(chosen.flatten().numpy(), minlength=num_experts)
+        scores = one.logits[: len(chosen)].double().softmax(1).sum(0).numpy()
+        total[one.layer] += num_experts / (topk * len(chosen) ** 2) * float((counts * scores).sum())
+    return total
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_balancing_loss_counts_the_experts_that_tokens_are_sent_to(tracker: dict[str, Any], padded: bool) -> None:
+    setup = Setup(padded=padded, **AUX)
+    probe = DispatchProbe(setup.model.chunks, setup.micros, setup.model.router)
+    with setup.replay.replay(setup.routes, recomputes=True):
+        setup.train()
+    probe.remove()
+    under_replay = tracker["load_balancing_loss"]["values"].double().numpy().copy()
+    tokens = [micro.batch.num_tokens for micro in setup.micros]
+    sent = [
+        [routes.experts[:t, layer].long() for layer in range(4)] for routes, t in zip(setup.routes, tokens, strict=True)
+    ]
+    np.testing.assert_allclose(under_replay, balance_losses(setup, sent, probe), rtol=1e-5)
+
+    tracker.clear()
+    probe = DispatchProbe(setup.model.chunks, setup.micros, setup.model.router)
+    setup.train()
+    probe.remove()
+    natively = tracker["load_balancing_loss"]["values"].double().numpy()
+    chosen: list[list[torch.Tensor]] = [[torch.empty(0)] * 4 for _ in setup.micros]
+    for one in probe.seen:
+        chosen[one.micro][one.layer] = one.logits[: tokens[one.micro]].topk(2).indices
+    np.testing.assert_allclose(natively, balance_losses(setup, chosen, probe), rtol=1e-5)
+    assert np.abs(natively - under_replay).max() > 1e-3  # the two differ, so the test can tell them apart
+
+
+def test_the_balancing_loss_reaches_the_router_through_the_dispatched_experts(tracker: dict[str, Any]) -> None:
+    def router_gradients(**more: Any) -> list[torch.Tensor]:
+        setup = Setup(**more)
+        with setup.replay.replay(setup.routes):
+            setup.train()
+        return [router.weight.main_grad.clone() for router in setup.routers()]
+
+    without, switched_off, counted = (
+        router_gradients(),
+        router_gradients(aux_loss="off", **AUX),
+        router_gradients(**AUX),
+    )
+    for a, b, c in zip(without, switched_off, counted, strict=True):
+        assert torch.equal(a, b)
+        assert float((a - c).abs().max()) > 1e-4
+
+
+def test_the_balancing_loss_off_is_off_under_replay_alone(tracker: dict[str, Any]) -> None:
+    setup = Setup(aux_loss="off", **AUX)
+    with setup.replay.replay(setup.routes):
+        setup.train()
+    assert tracker == {}
+    setup.train()
+    assert float(tracker["load_balancing_loss"]["values"].min()) > 0
+
+
+def test_the_z_loss_reads_logits_alone(tracker: dict[str, Any]) -> None:
+    setup = Setup(moe_z_loss_coeff=0.1)
+    probe = DispatchProbe(setup.model.chunks, setup.micros, setup.model.router)
+    with setup.replay.replay(setup.routes):
+        setup.train()
+    probe.remove()
+    expected = np.zeros(4)
+    for one in probe.seen:
+        expected[one.layer] += float(one.logits.double().logsumexp(1).square().mean())
+    np.testing.assert_allclose(tracker["z_loss"]["values"].double().numpy(), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("recompute", ["none", "uniform"])
+def test_expert_bias_counters_count_replayed_experts_once_and_no_padding(recompute: str) -> None:
+    setup = Setup(Variant(recompute, router="sigmoid_bias"), padded=True, moe_router_bias_update_rate=0.0)
+    for chunk in setup.model.chunks:  # the update would reset the counters
+        unwrap(chunk).config.finalize_model_grads_func = None
+    with setup.replay.replay(setup.routes, recomputes=False):
+        setup.score()
+        assert all(float(router.local_tokens_per_expert.sum()) == 0 for router in setup.routers())
+    with setup.replay.replay(setup.routes, recomputes=True):
+        setup.train()
+    for layer, router in enumerate(setup.routers()):
+        rows = [
+            routes.experts[: m.batch.num_tokens, layer] for routes, m in zip(setup.routes, setup.micros, strict=True)
+        ]
+        counts = np.bincount(torch.cat(rows).flatten().numpy(), minlength=8)
+        assert router.local_tokens_per_expert.tolist() == counts.tolist()
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-2])
+def test_expert_bias_moves_by_the_dispatched_load_and_only_if_asked(rate: float) -> None:
+    setup = Setup(Variant(router="sigmoid_bias"), moe_router_bias_update_rate=rate)
+    before = [router.expert_bias.clone() for router in setup.routers()]
+    with setup.replay.replay(setup.routes):
+        setup.train()
+    for layer, (router, old) in enumerate(zip(setup.routers(), before, strict=True)):
+        counts = np.bincount(torch.cat([r.experts[:, layer] for r in setup.routes]).flatten().numpy(), minlength=8)
+        step = rate * np.sign(counts.mean() - counts)
+        np.testing.assert_allclose((router.expert_bias - old).numpy(), step, atol=1e-7)
+
+
+def test_megarl_freezes_the_expert_bias_unless_told_otherwise() -> None:
+    setup = Setup(Variant(router="sigmoid_bias"))
+    assert unwrap(setup.model.chunks[0]).config.moe_router_bias_update_rate == 0.0
+    assert SIGMOID["moe_router_enable_expert_bias"]
+
+
+def test_another_aux_loss_policy_is_refused() -> None:
+    with pytest.raises(ReplayError, match="aux_loss = 'native', expected one of dispatch, off"):
+        RoutingReplay(Setup().model.chunks, "native")  # type: ignore[arg-type]
+
+
+def test_the_slot_order_of_a_row_is_replayed_and_changes_rounding_alone() -> None:
+    setup = Setup(Variant(router="top3"))
+    swapped = [MicroRoutes(routes.experts.flip(2), routes.present) for routes in setup.routes]
+    given: list[torch.Tensor] = []
+    hook = setup.routers()[0].router_replay
+    original = hook.get_replay_topk
+    hook.get_replay_topk = lambda *a, **k: given.append(original(*a, **k)[1]) or original(*a, **k)
+    with pytest.raises(ReplayError, match="forward"), setup.replay.replay(swapped):  # the tap asks twice
+        setup.score()
+    assert torch.equal(given[0], swapped[0].experts[:, 0].long())
+    del hook.get_replay_topk
+
+    outputs = []
+    for routes in (setup.routes, swapped):
+        with setup.replay.replay(routes):
+            outputs.append(run(setup.model.chunks, setup.micros, temperature=1.0, vocab_size=32))
+    for one, other in zip(*outputs, strict=True):
+        torch.testing.assert_close(one.logprobs, other.logprobs, rtol=1e-6, atol=1e-6)
+
+
+class TestMultiTokenPrediction:
+    """A model with a multi-token-prediction layer whose router shares a layer number with the decoder's."""
+
+    def model(self, recompute: str) -> GPTModel:
+        variant = Variant(recompute)
+        settings = settings_of({}, variant)
+        join(settings)
+        config = fields_of(settings, variant, mtp_num_layers=1)
+        spec = layer_spec(config, None)
+        torch.manual_seed(0)
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=spec,  # type: ignore[arg-type]
+            vocab_size=32,
+            max_sequence_length=64,
+            position_embedding_type="rope",
+            mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False),  # type: ignore[arg-type]
+        )
+        fill([model])
+        return model
+
+    @pytest.mark.parametrize("recompute", ["none", "moe"])
+    def test_decoder_layers_replay_and_the_prediction_layer_routes_natively_and_is_counted(
+        self, recompute: str
+    ) -> None:
+        model = self.model(recompute)
+        tokens = torch.randint(0, 30, (1, 10), generator=torch.Generator().manual_seed(1))
+        inputs: dict[str, Any] = {
+            "input_ids": tokens,
+            "position_ids": torch.arange(10)[None],
+            "attention_mask": None,
+            "labels": tokens.roll(-1, 1),
+        }
+        sent: dict[str, list[torch.Tensor]] = {}
+        for name, module in model.named_modules():
+            if name.endswith("mlp.token_dispatcher") or not hasattr(module, "token_dispatcher"):
+                continue
+            self._tap(module, sent.setdefault(name, []))
+        assert len(sent) == 5
+        prediction = next(name for name in sent if name.startswith("mtp"))
+        replay = RoutingReplay(model)
+        assert replay.layers == (0, 1, 2, 3)
+        experts = torch.rand(10, 4, 8, generator=torch.Generator().manual_seed(2)).argsort(2)[..., :2].to(torch.uint8)
+        model.train()
+        with replay.replay([experts]) as recording:
+            model(**inputs).sum().backward()
+        assert recording.untraced_rows == 10
+        assert recording.native_rows == 0
+        passes = 2 if recompute == "moe" else 1
+        for name, maps in sent.items():
+            assert len(maps) == passes
+            if name != prediction:
+                layer = int(name.split(".")[2])
+                wanted = torch.zeros(10, 8, dtype=torch.bool).scatter(1, experts[:, layer].long(), True)
+                assert all(torch.equal(seen, wanted) for seen in maps)
+        router = model.get_submodule(prediction).router
+        hidden = router.seen
+        native = torch.zeros(10, 8, dtype=torch.bool).scatter(1, (hidden @ router.weight.T).topk(2).indices, True)
+        assert all(torch.equal(seen, native) for seen in sent[prediction])
+        assert router.weight.grad is not None
+        assert float(router.weight.grad.abs().max()) > 0
+
+        replay.detach()
+        assert all(module.router_replay is None for module in model.modules() if hasattr(module, "router_replay"))
+
+    def _tap(self, module: Any, maps: list[torch.Tensor]) -> None:
+        original = module.token_dispatcher.dispatch_preprocess
+
+        def dispatch_preprocess(hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor) -> Any:
+            maps.append(routing_map.bool().clone())
+            module.router.seen = hidden.detach().reshape(-1, hidden.size(-1)).clone()
+            return original(hidden, routing_map, probs)
+
+        module.token_dispatcher.dispatch_preprocess = dispatch_preprocess
