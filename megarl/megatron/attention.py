@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import scaled_dot_product_attention
 
 from megarl.core.parallel import zigzag_indices, zigzag_inverse
+from megarl.errors import ConfigError
 
 
 @dataclass
@@ -99,7 +100,7 @@ class PackedAttention(torch.nn.Module):
         }
         refused = [name for name, hit in unsupported.items() if hit]
         if refused:
-            raise NotImplementedError(f"attention without Transformer Engine supports no {', '.join(refused)}")
+            raise ConfigError(f"attention without Transformer Engine supports no {', '.join(refused)}")
         self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels or 1)
 
@@ -171,7 +172,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma:
-            raise NotImplementedError(
+            raise ConfigError(
                 f"norm {config.normalization!r} (zero-centred: {config.layernorm_zero_centered_gamma}) needs "
                 "Transformer Engine; without it only plain RMSNorm is built"
             )

@@ -18,6 +18,7 @@ from megarl import megatron_fields
 from megarl.config import Config
 from megarl.errors import NumericsError
 from megarl.megatron.model import ModelShape, build_model, read_shape, transformer_config
+from megarl.megatron.refusals import as_config_error
 from megarl.megatron.replay import RoutingReplay
 from megarl.megatron.weights import export_hf, load_hf
 
@@ -58,21 +59,23 @@ class Policy:
         self.shape: ModelShape = read_shape(config.model.path)
         checked = megatron_fields.check(config.megatron)
         tables = {name: megatron_fields.realize(name, values) for name, values in checked.items()}
-        self.megatron_config: TransformerConfig = transformer_config(
-            self.shape, {**layout_fields(config), **tables["TransformerConfig"]}, DTYPES[config.model.dtype]
-        )
-        chunks: Sequence[torch.nn.Module] = build_model(self.shape, self.megatron_config)
+        with as_config_error("build the model", config.megatron):
+            self.megatron_config: TransformerConfig = transformer_config(
+                self.shape, {**layout_fields(config), **tables["TransformerConfig"]}, DTYPES[config.model.dtype]
+            )
+            chunks: Sequence[torch.nn.Module] = build_model(self.shape, self.megatron_config)
         load_hf(chunks, self.shape, config.model.path)
         if config.model.dtype != "fp32":
             chunks = [Float16Module(self.megatron_config, chunk) for chunk in chunks]
-        ddp = _ddp_config(config, tables["DistributedDataParallelConfig"])
-        self.chunks = [
-            DistributedDataParallel(self.megatron_config, ddp, chunk, disable_bucketing=index > 0)
-            for index, chunk in enumerate(chunks)
-        ]
-        optimizer_config = _optimizer_config(config, schedule, tables["OptimizerConfig"])
-        self.optimizer = get_megatron_optimizer(optimizer_config, self.chunks)
-        self.scheduler = _scheduler(self.optimizer, schedule)
+        with as_config_error("build the optimizer", config.megatron):
+            ddp = _ddp_config(config, tables["DistributedDataParallelConfig"])
+            self.chunks = [
+                DistributedDataParallel(self.megatron_config, ddp, chunk, disable_bucketing=index > 0)
+                for index, chunk in enumerate(chunks)
+            ]
+            optimizer_config = _optimizer_config(config, schedule, tables["OptimizerConfig"])
+            self.optimizer = get_megatron_optimizer(optimizer_config, self.chunks)
+            self.scheduler = _scheduler(self.optimizer, schedule)
         self._connect_schedules()
         # Without replay the hook only watches, so a setting that bypasses it costs a metric and is no error.
         watched = config.train.replay != "none" or not megatron_fields.replay_blockers(vars(self.megatron_config))

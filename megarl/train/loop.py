@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from megarl.core.metrics import Stat, finalize
 from megarl.errors import ConfigError
 from megarl.megatron import checkpoint, distributed
 from megarl.megatron.policy import DTYPES, Policy, schedule_of
+from megarl.megatron.refusals import as_config_error
 from megarl.rollout.local import LocalEngine
 from megarl.train.metrics import MetricsLog
 from megarl.train.progress import StepProgress
@@ -64,12 +65,15 @@ class Trainer:
 
     def run(self) -> None:
         """All remaining steps."""
+        config = self.config
         first = self._resume()
         self.engine.update_weights(self.policy.export(), version=first)
-        if first == 0 and self.config.eval.every:
+        if first == 0 and config.eval.every:
             self._evaluate(0)
-        for step in range(first, self.config.run.steps):
-            self._step(step)
+        for step in range(first, config.run.steps):
+            # Some settings are only found out when they are used.
+            with as_config_error("train", config.megatron) if step == first and config.megatron else nullcontext():
+                self._step(step)
         self.engine.close()
 
     def _resume(self) -> int:

@@ -7,6 +7,7 @@ of demonstrated tokens in the batch, so the loss is the mean negative log-likeli
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from megarl.errors import ConfigError
 from megarl.megatron import batches, distributed, forward
 from megarl.megatron.model import read_shape
 from megarl.megatron.policy import Policy, Schedule
+from megarl.megatron.refusals import as_config_error
 from megarl.megatron.weights import save_hf
 from megarl.train.progress import StepProgress
 from megarl.train.step import collect, over_ranks
@@ -58,7 +60,8 @@ def sft(config: Config) -> None:
     with progress.bar("cold start", plan.steps) as advance:
         for step in range(plan.steps):
             chosen = order.take(step * plan.batch_size, plan.batch_size)[own]
-            metrics = _step(config, policy, [demonstrations[i] for i in chosen])
+            with as_config_error("train", config.megatron) if step == 0 and config.megatron else nullcontext():
+                metrics = _step(config, policy, [demonstrations[i] for i in chosen])
             advance(1)
             if metrics and (time.monotonic() - said > _LINE_EVERY_S or step + 1 == plan.steps):
                 said = time.monotonic()
