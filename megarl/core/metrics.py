@@ -1,8 +1,7 @@
 """Statistics that merge exactly over micro-batches and ranks.
 
-A ``Stat`` holds only numbers that are added and numbers of which the largest is taken. So a dictionary of them is two
-flat vectors, and two all-reduces (SUM and MAX) merge it over any number of ranks; a minimum is a negated maximum.
-Which names a step produces never depends on its data, so the vectors have the same layout on every rank.
+A ``Stat`` holds only numbers that are added and numbers of which the largest is taken (a minimum is a negated maximum),
+so the parts may be merged in any grouping and number.
 """
 
 from __future__ import annotations
@@ -108,14 +107,6 @@ class Stat:
         return values[""]
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """What stands where in the flat vectors of ``to_vectors``."""
-
-    entries: tuple[tuple[str, Kind, int, int], ...]
-    """(name, kind, number of sums, number of maxima), sorted by name; must be equal on all ranks."""
-
-
 def merge(dictionaries: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
     """Return name -> statistic over all observations; a name may be absent from some of the dictionaries."""
     merged: dict[str, Stat] = {}
@@ -139,25 +130,6 @@ def finalize(statistics: Mapping[str, Stat]) -> dict[str, float]:
         if not math.isfinite(value):
             raise NumericsError(f"metric {name!r} is {value}, expected a finite number: look at the column behind it")
     return numbers
-
-
-def to_vectors(statistics: Mapping[str, Stat]) -> tuple[Layout, Tensor, Tensor]:
-    """Return the layout and two flat float64 vectors, to be all-reduced by SUM and by MAX."""
-    ordered = sorted(statistics.items())
-    layout = Layout(tuple((name, stat.kind, stat.sums.numel(), stat.maxima.numel()) for name, stat in ordered))
-    if not ordered:
-        return layout, _vector(), _vector()
-    return layout, torch.cat([stat.sums for _, stat in ordered]), torch.cat([stat.maxima for _, stat in ordered])
-
-
-def from_vectors(layout: Layout, sums: Tensor, maxima: Tensor) -> dict[str, Stat]:
-    """Return the dictionary that ``to_vectors`` took apart."""
-    sum_parts = sums.split([num_sums for _, _, num_sums, _ in layout.entries])
-    max_parts = maxima.split([num_maxima for _, _, _, num_maxima in layout.entries])
-    return {
-        name: Stat(kind, sum_part, max_part)
-        for (name, kind, _, _), sum_part, max_part in zip(layout.entries, sum_parts, max_parts, strict=True)
-    }
 
 
 def _vector(value: Tensor | float | None = None, device: torch.device | None = None) -> Tensor:

@@ -74,12 +74,6 @@ def sequence_parallel_slice(num_tokens: int, tp_size: int, tp_rank: int) -> slic
     return slice(tp_rank * share, (tp_rank + 1) * share)
 
 
-def local_indices(cu_seqlens: Tensor, *, cp_size: int, cp_rank: int, tp_size: int, tp_rank: int) -> Tensor:
-    """Return int64 [T / (cp_size * tp_size)]: the packed tokens of one rank under CP and sequence parallelism."""
-    held = zigzag_indices(cu_seqlens, cp_size, cp_rank)
-    return held[sequence_parallel_slice(held.numel(), tp_size, tp_rank)]
-
-
 def inverse_permutation(order: Tensor) -> Tensor:
     """Return int64 [T] with ``inverse[order[i]] == i``, so that ``column[order][inverse]`` is the column."""
     inverse = torch.empty_like(order)

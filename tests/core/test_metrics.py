@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.core.metrics import Stat, finalize, from_vectors, merge, to_vectors
+from megarl.core.metrics import Stat, finalize, merge
 from megarl.errors import NumericsError
 
 BUILDERS = {
@@ -47,22 +47,10 @@ def test_merging_parts_gives_the_whole(left, right):
     assert finalize(merge([every_stat(left), every_stat(right)])) == pytest.approx(whole, rel=1e-9, abs=1e-7)
 
 
-@settings(max_examples=40, deadline=None)
-@given(ranks=st.lists(entries, min_size=1, max_size=4))
-def test_flat_vectors_all_reduce(ranks):
-    """What an all-reduce by SUM and one by MAX do to the vectors of every rank is a merge."""
-    stats = [every_stat(values) for values in ranks]
-    layouts, sums, maxima = zip(*(to_vectors(rank) for rank in stats), strict=True)
-    assert all(layout == layouts[0] for layout in layouts)
-    reduced = from_vectors(layouts[0], torch.stack(sums).sum(0), torch.stack(maxima).amax(0))
-    assert finalize(reduced) == pytest.approx(finalize(merge(stats)), rel=1e-9, abs=1e-7)
-
-
 def test_nothing_observed_is_left_out():
     numbers = finalize(every_stat([(1.0, False)]))
     assert numbers == {"count": 0.0}
-    layout, sums, maxima = to_vectors({})
-    assert from_vectors(layout, sums, maxima) == {}
+    assert finalize({}) == {}
 
 
 def test_quantiles_of_a_known_distribution():
