@@ -215,6 +215,10 @@ class TrainConfig(Table):
     """Which experts training uses: its own, those of the old-log-prob pass (r2), or those of the engine (r3)."""
     max_missing_rows: float = Field(default=0.05, ge=0, le=1)
     """Largest share of tokens without a recorded route before the step is an error; fraction."""
+    mixed_versions: Literal["allow", "refuse"] = "allow"
+    """Whether a response may mix weight versions, in its tokens or between a token and its routes."""
+    replay_aux_loss: Literal["dispatch", "off"] = "dispatch"
+    """What load-balancing losses count under replay: the experts that tokens go to, or nothing."""
 
     @property
     def objective_parts(self) -> dict[str, bool | int | float | str | None]:

@@ -75,8 +75,9 @@ def partition_into(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
 def pack(rollouts: Sequence[Rollout], advantages: Values) -> TrainBatch:
     """Put rollouts back to back, in the given order, with one advantage per sequence ([N]) on each of its tokens.
 
-    Routes of 16 bits become int16, which torch indexes everywhere. Raises RolloutError or TraceError, naming group
-    and sample, if a column does not fit its tokens or only some rollouts carry routes.
+    Routes of 16 bits become int16, which torch indexes everywhere. A mask of routes that lie elsewhere is kept. Raises
+    RolloutError or TraceError, naming group and sample, if a column does not fit its tokens or only some rollouts carry
+    routes.
     """
     if not rollouts:
         raise ValueError("there are no rollouts to pack, expected at least one")
@@ -180,7 +181,8 @@ def _joined(columns: Sequence[np.ndarray], dtype: type[np.generic]) -> Tensor:
 def _pack_routes(rollouts: Sequence[Rollout]) -> tuple[Tensor | None, Tensor | None]:
     with_routes = [r for r in rollouts if r.routed_experts is not None]
     if not with_routes:
-        return None, None
+        masks = [r.routed_mask for r in rollouts if r.routed_mask is not None]
+        return None, _joined(masks, np.bool_) if len(masks) == len(rollouts) else None
     for rollout in rollouts:
         if rollout.routed_experts is None:
             raise TraceError(

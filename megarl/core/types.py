@@ -11,12 +11,26 @@ input. Nothing is shifted by one until the model is called (``megarl.megatron.ba
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Literal
 
 import numpy as np
 import torch
 
 FinishReason = Literal["stop", "length", "abort"]
+
+
+class RowSource(IntEnum):
+    """Where the routes of a token come from."""
+
+    MISSING = 0
+    """No routes were recorded."""
+    CAPTURED = 1
+    """The sampling engine's own, from the pass that produced or read the token."""
+    NATIVE = 2
+    """The training routers' own choice."""
+    REPREFILLED = 3
+    """Taken from a later pass of the sampling engine over the finished text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +62,15 @@ class Rollout:
     routed_experts: np.ndarray | None
     """uint8 (E <= 256) or uint16 [T, L, K], MoE layers only; None if the engine records no routes."""
     routed_mask: np.ndarray | None
-    """bool [T], True where routed_experts holds a real row. The engine may miss rows (the last token, holes)."""
+    """bool [T], True where there is a real row. The engine may miss rows (the last token, holes). With a mask and no
+    routed_experts the routes lie on another rank; None if there are none at all."""
     weight_versions: np.ndarray
     """int32 [T], version of the weights that produced (generated tokens) or read (other tokens) the token."""
     finish_reason: FinishReason
+    route_versions: np.ndarray | None = None
+    """int32 [T], version of the weights that chose the experts of each row; None = weight_versions."""
+    route_sources: np.ndarray | None = None
+    """uint8 [T], a RowSource; None = captured where routed_mask, else missing."""
 
     @property
     def num_tokens(self) -> int:

@@ -13,7 +13,6 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +20,15 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from megarl.core.provenance import row_sources, row_versions
 from megarl.core.routing import RoutingTrace, decode, encode
-from megarl.core.types import Rollout
+from megarl.core.types import Rollout, RowSource
 from megarl.errors import ConfigError, TraceError
 
 FORMAT = "megarl-routing-traces"
 FORMAT_VERSION = 1
 _COLUMNS = {"tokens": np.dtype(np.int32), "row_versions": np.dtype(np.int32), "row_sources": np.dtype(np.uint8)}
 """Tensors with one entry per token that a file may hold besides the traces."""
-
-
-class RowSource(IntEnum):
-    """Where the routes of a token come from."""
-
-    MISSING = 0
-    """No routes were recorded."""
-    CAPTURED = 1
-    """The sampling engine's own, from the pass that produced or read the token."""
-    NATIVE = 2
-    """The training routers' own choice."""
-    REPREFILLED = 3
-    """Taken from a later pass of the sampling engine over the finished text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +92,7 @@ def from_rollout(rollout: Rollout, num_experts: int, prefix: str = "") -> Traced
     if rollout.routed_experts is None:
         raise TraceError(f"{name}: the rollout has no routes; sample with return_routed_experts = True")
     trace = RoutingTrace(rollout.routed_experts, num_experts, present=rollout.routed_mask, label=name)
-    present = np.ones(rollout.num_tokens, dtype=bool) if trace.present is None else trace.present
-    sources = np.where(present, RowSource.CAPTURED, RowSource.MISSING).astype(np.uint8)
-    return TracedSequence(name, trace, rollout.tokens, rollout.weight_versions, sources)
+    return TracedSequence(name, trace, rollout.tokens, row_versions(rollout), row_sources(rollout))
 
 
 class TraceFile:

@@ -170,23 +170,35 @@ def _all_gather(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return torch.cat(parts)
 
 
+def router_tokens(cu_seqlens: torch.Tensor, num_slots: int, tp: tuple[int, int], cp: tuple[int, int]) -> torch.Tensor:
+    """int64 [T_local]: the packed token at each place that the routers of a rank see, -1 for padding.
+
+    ``cu_seqlens`` [N+1] of the micro-batch without padding; ``tp`` and ``cp`` are (size, rank). Context parallelism
+    leaves a rank two chunks of every sequence, and sequence parallelism a contiguous share of those.
+    """
+    padded = padded_cu_seqlens(cu_seqlens, _sequence_multiple(cp[0]))
+    token_at = torch.full((num_slots,), -1)
+    token_at[padded_positions(cu_seqlens, padded)] = torch.arange(int(cu_seqlens[-1]))
+    if num_slots > int(padded[-1]):
+        padded = torch.cat([padded, padded.new_tensor([num_slots])])
+    held = zigzag_indices(padded, *cp)
+    return token_at[held[sequence_parallel_slice(held.numel(), *tp)]]
+
+
 def local_routes(micro: MicroBatch, layers: Sequence[int], shape: ModelShape) -> MicroRoutes:
     """The rows of a micro-batch's ``routed_experts`` column that the routers of this rank use.
 
     ``layers`` are the 0-based global layers of the rank (``RoutingReplay.layers``). Missing rows and padding are marked
-    absent, so that they route natively. Sequence parallelism leaves each tensor-parallel rank a contiguous share of the
-    slots that its context-parallel rank holds.
+    absent, so that they route natively. For batches that a rank has whole; ``route_exchange`` serves those whose routes
+    lie where they were sampled.
     """
     batch = micro.batch
     if batch.routed_experts is None or batch.routed_mask is None:
         raise TraceError("the batch has no routed_experts column, but replay needs one: sample with routes, or use r2")
     columns = [shape.moe_layers.index(layer) for layer in layers]
-    tp = parallel_state.get_tensor_model_parallel_world_size()
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    own = micro.held[sequence_parallel_slice(micro.held.numel(), tp, tp_rank)]
-    token_at = torch.full((micro.num_slots,), -1)
-    token_at[micro.slots] = torch.arange(batch.num_tokens)
-    token = token_at[own]
+    tp = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    cp = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    token = router_tokens(batch.cu_seqlens, micro.num_slots, tp, cp)
     rows = token.clamp(min=0)
     experts = batch.routed_experts[rows][:, columns]
     present = (token >= 0) & batch.routed_mask[rows]
@@ -194,10 +206,15 @@ def local_routes(micro: MicroBatch, layers: Sequence[int], shape: ModelShape) ->
 
 
 def check_routes(rollouts: Sequence[Rollout], shape: ModelShape) -> None:
-    """TraceError naming the first rollout whose routes cannot be of this model: before a step, not in it."""
+    """TraceError naming the first rollout whose routes cannot be of this model: before a step, not in it.
+
+    A rollout with a ``routed_mask`` alone has its routes on another rank, which checks them.
+    """
     expected = (len(shape.moe_layers), shape.topk)
     for rollout in rollouts:
         label = f"group {rollout.group} sample {rollout.sample}"
+        if rollout.routed_experts is None and rollout.routed_mask is not None:
+            continue
         if rollout.routed_experts is None:
             raise TraceError(f"{label}: no routed experts, but replay needs them: was the engine asked for routes?")
         trace = RoutingTrace(rollout.routed_experts, shape.num_experts, rollout.routed_mask, label)
@@ -209,23 +226,24 @@ def check_routes(rollouts: Sequence[Rollout], shape: ModelShape) -> None:
 
 
 def shared_with_rollout(
-    recorded: Sequence[MicroRoutes], micro_batches: Sequence[MicroBatch], layers: Sequence[int], shape: ModelShape
+    used: Sequence[MicroRoutes],
+    rollout: Sequence[MicroRoutes],
+    micro_batches: Sequence[MicroBatch],
+    layers: Sequence[int],
 ) -> list[np.ndarray]:
     """How many experts training and rollout share: per micro-batch int64 [T', L], for the T' tokens with a rollout row.
 
-    A collective call: tensor- and context-parallel ranks put their tokens together, pipeline stages
-    their layers.
+    Both are this rank's routes of its ``layers``. A collective call: tensor- and context-parallel ranks put the counts
+    of their tokens together, pipeline stages those of their layers.
     """
-    columns = [shape.moe_layers.index(layer) for layer in layers]
     found = []
-    for routes, micro in zip(recorded, micro_batches, strict=True):
-        of_context_rank = _all_gather(routes.experts, parallel_state.get_tensor_model_parallel_group())
-        used = _over_context_ranks(of_context_rank, micro)[micro.slots.to(of_context_rank.device)]
-        assert micro.batch.routed_experts is not None
+    for ours, theirs, micro in zip(used, rollout, micro_batches, strict=True):
+        shared = torch.from_numpy(shared_experts(ours.experts.cpu().numpy(), theirs.experts.cpu().numpy()))
+        share = shared.to(torch.uint8).to(torch.cuda.current_device())
+        of_context_rank = _all_gather(share, parallel_state.get_tensor_model_parallel_group())
+        by_token = _over_context_ranks(of_context_rank, micro)[micro.slots.to(share.device)].cpu()
         assert micro.batch.routed_mask is not None
-        present = micro.batch.routed_mask
-        rollout = micro.batch.routed_experts[present][:, columns]
-        found.append(shared_experts(used.cpu()[present].numpy(), rollout.numpy()))
+        found.append(by_token[micro.batch.routed_mask].numpy().astype(np.int64))
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:
         return found

@@ -2,8 +2,9 @@
 
 Sequence ``s = group * G + sample`` of a global step belongs to mini-batch ``s // (B * G / N)``; inside a mini-batch
 the data-parallel ranks hold equal, contiguous shares. The ranks that hold one copy of the model divide the sampling
-of their share and then exchange the rollouts, so a rollout and its routes travel no further. Only rewards, one number
-each, are known everywhere: advantages need whole groups, which may span ranks.
+of their share and then exchange the rollouts, but not the routes, of which every rank needs other rows: those stay on
+the rank that drew them until the step is cut into micro-batches. Only rewards, one number each, are known everywhere:
+advantages need whole groups, which may span ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from megarl.config import Config
 from megarl.core.diagnostics import effective_prompt_ratio
 from megarl.core.metrics import Stat
 from megarl.core.objectives import Objective, selected_responses, sequence_advantages
+from megarl.core.provenance import provenance_metrics, refuse_mixed_versions
 from megarl.core.types import Rollout, SampleRequest
 from megarl.data.prompts import Prompt, PromptOrder, load_prompts
 from megarl.data.rewards import load_reward, score
@@ -123,7 +125,11 @@ class Sampler:
             raise RolloutError(f"step {step}: the reward function failed on every response; first: {error}")
         groups = np.repeat(np.arange(num_groups), size)
         advantages, counted = self._advantages(rewards, valid, groups)
-        by_sequence = {r.group * size + r.sample: r for r in distributed.gather_in_model(drawn)}
+        if self.config.train.mixed_versions == "refuse":
+            refuse_mixed_versions(drawn)
+        # Routes stay where they were drawn until it is known which rank needs which rows.
+        exchanged = distributed.gather_in_model([replace(r, routed_experts=None) for r in drawn])
+        by_sequence = {r.group * size + r.sample: r for r in [*exchanged, *drawn]}
         mini_batches = [[_counted(by_sequence[s], bool(counted[s])) for s in part] for part in owned]
         return StepRollouts(
             mini_batches,
@@ -245,14 +251,10 @@ def _reward_metrics(rewards: np.ndarray, valid: np.ndarray, groups: np.ndarray) 
 def _rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Stat]:
     lengths = torch.tensor([float(len(r.tokens) - r.prompt_length) for r in rollouts], dtype=torch.float64)
     truncated = torch.tensor([float(r.finish_reason == "length") for r in rollouts], dtype=torch.float64)
-    masks = [r.routed_mask if r.routed_mask is not None else np.zeros(len(r.tokens), bool) for r in rollouts]
-    present = torch.from_numpy(np.concatenate(masks))
-    versions = torch.tensor([float(np.ptp(r.weight_versions) > 0) for r in rollouts], dtype=torch.float64)
     return {
+        **provenance_metrics(rollouts),
         "response/length_mean": Stat.mean(lengths),
         "response/length_max": Stat.max(lengths),
         "response/truncated_fraction": Stat.mean(truncated),
-        "rollout/missing_rows_fraction": Stat.mean((~present).double()),
-        "rollout/mixed_versions_fraction": Stat.mean(versions),
         "rollout/tokens": Stat.total(float(sum(len(r.tokens) for r in rollouts))),
     }

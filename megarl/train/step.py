@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from megarl.megatron.batches import MicroBatch
 from megarl.megatron.policy import Policy
 from megarl.megatron.reference import Reference
 from megarl.megatron.replay import MicroRoutes, Recording
+from megarl.megatron.route_exchange import deliver_routes
 from megarl.train.progress import Advance
 from megarl.train.token_advantages import Judged, with_token_advantages
 
@@ -40,6 +41,8 @@ class MiniBatch:
     micro_batches: list[MicroBatch]
     denominators: Denominators
     """Over all ranks."""
+    rollout_routes: list[MicroRoutes] | None = None
+    """The engine's routes, this rank's rows and layers; None if it recorded none, or nothing here could use them."""
     routes: list[MicroRoutes] | None = None
     """What training replays; None routes natively."""
     old_logprobs: list[torch.Tensor] | None = None
@@ -81,14 +84,15 @@ class TrainStep:
         return self.config.train.mini_batches > 1 or self.needs_token_advantages or beforehand
 
     def prepare(self, rollouts: Sequence[Rollout], advantages: np.ndarray) -> MiniBatch:
-        """Check, pack and cut this rank's rollouts of one mini-batch; a collective call.
+        """Check, pack and cut this rank's rollouts of one mini-batch, and fetch its rows of their routes; collective.
 
-        TraceError if replay is "r3" and a trace is not of this model, or too many rows are missing.
+        A rollout has its routes on one rank of the model copy at least. TraceError if a trace is not of this model, or
+        if replay is "r3" and routes are absent or too many rows missing.
         """
-        r3 = self.config.train.replay == "r3"
-        if r3:
+        r3, replay = self.config.train.replay == "r3", self.policy.replay
+        if r3 or any(rollout.routed_mask is not None for rollout in rollouts):
             batches.check_routes(rollouts, self.policy.shape)
-        batch = pack(rollouts, advantages)
+        batch = pack([replace(rollout, routed_experts=None) for rollout in rollouts], advantages)
         if r3:
             self._check_missing(batch)
         micro_batches = batches.split_micro_batches(
@@ -97,9 +101,10 @@ class TrainStep:
         mini = MiniBatch(
             micro_batches, over_ranks(Denominators.of(batch.loss_mask, batch.cu_seqlens, batch.rollout_logprobs))
         )
-        if r3 and self.policy.replay:
-            layers = self.policy.replay.layers
-            mini.routes = [batches.local_routes(micro, layers, self.policy.shape) for micro in micro_batches]
+        if replay is not None and batch.routed_mask is not None:
+            mini.rollout_routes = deliver_routes(rollouts, micro_batches, replay.layers, self.policy.shape)
+        if r3:
+            mini.routes = mini.rollout_routes
         return mini
 
     def _check_missing(self, batch: TrainBatch) -> None:
@@ -222,12 +227,12 @@ class TrainStep:
 
     def _routing_metrics(self, mini: MiniBatch, seen: Recording) -> None:
         """Disagreement between the rollout's routes and those used here, and those the routers would have chosen."""
-        if self.policy.replay is None or any(micro.batch.routed_experts is None for micro in mini.micro_batches):
+        if self.policy.replay is None or mini.rollout_routes is None:
             return
         layers, shape = self.policy.replay.layers, self.policy.shape
         for prefix, routes in (("router", seen.routes), ("router/native", seen.native)):
             if routes:
-                counts = batches.shared_with_rollout(routes, mini.micro_batches, layers, shape)
+                counts = batches.shared_with_rollout(routes, mini.rollout_routes, mini.micro_batches, layers)
                 stats = Disagreement.of(np.concatenate(counts), shape.topk).stats(prefix)
                 mini.metrics = merge([mini.metrics, stats])
 

@@ -14,7 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from megarl.core.routing import Disagreement, RoutingTrace, common_rows, shared_experts
-from megarl.data.traces import RowSource, TracedSequence, TraceFile, TraceInfo, read_traces
+from megarl.core.types import RowSource
+from megarl.data.traces import TracedSequence, TraceFile, TraceInfo, read_traces
 from megarl.errors import ConfigError, TraceError
 from megarl.train.metrics import write_atomically
 

@@ -100,7 +100,8 @@ def recorded(layout: dict[str, int], recompute: str = "none", dispatcher: str = 
         kept = recording.routes[one.micro].experts[:, column].long()
         if not torch.equal(torch.zeros_like(one.experts).scatter(1, kept, True), one.experts):
             wrong.append((one.layer, one.micro))
-    shared = shared_with_rollout(recording.routes, micros, policy.replay.layers, policy.shape)
+    of_rollouts = [local_routes(micro, policy.replay.layers, policy.shape) for micro in micros]
+    shared = shared_with_rollout(recording.routes, of_rollouts, micros, policy.replay.layers)
     counted = _count_shared(probe, micros, policy.shape.moe_layers)
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, (same, wrong, [one.tolist() for one in shared] == counted, counted))

@@ -336,7 +336,9 @@ def _broken(kind: str) -> Any:
         experts = experts[:, :2]
     elif kind == "topk":
         experts = experts[:, :, :1]
-    return replace(one, routed_experts=None if kind == "missing" else experts)
+    if kind == "missing":
+        return replace(one, routed_experts=None, routed_mask=None)
+    return replace(one, routed_experts=experts)
 
 
 @pytest.mark.parametrize(

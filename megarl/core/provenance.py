@@ -1,0 +1,74 @@
+"""Where the routes of a rollout come from: which weights chose them, and how they were recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from megarl.core.metrics import Stat
+from megarl.core.types import Rollout, RowSource
+from megarl.errors import RolloutError
+
+
+def row_sources(rollout: Rollout) -> np.ndarray:
+    """uint8 [T], a RowSource for each token."""
+    if rollout.route_sources is not None:
+        return rollout.route_sources
+    present = np.zeros(rollout.num_tokens, bool) if rollout.routed_mask is None else rollout.routed_mask
+    return np.where(present, RowSource.CAPTURED, RowSource.MISSING).astype(np.uint8)
+
+
+def row_versions(rollout: Rollout) -> np.ndarray:
+    """int32 [T], version of the weights that chose the experts of each row."""
+    return rollout.weight_versions if rollout.route_versions is None else rollout.route_versions
+
+
+def provenance_metrics(rollouts: Sequence[Rollout]) -> dict[str, Stat]:
+    """Shares of tokens by source of their row, and of what mixes weights.
+
+    ``routes/stale_rows_fraction``: rows chosen by other weights than those that produced or read their token, as an
+    engine returns that pauses, takes new weights and prefills again. ``rollout/mixed_versions_fraction``: responses
+    whose tokens come from more than one version.
+    """
+    sources = np.concatenate([row_sources(rollout) for rollout in rollouts])
+    stale = np.concatenate([_stale(rollout) for rollout in rollouts])
+    mixed = np.array([_num_versions(rollout) > 1 for rollout in rollouts])
+    shares = {
+        "rollout/missing_rows_fraction": sources == RowSource.MISSING,
+        "rollout/mixed_versions_fraction": mixed,
+        "routes/captured_fraction": sources == RowSource.CAPTURED,
+        "routes/native_fraction": sources == RowSource.NATIVE,
+        "routes/reprefilled_fraction": sources == RowSource.REPREFILLED,
+        "routes/stale_rows_fraction": stale,
+    }
+    return {name: Stat.mean(torch.from_numpy(share).double()) for name, share in shares.items()}
+
+
+def refuse_mixed_versions(rollouts: Sequence[Rollout]) -> None:
+    """RolloutError naming the first response whose tokens or routes come from more than one version of the weights."""
+    for rollout in rollouts:
+        label = f"group {rollout.group} sample {rollout.sample}"
+        if _num_versions(rollout) > 1:
+            found = np.unique(rollout.weight_versions).tolist()
+            raise RolloutError(
+                f"{label}: its tokens come from weight versions {found}, expected one: let the engine abort what runs "
+                'when weights change, or allow it with train.mixed_versions = "allow"'
+            )
+        stale = _stale(rollout)
+        if stale.any():
+            token = int(stale.argmax())
+            raise RolloutError(
+                f"{label}: the experts of token {token} were chosen by weight version {row_versions(rollout)[token]}, "
+                f"the token by version {rollout.weight_versions[token]} ({np.count_nonzero(stale)} such rows): flush "
+                'the engine\'s cache when weights change, or allow it with train.mixed_versions = "allow"'
+            )
+
+
+def _stale(rollout: Rollout) -> np.ndarray:
+    return (row_sources(rollout) != RowSource.MISSING) & (row_versions(rollout) != rollout.weight_versions)
+
+
+def _num_versions(rollout: Rollout) -> int:
+    return len(np.unique(rollout.weight_versions))

@@ -1,0 +1,198 @@
+"""Brings rows of routing traces to the ranks whose routers need them: each rank gets its tokens and its layers only.
+
+A row is the experts of one token in the MoE layers. Who holds which rows and who wants which follows from a few
+integers per sequence (``Placement``); ranks exchange those, every rank works out the rest, and then each row travels
+once, as one byte per expert (two above 256 experts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megarl.core.types import Rollout
+from megarl.errors import TraceError
+from megarl.megatron.batches import MicroBatch, router_tokens
+from megarl.megatron.distributed import model_group
+from megarl.megatron.model import ModelShape
+from megarl.megatron.replay_hooks import MicroRoutes
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The sequences of one micro-batch, or any sequences back to back."""
+
+    sequences: np.ndarray
+    """int64 [N], an identity of each sequence that all ranks of the exchange share."""
+    lengths: np.ndarray
+    """int64 [N], tokens."""
+    num_slots: int
+    """Of the micro-batch, alignment included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which rows one rank has, or wants: those of the tokens that its routers see, in their order."""
+
+    pieces: tuple[Piece, ...]
+    layers: tuple[int, ...]
+    """0-based global layers."""
+    tp: tuple[int, int] = (1, 0)
+    """Size and rank."""
+    cp: tuple[int, int] = (1, 0)
+    """Size and rank."""
+
+    @staticmethod
+    def of_micro_batches(
+        micro_batches: Sequence[MicroBatch], layers: Sequence[int], sequences: Sequence[int] | None = None
+    ) -> Placement:
+        """What this rank's routers see. ``sequences`` [N] names the mini-batch's sequences; default 0..N-1."""
+        names = None if sequences is None else np.asarray(sequences, np.int64)
+        pieces = []
+        for micro in micro_batches:
+            local = np.asarray(micro.sequences, np.int64)
+            lengths = np.diff(micro.batch.cu_seqlens.cpu().numpy())
+            pieces.append(Piece(local if names is None else names[local], lengths, micro.num_slots))
+        sizes = parallel_state
+        return Placement(
+            tuple(pieces),
+            tuple(layers),
+            (sizes.get_tensor_model_parallel_world_size(), sizes.get_tensor_model_parallel_rank()),
+            (sizes.get_context_parallel_world_size(), sizes.get_context_parallel_rank()),
+        )
+
+    @staticmethod
+    def of_sequences(sequences: Sequence[int], lengths: Sequence[int], layers: Sequence[int]) -> Placement:
+        """Whole sequences, every token once, as an engine returns them."""
+        piece = Piece(np.asarray(sequences, np.int64), np.asarray(lengths, np.int64), int(sum(lengths)))
+        return Placement((piece,), tuple(layers))
+
+    def rows(self) -> np.ndarray:
+        """int64 [R]: sequence * 2^32 + position of each row, -1 for padding."""
+        return np.concatenate([np.empty(0, np.int64), *(self._rows_of(piece) for piece in self.pieces)])
+
+    def rows_by_piece(self) -> list[int]:
+        """How many rows each piece has."""
+        return [piece.num_slots // (self.tp[0] * self.cp[0]) for piece in self.pieces]
+
+    def _rows_of(self, piece: Piece) -> np.ndarray:
+        bounds = np.concatenate([[0], np.cumsum(piece.lengths)])
+        tokens = router_tokens(torch.from_numpy(bounds), piece.num_slots, self.tp, self.cp).numpy()
+        names = np.repeat(piece.sequences << 32, piece.lengths)
+        ids = names + np.arange(bounds[-1]) - np.repeat(bounds[:-1], piece.lengths)
+        return np.where(tokens >= 0, ids[tokens], -1) if len(ids) else np.full(len(tokens), -1)
+
+
+def exchange(have: Placement, rows: torch.Tensor, want: Placement, group: dist.ProcessGroup) -> torch.Tensor:
+    """Rows [R_want, L_want, K] out of those, [R_have, L_have, K] in a narrow integer dtype, of all ranks of a group.
+
+    A collective call. Padding rows are 0. TraceError naming the sequence if a wanted row is nowhere.
+    """
+    if len(have.rows()) != len(rows) or rows.size(1) != len(have.layers):
+        raise TraceError(
+            f"routes are {list(rows.shape)}, expected {len(have.rows())} rows of {len(have.layers)} layers"
+        )
+    told: list[tuple[Placement, Placement]] = [(have, want)]
+    if group.size() > 1:
+        told = [(have, want)] * group.size()
+        dist.all_gather_object(told, (have, want), group=group)
+    order = np.argsort(have.rows(), kind="stable")
+    parcels = [_parcel(have, rows, order, of_rank) for _, of_rank in told]
+    wanted = want.rows()
+    result = rows.new_zeros(len(wanted), len(want.layers), rows.size(2))
+    filled = np.zeros((len(wanted), len(want.layers)), bool)
+    slots = [_slots_from(of_rank, want, wanted) for of_rank, _ in told]
+    sizes = [len(at) * len(columns) * rows.size(2) for at, columns in slots]
+    for (at, columns), parcel in zip(slots, _all_to_all(parcels, sizes, group), strict=True):
+        if len(at) and columns:
+            grid = np.ix_(at, columns)
+            result[grid] = parcel.view(len(at), len(columns), rows.size(2))
+            filled[grid] = True
+    _check_filled(filled, wanted, want)
+    return result
+
+
+def _parcel(have: Placement, rows: torch.Tensor, order: np.ndarray, want: Placement) -> torch.Tensor:
+    """What one rank gets from here, flat, in the order of its rows."""
+    wanted, mine = want.rows(), have.rows()[order]
+    found = np.searchsorted(mine, wanted)
+    hit = (found < len(mine)) & (wanted >= 0)
+    hit[hit] = mine[found[hit]] == wanted[hit]
+    columns = [have.layers.index(layer) for layer in want.layers if layer in have.layers]
+    return rows[torch.from_numpy(order[found[hit]])][:, columns].reshape(-1)
+
+
+def _slots_from(have: Placement, want: Placement, wanted: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """Where the parcel of a rank with these rows goes: int64 row indices, and columns."""
+    at = np.flatnonzero(np.isin(wanted, have.rows()) & (wanted >= 0))
+    return at, [column for column, layer in enumerate(want.layers) if layer in have.layers]
+
+
+def _all_to_all(parcels: Sequence[torch.Tensor], sizes: Sequence[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
+    if group.size() == 1:
+        return list(parcels)
+    device = torch.cuda.current_device()
+    width = parcels[0].element_size()
+    sent = torch.cat(list(parcels)).view(torch.uint8).to(device)
+    received = torch.empty(sum(sizes) * width, dtype=torch.uint8, device=device)
+    dist.all_to_all_single(
+        received, sent, [size * width for size in sizes], [parcel.numel() * width for parcel in parcels], group=group
+    )
+    return list(received.cpu().view(parcels[0].dtype).split(list(sizes)))
+
+
+def _check_filled(filled: np.ndarray, wanted: np.ndarray, want: Placement) -> None:
+    lacking = ~filled & (wanted >= 0)[:, None]
+    if lacking.any():
+        row, column = np.argwhere(lacking)[0]
+        sequence, position = divmod(int(wanted[row]), 1 << 32)
+        raise TraceError(
+            f"sequence {sequence}, token {position}: no rank has its route in layer {want.layers[column]} "
+            f"({np.count_nonzero(lacking)} such rows); a rank that sampled or recorded the sequence must bring it"
+        )
+
+
+def deliver_routes(
+    rollouts: Sequence[Rollout], micro_batches: Sequence[MicroBatch], layers: Sequence[int], shape: ModelShape
+) -> list[MicroRoutes]:
+    """R3: from the ranks that sampled to the routers that replay; a collective call of the ranks of a model copy.
+
+    ``rollouts`` are the mini-batch that ``micro_batches`` cut; each has its ``routed_experts`` on one of the ranks at
+    least. Rows that ``routed_mask`` does not mark, and padding, come out as not present.
+    """
+    here = {index: r.routed_experts for index, r in enumerate(rollouts) if r.routed_experts is not None}
+    dtype = np.uint8 if shape.num_experts <= 256 else np.int16
+    empty = np.empty((0, len(shape.moe_layers), shape.topk), dtype)
+    held = np.concatenate([empty, *(trace.astype(dtype, copy=False) for trace in here.values())])
+    have = Placement.of_sequences(list(here), [len(trace) for trace in here.values()], shape.moe_layers)
+    want = Placement.of_micro_batches(micro_batches, layers)
+    received = exchange(have, torch.from_numpy(held), want, model_group())
+    found = []
+    for micro, experts in zip(micro_batches, received.split(want.rows_by_piece()), strict=True):
+        assert micro.batch.routed_mask is not None
+        token = router_tokens(micro.batch.cu_seqlens, micro.num_slots, want.tp, want.cp)
+        present = (token >= 0) & micro.batch.routed_mask[token.clamp(min=0)]
+        found.append(MicroRoutes(experts, None if bool(present.all()) else present))
+    return found
+
+
+def reshard(
+    recorded: Sequence[MicroRoutes],
+    recorded_in: Placement,
+    wanted_in: Placement,
+    group: dist.ProcessGroup,
+) -> list[MicroRoutes]:
+    """R2: routes recorded with some micro-batches, cut for others that hold the same sequences; a collective call.
+
+    Sequences may change micro-batch and, with a ``group`` over model copies and shared identities, data-parallel rank.
+    Without such a change there is nothing to do: a Recording replays as it is.
+    """
+    rows = torch.cat([routes.experts.cpu() for routes in recorded])
+    parts = exchange(recorded_in, rows, wanted_in, group).split(wanted_in.rows_by_piece())
+    present = torch.from_numpy(wanted_in.rows() >= 0).split(wanted_in.rows_by_piece())
+    return [MicroRoutes(experts, None if bool(p.all()) else p) for experts, p in zip(parts, present, strict=True)]

@@ -1,0 +1,70 @@
+"""Every row of routes knows which weights chose it and how it was recorded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megarl.core.metrics import finalize
+from megarl.core.provenance import provenance_metrics, refuse_mixed_versions, row_sources, row_versions
+from megarl.core.types import Rollout, RowSource
+from megarl.errors import RolloutError
+
+
+def rollout(versions: list[int], present: list[bool] | None = None) -> Rollout:
+    length = len(versions)
+    return Rollout(
+        group=2,
+        sample=1,
+        tokens=np.arange(length, dtype=np.int32),
+        loss_mask=np.arange(length) >= 1,
+        rollout_logprobs=np.zeros(length, np.float32),
+        routed_experts=np.zeros((length, 1, 1), np.uint8),
+        routed_mask=None if present is None else np.array(present),
+        weight_versions=np.array(versions, np.int32),
+        finish_reason="stop",
+    )
+
+
+def test_rows_are_captured_where_the_mask_says_so() -> None:
+    found = row_sources(rollout([3, 3, 3], [True, True, False]))
+    assert found.tolist() == [RowSource.CAPTURED, RowSource.CAPTURED, RowSource.MISSING]
+    assert row_sources(rollout([3, 3])).tolist() == [RowSource.MISSING] * 2
+    assert row_versions(rollout([3, 4])).tolist() == [3, 4]
+
+
+def test_metrics_count_sources_mixtures_and_rows_of_other_weights() -> None:
+    plain = rollout([1, 1, 1, 1], [True, True, True, False])
+    mixed = rollout([1, 1, 2, 2], [True] * 4)
+    again = replace(
+        rollout([2, 2], [True, True]),
+        route_versions=np.array([3, 2], np.int32),
+        route_sources=np.array([RowSource.REPREFILLED, RowSource.NATIVE], np.uint8),
+    )
+    found = finalize(provenance_metrics([plain, mixed, again]))
+    assert found["rollout/missing_rows_fraction"] == pytest.approx(0.1)
+    assert found["routes/captured_fraction"] == pytest.approx(0.7)
+    assert found["routes/reprefilled_fraction"] == pytest.approx(0.1)
+    assert found["routes/native_fraction"] == pytest.approx(0.1)
+    assert found["routes/stale_rows_fraction"] == pytest.approx(0.1)
+    assert found["rollout/mixed_versions_fraction"] == pytest.approx(1 / 3)
+
+
+def test_a_missing_row_has_no_version_to_differ() -> None:
+    gone = replace(rollout([2, 2], [True, False]), route_versions=np.array([2, 9], np.int32))
+    refuse_mixed_versions([gone])
+    assert finalize(provenance_metrics([gone]))["routes/stale_rows_fraction"] == 0
+
+
+def test_mixtures_are_refused_by_name() -> None:
+    one = rollout([1, 1], [True, True])
+    refuse_mixed_versions([one, rollout([2, 2], [True, True])])  # different responses may have different versions
+    with pytest.raises(RolloutError, match=r"group 2 sample 1: its tokens come from weight versions \[1, 2\]"):
+        refuse_mixed_versions([one, rollout([1, 2], [True, True])])
+    newer = replace(one, route_versions=np.array([1, 2], np.int32))
+    with pytest.raises(
+        RolloutError, match="experts of token 1 were chosen by weight version 2, the token by version 1"
+    ):
+        refuse_mixed_versions([newer])

@@ -1,0 +1,107 @@
+"""Cases that run on several ranks: routes travel from where they were sampled to where they are replayed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from matrix_world import NUM_EXPERTS, Variant, build, settings_of
+from tiny_world import batch_of, join, micro_batches, rollouts
+
+from megarl.core.packing import select
+from megarl.errors import TraceError
+from megarl.megatron import distributed
+from megarl.megatron.batches import local_routes, split_micro_batches
+from megarl.megatron.replay import MicroRoutes, RoutingReplay
+from megarl.megatron.route_exchange import Placement, deliver_routes, reshard
+
+
+def delivered(layout: dict[str, Any], router: str = "dense_first") -> dict[str, Any]:
+    """Each sequence's routes lie on one rank of its model copy, in turn; every rank gets its own rows."""
+    settings = settings_of(layout, Variant(router=router))
+    join(settings)
+    model = build(settings, Variant(router=router))
+    layers, shape = RoutingReplay(model.chunks).layers, model.shape
+    everything = rollouts(30, len(shape.moe_layers), NUM_EXPERTS, shape.topk)
+    share = len(everything) // distributed.dp_size()
+    mine = everything[share * distributed.dp_rank() : share * (distributed.dp_rank() + 1)]
+    micros = micro_batches(settings, batch_of(mine))
+    copy = distributed.model_group()
+    scattered = [
+        rollout if index % copy.size() == copy.rank() else replace(rollout, routed_experts=None)
+        for index, rollout in enumerate(mine)
+    ]
+    found = deliver_routes(scattered, micros, layers, shape)
+    expected = [local_routes(micro, layers, shape) for micro in micros]
+    report = {
+        "same": all(_same(a, b) for a, b in zip(found, expected, strict=True)),
+        "bytes": sum(routes.experts.untyped_storage().nbytes() for routes in found[:1]),
+        "slots": sum(micro.num_slots for micro in micros),
+        "layers": len(layers),
+        "lost": _error(lambda: deliver_routes([replace(r, routed_experts=None) for r in mine], micros, layers, shape)),
+    }
+    return _by_rank(report)
+
+
+def _same(a: MicroRoutes, b: MicroRoutes) -> bool:
+    present = torch.ones(len(a.experts), dtype=torch.bool) if b.present is None else b.present
+    alike = (a.present is None) == (b.present is None) and (a.present is None or torch.equal(a.present, b.present))
+    return alike and torch.equal(a.experts[present], b.experts[present])
+
+
+def resharded(layout: dict[str, Any], across_copies: bool = False) -> dict[str, Any]:
+    """Routes in the layout of one cut of the sequences, brought into another; optionally dealt to other copies too."""
+    settings = settings_of(layout, Variant())
+    join(settings)
+    model = build(settings, Variant())
+    layers, shape = RoutingReplay(model.chunks).layers, model.shape
+    everything = rollouts(30, len(shape.moe_layers), NUM_EXPERTS, shape.topk, holes=False)
+    copies, rank = distributed.dp_size(), distributed.dp_rank()
+    before = [i for i in range(len(everything)) if i * copies // len(everything) == rank]
+    after = [i for i in range(len(everything)) if (i + i // 4) % copies == rank] if across_copies else before
+    whole = batch_of(everything)
+
+    def cut(sequences: list[int], tokens: int) -> Any:
+        parallel = settings.parallel
+        return split_micro_batches(
+            select(whole, sequences), tokens, parallel.equal_micro_batches, parallel.micro_batch_multiple
+        )
+
+    old, new = cut(before, 40), cut(after, 20)
+    recorded = [replace(local_routes(micro, layers, shape), present=None) for micro in old]
+    found = reshard(
+        recorded,
+        Placement.of_micro_batches(old, layers, before),
+        Placement.of_micro_batches(new, layers, after),
+        dist.group.WORLD if across_copies else distributed.model_group(),
+    )
+    expected = [local_routes(micro, layers, shape) for micro in new]
+    report = {
+        "same": all(_same(a, b) for a, b in zip(found, expected, strict=True)),
+        "cuts": (len(old), len(new)),
+        "moved": before != after,
+    }
+    return _by_rank(report)
+
+
+def _by_rank(report: dict[str, Any]) -> dict[str, Any]:
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, report)
+    return {key: [one[key] for one in reports] for key in report}
+
+
+def _error(call: Any) -> str:
+    try:
+        call()
+    except TraceError as error:
+        return str(error)
+    return ""
+
+
+def placement_of_one(lengths: list[int], layers: tuple[int, ...]) -> tuple[Placement, torch.Tensor]:
+    """Whole sequences with distinct rows, for tests without ranks."""
+    rows = np.arange(sum(lengths) * len(layers) * 2, dtype=np.uint8).reshape(-1, len(layers), 2)
+    return Placement.of_sequences(range(len(lengths)), lengths, layers), torch.from_numpy(rows)
