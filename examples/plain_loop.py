@@ -1,0 +1,117 @@
+"""A GRPO-like loop around Megatron-Core, and the lines that give it routing replay and MiniRL.
+
+    plain_loop.py    a loop as yours may look
+    plugged_in.py    the same file with megarl plugged in: `diff -u plain_loop.py plugged_in.py` is all there is to it
+
+Both train a small MoE on random rollouts, on one rank, or on several with `torchrun --nproc-per-node 2` and --tp, --pp,
+--ep. At the end they say to which experts the tokens really went.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import toy  # isort: skip  (first: it lets Megatron run without a GPU)
+import torch
+import torch.distributed as dist
+from dispatch_watch import DispatchWatch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def build(args: argparse.Namespace) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:
+    config = TransformerConfig(**toy.model_fields(args))
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    chunks = []
+    for stage in [None] if args.vpp is None else range(args.vpp):
+        gpt = GPTModel(
+            config,
+            toy.layer_spec(config, stage),
+            vocab_size=toy.VOCAB,
+            max_sequence_length=toy.SEQ_LENGTH,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
+            position_embedding_type="rope",
+            vp_stage=stage,
+        )
+        gpt.cuda(torch.cuda.current_device())
+        chunks.append(DistributedDataParallel(config, ddp, gpt, disable_bucketing=bool(stage)))
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, use_distributed_optimizer=True), chunks)
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    return chunks, optimizer
+
+
+def forward_step(data: Iterator[toy.Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    batch = next(data)
+    output = model(
+        input_ids=batch["tokens"],
+        position_ids=batch["position_ids"],
+        attention_mask=None,
+        labels=batch["labels"],
+    )
+    return output, partial(loss_func, batch)
+
+
+def loss_func(batch: toy.Batch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    logprobs = -output  # [b, s]: with labels, the model returns their negative log-probabilities
+    if "old_logprobs" not in batch:
+        return logprobs.sum(), {"logprobs": logprobs.detach()}
+    ratio = (logprobs - batch["old_logprobs"]).exp()
+    gain = torch.minimum(ratio * batch["advantages"], ratio.clamp(0.8, 1.2) * batch["advantages"])
+    loss = -((gain * batch["loss_mask"]).sum(1) / batch["loss_mask"].sum(1)).mean()
+    return loss, {"loss": loss.detach().clone()}
+
+
+def run(chunks: list[DistributedDataParallel], micros: list[toy.Batch], forward_only: bool) -> list[dict[str, Any]]:
+    for chunk in chunks:
+        chunk.train(not forward_only)
+    with torch.set_grad_enabled(not forward_only):
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(micros) for _ in chunks],
+            model=chunks,
+            num_microbatches=len(micros),
+            seq_length=toy.SEQ_LENGTH,
+            micro_batch_size=toy.MICRO_BATCH_SIZE,
+            forward_only=forward_only,
+        )
+
+
+def main() -> int:
+    parser = toy.parser(__doc__)
+    args = parser.parse_args()
+    toy.join(args)
+    chunks, optimizer = build(args)
+    watch, batches = DispatchWatch(chunks), []
+    for step in range(args.steps):
+        mini_batches = toy.sample(step)
+        for micros in mini_batches:
+            outputs = run(chunks, micros, forward_only=True)
+            for batch, output in zip(micros, outputs, strict=False):  # only the last pipeline stage has outputs
+                batch["old_logprobs"] = output["logprobs"]
+            batches += micros
+        for micros in mini_batches:
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            losses = run(chunks, micros, forward_only=False)
+            _, grad_norm, _ = optimizer.step()
+            if dist.get_rank() == dist.get_world_size() - 1:
+                loss = torch.stack([one["loss"] for one in losses]).mean()
+                print(f"step {step}: loss {loss:+.4f}, gradient norm {grad_norm:.4f}", flush=True)
+    status = watch.report(batches)
+    toy.leave()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""What the examples need besides a loop: ranks, layers that run without a GPU, random rollouts in place of an engine.
+
+Nothing in here is about megarl, but for two things that let Megatron run on a CPU: importing ``megarl.megatron``, and a
+norm that sequence parallelism accepts. With a GPU and Transformer Engine neither does anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+from typing import Any
+
+import megarl.megatron  # isort: skip  (before Megatron is imported)
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megarl.megatron.attention import RMSNorm
+
+assert megarl.megatron
+HAVE_TE = importlib.util.find_spec("transformer_engine") is not None
+
+VOCAB, EXPERTS, TOPK = 64, 8, 2
+MOE_LAYERS = (1, 2, 3)
+"""0-based layers with experts, as the columns of a recorded trace have them; layer 0 is dense."""
+SEQ_LENGTH, GROUP_SIZE, MICRO_BATCH_SIZE, MICRO_BATCHES, MINI_BATCHES = 16, 4, 2, 4, 2
+
+Batch = dict[str, torch.Tensor]
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The sizes of the layout, and how long to train."""
+    found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("tp", "pp", "ep"):
+        found.add_argument(f"--{name}", type=int, default=1)
+    found.add_argument("--vpp", type=int, help="model chunks per pipeline rank (interleaved schedule)")
+    found.add_argument("--recompute", action="store_true", help="recompute every layer in the backward pass")
+    found.add_argument("--steps", type=int, default=2)
+    return found
+
+
+def join(args: argparse.Namespace) -> None:
+    """The process groups: torchrun's ranks, or one rank without it."""
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if "RANK" in os.environ:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tp,
+        pipeline_model_parallel_size=args.pp,
+        virtual_pipeline_model_parallel_size=args.vpp,
+        expert_model_parallel_size=args.ep,
+    )
+    torch.manual_seed(0)
+    tensor_parallel.model_parallel_cuda_manual_seed(0)
+
+
+def leave() -> None:
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Transformer Engine's layers where it is installed, else Megatron's local ones."""
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=HAVE_TE, normalization=config.normalization, vp_stage=vp_stage
+    )
+    if not HAVE_TE:
+        for layer in spec.layer_specs or []:
+            layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+        spec.layer_norm = RMSNorm if spec.layer_norm else None
+    return spec
+
+
+def sample(step: int) -> list[list[Batch]]:
+    """Random rollouts of this data-parallel rank: mini-batches of micro-batches in Megatron's [b, s] layout.
+
+    Position ``t`` of every column is about ``labels[:, t]``, the token that follows ``tokens[:, t]``; only the routes
+    are about ``tokens[:, t]`` itself, because that is what goes through the routers there.
+    """
+    source = torch.Generator().manual_seed(1000 * step + parallel_state.get_data_parallel_rank())
+    return [_mini_batch(source) for _ in range(MINI_BATCHES)]
+
+
+def _mini_batch(source: torch.Generator) -> list[Batch]:
+    n, s = MICRO_BATCH_SIZE * MICRO_BATCHES, SEQ_LENGTH
+    lengths = torch.randint(s // 2, s + 1, (n,), generator=source)
+    position = torch.arange(s).expand(n, s)
+    rewards = torch.rand(n // GROUP_SIZE, GROUP_SIZE, generator=source)
+    advantages = (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)
+    tokens = torch.randint(1, VOCAB, (n, s), generator=source).where(position < lengths[:, None], 0)
+    loss_mask = (position >= 3) & (position < lengths[:, None] - 1)  # four tokens of prompt
+    scores = torch.rand(n, s, len(MOE_LAYERS), EXPERTS, generator=source)
+    columns = {
+        "tokens": tokens,
+        "labels": tokens.roll(-1, 1),
+        "position_ids": position,
+        "loss_mask": loss_mask,
+        "rollout_logprobs": -torch.rand(n, s, generator=source) - 3.5,
+        "advantages": advantages.flatten()[:, None].expand(n, s),
+        "routed_experts": scores.argsort(-1)[..., :TOPK].to(torch.uint8),  # [n, s, MoE layers, top-k]
+        "routed_mask": position < lengths[:, None] - 1,  # engines have no row for the last token, nor for padding
+        "is_token": position < lengths[:, None],
+    }
+    device = torch.cuda.current_device()
+    micros: list[Batch] = [{} for _ in range(MICRO_BATCHES)]
+    for name, column in columns.items():
+        for batch, rows in zip(micros, column.contiguous().split(MICRO_BATCH_SIZE), strict=True):
+            batch[name] = rows if name.startswith("routed") else rows.to(device)  # routes can stay on the host
+    return micros
+
+
+def model_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """What the toy model and the layout set in Megatron's TransformerConfig."""
+    cuda = torch.cuda.is_available()
+    return {
+        "num_layers": 4,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 64,
+        "moe_ffn_hidden_size": 32,
+        "moe_layer_freq": [int(layer in MOE_LAYERS) for layer in range(4)],
+        "num_moe_experts": EXPERTS,
+        "moe_router_topk": TOPK,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "apply_rope_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "use_cpu_initialization": not cuda,
+        "batch_p2p_comm": cuda,
+        "pipeline_dtype": torch.float32,
+        "tensor_model_parallel_size": args.tp,
+        "sequence_parallel": args.tp > 1,
+        "pipeline_model_parallel_size": args.pp,
+        "virtual_pipeline_model_parallel_size": args.vpp,
+        "expert_model_parallel_size": args.ep,
+        "recompute_granularity": "full" if args.recompute else None,
+        "recompute_method": "uniform" if args.recompute else None,
+        "recompute_num_layers": 1 if args.recompute else None,
+    }
