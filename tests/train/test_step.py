@@ -22,6 +22,7 @@ from train_world import (
     World,
     fixed_advantages,
     look,
+    owned_by_this_rank,
     prepare,
     sample,
     step_on,
@@ -142,13 +143,18 @@ def test_r2_replays_the_old_pass_after_the_weights_have_moved(world: World) -> N
 
 def test_r3_uses_the_experts_of_the_rollouts_in_every_pass(world: World) -> None:
     with training(world.settings(train__replay="r3", optim__lr=0.02)) as step:
-        (first, second) = prepare(step, world.rollouts(), fixed_advantages())
+        (first, second) = minis = prepare(step, world.rollouts(), fixed_advantages())
+        owned = owned_by_this_rank(step)
         with used_experts(step) as seen:
             step.old_logprobs(second)
             step.update(first)
             step.update(second)
-    passes = [second, first, second]
-    expected = [micro.batch.routed_experts for mini in passes for micro in mini.micro_batches]
+    experts = [rollout.routed_experts for rollout in world.rollouts()]
+    of_mini = [
+        [np.concatenate([experts[part[sequence]] for sequence in micro.sequences]) for micro in mini.micro_batches]
+        for mini, part in zip(minis, owned, strict=True)
+    ]
+    expected = [torch.from_numpy(of_micro) for index in (1, 0, 1) for of_micro in of_mini[index]]
     assert len(seen) == NUM_MOE_LAYERS * len(expected)
     for index, used in enumerate(seen):
         wanted = expected[index // NUM_MOE_LAYERS][:, index % NUM_MOE_LAYERS]

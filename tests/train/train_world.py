@@ -6,7 +6,7 @@ import pickle
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +204,7 @@ class Taken:
     """Metrics of each mini-batch."""
     step: dict[str, float]
     """Metrics of the whole step."""
-    coefficients: list[dict[int, np.ndarray]]
+    coefficients: list[dict[int, np.ndarray]] = field(compare=False)
     """Of each mini-batch: [t] by sequence, from all ranks."""
 
 
