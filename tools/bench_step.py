@@ -27,7 +27,8 @@ from megarl.config import Config
 from megarl.config_file import parse
 from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES, Policy, schedule_of
-from megarl.megatron.replay import RoutingReplay, _Hook
+from megarl.megatron.replay import RoutingReplay
+from megarl.megatron.replay_hooks import Hook
 from megarl.rollout.local import LocalEngine
 from megarl.train.sampler import Sampler, StepRollouts
 from megarl.train.step import TrainStep
@@ -74,7 +75,7 @@ class Bench:
         self.seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
         self.parts: dict[str, float] = defaultdict(float)
         self.policy.optimizer_step = self._measured("optimizer", self.policy.optimizer_step)  # type: ignore[method-assign]
-        _Hook.get_replay_topk = self._measured("routers", _Hook.get_replay_topk)  # type: ignore[method-assign]
+        Hook.get_replay_topk = self._measured("routers", Hook.get_replay_topk)  # type: ignore[method-assign]
 
     def _measured(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

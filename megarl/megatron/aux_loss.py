@@ -22,7 +22,8 @@ _AUX_LOSSES = ("_apply_aux_loss", "_apply_seq_aux_loss", "_apply_global_aux_loss
 def count_dispatched(router: TopKRouter, hook: Hook, aux_loss: AuxLoss) -> None:
     """Hand the auxiliary losses of this one router the experts that tokens are dispatched to."""
     count_natively(router)  # a later RoutingReplay takes over from an earlier one
-    if not router.is_aux_loss_enabled():
+    hook.keeps_dispatched = router.is_aux_loss_enabled()
+    if not hook.keeps_dispatched:
         return
 
     def attached(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -44,5 +45,6 @@ def count_dispatched(router: TopKRouter, hook: Hook, aux_loss: AuxLoss) -> None:
 
 
 def count_natively(router: TopKRouter) -> None:
+    """Give the losses back to Megatron."""
     for name in _AUX_LOSSES:
         vars(router).pop(name, None)

@@ -168,8 +168,9 @@ class Hook:
         self.layer = layer
         self.column = column
         self.session: Recorder | Replayer | None = None
+        self.keeps_dispatched = False
         self.dispatched: torch.Tensor | None = None
-        """int64 [T_local, K], the experts of the latest call under replay, for the router's auxiliary losses."""
+        """int64 [T_local, K], the experts of the latest call in a session, where auxiliary losses need them."""
         self.forwarded = self.recomputed = self.checkpointed = 0
         self.owed = 0  # recomputations that would have to see a replay that has already closed
 
@@ -208,7 +209,7 @@ class Hook:
             chosen = self.session.forward(self, scores, native)
             self.forwarded += 1
             self.checkpointed += not torch.is_grad_enabled()
-        self.dispatched = chosen[1]
+        self.dispatched = chosen[1] if self.keeps_dispatched else None
         return chosen
 
     def end(self) -> None:

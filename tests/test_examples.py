@@ -1,0 +1,205 @@
+"""The examples run as they are written, their replay holds, and docs/plugin.md says the truth about them."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.core.objectives import OBJECTIVES, Denominators, TokenColumns, policy_loss
+from megarl.megatron_fields import REPLAY_BLOCKERS
+
+ROOT = Path(__file__).parent.parent
+PLAIN, PLUGGED = ROOT / "examples" / "plain_loop.py", ROOT / "examples" / "plugged_in.py"
+DRIVER = Path(__file__).parent / "example_driver.py"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+DOCS = (ROOT / "docs" / "plugin.md").read_text()
+
+
+@dataclass(frozen=True)
+class Ran:
+    status: int
+    output: str
+
+    @property
+    def steps(self) -> list[list[float]]:
+        """Loss and gradient norm of each optimizer step."""
+        found = re.findall(r"^step \d+: loss (\S+), gradient norm (\S+)$", self.output, re.MULTILINE)
+        return [[float(number) for number in numbers] for numbers in found]
+
+    def shares(self, choice: str) -> tuple[float, float]:
+        """Percentages of pairs that were sent to these experts, and that routers alone would have sent there."""
+        found = re.search(rf"([\d.]+)% were sent to {choice} experts; routers left alone: ([\d.]+)%", self.output)
+        assert found, self.output
+        return float(found[1]), float(found[2])
+
+
+@cache
+def ran(*command: str | Path) -> Ran:
+    """What ``python`` with these arguments printed, and its exit status."""
+    process = subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=500)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return Ran(process.returncode, output)
+
+
+ROLLOUT, OLD_PASS = "the rollout's", "the old-log-prob pass's"
+
+
+def test_the_plain_loop_routes_natively() -> None:
+    found = ran(PLAIN)
+    assert found.status == 0, found.output
+    assert len(found.steps) == 4
+    for choice in (ROLLOUT, OLD_PASS):
+        sent, alone = found.shares(choice)
+        assert sent == alone < 95
+
+
+def test_r3_sends_every_token_where_the_rollout_did() -> None:
+    found = ran(PLUGGED, "--replay", "r3")
+    assert found.status == 0, found.output
+    assert found.output.endswith("r3 held\n")
+    assert len(found.steps) == 4
+    assert found.shares(ROLLOUT)[0] == 100
+    assert found.shares(ROLLOUT)[1] < 20
+    assert found.shares(OLD_PASS)[0] < 100  # rows that the rollout does not have route natively
+
+
+def test_r2_sends_every_token_where_the_old_log_prob_pass_did() -> None:
+    found = ran(PLUGGED, "--replay", "r2")
+    assert found.status == 0, found.output
+    assert found.output.endswith("r2 held\n")
+    assert found.shares(OLD_PASS)[0] == 100
+    assert found.shares(OLD_PASS)[1] < 95
+    assert found.shares(ROLLOUT)[0] < 20
+
+
+@pytest.mark.parametrize("mode", ["r3", pytest.param("r2", marks=pytest.mark.slow)])
+def test_one_altered_row_is_noticed(mode: str) -> None:
+    found = ran(DRIVER, PLUGGED, "--replay", mode, "--steps", "1")
+    assert "order of rows verified" in found.output, found.output
+    assert re.search(rf"^{mode} DID NOT HOLD for [2-4] pairs$", found.output, re.MULTILINE), found.output
+    assert found.status == 1
+
+
+@pytest.mark.multirank
+def test_r3_on_sequence_parallel_ranks_with_recomputation_trains_as_one_rank_does() -> None:
+    found = ran(*TORCHRUN, PLUGGED, "--replay", "r3", "--tp", "2", "--recompute")
+    assert found.status == 0, found.output
+    assert "r3 held" in found.output
+    assert found.steps == [pytest.approx(step, abs=5e-3) for step in ran(PLUGGED, "--replay", "r3").steps]
+
+
+@pytest.mark.multirank
+def test_r2_on_expert_parallel_ranks() -> None:
+    found = ran(*TORCHRUN, PLUGGED, "--replay", "r2", "--ep", "2")
+    assert found.status == 0, found.output
+    assert "r2 held" in found.output
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+@pytest.mark.parametrize("mode", ["r2", "r3"])
+def test_replay_on_interleaved_pipeline_ranks_with_recomputation(mode: str) -> None:
+    found = ran(*TORCHRUN, PLUGGED, "--replay", mode, "--pp", "2", "--vpp", "2", "--recompute")
+    assert found.status == 0, found.output
+    assert f"{mode} held" in found.output
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_the_plain_loop_on_sequence_parallel_ranks_trains_as_one_rank_does() -> None:
+    found = ran(*TORCHRUN, PLAIN, "--tp", "2")
+    assert found.status == 0, found.output
+    assert found.steps == [pytest.approx(step, abs=5e-3) for step in ran(PLAIN).steps]
+
+
+def test_the_page_shows_the_difference_of_the_two_files() -> None:
+    lines = [path.read_text().splitlines() for path in (PLAIN, PLUGGED)]
+    names = [str(path.relative_to(ROOT)) for path in (PLAIN, PLUGGED)]
+    shown = re.findall(r"```diff\n(.*?)```", DOCS, re.DOTALL)
+    assert len(shown) == 1
+    assert shown[0].splitlines() == list(difflib.unified_diff(*lines, *names, n=1, lineterm=""))
+
+
+def test_the_page_names_every_setting_that_bypasses_replay() -> None:
+    named = DOCS.partition("No setting bypasses the hook")[2].partition("\n- ")[0]
+    assert set(re.findall(r"`(\w+)`", named)) == {blocker.setting for blocker in REPLAY_BLOCKERS}
+
+
+def test_the_page_quotes_errors_that_exist() -> None:
+    quoted = re.findall(r"^\| `([^`]+)` \|", DOCS.partition("## Errors")[2], re.MULTILINE)
+    assert len(quoted) == 10
+    raised = [
+        node.value
+        for path in (ROOT / "megarl" / "megatron").glob("replay*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    for message in quoted:
+        assert any(message in text for text in raised), message
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_the_rows_of_packed_sequences_are_as_the_page_computes_them(tp: int, cp: int) -> None:
+    from megarl.megatron.replay import MicroRoutes
+
+    scope: dict[str, object] = {"torch": torch, "MicroRoutes": MicroRoutes}
+    exec(re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)[0], scope)
+    lengths, multiple = [3, 8, 5], 2 * cp * tp
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    experts = torch.arange(1, sum(lengths) + 1)[:, None, None].expand(-1, 1, 2)  # row t says t + 1
+    mask = torch.ones(sum(lengths), dtype=torch.bool)
+    mask[4] = False
+    for cp_rank in range(cp):
+        held: list[int] = []  # token + 1, or 0, in the order of this context-parallel rank
+        for n, length in enumerate(lengths):
+            slots = [int(cu_seqlens[n]) + 1 + t if t < length else 0 for t in range(-(-length // multiple) * multiple)]
+            chunk = len(slots) // (2 * cp) if cp > 1 else len(slots)
+            for piece in (cp_rank, 2 * cp - 1 - cp_rank) if cp > 1 else (0,):
+                held += slots[piece * chunk : (piece + 1) * chunk]
+        for tp_rank in range(tp):
+            share = len(held) // tp
+            wanted = torch.tensor(held[tp_rank * share : (tp_rank + 1) * share])
+            found = scope["packed_routes"](experts, mask, cu_seqlens, multiple, tp, tp_rank, cp, cp_rank)  # type: ignore[operator]
+            assert found.present.tolist() == ((wanted > 0) & (wanted != 5)).tolist()
+            assert torch.equal(found.experts[found.present, 0, 0], wanted[found.present])
+
+
+def test_minirl_of_equal_micro_batches_averages_to_the_whole_batch() -> None:
+    draw = torch.Generator().manual_seed(0)
+    columns = [torch.randn(4, 6, generator=draw).double() for _ in range(4)]
+    mask = torch.rand(4, 6, generator=draw) < 0.6
+    mask[:, 1] = True
+
+    def loss(rows: slice, denominators: Denominators | None = None) -> torch.Tensor:
+        flat = [column[rows].flatten() for column in [*columns, mask]]
+        cu_seqlens = torch.arange(0, flat[0].numel() + 1, 6)
+        return policy_loss(OBJECTIVES["minirl"], TokenColumns(*flat, cu_seqlens), denominators)[0]
+
+    parts = [slice(0, 2), slice(2, 4)]
+    whole = loss(slice(0, 4))
+    torch.testing.assert_close(sum(loss(part) for part in parts) / 2, whole)
+    shared = Denominators(int(mask.sum()), 4)
+    torch.testing.assert_close(sum(loss(part, shared) for part in parts), whole)
