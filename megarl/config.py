@@ -90,8 +90,8 @@ class ParallelConfig(Table):
     """Context-parallel ranks: each holds an early and a late chunk of every sequence."""
     sequence_parallel: bool | None = None
     """Split activations along the sequence between tensor-parallel ranks; default tp > 1, where Megatron needs it."""
-    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens travel to their experts."""
+    dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
+    """How tokens travel to their experts; flex is DeepEP, needs GPUs, and has not been run with megarl."""
     distributed_optimizer: bool = True
     """Shard optimizer state over data-parallel ranks."""
 

@@ -144,7 +144,16 @@ def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: t
         "persist_layer_norm": False,
     }
     values = {**defaults, **shape.fields, **overrides}
+    if values["moe_token_dispatcher_type"] == "flex":
+        _require_deep_ep()
     return TransformerConfig(**values)
+
+
+def _require_deep_ep() -> None:
+    if not torch.cuda.is_available() or importlib.util.find_spec("deep_ep") is None:
+        raise ConfigError(
+            'parallel.dispatcher = "flex" needs GPUs and the deep_ep package, expected both; use "alltoall"'
+        )
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:

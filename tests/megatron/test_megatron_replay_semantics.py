@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_t
 from tiny_world import batch_of, coefficients_of, join, micro_batches, rollouts
 
 from megarl.core.types import TrainBatch
-from megarl.errors import ReplayError
+from megarl.errors import ConfigError, ReplayError
 from megarl.megatron.batches import MicroBatch, local_routes
 from megarl.megatron.forward import run
 from megarl.megatron.model import layer_spec
@@ -286,3 +286,8 @@ class TestMultiTokenPrediction:
             return original(hidden, routing_map, probs)
 
         module.token_dispatcher.dispatch_preprocess = dispatch_preprocess
+
+
+def test_deep_ep_without_gpus_is_refused_before_anything_is_built() -> None:
+    with pytest.raises(ConfigError, match="needs GPUs and the deep_ep package"):
+        fields_of(settings_of({}, Variant(dispatcher="flex")), Variant())
