@@ -337,6 +337,8 @@ class LogConfig(Table):
     """Write TensorBoard event files below run.dir."""
     wandb_project: str | None = None
     """Also log to this Weights & Biases project; default not."""
+    traces_every: Count = 0
+    """Write the routes of every so many steps below run.dir/traces, for `megarl trace`; 0 = never."""
 
 
 class SftConfig(Table):

@@ -29,6 +29,7 @@ from megarl.train.run_dir import checkpoint_folder, claim
 from megarl.train.sampler import Sampler
 from megarl.train.step import MiniBatch, TrainStep, collect
 from megarl.train.token_advantages import Judged
+from megarl.train.trace_dump import TraceDump
 
 
 def train(config: Config) -> None:
@@ -61,6 +62,7 @@ class Trainer:
         )
         self.sampler = Sampler(config, self.engine, self.objective)
         self.train_step = TrainStep(config, self.policy, self.objective)
+        self.traces = TraceDump(config.run_dir / "traces", self.policy) if config.log.traces_every else None
         self.seconds: dict[str, float] = {}
 
     def run(self) -> None:
@@ -100,6 +102,8 @@ class Trainer:
                 self.train_step.prepare(rollouts, advantages)
                 for rollouts, advantages in zip(drawn.mini_batches, drawn.advantages, strict=True)
             ]
+        dumps = self.traces is not None and (step + 1) % config.log.traces_every == 0
+        self.train_step.keeps_native_routes = dumps
         self._passes_before_updates(minis, drawn.judged)
         metrics: dict[str, float] = {}
         with self._timed("train"), self.progress.training(sum(len(m.micro_batches) for m in minis)) as advance:
@@ -108,6 +112,8 @@ class Trainer:
                 if collected is not None:
                     metrics = finalize(collected)
                     self.log.write("minibatch", step + 1, metrics, minibatch=index)
+        if dumps and self.traces is not None:
+            self.traces.write(step + 1, drawn.mini_batches, minis)
         with self._timed("sync"):
             self.engine.update_weights(self.policy.export(), version=step + 1)
         statistics = collect([drawn.metrics, *(mini.metrics for mini in minis)])

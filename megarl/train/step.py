@@ -45,6 +45,8 @@ class MiniBatch:
     """The engine's routes, this rank's rows and layers; None if it recorded none, or nothing here could use them."""
     routes: list[MicroRoutes] | None = None
     """What training replays; None routes natively."""
+    native_routes: list[MicroRoutes] | None = None
+    """What the routers chose by themselves in the first pass, or would have chosen; kept only on demand."""
     old_logprobs: list[torch.Tensor] | None = None
     """[T] per micro-batch, on the last pipeline stage (elsewhere empty); None if they are the update's own."""
     old_updates: int = 0
@@ -63,6 +65,7 @@ class TrainStep:
         self.policy = policy
         self.objective = objective
         self.reference = Reference(policy, config.reference_path) if objective.needs_ref_logprobs else None
+        self.keeps_native_routes = False
         self._updates = 0
         self._padded = config.parallel.equal_micro_batches
         self._multiple = config.parallel.micro_batch_multiple
@@ -229,6 +232,8 @@ class TrainStep:
         """Disagreement between the rollout's routes and those used here, and those the routers would have chosen."""
         if self.policy.replay is None or mini.rollout_routes is None:
             return
+        if self.keeps_native_routes:
+            mini.native_routes = seen.native or seen.routes
         layers, shape = self.policy.replay.layers, self.policy.shape
         for prefix, routes in (("router", seen.routes), ("router/native", seen.native)):
             if routes:

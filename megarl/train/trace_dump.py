@@ -1,0 +1,69 @@
+"""Writes the routes of a step to files: what the engine used, and what the training routers would choose themselves.
+
+``megarl trace diff`` on the two shows where the engines disagree, layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megarl.core.routing import RoutingTrace
+from megarl.core.types import Rollout, RowSource
+from megarl.data.traces import TracedSequence, TraceInfo, from_rollout, write_traces
+from megarl.errors import ConfigError, TraceError
+from megarl.megatron import distributed
+from megarl.megatron.policy import Policy
+from megarl.megatron.route_exchange import Placement, exchange
+from megarl.train.step import MiniBatch
+
+
+class TraceDump:
+    """The files of one run; every rank writes those of the sequences whose routes it brought."""
+
+    def __init__(self, folder: Path, policy: Policy) -> None:
+        if policy.replay is None:
+            raise ConfigError(
+                "log.traces_every: Megatron's settings bypass the replay hook, so nobody sees what its routers choose; "
+                "run `megarl doctor` to find the setting, or remove log.traces_every"
+            )
+        self.folder = folder
+        self.layers = policy.replay.layers
+        self.shape = shape = policy.shape
+        self.info = TraceInfo(policy.config.model.path, shape.moe_layers, shape.num_experts, shape.topk)
+
+    def write(self, step: int, rollouts: Sequence[Sequence[Rollout]], minis: Sequence[MiniBatch]) -> None:
+        """Files of a step after its first pass over all mini-batches, ``rollouts`` by mini-batch; a collective call of
+        each model copy. TraceError if the engine recorded no routes."""
+        sampled, trained = [], []
+        for mini, of_mini in zip(minis, rollouts, strict=True):
+            here = [index for index, rollout in enumerate(of_mini) if rollout.routed_experts is not None]
+            experts = self._whole(mini, of_mini, here)
+            for index in here:
+                one = from_rollout(of_mini[index], self.shape.num_experts)
+                sampled.append(one)
+                sources = np.full(of_mini[index].num_tokens, RowSource.NATIVE, np.uint8)
+                trace = RoutingTrace(experts[index], self.shape.num_experts, label=one.name)
+                trained.append(TracedSequence(one.name, trace, one.tokens, one.row_versions, sources))
+        if not sampled:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        rank = torch.distributed.get_rank()
+        write_traces(self.folder / f"step_{step:07d}.rollout.rank{rank:04d}.safetensors", self.info, sampled)
+        write_traces(self.folder / f"step_{step:07d}.training.rank{rank:04d}.safetensors", self.info, trained)
+
+    def _whole(self, mini: MiniBatch, rollouts: Sequence[Rollout], here: Sequence[int]) -> dict[int, np.ndarray]:
+        """[T, L, K] of the sequences ``here``, put together from the ranks whose routers saw them."""
+        native = mini.native_routes
+        if native is None:
+            raise TraceError("log.traces_every: the engine recorded no routes; expected them with every rollout")
+        rows = torch.cat([routes.experts.cpu() for routes in native])
+        lengths = [rollouts[index].num_tokens for index in here]
+        want = Placement.of_sequences(here, lengths, self.shape.moe_layers)
+        have = Placement.of_micro_batches(mini.micro_batches, self.layers)
+        found = exchange(have, rows, want, distributed.model_group())
+        parts = found.numpy().view(np.uint8 if found.dtype is torch.uint8 else np.uint16)
+        return dict(zip(here, np.split(parts, np.cumsum(lengths)[:-1]), strict=True)) if here else {}
