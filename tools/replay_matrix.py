@@ -1,6 +1,6 @@
 """Runs the whole replay matrix on this machine's CPU and writes what held as a table.
 
-    python tools/replay_matrix.py --out docs/replay.md      # every point, about an hour on two cores
+    python tools/replay_matrix.py --out docs/replay_matrix.md  # every point, about an hour on two cores
     python tools/replay_matrix.py --layouts "pp2 vpp2" cp2  # some layouts, printed
 
 Each point is a layout, a kind of activation recomputation, a token dispatcher, a router and a precision. What is
@@ -104,7 +104,7 @@ def page(found: Mapping[str, Mapping[str, Any]], seconds: float) -> str:
     failed = [f"- {key}: {'; '.join(one['complaints'])}" for key, one in found.items() if one["complaints"]]
     return f"""# The replay matrix, as it ran
 
-Written by `python tools/replay_matrix.py --out docs/replay.md`. {versions}, Python {platform.python_version()}, gloo,
+Written by `python tools/replay_matrix.py --out docs/replay_matrix.md`. {versions}, Python {platform.python_version()}, gloo,
 {os.cpu_count()} cores, no GPU, no Transformer Engine; {seconds / 60:.0f} minutes.
 
 **{held:,} of {len(found):,} points held.** A point is a layout, a recomputation ({", ".join(AXES[1])}), a dispatcher

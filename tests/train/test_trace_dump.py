@@ -56,11 +56,11 @@ def test_the_difference_of_the_files_is_the_native_disagreement_of_the_step(
     sampled, trained = files(folders[layout], "rollout"), files(folders[layout], "training")
     assert len(sampled) == len(trained) == LAYOUTS[layout][0]
     total: Disagreement | None = None
-    for engine, training in zip(sampled, trained, strict=True):
-        assert engine.names == training.names
+    for engine, trainer in zip(sampled, trained, strict=True):
+        assert engine.names == trainer.names
         for name in engine.names:
-            assert np.array_equal(engine[name].tokens, training[name].tokens)
-            found = compare(engine[name].trace, training[name].trace)
+            assert np.array_equal(engine[name].tokens, trainer[name].tokens)
+            found = compare(engine[name].trace, trainer[name].trace)
             total = found if total is None else total + found
     assert total is not None
     records = [json.loads(line) for line in (folders[layout] / "metrics.jsonl").read_text().splitlines()]
