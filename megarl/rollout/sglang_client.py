@@ -1,0 +1,164 @@
+"""Requests to SGLang servers: bounded, balanced, with a deadline, and repeated where the server was at fault.
+
+A group's samples go to one server, so that its prefix cache serves them. Each server has at most ``concurrency``
+requests at a time; the rest wait here. A request that fails for a reason that may pass (the connection, an HTTP 5xx,
+an answer that is cut short, the deadline) goes back to the queue, also of another server; nothing is counted until its
+answer has been checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from megarl.core.types import Rollout, SampleRequest
+from megarl.errors import RolloutError, TraceError
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSettings:
+    """How hard servers are pressed, and how long they may take."""
+
+    concurrency: int = 64
+    """Requests that one server has at a time."""
+    deadline_s: float = 600.0
+    """Longest time from sending a request to the whole answer."""
+    attempts: int = 4
+    """How often one request is sent before the rollout fails."""
+    api_key: str | None = None
+    """Sent as a bearer token."""
+
+
+class PassingError(Exception):
+    """A failure that another attempt may not meet."""
+
+
+@dataclass
+class _Job:
+    request: SampleRequest
+    position: int
+    failures: list[str] = field(default_factory=list)
+
+
+Decode = Callable[[SampleRequest, Any], Rollout]
+Body = Callable[[SampleRequest], dict[str, Any]]
+
+
+class SGLangClient:
+    """Sends ``/generate`` requests to the servers at ``urls``."""
+
+    def __init__(self, urls: Sequence[str], settings: ClientSettings) -> None:
+        if not urls:
+            raise RolloutError("there is no SGLang server to send requests to")
+        self.urls = list(urls)
+        self.settings = settings
+
+    def generate(
+        self,
+        requests: Sequence[SampleRequest],
+        body: Body,
+        decode: Decode,
+        on_finish: Callable[[int], None] | None = None,
+    ) -> list[Rollout]:
+        """The rollouts of all requests in their order; RolloutError if one cannot be had, naming the last failures."""
+        try:
+            return asyncio.run(self._generate(requests, body, decode, on_finish))
+        except ExceptionGroup as several:  # of the workers; the first one ended the others
+            raise several.exceptions[0] from None
+
+    async def _generate(
+        self,
+        requests: Sequence[SampleRequest],
+        body: Body,
+        decode: Decode,
+        on_finish: Callable[[int], None] | None,
+    ) -> list[Rollout]:
+        found: dict[int, Rollout] = {}
+        changed = asyncio.Condition()
+        queues: list[deque[_Job]] = [deque() for _ in self.urls]
+        for position, request in enumerate(requests):
+            queues[request.group % len(queues)].append(_Job(request, position))
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.settings.concurrency)
+        async with httpx.AsyncClient(timeout=self.settings.deadline_s, limits=limits, headers=self._headers()) as http:
+
+            async def work(server: int) -> None:
+                while True:
+                    async with changed:  # what is under way elsewhere may come back
+                        await changed.wait_for(lambda: any(queues) or len(found) == len(requests))
+                    if len(found) == len(requests):
+                        return
+                    job = _next(queues, server)
+                    if job is None:  # another worker was quicker
+                        continue
+                    try:
+                        async with asyncio.timeout(self.settings.deadline_s):
+                            answer = await self._post(http, self.urls[server], body(job.request))
+                        rollout = self._decoded(job, answer, decode)
+                    except (PassingError, TimeoutError) as failure:
+                        await self._again(job, failure)
+                        async with changed:
+                            queues[(server + 1) % len(queues)].append(job)
+                            changed.notify_all()
+                        continue
+                    found[job.position] = rollout
+                    if on_finish is not None:
+                        on_finish(1)
+                    if len(found) == len(requests):
+                        async with changed:
+                            changed.notify_all()
+
+            async with asyncio.TaskGroup() as group:
+                for server in range(len(self.urls)):
+                    for _ in range(min(self.settings.concurrency, len(requests))):
+                        group.create_task(work(server))
+        return [found[position] for position in range(len(requests))]
+
+    def _headers(self) -> dict[str, str]:
+        key = self.settings.api_key
+        return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+    async def _post(self, http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Any:
+        try:
+            answer = await http.post(f"{url}/generate", json=body)
+        except httpx.TimeoutException as error:
+            raise PassingError(f"{url}: no answer within {self.settings.deadline_s} s") from error
+        except httpx.TransportError as error:
+            raise PassingError(f"{url}: {type(error).__name__}: {error}") from error
+        if answer.status_code >= 500:
+            raise PassingError(f"{url}: HTTP {answer.status_code}: {answer.text[:300]}")
+        if answer.status_code != 200:
+            raise RolloutError(f"{url} refuses the request, HTTP {answer.status_code}: {answer.text[:300]}")
+        try:
+            return answer.json()
+        except json.JSONDecodeError as error:
+            raise PassingError(f"{url}: the answer of {len(answer.content)} bytes is no JSON ({error})") from error
+
+    def _decoded(self, job: _Job, answer: Any, decode: Decode) -> Rollout:
+        try:
+            return decode(job.request, answer)
+        except (RolloutError, TraceError) as error:
+            raise PassingError(str(error)) from error
+
+    async def _again(self, job: _Job, failure: BaseException) -> None:
+        told = str(failure) or f"no answer within {self.settings.deadline_s} s"
+        job.failures.append(told)
+        if len(job.failures) >= self.settings.attempts:
+            request = job.request
+            raise RolloutError(
+                f"group {request.group} sample {request.sample}: {len(job.failures)} attempts failed, the last: {told}"
+            )
+        await asyncio.sleep(0.1 * 2 ** len(job.failures))
+
+
+def _next(queues: Sequence[deque[_Job]], server: int) -> _Job | None:
+    """The server's own work first; when that is done, the longest queue of another."""
+    if queues[server]:
+        return queues[server].popleft()
+    longest = max(queues, key=len)
+    return longest.pop() if longest else None

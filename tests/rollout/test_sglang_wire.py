@@ -1,0 +1,168 @@
+"""Answers of an SGLang server become rollouts, or errors that say what is wrong with them."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import DeepseekV3Config, Glm4MoeConfig, MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
+
+from megarl.core.types import SampleRequest
+from megarl.errors import ConfigError, RolloutError, TraceError
+from megarl.rollout.moe_shape import MoeShape
+from megarl.rollout.sglang_wire import decode_routes, rollout_of
+
+SHAPE = MoeShape(num_layers=4, moe_layers=(1, 2, 3), num_experts=8, topk=2)
+REQUEST = SampleRequest(np.array([5, 6, 7], np.int32), group=4, sample=1, seed=0)
+OUTPUT = [9, 8]
+
+
+def routes(rows: int, seed: int = 0) -> np.ndarray:
+    """int32 [rows, all 4 layers, 2], zeros in the dense layer."""
+    found = np.random.default_rng(seed).random((rows, 4, 8)).argsort(2)[..., :2].astype("<i4")
+    found[:, 0] = 0
+    return found
+
+
+def encoded(array: np.ndarray) -> str:
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def answer(**changes: Any) -> dict[str, Any]:
+    meta: dict[str, Any] = {
+        "finish_reason": {"type": "stop", "matched": 8},
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "weight_version": "7",
+        "output_token_logprobs": [[-0.5, 9, None], [-1.25, 8, None]],
+        "routed_experts": encoded(routes(4)),
+    }
+    return {"output_ids": OUTPUT, "meta_info": {k: v for k, v in (meta | changes).items() if v != "absent"}}
+
+
+def test_an_answer_becomes_a_rollout() -> None:
+    found = rollout_of(REQUEST, answer(), 7, SHAPE)
+    assert (found.group, found.sample, found.finish_reason) == (4, 1, "stop")
+    assert found.tokens.tolist() == [5, 6, 7, 9, 8]
+    assert found.loss_mask.tolist() == [False, False, False, True, True]
+    assert found.rollout_logprobs.tolist() == [0.0, 0.0, 0.0, -0.5, -1.25]
+    assert found.weight_versions.tolist() == [7] * 5
+    assert found.routed_mask is not None
+    assert found.routed_experts is not None
+    assert found.routed_mask.tolist() == [True] * 4 + [False]
+    assert found.routed_experts.dtype == np.uint8
+    assert np.array_equal(found.routed_experts[:4], routes(4)[:, 1:])
+
+
+def test_a_known_prefix_has_no_rows() -> None:
+    found = rollout_of(REQUEST, answer(routed_experts=encoded(routes(4)[2:])), 7, SHAPE, known_rows=2)
+    assert found.routed_mask is not None
+    assert found.routed_experts is not None
+    assert found.routed_mask.tolist() == [False, False, True, True, False]
+    assert np.array_equal(found.routed_experts[2:4], routes(4)[2:, 1:])
+
+
+def test_without_routes_asked_for_there_are_none() -> None:
+    found = rollout_of(REQUEST, answer(routed_experts="absent"), 7, None)
+    assert found.routed_experts is None
+    assert found.routed_mask is None
+
+
+def test_versions_come_from_the_server() -> None:
+    spans = [{"version": "6", "start": 0, "end": 1}, {"version": "7", "start": 1, "end": 2}]
+    assert rollout_of(REQUEST, answer(weight_versions=spans), 7, SHAPE).weight_versions.tolist() == [7, 7, 7, 6, 7]
+    assert rollout_of(REQUEST, answer(weight_version="6"), 7, SHAPE).weight_versions.tolist() == [6] * 5
+    assert rollout_of(REQUEST, answer(weight_version="absent"), 3, SHAPE).weight_versions.tolist() == [3] * 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"finish_reason": {"type": "abort", "message": "x"}}, "finished with .*abort"),
+        ({"prompt_tokens": 4}, "counts prompt_tokens = 4, the tokens are 3"),
+        ({"completion_tokens": 1}, "counts completion_tokens = 1"),
+        ({"output_token_logprobs": [[-0.5, 9, None]]}, "1 output_token_logprobs for 2 tokens"),
+        ({"output_token_logprobs": None}, "None output_token_logprobs"),
+        ({"output_token_logprobs": [[-0.5, 9, None], [-1.0, 9, None]]}, "other tokens than output_ids"),
+        ({"output_token_logprobs": [[-0.5, 9, None], [None, 8, None]]}, "response token 1 is nan"),
+        ({"output_token_logprobs": [[0.5, 9, None], [-1.0, 8, None]]}, r"response token 0 is 0\.5"),
+        ({"weight_version": "default"}, "weight versions default are not those"),
+    ],
+)
+def test_answers_that_contradict_themselves_are_errors(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RolloutError, match=f"group 4 sample 1: .*{message}"):
+        rollout_of(REQUEST, answer(**changes), 7, SHAPE)
+
+
+def test_an_answer_of_another_kind_is_an_error() -> None:
+    with pytest.raises(RolloutError, match=r"keys \['error'\]"):
+        rollout_of(REQUEST, {"error": "x"}, 7, SHAPE)
+    with pytest.raises(RolloutError, match="generated no token"):
+        rollout_of(REQUEST, {"output_ids": [], "meta_info": {}}, 7, SHAPE)
+
+
+def test_routes_that_are_absent_or_wrong_are_errors() -> None:
+    def told(text: Any) -> str:
+        with pytest.raises(TraceError, match="group 4 sample 1") as caught:
+            rollout_of(REQUEST, answer(routed_experts=text), 7, SHAPE)
+        return str(caught.value)
+
+    assert "--enable-return-routed-experts" in told("absent")
+    whole = encoded(routes(4))
+    assert "cut short" in told(whole[:-3])
+    assert "no whole number of rows of 4 layers with top-2; expected 4 rows" in told(whole[:-8])
+    assert "5 rows of 4 layers with top-2; expected 4 rows" in told(encoded(routes(5)))
+    dense = routes(4)
+    dense[2, 0] = (1, 2)
+    assert "dense layer 0 has routes" in told(encoded(dense))
+    twice = routes(4)
+    twice[1, 2] = 5
+    assert "row 1, layer 1 names an expert twice" in told(encoded(twice))
+    large = routes(4)
+    large[3, 3, 0] = 8
+    assert "names expert 8" in told(encoded(large))
+
+
+def test_many_experts_need_two_bytes() -> None:
+    wide = MoeShape(2, (0, 1), 300, 2)
+    given = np.array([[[0, 299], [7, 8]]], "<i4")
+    found = decode_routes(encoded(given), 1, wide, "x")
+    assert found.dtype == np.uint16
+    assert np.array_equal(found, given)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            Qwen3MoeConfig(num_hidden_layers=4, mlp_only_layers=[1], num_experts=16, num_experts_per_tok=4),
+            ((0, 2, 3), 16, 4),
+        ),
+        (
+            Qwen2MoeConfig(num_hidden_layers=4, decoder_sparse_step=2, num_experts=16, num_experts_per_tok=4),
+            ((1, 3), 16, 4),
+        ),
+        (MixtralConfig(num_hidden_layers=3, num_local_experts=8, num_experts_per_tok=2), ((0, 1, 2), 8, 2)),
+        (OlmoeConfig(num_hidden_layers=2, num_experts=64, num_experts_per_tok=8), ((0, 1), 64, 8)),
+        (
+            DeepseekV3Config(num_hidden_layers=5, first_k_dense_replace=3, n_routed_experts=256, num_experts_per_tok=8),
+            ((3, 4), 256, 8),
+        ),
+        (
+            Glm4MoeConfig(num_hidden_layers=3, first_k_dense_replace=1, n_routed_experts=8, num_experts_per_tok=2),
+            ((1, 2), 8, 2),
+        ),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_shapes_of_model_families(config: Any, expected: tuple[tuple[int, ...], int, int]) -> None:
+    found = MoeShape.of(config.to_dict())
+    assert (found.moe_layers, found.num_experts, found.topk) == expected
+    assert found.num_layers == config.num_hidden_layers
+
+
+def test_a_dense_model_has_no_shape() -> None:
+    with pytest.raises(ConfigError, match="'llama' has no experts"):
+        MoeShape.of({"model_type": "llama", "num_hidden_layers": 2})
