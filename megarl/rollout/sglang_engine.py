@@ -1,0 +1,156 @@
+"""Sampling with SGLang servers: the engine protocol over HTTP.
+
+Every rank of the trainer sends its own requests to the same servers; one rank, the leader, sends the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import httpx
+import torch
+
+from megarl.core.types import Rollout, SampleRequest
+from megarl.errors import ConfigError, RolloutError, WeightSyncError
+from megarl.rollout.engine import SamplingParams
+from megarl.rollout.moe_shape import MoeShape
+from megarl.rollout.sglang_client import ClientSettings, SGLangClient
+from megarl.rollout.sglang_sync import WeightSender, as_engine_holds_them, buckets
+from megarl.rollout.sglang_versions import check_version
+from megarl.rollout.sglang_wire import rollout_of
+
+_BUCKET_BYTES = 256 << 20
+
+
+class SGLangEngine:
+    """Implements ``megarl.rollout.engine.Engine`` on servers that run at ``urls``.
+
+    A response depends on its seed only where the server samples deterministically, which needs GPU attention backends:
+    two runs draw different responses.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        config: Mapping[str, Any],
+        *,
+        leader: bool = True,
+        barrier: Callable[[], None] = lambda: None,
+        settings: ClientSettings | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        fp8_rounding: bool = False,
+        tp: int = 1,
+    ) -> None:
+        """``config`` is the model's config.json. The ``leader`` alone sends weights; ``barrier`` lets the other ranks
+        wait for it. ``tp`` is the servers' tensor-parallel size. ConfigError if a server's release has no routes."""
+        self._settings = settings or ClientSettings()
+        self._client = SGLangClient(urls, self._settings)
+        self._shape = MoeShape.of(config)
+        self._positions = int(config.get("max_position_embeddings") or 1 << 30)
+        self._leader, self._barrier = leader, barrier
+        self._dtype, self._fp8_rounding = dtype, fp8_rounding
+        self._version = -1
+        self._complete = False
+        self.warnings: list[str] = []
+        self._senders = [self._sender(url, tp) for url in urls]
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights in the servers; -1 before the first update."""
+        return self._version
+
+    def generate(
+        self,
+        requests: Sequence[SampleRequest],
+        params: SamplingParams,
+        on_finish: Callable[[int], None] | None = None,
+    ) -> list[Rollout]:
+        """See ``Engine.generate``. ConfigError for top_p below 1; WeightSyncError while an update is incomplete."""
+        if not self._complete:
+            raise WeightSyncError("the servers have no complete weights: update_weights first, and look for its error")
+        if params.top_p < 1.0:
+            raise ConfigError(
+                f"top_p = {params.top_p} with SGLang, expected 1: its log-probabilities are those of the whole "
+                "vocabulary, not of the nucleus that is sampled from, so importance weights would be wrong"
+            )
+        shape = self._shape if params.return_routed_experts else None
+
+        def body(request: SampleRequest) -> dict[str, Any]:
+            return self._body(request, params)
+
+        def decode(request: SampleRequest, answer: Any) -> Rollout:
+            return self._of_this_version(rollout_of(request, answer, self._version, shape))
+
+        return self._client.generate(requests, body, decode, on_finish)
+
+    def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """See ``Engine.update_weights``; a collective call of all ranks that share the servers."""
+        self._complete = False
+        held = as_engine_holds_them(tensors, self._dtype, self._fp8_rounding)
+        if self._leader:
+            for sender in self._senders:
+                sender.begin()
+            for bucket in buckets(held, _BUCKET_BYTES):
+                for sender in self._senders:
+                    sender.send(bucket)
+            for sender in self._senders:
+                sender.finish(version)
+        else:
+            for _ in held:  # the gathering of a sharded model needs every rank
+                pass
+        self._barrier()
+        self._version, self._complete = version, True
+
+    def close(self) -> None:
+        """Close the connections; the servers run on."""
+        for sender in self._senders:
+            sender.close()
+
+    def _sender(self, url: str, tp: int) -> WeightSender:
+        headers = {} if self._settings.api_key is None else {"Authorization": f"Bearer {self._settings.api_key}"}
+        try:
+            answer = httpx.get(f"{url}/server_info", headers=headers, timeout=30.0)
+            if answer.status_code == 404:
+                answer = httpx.get(f"{url}/get_server_info", headers=headers, timeout=30.0)
+            answer.raise_for_status()
+        except httpx.HTTPError as error:
+            raise RolloutError(f"no SGLang server answers at {url} ({error}); start it, or correct the URL") from error
+        release, warnings = check_version(str(answer.json().get("version")))
+        self.warnings += [text for text in warnings if text not in self.warnings]
+        return WeightSender(url, release, tp=tp, api_key=self._settings.api_key)
+
+    def _body(self, request: SampleRequest, params: SamplingParams) -> dict[str, Any]:
+        prompt = request.prompt_tokens.tolist()
+        room = self._positions - len(prompt) - 1
+        if room < 1:
+            raise RolloutError(
+                f"group {request.group} sample {request.sample}: a prompt of {len(prompt)} tokens leaves no room in "
+                f"the model's {self._positions} positions"
+            )
+        return {
+            "input_ids": prompt,
+            "sampling_params": {
+                # Named one by one, because a server otherwise takes what the model's generation_config.json says.
+                "temperature": params.temperature,
+                "top_p": 1.0,
+                "top_k": -1,
+                "min_p": 0.0,
+                "max_new_tokens": min(params.max_response_tokens, room),
+                "stop_token_ids": list(params.stop_token_ids),
+                "skip_special_tokens": False,
+            },
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "return_routed_experts": params.return_routed_experts,
+            "stream": False,
+        }
+
+    def _of_this_version(self, rollout: Rollout) -> Rollout:
+        found = set(rollout.weight_versions.tolist())
+        if found != {self._version}:
+            raise RolloutError(
+                f"group {rollout.group} sample {rollout.sample}: made with weight versions {sorted(found)}, expected "
+                f"{self._version} alone"
+            )
+        return rollout
