@@ -11,8 +11,11 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType, SimpleNamespace
 
+_kept: list[object] = []
+"""A library that is collected takes its operators along."""
 
-def _declare_torchvision_operators(torch: ModuleType) -> list[object]:
+
+def _declare_torchvision_operators(torch: ModuleType) -> object:
     """Declares the operators whose compiled library was built for CUDA and so cannot be loaded here.
 
     torchvision attaches shapes and gradients to them by name when it is imported, transformers imports torchvision, and
@@ -23,7 +26,7 @@ def _declare_torchvision_operators(torch: ModuleType) -> list[object]:
     library = torch.library.Library("torchvision", "DEF")
     for name in names:
         library.define(f"{name}() -> ()")
-    return [library]  # a library that is collected takes its operators along
+    return library
 
 
 def _stand_in_for_cudart(torch: ModuleType) -> None:
@@ -47,7 +50,7 @@ class _AfterTorch(MetaPathFinder):
         def run_and_repair(module: ModuleType) -> None:
             run(module)
             if not module.cuda.is_available():
-                module._megarl_libraries = _declare_torchvision_operators(module)
+                _kept.append(_declare_torchvision_operators(module))
                 _stand_in_for_cudart(module)
 
         spec.loader.exec_module = run_and_repair
