@@ -199,7 +199,7 @@ class Server:
         """Starts the process and returns at once. Raises RolloutError if it already runs or cannot be started."""
         if self.alive:
             raise RolloutError(f"the SGLang server at {self.url} already runs: stop it before it is started again")
-        self.stop()  # what a dead server has left
+        self.kill()  # what a dead server has left
         if not Path(self.spec.python).exists():
             raise RolloutError(
                 f"found no Python for SGLang at {self.spec.python}: run `make sglang-cpu`, or give the interpreter of "

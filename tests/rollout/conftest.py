@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from rollout_oracle import Oracle
+from sglang_fixtures import sglang_model, sglang_python, sglang_server, sglang_spec  # noqa: F401 (pytest finds them here)
 from transformers import AutoModelForCausalLM
 
 from megarl.data.tiny import write_tiny_model
