@@ -179,8 +179,8 @@ class RewardConfig(Table):
 class RolloutConfig(Table):
     """[rollout]: how responses are sampled."""
 
-    engine: Literal["local"] = "local"
-    """The sampling engine."""
+    engine: Literal["local", "sglang"] = "local"
+    """The sampling engine: transformers in the trainer's own processes, or SGLang servers (see [sglang])."""
     prompts_per_step: PositiveInt
     """Prompts B of a global step."""
     group_size: PositiveInt
@@ -198,6 +198,39 @@ class RolloutConfig(Table):
     """Precision of the engine's weights and activations."""
     max_batch_size: PositiveInt = 256
     """Responses that the local engine decodes at once, per rank."""
+
+
+class SGLangConfig(Table):
+    """[sglang]: the servers of rollout.engine = "sglang"."""
+
+    urls: list[str] = []
+    """Servers that run already and load nothing but what megarl sends; empty: megarl starts its own."""
+    servers: PositiveInt = 1
+    """Servers that megarl starts beside its first rank."""
+    python: str = ".venv-sglang/bin/python"
+    """Python of the environment that holds SGLang."""
+    tp: PositiveInt = 1
+    """Tensor-parallel ranks of each server."""
+    mem_fraction: float = Field(default=0.8, gt=0, lt=1)
+    """Share of a GPU's memory (of the machine's, on a CPU) that a server takes for weights and cache."""
+    max_total_tokens: PositiveInt | None = None
+    """Tokens that a server's cache holds; default what fits."""
+    arguments: list[str] = []
+    """Further words for sglang.launch_server."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the servers' API key."""
+    sync: Literal["tensor", "disk"] = "tensor"
+    """How weights reach the servers: over HTTP, or through a folder below run.dir that servers can read."""
+    concurrency: PositiveInt = 64
+    """Requests that each rank has under way at one server."""
+    deadline_s: PositiveFloat = 600.0
+    """Longest time for one response; seconds."""
+    attempts: PositiveInt = 4
+    """How often a request is answered badly or too late before the run ends."""
+    start_deadline_s: PositiveFloat = 600.0
+    """Longest start of a server, and how long a lost one may stay away; seconds."""
+    max_restarts: Count = 20
+    """Restarts of a server that dies; those at urls are not restarted."""
 
 
 class TrainConfig(Table):
@@ -397,6 +430,7 @@ class Config(Table):
     data: DataConfig
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig
+    sglang: SGLangConfig = SGLangConfig()
     train: TrainConfig = TrainConfig()
     optim: OptimConfig
     recompute: RecomputeConfig = RecomputeConfig()
@@ -449,6 +483,11 @@ class Config(Table):
     def _goes_together(self) -> Self:
         self._check_sizes()
         self._check_megatron()
+        if self.rollout.engine == "sglang" and self.rollout.top_p < 1:
+            raise ValueError(
+                f"rollout.top_p: found {self.rollout.top_p:g}, expected 1 with SGLang, whose log-probabilities are of "
+                "the whole vocabulary and not of the nucleus that it samples from"
+            )
         if self.eval.every and self.data.heldout is None:
             raise ValueError(
                 f"eval.every: found {self.eval.every} without data.heldout; set data.heldout or eval.every = 0"

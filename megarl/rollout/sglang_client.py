@@ -30,13 +30,19 @@ class ClientSettings:
     deadline_s: float = 600.0
     """Longest time from sending a request to the whole answer."""
     attempts: int = 4
-    """How often one request is sent before the rollout fails."""
+    """How often one request is answered badly or too late before the rollout fails."""
+    recovery_s: float = 300.0
+    """How long a server may be away before its requests go to the others."""
     api_key: str | None = None
     """Sent as a bearer token."""
 
 
 class PassingError(Exception):
     """A failure that another attempt may not meet."""
+
+
+class AwayError(PassingError):
+    """The server could not be reached, or went away in the middle of an answer: no fault of the request."""
 
 
 @dataclass
@@ -80,12 +86,16 @@ class SGLangClient:
         on_finish: Callable[[int], None] | None,
     ) -> list[Rollout]:
         found: dict[int, Rollout] = {}
+        down: set[int] = set()
         changed = asyncio.Condition()
         queues: list[deque[_Job]] = [deque() for _ in self.urls]
         for position, request in enumerate(requests):
             queues[request.group % len(queues)].append(_Job(request, position))
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.settings.concurrency)
-        async with httpx.AsyncClient(timeout=self.settings.deadline_s, limits=limits, headers=self._headers()) as http:
+        # No proxy of the environment: servers are meant to be near, often on the loopback address.
+        async with httpx.AsyncClient(
+            timeout=self.settings.deadline_s, limits=limits, headers=self._headers(), trust_env=False
+        ) as http:
 
             async def work(server: int) -> None:
                 while True:
@@ -100,6 +110,18 @@ class SGLangClient:
                         async with asyncio.timeout(self.settings.deadline_s):
                             answer = await self._post(http, self.urls[server], body(job.request))
                         rollout = self._decoded(job, answer, decode)
+                    except AwayError as failure:
+                        async with changed:
+                            queues[server].appendleft(job)
+                        if not await self._back(http, server, down):
+                            async with changed:  # the others take over what was queued here
+                                changed.notify_all()
+                            if len(down) == len(self.urls):
+                                raise RolloutError(
+                                    f"all {len(self.urls)} SGLang servers are down, the last failure: {failure}"
+                                ) from failure
+                            return
+                        continue
                     except (PassingError, TimeoutError) as failure:
                         await self._again(job, failure)
                         async with changed:
@@ -129,7 +151,7 @@ class SGLangClient:
         except httpx.TimeoutException as error:
             raise PassingError(f"{url}: no answer within {self.settings.deadline_s} s") from error
         except httpx.TransportError as error:
-            raise PassingError(f"{url}: {type(error).__name__}: {error}") from error
+            raise AwayError(f"{url}: {type(error).__name__}: {error}") from error
         if answer.status_code >= 500:
             raise PassingError(f"{url}: HTTP {answer.status_code}: {answer.text[:300]}")
         if answer.status_code != 200:
@@ -138,6 +160,21 @@ class SGLangClient:
             return answer.json()
         except json.JSONDecodeError as error:
             raise PassingError(f"{url}: the answer of {len(answer.content)} bytes is no JSON ({error})") from error
+
+    async def _back(self, http: httpx.AsyncClient, server: int, down: set[int]) -> bool:
+        """Wait for a server to answer again; False, and the server counted as down, if it stays away."""
+        until = asyncio.get_running_loop().time() + self.settings.recovery_s
+        while server not in down:
+            await asyncio.sleep(0.5)
+            try:
+                answer = await http.get(f"{self.urls[server]}/health", timeout=20.0)
+                if answer.status_code == 200:
+                    return True
+            except httpx.HTTPError:
+                pass
+            if asyncio.get_running_loop().time() > until:
+                down.add(server)
+        return False
 
     def _decoded(self, job: _Job, answer: Any, decode: Decode) -> Rollout:
         try:
@@ -153,7 +190,7 @@ class SGLangClient:
             raise RolloutError(
                 f"group {request.group} sample {request.sample}: {len(job.failures)} attempts failed, the last: {told}"
             )
-        await asyncio.sleep(0.1 * 2 ** len(job.failures))
+        await asyncio.sleep(0.25 * 2 ** len(job.failures))
 
 
 def _next(queues: Sequence[deque[_Job]], server: int) -> _Job | None:

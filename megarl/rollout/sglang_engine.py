@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import httpx
 import torch
 
 from megarl.core.types import Rollout, SampleRequest
@@ -16,11 +15,9 @@ from megarl.errors import ConfigError, RolloutError, WeightSyncError
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.moe_shape import MoeShape
 from megarl.rollout.sglang_client import ClientSettings, SGLangClient
-from megarl.rollout.sglang_sync import WeightSender, as_engine_holds_them, buckets
-from megarl.rollout.sglang_versions import check_version
+from megarl.rollout.sglang_fleet import Fleet
+from megarl.rollout.sglang_sync import as_engine_holds_them
 from megarl.rollout.sglang_wire import rollout_of
-
-_BUCKET_BYTES = 256 << 20
 
 
 class SGLangEngine:
@@ -35,25 +32,21 @@ class SGLangEngine:
         urls: Sequence[str],
         config: Mapping[str, Any],
         *,
-        leader: bool = True,
+        fleet: Fleet | None,
         barrier: Callable[[], None] = lambda: None,
         settings: ClientSettings | None = None,
         dtype: torch.dtype = torch.bfloat16,
         fp8_rounding: bool = False,
-        tp: int = 1,
     ) -> None:
-        """``config`` is the model's config.json. The ``leader`` alone sends weights; ``barrier`` lets the other ranks
-        wait for it. ``tp`` is the servers' tensor-parallel size. ConfigError if a server's release has no routes."""
-        self._settings = settings or ClientSettings()
-        self._client = SGLangClient(urls, self._settings)
+        """``config`` is the model's config.json. ``fleet`` is given to one of the ranks that share the servers, which
+        sends the weights; ``barrier`` lets the others wait for it."""
+        self._client = SGLangClient(urls, settings or ClientSettings())
         self._shape = MoeShape.of(config)
         self._positions = int(config.get("max_position_embeddings") or 1 << 30)
-        self._leader, self._barrier = leader, barrier
+        self._fleet, self._barrier = fleet, barrier
         self._dtype, self._fp8_rounding = dtype, fp8_rounding
         self._version = -1
         self._complete = False
-        self.warnings: list[str] = []
-        self._senders = [self._sender(url, tp) for url in urls]
 
     @property
     def weight_version(self) -> int:
@@ -88,14 +81,8 @@ class SGLangEngine:
         """See ``Engine.update_weights``; a collective call of all ranks that share the servers."""
         self._complete = False
         held = as_engine_holds_them(tensors, self._dtype, self._fp8_rounding)
-        if self._leader:
-            for sender in self._senders:
-                sender.begin()
-            for bucket in buckets(held, _BUCKET_BYTES):
-                for sender in self._senders:
-                    sender.send(bucket)
-            for sender in self._senders:
-                sender.finish(version)
+        if self._fleet is not None:
+            self._fleet.update(held, version)
         else:
             for _ in held:  # the gathering of a sharded model needs every rank
                 pass
@@ -103,22 +90,9 @@ class SGLangEngine:
         self._version, self._complete = version, True
 
     def close(self) -> None:
-        """Close the connections; the servers run on."""
-        for sender in self._senders:
-            sender.close()
-
-    def _sender(self, url: str, tp: int) -> WeightSender:
-        headers = {} if self._settings.api_key is None else {"Authorization": f"Bearer {self._settings.api_key}"}
-        try:
-            answer = httpx.get(f"{url}/server_info", headers=headers, timeout=30.0)
-            if answer.status_code == 404:
-                answer = httpx.get(f"{url}/get_server_info", headers=headers, timeout=30.0)
-            answer.raise_for_status()
-        except httpx.HTTPError as error:
-            raise RolloutError(f"no SGLang server answers at {url} ({error}); start it, or correct the URL") from error
-        release, warnings = check_version(str(answer.json().get("version")))
-        self.warnings += [text for text in warnings if text not in self.warnings]
-        return WeightSender(url, release, tp=tp, api_key=self._settings.api_key)
+        """Stop the servers that this rank has started."""
+        if self._fleet is not None:
+            self._fleet.close()
 
     def _body(self, request: SampleRequest, params: SamplingParams) -> dict[str, Any]:
         prompt = request.prompt_tokens.tolist()

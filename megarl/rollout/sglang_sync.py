@@ -1,6 +1,6 @@
 """New weights into a running SGLang server, so that no token is ever sampled from a mixture of old and new ones.
 
-    pause (abort) -> update [in a session] -> flush, verified -> version, verified -> continue
+    pause (abort) -> tensors [in a session] or a folder -> flush, verified -> version, verified -> continue
 
 Pausing with ``abort`` is the consistent way: the other modes let requests that were under way mix the log-probabilities
 of one version with the routes of another. A server that has refused any of the steps stays paused, so that it cannot
@@ -34,20 +34,22 @@ class WeightSender:
         self.url = url
         self._release = version
         self._tp = tp
+        self._in_session = False
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._http = httpx.Client(base_url=url, timeout=timeout_s, headers=headers)
+        self._http = httpx.Client(base_url=url, timeout=timeout_s, headers=headers, trust_env=False)
 
     def close(self) -> None:
         self._http.close()
 
     def begin(self) -> None:
-        """Abort what runs, keep new requests waiting, and open the update."""
+        """Abort what runs, and keep new requests waiting."""
         self._post("pause_generation", {"mode": "abort"})
-        if can(self._release, "update_session"):
-            self._post("begin_weight_update", {})
 
     def send(self, bucket: list[Named]) -> None:
         """Some tensors under their Hugging Face names, by value."""
+        if not self._in_session and can(self._release, "update_session"):
+            self._post("begin_weight_update", {})
+            self._in_session = True
         whole = [(name, tensor.detach().cpu().contiguous()) for name, tensor in bucket]
         text = base64.b64encode(pickle.dumps(whole, protocol=pickle.HIGHEST_PROTOCOL)).decode()
         body = {"serialized_named_tensors": [text] * self._tp, "flush_cache": False}
@@ -59,8 +61,9 @@ class WeightSender:
 
     def finish(self, version: int) -> None:
         """Close the update, drop what was computed with old weights, name the new version, and let requests in."""
-        if can(self._release, "update_session"):
+        if self._in_session:
             self._post("end_weight_update", {})
+            self._in_session = False
         flushed = self._http.post("/flush_cache")
         if flushed.status_code != 200:
             raise WeightSyncError(

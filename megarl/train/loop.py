@@ -14,15 +14,14 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig
 
 from megarl.config import Config
 from megarl.core.metrics import Stat, finalize
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, RolloutError, WeightSyncError
 from megarl.megatron import checkpoint, distributed
-from megarl.megatron.policy import DTYPES, Policy, schedule_of
+from megarl.megatron.policy import Policy, schedule_of
 from megarl.megatron.refusals import as_config_error
-from megarl.rollout.local import LocalEngine
+from megarl.train.engines import make_engine
 from megarl.train.metrics import MetricsLog
 from megarl.train.progress import StepProgress
 from megarl.train.run_dir import checkpoint_folder, claim
@@ -53,20 +52,20 @@ class Trainer:
             self.progress.line(f"warning: {warning}")
         torch.use_deterministic_algorithms(config.run.deterministic, warn_only=True)
         self.policy = Policy(config, schedule_of(config))
-        self.engine = LocalEngine(
-            AutoConfig.from_pretrained(config.model.path),
-            dtype=DTYPES[config.rollout.dtype],
-            device=str(torch.cuda.current_device()) if not torch.cuda.is_available() else "cuda",
-            fp8_rounding=config.rollout.fp8_rounding,
-            max_batch_size=config.rollout.max_batch_size,
-        )
+        self.engine = make_engine(config, self.progress.line)
         self.sampler = Sampler(config, self.engine, self.objective)
         self.train_step = TrainStep(config, self.policy, self.objective)
         self.traces = TraceDump(config.run_dir / "traces", self.policy) if config.log.traces_every else None
         self.seconds: dict[str, float] = {}
 
     def run(self) -> None:
-        """All remaining steps."""
+        """All remaining steps; the engine is closed however they end."""
+        try:
+            self._run()
+        finally:
+            self.engine.close()
+
+    def _run(self) -> None:
         config = self.config
         first = self._resume()
         self.engine.update_weights(self.policy.export(), version=first)
@@ -76,7 +75,6 @@ class Trainer:
             # Some settings are only found out when they are used.
             with as_config_error("train", config.megatron) if step == first and config.megatron else nullcontext():
                 self._step(step)
-        self.engine.close()
 
     def _resume(self) -> int:
         """Load the newest checkpoint; returns the number of steps that are done."""
@@ -93,8 +91,12 @@ class Trainer:
         """One global step; ``step`` counts from 0, records and checkpoints count finished steps from 1."""
         started = time.perf_counter()
         config = self.config
-        with self._timed("rollout"), self.progress.rollout(self._responses_per_rank()) as advance:
-            drawn = self.sampler.sample_step(step, advance)
+        try:
+            with self._timed("rollout"), self.progress.rollout(self._responses_per_rank()) as advance:
+                drawn = self.sampler.sample_step(step, advance)
+        except (RolloutError, WeightSyncError):  # on all ranks alike
+            self._save_before_the_end(step)
+            raise
         if drawn.first_reward_error:
             self.progress.line(f"step {step + 1}: the reward function failed, first: {drawn.first_reward_error}")
         with self._timed("prepare"):
@@ -121,9 +123,20 @@ class Trainer:
         if config.eval.every and ((step + 1) % config.eval.every == 0 or step + 1 == config.run.steps):
             self._evaluate(step + 1)
         if config.checkpoint.every and ((step + 1) % config.checkpoint.every == 0 or step + 1 == config.run.steps):
-            self.log.sync()
-            with self._timed("checkpoint"):
-                checkpoint.save(checkpoint_folder(config), step + 1, self.policy, {}, config.checkpoint.keep)
+            self._checkpoint(step + 1)
+
+    def _checkpoint(self, done: int) -> None:
+        self.log.sync()
+        with self._timed("checkpoint"):
+            checkpoint.save(checkpoint_folder(self.config), done, self.policy, {}, self.config.checkpoint.keep)
+
+    def _save_before_the_end(self, done: int) -> None:
+        """Keep the steps that are done when the engine cannot go on."""
+        found = checkpoint.complete_checkpoints(checkpoint_folder(self.config))
+        newest = int(found[-1][0]) if found else 0
+        if self.config.checkpoint.every and done > newest:
+            self._checkpoint(done)
+            self.progress.line(f"the engine cannot go on; step {done} is saved, start the run again to continue")
 
     def _passes_before_updates(self, minis: list[MiniBatch], judged: Judged) -> None:
         """What the objective needs to know of the weights before the step's updates, and of the reference's."""

@@ -25,7 +25,7 @@ from megarl.core.provenance import provenance_metrics, refuse_mixed_versions
 from megarl.core.types import Rollout, SampleRequest
 from megarl.data.prompts import Prompt, PromptOrder, load_prompts
 from megarl.data.rewards import load_reward, score
-from megarl.errors import ConfigError, RolloutError
+from megarl.errors import ConfigError, MegarlError, RolloutError, TraceError, WeightSyncError
 from megarl.megatron import distributed
 from megarl.rollout.engine import Engine, SamplingParams
 from megarl.train.progress import Advance
@@ -191,7 +191,14 @@ class Sampler:
             )
             for s in sequences
         ]
-        return self.engine.generate(requests, params, on_finish)
+        failure: MegarlError | None = None
+        drawn: list[Rollout] = []
+        try:
+            drawn = self.engine.generate(requests, params, on_finish)
+        except (RolloutError, TraceError, WeightSyncError) as error:
+            failure = error
+        _fail_together(failure)
+        return drawn
 
     def _judge(
         self, prompts: Sequence[Prompt], drawn: Sequence[Rollout], num_sequences: int, group_size: int
@@ -211,6 +218,16 @@ class Sampler:
         dist.all_reduce(table)
         rewards, valid = table.cpu().numpy()
         return rewards, valid > 0.5, result.first_error
+
+
+def _fail_together(failure: MegarlError | None) -> None:
+    """Raise on every rank if sampling failed on one, so that none waits for rollouts that will not come."""
+    failed = torch.tensor([int(failure is not None)], device=torch.cuda.current_device())
+    dist.all_reduce(failed, op=dist.ReduceOp.SUM)
+    if failure is not None:
+        raise failure
+    if int(failed):
+        raise RolloutError(f"sampling failed on {int(failed)} other ranks; their messages say why")
 
 
 def stop_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
