@@ -111,7 +111,7 @@ def main() -> int:
         mini_batches = toy.sample(step)
         for micros in mini_batches:
             given = [rollout_routes(batch, replay.layers) for batch in micros] if args.replay == "r3" else None
-            with replay.replay(given, recomputes=False) if given else replay.record() as recording:
+            with replay.replay(given) if given else replay.record() as recording:
                 outputs = run(chunks, micros, forward_only=True)
             routes.append(given or recording.routes)
             for batch, output in zip(micros, outputs, strict=False):  # only the last pipeline stage has outputs
@@ -121,7 +121,7 @@ def main() -> int:
             for chunk in chunks:
                 chunk.zero_grad_buffer()
             optimizer.zero_grad()
-            with replay.replay(routes.pop(0), recomputes=True):  # forward and backward
+            with replay.replay(routes.pop(0)):  # forward and backward
                 losses = run(chunks, micros, forward_only=False)
             _, grad_norm, _ = optimizer.step()
             if dist.get_rank() == dist.get_world_size() - 1:

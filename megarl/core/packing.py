@@ -103,6 +103,14 @@ def pack(rollouts: Sequence[Rollout], advantages: Values) -> TrainBatch:
     )
 
 
+def without_routes(rollout: Rollout) -> Rollout:
+    """The rollout as other ranks see it: its mask still says which rows there are."""
+    mask = rollout.routed_mask
+    if mask is None and rollout.routed_experts is not None:
+        mask = np.ones(rollout.num_tokens, bool)
+    return replace(rollout, routed_experts=None, routed_mask=mask)
+
+
 def select(batch: TrainBatch, sequences: Sequence[int] | Tensor) -> TrainBatch:
     """Return the batch of the given sequences, in the given order; IndexError if one does not exist."""
     chosen = torch.as_tensor(sequences, dtype=torch.int64, device=batch.cu_seqlens.device).reshape(-1)

@@ -27,6 +27,7 @@ from megarl.errors import ConfigError, TraceError
 
 FORMAT = "megarl-routing-traces"
 FORMAT_VERSION = 1
+MOST_EXPERTS = 65536
 _COLUMNS = {"tokens": np.dtype(np.int32), "row_versions": np.dtype(np.int32), "row_sources": np.dtype(np.uint8)}
 """Tensors with one entry per token that a file may hold besides the traces."""
 
@@ -205,7 +206,8 @@ def read_traces(path: str | Path) -> TraceFile:
     """Open a file. Raises TraceError if it is missing, damaged, of another format or a later version."""
     path = Path(path)
     if not path.is_file():
-        raise TraceError(f"{path}: there is no such file")
+        what = "it is a folder" if path.is_dir() else "there is no such file"
+        raise TraceError(f"{path}: {what}; expected a trace file")
     try:
         with safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
@@ -276,7 +278,12 @@ def _read_info(path: Path, metadata: dict[str, str]) -> TraceInfo:
     for key in ("num_experts", "top_k"):
         if not metadata.get(key, "").isdecimal():
             raise TraceError(f"{path}: its metadata has {key} = {metadata.get(key)!r}, expected a whole number")
-        numbers[key] = int(metadata[key])
+        numbers[key] = int(metadata[key][:9])
+    if not 1 <= numbers["top_k"] <= numbers["num_experts"] <= MOST_EXPERTS:
+        raise TraceError(
+            f"{path}: top-{metadata['top_k'][:9]} of {metadata['num_experts'][:9]} experts, expected 1 <= top_k <= "
+            f"num_experts <= {MOST_EXPERTS}"
+        )
     layers = tuple(_json_list(path, metadata, "layers", int))
     return TraceInfo(
         metadata.get("model", ""), layers, numbers["num_experts"], numbers["top_k"], metadata.get("fingerprint", "")

@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from megarl.core.packing import partition, select
 from megarl.core.parallel import padded_cu_seqlens, padded_positions, sequence_parallel_slice, zigzag_indices
 from megarl.core.ratios import segment_lengths
-from megarl.core.routing import RoutingTrace, shared_experts
+from megarl.core.routing import RoutingTrace
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import ConfigError, TraceError
 from megarl.megatron.attention import PackedSequences
@@ -226,20 +226,16 @@ def check_routes(rollouts: Sequence[Rollout], shape: ModelShape) -> None:
 
 
 def shared_with_rollout(
-    used: Sequence[MicroRoutes],
-    rollout: Sequence[MicroRoutes],
-    micro_batches: Sequence[MicroBatch],
-    layers: Sequence[int],
+    shared: Sequence[torch.Tensor], micro_batches: Sequence[MicroBatch], layers: Sequence[int]
 ) -> list[np.ndarray]:
     """How many experts training and rollout share: per micro-batch int64 [T', L], for the T' tokens with a rollout row.
 
-    Both are this rank's routes of its ``layers``. A collective call: tensor- and context-parallel ranks put the counts
-    of their tokens together, pipeline stages those of their layers.
+    ``shared`` uint8 [T_local, L_local] is of this rank's tokens and ``layers`` (``Recording.shared``). A collective
+    call: tensor- and context-parallel ranks put the counts of their tokens together, pipeline stages those of their
+    layers; a stage without MoE layers brings tensors without columns.
     """
     found = []
-    for ours, theirs, micro in zip(used, rollout, micro_batches, strict=True):
-        shared = torch.from_numpy(shared_experts(ours.experts.cpu().numpy(), theirs.experts.cpu().numpy()))
-        share = shared.to(torch.uint8).to(torch.cuda.current_device())
+    for share, micro in zip(shared, micro_batches, strict=True):
         of_context_rank = _all_gather(share, parallel_state.get_tensor_model_parallel_group())
         by_token = _over_context_ranks(of_context_rank, micro)[micro.slots.to(share.device)].cpu()
         assert micro.batch.routed_mask is not None

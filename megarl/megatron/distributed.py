@@ -15,7 +15,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from megarl.config import Config
 from megarl.core.metrics import Stat, merge
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, MegarlError, RolloutError
 
 
 def initialize(config: Config, timeout_s: float = 1800.0) -> None:
@@ -111,6 +111,16 @@ def largest(value: int, group: dist.ProcessGroup) -> int:
     found = torch.tensor(value, dtype=torch.int64, device=torch.cuda.current_device())
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     return int(found)
+
+
+def fail_together(failure: MegarlError | None, what: str) -> None:
+    """Raise on every rank if ``what`` failed on one, so that none waits for the others; a collective call."""
+    failed = torch.tensor([int(failure is not None)], device=torch.cuda.current_device())
+    dist.all_reduce(failed, op=dist.ReduceOp.SUM)
+    if failure is not None:
+        raise failure
+    if int(failed):
+        raise RolloutError(f"{what} failed on {int(failed)} other ranks; their messages say why")
 
 
 def collect_metrics(statistics: Mapping[str, Stat]) -> dict[str, Stat] | None:

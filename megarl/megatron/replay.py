@@ -21,10 +21,21 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megarl.errors import ReplayError
 from megarl.megatron.aux_loss import AuxLoss, count_dispatched, count_natively
-from megarl.megatron.replay_hooks import Bystander, Hook, MicroRoutes, Recorder, Recording, Replayer
+from megarl.megatron.replay_hooks import (
+    Bystander,
+    Entry,
+    Hook,
+    MicroRoutes,
+    Recorder,
+    Recording,
+    Replayer,
+    untraced_rows,
+)
 from megarl.megatron.weights import unwrap
 from megarl.megatron_fields import replay_blockers
 
+MOST_EXPERTS = 1 << 15
+"""Expert numbers travel as int16, which torch indexes everywhere."""
 __all__ = ["AuxLoss", "MicroRoutes", "Recording", "RoutingReplay"]
 
 
@@ -51,21 +62,27 @@ class RoutingReplay:
     ) -> None:
         if aux_loss not in get_args(AuxLoss):
             raise ReplayError(f"aux_loss = {aux_loss!r}, expected one of {', '.join(get_args(AuxLoss))}")
-        chunks = [unwrap(chunk) for chunk in _as_list(model_chunks)]
-        routers = [router for chunk in chunks for router in _routers(chunk)]
-        for router in routers:
-            _refuse_bypass(router)
-        self._routers = routers
-        self._hooks = [Hook(router.layer_number - 1, column) for column, router in enumerate(routers)]
-        for router, hook in zip(routers, self._hooks, strict=True):
-            if isinstance(router.router_replay, Hook) and router.router_replay.session is not None:
-                raise ReplayError(f"layer {hook.layer}: another RoutingReplay is recording or replaying on this model")
-            router.router_replay = hook
-            count_dispatched(router, hook, aux_loss)
-        self._bystanders = []
-        for router in (router for chunk in chunks for router in _untraced_routers(chunk)):
-            router.router_replay = Bystander()
-            self._bystanders.append(router)
+        self._hooks: list[Hook] = []
+        self._routers: list[TopKRouter] = []
+        self._bystanders: list[tuple[TopKRouter, Bystander]] = []
+        for chunk in map(unwrap, _as_list(model_chunks)):
+            routers = list(_routers(chunk))
+            for router in routers:
+                _refuse_bypass(router)
+                _refuse_while_in_use(router)
+            entry = Entry(chunk.decoder) if routers else None
+            for router in routers:
+                assert entry is not None
+                hook = Hook(router.layer_number - 1, len(self._hooks), entry)
+                if isinstance(router.router_replay, Hook):
+                    router.router_replay.entry.remove()
+                router.router_replay = hook
+                count_dispatched(router, hook, aux_loss)
+                self._hooks.append(hook)
+                self._routers.append(router)
+            for router in _untraced_routers(chunk):
+                router.router_replay = Bystander()
+                self._bystanders.append((router, router.router_replay))
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -73,19 +90,25 @@ class RoutingReplay:
         return tuple(hook.layer for hook in self._hooks)
 
     def detach(self) -> None:
-        """Give the routers back to Megatron: no hook remains."""
+        """Give the routers back to Megatron: no hook remains of this object; those of a newer one stay."""
         for router, hook in zip(self._routers, self._hooks, strict=True):
+            hook.entry.remove()
             if router.router_replay is hook:
                 router.router_replay = None
                 count_natively(router)
-        for router in self._bystanders:
-            router.router_replay = None
+        for router, bystander in self._bystanders:
+            if router.router_replay is bystander:
+                router.router_replay = None
 
     @contextmanager
-    def record(self) -> Iterator[Recording]:
-        """Route natively and keep every choice; ``recording.routes`` holds one MicroRoutes per forward micro-batch."""
+    def record(self, keep: bool = True, compared: Sequence[MicroRoutes] | None = None) -> Iterator[Recording]:
+        """Route natively and keep every choice; ``recording.routes`` holds one MicroRoutes per forward micro-batch.
+
+        With ``compared``, routes of the same micro-batches, ``recording.shared`` says how many experts they have in
+        common with the choice; without ``keep`` that is all that is kept.
+        """
         recording = Recording()
-        session = Recorder(self._hooks)
+        session = Recorder(self._hooks, keep, compared)
         with self._open(session, recording):
             yield recording
             session.close(self._hooks, recording)
@@ -94,16 +117,16 @@ class RoutingReplay:
     def replay(
         self,
         routes: Recording | Sequence[MicroRoutes | torch.Tensor],
-        recomputes: bool | None = None,
         observe: bool = False,
+        compared: Sequence[MicroRoutes] | None = None,
     ) -> Iterator[Recording]:
         """Use ``routes``, one entry per micro-batch in the order of the forward passes; a tensor has all rows present.
 
         On closing, every router must have used every micro-batch once, and once more for each pass that activation
-        checkpointing recomputes. ``recomputes`` says whether the backward pass runs in this block: True demands the
-        recomputations, False (a forward-only pass) forbids them, None accepts either all or none, and a recomputation
-        after the block then raises. ReplayError names layer, micro-batch and pass. With ``observe`` the Recording holds
-        the experts used, and those that the routers would have chosen.
+        checkpointing repeats; ReplayError names layer, micro-batch and pass. So a backward pass belongs into the block
+        of its forward pass, and a pass without one under ``torch.no_grad()``. With ``observe`` the Recording holds the
+        experts that the routers would have chosen; with ``compared`` how many experts those in use, and those, have in
+        common with other routes of the same micro-batches.
         """
         entries = routes.routes if isinstance(routes, Recording) else routes
         given = [MicroRoutes(entry) if isinstance(entry, torch.Tensor) else entry for entry in entries]
@@ -113,11 +136,11 @@ class RoutingReplay:
                     f"micro-batch {micro}: routes of shape {tuple(entry.experts.shape)}, expected "
                     f"[tokens, {len(self._hooks)} MoE layers of this rank, top-k]"
                 )
-        session = Replayer(given, self._hooks, observe)
+        session = Replayer(given, self._hooks, observe, given if compared is entries else compared)
         recording = Recording()
         with self._open(session, recording):
             yield recording
-            session.close(self._hooks, recomputes, recording)
+            session.close(self._hooks, recording)
 
     @contextmanager
     def _open(self, session: Recorder | Replayer, recording: Recording) -> Iterator[None]:
@@ -128,16 +151,14 @@ class RoutingReplay:
                 raise ReplayError(f"layer {hook.layer}: already recording or replaying; blocks do not nest")
         for hook in self._hooks:
             hook.begin(session)
-        before = self._untraced_rows()
+        bystanders = [bystander for _, bystander in self._bystanders]
+        before = untraced_rows(bystanders)
         try:
             yield
         finally:
-            recording.untraced_rows = self._untraced_rows() - before
+            recording.untraced_rows = untraced_rows(bystanders) - before
             for hook in self._hooks:
                 hook.end()
-
-    def _untraced_rows(self) -> int:
-        return sum(router.router_replay.rows for router in self._bystanders)
 
 
 def _as_list(chunks: Sequence[torch.nn.Module] | torch.nn.Module) -> list[torch.nn.Module]:
@@ -159,9 +180,17 @@ def _untraced_routers(model: Any) -> Iterator[TopKRouter]:
     yield from (m for m in model.modules() if isinstance(m, TopKRouter) and m not in traced)
 
 
+def _refuse_while_in_use(router: TopKRouter) -> None:
+    hook = router.router_replay
+    if isinstance(hook, Hook) and hook.session is not None:
+        raise ReplayError(f"layer {hook.layer}: another RoutingReplay is recording or replaying on this model")
+
+
 def _refuse_bypass(router: TopKRouter) -> None:
     if not hasattr(router, "router_replay"):
         raise ReplayError("this Megatron-Core has no replay hook (added in 0.16.0); install 0.16.1 or patch it")
+    if (router.config.num_moe_experts or 0) > MOST_EXPERTS:
+        raise ReplayError(f"{router.config.num_moe_experts} experts, expected at most {MOST_EXPERTS}: rows are 16 bits")
     for blocker in replay_blockers(vars(router.config)):
         found = getattr(router.config, blocker.setting, None)
         raise ReplayError(f"{blocker.setting} = {found!r}: replay cannot hold, because {blocker.reason}")

@@ -76,6 +76,13 @@ class Placement:
         """int64 [R]: sequence * 2^32 + position of each row, -1 for padding."""
         return np.concatenate([np.empty(0, np.int64), *(self._rows_of(piece) for piece in self.pieces)])
 
+    def meets(self, other: Placement) -> bool:
+        """Whether the two have a sequence in common; cheap, and most pairs of ranks have none."""
+        mine, theirs = (
+            np.concatenate([np.empty(0, np.int64), *(piece.sequences for piece in one.pieces)]) for one in (self, other)
+        )
+        return bool(np.isin(mine, theirs).any())
+
     def rows_by_piece(self) -> list[int]:
         """How many rows each piece has."""
         return [piece.num_slots // (self.tp[0] * self.cp[0]) for piece in self.pieces]
@@ -93,17 +100,16 @@ def exchange(have: Placement, rows: torch.Tensor, want: Placement, group: dist.P
 
     A collective call. Padding rows are 0. TraceError naming the sequence if a wanted row is nowhere.
     """
-    if len(have.rows()) != len(rows) or rows.size(1) != len(have.layers):
-        raise TraceError(
-            f"routes are {list(rows.shape)}, expected {len(have.rows())} rows of {len(have.layers)} layers"
-        )
+    mine, wanted = have.rows(), want.rows()
+    if len(mine) != len(rows) or rows.size(1) != len(have.layers):
+        raise TraceError(f"routes are {list(rows.shape)}, expected {len(mine)} rows of {len(have.layers)} layers")
     told: list[tuple[Placement, Placement]] = [(have, want)]
     if group.size() > 1:
         told = [(have, want)] * group.size()
         dist.all_gather_object(told, (have, want), group=group)
-    order = np.argsort(have.rows(), kind="stable")
-    parcels = [_parcel(have, rows, order, of_rank) for _, of_rank in told]
-    wanted = want.rows()
+    order = np.argsort(mine, kind="stable")
+    known = mine[order]
+    parcels = [_parcel(have, rows, order, known, of_rank) for _, of_rank in told]
     result = rows.new_zeros(len(wanted), len(want.layers), rows.size(2))
     filled = np.zeros((len(wanted), len(want.layers)), bool)
     slots = [_slots_from(of_rank, want, wanted) for of_rank, _ in told]
@@ -117,20 +123,24 @@ def exchange(have: Placement, rows: torch.Tensor, want: Placement, group: dist.P
     return result
 
 
-def _parcel(have: Placement, rows: torch.Tensor, order: np.ndarray, want: Placement) -> torch.Tensor:
-    """What one rank gets from here, flat, in the order of its rows."""
-    wanted, mine = want.rows(), have.rows()[order]
-    found = np.searchsorted(mine, wanted)
-    hit = (found < len(mine)) & (wanted >= 0)
-    hit[hit] = mine[found[hit]] == wanted[hit]
+def _parcel(have: Placement, rows: torch.Tensor, order: np.ndarray, known: np.ndarray, want: Placement) -> torch.Tensor:
+    """What one rank gets from here, flat, in the order of its rows; ``known`` are ours, sorted by ``order``."""
     columns = [have.layers.index(layer) for layer in want.layers if layer in have.layers]
+    if not columns or not have.meets(want):
+        return rows.new_empty(0)
+    wanted = want.rows()
+    found = np.searchsorted(known, wanted)
+    hit = (found < len(known)) & (wanted >= 0)
+    hit[hit] = known[found[hit]] == wanted[hit]
     return rows[torch.from_numpy(order[found[hit]])][:, columns].reshape(-1)
 
 
 def _slots_from(have: Placement, want: Placement, wanted: np.ndarray) -> tuple[np.ndarray, list[int]]:
     """Where the parcel of a rank with these rows goes: int64 row indices, and columns."""
-    at = np.flatnonzero(np.isin(wanted, have.rows()) & (wanted >= 0))
-    return at, [column for column, layer in enumerate(want.layers) if layer in have.layers]
+    columns = [column for column, layer in enumerate(want.layers) if layer in have.layers]
+    if not columns or not have.meets(want):
+        return np.empty(0, np.int64), []
+    return np.flatnonzero(np.isin(wanted, have.rows()) & (wanted >= 0)), columns
 
 
 def _all_to_all(parcels: Sequence[torch.Tensor], sizes: Sequence[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
@@ -190,9 +200,23 @@ def reshard(
     """R2: routes recorded with some micro-batches, cut for others that hold the same sequences; a collective call.
 
     Sequences may change micro-batch and, with a ``group`` over model copies and shared identities, data-parallel rank.
-    Without such a change there is nothing to do: a Recording replays as it is.
+    Without such a change there is nothing to do: a Recording replays as it is. Absent rows stay absent.
     """
-    rows = torch.cat([routes.experts.cpu() for routes in recorded])
-    parts = exchange(recorded_in, rows, wanted_in, group).split(wanted_in.rows_by_piece())
-    present = torch.from_numpy(wanted_in.rows() >= 0).split(wanted_in.rows_by_piece())
-    return [MicroRoutes(experts, None if bool(p.all()) else p) for experts, p in zip(parts, present, strict=True)]
+    parts = [_with_presence(routes) for routes in recorded]
+    rows = torch.cat(parts) if parts else torch.zeros(len(recorded_in.rows()), 0, 0, dtype=torch.uint8)
+    sizes = wanted_in.rows_by_piece()
+    found = exchange(recorded_in, rows, wanted_in, group).split(sizes)
+    if not wanted_in.layers:
+        return [MicroRoutes(part) for part in found]
+    present = [part[:, 0, -1] > 0 for part in found]  # padding came from nowhere and is 0
+    return [
+        MicroRoutes(part[:, :, :-1].contiguous(), None if bool(there.all()) else there)
+        for part, there in zip(found, present, strict=True)
+    ]
+
+
+def _with_presence(routes: MicroRoutes) -> torch.Tensor:
+    """[T, L, K + 1]: the experts, and 1 where the row is there."""
+    experts = routes.experts.cpu()
+    present = torch.ones(len(experts), dtype=torch.bool) if routes.present is None else routes.present.cpu()
+    return torch.cat([experts, present[:, None, None].expand(-1, experts.size(1), 1).to(experts.dtype)], 2)

@@ -21,6 +21,7 @@ from megarl.config import Config
 from megarl.core.diagnostics import effective_prompt_ratio
 from megarl.core.metrics import Stat
 from megarl.core.objectives import Objective, selected_responses, sequence_advantages
+from megarl.core.packing import without_routes
 from megarl.core.provenance import provenance_metrics, refuse_mixed_versions
 from megarl.core.types import Rollout, SampleRequest
 from megarl.data.prompts import Prompt, PromptOrder, load_prompts
@@ -48,6 +49,11 @@ class StepRollouts:
     metrics: dict[str, Stat]
     """Rewards are over the whole step and on every rank alike; the rest is of this rank's rollouts."""
     first_reward_error: str | None
+
+    def drop_routes(self) -> None:
+        """Let go of the traces, once every rank has its rows of them."""
+        for part in self.mini_batches:
+            part[:] = [without_routes(rollout) for rollout in part]
 
 
 def sampling_seed(run_seed: int, purpose: int, step: int, group: int, sample: int) -> int:
@@ -125,10 +131,8 @@ class Sampler:
             raise RolloutError(f"step {step}: the reward function failed on every response; first: {error}")
         groups = np.repeat(np.arange(num_groups), size)
         advantages, counted = self._advantages(rewards, valid, groups)
-        if self.config.train.mixed_versions == "refuse":
-            refuse_mixed_versions(drawn)
         # Routes stay where they were drawn until it is known which rank needs which rows.
-        exchanged = distributed.gather_in_model([replace(r, routed_experts=None) for r in drawn])
+        exchanged = distributed.gather_in_model([without_routes(r) for r in drawn])
         by_sequence = {r.group * size + r.sample: r for r in [*exchanged, *drawn]}
         mini_batches = [[_counted(by_sequence[s], bool(counted[s])) for s in part] for part in owned]
         return StepRollouts(
@@ -195,9 +199,11 @@ class Sampler:
         drawn: list[Rollout] = []
         try:
             drawn = self.engine.generate(requests, params, on_finish)
+            if self.config.train.mixed_versions == "refuse":
+                refuse_mixed_versions(drawn)
         except (RolloutError, TraceError, WeightSyncError) as error:
             failure = error
-        _fail_together(failure)
+        distributed.fail_together(failure, "sampling")
         return drawn
 
     def _judge(
@@ -218,16 +224,6 @@ class Sampler:
         dist.all_reduce(table)
         rewards, valid = table.cpu().numpy()
         return rewards, valid > 0.5, result.first_error
-
-
-def _fail_together(failure: MegarlError | None) -> None:
-    """Raise on every rank if sampling failed on one, so that none waits for rollouts that will not come."""
-    failed = torch.tensor([int(failure is not None)], device=torch.cuda.current_device())
-    dist.all_reduce(failed, op=dist.ReduceOp.SUM)
-    if failure is not None:
-        raise failure
-    if int(failed):
-        raise RolloutError(f"sampling failed on {int(failed)} other ranks; their messages say why")
 
 
 def stop_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

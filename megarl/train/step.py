@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,10 +20,10 @@ from megarl.core.columns import Denominators, TokenColumns
 from megarl.core.diagnostics import entropy_stat, mismatch_metrics
 from megarl.core.metrics import Stat, merge
 from megarl.core.objectives import Objective, coefficients, mini_batch_power
-from megarl.core.packing import pack
+from megarl.core.packing import pack, without_routes
 from megarl.core.routing import Disagreement
 from megarl.core.types import Rollout, TrainBatch
-from megarl.errors import TraceError
+from megarl.errors import MegarlError, TraceError
 from megarl.megatron import batches, distributed, forward
 from megarl.megatron.batches import MicroBatch
 from megarl.megatron.policy import Policy
@@ -93,18 +93,25 @@ class TrainStep:
         if replay is "r3" and routes are absent or too many rows missing.
         """
         r3, replay = self.config.train.replay == "r3", self.policy.replay
-        if r3 or any(rollout.routed_mask is not None for rollout in rollouts):
-            batches.check_routes(rollouts, self.policy.shape)
-        batch = pack([replace(rollout, routed_experts=None) for rollout in rollouts], advantages)
-        if r3:
-            self._check_missing(batch)
+        bare = [without_routes(rollout) for rollout in rollouts]
+        recorded = all(rollout.routed_mask is not None for rollout in bare)
+        failure: MegarlError | None = None
+        try:
+            if r3 or recorded:
+                batches.check_routes(rollouts, self.policy.shape)
+            batch = pack(bare, advantages)
+            if r3:
+                self._check_missing(batch)
+        except MegarlError as error:
+            failure = error
+        distributed.fail_together(failure, "the check of rollouts")
         micro_batches = batches.split_micro_batches(
             batch, self.config.train.micro_batch_tokens, self._padded, self._multiple
         )
         mini = MiniBatch(
             micro_batches, over_ranks(Denominators.of(batch.loss_mask, batch.cu_seqlens, batch.rollout_logprobs))
         )
-        if replay is not None and batch.routed_mask is not None:
+        if replay is not None and recorded:
             mini.rollout_routes = deliver_routes(rollouts, micro_batches, replay.layers, self.policy.shape)
         if r3:
             mini.routes = mini.rollout_routes
@@ -121,7 +128,7 @@ class TrainStep:
 
     def old_logprobs(self, mini: MiniBatch) -> None:
         """The old-log-prob pass over one mini-batch; r2 records its routes here."""
-        with self._context(mini, training=False) as seen:
+        with self._context(mini) as seen:
             outputs = self._run(mini, None, None)
         mini.old_logprobs = [output.logprobs for output in outputs]
         mini.old_updates = self._updates
@@ -129,7 +136,7 @@ class TrainStep:
             self._mismatch(micro.batch, output.logprobs, output.entropies)
             for micro, output in zip(mini.micro_batches, outputs, strict=bool(outputs))
         )
-        self._routing_metrics(mini, seen)
+        self._routing_metrics(mini, seen, replayed=mini.routes is not None)
         if self.config.train.replay == "r2":
             mini.routes = seen.routes
 
@@ -173,10 +180,10 @@ class TrainStep:
             return found.values, metrics
 
         self.policy.zero_grad()
-        with self._context(mini, training=True) as seen:
+        with self._context(mini) as seen:
             outputs = self._run(mini, weigh, on_micro_batch)
         if first_sight:
-            self._routing_metrics(mini, seen)
+            self._routing_metrics(mini, seen, replayed=mini.routes is not None)
         norm, lr = self.policy.optimizer_step()
         self._updates += 1
         alike = {"grad_norm": Stat.mean(torch.tensor([norm])), "lr": Stat.mean(torch.tensor([lr], dtype=torch.float64))}
@@ -190,7 +197,7 @@ class TrainStep:
             return 1.0  # theta is theta_old, and all ratios are 1
         logprobs = mini.old_logprobs
         if self._updates != mini.old_updates and self.objective.corrected != "old_mu":
-            with self._context(mini, training=False):
+            with self._context(mini):
                 logprobs = [output.logprobs for output in self._run(mini, None, None)]
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return None
@@ -211,15 +218,18 @@ class TrainStep:
             on_micro_batch=None if on_micro_batch is None else lambda: on_micro_batch(1),
         )
 
-    def _context(self, mini: MiniBatch, training: bool) -> AbstractContextManager[Recording]:
-        """Replay if there are routes; in the first pass over a mini-batch, watch the routers."""
+    def _context(self, mini: MiniBatch) -> AbstractContextManager[Recording]:
+        """Replay if there are routes; in the first pass over a mini-batch, compare the routers with the rollout."""
         replay = self.policy.replay
         first_pass = mini.old_logprobs is None
         if replay is None:
             return nullcontext(Recording())
+        compared = mini.rollout_routes if first_pass else None
         if mini.routes is not None:
-            return replay.replay(mini.routes, recomputes=training, observe=first_pass)
-        return replay.record() if first_pass else nullcontext(Recording())
+            return replay.replay(mini.routes, observe=first_pass and self.keeps_native_routes, compared=compared)
+        if not first_pass:
+            return nullcontext(Recording())
+        return replay.record(keep=self.config.train.replay == "r2" or self.keeps_native_routes, compared=compared)
 
     def _mismatch(self, batch: TrainBatch, logprobs: torch.Tensor, entropies: torch.Tensor) -> dict[str, Stat]:
         mask = batch.loss_mask.to(logprobs.device)
@@ -228,18 +238,22 @@ class TrainStep:
         )
         return {**found, "rollout/entropy": entropy_stat(entropies, mask)}
 
-    def _routing_metrics(self, mini: MiniBatch, seen: Recording) -> None:
-        """Disagreement between the rollout's routes and those used here, and those the routers would have chosen."""
+    def _routing_metrics(self, mini: MiniBatch, seen: Recording, replayed: bool) -> None:
+        """Disagreement between the rollout's routes and those used here, and those the routers would have chosen.
+
+        What is collective here must not hang on what this rank's routers saw: a stage may have none.
+        """
         if self.policy.replay is None or mini.rollout_routes is None:
             return
-        if self.keeps_native_routes:
-            mini.native_routes = seen.native or seen.routes
         layers, shape = self.policy.replay.layers, self.policy.shape
-        for prefix, routes in (("router", seen.routes), ("router/native", seen.native)):
-            if routes:
-                counts = batches.shared_with_rollout(routes, mini.rollout_routes, mini.micro_batches, layers)
-                stats = Disagreement.of(np.concatenate(counts), shape.topk).stats(prefix)
-                mini.metrics = merge([mini.metrics, stats])
+        nothing = [torch.zeros(len(rows.experts), 0, dtype=torch.uint8) for rows in mini.rollout_routes]
+        if self.keeps_native_routes:
+            own = seen.native if replayed else seen.routes
+            mini.native_routes = own if layers else mini.rollout_routes
+        for prefix, counts in (("router", seen.shared), ("router/native", seen.native_shared))[: 1 + replayed]:
+            shared = batches.shared_with_rollout(counts if layers else nothing, mini.micro_batches, layers)
+            stats = Disagreement.of(np.concatenate(shared), shape.topk).stats(prefix)
+            mini.metrics = merge([mini.metrics, stats])
 
 
 def _columns(mini: MiniBatch, index: int, batch: TrainBatch, logprobs: torch.Tensor) -> TokenColumns:

@@ -46,8 +46,9 @@ class TraceDump:
                 one = from_rollout(of_mini[index], self.shape.num_experts)
                 sampled.append(one)
                 sources = np.full(of_mini[index].num_tokens, RowSource.NATIVE, np.uint8)
+                versions = np.full(of_mini[index].num_tokens, step - 1, np.int32)  # those that training began with
                 trace = RoutingTrace(experts[index], self.shape.num_experts, label=one.name)
-                trained.append(TracedSequence(one.name, trace, one.tokens, one.row_versions, sources))
+                trained.append(TracedSequence(one.name, trace, one.tokens, versions, sources))
         if not sampled:
             return
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -92,11 +92,11 @@ def measure(model: MatrixModel, variant: Variant) -> dict[str, Any]:
     for chunk in model.chunks:
         chunk.zero_grad_buffer()
     probe = DispatchProbe(model.chunks, micros, model.router)
-    with replay.replay(routes, recomputes=True):
+    with replay.replay(routes):
         outputs = run(model.chunks, micros, coefficients=coefficients, **keywords)
     probe.remove()
     tampered = DispatchProbe(model.chunks, micros, model.router)
-    with replay.replay(_tampered(routes, model), recomputes=False):
+    with replay.replay(_tampered(routes, model)):
         run(model.chunks, micros, **keywords)
     tampered.remove()
     columns = _columns(outputs, [micro.batch for micro in micros])

@@ -41,7 +41,7 @@ def dispatched(layout: dict[str, int], recompute: str = "none", dispatcher: str 
     policy.zero_grad()
     for name, training in (("scoring", False), ("training", True)):
         probe = DispatchProbe(policy.chunks, micros)
-        with policy.replay.replay(routes, recomputes=training):
+        with policy.replay.replay(routes):
             run(policy.chunks, micros, coefficients=coefficients if training else None, **keywords)
         probe.remove()
         report["violations"] += [f"{name}: {line}" for line in probe.violations(rollouts(), policy.shape.moe_layers)]
@@ -83,7 +83,8 @@ def recorded(layout: dict[str, int], recompute: str = "none", dispatcher: str = 
     micros = micro_batches(settings, batch)
     keywords: dict[str, Any] = {"temperature": 1.0, "vocab_size": policy.shape.vocab_size}
     probe = DispatchProbe(policy.chunks, micros)
-    with policy.replay.record() as recording:
+    of_rollouts = [local_routes(micro, policy.replay.layers, policy.shape) for micro in micros]
+    with policy.replay.record(compared=of_rollouts) as recording:
         first = run(policy.chunks, micros, **keywords)
     probe.remove()
 
@@ -91,7 +92,7 @@ def recorded(layout: dict[str, int], recompute: str = "none", dispatcher: str = 
         return coefficients_of(part), {}
 
     policy.zero_grad()
-    with policy.replay.replay(recording, recomputes=True):
+    with policy.replay.replay(recording):
         second = run(policy.chunks, micros, coefficients=coefficients, **keywords)
     same = [torch.equal(a.logprobs, b.logprobs) for a, b in zip(first, second, strict=True)]
     wrong = []
@@ -100,8 +101,7 @@ def recorded(layout: dict[str, int], recompute: str = "none", dispatcher: str = 
         kept = recording.routes[one.micro].experts[:, column].long()
         if not torch.equal(torch.zeros_like(one.experts).scatter(1, kept, True), one.experts):
             wrong.append((one.layer, one.micro))
-    of_rollouts = [local_routes(micro, policy.replay.layers, policy.shape) for micro in micros]
-    shared = shared_with_rollout(recording.routes, of_rollouts, micros, policy.replay.layers)
+    shared = shared_with_rollout(recording.shared, micros, policy.replay.layers)
     counted = _count_shared(probe, micros, policy.shape.moe_layers)
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, (same, wrong, [one.tolist() for one in shared] == counted, counted))

@@ -93,7 +93,7 @@ def forward_backward(policy: Policy, settings: Config, batch: TrainBatch) -> tup
     else:
         assert policy.replay is not None
         routes = [local_routes(micro, policy.replay.layers, policy.shape) for micro in micros]
-        with policy.replay.replay(routes, recomputes=True):
+        with policy.replay.replay(routes):
             outputs = step()
     own = sum(float(output.metrics["loss"].sums) for output in outputs) if distributed.holds_outputs() else 0.0
     total = torch.tensor(own, dtype=torch.float64)

@@ -108,7 +108,7 @@ def test_r2_with_recomputation_neither_runs_out_of_indices_nor_re_routes(
                     if "router.weight" in name:
                         parameter.neg_()
         setup.policy.zero_grad()
-        with setup.replay.replay(recording, recomputes=True):
+        with setup.replay.replay(recording):
             setup.run(training=True)
     torch.testing.assert_close(again.gradients(), plain.gradients(), rtol=2e-5, atol=1e-8)
 
@@ -125,10 +125,11 @@ def test_replay_that_ends_before_the_backward_pass_is_an_error_and_not_another_r
     micro, chunk = setup.micros[0], setup.policy.chunks[0]
     chunk.train()
     inputs = {"input_ids": micro.input_ids, "position_ids": micro.input_ids, "attention_mask": None}
-    with setup.replay.replay(setup.routes[:1]):
-        loss = chunk(**inputs, packed_seq_params=micro.packing, padding_mask=micro.padding_mask).sum()
-    with pytest.raises(ReplayError, match="recomputation of a forward pass whose replay has already closed"):
-        loss.backward()
+    losses = []
+    with pytest.raises(ReplayError, match="backward pass runs outside"), setup.replay.replay(setup.routes[:1]):
+        losses.append(chunk(**inputs, packed_seq_params=micro.packing, padding_mask=micro.padding_mask).sum())
+    with pytest.raises(ReplayError, match="the block of its forward pass has closed"):
+        losses[0].backward()
     assert not [name for name in dir(setup.replay) if "clear" in name or "action" in name or "reset" in name]
 
 
@@ -151,9 +152,10 @@ def test_nothing_of_a_step_is_kept_after_it(setup: Setup) -> None:
     routes = [MicroRoutes(one.experts.clone(), one.present) for one in setup.routes]
     watched = [weakref.ref(one.experts) for one in routes]
     setup.policy.zero_grad()
-    with setup.replay.replay(routes, recomputes=True, observe=True) as recording:
+    with setup.replay.replay(routes, observe=True, compared=routes) as recording:
         setup.run(training=True)
-    watched += [weakref.ref(one.experts) for one in (*recording.routes, *recording.native)]
+    watched += [weakref.ref(one.experts) for one in recording.native]
+    watched += [weakref.ref(one) for one in (*recording.shared, *recording.native_shared)]
     del routes, recording
     gc.collect()
     assert [one() for one in watched] == [None] * len(watched)
@@ -181,11 +183,12 @@ def test_routes_cost_one_byte_per_token_layer_and_slot_while_they_wait_and_while
     setup.run(training=True)
     natively, after = max(inside), integers()
     inside.clear()
-    with setup.replay.replay(setup.routes, recomputes=True):
+    with setup.replay.replay(setup.routes, compared=setup.routes):
         setup.run(training=True)
     hook.remove()
     assert len(inside) == len(tokens)
-    assert max(inside) - natively <= max(tokens) * len(shape.moe_layers) * shape.topk * 8
+    widened, counts = max(tokens) * shape.topk * 8, 2 * sum(tokens)
+    assert max(inside) - natively <= (widened + counts) * len(shape.moe_layers)
     assert integers() <= after
 
 

@@ -111,33 +111,69 @@ def test_routes_for_another_number_of_layers(world: World) -> None:
         pytest.fail("the block must not run")
 
 
+@pytest.mark.parametrize("between", ["nothing", "a native pass", "a recorded pass", "a replayed pass", "training"])
 @pytest.mark.parametrize("kind", ["uniform", "moe"])
-def test_backward_outside_of_the_block_is_an_error(kind: str, models: dict[str, Path], one_rank: None) -> None:
+def test_backward_outside_of_the_block_is_an_error(
+    kind: str, between: str, models: dict[str, Path], one_rank: None
+) -> None:
     world = World(models["base"], kind)
-    routes = world.routes[:1]
-    message = "layer 0: 0 recomputations, expected 1"
-    with pytest.raises(ReplayError, match=message), world.replay.replay(routes, recomputes=True):
-        world.loss()
-    with world.replay.replay(routes):
-        loss = world.loss()
-    with pytest.raises(ReplayError, match=r"layer \d: recomputation .* already closed"):
-        loss.backward()
+    routes, losses = world.routes[:1], []
+    message = r"layer 0: 0 recomputations, expected 1, .* Likely the backward pass runs outside"
+    with pytest.raises(ReplayError, match=message), world.replay.replay(routes):
+        losses.append(world.loss())
+    if between == "a native pass":
+        world.run()
+    elif between == "a recorded pass":
+        with world.replay.record():
+            world.run()
+    elif between == "a replayed pass":
+        with world.replay.replay(world.routes):
+            world.run()
+    elif between == "training":
+        with world.replay.replay(world.routes):
+            world.run(backward=True)
+    with pytest.raises(ReplayError, match=r"layer \d: recomputation of an unknown forward pass: .* has closed"):
+        losses[0].backward()
+
+
+def test_a_recorded_pass_with_gradients_goes_backward_in_its_block_too(recomputing: World) -> None:
+    with pytest.raises(ReplayError, match="0 recomputations, expected 1"), recomputing.replay.record():
+        recomputing.loss()
+    with recomputing.replay.record():
+        recomputing.loss().backward()
+
+
+def test_another_passes_backward_inside_of_a_block_is_an_error(recomputing: World) -> None:
+    stranger = recomputing.loss()
+    block = recomputing.replay.replay(recomputing.routes[:1])
+    with pytest.raises(ReplayError, match="unknown forward pass: there is none to come in this block"), block:
+        stranger.backward()
+    stranger = recomputing.loss()
+    block = recomputing.replay.replay(recomputing.routes[:1])
+    with pytest.raises(ReplayError, match="unknown forward pass: there is none to come"), block:
+        own = recomputing.loss()
+        stranger.backward()  # takes the place of the own one
+        own.backward()
 
 
 def test_backward_inside_of_the_block_is_right(recomputing: World) -> None:
     with recomputing.replay.replay(recomputing.routes[:1]):
         recomputing.loss().backward()
-    forbidden = recomputing.replay.replay(recomputing.routes[:1], recomputes=False)
-    with pytest.raises(ReplayError, match="1 recomputations, expected 0"), forbidden:
-        recomputing.loss().backward()
 
 
-def test_a_fresh_pass_after_a_forward_without_backward_is_native(recomputing: World) -> None:
+def test_a_fresh_pass_after_a_broken_block_is_native(recomputing: World) -> None:
     before = recomputing.run()
-    with recomputing.replay.replay(recomputing.routes[:1]):
+    with pytest.raises(ReplayError), recomputing.replay.replay(recomputing.routes[:1]):
         recomputing.loss()  # never goes backward
     recomputing.run(backward=True)  # its recomputations belong to itself
     assert recomputing.same(before)
+
+
+def test_an_older_replay_that_is_detached_leaves_the_newer_one_alone(world: World) -> None:
+    older, newer = world.replay, RoutingReplay(world.policy.chunks)
+    older.detach()
+    with newer.replay(world.routes):
+        world.run()
 
 
 def test_an_exception_in_the_block_leaves_the_routers_native(world: World) -> None:
@@ -234,18 +270,29 @@ def test_missing_rows_route_natively(world: World) -> None:
         assert all(torch.equal(a, b) for a, b in zip(world.run(), before, strict=True))
 
 
-def test_observing_tells_what_was_used_and_what_the_routers_wanted(world: World) -> None:
+def test_observing_tells_what_the_routers_wanted_and_comparing_how_much_is_shared(world: World) -> None:
     probe = DispatchProbe(world.policy.chunks, world.micros)
-    with world.replay.replay(world.routes, observe=True) as seen:
+    with world.replay.replay(world.routes, observe=True, compared=world.routes) as seen:
         world.run()
     probe.remove()
     assert probe.violations(rollouts(), world.policy.shape.moe_layers) == []
+    wishes = set()
     for one in probe.seen:
         column = world.replay.layers.index(one.layer)
-        used = torch.zeros_like(one.experts).scatter(1, seen.routes[one.micro].experts[:, column].long(), True)
         wanted = torch.zeros_like(one.experts).scatter(1, seen.native[one.micro].experts[:, column].long(), True)
-        assert torch.equal(used, one.experts)
-        assert torch.equal(wanted, torch.zeros_like(used).scatter(1, one.logits.topk(2).indices, True))
+        assert torch.equal(wanted, torch.zeros_like(wanted).scatter(1, one.logits.topk(2).indices, True))
+        given = world.routes[one.micro]
+        there = torch.ones(len(wanted), dtype=torch.bool) if given.present is None else given.present
+        rows = torch.zeros_like(wanted).scatter(1, given.experts[:, column].long(), True)
+        assert torch.equal(seen.shared[one.micro][there, column], (one.experts & rows).sum(1)[there].to(torch.uint8))
+        assert torch.equal(seen.native_shared[one.micro][there, column], (wanted & rows).sum(1)[there].to(torch.uint8))
+        wishes |= set(seen.native_shared[one.micro][there, column].tolist())
+    assert wishes == {0, 1, 2}
+    with world.replay.record(keep=False, compared=world.routes) as watched:
+        world.run()
+    assert watched.routes == []
+    for one, other in zip(watched.shared, world.routes, strict=True):
+        assert one.shape == other.experts.shape[:2]
 
 
 def test_replay_equals_transformers_with_the_same_experts_forced(world: World, models: dict[str, Path]) -> None:

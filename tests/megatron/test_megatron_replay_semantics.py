@@ -91,7 +91,7 @@ def balance_losses(setup: Setup, experts: list[list[torch.Tensor]], probe: Dispa
 def test_the_balancing_loss_counts_the_experts_that_tokens_are_sent_to(tracker: dict[str, Any], padded: bool) -> None:
     setup = Setup(padded=padded, **AUX)
     probe = DispatchProbe(setup.model.chunks, setup.micros, setup.model.router)
-    with setup.replay.replay(setup.routes, recomputes=True):
+    with setup.replay.replay(setup.routes):
         setup.train()
     probe.remove()
     under_replay = tracker["load_balancing_loss"]["values"].double().numpy().copy()
@@ -156,10 +156,10 @@ def test_expert_bias_counters_count_replayed_experts_once_and_no_padding(recompu
     setup = Setup(Variant(recompute, router="sigmoid_bias"), padded=True, moe_router_bias_update_rate=0.0)
     for chunk in setup.model.chunks:  # the update would reset the counters
         unwrap(chunk).config.finalize_model_grads_func = None
-    with setup.replay.replay(setup.routes, recomputes=False):
+    with setup.replay.replay(setup.routes):
         setup.score()
         assert all(float(router.local_tokens_per_expert.sum()) == 0 for router in setup.routers())
-    with setup.replay.replay(setup.routes, recomputes=True):
+    with setup.replay.replay(setup.routes):
         setup.train()
     for layer, router in enumerate(setup.routers()):
         rows = [

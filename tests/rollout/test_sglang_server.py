@@ -238,7 +238,8 @@ import json, sys, time
 from megarl.rollout.sglang_server import Server, ServerSpec
 server = Server(ServerSpec(**json.loads({json.dumps(fields)!r}), log_file={str(tmp_path / "log")!r}))
 server.start()
-server.wait_ready({START_DEADLINE_S})
+while len(server.members()) < 5:  # watchdog, launcher, resource tracker, scheduler, detokenizer
+    time.sleep(0.1)
 print(*(process.pid for process in server.members()), flush=True)
 time.sleep(600)
 """
