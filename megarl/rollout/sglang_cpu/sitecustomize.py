@@ -1,7 +1,7 @@
 """Lets SGLang import and capture routes beside a torch that was built without CUDA.
 
-Python imports this module by itself at the start of every process that has the directory on its PYTHONPATH. The two
-repairs need torch, so they run right after torch has been imported: helper processes without torch stay cheap.
+Python imports this module by itself at the start of every process that has the directory on its PYTHONPATH. The repairs
+need torch, so they run right after torch has been imported: helper processes without torch stay cheap.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 _kept: list[object] = []
 """A library that is collected takes its operators along."""
@@ -35,6 +36,12 @@ def _stand_in_for_cudart(torch: ModuleType) -> None:
     torch.cuda.cudart = lambda: runtime
 
 
+def _do_not_pin_memory(torch: Any) -> None:
+    """Lets ``torch.zeros(pin_memory=True)`` return plain memory: SGLang before 0.5.21 makes its route buffer so."""
+    zeros = torch.zeros
+    torch.zeros = lambda *args, pin_memory=False, **kwargs: zeros(*args, **kwargs)
+
+
 class _AfterTorch(MetaPathFinder):
     """Finds torch like everybody else, and applies the repairs once its module has run."""
 
@@ -52,6 +59,7 @@ class _AfterTorch(MetaPathFinder):
             if not module.cuda.is_available():
                 _kept.append(_declare_torchvision_operators(module))
                 _stand_in_for_cudart(module)
+                _do_not_pin_memory(module)
 
         spec.loader.exec_module = run_and_repair
         return spec
