@@ -9,23 +9,27 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from matrix_world import NUM_EXPERTS, Variant, build, settings_of
+from megatron.core import parallel_state
 from tiny_world import batch_of, join, micro_batches, rollouts
 
 from megarl.core.packing import select
 from megarl.errors import TraceError
 from megarl.megatron import distributed
-from megarl.megatron.batches import local_routes, split_micro_batches
+from megarl.megatron.batches import local_routes, micro_batch, router_tokens, split_micro_batches
+from megarl.megatron.forward import _padding_mask
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
 from megarl.megatron.route_exchange import Placement, deliver_routes, reshard
+from megarl.megatron.weights import unwrap
 
 
-def delivered(layout: dict[str, Any], router: str = "dense_first") -> dict[str, Any]:
+def delivered(layout: dict[str, Any], router: str = "dense_first", num_experts: int = NUM_EXPERTS) -> dict[str, Any]:
     """Each sequence's routes lie on one rank of its model copy, in turn; every rank gets its own rows."""
     settings = settings_of(layout, Variant(router=router))
     join(settings)
     model = build(settings, Variant(router=router))
-    layers, shape = RoutingReplay(model.chunks).layers, model.shape
-    everything = rollouts(30, len(shape.moe_layers), NUM_EXPERTS, shape.topk)
+    layers = RoutingReplay(model.chunks).layers
+    shape = replace(model.shape, fields={**model.shape.fields, "num_moe_experts": num_experts})
+    everything = _typed(rollouts(30, len(shape.moe_layers), min(num_experts, 256), shape.topk), num_experts)
     share = len(everything) // distributed.dp_size()
     mine = everything[share * distributed.dp_rank() : share * (distributed.dp_rank() + 1)]
     micros = micro_batches(settings, batch_of(mine))
@@ -46,6 +50,13 @@ def delivered(layout: dict[str, Any], router: str = "dense_first") -> dict[str, 
     return _by_rank(report)
 
 
+def _typed(made: list[Any], num_experts: int) -> list[Any]:
+    """With more than 256 experts, numbers of two bytes that need both."""
+    if num_experts <= 256:
+        return made
+    return [replace(r, routed_experts=r.routed_experts.astype(np.uint16) + (num_experts - 256)) for r in made]
+
+
 def _same(a: MicroRoutes, b: MicroRoutes) -> bool:
     present = torch.ones(len(a.experts), dtype=torch.bool) if b.present is None else b.present
     alike = (a.present is None) == (b.present is None) and (a.present is None or torch.equal(a.present, b.present))
@@ -58,7 +69,7 @@ def resharded(layout: dict[str, Any], across_copies: bool = False) -> dict[str, 
     join(settings)
     model = build(settings, Variant())
     layers, shape = RoutingReplay(model.chunks).layers, model.shape
-    everything = rollouts(30, len(shape.moe_layers), NUM_EXPERTS, shape.topk, holes=False)
+    everything = rollouts(30, len(shape.moe_layers), NUM_EXPERTS, shape.topk)
     copies, rank = distributed.dp_size(), distributed.dp_rank()
     before = [i for i in range(len(everything)) if i * copies // len(everything) == rank]
     after = [i for i in range(len(everything)) if (i + i // 4) % copies == rank] if across_copies else before
@@ -71,7 +82,7 @@ def resharded(layout: dict[str, Any], across_copies: bool = False) -> dict[str, 
         )
 
     old, new = cut(before, 40), cut(after, 20)
-    recorded = [replace(local_routes(micro, layers, shape), present=None) for micro in old]
+    recorded = [local_routes(micro, layers, shape) for micro in old]  # with absent rows
     found = reshard(
         recorded,
         Placement.of_micro_batches(old, layers, before),
@@ -85,6 +96,20 @@ def resharded(layout: dict[str, Any], across_copies: bool = False) -> dict[str, 
         "moved": before != after,
     }
     return _by_rank(report)
+
+
+def padding_masks(layout: dict[str, Any]) -> dict[str, Any]:
+    """What each stage is told of padding, against the places without a token that its routers see."""
+    settings = settings_of(layout, Variant())
+    join(settings)
+    gpt = unwrap(build(settings, Variant()).chunks[0])
+    batch = batch_of(rollouts(30, 4, NUM_EXPERTS, 2))
+    micro = micro_batch(batch, batch.num_tokens + 8 - batch.num_tokens % 4)
+    tp = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    empty = router_tokens(batch.cu_seqlens, micro.num_slots, (1, 0) if gpt.pre_process else tp, (1, 0)) < 0
+    mask = _padding_mask(gpt, micro)
+    assert mask is not None
+    return _by_rank({"same": torch.equal(mask[0], empty), "padding": int(mask.sum()), "first": gpt.pre_process})
 
 
 def _by_rank(report: dict[str, Any]) -> dict[str, Any]:

@@ -151,9 +151,12 @@ def test_another_passes_backward_inside_of_a_block_is_an_error(recomputing: Worl
     stranger = recomputing.loss()
     block = recomputing.replay.replay(recomputing.routes[:1])
     with pytest.raises(ReplayError, match="unknown forward pass: there is none to come"), block:
-        own = recomputing.loss()
-        stranger.backward()  # takes the place of the own one
-        own.backward()
+        _backward_first(stranger, recomputing.loss())  # the stranger takes the place of the own one
+
+
+def _backward_first(*losses: torch.Tensor) -> None:
+    for loss in losses:
+        loss.backward()
 
 
 def test_backward_inside_of_the_block_is_right(recomputing: World) -> None:

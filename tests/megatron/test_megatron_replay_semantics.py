@@ -136,7 +136,30 @@ def test_the_balancing_loss_off_is_off_under_replay_alone(tracker: dict[str, Any
         setup.train()
     assert tracker == {}
     setup.train()
-    assert float(tracker["load_balancing_loss"]["values"].min()) > 0
+    natively = tracker["load_balancing_loss"]["values"].clone()
+    assert float(natively.min()) > 0
+    tracker.clear()
+    with setup.replay.record():
+        setup.train()
+    assert torch.equal(tracker["load_balancing_loss"]["values"], natively)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("seq_aux_loss", "seq_load_balancing_loss"), ("global_aux_loss", "global_load_balancing_loss")],
+)
+def test_every_kind_of_balancing_loss_counts_dispatched_experts(tracker: dict[str, Any], kind: str, name: str) -> None:
+    """One micro-batch of one batch row: all three kinds are then the same number."""
+    found = {}
+    for other in ("aux_loss", kind):
+        setup = Setup(moe_router_load_balancing_type=other, moe_aux_loss_coeff=0.5)
+        setup.micros, setup.routes = setup.micros[:1], setup.routes[:1]
+        with setup.replay.replay(setup.routes):
+            setup.train()
+        label = "load_balancing_loss" if other == "aux_loss" else name
+        found[other] = tracker[label]["values"].clone()
+        tracker.clear()
+    torch.testing.assert_close(found[kind], found["aux_loss"], rtol=1e-6, atol=0)
 
 
 def test_the_z_loss_reads_logits_alone(tracker: dict[str, Any]) -> None:
@@ -260,6 +283,11 @@ class TestMultiTokenPrediction:
             model(**inputs).sum().backward()
         assert recording.untraced_rows == 10
         assert recording.native_rows == 0
+        with replay.replay([experts]) as again:
+            model(**inputs).sum().backward()
+        assert again.untraced_rows == 10
+        for maps in sent.values():
+            del maps[len(maps) // 2 :]
         passes = 2 if recompute == "moe" else 1
         for name, maps in sent.items():
             assert len(maps) == passes

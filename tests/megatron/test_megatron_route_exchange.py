@@ -20,7 +20,11 @@ DELIVERED = [
     "cp2 tp2 ep2 etp1", "cp2 pp2 vpp2", "tp2 pp2 ep2 etp1", "cp2 ep2",
 ]  # fmt: skip
 DELIVERED_CASES = {name: Case(LAYOUTS[name][0], "cases_exchange:delivered", LAYOUTS[name][1]) for name in DELIVERED}
-RESHARDED = ["tp2", "cp2", "pp2 vpp2", "cp2 tp2 ep2 etp1"]
+MANY_EXPERTS = (("router", "softmax"), ("num_experts", 384))
+WIDE_CASES = {
+    name: Case(LAYOUTS[name][0], "cases_exchange:delivered", LAYOUTS[name][1], MANY_EXPERTS) for name in ("pp2", "cp2")
+}
+RESHARDED = ["tp2", "cp2", "pp2 vpp2", "cp2 tp2 ep2 etp1", "pp4"]
 RESHARDED_CASES = {name: Case(LAYOUTS[name][0], "cases_exchange:resharded", LAYOUTS[name][1]) for name in RESHARDED}
 MOVED = ["dp2", "ep4", "cp2 ep2", "tp2 ep2 etp2", "pp2 vpp2 ep2"]
 MOVED_CASES = {
@@ -48,6 +52,15 @@ def test_routes_reach_the_routers_that_need_them(name: str, case: Case, outcome:
 
 
 @pytest.mark.multirank
+@pytest.mark.parametrize("case", WIDE_CASES.values(), ids=_ids(WIDE_CASES))
+def test_more_than_256_experts_travel_as_two_bytes(case: Case, outcome: dict[str, Any]) -> None:
+    assert all(outcome["same"])
+    sizes = dict(case.layout)
+    for slots, layers, found in zip(outcome["slots"], outcome["layers"], outcome["bytes"], strict=True):
+        assert found == slots // sizes.get("cp", 1) * layers * 2 * 2
+
+
+@pytest.mark.multirank
 @pytest.mark.parametrize("case", RESHARDED_CASES.values(), ids=_ids(RESHARDED_CASES))
 def test_a_recording_is_cut_anew_for_other_micro_batches(case: Case, outcome: dict[str, Any]) -> None:
     assert all(outcome["same"])
@@ -59,6 +72,17 @@ def test_a_recording_is_cut_anew_for_other_micro_batches(case: Case, outcome: di
 def test_a_recording_follows_its_sequences_to_other_model_copies(case: Case, outcome: dict[str, Any]) -> None:
     assert all(outcome["same"])
     assert any(outcome["moved"])
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("case", [Case(4, "cases_exchange:padding_masks", (("pp", 2), ("tp", 2)))], ids=["tp2-pp2"])
+def test_later_stages_are_told_of_the_padding_in_their_slice(case: Case, outcome: dict[str, Any]) -> None:
+    assert all(outcome["same"])
+    first, later = (
+        [n for n, f in zip(outcome["padding"], outcome["first"], strict=True) if f == flag] for flag in (1, 0)
+    )
+    assert first[0] == sum(later) > 0
+    assert later[0] != later[1]
 
 
 @pytest.fixture

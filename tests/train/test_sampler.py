@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from train_world import GROUP_SIZE, NUM_GROUPS, NUM_SEQUENCES, World, layout
 from transformers import AutoTokenizer
 
 from megarl.core.metrics import finalize
+from megarl.core.types import Rollout
 from megarl.data.tiny import EOS_ID
 from megarl.errors import ConfigError, DataError, RolloutError
 from megarl.train.sampler import EVALUATE, TRAIN, Sampler, owned_sequences, sampling_seed, stop_tokens
@@ -306,3 +308,31 @@ def test_greedy_rollouts_for_training_are_refused(world: World) -> None:
         made.config = made.config.model_copy(update={"rollout": cold})
         with pytest.raises(ConfigError, match="greedy"):
             made.sample_step(0)
+
+
+class _Retracting:
+    """The real engine, but for the versions that one of its responses reports: as if it had been prefilled anew."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def generate(self, *arguments: Any) -> list[Rollout]:
+        first, *rest = self.engine.generate(*arguments)
+        return [replace(first, route_versions=first.weight_versions + 1), *rest]
+
+
+def test_routes_of_other_weights_are_counted_or_refused(world: World) -> None:
+    with sampler(world) as made:
+        made.engine = _Retracting(made.engine)
+        stale = finalize(made.sample_step(0).metrics)["routes/stale_rows_fraction"]
+        assert 0 < stale < 0.2
+    with sampler(world, train__mixed_versions="refuse") as made:
+        made.sample_step(0)
+        made.engine = _Retracting(made.engine)
+        with pytest.raises(
+            RolloutError, match="group 0 sample 0: the experts of token 0 were chosen by weight version"
+        ):
+            made.sample_step(1)

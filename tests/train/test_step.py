@@ -422,3 +422,21 @@ def test_a_mini_batch_without_any_counted_token_is_an_empty_step(world: World) -
     assert found.updates[0]["loss_tokens"] == 0
     assert found.updates[0]["loss"] == 0.0
     assert found.updates[0]["grad_norm"] == 0.0
+
+
+def test_routes_without_a_mask_are_complete(world: World) -> None:
+    bare = [replace(rollout, routed_mask=None) for rollout in world.rollouts()]
+    mixed = [*bare[:5], *world.rollouts()[5:]]
+    whole = step_on(world.settings(), world.rollouts())
+    assert step_on(world.settings(), bare) == whole
+    assert step_on(world.settings(), mixed) == whole
+
+
+@pytest.mark.parametrize("replay", ["none", "r2"])
+def test_a_lost_trace_ends_a_step_only_if_it_is_to_be_replayed(world: World, replay: str) -> None:
+    lost = [replace(world.rollouts()[0], routed_experts=None, routed_mask=None), *world.rollouts()[1:]]
+    settings = world.settings(train__replay=replay, train__mini_batches=1)
+    found, whole = step_on(settings, lost), step_on(settings, world.rollouts())
+    assert found.updates == whole.updates
+    assert not [name for name in found.step if name.startswith("router/")]
+    _refused(world.settings(train__replay="r3"), lost, "no routed experts")

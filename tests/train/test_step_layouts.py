@@ -16,7 +16,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"parallel__tp": 2},
     "pp2": {"parallel__pp": 2},
     "dp2": {},
+    "pp4": {"parallel__pp": 4},
 }
+"""The second of pp4's stages holds the dense layer alone: it has no router, but takes part in what is collective."""
 REPLAY = ("r3", "r2", "none")
 
 
@@ -25,7 +27,7 @@ def taken(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
     """By layout ("single" is one rank) and replay mode."""
     # A process for each layout: groups that are left behind keep their gloo threads.
     jobs = [
-        Job(name, 2, "train_jobs:steps", {"world": world, "variants": variants})
+        Job(name, 4 if name == "pp4" else 2, "train_jobs:steps", {"world": world, "variants": variants})
         for name, layout in LAYOUTS.items()
         for variants in [{mode: {**layout, "train__replay": mode} for mode in REPLAY}]
     ]

@@ -22,7 +22,12 @@ SETTINGS = {
     "checkpoint__every": 0,
     "log__tensorboard": False,
 }
-LAYOUTS = {"one": (1, {}), "cp2": (2, {"parallel__cp": 2}), "tp2 pp2": (4, {"parallel__tp": 2, "parallel__pp": 2})}
+LAYOUTS = {
+    "one": (1, {}),
+    "cp2": (2, {"parallel__cp": 2}),
+    "tp2 pp2": (4, {"parallel__tp": 2, "parallel__pp": 2}),
+    "pp4": (4, {"parallel__pp": 4}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +66,7 @@ def test_the_difference_of_the_files_is_the_native_disagreement_of_the_step(
         for name in engine.names:
             assert np.array_equal(engine[name].tokens, trainer[name].tokens)
             found = compare(engine[name].trace, trainer[name].trace)
+            assert set(trainer[name].row_versions.tolist()) == {1}  # training begins step 2 with these
             total = found if total is None else total + found
     assert total is not None
     records = [json.loads(line) for line in (folders[layout] / "metrics.jsonl").read_text().splitlines()]
