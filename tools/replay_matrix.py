@@ -16,15 +16,18 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "megatron"))
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "megatron"))
 
 from matrix_points import AXES, Point, cases, complaints, full
 from matrix_world import LAYOUTS, ROUTERS, Variant
@@ -35,21 +38,52 @@ Found = dict[str, dict[str, Any]]
 """Point, joined by |, -> measurements and ``complaints``."""
 
 
-def measure(points: Sequence[Point], cache: Path | None) -> Found:
-    """What each point gave; a launch that fails counts against all its points."""
-    found: Found = json.loads(cache.read_text()) if cache is not None and cache.exists() else {}
-    todo = [point for point in points if "|".join(point) not in found]
-    started = time.perf_counter()
+@dataclass
+class Run:
+    """Points that were measured with one state of the code."""
+
+    code: str
+    """Commit, with a + behind it if the working tree differed."""
+    seconds: float = 0.0
+    points: Found = field(default_factory=dict)
+
+    @staticmethod
+    def load(cache: Path | None) -> Run:
+        run = Run(_commit())
+        if cache is None or not cache.exists():
+            return run
+        kept = Run(**json.loads(cache.read_text()))
+        if kept.code != run.code and len(kept.points) < len(full()):
+            raise SystemExit(f"{cache} holds points of commit {kept.code}, this is {run.code}; remove it to begin anew")
+        return kept
+
+    def save(self, cache: Path | None) -> None:
+        if cache is not None:
+            cache.with_suffix(".part").write_text(json.dumps(asdict(self)))
+            os.replace(cache.with_suffix(".part"), cache)
+
+
+def _commit() -> str:
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, cwd=ROOT, check=True).stdout.strip()
+
+    return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def measure(points: Sequence[Point], cache: Path | None) -> Run:
+    """What each point gave; a launch that fails counts against all its points, but is tried again next time."""
+    run = Run.load(cache)
+    todo = [point for point in points if "|".join(point) not in run.points]
     for layout in LAYOUTS:
         of_layout = [point for point in todo if point[0] == layout]
         for first in range(0, len(of_layout), POINTS_PER_LAUNCH):
             part = of_layout[first : first + POINTS_PER_LAUNCH]
-            found.update(_launched(layout, part))
-            if cache is not None:
-                cache.with_suffix(".part").write_text(json.dumps(found))
-                os.replace(cache.with_suffix(".part"), cache)
-            print(f"{time.perf_counter() - started:6.0f} s  {layout}: {len(found)} of {len(points)} points", flush=True)
-    return {"|".join(point): found["|".join(point)] for point in points}
+            started = time.perf_counter()
+            run.points.update(_launched(layout, part))
+            run.seconds += time.perf_counter() - started
+            run.save(cache)
+            print(f"{run.seconds:6.0f} s  {layout}: {len(run.points)} of {len(points)} points", flush=True)
+    return Run(run.code, run.seconds, {"|".join(point): run.points["|".join(point)] for point in points})
 
 
 def _launched(layout: str, part: Sequence[Point]) -> Found:
@@ -97,15 +131,16 @@ def _largest(of: Sequence[Mapping[str, Any]], name: str) -> str:
     return f"{max(values):.1e}" if values else "-"
 
 
-def page(found: Mapping[str, Mapping[str, Any]], seconds: float) -> str:
+def page(run: Run) -> str:
+    found = run.points
     held = sum(not one["complaints"] for one in found.values())
     routers = "\n".join(f"- `{name}`: {_fields(fields)}" for name, fields in ROUTERS.items())
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core"))
     failed = [f"- {key}: {'; '.join(one['complaints'])}" for key, one in found.items() if one["complaints"]]
     return f"""# The replay matrix, as it ran
 
-Written by `python tools/replay_matrix.py --out docs/replay_matrix.md`. {versions}, Python {platform.python_version()}, gloo,
-{os.cpu_count()} cores, no GPU, no Transformer Engine; {seconds / 60:.0f} minutes.
+Written by `python tools/replay_matrix.py --out docs/replay_matrix.md`; code of commit {run.code}. {versions}, Python
+{platform.python_version()}, gloo, {os.cpu_count()} cores, no GPU, no Transformer Engine; {run.seconds / 60:.0f} minutes.
 
 **{held:,} of {len(found):,} points held.** A point is a layout, a recomputation ({", ".join(AXES[1])}), a dispatcher
 ({", ".join(AXES[2])}), a router and a precision ({", ".join(AXES[4])}). At each one
@@ -143,16 +178,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the page there")
     parser.add_argument("--cache", type=Path, help="JSON with the points that have been measured")
     arguments = parser.parse_args()
-    started = time.perf_counter()
-    points = [point for point in full() if point[0] in arguments.layouts]
-    found = measure(points, arguments.cache)
-    print(table(found))
+    run = measure([point for point in full() if point[0] in arguments.layouts], arguments.cache)
+    print(table(run.points))
     if arguments.out is not None:
         part = arguments.out.with_suffix(".part")
-        part.write_text(page(found, time.perf_counter() - started))
+        part.write_text(page(run))
         os.replace(part, arguments.out)
-    failed = sum(bool(one["complaints"]) for one in found.values())
-    print(f"{len(found) - failed} of {len(found)} points held")
+    failed = sum(bool(one["complaints"]) for one in run.points.values())
+    print(f"{len(run.points) - failed} of {len(run.points)} points held")
     return 1 if failed else 0
 
 
