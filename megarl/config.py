@@ -247,7 +247,8 @@ class TrainConfig(Table):
     replay: Literal["none", "r2", "r3"] = "r3"
     """Which experts training uses: its own, those of the old-log-prob pass (r2), or those of the engine (r3)."""
     max_missing_rows: float = Field(default=0.05, ge=0, le=1)
-    """Largest share of tokens without a recorded route before the step is an error; fraction."""
+    """Largest share of tokens without a recorded route before the step is an error; fraction. The last token of a
+    sequence does not count: no engine has processed it, and nothing is predicted from it."""
     mixed_versions: Literal["allow", "refuse"] = "allow"
     """Whether a response may mix weight versions, in its tokens or between a token and its routes."""
     replay_aux_loss: Literal["dispatch", "off"] = "dispatch"

@@ -26,14 +26,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "megatron"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "megatron"))
 
 from matrix_points import AXES, Point, cases, complaints, full
 from matrix_world import LAYOUTS, ROUTERS, Variant
 from ranks import launch
 
 POINTS_PER_LAUNCH = 40
+ROOT = Path(__file__).parent.parent
 Found = dict[str, dict[str, Any]]
 """Point, joined by |, -> measurements and ``complaints``."""
 
@@ -140,7 +140,8 @@ def page(run: Run) -> str:
     return f"""# The replay matrix, as it ran
 
 Written by `python tools/replay_matrix.py --out docs/replay_matrix.md`; code of commit {run.code}. {versions}, Python
-{platform.python_version()}, gloo, {os.cpu_count()} cores, no GPU, no Transformer Engine; {run.seconds / 60:.0f} minutes.
+{platform.python_version()}, gloo, {os.cpu_count()} cores, no GPU, no Transformer Engine; {run.seconds / 60:.0f}
+minutes.
 
 **{held:,} of {len(found):,} points held.** A point is a layout, a recomputation ({", ".join(AXES[1])}), a dispatcher
 ({", ".join(AXES[2])}), a router and a precision ({", ".join(AXES[4])}). At each one

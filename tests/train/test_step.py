@@ -175,6 +175,14 @@ def test_too_many_missing_rows_are_an_error_before_anything_moves(world: World) 
     _refused(world.settings(train__max_missing_rows=0.05), _with_missing_rows(world.rollouts(), 2), "no recorded route")
 
 
+def test_last_tokens_may_have_no_row(world: World) -> None:
+    without = step_on(world.settings(train__max_missing_rows=0.0), _with_missing_rows(world.rollouts(), 1))
+    whole = step_on(world.settings(), world.rollouts())
+    for one, two in zip(without.updates, whole.updates, strict=True):
+        assert one["loss"] == pytest.approx(two["loss"], rel=1e-6)  # nothing is predicted from them
+        assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-5)
+
+
 def test_few_missing_rows_are_routed_natively_and_the_others_replayed(world: World) -> None:
     holes = _with_missing_rows(world.rollouts(), 1)
     found = step_on(world.settings(train__max_missing_rows=0.3), holes).step
