@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from megarl.errors import WeightSyncError
@@ -37,3 +39,14 @@ def checkpoint_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
             "transformers' conversion of this architecture is not understood"
         )
     return views
+
+
+def checkpoint_shapes(directory: str | Path) -> dict[str, tuple[int, ...]]:
+    """Maps each tensor name of a checkpoint of this model to its shape; ``directory`` holds its config.json.
+
+    Nothing is allocated or read: the names are those that transformers would write.
+    """
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return {name: tuple(view.shape) for name, view in checkpoint_views(model).items()}

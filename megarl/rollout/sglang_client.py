@@ -31,6 +31,8 @@ class ClientSettings:
     """Longest time from sending a request to the whole answer."""
     attempts: int = 4
     """How often one request is answered badly or too late before the rollout fails."""
+    losses: int = 30
+    """How often one request is lost together with its connection before the rollout fails."""
     recovery_s: float = 300.0
     """How long a server may be away before its requests go to the others."""
     api_key: str | None = None
@@ -50,6 +52,7 @@ class _Job:
     request: SampleRequest
     position: int
     failures: list[str] = field(default_factory=list)
+    losses: int = 0
 
 
 Decode = Callable[[SampleRequest, Any], Rollout]
@@ -71,10 +74,14 @@ class SGLangClient:
         body: Body,
         decode: Decode,
         on_finish: Callable[[int], None] | None = None,
+        version: str | None = None,
     ) -> list[Rollout]:
-        """The rollouts of all requests in their order; RolloutError if one cannot be had, naming the last failures."""
+        """The rollouts of all requests in their order; RolloutError if one cannot be had, naming the last failures.
+
+        A server that was away gets requests again when its weights are called ``version`` (None: any).
+        """
         try:
-            return asyncio.run(self._generate(requests, body, decode, on_finish))
+            return asyncio.run(self._generate(requests, body, decode, on_finish, version))
         except ExceptionGroup as several:  # of the workers; the first one ended the others
             raise several.exceptions[0] from None
 
@@ -84,6 +91,7 @@ class SGLangClient:
         body: Body,
         decode: Decode,
         on_finish: Callable[[int], None] | None,
+        version: str | None,
     ) -> list[Rollout]:
         found: dict[int, Rollout] = {}
         down: set[int] = set()
@@ -111,9 +119,10 @@ class SGLangClient:
                             answer = await self._post(http, self.urls[server], body(job.request))
                         rollout = self._decoded(job, answer, decode)
                     except AwayError as failure:
+                        self._lost(job, failure)
                         async with changed:
                             queues[server].appendleft(job)
-                        if not await self._back(http, server, down):
+                        if not await self._back(http, server, down, version):
                             async with changed:  # the others take over what was queued here
                                 changed.notify_all()
                             if len(down) == len(self.urls):
@@ -161,20 +170,39 @@ class SGLangClient:
         except json.JSONDecodeError as error:
             raise PassingError(f"{url}: the answer of {len(answer.content)} bytes is no JSON ({error})") from error
 
-    async def _back(self, http: httpx.AsyncClient, server: int, down: set[int]) -> bool:
-        """Wait for a server to answer again; False, and the server counted as down, if it stays away."""
+    async def _back(self, http: httpx.AsyncClient, server: int, down: set[int], version: str | None) -> bool:
+        """Wait for a server to answer again; False, and the server counted as down, if it stays away.
+
+        One that has been started again answers before it has its weights.
+        """
         until = asyncio.get_running_loop().time() + self.settings.recovery_s
         while server not in down:
             await asyncio.sleep(0.5)
             try:
                 answer = await http.get(f"{self.urls[server]}/health", timeout=20.0)
-                if answer.status_code == 200:
+                if answer.status_code == 200 and version in (None, await self._weights(http, server)):
                     return True
             except httpx.HTTPError:
                 pass
             if asyncio.get_running_loop().time() > until:
                 down.add(server)
         return False
+
+    async def _weights(self, http: httpx.AsyncClient, server: int) -> str | None:
+        for path in ("model_info", "get_model_info"):  # the second is the only one of older releases
+            answer = await http.get(f"{self.urls[server]}/{path}", timeout=20.0)
+            if answer.status_code == 200:
+                return str(answer.json().get("weight_version"))
+        return None
+
+    def _lost(self, job: _Job, failure: AwayError) -> None:
+        job.losses += 1
+        if job.losses >= self.settings.losses:
+            request = job.request
+            raise RolloutError(
+                f"group {request.group} sample {request.sample}: lost {job.losses} times with its connection, the "
+                f"last: {failure}; if the server dies of this request, its log says why"
+            )
 
     def _decoded(self, job: _Job, answer: Any, decode: Decode) -> Rollout:
         try:

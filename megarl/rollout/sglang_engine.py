@@ -43,6 +43,7 @@ class SGLangEngine:
         self._client = SGLangClient(urls, settings or ClientSettings())
         self._shape = MoeShape.of(config)
         self._positions = int(config.get("max_position_embeddings") or 1 << 30)
+        self._vocabulary = int(config.get("vocab_size") or 1 << 31)
         self._fleet, self._barrier = fleet, barrier
         self._dtype, self._fp8_rounding = dtype, fp8_rounding
         self._version = -1
@@ -75,7 +76,7 @@ class SGLangEngine:
         def decode(request: SampleRequest, answer: Any) -> Rollout:
             return self._of_this_version(rollout_of(request, answer, self._version, shape))
 
-        return self._client.generate(requests, body, decode, on_finish)
+        return self._client.generate(requests, body, decode, on_finish, version=str(self._version))
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See ``Engine.update_weights``; a collective call of all ranks that share the servers."""
@@ -96,6 +97,7 @@ class SGLangEngine:
 
     def _body(self, request: SampleRequest, params: SamplingParams) -> dict[str, Any]:
         prompt = request.prompt_tokens.tolist()
+        self._check_tokens(prompt, request, params)
         room = self._positions - len(prompt) - 1
         if room < 1:
             raise RolloutError(
@@ -110,8 +112,12 @@ class SGLangEngine:
                 "top_p": 1.0,
                 "top_k": -1,
                 "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
                 "max_new_tokens": min(params.max_response_tokens, room),
                 "stop_token_ids": list(params.stop_token_ids),
+                "ignore_eos": not params.stop_token_ids,  # else the server stops at the model's own eos too
                 "skip_special_tokens": False,
             },
             "return_logprob": True,
@@ -119,6 +125,16 @@ class SGLangEngine:
             "return_routed_experts": params.return_routed_experts,
             "stream": False,
         }
+
+    def _check_tokens(self, prompt: list[int], request: SampleRequest, params: SamplingParams) -> None:
+        """A token outside of the vocabulary ends the server, and an empty prompt is refused only by some releases."""
+        label = f"group {request.group} sample {request.sample}"
+        if not prompt:
+            raise RolloutError(f"{label}: the prompt is empty, expected at least one token")
+        if min(prompt) < 0 or max(prompt) >= self._vocabulary:
+            raise RolloutError(f"{label}: the prompt has a token outside of 0..{self._vocabulary - 1}")
+        if any(token >= self._vocabulary for token in params.stop_token_ids):
+            raise RolloutError(f"stop_token_ids {params.stop_token_ids} leave the vocabulary of {self._vocabulary}")
 
     def _of_this_version(self, rollout: Rollout) -> Rollout:
         found = set(rollout.weight_versions.tolist())

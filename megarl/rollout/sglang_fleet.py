@@ -14,13 +14,16 @@ from pathlib import Path
 
 import httpx
 
-from megarl.errors import RolloutError, WeightSyncError
+from megarl.errors import ConfigError, RolloutError, WeightSyncError
+from megarl.rollout.checkpoint_views import checkpoint_shapes
 from megarl.rollout.sglang_server import Server, ServerSpec
-from megarl.rollout.sglang_sync import Named, WeightSender, buckets
+from megarl.rollout.sglang_sync import Named, WeightSender, buckets, each_exactly_once
 from megarl.rollout.sglang_versions import check_version
 from megarl.rollout.weight_folder import write_weights
 
 BUCKET_BYTES = 256 << 20
+DEATH_WAIT_S = 10.0
+"""A server whose scheduler was killed ends itself within seconds."""
 
 
 @dataclass
@@ -58,18 +61,24 @@ class Fleet:
     folder: Path | None = None
     """Weights go through a folder below this one, which all servers can read; None: as tensors over HTTP."""
     source: Path | None = None
-    """Checkpoint folder with the model's config and tokenizer, for ``folder``."""
+    """Checkpoint folder with the model's config and tokenizer; None: that of the first of ``specs``."""
     settings: FleetSettings = field(default_factory=FleetSettings)
     tell: Callable[[str], None] = print
     """Gets one line for each restart and warning."""
 
     def __post_init__(self) -> None:
+        if self.source is None and self.specs:
+            self.source = Path(self.specs[0].model_path)
+        if self.source is None:
+            raise ConfigError("a fleet of servers given by URL needs source, a checkpoint folder of their model")
+        self._shapes: dict[str, tuple[int, ...]] | None = None
         self._members = [_Member(url, None) for url in self.urls]
         self._members += [_Member("", Server(spec)) for spec in self.specs]
         self._copy: list[list[Named]] | Path = []
         self._version: int | None = None
         self._lock = threading.RLock()
         self._ended = threading.Event()
+        self._updating = threading.Event()
         self._watcher: threading.Thread | None = None
 
     def start(self) -> list[str]:
@@ -93,15 +102,25 @@ class Fleet:
         return [member.url for member in self._members]
 
     def update(self, tensors: Iterable[Named], version: int) -> None:
-        """Give all servers new weights. WeightSyncError if one refuses; one that dies gets them when it is back."""
+        """Give all servers new weights. WeightSyncError if one refuses; one that dies gets them when it is back.
+
+        WeightSyncError too for tensors that are not those of the checkpoint, each once: servers do not look.
+        """
+        assert self.source is not None
+        if self._shapes is None:
+            self._shapes = checkpoint_shapes(self.source)
         with self._lock:
-            self._version, self._copy = None, []
-            served = [member for member in self._members if self._tried(member, lambda s: s.begin())]
-            parts = buckets(tensors, BUCKET_BYTES)
-            served = self._from_folder(served, parts, version) if self.folder else self._as_tensors(served, parts)
-            for member in served:
-                self._tried(member, lambda s: s.finish(version))
-            self._version = version
+            self._updating.set()
+            try:
+                self._version, self._copy = None, []
+                served = [member for member in self._members if self._tried(member, lambda s: s.begin())]
+                parts = buckets(each_exactly_once(tensors, self._shapes, version), BUCKET_BYTES)
+                served = self._from_folder(served, parts, version) if self.folder else self._as_tensors(served, parts)
+                for member in served:
+                    self._tried(member, lambda s: s.finish(version))
+                self._version = version
+            finally:
+                self._updating.clear()
 
     def _as_tensors(self, served: list[_Member], parts: Iterable[list[Named]]) -> list[_Member]:
         """Send every bucket to all; keeps a copy for servers that die. Returns those that took everything."""
@@ -152,7 +171,9 @@ class Fleet:
         try:
             step(member.sender)
         except WeightSyncError:
-            time.sleep(1.0)  # a process that has just been killed may still be listed
+            until = time.monotonic() + DEATH_WAIT_S
+            while member.process is not None and member.process.alive and time.monotonic() < until:
+                time.sleep(0.1)
             if member.process is None or member.process.alive:
                 raise
             return False
@@ -168,16 +189,15 @@ class Fleet:
         assert member.process is not None
         if not member.process.alive:
             return member.restarts <= self.settings.max_restarts
-        try:
-            httpx.get(f"{member.url}/health", timeout=20.0, trust_env=False)
-        except httpx.HTTPError:
+        # A paused server answers no health check, and one that is hung answers 503.
+        if self._updating.is_set() or member.process.healthy():
+            member.silent_since = None
+        else:
             member.silent_since = member.silent_since or time.monotonic()
             if time.monotonic() - member.silent_since > self.settings.hang_s:
                 self.tell(f"{member.url} has not answered for {self.settings.hang_s:.0f} s: killed")
                 member.process.kill()
                 return True
-        else:
-            member.silent_since = None
         return False
 
     def _revive(self, member: _Member) -> None:
@@ -192,9 +212,11 @@ class Fleet:
         with self._lock:
             try:
                 member.process.start()
-                member.process.wait_ready(self.settings.start_deadline_s)
-                if self._version is not None and member.sender is not None:
-                    member.sender = self._connect(member.url)
+                member.process.wait_ready(self.settings.start_deadline_s, self._ended)
+                if member.sender is not None:
+                    member.sender.close()
+                member.sender = self._connect(member.url)
+                if self._version is not None:
                     member.sender.begin()
                     if isinstance(self._copy, Path):
                         member.sender.load_from_disk(str(self._copy.absolute()))
@@ -202,7 +224,7 @@ class Fleet:
                         for bucket in self._copy:
                             member.sender.send(bucket)
                     member.sender.finish(self._version)
-            except (RolloutError, WeightSyncError) as error:
+            except (ConfigError, RolloutError, WeightSyncError) as error:
                 self.tell(f"{member.url} could not be started again: {error}")
                 member.process.kill()
                 return

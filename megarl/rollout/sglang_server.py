@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -106,6 +107,7 @@ def command(spec: ServerSpec, config_file: Path | None = None) -> list[str]:
     if spec.gpus is None:
         args += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
         args += ["--grammar-backend", "none"]
+        args += ["--sleep-on-idle"]  # an idle scheduler otherwise keeps a core busy, and here the trainer needs it
     mem_fraction = 0.1 if spec.mem_fraction is None and spec.gpus is None else spec.mem_fraction
     if mem_fraction is not None:
         args += ["--mem-fraction-static", str(mem_fraction)]
@@ -226,11 +228,16 @@ class Server:
         self._owner_pid = os.getpid()
         atexit.register(self._stop_at_exit)
 
-    def wait_ready(self, deadline_s: float) -> None:
-        """Returns when the server has generated a token; raises RolloutError with the end of its log if it does not."""
+    def wait_ready(self, deadline_s: float, ended: threading.Event | None = None) -> None:
+        """Returns when the server has generated a token; raises RolloutError with the end of its log if it does not.
+
+        Setting ``ended`` from another thread ends the wait, with RolloutError too.
+        """
         end = time.monotonic() + deadline_s
         while (code := self._ended_with()) is None:
             remaining = end - time.monotonic()
+            if ended is not None and ended.is_set():
+                raise RolloutError(f"the SGLang server at {self.url} is not needed any more")
             if remaining <= 0:
                 raise RolloutError(
                     f"the SGLang server at {self.url} was not ready after {deadline_s:.0f} s: allow more time if it is "

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -64,7 +64,7 @@ class WeightSender:
         if self._in_session:
             self._post("end_weight_update", {})
             self._in_session = False
-        flushed = self._http.post("/flush_cache")
+        flushed = self._ask("POST", "flush_cache")
         if flushed.status_code != 200:
             raise WeightSyncError(
                 f"{self.url} refuses to flush its cache, HTTP {flushed.status_code}: {flushed.text[:300]}; it would "
@@ -78,21 +78,24 @@ class WeightSender:
 
     def weight_version(self) -> str:
         """What the server calls the version of its weights."""
-        for path in ("/model_info", "/get_model_info"):
-            answer = self._http.get(path)
+        for path in ("model_info", "get_model_info"):  # the second is the only one of older releases
+            answer = self._ask("GET", path)
             if answer.status_code == 200:
                 return str(answer.json().get("weight_version"))
         raise WeightSyncError(f"{self.url} does not say the version of its weights, HTTP {answer.status_code}")
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
-        try:
-            answer = self._http.post(f"/{path}", json=body)
-        except httpx.HTTPError as error:
-            raise WeightSyncError(f"{self.url}/{path}: {type(error).__name__}: {error}") from error
+        answer = self._ask("POST", path, body)
         is_json = answer.headers.get("content-type", "").startswith("application/json")
         if answer.status_code != 200 or (is_json and answer.json().get("success") is False):
             told = f"HTTP {answer.status_code}: {answer.text[:300]}"
             raise WeightSyncError(f"{self.url}/{path} failed, {told}; the server stays paused")
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        try:
+            return self._http.request(method, f"/{path}", json=body)
+        except httpx.HTTPError as error:
+            raise WeightSyncError(f"{self.url}/{path}: {type(error).__name__}: {error}") from error
 
 
 def buckets(tensors: Iterable[Named], max_bytes: int) -> Iterator[list[Named]]:
@@ -117,3 +120,28 @@ def as_engine_holds_them(tensors: Iterable[Named], dtype: torch.dtype, fp8_round
         if fp8_rounding and is_fp8_weight(name):
             held = round_through_fp8(held.float())
         yield name, held.to(dtype)
+
+
+def each_exactly_once(tensors: Iterable[Named], shapes: Mapping[str, tuple[int, ...]], version: int) -> Iterator[Named]:
+    """The tensors as they come, provided that they are those of ``shapes`` (name -> shape), each once and finite.
+
+    A server answers "success" to names that it does not know and to updates that lack some, and dies of wrong shapes:
+    WeightSyncError here instead, at the latest when the last tensor has been taken.
+    """
+    outstanding = set(shapes)
+    for name, tensor in tensors:
+        if name not in shapes:
+            raise WeightSyncError(f"{name} is unknown to the served model: send the names of its HF checkpoint")
+        if name not in outstanding:
+            raise WeightSyncError(f"{name} arrived twice in one update (version {version})")
+        if tuple(tensor.shape) != shapes[name]:
+            raise WeightSyncError(f"{name} has shape {tuple(tensor.shape)}, expected {shapes[name]}")
+        if not torch.isfinite(tensor).all():
+            raise WeightSyncError(f"{name} holds NaN or infinite values: look at the trainer's weights")
+        outstanding.remove(name)
+        yield name, tensor
+    if outstanding:
+        raise WeightSyncError(
+            f"{len(outstanding)} of {len(shapes)} tensors are missing from the update to version {version}, for "
+            f"example {', '.join(sorted(outstanding)[:3])}: send every tensor of the checkpoint"
+        )

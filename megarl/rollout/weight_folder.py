@@ -8,9 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megarl.errors import WeightSyncError
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 def write_weights(folder: Path, source: Path, buckets: Iterable[list[tuple[str, torch.Tensor]]], version: int) -> Path:
@@ -36,12 +39,12 @@ def write_weights(folder: Path, source: Path, buckets: Iterable[list[tuple[str, 
         listing = {"metadata": {"total_size": total}, "weight_map": where}
         (part / "model.safetensors.index.json").write_text(json.dumps(listing))
         for file in source.iterdir():
-            if file.is_file() and not file.name.startswith("model") and file.suffix != ".safetensors":
+            if file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json"):
                 shutil.copy2(file, part / file.name)
         part.rename(target)
         for old in folder.glob("version_*"):
             if old != target:
                 shutil.rmtree(old)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise WeightSyncError(f"{folder}: the weights of version {version} could not be written ({error})") from error
     return target
