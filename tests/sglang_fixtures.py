@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,5 +43,26 @@ def sglang_spec(sglang_python: Path, sglang_model: Path, tmp_path_factory: pytes
 def sglang_server(sglang_spec: ServerSpec) -> Iterator[Server]:
     """One running fp32 server, shared by the tests that leave it as it was."""
     with Server(sglang_spec) as server:
+        server.wait_ready(START_DEADLINE_S)
+        yield server
+
+
+@pytest.fixture(scope="session")
+def hostile_model(sglang_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same weights with few positions, and with sampling defaults that would ruin every rollout."""
+    path = tmp_path_factory.mktemp("sglang") / "hostile"
+    shutil.copytree(sglang_model, path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    defaults = {"do_sample": True, "top_k": 1, "top_p": 0.1, "temperature": 0.1, "repetition_penalty": 1.9}
+    (path / "generation_config.json").write_text(json.dumps(defaults | {"eos_token_id": 1}))
+    return path
+
+
+@pytest.fixture(scope="session")
+def updated_server(sglang_spec: ServerSpec, hostile_model: Path) -> Iterator[Server]:
+    """One running fp32 server of ``hostile_model``; every test that uses it sends the weights it needs."""
+    log_file = Path(sglang_spec.log_file).with_name("updated.log")
+    with Server(replace(sglang_spec, model_path=hostile_model, log_file=log_file)) as server:
         server.wait_ready(START_DEADLINE_S)
         yield server

@@ -12,11 +12,12 @@ routers.
 from __future__ import annotations
 
 import functools
+import random
 import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -115,13 +116,25 @@ class Bench:
             v: [sum(parts) for parts in zip(*(self.seconds[v, p] for p in PHASES), strict=True)] for v in VARIANTS
         }
         columns = "".join(f"{name + ' ms':>17}" for name in (*PHASES, *PARTS))
-        lines = [f"{'variant':>9} {columns}{'step ms':>12}{'step / none':>13}"]
+        lines = [f"{'variant':>9} {columns}{'step ms':>12}{'step / none':>13}{'95 % interval':>18}"]
         for variant in VARIANTS:
-            ratio = statistics.median(a / b for a, b in zip(totals[variant], totals["none"], strict=True))
+            ratios = [a / b for a, b in zip(totals[variant], totals["none"], strict=True)]
+            low, high = _interval_of_median(ratios)
             medians = [statistics.median(self.seconds[variant, p]) * 1e3 for p in (*PHASES, *PARTS)]
             total = statistics.median(totals[variant]) * 1e3
-            lines.append(f"{variant:>9} " + "".join(f"{m:17.1f}" for m in medians) + f"{total:12.1f}{ratio:13.3f}")
+            lines.append(
+                f"{variant:>9} "
+                + "".join(f"{m:17.1f}" for m in medians)
+                + f"{total:12.1f}{statistics.median(ratios):13.3f}{f'{low:.3f} to {high:.3f}':>18}"
+            )
         return "\n".join(lines)
+
+
+def _interval_of_median(values: Sequence[float], draws: int = 2000) -> tuple[float, float]:
+    """95 % of the medians of samples drawn from the sample, with replacement."""
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(draws))
+    return medians[int(0.025 * draws)], medians[int(0.975 * draws)]
 
 
 @contextmanager
