@@ -1,0 +1,208 @@
+"""What of the weight sync needs no server: buckets, completeness, folders, and what a fleet remembers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megarl.data.tiny import write_tiny_model
+from megarl.errors import ConfigError, RolloutError, WeightSyncError
+from megarl.rollout.checkpoint_views import checkpoint_shapes
+from megarl.rollout.fp8 import round_through_fp8
+from megarl.rollout.sglang_fleet import Fleet, FleetSettings
+from megarl.rollout.sglang_server import ServerSpec
+from megarl.rollout.sglang_sync import as_engine_holds_them, buckets, each_exactly_once
+from megarl.rollout.weight_folder import write_weights
+
+SHAPES = {"a.weight": (2, 3), "b.weight": (4,), "c.weight": (1, 5)}
+
+
+def tensors(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(name, torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()]
+
+
+@given(st.lists(st.integers(0, 20), max_size=12), st.integers(1, 100))
+def test_buckets_keep_order_and_are_as_large_as_allowed(sizes: list[int], max_bytes: int):
+    given_ = [(f"t{i}", torch.zeros(size)) for i, size in enumerate(sizes)]
+    found = list(buckets(iter(given_), max_bytes))
+    assert [name for bucket in found for name, _ in bucket] == [name for name, _ in given_]
+    weight = [sum(4 * tensor.numel() for _, tensor in bucket) for bucket in found]
+    assert all(found)
+    for i, bucket in enumerate(found):
+        assert weight[i] <= max_bytes or len(bucket) == 1
+        if i + 1 < len(found):  # the next tensor would not have fitted
+            assert weight[i] + 4 * found[i + 1][0][1].numel() > max_bytes
+
+
+def test_buckets_are_made_one_at_a_time():
+    taken: list[int] = []
+
+    def stream():
+        for i in range(6):
+            taken.append(i)
+            yield f"t{i}", torch.zeros(2)
+
+    next(iter(buckets(stream(), 16)))
+    assert taken == [0, 1, 2]  # a sharded model is never gathered as a whole
+
+
+def test_a_whole_update_passes_unchanged():
+    found = list(each_exactly_once(tensors(), SHAPES, 3))
+    assert [name for name, _ in found] == list(SHAPES)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(found, tensors(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t[:-1], r"1 of 3 tensors are missing from the update to version 3, for example c\.weight"),
+        (lambda t: [], "3 of 3 tensors are missing"),
+        (lambda t: [*t, ("d.weight", torch.zeros(1))], r"d\.weight is unknown to the served model"),
+        (lambda t: [*t, t[0]], r"a\.weight arrived twice in one update \(version 3\)"),
+        (lambda t: [("a.weight", torch.zeros(3, 2)), *t[1:]], r"a\.weight has shape \(3, 2\), expected \(2, 3\)"),
+        (lambda t: [("a.weight", torch.full((2, 3), torch.nan)), *t[1:]], r"a\.weight holds NaN"),
+        (lambda t: [("a.weight", torch.full((2, 3), torch.inf)), *t[1:]], r"a\.weight holds NaN or infinite"),
+    ],
+    ids=["lacks one", "lacks all", "unknown", "twice", "shape", "nan", "inf"],
+)
+def test_an_update_that_is_not_the_checkpoint_is_an_error(change, message: str):
+    with pytest.raises(WeightSyncError, match=message):
+        list(each_exactly_once(change(tensors()), SHAPES, 3))
+
+
+def test_the_expected_names_are_those_of_the_checkpoint_on_disk(tmp_path: Path):
+    model = write_tiny_model(tmp_path / "model", hidden_size=32, num_experts=4, expert_width=16, dense_layers=(1,))
+    with safe_open(model / "model.safetensors", framework="pt") as file:
+        on_disk = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    assert checkpoint_shapes(model) == on_disk
+
+
+def test_the_engine_holds_linear_weights_rounded_and_the_rest_as_it_is():
+    weight = torch.randn(130, 40, generator=torch.Generator().manual_seed(1))
+    sent = [("model.layers.0.self_attn.q_proj.weight", weight), ("model.layers.0.mlp.gate.weight", weight)]
+    rounded, kept = as_engine_holds_them(sent, torch.float32, True)
+    assert torch.equal(rounded[1], round_through_fp8(weight))
+    assert torch.equal(kept[1], weight)
+    plain = dict(as_engine_holds_them(sent, torch.bfloat16, False))
+    assert all(torch.equal(tensor, weight.bfloat16()) for tensor in plain.values())
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "source"
+    path.mkdir()
+    for name in (
+        "config.json",
+        "tokenizer.json",
+        "modeling_mine.py",
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+    ):
+        (path / name).write_text("{}")
+    return path
+
+
+def test_a_weight_folder_is_a_checkpoint(source: Path, tmp_path: Path):
+    whole = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
+    given_ = [*tensors(), ("d.left", whole[:, :3]), ("d.right", whole[:, 3:])]  # views of one piece of memory
+    found = write_weights(tmp_path / "out", source, buckets(given_, 40), 7)
+    assert found.name == "version_0000007"
+    listing = json.loads((found / "model.safetensors.index.json").read_text())
+    assert len(set(listing["weight_map"].values())) > 1
+    assert listing["metadata"]["total_size"] == sum(4 * tensor.numel() for _, tensor in given_)
+    for name, tensor in given_:
+        assert torch.equal(load_file(found / listing["weight_map"][name])[name], tensor)
+    others = {file.name for file in found.iterdir()} - set(listing["weight_map"].values())
+    assert others == {"config.json", "tokenizer.json", "modeling_mine.py", "model.safetensors.index.json"}
+
+
+def test_only_the_newest_version_stays_and_a_half_written_one_is_none(source: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    first = write_weights(out, source, buckets(tensors(1), 1000), 1)
+
+    def breaks():
+        yield tensors(2)[:1]
+        raise WeightSyncError("the trainer fails")
+
+    with pytest.raises(WeightSyncError, match="the trainer fails"):
+        write_weights(out, source, breaks(), 2)
+    assert first.exists()
+    assert not (out / "version_0000002").exists()
+    second = write_weights(out, source, buckets(tensors(2), 1000), 2)
+    assert [path.name for path in out.iterdir()] == [second.name]
+    again = write_weights(out, source, buckets(tensors(3), 1000), 2)
+    assert torch.equal(load_file(again / "model-00000.safetensors")["a.weight"], tensors(3)[0][1])
+
+
+def test_a_disk_that_refuses_is_a_sync_error(source: Path, tmp_path: Path):
+    (tmp_path / "out").write_text("a file where the folder should be")
+    with pytest.raises(WeightSyncError, match="the weights of version 1 could not be written"):
+        write_weights(tmp_path / "out", source, buckets(tensors(), 1000), 1)
+
+
+def test_a_fleet_of_strangers_needs_to_know_their_model():
+    with pytest.raises(ConfigError, match="needs source"):
+        Fleet(urls=["http://127.0.0.1:9"])
+
+
+def test_a_stranger_that_does_not_answer_is_named(tmp_path: Path):
+    with pytest.raises(RolloutError, match=r"no SGLang server answers at http://127\.0\.0\.1:9 "):
+        Fleet(urls=["http://127.0.0.1:9"], source=tmp_path).start()
+
+
+class TestAServerThatCannotStart:
+    """A fleet of servers whose process ends at once."""
+
+    @pytest.fixture
+    def told(self) -> list[str]:
+        return []
+
+    @pytest.fixture
+    def fleet(self, tmp_path: Path, told: list[str]) -> Fleet:
+        spec = ServerSpec(tmp_path, "/bin/false", "float32", tmp_path / "log")
+        return Fleet([spec], settings=FleetSettings(5.0, max_restarts=2, poll_s=0.05), tell=told.append)
+
+    def test_start_says_so_and_leaves_nothing(self, fleet: Fleet):
+        with pytest.raises(RolloutError, match="ended with exit code 1 before it was ready"):
+            fleet.start()
+        assert not any(member.process.members() for member in fleet._members if member.process)
+        fleet.close()  # again: nothing to do
+
+    def test_it_is_tried_so_often_and_then_given_up(self, fleet: Fleet, told: list[str]):
+        (member,) = fleet._members
+        assert member.process is not None
+        member.process.start()
+        member.url = member.process.url
+        for _ in range(40):
+            while member.process.alive:
+                pass
+            if not fleet._needs_revival(member):
+                break
+            fleet._revive(member)
+        assert member.restarts == 3
+        assert [line for line in told if "starting it again" in line] == [
+            f"{member.url} is dead: starting it again (restart {number})" for number in (1, 2)
+        ]
+        assert told[-1] == f"{member.url} died 3 times and is given up"
+        fleet.close()
+
+
+def test_tied_embeddings_are_expected_once(tmp_path: Path):
+    path = write_tiny_model(tmp_path / "model", hidden_size=32, num_experts=4, expert_width=16)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tied = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    tied.save_pretrained(tmp_path / "tied")
+    with safe_open(tmp_path / "tied" / "model.safetensors", framework="pt") as file:
+        assert set(checkpoint_shapes(path)) == set(file.keys())
+    assert "lm_head.weight" not in checkpoint_shapes(path)
