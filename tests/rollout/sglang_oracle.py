@@ -1,0 +1,61 @@
+"""Weights with noise, and what transformers says of a server's rollouts."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from rollout_oracle import Oracle
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from megarl.core.types import Rollout
+
+Weights = dict[str, torch.Tensor]
+
+
+def noisy(model: Path, seed: int, scale: float = 0.1) -> Weights:
+    """The checkpoint's tensors, changed so that routes and log-probabilities are visibly others; seed 0: unchanged."""
+    generator = torch.Generator().manual_seed(seed)
+    found = load_file(model / "model.safetensors")
+    if seed == 0:
+        return found
+    return {name: tensor + scale * torch.randn(tensor.shape, generator=generator) for name, tensor in found.items()}
+
+
+def oracle_of(model: Path, weights: Weights) -> Oracle:
+    """transformers in float32 with these weights, loaded by its own reader of checkpoints."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(model / "config.json", folder)
+        save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+        built = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="float32", attn_implementation="eager", experts_implementation="eager"
+        )
+    return Oracle(built.eval())
+
+
+def logprob_gap(rollouts: Sequence[Rollout], oracle: Oracle, temperature: float = 1.0) -> float:
+    """Largest difference of a response token's log-probability."""
+    worst = 0.0
+    for rollout in rollouts:
+        expected = (oracle.logits(rollout.tokens)[:-1] / temperature).log_softmax(-1)
+        expected = expected.gather(-1, torch.as_tensor(rollout.tokens[1:].astype(np.int64))[:, None])[:, 0].numpy()
+        mask = rollout.loss_mask[1:]
+        worst = max(worst, float(np.abs(expected - rollout.rollout_logprobs[1:])[mask].max()))
+    return worst
+
+
+def same_sets(rollouts: Sequence[Rollout], oracle: Oracle) -> float:
+    """Share of (token, layer) rows whose expert sets are those of the oracle; every token but the last has rows."""
+    equal = []
+    for rollout in rollouts:
+        assert rollout.routed_experts is not None
+        assert rollout.routed_mask is not None
+        assert rollout.routed_mask.tolist() == [True] * (rollout.num_tokens - 1) + [False]
+        expected = np.sort(oracle.routes(rollout.tokens)[:-1], -1)
+        equal.append((np.sort(rollout.routed_experts[:-1].astype(int), -1) == expected).all(-1).ravel())
+    return float(np.concatenate(equal).mean())

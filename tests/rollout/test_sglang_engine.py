@@ -1,0 +1,311 @@
+"""The SGLang engine on a real server: what it reports is true, and it follows the trainer's weights."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from rollout_oracle import make_requests
+from sglang_oracle import Weights, logprob_gap, noisy, oracle_of, same_sets
+
+from megarl.core.types import Rollout, SampleRequest
+from megarl.errors import ConfigError, RolloutError, WeightSyncError
+from megarl.rollout.engine import SamplingParams
+from megarl.rollout.sglang_client import ClientSettings
+from megarl.rollout.sglang_engine import SGLangEngine
+from megarl.rollout.sglang_fleet import Fleet
+from megarl.rollout.sglang_server import Server
+from megarl.rollout.sglang_sync import WeightSender
+from megarl.rollout.sglang_versions import parse_version
+
+pytestmark = pytest.mark.sglang
+
+EXACT = 2e-5
+PARAMS = SamplingParams(max_response_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def config(hostile_model: Path) -> dict[str, Any]:
+    return json.loads((hostile_model / "config.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def fleet(updated_server: Server, hostile_model: Path) -> Iterator[Fleet]:
+    fleet = Fleet(urls=[updated_server.url], source=hostile_model)
+    fleet.start()
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture
+def engine(fleet: Fleet, config: dict[str, Any], updated_server: Server) -> SGLangEngine:
+    import torch
+
+    settings = ClientSettings(concurrency=16, deadline_s=120.0)
+    return SGLangEngine([updated_server.url], config, fleet=fleet, settings=settings, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def weights(hostile_model: Path) -> list[Weights]:
+    return [noisy(hostile_model, seed) for seed in range(3)]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_routes_and_logprobs_are_those_of_transformers(
+    engine: SGLangEngine, hostile_model: Path, weights: list[Weights], temperature: float
+):
+    engine.update_weights(weights[0].items(), 0)
+    requests = make_requests(6, copies=4)
+    finished: list[int] = []
+    started = time.monotonic()
+    rollouts = engine.generate(requests, replace(PARAMS, temperature=temperature), finished.append)
+    print(f"{len(requests) / (time.monotonic() - started):.1f} requests/s")
+    assert sum(finished) == len(requests)
+    for request, rollout in zip(requests, rollouts, strict=True):
+        assert (rollout.group, rollout.sample) == (request.group, request.sample)
+        assert np.array_equal(rollout.tokens[: len(request.prompt_tokens)], request.prompt_tokens)
+        assert len(rollout.response_tokens) == PARAMS.max_response_tokens
+        assert (rollout.finish_reason, set(rollout.weight_versions)) == ("length", {0})
+    oracle = oracle_of(hostile_model, weights[0])
+    assert same_sets(rollouts, oracle) == 1.0
+    assert logprob_gap(rollouts, oracle, temperature) < EXACT
+    assert logprob_gap(rollouts, oracle, temperature + 0.3) > 1e-2  # so that the check above can fail
+    assert same_sets(rollouts, oracle_of(hostile_model, weights[1])) < 0.9
+
+
+def test_defaults_of_the_model_folder_change_nothing(engine: SGLangEngine, weights: list[Weights]):
+    """generation_config.json asks for top_k = 1, top_p = 0.1, temperature 0.1 and a repetition penalty."""
+    engine.update_weights(weights[0].items(), 0)
+    request = make_requests(1, copies=64)
+    first = [rollout.response_tokens[0] for rollout in engine.generate(request, replace(PARAMS, max_response_tokens=1))]
+    assert len(set(first)) >= 4  # greedy or near-greedy decoding gives one
+
+
+@pytest.mark.parametrize("way", ["tensor", "disk"])
+def test_the_server_follows_the_weights(
+    way: str,
+    updated_server: Server,
+    hostile_model: Path,
+    config: dict[str, Any],
+    weights: list[Weights],
+    tmp_path: Path,
+):
+    import torch
+
+    folder = tmp_path if way == "disk" else None
+    fleet = Fleet(urls=[updated_server.url], source=hostile_model, folder=folder)
+    engine = SGLangEngine(fleet.start(), config, fleet=fleet, dtype=torch.float32)
+    requests = make_requests(4, copies=2, seed=3)
+    for version in (1, 2):
+        started = time.monotonic()
+        engine.update_weights(weights[version].items(), version)
+        print(f"{way}: sync of version {version} took {time.monotonic() - started:.2f} s")
+        rollouts = engine.generate(requests, PARAMS)
+        assert logprob_gap(rollouts, oracle_of(hostile_model, weights[version])) < EXACT
+        assert same_sets(rollouts, oracle_of(hostile_model, weights[version])) == 1.0
+        assert logprob_gap(rollouts, oracle_of(hostile_model, weights[version - 1])) > 0.1
+    engine.close()
+    assert updated_server.alive  # a server that was given by URL is left alone
+
+
+def test_a_dropped_sync_is_seen(
+    engine: SGLangEngine, hostile_model: Path, weights: list[Weights], monkeypatch: pytest.MonkeyPatch
+):
+    engine.update_weights(weights[1].items(), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightSender, "send", lambda self, bucket: None)
+        engine.update_weights(weights[2].items(), 2)
+    rollouts = engine.generate(make_requests(4), PARAMS)
+    assert logprob_gap(rollouts, oracle_of(hostile_model, weights[2])) > 0.1
+    assert logprob_gap(rollouts, oracle_of(hostile_model, weights[1])) < EXACT
+
+
+@pytest.mark.parametrize("fault", ["lacks one", "unknown", "shape"])
+def test_a_wrong_update_keeps_the_server_and_the_next_one_is_good(
+    engine: SGLangEngine, hostile_model: Path, weights: list[Weights], fault: str
+):
+    """A server would answer success to the first two, and die of the third."""
+    items = list(weights[1].items())
+    name, tensor = items[-1]
+    wrong = {
+        "lacks one": items[:-1],
+        "unknown": [*items, ("model.layers.0.nothing.weight", tensor)],
+        "shape": [*items[:-1], (name, tensor.flatten()[:-1])],
+    }[fault]
+    with pytest.raises(WeightSyncError, match=r"missing|unknown|has shape"):
+        engine.update_weights(iter(wrong), 5)
+    with pytest.raises(WeightSyncError, match="no complete weights"):
+        engine.generate(make_requests(1), PARAMS)
+    engine.update_weights(weights[1].items(), 6)
+    assert logprob_gap(engine.generate(make_requests(2), PARAMS), oracle_of(hostile_model, weights[1])) < EXACT
+
+
+def test_without_weights_nothing_is_sampled(engine: SGLangEngine):
+    assert engine.weight_version == -1
+    with pytest.raises(WeightSyncError, match="update_weights first"):
+        engine.generate(make_requests(1), PARAMS)
+
+
+def test_a_nucleus_is_refused(engine: SGLangEngine, weights: list[Weights]):
+    engine.update_weights(weights[0].items(), 0)
+    with pytest.raises(ConfigError, match=r"top_p = 0\.9 with SGLang, expected 1"):
+        engine.generate(make_requests(1), replace(PARAMS, top_p=0.9))
+
+
+def test_a_response_ends_with_a_stop_token_or_at_its_limit(engine: SGLangEngine, weights: list[Weights]):
+    engine.update_weights(weights[0].items(), 0)
+    stops = (2, 3, 4)
+    rollouts = engine.generate(make_requests(8, copies=4), replace(PARAMS, stop_token_ids=stops))
+    assert {rollout.finish_reason for rollout in rollouts} == {"stop", "length"}
+    for rollout in rollouts:
+        response = rollout.response_tokens.tolist()
+        ends = (*stops, 1)  # 1: the end token of the model itself
+        assert not set(response[:-1]) & set(ends)
+        assert (rollout.finish_reason == "stop") == (response[-1] in ends)
+        assert rollout.finish_reason == "stop" or len(response) == PARAMS.max_response_tokens
+
+
+def test_without_stop_tokens_nothing_stops_a_response(engine: SGLangEngine, weights: list[Weights]):
+    engine.update_weights(weights[0].items(), 0)
+    rollouts = engine.generate(make_requests(16, copies=4), PARAMS)
+    assert any(1 in rollout.response_tokens[:-1] for rollout in rollouts)  # the model's own end token
+    assert {len(rollout.response_tokens) for rollout in rollouts} == {PARAMS.max_response_tokens}
+
+
+def test_a_response_ends_where_the_positions_end(engine: SGLangEngine, hostile_model: Path, weights: list[Weights]):
+    engine.update_weights(weights[0].items(), 0)
+    prompt = np.arange(50, dtype=np.int32) % 28 + 2
+    (rollout,) = engine.generate([SampleRequest(prompt, 0, 0, 0)], replace(PARAMS, max_response_tokens=1000))
+    assert 60 <= rollout.num_tokens <= 64
+    assert rollout.finish_reason == "length"
+    assert logprob_gap([rollout], oracle_of(hostile_model, weights[0])) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (np.arange(63) % 28 + 2, "a prompt of 63 tokens leaves no room in the model's 64 positions"),
+        (np.arange(61) % 28 + 2, "refuses the request, HTTP 400"),
+        (np.array([3, 32]), r"token outside of 0\.\.31"),
+        (np.array([], np.int32), "the prompt is empty"),
+    ],
+    ids=["no position left", "no position left for SGLang", "no token", "empty"],
+)
+def test_a_prompt_that_cannot_be_served_is_an_error_at_once(
+    engine: SGLangEngine, weights: list[Weights], updated_server: Server, prompt: np.ndarray, message: str
+):
+    engine.update_weights(weights[0].items(), 0)
+    requests = [*make_requests(3), SampleRequest(prompt.astype(np.int32), 3, 0, 0)]
+    started = time.monotonic()
+    with pytest.raises(RolloutError, match=message):
+        engine.generate(requests, PARAMS)
+    assert time.monotonic() - started < 30.0
+    assert updated_server.alive
+    assert len(engine.generate(make_requests(2), PARAMS)) == 2
+
+
+def test_a_rollout_of_another_version_is_refused(engine: SGLangEngine, weights: list[Weights], updated_server: Server):
+    """Somebody else has updated the server behind our back."""
+    engine.update_weights(weights[0].items(), 3)
+    httpx.post(f"{updated_server.url}/update_weight_version", json={"new_version": "4"}).raise_for_status()
+    with pytest.raises(RolloutError, match=r"made with weight versions \[3, 4\], expected 3 alone"):
+        engine.generate(make_requests(1), PARAMS)
+
+
+class TestStaleCache:
+    """What the prefix cache holds after an update is of old weights."""
+
+    PROMPT = np.arange(40, dtype=np.int32) % 28 + 2
+
+    def sample(self, engine: SGLangEngine) -> list[Rollout]:
+        return engine.generate([SampleRequest(self.PROMPT, 0, 0, 0)], PARAMS)
+
+    def test_the_second_generation_of_a_prompt_has_new_routes(
+        self, engine: SGLangEngine, hostile_model: Path, weights: list[Weights]
+    ):
+        for version in (1, 2):
+            engine.update_weights(weights[version].items(), version)
+            oracle = oracle_of(hostile_model, weights[version])
+            for _ in range(2):  # the second time from the cache
+                rollouts = self.sample(engine)
+                assert same_sets(rollouts, oracle) == 1.0
+                assert logprob_gap(rollouts, oracle) < EXACT
+
+    def test_without_the_flush_it_would_not(
+        self, engine: SGLangEngine, hostile_model: Path, weights: list[Weights], updated_server: Server
+    ):
+        engine.update_weights(weights[1].items(), 1)
+        self.sample(engine)
+        sender = WeightSender(updated_server.url, parse_version(updated_server.version))
+        sender.begin()
+        sender.send(list(weights[2].items()))
+        if sender._in_session:
+            sender._post("end_weight_update", {})
+        sender._post("continue_generation", {})
+        sender.close()
+        oracle = oracle_of(hostile_model, weights[2])
+        rollouts = self.sample(engine)
+        assert same_sets(rollouts, oracle) < 0.9
+        assert logprob_gap(rollouts, oracle) > 1e-2
+
+
+def test_a_flush_is_refused_while_requests_run_and_then_the_server_stays_paused(
+    engine: SGLangEngine, weights: list[Weights], updated_server: Server
+):
+    engine.update_weights(weights[0].items(), 0)
+    body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 55, "ignore_eos": True}}
+
+    async def busy(ended: threading.Event) -> None:
+        async with httpx.AsyncClient(timeout=60.0) as http:
+
+            async def again() -> None:
+                while not ended.is_set():
+                    await http.post(f"{updated_server.url}/generate", json=body)
+
+            await asyncio.gather(*(again() for _ in range(8)))
+
+    ended = threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(busy(ended)))
+    thread.start()
+    sender = WeightSender(updated_server.url, parse_version(updated_server.version))
+    try:
+        time.sleep(1.0)
+        with pytest.raises(WeightSyncError, match=r"(?s)refuses to flush its cache, HTTP 400.*stays paused"):
+            sender.finish(9)  # without begin(), which would have aborted them
+        assert sender.weight_version() == "0"
+    finally:
+        ended.set()
+        sender.close()
+        thread.join()
+    engine.update_weights(weights[0].items(), 1)
+    assert len(engine.generate(make_requests(2), PARAMS)) == 2
+
+
+def test_an_update_aborts_what_runs(engine: SGLangEngine, weights: list[Weights], updated_server: Server):
+    engine.update_weights(weights[0].items(), 0)
+    body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 55, "ignore_eos": True}}
+    answers: list[dict[str, Any]] = []
+
+    def ask() -> None:
+        answers.append(httpx.post(f"{updated_server.url}/generate", json=body, timeout=60.0).json())
+
+    threads = [threading.Thread(target=ask) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    engine.update_weights(weights[1].items(), 1)
+    for thread in threads:
+        thread.join()
+    for answer in answers:
+        reason = answer["meta_info"]["finish_reason"]["type"]
+        spans = {span["version"] for span in answer["meta_info"].get("weight_versions") or []}
+        assert reason == "abort" or len(spans) <= 1, "a response was made with two versions of the weights"

@@ -1,0 +1,318 @@
+"""Servers that fail: what is sampled stays complete and unique, or the run hears why it cannot be had."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+import torch
+from rollout_oracle import make_requests
+from sglang_fixtures import START_DEADLINE_S
+from sglang_oracle import Weights, logprob_gap, noisy, oracle_of, same_sets
+
+from megarl.core.types import Rollout, SampleRequest
+from megarl.errors import RolloutError
+from megarl.rollout.engine import SamplingParams
+from megarl.rollout.sglang_client import ClientSettings
+from megarl.rollout.sglang_engine import SGLangEngine
+from megarl.rollout.sglang_fleet import Fleet, FleetSettings
+from megarl.rollout.sglang_server import Server, ServerSpec
+
+pytestmark = pytest.mark.sglang
+
+PARAMS = SamplingParams(max_response_tokens=8)
+SETTINGS = ClientSettings(concurrency=4, deadline_s=60.0, recovery_s=START_DEADLINE_S)
+
+
+@dataclass
+class Proxy:
+    """Stands before a server, and spoils answers to /generate: ``fault`` is asked with the answer's number."""
+
+    upstream: str
+    fault: Callable[[int], str | None] = lambda number: None
+    seen: int = 0
+    spoilt: Counter[str] = field(default_factory=Counter)
+    url: str = ""
+
+    def __post_init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._ready.wait(10.0)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        listener = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        self._ready.set()
+        self._loop.run_forever()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0.1))
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One request per connection: the head says so to both sides."""
+        try:
+            head, body = await _message(reader)
+            answer_head, answer = await self._ask_upstream(head, body)
+            if b" /generate " in head.split(b"\r\n", 1)[0]:
+                self.seen += 1
+                fault = self.fault(self.seen)
+                if fault is not None:
+                    self.spoilt[fault] += 1
+                    answer_head, answer = await _spoil(fault, answer_head, answer)
+            writer.write(_with_length(answer_head, len(answer) + (100 if answer_head.endswith(b"CUT") else 0)) + answer)
+            await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+    async def _ask_upstream(self, head: bytes, body: bytes) -> tuple[bytes, bytes]:
+        address = urlsplit(self.upstream)
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        try:
+            writer.write(_with_length(head, len(body)) + body)
+            await writer.drain()
+            return await _message(reader)
+        finally:
+            writer.close()
+
+
+async def _message(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    head = (await reader.readuntil(b"\r\n\r\n"))[:-4]
+    length = next((line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")), b":0")
+    return head, await reader.readexactly(int(length.split(b":")[1]))
+
+
+def _with_length(head: bytes, length: int) -> bytes:
+    names = (b"content-length:", b"connection:")
+    lines = [line for line in head.removesuffix(b"CUT").split(b"\r\n") if not line.lower().startswith(names)]
+    return b"\r\n".join([*lines, b"connection: close", b"content-length: %d" % length, b"", b""])
+
+
+async def _spoil(fault: str, head: bytes, answer: bytes) -> tuple[bytes, bytes]:
+    if fault == "hang":
+        await asyncio.sleep(3600.0)
+    if fault == "500":
+        return b"HTTP/1.1 500 Internal Server Error\r\ncontent-type: text/plain", b"out of luck"
+    if fault == "json":
+        return head, answer[: len(answer) // 2]
+    if fault == "cut":  # fewer bytes than the head promises
+        return head + b"CUT", answer[: len(answer) // 2]
+    assert fault == "routes"
+    whole = json.loads(answer)
+    whole["meta_info"]["routed_experts"] = whole["meta_info"]["routed_experts"][:-5]
+    return head, json.dumps(whole).encode()
+
+
+@pytest.fixture(scope="module")
+def weights(hostile_model: Path) -> Weights:
+    return noisy(hostile_model, 5)
+
+
+@pytest.fixture
+def proxy(updated_server: Server) -> Iterator[Proxy]:
+    proxy = Proxy(updated_server.url)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def engine(proxy: Proxy, hostile_model: Path, weights: Weights) -> Iterator[SGLangEngine]:
+    engine = engine_of([proxy.url], hostile_model, urls=[proxy.url])
+    engine.update_weights(weights.items(), 11)
+    yield engine
+    engine.close()
+
+
+def engine_of(
+    to: Sequence[str], model: Path, settings: ClientSettings = SETTINGS, fleet: Fleet | None = None, **fields: Any
+) -> SGLangEngine:
+    config = json.loads((model / "config.json").read_text())
+    if fleet is None:
+        fleet = Fleet(source=model, **fields)
+        fleet.start()
+    return SGLangEngine(to, config, fleet=fleet, settings=settings, dtype=torch.float32)
+
+
+def check_complete(requests: Sequence[SampleRequest], rollouts: Sequence[Rollout], finished: Sequence[int]) -> None:
+    assert [(r.group, r.sample) for r in rollouts] == [(r.group, r.sample) for r in requests]
+    assert all(
+        np.array_equal(rollout.tokens[: len(request.prompt_tokens)], request.prompt_tokens)
+        for request, rollout in zip(requests, rollouts, strict=True)
+    )
+    assert list(finished) == [1] * len(requests)
+
+
+@pytest.mark.parametrize("fault", ["500", "json", "routes", "cut", "hang"])
+def test_a_fault_that_passes_costs_nothing(
+    engine: SGLangEngine, proxy: Proxy, fault: str, hostile_model: Path, weights: Weights
+):
+    proxy.fault = lambda number: fault if number in (2, 3, 7) else None
+    if fault == "hang":
+        engine._client.settings = replace(SETTINGS, deadline_s=2.0)
+    requests, finished = make_requests(5, copies=3), []
+    rollouts = engine.generate(requests, PARAMS, finished.append)
+    assert proxy.spoilt == {fault: 3}
+    assert proxy.seen == len(requests) + 3  # only what was lost is asked for again
+    check_complete(requests, rollouts, finished)
+    assert same_sets(rollouts, oracle_of(hostile_model, weights)) == 1.0
+    assert logprob_gap(rollouts, oracle_of(hostile_model, weights)) < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("500", "HTTP 500: out of luck"),
+        ("json", "is no JSON"),
+        ("routes", "the answer was cut short"),
+        ("hang", "no answer within 0.5 s"),
+    ],
+)
+def test_a_fault_that_stays_names_the_request_and_the_last_failure(
+    engine: SGLangEngine, proxy: Proxy, fault: str, told: str
+):
+    proxy.fault = lambda number: fault
+    engine._client.settings = replace(SETTINGS, attempts=2, deadline_s=0.5 if fault == "hang" else 60.0)
+    finished: list[int] = []
+    with pytest.raises(RolloutError, match=rf"group \d sample \d: 2 attempts failed, the last: .*{told}"):
+        engine.generate(make_requests(2, copies=2), PARAMS, finished.append)
+    assert finished == []
+
+
+def test_a_connection_that_is_cut_every_time_is_no_endless_loop(engine: SGLangEngine, proxy: Proxy):
+    """The server is healthy between the cuts, as one that dies of a request and is started again."""
+    proxy.fault = lambda number: "cut"
+    engine._client.settings = replace(SETTINGS, losses=3)
+    with pytest.raises(RolloutError, match=r"lost 3 times with its connection, the last: .*Error"):
+        engine.generate(make_requests(1), PARAMS)
+
+
+def test_what_the_server_refuses_is_not_asked_again(engine: SGLangEngine, proxy: Proxy):
+    too_long = SampleRequest(np.arange(61, dtype=np.int32) % 28 + 2, 0, 0, 0)
+    with pytest.raises(RolloutError, match="refuses the request, HTTP 400"):
+        engine.generate([too_long], PARAMS)
+    assert proxy.seen == 1
+
+
+def in_background(work: Callable[[], Any]) -> Callable[[], Any]:
+    """Start ``work`` in a thread; the returned function waits for its result or raises its error."""
+    result: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            result.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def wait() -> Any:
+        thread.join()
+        if errors:
+            raise errors[0]
+        return result[0]
+
+    return wait
+
+
+def kill_9(server: Server) -> None:
+    """All processes of the server but the watchdog, the way an out-of-memory killer might."""
+    for process in server.members():
+        if process.pid != server.pid:
+            process.kill()
+
+
+def test_a_killed_server_comes_back_with_the_current_weights(
+    sglang_spec: ServerSpec, hostile_model: Path, weights: Weights, tmp_path: Path
+):
+    spec = replace(sglang_spec, model_path=hostile_model, log_file=tmp_path / "log")
+    told: list[str] = []
+    fleet = Fleet([spec], settings=FleetSettings(START_DEADLINE_S, poll_s=0.1), tell=told.append)
+    engine = engine_of(fleet.start(), hostile_model, fleet=fleet)
+    try:
+        engine.update_weights(noisy(hostile_model, 6).items(), 20)
+        engine.update_weights(weights.items(), 21)
+        (member,) = fleet._members
+        assert member.process is not None
+        requests, finished = make_requests(40, copies=4), []
+        wait = in_background(
+            lambda: engine.generate(requests, replace(PARAMS, max_response_tokens=24), finished.append)
+        )
+        while len(finished) < 10:
+            time.sleep(0.01)
+        assert len(finished) < 150, "the requests were over before the server could be killed"
+        kill_9(member.process)
+        rollouts = wait()
+        print("\n".join(told))
+        check_complete(requests, rollouts, finished)
+        assert member.restarts == 1
+        assert "is dead: starting it again (restart 1)" in told[0]
+        assert "is back with weights 21" in told[1]
+        oracle = oracle_of(hostile_model, weights)
+        assert logprob_gap(rollouts, oracle) < 2e-5
+        assert logprob_gap(rollouts, oracle_of(hostile_model, noisy(hostile_model, 6))) > 0.1
+        engine.update_weights(noisy(hostile_model, 6).items(), 22)  # and it takes part in the next update
+        oracle = oracle_of(hostile_model, noisy(hostile_model, 6))
+        assert logprob_gap(engine.generate(make_requests(3), PARAMS), oracle) < 2e-5
+    finally:
+        engine.close()
+    assert not member.process.members()
+
+
+def test_another_server_takes_over_from_one_that_is_given_up(
+    sglang_spec: ServerSpec, updated_server: Server, hostile_model: Path, weights: Weights, tmp_path: Path
+):
+    spec = replace(sglang_spec, model_path=hostile_model, log_file=tmp_path / "log")
+    told: list[str] = []
+    patience = FleetSettings(START_DEADLINE_S, max_restarts=0, poll_s=0.1)
+    fleet = Fleet([spec], urls=[updated_server.url], source=hostile_model, settings=patience, tell=told.append)
+    settings = replace(SETTINGS, recovery_s=1.0)
+    urls = fleet.start()
+    engine = engine_of(urls, hostile_model, settings, fleet)
+    try:
+        engine.update_weights(weights.items(), 30)
+        process = fleet._members[1].process
+        assert process is not None
+        requests, finished = make_requests(40, copies=4), []
+        wait = in_background(
+            lambda: engine.generate(requests, replace(PARAMS, max_response_tokens=24), finished.append)
+        )
+        while len(finished) < 10:
+            time.sleep(0.01)
+        kill_9(process)
+        check_complete(requests, wait(), finished)
+        assert any("died 1 times and is given up" in line for line in told)
+        assert urls[1] == fleet._members[1].url
+
+        alone = SGLangEngine([urls[1]], json.loads((hostile_model / "config.json").read_text()), fleet=None)
+        alone._client.settings = settings
+        alone._version, alone._complete = 30, True
+        with pytest.raises(RolloutError, match=r"all 1 SGLang servers are down, the last failure: http://127\.0\.0\.1"):
+            alone.generate(make_requests(2), PARAMS)
+
+        # A server that has been given up takes no weights, and must not keep the other from them.
+        engine.update_weights(noisy(hostile_model, 6).items(), 31)
+        found = engine.generate(make_requests(4), PARAMS)
+        assert logprob_gap(found, oracle_of(hostile_model, noisy(hostile_model, 6))) < 2e-5
+    finally:
+        engine.close()
+    assert updated_server.alive
