@@ -42,6 +42,7 @@ class SGLangEngine:
         sends the weights; ``barrier`` lets the others wait for it."""
         self._client = SGLangClient(urls, settings or ClientSettings())
         self._shape = MoeShape.of(config)
+        _check_model(config, self._shape)
         self._positions = int(config.get("max_position_embeddings") or 1 << 30)
         self._vocabulary = int(config.get("vocab_size") or 1 << 31)
         self._fleet, self._barrier = fleet, barrier
@@ -144,3 +145,12 @@ class SGLangEngine:
                 f"{self._version} alone"
             )
         return rollout
+
+
+def _check_model(config: Mapping[str, Any], shape: MoeShape) -> None:
+    if config.get("model_type") in ("qwen2_moe", "qwen3_moe") and len(shape.moe_layers) < shape.num_layers:
+        raise ConfigError(
+            f"only layers {shape.moe_layers} of {shape.num_layers} have experts: SGLang's Qwen models have experts in "
+            "every layer and would compute something else (mlp_only_layers, decoder_sparse_step); set rollout.engine = "
+            '"local", or take a model without dense layers'
+        )

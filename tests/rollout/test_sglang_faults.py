@@ -18,7 +18,7 @@ import pytest
 import torch
 from rollout_oracle import make_requests
 from sglang_fixtures import START_DEADLINE_S
-from sglang_oracle import Weights, logprob_gap, noisy, oracle_of, same_sets
+from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_sets
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError
@@ -173,7 +173,7 @@ def test_a_fault_that_passes_costs_nothing(
     assert proxy.seen == len(requests) + 3  # only what was lost is asked for again
     check_complete(requests, rollouts, finished)
     assert same_sets(rollouts, oracle_of(hostile_model, weights)) == 1.0
-    assert logprob_gap(rollouts, oracle_of(hostile_model, weights)) < 2e-5
+    assert logprob_gap(rollouts, oracle_of(hostile_model, weights)) < CLOSE
 
 
 @pytest.mark.parametrize(
@@ -234,20 +234,23 @@ def in_background(work: Callable[[], Any]) -> Callable[[], Any]:
     return wait
 
 
-def kill_9(server: Server) -> None:
-    """All processes of the server but the watchdog, the way an out-of-memory killer might."""
-    for process in server.members():
-        if process.pid != server.pid:
-            process.kill()
+def kill_9(server: Server, named: str = "") -> None:
+    """The server's processes with this in their command line, all by default, but not the watchdog."""
+    killed = [p for p in server.members() if p.pid != server.pid and named in " ".join(p.cmdline())]
+    assert killed
+    for process in killed:
+        process.kill()
 
 
 def test_a_killed_server_comes_back_with_the_current_weights(
     sglang_spec: ServerSpec, hostile_model: Path, weights: Weights, tmp_path: Path
 ):
-    spec = replace(sglang_spec, model_path=hostile_model, log_file=tmp_path / "log")
+    """Killed as a whole between its answers, then its scheduler alone in the middle of an update."""
+    spec = replace(sglang_spec, model_path=hostile_model, log_file=tmp_path / "log", api_key="open-sesame")
     told: list[str] = []
-    fleet = Fleet([spec], settings=FleetSettings(START_DEADLINE_S, poll_s=0.1), tell=told.append)
-    engine = engine_of(fleet.start(), hostile_model, fleet=fleet)
+    patience = FleetSettings(START_DEADLINE_S, poll_s=0.1)
+    fleet = Fleet([spec], api_key="open-sesame", settings=patience, tell=told.append)
+    engine = engine_of(fleet.start(), hostile_model, replace(SETTINGS, api_key="open-sesame"), fleet)
     try:
         engine.update_weights(noisy(hostile_model, 6).items(), 20)
         engine.update_weights(weights.items(), 21)
@@ -268,11 +271,19 @@ def test_a_killed_server_comes_back_with_the_current_weights(
         assert "is dead: starting it again (restart 1)" in told[0]
         assert "is back with weights 21" in told[1]
         oracle = oracle_of(hostile_model, weights)
-        assert logprob_gap(rollouts, oracle) < 2e-5
+        assert logprob_gap(rollouts, oracle) < CLOSE
         assert logprob_gap(rollouts, oracle_of(hostile_model, noisy(hostile_model, 6))) > 0.1
-        engine.update_weights(noisy(hostile_model, 6).items(), 22)  # and it takes part in the next update
-        oracle = oracle_of(hostile_model, noisy(hostile_model, 6))
-        assert logprob_gap(engine.generate(make_requests(3), PARAMS), oracle) < 2e-5
+
+        def dying() -> Iterator[tuple[str, torch.Tensor]]:
+            yield from noisy(hostile_model, 6).items()
+            kill_9(member.process, "scheduler")
+
+        engine.update_weights(dying(), 22)
+        rollouts = engine.generate(make_requests(6), PARAMS)
+        print("\n".join(told))
+        assert member.restarts == 2
+        assert {int(version) for rollout in rollouts for version in rollout.weight_versions} == {22}
+        assert logprob_gap(rollouts, oracle_of(hostile_model, noisy(hostile_model, 6))) < CLOSE
     finally:
         engine.close()
     assert not member.process.members()
@@ -312,7 +323,7 @@ def test_another_server_takes_over_from_one_that_is_given_up(
         # A server that has been given up takes no weights, and must not keep the other from them.
         engine.update_weights(noisy(hostile_model, 6).items(), 31)
         found = engine.generate(make_requests(4), PARAMS)
-        assert logprob_gap(found, oracle_of(hostile_model, noisy(hostile_model, 6))) < 2e-5
+        assert logprob_gap(found, oracle_of(hostile_model, noisy(hostile_model, 6))) < CLOSE
     finally:
         engine.close()
     assert updated_server.alive

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,12 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 from megarl.data.tiny import write_tiny_model
 from megarl.errors import ConfigError, RolloutError, WeightSyncError
+from megarl.rollout import sglang_server
 from megarl.rollout.checkpoint_views import checkpoint_shapes
 from megarl.rollout.fp8 import round_through_fp8
+from megarl.rollout.sglang_engine import SGLangEngine
 from megarl.rollout.sglang_fleet import Fleet, FleetSettings
 from megarl.rollout.sglang_server import ServerSpec
 from megarl.rollout.sglang_sync import as_engine_holds_them, buckets, each_exactly_once
@@ -195,6 +201,80 @@ class TestAServerThatCannotStart:
         ]
         assert told[-1] == f"{member.url} died 3 times and is given up"
         fleet.close()
+
+
+def test_a_qwen_model_with_a_dense_layer_is_refused():
+    config = Qwen3MoeConfig(num_hidden_layers=3, mlp_only_layers=[1], num_experts=4, num_experts_per_tok=2).to_dict()
+    with pytest.raises(ConfigError, match=r"only layers \(0, 2\) of 3 have experts: SGLang's Qwen"):
+        SGLangEngine(["http://127.0.0.1:9"], config, fleet=None)
+    SGLangEngine(["http://127.0.0.1:9"], config | {"mlp_only_layers": []}, fleet=None)
+
+
+# Answers its health check with 503, as SGLang does when its scheduler is stuck.
+STUCK = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Stuck(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_error(503)
+
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Stuck).serve_forever()
+"""
+
+
+class TestAServerThatIsStuck:
+    """A fleet of one server that runs and is never healthy."""
+
+    @pytest.fixture
+    def told(self) -> list[str]:
+        return []
+
+    @pytest.fixture
+    def fleet(self, tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+        monkeypatch.setattr(
+            sglang_server, "command", lambda spec, config: [str(spec.python), "-c", STUCK, str(spec.port)]
+        )
+        spec = ServerSpec(tmp_path, sys.executable, "float32", tmp_path / "log")
+        fleet = Fleet([spec], settings=FleetSettings(60.0, hang_s=0.2, poll_s=0.05), tell=told.append)
+        (member,) = fleet._members
+        assert member.process is not None
+        member.process.start()
+        member.url = member.process.url
+        yield fleet
+        fleet.close()
+
+    def test_it_is_killed_when_it_has_been_silent_for_too_long(self, fleet: Fleet, told: list[str]):
+        (member,) = fleet._members
+        assert member.process is not None
+        assert not fleet._needs_revival(member)
+        time.sleep(0.3)
+        assert fleet._needs_revival(member)
+        assert not member.process.alive
+        assert told == [f"{member.url} has not answered for 0 s: killed"]
+
+    def test_it_is_spared_during_an_update(self, fleet: Fleet):
+        """A paused server answers no health check either."""
+        (member,) = fleet._members
+        assert member.process is not None
+        fleet._updating.set()
+        for _ in range(3):
+            assert not fleet._needs_revival(member)
+            time.sleep(0.2)
+        assert member.process.alive
+
+    def test_close_does_not_wait_for_a_restart(self, fleet: Fleet, told: list[str]):
+        (member,) = fleet._members
+        assert member.process is not None
+        member.process.kill()
+        fleet._watcher = threading.Thread(target=fleet._watch)
+        fleet._watcher.start()
+        while not told or not member.process.alive:
+            time.sleep(0.01)
+        started = time.monotonic()
+        fleet.close()
+        assert time.monotonic() - started < 20.0  # start_deadline_s is 60
+        assert not member.process.members()
 
 
 def test_tied_embeddings_are_expected_once(tmp_path: Path):
