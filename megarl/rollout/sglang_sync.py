@@ -36,14 +36,22 @@ class WeightSender:
         self._tp = tp
         self._in_session = False
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._http = httpx.Client(base_url=url, timeout=timeout_s, headers=headers, trust_env=False)
+        # A connection that is kept may be closed by the server in the moment that a request goes out.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._http = httpx.Client(base_url=url, timeout=timeout_s, headers=headers, limits=limits, trust_env=False)
 
     def close(self) -> None:
         self._http.close()
 
     def begin(self) -> None:
-        """Abort what runs, and keep new requests waiting."""
+        """Abort what runs, and keep new requests waiting.
+
+        Ends a session that an update has left open which did not get to its end, of a trainer that is gone too.
+        """
         self._post("pause_generation", {"mode": "abort"})
+        if can(self._release, "update_session"):
+            self._ask("POST", "end_weight_update", {})  # HTTP 400 where none is open, as is usual
+            self._in_session = False
 
     def send(self, bucket: list[Named]) -> None:
         """Some tensors under their Hugging Face names, by value."""

@@ -151,6 +151,18 @@ def test_a_wrong_update_keeps_the_server_and_the_next_one_is_good(
     assert logprob_gap(engine.generate(make_requests(2), PARAMS), oracle_of(hostile_model, weights[1])) < CLOSE
 
 
+def test_a_half_update_of_a_trainer_that_is_gone_is_no_obstacle(
+    engine: SGLangEngine, hostile_model: Path, weights: list[Weights], updated_server: Server
+):
+    """It has left the server paused, with some new tensors, and with an open session where there are any."""
+    gone = WeightSender(updated_server.url, parse_version(updated_server.version))
+    gone.begin()
+    gone.send(list(weights[2].items())[:20])
+    gone.close()
+    engine.update_weights(weights[1].items(), 1)
+    assert logprob_gap(engine.generate(make_requests(2), PARAMS), oracle_of(hostile_model, weights[1])) < CLOSE
+
+
 def test_without_weights_nothing_is_sampled(engine: SGLangEngine):
     assert engine.weight_version == -1
     with pytest.raises(WeightSyncError, match="update_weights first"):
