@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megarl.core.types import Rollout, SampleRequest
-from megarl.errors import ConfigError, RolloutError, WeightSyncError
+from megarl.errors import ConfigError, MegarlError, RolloutError, WeightSyncError
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.moe_shape import MoeShape
 from megarl.rollout.sglang_client import ClientSettings, SGLangClient
@@ -33,19 +33,19 @@ class SGLangEngine:
         config: Mapping[str, Any],
         *,
         fleet: Fleet | None,
-        barrier: Callable[[], None] = lambda: None,
+        agree: Callable[[MegarlError | None], None] | None = None,
         settings: ClientSettings | None = None,
         dtype: torch.dtype = torch.bfloat16,
         fp8_rounding: bool = False,
     ) -> None:
         """``config`` is the model's config.json. ``fleet`` is given to one of the ranks that share the servers, which
-        sends the weights; ``barrier`` lets the others wait for it."""
+        sends the weights; ``agree`` lets the others wait for it, and raises on all of them if it could not."""
         self._client = SGLangClient(urls, settings or ClientSettings())
         self._shape = MoeShape.of(config)
         _check_model(config, self._shape)
         self._positions = int(config.get("max_position_embeddings") or 1 << 30)
         self._vocabulary = int(config.get("vocab_size") or 1 << 31)
-        self._fleet, self._barrier = fleet, barrier
+        self._fleet, self._agree = fleet, agree or _raise
         self._dtype, self._fp8_rounding = dtype, fp8_rounding
         self._version = -1
         self._complete = False
@@ -83,12 +83,15 @@ class SGLangEngine:
         """See ``Engine.update_weights``; a collective call of all ranks that share the servers."""
         self._complete = False
         held = as_engine_holds_them(tensors, self._dtype, self._fp8_rounding)
+        failure: MegarlError | None = None
         if self._fleet is not None:
-            self._fleet.update(held, version)
-        else:
-            for _ in held:  # the gathering of a sharded model needs every rank
-                pass
-        self._barrier()
+            try:
+                self._fleet.update(held, version)
+            except (RolloutError, WeightSyncError) as error:
+                failure = error
+        for _ in held:  # the gathering of a sharded model needs every rank, also where nothing is sent
+            pass
+        self._agree(failure)
         self._version, self._complete = version, True
 
     def close(self) -> None:
@@ -154,3 +157,8 @@ def _check_model(config: Mapping[str, Any], shape: MoeShape) -> None:
             "every layer and would compute something else (mlp_only_layers, decoder_sparse_step); set rollout.engine = "
             '"local", or take a model without dense layers'
         )
+
+
+def _raise(failure: MegarlError | None) -> None:
+    if failure is not None:
+        raise failure

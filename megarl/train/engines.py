@@ -72,7 +72,7 @@ def _sglang(config: Config, tell: Callable[[str], None]) -> SGLangEngine:
         told[0],
         json.loads((Path(config.model.path) / "config.json").read_text()),
         fleet=fleet,
-        barrier=dist.barrier,
+        agree=lambda failure: distributed.fail_together(failure, "the weight update"),
         settings=client,
         dtype=DTYPES[config.rollout.dtype],
         fp8_rounding=config.rollout.fp8_rounding,
