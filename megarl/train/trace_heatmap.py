@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 
 import matplotlib as mpl
 import numpy as np
@@ -32,7 +33,9 @@ def draw(found: FileDifference, layers: tuple[int, ...], title: str) -> bytes:
         bar = figure.colorbar(image, ax=[left, right], pad=0.01, aspect=40, label="share of tokens routed differently")
         bar.ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
         bar.outline.set_visible(False)
-        headline = f"{title}: {found.total.flip:.2%} of (token, layer) pairs differ"
+        # File names may be long: they get lines of their own, broken where they must be.
+        names = textwrap.fill(title, width=110, break_on_hyphens=False)
+        headline = f"{found.total.flip:.2%} of (token, layer) pairs differ\n{names}"
         figure.suptitle(headline, x=0.01, ha="left", fontsize=11, fontweight="bold")
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=144)
