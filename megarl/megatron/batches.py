@@ -199,9 +199,13 @@ def local_routes(micro: MicroBatch, layers: Sequence[int], shape: ModelShape) ->
     tp = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     cp = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
     token = router_tokens(batch.cu_seqlens, micro.num_slots, tp, cp)
-    rows = token.clamp(min=0)
-    experts = batch.routed_experts[rows][:, columns]
-    present = (token >= 0) & batch.routed_mask[rows]
+    return routes_at(token, batch.routed_experts[token.clamp(min=0)][:, columns], batch)
+
+
+def routes_at(token: torch.Tensor, experts: torch.Tensor, batch: TrainBatch) -> MicroRoutes:
+    """The experts [T_local, L_local, K] of the tokens of ``router_tokens``; missing rows and padding as absent."""
+    assert batch.routed_mask is not None
+    present = (token >= 0) & batch.routed_mask[token.clamp(min=0)]
     return MicroRoutes(experts, None if bool(present.all()) else present)
 
 

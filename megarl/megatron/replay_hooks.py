@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -106,8 +107,6 @@ class _Rows:
 class Recorder:
     """Session that routes natively; keeps the choice, or only what it shares with other routes."""
 
-    kind = "recorded"
-
     def __init__(self, hooks: Sequence[Hook], keep: bool, compared: Sequence[MicroRoutes] | None) -> None:
         self._kept = _Columns(hooks) if keep else None
         self._shared = _Columns(hooks)
@@ -138,8 +137,6 @@ class Recorder:
 
 class Replayer:
     """Session that hands out the given experts, micro-batch by micro-batch."""
-
-    kind = "replayed"
 
     def __init__(
         self,
@@ -280,7 +277,9 @@ class Hook:
         assert default_compute_topk is not None
         compute = default_compute_topk
 
+        @cache
         def native() -> tuple[torch.Tensor, torch.Tensor]:
+            """Once per call: a session may fill missing rows with it and compare with it too."""
             return compute(scores, topk, num_groups, group_topk)
 
         recomputing = torch._C._current_graph_task_id() != -1

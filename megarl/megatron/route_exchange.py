@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 
 from megarl.core.types import Rollout
 from megarl.errors import TraceError
-from megarl.megatron.batches import MicroBatch, router_tokens
+from megarl.megatron.batches import MicroBatch, router_tokens, routes_at
 from megarl.megatron.distributed import model_group
 from megarl.megatron.model import ModelShape
 from megarl.megatron.replay_hooks import MicroRoutes
@@ -184,10 +184,8 @@ def deliver_routes(
     received = exchange(have, torch.from_numpy(held), want, model_group())
     found = []
     for micro, experts in zip(micro_batches, received.split(want.rows_by_piece()), strict=True):
-        assert micro.batch.routed_mask is not None
         token = router_tokens(micro.batch.cu_seqlens, micro.num_slots, want.tp, want.cp)
-        present = (token >= 0) & micro.batch.routed_mask[token.clamp(min=0)]
-        found.append(MicroRoutes(experts, None if bool(present.all()) else present))
+        found.append(routes_at(token, experts, micro.batch))
     return found
 
 

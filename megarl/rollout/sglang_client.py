@@ -19,6 +19,7 @@ import httpx
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError, TraceError
+from megarl.rollout.sglang_http import MODEL_INFO, authorization
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,10 @@ class SGLangClient:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.settings.concurrency)
         # No proxy of the environment: servers are meant to be near, often on the loopback address.
         async with httpx.AsyncClient(
-            timeout=self.settings.deadline_s, limits=limits, headers=self._headers(), trust_env=False
+            timeout=self.settings.deadline_s,
+            limits=limits,
+            headers=authorization(self.settings.api_key),
+            trust_env=False,
         ) as http:
 
             async def work(server: int) -> None:
@@ -150,10 +154,6 @@ class SGLangClient:
                         group.create_task(work(server))
         return [found[position] for position in range(len(requests))]
 
-    def _headers(self) -> dict[str, str]:
-        key = self.settings.api_key
-        return {} if key is None else {"Authorization": f"Bearer {key}"}
-
     async def _post(self, http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Any:
         try:
             answer = await http.post(f"{url}/generate", json=body)
@@ -189,7 +189,7 @@ class SGLangClient:
         return False
 
     async def _weights(self, http: httpx.AsyncClient, server: int) -> str | None:
-        for path in ("model_info", "get_model_info"):  # the second is the only one of older releases
+        for path in MODEL_INFO:
             answer = await http.get(f"{self.urls[server]}/{path}", timeout=20.0)
             if answer.status_code == 200:
                 return str(answer.json().get("weight_version"))

@@ -16,6 +16,7 @@ import httpx
 
 from megarl.errors import ConfigError, RolloutError, WeightSyncError
 from megarl.rollout.checkpoint_views import checkpoint_shapes
+from megarl.rollout.sglang_http import SERVER_INFO, authorization
 from megarl.rollout.sglang_server import Server, ServerSpec
 from megarl.rollout.sglang_sync import Named, WeightSender, buckets, each_exactly_once
 from megarl.rollout.sglang_versions import check_version
@@ -152,11 +153,12 @@ class Fleet:
                 member.process.stop()
 
     def _connect(self, url: str) -> WeightSender:
-        headers = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+        headers = authorization(self.api_key)
         try:
-            answer = httpx.get(f"{url}/server_info", headers=headers, timeout=60.0, trust_env=False)
-            if answer.status_code == 404:
-                answer = httpx.get(f"{url}/get_server_info", headers=headers, timeout=60.0, trust_env=False)
+            for path in SERVER_INFO:
+                answer = httpx.get(f"{url}/{path}", headers=headers, timeout=60.0, trust_env=False)
+                if answer.status_code != 404:
+                    break
             answer.raise_for_status()
         except httpx.HTTPError as error:
             raise RolloutError(f"no SGLang server answers at {url} ({error}); start it, or correct the URL") from error

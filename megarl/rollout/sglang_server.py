@@ -32,6 +32,7 @@ from types import TracebackType
 import psutil
 
 from megarl.errors import ConfigError, RolloutError
+from megarl.rollout.sglang_http import SERVER_INFO, authorization
 
 CPU_SHIM = Path(__file__).parent / "sglang_cpu"
 WATCHDOG = Path(__file__).parent / "sglang_watchdog.py"
@@ -261,7 +262,7 @@ class Server:
     @property
     def version(self) -> str:
         """SGLang's version as the running server tells it, for example 0.5.23."""
-        for path in ("/server_info", "/get_server_info"):  # the second is the only one of older releases
+        for path in (f"/{name}" for name in SERVER_INFO):
             try:
                 status, body = self._get(path, HEALTH_TIMEOUT_S)
             except (OSError, http.client.HTTPException) as error:
@@ -307,7 +308,7 @@ class Server:
 
     def _get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
         # No urllib: it would send a request to the loopback address through a proxy of the environment.
-        headers = {} if self.spec.api_key is None else {"Authorization": f"Bearer {self.spec.api_key}"}
+        headers = authorization(self.spec.api_key)
         connection = http.client.HTTPConnection(self.spec.host, self._port, timeout=timeout_s)
         try:
             connection.request("GET", path, headers=headers)

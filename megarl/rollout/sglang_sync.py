@@ -19,6 +19,7 @@ import torch
 
 from megarl.errors import WeightSyncError
 from megarl.rollout.fp8 import is_fp8_weight, round_through_fp8
+from megarl.rollout.sglang_http import MODEL_INFO, authorization
 from megarl.rollout.sglang_versions import Version, can
 
 Named = tuple[str, torch.Tensor]
@@ -35,7 +36,7 @@ class WeightSender:
         self._release = version
         self._tp = tp
         self._in_session = False
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        headers = authorization(api_key)
         # A connection that is kept may be closed by the server in the moment that a request goes out.
         limits = httpx.Limits(max_keepalive_connections=0)
         self._http = httpx.Client(base_url=url, timeout=timeout_s, headers=headers, limits=limits, trust_env=False)
@@ -86,7 +87,7 @@ class WeightSender:
 
     def weight_version(self) -> str:
         """What the server calls the version of its weights."""
-        for path in ("model_info", "get_model_info"):  # the second is the only one of older releases
+        for path in MODEL_INFO:
             answer = self._ask("GET", path)
             if answer.status_code == 200:
                 return str(answer.json().get("weight_version"))

@@ -104,9 +104,9 @@ class Trainer:
                 self.train_step.prepare(rollouts, advantages)
                 for rollouts, advantages in zip(drawn.mini_batches, drawn.advantages, strict=True)
             ]
-        if self.traces is None:
-            drawn.drop_routes()
         dumps = self.traces is not None and (step + 1) % config.log.traces_every == 0
+        if not dumps:
+            drawn.drop_routes()
         self.train_step.keeps_native_routes = dumps
         self._passes_before_updates(minis, drawn.judged)
         metrics: dict[str, float] = {}

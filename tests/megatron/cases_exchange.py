@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from matrix_world import NUM_EXPERTS, Variant, build, settings_of
 from megatron.core import parallel_state
-from tiny_world import batch_of, join, micro_batches, rollouts
+from tiny_world import batch_of, join, micro_batches, own_share, rollouts
 
 from megarl.core.packing import select
 from megarl.errors import TraceError
@@ -30,8 +30,7 @@ def delivered(layout: dict[str, Any], router: str = "dense_first", num_experts: 
     layers = RoutingReplay(model.chunks).layers
     shape = replace(model.shape, fields={**model.shape.fields, "num_moe_experts": num_experts})
     everything = _typed(rollouts(30, len(shape.moe_layers), min(num_experts, 256), shape.topk), num_experts)
-    share = len(everything) // distributed.dp_size()
-    mine = everything[share * distributed.dp_rank() : share * (distributed.dp_rank() + 1)]
+    mine = everything[own_share(len(everything))]
     micros = micro_batches(settings, batch_of(mine))
     copy = distributed.model_group()
     scattered = [

@@ -15,11 +15,9 @@ import torch
 import torch.distributed as dist
 from dispatch_probe import DispatchProbe
 from matrix_world import MatrixModel, Variant, build, gradients, settings_of
-from tiny_world import coefficients_of, gather_sequences, join, micro_batches, rollouts
+from tiny_world import coefficients_of, gather_sequences, join, micro_batches, pack_own, rollouts
 
-from megarl.core.packing import pack
 from megarl.core.types import Rollout, TrainBatch
-from megarl.megatron import distributed
 from megarl.megatron.batches import local_routes
 from megarl.megatron.forward import MicroOutput, run
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
@@ -80,7 +78,7 @@ def _write_references(missing: Mapping[Variant, Path]) -> None:
 def measure(model: MatrixModel, variant: Variant) -> dict[str, Any]:
     """A training pass under replay seen by the probe, and a pass in which one row has been tampered with."""
     made = _rollouts_for(model)
-    batch = _local(made)
+    batch = pack_own(made)
     micros = micro_batches(model.settings, batch)
     replay = RoutingReplay(model.chunks)
     routes = [local_routes(micro, replay.layers, model.shape) for micro in micros]
@@ -115,13 +113,6 @@ def measure(model: MatrixModel, variant: Variant) -> dict[str, Any]:
 def _rollouts_for(model: MatrixModel) -> list[Rollout]:
     shape = model.shape
     return rollouts(30, len(shape.moe_layers), shape.num_experts, shape.topk)
-
-
-def _local(made: list[Rollout]) -> TrainBatch:
-    advantages = np.random.default_rng(100).normal(size=len(made))
-    share = len(made) // distributed.dp_size()
-    own = slice(share * distributed.dp_rank(), share * (distributed.dp_rank() + 1))
-    return pack(made[own], advantages[own])
 
 
 def _columns(outputs: list[MicroOutput], batches: list[TrainBatch]) -> list[tuple[TrainBatch, torch.Tensor]]:

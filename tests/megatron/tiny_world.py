@@ -152,11 +152,20 @@ def batch_of(made: Sequence[Rollout], seed: int = 0) -> TrainBatch:
 
 def local_batch(seed: int = 0, vocab_size: int = 30, holes: bool = True) -> TrainBatch:
     """This data-parallel rank's share of the fixed batch."""
-    made = rollouts(seed=seed, vocab_size=vocab_size, holes=holes)
+    return pack_own(rollouts(seed=seed, vocab_size=vocab_size, holes=holes), seed)
+
+
+def pack_own(made: Sequence[Rollout], seed: int = 0) -> TrainBatch:
+    """This data-parallel rank's share of given rollouts, with the advantages that they have on one rank."""
     advantages = np.random.default_rng(seed + 100).normal(size=len(made))
-    share = len(made) // distributed.dp_size()
-    own = slice(share * distributed.dp_rank(), share * (distributed.dp_rank() + 1))
+    own = own_share(len(made))
     return pack(made[own], advantages[own])
+
+
+def own_share(num_sequences: int) -> slice:
+    """Which of the sequences are this data-parallel rank's."""
+    share = num_sequences // distributed.dp_size()
+    return slice(share * distributed.dp_rank(), share * (distributed.dp_rank() + 1))
 
 
 def micro_batches(settings: Config, batch: TrainBatch) -> list[MicroBatch]:
