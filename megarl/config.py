@@ -196,6 +196,8 @@ class RolloutConfig(Table):
     """Round the engine's weights through FP8 (e4m3, 128 x 128 blocks), as a real FP8 engine would hold them."""
     dtype: Dtype = "bf16"
     """Precision of the engine's weights and activations."""
+    one_step_off: bool = False
+    """Sample the next step's responses while this one is trained, with weights that are one step old."""
     max_batch_size: PositiveInt = 256
     """Responses that the local engine decodes at once, per rank."""
 
@@ -219,8 +221,13 @@ class SGLangConfig(Table):
     """Further words for sglang.launch_server."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the servers' API key."""
-    sync: Literal["tensor", "disk"] = "tensor"
-    """How weights reach the servers: over HTTP, or through a folder below run.dir that servers can read."""
+    sync: Literal["tensor", "distributed", "disk"] = "tensor"
+    """How weights reach the servers: over HTTP; through a process group with each server, NCCL from GPUs and gloo from
+    CPUs; or through a folder below run.dir that servers can read."""
+    checksums: bool = False
+    """Whether the servers' checksums of their weights are compared after every update."""
+    fp8: bool = False
+    """Whether servers compute in FP8, with weights in blocks of 128 x 128; needs a GPU with FP8."""
     concurrency: PositiveInt = 64
     """Requests that each rank has under way at one server."""
     deadline_s: PositiveFloat = 600.0
@@ -484,16 +491,30 @@ class Config(Table):
     def _goes_together(self) -> Self:
         self._check_sizes()
         self._check_megatron()
-        if self.rollout.engine == "sglang" and self.rollout.top_p < 1:
-            raise ValueError(
-                f"rollout.top_p: found {self.rollout.top_p:g}, expected 1 with SGLang, whose log-probabilities are of "
-                "the whole vocabulary and not of the nucleus that it samples from"
-            )
+        self._check_engine()
         if self.eval.every and self.data.heldout is None:
             raise ValueError(
                 f"eval.every: found {self.eval.every} without data.heldout; set data.heldout or eval.every = 0"
             )
         return self
+
+    def _check_engine(self) -> None:
+        rollout = self.rollout
+        if rollout.engine == "sglang" and rollout.top_p < 1:
+            raise ValueError(
+                f"rollout.top_p: found {rollout.top_p:g}, expected 1 with SGLang, whose log-probabilities are of "
+                "the whole vocabulary and not of the nucleus that it samples from"
+            )
+        if rollout.one_step_off and rollout.engine != "sglang":
+            raise ValueError(
+                'rollout.one_step_off: found true with rollout.engine = "local", which samples in the trainer\'s own '
+                'processes and cannot do so while they train; set rollout.engine = "sglang"'
+            )
+        if self.sglang.fp8 and rollout.fp8_rounding:
+            raise ValueError(
+                "rollout.fp8_rounding: found true together with sglang.fp8 = true, whose weights are in FP8 already; "
+                "set one of them"
+            )
 
     def _check_sizes(self) -> None:
         if self.responses_per_step % self.train.mini_batches:

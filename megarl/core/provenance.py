@@ -25,12 +25,13 @@ def row_versions(rollout: Rollout) -> np.ndarray:
     return rollout.weight_versions if rollout.route_versions is None else rollout.route_versions
 
 
-def provenance_metrics(rollouts: Sequence[Rollout]) -> dict[str, Stat]:
-    """Shares of tokens by source of their row, and of what mixes weights.
+def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dict[str, Stat]:
+    """Shares of tokens by source of their row, of what mixes weights, and how old the weights were.
 
     ``routes/stale_rows_fraction``: rows chosen by other weights than those that produced or read their token, as an
     engine returns that pauses, takes new weights and prefills again. ``rollout/mixed_versions_fraction``: responses
-    whose tokens come from more than one version.
+    whose tokens come from more than one version. ``rollout/staleness_mean``, ``_max``: ``trainer_version``, that of the
+    weights which the step begins to train, minus the version that each response token was sampled with; updates.
     """
     sources = np.concatenate([row_sources(rollout) for rollout in rollouts])
     stale = np.concatenate([_stale(rollout) for rollout in rollouts])
@@ -43,7 +44,14 @@ def provenance_metrics(rollouts: Sequence[Rollout]) -> dict[str, Stat]:
         "routes/reprefilled_fraction": sources == RowSource.REPREFILLED,
         "routes/stale_rows_fraction": stale,
     }
-    return {name: Stat.mean(torch.from_numpy(share).double()) for name, share in shares.items()}
+    ages = trainer_version - torch.from_numpy(
+        np.concatenate([rollout.weight_versions[rollout.loss_mask] for rollout in rollouts]).astype(np.float64)
+    )
+    return {
+        **{name: Stat.mean(torch.from_numpy(share).double()) for name, share in shares.items()},
+        "rollout/staleness_mean": Stat.mean(ages),
+        "rollout/staleness_max": Stat.max(ages),
+    }
 
 
 def refuse_mixed_versions(rollouts: Sequence[Rollout]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,6 +57,11 @@ class Engine(Protocol):
     @property
     def weight_version(self) -> int:
         """Version of the weights that the next token is sampled with."""
+        ...
+
+    @property
+    def sync_seconds(self) -> Mapping[str, float]:
+        """Seconds that this rank has spent on the parts of the last weight update, where it has parts."""
         ...
 
     def generate(

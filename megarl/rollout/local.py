@@ -6,7 +6,7 @@ of the distribution that was sampled from, and experts are those that the model 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +101,11 @@ class LocalEngine:
     def weight_version(self) -> int:
         """Version of the weights in the engine; -1 before the first update."""
         return self._version
+
+    @property
+    def sync_seconds(self) -> Mapping[str, float]:
+        """Nothing: the weights are written in one go."""
+        return {}
 
     @property
     def num_moe_layers(self) -> int:

@@ -5,6 +5,7 @@ Every rank of the trainer sends its own requests to the same servers; one rank, 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,9 +15,9 @@ from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import ConfigError, MegarlError, RolloutError, WeightSyncError
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.moe_shape import MoeShape
+from megarl.rollout.sglang_buckets import WeightForm
 from megarl.rollout.sglang_client import ClientSettings, SGLangClient
 from megarl.rollout.sglang_fleet import Fleet
-from megarl.rollout.sglang_sync import as_engine_holds_them
 from megarl.rollout.sglang_wire import rollout_of
 
 
@@ -35,18 +36,21 @@ class SGLangEngine:
         fleet: Fleet | None,
         agree: Callable[[MegarlError | None], None] | None = None,
         settings: ClientSettings | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-        fp8_rounding: bool = False,
+        form: WeightForm | None = None,
     ) -> None:
         """``config`` is the model's config.json. ``fleet`` is given to one of the ranks that share the servers, which
-        sends the weights; ``agree`` lets the others wait for it, and raises on all of them if it could not."""
+        sends the weights in ``form`` (None: bf16); ``agree`` lets the others wait for it, and raises on all of them if
+        it could not."""
         self._client = SGLangClient(urls, settings or ClientSettings())
         self._shape = MoeShape.of(config)
         _check_model(config, self._shape)
         self._positions = int(config.get("max_position_embeddings") or 1 << 30)
         self._vocabulary = int(config.get("vocab_size") or 1 << 31)
         self._fleet, self._agree = fleet, agree or _raise
-        self._dtype, self._fp8_rounding = dtype, fp8_rounding
+        self._form = form or WeightForm(torch.bfloat16)
+        self._sync_seconds: dict[str, float] = {}
+        self._at_rest = threading.Event()
+        self._at_rest.set()
         self._version = -1
         self._complete = False
 
@@ -54,6 +58,11 @@ class SGLangEngine:
     def weight_version(self) -> int:
         """Version of the weights in the servers; -1 before the first update."""
         return self._version
+
+    @property
+    def sync_seconds(self) -> Mapping[str, float]:
+        """See ``Engine.sync_seconds``: gather, quantise, send; empty on ranks that send nothing."""
+        return self._sync_seconds
 
     def generate(
         self,
@@ -77,19 +86,28 @@ class SGLangEngine:
         def decode(request: SampleRequest, answer: Any) -> Rollout:
             return self._of_this_version(rollout_of(request, answer, self._version, shape))
 
-        return self._client.generate(requests, body, decode, on_finish, version=str(self._version))
+        self._at_rest.clear()
+        try:
+            return self._client.generate(requests, body, decode, on_finish, version=str(self._version))
+        finally:
+            self._at_rest.set()
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See ``Engine.update_weights``; a collective call of all ranks that share the servers."""
+        """See ``Engine.update_weights``; a collective call of all ranks that share the servers.
+
+        WeightSyncError while this rank's ``generate`` is under way in another thread: its requests would be aborted.
+        """
+        if not self._at_rest.is_set():
+            raise WeightSyncError("responses are being sampled: wait for generate to return before the weights change")
         self._complete = False
-        held = as_engine_holds_them(tensors, self._dtype, self._fp8_rounding)
         failure: MegarlError | None = None
+        outstanding = iter(tensors)
         if self._fleet is not None:
             try:
-                self._fleet.update(held, version)
+                self._sync_seconds = self._fleet.update(outstanding, version, self._form)
             except (RolloutError, WeightSyncError) as error:
                 failure = error
-        for _ in held:  # the gathering of a sharded model needs every rank, also where nothing is sent
+        for _ in outstanding:  # the gathering of a sharded model needs every rank, also where nothing is sent
             pass
         self._agree(failure)
         self._version, self._complete = version, True

@@ -9,16 +9,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
-
 from megarl.errors import ConfigError, RolloutError, WeightSyncError
 from megarl.rollout.checkpoint_views import checkpoint_shapes
-from megarl.rollout.sglang_http import SERVER_INFO, authorization
+from megarl.rollout.sglang_buckets import Bucket, Named, Stopwatch, WeightForm, buckets, each_exactly_once
+from megarl.rollout.sglang_http import ask_release
 from megarl.rollout.sglang_server import Server, ServerSpec
-from megarl.rollout.sglang_sync import Named, WeightSender, buckets, each_exactly_once
+from megarl.rollout.sglang_sync import WeightSender
 from megarl.rollout.sglang_versions import check_version
 from megarl.rollout.weight_folder import write_weights
 
@@ -60,9 +60,15 @@ class Fleet:
     """Tensor-parallel size of each server."""
     api_key: str | None = None
     folder: Path | None = None
-    """Weights go through a folder below this one, which all servers can read; None: as tensors over HTTP."""
+    """Weights go through a folder below this one, which all servers can read; None: over the network."""
+    broadcast: bool = False
+    """Over the network: through a process group with each server; False: as tensors over HTTP."""
+    checksums: bool = False
+    """Whether the servers' own checksums of their weights are compared after every update."""
     source: Path | None = None
     """Checkpoint folder with the model's config and tokenizer; None: that of the first of ``specs``."""
+    served: Path | None = None
+    """Folder whose config and tokenizer the servers read, if they read another one: that of the FP8 model."""
     settings: FleetSettings = field(default_factory=FleetSettings)
     tell: Callable[[str], None] = print
     """Gets one line for each restart and warning."""
@@ -75,7 +81,8 @@ class Fleet:
         self._shapes: dict[str, tuple[int, ...]] | None = None
         self._members = [_Member(url, None) for url in self.urls]
         self._members += [_Member("", Server(spec)) for spec in self.specs]
-        self._copy: list[list[Named]] | Path = []
+        self._copy: list[Bucket] | Path = []
+        self._checksums: list[dict[str, str]] | None = None
         self._version: int | None = None
         self._lock = threading.RLock()
         self._ended = threading.Event()
@@ -102,44 +109,75 @@ class Fleet:
             self._watcher.start()
         return [member.url for member in self._members]
 
-    def update(self, tensors: Iterable[Named], version: int) -> None:
-        """Give all servers new weights. WeightSyncError if one refuses; one that dies gets them when it is back.
+    def update(self, tensors: Iterable[Named], version: int, form: WeightForm) -> dict[str, float]:
+        """Give all servers new weights in this form; returns the seconds spent on "gather", "quantise" and "send".
 
-        WeightSyncError too for tensors that are not those of the checkpoint, each once: servers do not look.
+        WeightSyncError if a server refuses; one that dies gets them when it is back. WeightSyncError too for tensors
+        that are not those of the checkpoint, each once: servers do not look.
         """
         assert self.source is not None
         if self._shapes is None:
             self._shapes = checkpoint_shapes(self.source)
+        gathering, forming = Stopwatch(), Stopwatch()
         with self._lock:
             self._updating.set()
+            started = time.perf_counter()
             try:
-                self._version, self._copy = None, []
-                served = [member for member in self._members if self._tried(member, lambda s: s.begin())]
-                parts = buckets(each_exactly_once(tensors, self._shapes, version), BUCKET_BYTES)
-                served = self._from_folder(served, parts, version) if self.folder else self._as_tensors(served, parts)
-                for member in served:
-                    self._tried(member, lambda s: s.finish(version))
+                self._version, self._copy, self._checksums = None, [], None
+                served = self._each(self._members, lambda sender: sender.begin())
+                whole = each_exactly_once(gathering.over(tensors), self._shapes, version)
+                parts = buckets(forming.over(form.of(whole)), BUCKET_BYTES)
+                served = self._through_folder(served, parts, version) if self.folder else self._sent(served, parts)
+                served = self._each(served, lambda sender: sender.finish(version))
+                self._compare_checksums(served)
                 self._version = version
             finally:
                 self._updating.clear()
+        gather, quantise = gathering.seconds, forming.seconds - gathering.seconds
+        return {"gather": gather, "quantise": quantise, "send": time.perf_counter() - started - gather - quantise}
 
-    def _as_tensors(self, served: list[_Member], parts: Iterable[list[Named]]) -> list[_Member]:
+    def _each(self, members: Sequence[_Member], step: Callable[[WeightSender], None]) -> list[_Member]:
+        """Do it on all at the same time; those that are not dead. Raises the first error of one that lives."""
+        with ThreadPoolExecutor(len(members) or 1) as threads:
+            done = list(threads.map(lambda member: self._tried(member, step), members))
+        return [member for member, alive in zip(members, done, strict=True) if alive]
+
+    def _sent(self, served: list[_Member], parts: Iterable[Bucket]) -> list[_Member]:
         """Send every bucket to all; keeps a copy for servers that die. Returns those that took everything."""
         keep = any(member.process is not None for member in self._members)
-        copies: list[list[Named]] = []
+        send = WeightSender.broadcast if self.broadcast else WeightSender.send
+        copies: list[Bucket] = []
         for bucket in parts:
-            held = [(name, tensor.detach().to("cpu", copy=keep)) for name, tensor in bucket]
             if keep:
-                copies.append(held)
-            served = [member for member in served if self._tried(member, lambda s, b=held: s.send(b))]
+                copies.append(bucket.cpu())
+            served = self._each(served, lambda sender, bucket=bucket: send(sender, bucket))
+            bucket.forget_payload()
         self._copy = copies
         return served
 
-    def _from_folder(self, served: list[_Member], parts: Iterable[list[Named]], version: int) -> list[_Member]:
+    def _through_folder(self, served: list[_Member], parts: Iterable[Bucket], version: int) -> list[_Member]:
         assert self.folder is not None
         assert self.source is not None
-        self._copy = path = write_weights(self.folder, self.source, parts, version)
-        return [member for member in served if self._tried(member, lambda s: s.load_from_disk(str(path.absolute())))]
+        self._copy = path = write_weights(self.folder, self.served or self.source, parts, version)
+        return self._each(served, lambda sender: sender.load_from_disk(str(path.absolute())))
+
+    def _compare_checksums(self, served: Sequence[_Member]) -> None:
+        """All servers must hold the same weights, and one that is back later those of the others."""
+        for member in served if self.checksums else ():
+            assert member.sender is not None
+            found = member.sender.checksums()
+            self._checksums = self._checksums or found
+            if found != self._checksums:
+                wrong = [
+                    name
+                    for mine, theirs in zip(found, self._checksums, strict=False)
+                    for name in sorted(mine.keys() | theirs.keys())
+                    if mine.get(name) != theirs.get(name)
+                ]
+                raise WeightSyncError(
+                    f"{member.url} holds other weights than the first server after one update: {len(wrong)} checksums "
+                    f"differ, the first of {wrong[:1]}"
+                )
 
     def close(self) -> None:
         """Stop the servers that were started here, and wait for their processes to be gone."""
@@ -153,16 +191,7 @@ class Fleet:
                 member.process.stop()
 
     def _connect(self, url: str) -> WeightSender:
-        headers = authorization(self.api_key)
-        try:
-            for path in SERVER_INFO:
-                answer = httpx.get(f"{url}/{path}", headers=headers, timeout=60.0, trust_env=False)
-                if answer.status_code != 404:
-                    break
-            answer.raise_for_status()
-        except httpx.HTTPError as error:
-            raise RolloutError(f"no SGLang server answers at {url} ({error}); start it, or correct the URL") from error
-        release, warnings = check_version(str(answer.json().get("version")))
+        release, warnings = check_version(ask_release(url, self.api_key))
         for warning in warnings:
             self.tell(f"warning: {warning}")
         return WeightSender(url, release, tp=self.tp, api_key=self.api_key)
@@ -226,6 +255,7 @@ class Fleet:
                         for bucket in self._copy:
                             member.sender.send(bucket)
                     member.sender.finish(self._version)
+                    self._compare_checksums([member])
             except (ConfigError, RolloutError, WeightSyncError) as error:
                 self.tell(f"{member.url} could not be started again: {error}")
                 member.process.kill()

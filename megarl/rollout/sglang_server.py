@@ -32,7 +32,7 @@ from types import TracebackType
 import psutil
 
 from megarl.errors import ConfigError, RolloutError
-from megarl.rollout.sglang_http import SERVER_INFO, authorization
+from megarl.rollout.sglang_http import ask_release, authorization
 
 CPU_SHIM = Path(__file__).parent / "sglang_cpu"
 WATCHDOG = Path(__file__).parent / "sglang_watchdog.py"
@@ -262,18 +262,7 @@ class Server:
     @property
     def version(self) -> str:
         """SGLang's version as the running server tells it, for example 0.5.23."""
-        for path in (f"/{name}" for name in SERVER_INFO):
-            try:
-                status, body = self._get(path, HEALTH_TIMEOUT_S)
-            except (OSError, http.client.HTTPException) as error:
-                raise RolloutError(f"the SGLang server at {self.url} does not tell its version: {error!r}") from error
-            if status == 200:
-                return str(json.loads(body)["version"])
-            if status != 404:
-                break
-        raise RolloutError(
-            f"the SGLang server at {self.url} answered {path} with HTTP {status}, expected 200: {body[:200]!r}"
-        )
+        return ask_release(self.url, self.spec.api_key)
 
     def stop(self, grace_s: float = 10.0) -> None:
         """Ends the server and all its processes; does nothing if it is stopped.

@@ -1,6 +1,6 @@
 """New weights into a running SGLang server, so that no token is ever sampled from a mixture of old and new ones.
 
-    pause (abort) -> tensors [in a session] or a folder -> flush, verified -> version, verified -> continue
+    pause (abort) -> tensors, broadcasts [in a session] or a folder -> flush, verified -> version, verified -> continue
 
 Pausing with ``abort`` is the consistent way: the other modes let requests that were under way mix the log-probabilities
 of one version with the routes of another. A server that has refused any of the steps stays paused, so that it cannot
@@ -9,20 +9,18 @@ answer with what it may hold.
 
 from __future__ import annotations
 
-import base64
-import pickle
-from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import httpx
-import torch
 
 from megarl.errors import WeightSyncError
-from megarl.rollout.fp8 import is_fp8_weight, round_through_fp8
+from megarl.rollout.sglang_buckets import Bucket
+from megarl.rollout.sglang_group import BroadcastGroup, in_thread
 from megarl.rollout.sglang_http import MODEL_INFO, authorization
 from megarl.rollout.sglang_versions import Version, can
 
-Named = tuple[str, torch.Tensor]
+GROUP_TIMEOUT_S = 60.0
+"""How long a server may take to join a group, and to take part in one broadcast."""
 
 
 class WeightSender:
@@ -36,12 +34,14 @@ class WeightSender:
         self._release = version
         self._tp = tp
         self._in_session = False
+        self._group: BroadcastGroup | None = None
         headers = authorization(api_key)
         # A connection that is kept may be closed by the server in the moment that a request goes out.
         limits = httpx.Limits(max_keepalive_connections=0)
         self._http = httpx.Client(base_url=url, timeout=timeout_s, headers=headers, limits=limits, trust_env=False)
 
     def close(self) -> None:
+        self._leave_group()
         self._http.close()
 
     def begin(self) -> None:
@@ -54,15 +54,47 @@ class WeightSender:
             self._ask("POST", "end_weight_update", {})  # HTTP 400 where none is open, as is usual
             self._in_session = False
 
-    def send(self, bucket: list[Named]) -> None:
+    def send(self, bucket: Bucket) -> None:
         """Some tensors under their Hugging Face names, by value."""
+        self._open_session()
+        # One of the entries goes to each tensor-parallel rank.
+        body = {"serialized_named_tensors": [bucket.payload] * self._tp}
+        self._post("update_weights_from_tensor", body | {"load_format": "flattened_bucket", "flush_cache": False})
+
+    def broadcast(self, bucket: Bucket) -> None:
+        """The same through a process group, gloo from a CPU and NCCL from a GPU; the server joins it at first."""
+        self._open_session()
+        names = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes}
+        try:
+            group = self._group or self._new_group(bucket)
+            body = {**names, "group_name": group.name, "load_format": "flattened_bucket", "flush_cache": False}
+            group.broadcast(bucket.flat, in_thread(lambda: self._post("update_weights_from_distributed", body)))
+        except WeightSyncError:
+            self._leave_group()
+            raise
+
+    def _new_group(self, bucket: Bucket) -> BroadcastGroup:
+        self._group = group = BroadcastGroup(self.url, self._tp, bucket.flat.device, GROUP_TIMEOUT_S)
+        body = {
+            "master_address": group.address,
+            "master_port": group.port,
+            "rank_offset": 1,
+            "world_size": group.world_size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        group.join(in_thread(lambda: self._post("init_weights_update_group", body)))
+        return group
+
+    def _leave_group(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def _open_session(self) -> None:
         if not self._in_session and can(self._release, "update_session"):
             self._post("begin_weight_update", {})
             self._in_session = True
-        whole = [(name, tensor.detach().cpu().contiguous()) for name, tensor in bucket]
-        text = base64.b64encode(pickle.dumps(whole, protocol=pickle.HIGHEST_PROTOCOL)).decode()
-        body = {"serialized_named_tensors": [text] * self._tp, "flush_cache": False}
-        self._post("update_weights_from_tensor", body)
 
     def load_from_disk(self, folder: str) -> None:
         """All tensors from a checkpoint folder that the server can read."""
@@ -85,6 +117,17 @@ class WeightSender:
             raise WeightSyncError(f"{self.url} says its weights are version {found!r} after an update to {version}")
         self._post("continue_generation", {})
 
+    def checksums(self) -> list[dict[str, str]]:
+        """What the server computes of each of its own tensors, one mapping per tensor-parallel rank."""
+        answer = self._ask("POST", "weights_checker", {"action": "checksum"})
+        ranks = answer.json().get("ranks") if answer.status_code == 200 else None
+        if not ranks:
+            raise WeightSyncError(
+                f"{self.url} gives no checksums, HTTP {answer.status_code}: {answer.text[:300]}; take a release "
+                "that has /weights_checker, or set sglang.checksums = false"
+            )
+        return [dict(rank["checksums"]) for rank in ranks]
+
     def weight_version(self) -> str:
         """What the server calls the version of its weights."""
         for path in MODEL_INFO:
@@ -105,52 +148,3 @@ class WeightSender:
             return self._http.request(method, f"/{path}", json=body)
         except httpx.HTTPError as error:
             raise WeightSyncError(f"{self.url}/{path}: {type(error).__name__}: {error}") from error
-
-
-def buckets(tensors: Iterable[Named], max_bytes: int) -> Iterator[list[Named]]:
-    """Tensors in their order, in groups of at most ``max_bytes``, or of one larger tensor."""
-    bucket: list[Named] = []
-    size = 0
-    for name, tensor in tensors:
-        nbytes = tensor.numel() * tensor.element_size()
-        if bucket and size + nbytes > max_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += nbytes
-    if bucket:
-        yield bucket
-
-
-def as_engine_holds_them(tensors: Iterable[Named], dtype: torch.dtype, fp8_rounding: bool) -> Iterator[Named]:
-    """In the engine's dtype; linear weights rounded through FP8 blocks of 128 x 128 if it has no FP8 kernels."""
-    for name, tensor in tensors:
-        held = tensor.detach()
-        if fp8_rounding and is_fp8_weight(name):
-            held = round_through_fp8(held.float())
-        yield name, held.to(dtype)
-
-
-def each_exactly_once(tensors: Iterable[Named], shapes: Mapping[str, tuple[int, ...]], version: int) -> Iterator[Named]:
-    """The tensors as they come, provided that they are those of ``shapes`` (name -> shape), each once and finite.
-
-    A server answers "success" to names that it does not know and to updates that lack some, and dies of wrong shapes:
-    WeightSyncError here instead, at the latest when the last tensor has been taken.
-    """
-    outstanding = set(shapes)
-    for name, tensor in tensors:
-        if name not in shapes:
-            raise WeightSyncError(f"{name} is unknown to the served model: send the names of its HF checkpoint")
-        if name not in outstanding:
-            raise WeightSyncError(f"{name} arrived twice in one update (version {version})")
-        if tuple(tensor.shape) != shapes[name]:
-            raise WeightSyncError(f"{name} has shape {tuple(tensor.shape)}, expected {shapes[name]}")
-        if not torch.isfinite(tensor).all():
-            raise WeightSyncError(f"{name} holds NaN or infinite values: look at the trainer's weights")
-        outstanding.remove(name)
-        yield name, tensor
-    if outstanding:
-        raise WeightSyncError(
-            f"{len(outstanding)} of {len(shapes)} tensors are missing from the update to version {version}, for "
-            f"example {', '.join(sorted(outstanding)[:3])}: send every tensor of the checkpoint"
-        )

@@ -17,10 +17,12 @@ from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES
 from megarl.rollout.engine import Engine
 from megarl.rollout.local import LocalEngine
+from megarl.rollout.sglang_buckets import FP8Form, WeightForm
 from megarl.rollout.sglang_client import ClientSettings
 from megarl.rollout.sglang_engine import SGLangEngine
 from megarl.rollout.sglang_fleet import Fleet, FleetSettings
 from megarl.rollout.sglang_server import ServerSpec
+from megarl.rollout.weight_folder import write_fp8_model
 
 
 def make_engine(config: Config, tell: Callable[[str], None]) -> Engine:
@@ -44,17 +46,8 @@ def _sglang(config: Config, tell: Callable[[str], None]) -> SGLangEngine:
     fleet = None
     told: list[list[str] | BaseException] = [[]]
     if distributed.is_main_rank():
-        fleet = Fleet(
-            specs=[] if settings.urls else [_spec(config, index, key) for index in range(settings.servers)],
-            urls=settings.urls,
-            tp=settings.tp,
-            api_key=key,
-            folder=config.run_dir / "sglang" / "weights" if settings.sync == "disk" else None,
-            source=Path(config.model.path),
-            settings=FleetSettings(settings.start_deadline_s, max_restarts=settings.max_restarts),
-            tell=tell,
-        )
         try:
+            fleet = _fleet(config, key, tell)
             told = [fleet.start()]
         except Exception as error:  # the others wait for the URLs: they must hear of it
             told = [error]
@@ -74,17 +67,46 @@ def _sglang(config: Config, tell: Callable[[str], None]) -> SGLangEngine:
         fleet=fleet,
         agree=lambda failure: distributed.fail_together(failure, "the weight update"),
         settings=client,
-        dtype=DTYPES[config.rollout.dtype],
-        fp8_rounding=config.rollout.fp8_rounding,
+        form=WeightForm(DTYPES[config.rollout.dtype], _fp8_form(config)),
     )
 
 
-def _spec(config: Config, index: int, key: str | None) -> ServerSpec:
+def _fleet(config: Config, key: str | None, tell: Callable[[str], None]) -> Fleet:
+    settings = config.sglang
+    served = _served(config)
+    return Fleet(
+        specs=[] if settings.urls else [_spec(config, index, key, served) for index in range(settings.servers)],
+        urls=settings.urls,
+        tp=settings.tp,
+        api_key=key,
+        folder=config.run_dir / "sglang" / "weights" if settings.sync == "disk" else None,
+        broadcast=settings.sync == "distributed",
+        checksums=settings.checksums,
+        source=Path(config.model.path),
+        served=served,
+        settings=FleetSettings(settings.start_deadline_s, max_restarts=settings.max_restarts),
+        tell=tell,
+    )
+
+
+def _fp8_form(config: Config) -> FP8Form:
+    if config.sglang.fp8:
+        return "blocks"
+    return "rounded" if config.rollout.fp8_rounding else "off"
+
+
+def _served(config: Config) -> Path:
+    """Where servers find config and tokenizer of their model; that of an FP8 model is made here."""
+    source = Path(config.model.path)
+    return write_fp8_model(source, config.run_dir / "sglang" / "model") if config.sglang.fp8 else source
+
+
+def _spec(config: Config, index: int, key: str | None, model: Path) -> ServerSpec:
     settings = config.sglang
     logs = config.run_dir / "sglang"
     logs.mkdir(parents=True, exist_ok=True)
     return ServerSpec(
-        model_path=config.model.path,
+        model_path=model,
         python=settings.python,
         dtype={"fp32": "float32", "bf16": "bfloat16"}[config.rollout.dtype],
         tp=settings.tp,
@@ -92,7 +114,8 @@ def _spec(config: Config, index: int, key: str | None) -> ServerSpec:
         max_total_tokens=settings.max_total_tokens,
         log_file=logs / f"server{index}.log",
         api_key=key,
-        extra_args=tuple(settings.arguments),
+        # Weights come with the first update; an FP8 folder has none to read.
+        extra_args=(*(["--load-format", "dummy"] if settings.fp8 else []), *settings.arguments),
     )
 
 

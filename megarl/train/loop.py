@@ -2,8 +2,13 @@
 
     for each step:  rollouts -> advantages -> [old, reference log-probabilities] -> N optimizer steps -> engine
 
-The engine always samples with the weights that the step begins with. All state that is not in the checkpoint is a pure
-function of the configuration and the step, so a run that is killed and started again continues as if nothing happened.
+The engine samples with the weights that the step begins with. With ``rollout.one_step_off`` it samples the next step's
+responses while this one is trained, with the weights that this step begins with:
+
+    for each step:  await rollouts -> engine gets the weights, begins the next rollouts -> train
+
+All state that is not in the checkpoint is a pure function of the configuration and the step, so a run that is killed
+and started again continues as if nothing happened, but for one step whose responses are then not one step off.
 """
 
 from __future__ import annotations
@@ -68,7 +73,7 @@ class Trainer:
     def _run(self) -> None:
         config = self.config
         first = self._resume()
-        self.engine.update_weights(self.policy.export(), version=first)
+        self._sync(first)
         if first == 0 and config.eval.every:
             self._evaluate(0)
         for step in range(first, config.run.steps):
@@ -97,6 +102,9 @@ class Trainer:
         except (RolloutError, WeightSyncError):  # on all ranks alike
             self._save_before_the_end(step)
             raise
+        if config.rollout.one_step_off and step + 1 < config.run.steps:
+            self._sync(step)
+            self.sampler.begin_step(step + 1)
         if drawn.first_reward_error:
             self.progress.line(f"step {step + 1}: the reward function failed, first: {drawn.first_reward_error}")
         with self._timed("prepare"):
@@ -118,14 +126,26 @@ class Trainer:
                     self.log.write("minibatch", step + 1, metrics, minibatch=index)
         if dumps and self.traces is not None:
             self.traces.write(step + 1, drawn.mini_batches, minis)
-        with self._timed("sync"):
-            self.engine.update_weights(self.policy.export(), version=step + 1)
+        if not config.rollout.one_step_off:
+            self._sync(step + 1)
         statistics = collect([drawn.metrics, *(mini.metrics for mini in minis)])
         self._finish_step(step + 1, time.perf_counter() - started, statistics, metrics)
         if config.eval.every and ((step + 1) % config.eval.every == 0 or step + 1 == config.run.steps):
             self._evaluate(step + 1)
         if config.checkpoint.every and ((step + 1) % config.checkpoint.every == 0 or step + 1 == config.run.steps):
             self._checkpoint(step + 1)
+
+    def _sync(self, version: int) -> None:
+        """Give the engine the weights that have seen so many steps, unless it has them; it must be at rest."""
+        if self.engine.weight_version == version:
+            return
+        try:
+            with self._timed("sync"):
+                self.engine.update_weights(self.policy.export(), version=version)
+        except (RolloutError, WeightSyncError):  # on all ranks alike
+            self._save_before_the_end(version)
+            raise
+        self.seconds |= {f"sync_{part}": seconds for part, seconds in self.engine.sync_seconds.items()}
 
     def _checkpoint(self, done: int) -> None:
         self.log.sync()
@@ -168,10 +188,16 @@ class Trainer:
         self.progress.step_line(done, self.config.run.steps, metrics | shown)
 
     def _evaluate(self, done: int) -> None:
+        self.sampler.settle()
+        self._sync(done)
         started = time.perf_counter()
         total = len(self.sampler.heldout) * self.config.eval.samples
-        with self.progress.bar("evaluate", -(-total // dist.get_world_size())) as advance:
-            metrics = self.sampler.evaluate(done, advance)
+        try:
+            with self.progress.bar("evaluate", -(-total // dist.get_world_size())) as advance:
+                metrics = self.sampler.evaluate(done, advance)
+        except (RolloutError, WeightSyncError):  # on all ranks alike
+            self._save_before_the_end(done)
+            raise
         seconds = time.perf_counter() - started
         self.log.write("eval", done, metrics | {"time/eval_s": seconds})
         self.progress.line(

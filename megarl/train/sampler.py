@@ -10,6 +10,7 @@ advantages need whole groups, which may span ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,6 +30,7 @@ from megarl.data.rewards import load_reward, score
 from megarl.errors import ConfigError, MegarlError, RolloutError, TraceError, WeightSyncError
 from megarl.megatron import distributed
 from megarl.rollout.engine import Engine, SamplingParams
+from megarl.train.drawing import Drawing
 from megarl.train.progress import Advance
 from megarl.train.token_advantages import Judged
 
@@ -88,6 +90,7 @@ class Sampler:
             self.heldout = self._load(data.heldout, data.resolved_heldout_split, config.eval.max_prompts)
         self.order = PromptOrder(len(self.prompts), config.run.seed)
         self.reward = load_reward(config.reward.function)
+        self._ahead: tuple[int, Drawing] | None = None
         self.stop_tokens = stop_tokens(config.model.path, self.tokenizer)
 
     def _load(self, source: str, split: str | None, limit: int | None) -> list[Prompt]:
@@ -113,19 +116,27 @@ class Sampler:
             return_routed_experts=routes,
         )
 
+    def begin_step(self, step: int) -> None:
+        """Have the engine sample this rank's responses of a step in the background, with the weights that it has now.
+
+        Not a collective call. ``sample_step`` of the same step takes them; until then the engine's weights must stay.
+        """
+        assert self._ahead is None, "one step ahead is all there is"
+        params, requests = self._step_requests(step)
+        self._ahead = step, Drawing(lambda on_finish: self.engine.generate(requests, params, on_finish))
+
+    def settle(self) -> None:
+        """Wait until the engine is at rest; an error is kept for ``sample_step``."""
+        if self._ahead is not None:
+            with suppress(RolloutError, TraceError, WeightSyncError):
+                self._ahead[1].result()
+
     def sample_step(self, step: int, on_finish: Advance | None = None) -> StepRollouts:
         """Draw the B x G responses of a global step, judge them, and deal them out; a collective call."""
         rollout = self.config.rollout
         size, num_groups = rollout.group_size, rollout.prompts_per_step
-        prompts = [self.prompts[i] for i in self.order.take(step * num_groups, num_groups)]
-        owned = owned_sequences(
-            num_groups * size, self.config.train.mini_batches, distributed.dp_rank(), distributed.dp_size()
-        )
-        params = self._params(rollout.temperature, routes=True)
-        params.require_stochastic()
-        copy = distributed.model_group()
-        mine = np.array_split([s for part in owned for s in part], copy.size())[copy.rank()].tolist()
-        drawn = self._draw(prompts, mine, size, params, (TRAIN, step), on_finish)
+        prompts, owned = self._step_prompts(step), self._owned()
+        drawn = self._drawn(lambda: self._step_responses(step, on_finish))
         rewards, valid, error = self._judge(prompts, drawn, num_groups * size, size)
         if not valid.any():
             raise RolloutError(f"step {step}: the reward function failed on every response; first: {error}")
@@ -140,9 +151,34 @@ class Sampler:
             [advantages[part] for part in owned],
             Judged(rewards, groups, owned),
             {**_reward_metrics(rewards, valid, groups), "rollout/trains_fraction": _fraction(counted)}
-            | _rollout_metrics([by_sequence[s] for part in owned for s in part]),
+            | _rollout_metrics([by_sequence[s] for part in owned for s in part], trainer_version=step),
             error,
         )
+
+    def _step_prompts(self, step: int) -> list[Prompt]:
+        number = self.config.rollout.prompts_per_step
+        return [self.prompts[i] for i in self.order.take(step * number, number)]
+
+    def _owned(self) -> list[list[int]]:
+        return owned_sequences(
+            self.config.responses_per_step, self.config.train.mini_batches, distributed.dp_rank(), distributed.dp_size()
+        )
+
+    def _step_requests(self, step: int) -> tuple[SamplingParams, list[SampleRequest]]:
+        """What this rank asks the engine for: its part of what the ranks with its copy of the model train on."""
+        params = self._params(self.config.rollout.temperature, routes=True)
+        params.require_stochastic()
+        copy = distributed.model_group()
+        mine = np.array_split([s for part in self._owned() for s in part], copy.size())[copy.rank()].tolist()
+        return params, self._requests(self._step_prompts(step), mine, self.config.rollout.group_size, (TRAIN, step))
+
+    def _step_responses(self, step: int, on_finish: Advance | None) -> list[Rollout]:
+        if self._ahead is not None:
+            (begun, drawing), self._ahead = self._ahead, None
+            assert begun == step, f"step {begun} was begun, step {step} is asked for"
+            return drawing.result(on_finish)
+        params, requests = self._step_requests(step)
+        return self.engine.generate(requests, params, on_finish)
 
     def _advantages(self, rewards: np.ndarray, valid: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """float64 [S], 0 where there is none; bool [S], which responses train and count in denominators."""
@@ -161,7 +197,8 @@ class Sampler:
         total = len(self.heldout) * samples
         mine = list(range(dist.get_rank(), total, dist.get_world_size()))
         params = self._params(self.config.eval.temperature, routes=False)
-        drawn = self._draw(self.heldout, mine, samples, params, (EVALUATE, 0), on_finish)
+        requests = self._requests(self.heldout, mine, samples, (EVALUATE, 0))
+        drawn = self._drawn(lambda: self.engine.generate(requests, params, on_finish))
         rewards, valid, _ = self._judge(self.heldout, drawn, total, samples)
         if not valid.any():
             raise RolloutError(f"evaluation at step {step}: the reward function failed on every response")
@@ -177,16 +214,10 @@ class Sampler:
             "eval/reward_errors": float(total - len(judged)),
         }
 
-    def _draw(
-        self,
-        prompts: Sequence[Prompt],
-        sequences: Sequence[int],
-        group_size: int,
-        params: SamplingParams,
-        purpose_and_step: tuple[int, int],
-        on_finish: Callable[[int], None] | None,
-    ) -> list[Rollout]:
-        requests = [
+    def _requests(
+        self, prompts: Sequence[Prompt], sequences: Sequence[int], group_size: int, purpose_and_step: tuple[int, int]
+    ) -> list[SampleRequest]:
+        return [
             SampleRequest(
                 prompts[s // group_size].tokens,
                 group=s // group_size,
@@ -195,10 +226,13 @@ class Sampler:
             )
             for s in sequences
         ]
+
+    def _drawn(self, draw: Callable[[], list[Rollout]]) -> list[Rollout]:
+        """This rank's responses; an error on one rank is one on all, so that none waits."""
         failure: MegarlError | None = None
         drawn: list[Rollout] = []
         try:
-            drawn = self.engine.generate(requests, params, on_finish)
+            drawn = draw()
             if self.config.train.mixed_versions == "refuse":
                 refuse_mixed_versions(drawn)
         except (RolloutError, TraceError, WeightSyncError) as error:
@@ -261,11 +295,11 @@ def _reward_metrics(rewards: np.ndarray, valid: np.ndarray, groups: np.ndarray) 
     }
 
 
-def _rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Stat]:
+def _rollout_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dict[str, Stat]:
     lengths = torch.tensor([float(len(r.tokens) - r.prompt_length) for r in rollouts], dtype=torch.float64)
     truncated = torch.tensor([float(r.finish_reason == "length") for r in rollouts], dtype=torch.float64)
     return {
-        **provenance_metrics(rollouts),
+        **provenance_metrics(rollouts, trainer_version),
         "response/length_mean": Stat.mean(lengths),
         "response/length_max": Stat.max(lengths),
         "response/truncated_fraction": Stat.mean(truncated),

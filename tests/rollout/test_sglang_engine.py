@@ -14,12 +14,14 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 from rollout_oracle import make_requests
 from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_sets
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import ConfigError, RolloutError, WeightSyncError
 from megarl.rollout.engine import SamplingParams
+from megarl.rollout.sglang_buckets import Bucket, WeightForm
 from megarl.rollout.sglang_client import ClientSettings
 from megarl.rollout.sglang_engine import SGLangEngine
 from megarl.rollout.sglang_fleet import Fleet
@@ -48,10 +50,8 @@ def fleet(updated_server: Server, hostile_model: Path) -> Iterator[Fleet]:
 
 @pytest.fixture
 def engine(fleet: Fleet, config: dict[str, Any], updated_server: Server) -> SGLangEngine:
-    import torch
-
     settings = ClientSettings(concurrency=16, deadline_s=120.0)
-    return SGLangEngine([updated_server.url], config, fleet=fleet, settings=settings, dtype=torch.float32)
+    return SGLangEngine([updated_server.url], config, fleet=fleet, settings=settings, form=WeightForm(torch.float32))
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_defaults_of_the_model_folder_change_nothing(engine: SGLangEngine, weigh
     assert len(set(first)) >= 4  # greedy or near-greedy decoding gives one
 
 
-@pytest.mark.parametrize("way", ["tensor", "disk"])
+@pytest.mark.parametrize("way", ["tensor", "distributed", "disk"])
 def test_the_server_follows_the_weights(
     way: str,
     updated_server: Server,
@@ -101,16 +101,20 @@ def test_the_server_follows_the_weights(
     weights: list[Weights],
     tmp_path: Path,
 ):
-    import torch
-
     folder = tmp_path if way == "disk" else None
-    fleet = Fleet(urls=[updated_server.url], source=hostile_model, folder=folder)
-    engine = SGLangEngine(fleet.start(), config, fleet=fleet, dtype=torch.float32)
+    fleet = Fleet(
+        urls=[updated_server.url],
+        source=hostile_model,
+        folder=folder,
+        broadcast=way == "distributed",
+        checksums=True,
+    )
+    engine = SGLangEngine(fleet.start(), config, fleet=fleet, form=WeightForm(torch.float32))
     requests = make_requests(4, copies=2, seed=3)
     for version in (1, 2):
-        started = time.monotonic()
         engine.update_weights(weights[version].items(), version)
-        print(f"{way}: sync of version {version} took {time.monotonic() - started:.2f} s")
+        assert set(engine.sync_seconds) == {"gather", "quantise", "send"}
+        print(f"{way}: sync of version {version}: {dict(engine.sync_seconds)}")
         rollouts = engine.generate(requests, PARAMS)
         assert logprob_gap(rollouts, oracle_of(hostile_model, weights[version])) < CLOSE
         assert same_sets(rollouts, oracle_of(hostile_model, weights[version])) == 1.0
@@ -119,12 +123,22 @@ def test_the_server_follows_the_weights(
     assert updated_server.alive  # a server that was given by URL is left alone
 
 
+@pytest.mark.parametrize("way", ["send", "broadcast", "load_from_disk"])
 def test_a_dropped_sync_is_seen(
-    engine: SGLangEngine, hostile_model: Path, weights: list[Weights], monkeypatch: pytest.MonkeyPatch
+    updated_server: Server,
+    hostile_model: Path,
+    config: dict[str, Any],
+    weights: list[Weights],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    way: str,
 ):
+    folder = tmp_path if way == "load_from_disk" else None
+    fleet = Fleet(urls=[updated_server.url], source=hostile_model, folder=folder, broadcast=way == "broadcast")
+    engine = SGLangEngine(fleet.start(), config, fleet=fleet, form=WeightForm(torch.float32))
     engine.update_weights(weights[1].items(), 1)
     with monkeypatch.context() as patch:
-        patch.setattr(WeightSender, "send", lambda self, bucket: None)
+        patch.setattr(WeightSender, way, lambda self, what: None)
         engine.update_weights(weights[2].items(), 2)
     rollouts = engine.generate(make_requests(4), PARAMS)
     assert logprob_gap(rollouts, oracle_of(hostile_model, weights[2])) > 0.1
@@ -157,7 +171,7 @@ def test_a_half_update_of_a_trainer_that_is_gone_is_no_obstacle(
     """It has left the server paused, with some new tensors, and with an open session where there are any."""
     gone = WeightSender(updated_server.url, parse_version(updated_server.version))
     gone.begin()
-    gone.send(list(weights[2].items())[:20])
+    gone.send(Bucket(list(weights[2].items())[:20]))
     gone.close()
     engine.update_weights(weights[1].items(), 1)
     assert logprob_gap(engine.generate(make_requests(2), PARAMS), oracle_of(hostile_model, weights[1])) < CLOSE
@@ -261,7 +275,7 @@ class TestStaleCache:
         self.sample(engine)
         sender = WeightSender(updated_server.url, parse_version(updated_server.version))
         sender.begin()
-        sender.send(list(weights[2].items()))
+        sender.send(Bucket(weights[2].items()))
         if sender._in_session:
             sender._post("end_weight_update", {})
         sender._post("continue_generation", {})

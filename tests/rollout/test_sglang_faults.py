@@ -23,6 +23,7 @@ from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_se
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError
 from megarl.rollout.engine import SamplingParams
+from megarl.rollout.sglang_buckets import WeightForm
 from megarl.rollout.sglang_client import ClientSettings
 from megarl.rollout.sglang_engine import SGLangEngine
 from megarl.rollout.sglang_fleet import Fleet, FleetSettings
@@ -148,7 +149,7 @@ def engine_of(
     if fleet is None:
         fleet = Fleet(source=model, **fields)
         fleet.start()
-    return SGLangEngine(to, config, fleet=fleet, settings=settings, dtype=torch.float32)
+    return SGLangEngine(to, config, fleet=fleet, settings=settings, form=WeightForm(torch.float32))
 
 
 def check_complete(requests: Sequence[SampleRequest], rollouts: Sequence[Rollout], finished: Sequence[int]) -> None:

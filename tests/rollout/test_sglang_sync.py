@@ -1,4 +1,4 @@
-"""What of the weight sync needs no server: buckets, completeness, folders, and what a fleet remembers."""
+"""What of the weight sync needs no server: folders, and what a fleet remembers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
@@ -21,11 +19,10 @@ from megarl.data.tiny import write_tiny_model
 from megarl.errors import ConfigError, RolloutError, WeightSyncError
 from megarl.rollout import sglang_server
 from megarl.rollout.checkpoint_views import checkpoint_shapes
-from megarl.rollout.fp8 import round_through_fp8
+from megarl.rollout.sglang_buckets import buckets
 from megarl.rollout.sglang_engine import SGLangEngine
 from megarl.rollout.sglang_fleet import Fleet, FleetSettings
 from megarl.rollout.sglang_server import ServerSpec
-from megarl.rollout.sglang_sync import as_engine_holds_them, buckets, each_exactly_once
 from megarl.rollout.weight_folder import write_weights
 
 SHAPES = {"a.weight": (2, 3), "b.weight": (4,), "c.weight": (1, 5)}
@@ -36,70 +33,11 @@ def tensors(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
     return [(name, torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()]
 
 
-@given(st.lists(st.integers(0, 20), max_size=12), st.integers(1, 100))
-def test_buckets_keep_order_and_are_as_large_as_allowed(sizes: list[int], max_bytes: int):
-    given_ = [(f"t{i}", torch.zeros(size)) for i, size in enumerate(sizes)]
-    found = list(buckets(iter(given_), max_bytes))
-    assert [name for bucket in found for name, _ in bucket] == [name for name, _ in given_]
-    weight = [sum(4 * tensor.numel() for _, tensor in bucket) for bucket in found]
-    assert all(found)
-    for i, bucket in enumerate(found):
-        assert weight[i] <= max_bytes or len(bucket) == 1
-        if i + 1 < len(found):  # the next tensor would not have fitted
-            assert weight[i] + 4 * found[i + 1][0][1].numel() > max_bytes
-
-
-def test_buckets_are_made_one_at_a_time():
-    taken: list[int] = []
-
-    def stream():
-        for i in range(6):
-            taken.append(i)
-            yield f"t{i}", torch.zeros(2)
-
-    next(iter(buckets(stream(), 16)))
-    assert taken == [0, 1, 2]  # a sharded model is never gathered as a whole
-
-
-def test_a_whole_update_passes_unchanged():
-    found = list(each_exactly_once(tensors(), SHAPES, 3))
-    assert [name for name, _ in found] == list(SHAPES)
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(found, tensors(), strict=True))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t[:-1], r"1 of 3 tensors are missing from the update to version 3, for example c\.weight"),
-        (lambda t: [], "3 of 3 tensors are missing"),
-        (lambda t: [*t, ("d.weight", torch.zeros(1))], r"d\.weight is unknown to the served model"),
-        (lambda t: [*t, t[0]], r"a\.weight arrived twice in one update \(version 3\)"),
-        (lambda t: [("a.weight", torch.zeros(3, 2)), *t[1:]], r"a\.weight has shape \(3, 2\), expected \(2, 3\)"),
-        (lambda t: [("a.weight", torch.full((2, 3), torch.nan)), *t[1:]], r"a\.weight holds NaN"),
-        (lambda t: [("a.weight", torch.full((2, 3), torch.inf)), *t[1:]], r"a\.weight holds NaN or infinite"),
-    ],
-    ids=["lacks one", "lacks all", "unknown", "twice", "shape", "nan", "inf"],
-)
-def test_an_update_that_is_not_the_checkpoint_is_an_error(change, message: str):
-    with pytest.raises(WeightSyncError, match=message):
-        list(each_exactly_once(change(tensors()), SHAPES, 3))
-
-
 def test_the_expected_names_are_those_of_the_checkpoint_on_disk(tmp_path: Path):
     model = write_tiny_model(tmp_path / "model", hidden_size=32, num_experts=4, expert_width=16, dense_layers=(1,))
     with safe_open(model / "model.safetensors", framework="pt") as file:
         on_disk = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     assert checkpoint_shapes(model) == on_disk
-
-
-def test_the_engine_holds_linear_weights_rounded_and_the_rest_as_it_is():
-    weight = torch.randn(130, 40, generator=torch.Generator().manual_seed(1))
-    sent = [("model.layers.0.self_attn.q_proj.weight", weight), ("model.layers.0.mlp.gate.weight", weight)]
-    rounded, kept = as_engine_holds_them(sent, torch.float32, True)
-    assert torch.equal(rounded[1], round_through_fp8(weight))
-    assert torch.equal(kept[1], weight)
-    plain = dict(as_engine_holds_them(sent, torch.bfloat16, False))
-    assert all(torch.equal(tensor, weight.bfloat16()) for tensor in plain.values())
 
 
 @pytest.fixture
@@ -137,7 +75,7 @@ def test_only_the_newest_version_stays_and_a_half_written_one_is_none(source: Pa
     first = write_weights(out, source, buckets(tensors(1), 1000), 1)
 
     def breaks():
-        yield tensors(2)[:1]
+        yield from buckets(tensors(2)[:1], 1000)
         raise WeightSyncError("the trainer fails")
 
     with pytest.raises(WeightSyncError, match="the trainer fails"):

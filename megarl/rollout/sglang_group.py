@@ -1,0 +1,145 @@
+"""The trainer's end of the process group that one server receives weights through: rank 0; the server's ranks follow.
+
+One group per server, so that a server that dies leaves no other one waiting inside of a broadcast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+# The group must not be one of the trainer's own world. torch has no public way to make such a group; SGLang makes its
+# end in this way too, and both ends must agree on the keys of the store.
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
+
+from megarl.errors import WeightSyncError
+
+POLL_S = 0.002
+
+
+class BroadcastGroup:
+    """A gloo group for weights on the CPU, an NCCL group for weights on a GPU."""
+
+    def __init__(self, url: str, tp: int, device: torch.device, timeout_s: float) -> None:
+        """Nothing is opened before ``join``. ``device`` is that of the tensors that will be sent."""
+        self.name = f"megarl-{uuid.uuid4().hex}"
+        self.address, self.port = _own_address(url), _free_port()
+        self.world_size = 1 + tp
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        self.device = device
+        self._timeout = timedelta(seconds=timeout_s)
+        self._group: dist.ProcessGroup | None = None
+
+    def join(self, server_joins: Future[None]) -> None:
+        """Meet the server, which has been asked to join; WeightSyncError if it does not.
+
+        The server's answer is looked at while we wait: one that refuses never comes.
+        """
+        self._wait_for(in_thread(self._rendezvous), server_joins)
+
+    def _rendezvous(self) -> None:
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        self._use_device()
+        store, rank, size = next(rendezvous(f"tcp://{host}:{self.port}", 0, self.world_size, timeout=self._timeout))
+        store.set_timeout(self._timeout)
+        self._group, _ = _new_process_group_helper(
+            size,
+            rank,
+            [],
+            Backend(self.backend),
+            PrefixStore(self.name, store),
+            group_name=self.name,
+            backend_options=None,
+            timeout=self._timeout,
+        )
+        _world.pg_group_ranks[self._group] = {member: member for member in range(size)}
+
+    def broadcast(self, flat: torch.Tensor, server_receives: Future[None]) -> None:
+        """Send ``flat`` to the server, which has been asked to receive it; WeightSyncError if it does not take it."""
+        assert self._group is not None, "join first"
+
+        def send() -> None:
+            self._use_device()
+            work = dist.broadcast(flat, group_src=0, group=self._group, async_op=True)
+            assert work is not None
+            work.wait()
+            if flat.is_cuda:
+                torch.cuda.synchronize(flat.device)
+
+        self._wait_for(in_thread(send), server_receives)
+
+    def close(self) -> None:
+        """Leave the group, also while a broadcast is still under way, which ends with the group's timeout."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        with contextlib.suppress(RuntimeError, ValueError):  # one that has failed may refuse either
+            group.abort()
+            dist.destroy_process_group(group)
+        held = [group]
+        del group
+        # Taking a gloo group apart waits for what is under way.
+        threading.Thread(target=held.clear, name="weight-group-end", daemon=True).start()
+
+    def _use_device(self) -> None:
+        if self.device.type == "cuda":  # every thread begins with the first one
+            torch.cuda.set_device(self.device)
+
+    def _wait_for(self, ours: Future[None], servers: Future[None]) -> None:
+        while not (ours.done() and servers.done()):
+            for side in (servers, ours):
+                if side.done() and side.exception() is not None:
+                    raise self._failure(side.exception())
+            time.sleep(POLL_S)
+        for side in (servers, ours):
+            if side.exception() is not None:
+                raise self._failure(side.exception())
+
+    def _failure(self, error: BaseException | None) -> WeightSyncError:
+        if isinstance(error, WeightSyncError):
+            return error
+        return WeightSyncError(f"the {self.backend} group at {self.address}:{self.port} failed: {error}")
+
+
+def in_thread(work: Callable[[], None]) -> Future[None]:
+    """Like an executor's future, but of a daemon thread: a trainer that ends must not wait for a lost server."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:  # whatever HTTP, gloo, NCCL and the store raise; the waiting thread raises it
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name="weight-sync", daemon=True).start()
+    return done
+
+
+def _own_address(url: str) -> str:
+    """The address of this machine as the server at ``url`` sees it."""
+    host = urlsplit(url).hostname or "127.0.0.1"
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise WeightSyncError(f"found no way from here to {url}: {error}") from error
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
