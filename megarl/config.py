@@ -510,6 +510,10 @@ class Config(Table):
                 'rollout.one_step_off: found true with rollout.engine = "local", which samples in the trainer\'s own '
                 'processes and cannot do so while they train; set rollout.engine = "sglang"'
             )
+        if self.sglang.fp8 and rollout.dtype != "bf16":
+            raise ValueError(
+                f'rollout.dtype: found "{rollout.dtype}" with sglang.fp8 = true, whose kernels know bf16 only'
+            )
         if self.sglang.fp8 and rollout.fp8_rounding:
             raise ValueError(
                 "rollout.fp8_rounding: found true together with sglang.fp8 = true, whose weights are in FP8 already; "

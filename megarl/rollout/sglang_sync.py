@@ -98,7 +98,8 @@ class WeightSender:
 
     def load_from_disk(self, folder: str) -> None:
         """All tensors from a checkpoint folder that the server can read."""
-        self._post("update_weights_from_disk", {"model_path": folder, "flush_cache": False})
+        body = {"model_path": folder, "load_format": "auto", "flush_cache": False}  # not the one it was started with
+        self._post("update_weights_from_disk", body)
 
     def finish(self, version: int) -> None:
         """Close the update, drop what was computed with old weights, name the new version, and let requests in."""
