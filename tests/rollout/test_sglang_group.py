@@ -1,0 +1,141 @@
+"""Weights through a process group: who does not come is noticed, and who dies meanwhile gets them when it is back."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rollout_oracle import make_requests
+from sglang_fixtures import START_DEADLINE_S
+from sglang_oracle import CLOSE, logprob_gap, noisy, oracle_of, same_sets
+
+from megarl.errors import WeightSyncError
+from megarl.rollout import sglang_fleet, sglang_sync
+from megarl.rollout.engine import SamplingParams
+from megarl.rollout.sglang_buckets import Bucket, WeightForm
+from megarl.rollout.sglang_engine import SGLangEngine
+from megarl.rollout.sglang_fleet import Fleet, FleetSettings
+from megarl.rollout.sglang_group import BroadcastGroup
+from megarl.rollout.sglang_server import Server, ServerSpec
+from megarl.rollout.sglang_sync import WeightSender
+from megarl.rollout.sglang_versions import parse_version
+
+PARAMS = SamplingParams(max_response_tokens=8)
+
+
+def test_a_server_that_refuses_to_join_is_not_waited_for():
+    refused: Future[None] = Future()
+    refused.set_exception(WeightSyncError("the server says no"))
+    group = BroadcastGroup("http://127.0.0.1:9", tp=1, device=torch.device("cpu"), timeout_s=30.0)
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match="the server says no"):
+        group.join(refused)
+    group.close()
+    assert time.monotonic() - started < 5.0
+
+
+def test_a_server_that_does_not_come_is_named():
+    never: Future[None] = Future()
+    group = BroadcastGroup("http://127.0.0.1:9", tp=1, device=torch.device("cpu"), timeout_s=1.0)
+    with pytest.raises(WeightSyncError, match=rf"the gloo group at 127\.0\.0\.1:{group.port} failed"):
+        group.join(never)
+    group.close()
+
+
+@pytest.mark.sglang
+def test_a_server_with_another_number_of_ranks_is_an_error_and_stays_usable(
+    updated_server: Server, hostile_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sglang_sync, "GROUP_TIMEOUT_S", 3.0)
+    release = parse_version(updated_server.version)
+    sender = WeightSender(updated_server.url, release, tp=2)
+    sender.begin()
+    with pytest.raises(WeightSyncError, match="group"):
+        sender.broadcast(Bucket(noisy(hostile_model, 1).items()))
+    sender.close()
+    fleet = Fleet(urls=[updated_server.url], source=hostile_model, broadcast=True)
+    config = json.loads((hostile_model / "config.json").read_text())
+    engine = SGLangEngine(fleet.start(), config, fleet=fleet, form=WeightForm(torch.float32))
+    engine.update_weights(noisy(hostile_model, 2).items(), 1)
+    assert (
+        logprob_gap(engine.generate(make_requests(2), PARAMS), oracle_of(hostile_model, noisy(hostile_model, 2)))
+        < CLOSE
+    )
+    engine.close()
+
+
+@pytest.mark.sglang
+def test_a_server_that_dies_in_the_middle_of_a_broadcast_gets_the_weights_when_it_is_back(
+    sglang_spec: ServerSpec,
+    updated_server: Server,
+    hostile_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The other server is not kept waiting, and both have the same weights in the end."""
+    monkeypatch.setattr(sglang_fleet, "BUCKET_BYTES", 1 << 15)
+    spec = replace(sglang_spec, model_path=hostile_model, log_file=tmp_path / "log")
+    told: list[str] = []
+    patience = FleetSettings(START_DEADLINE_S, poll_s=0.1)
+    fleet = Fleet(
+        [spec], urls=[updated_server.url], broadcast=True, checksums=True, settings=patience, tell=told.append
+    )
+    config = json.loads((hostile_model / "config.json").read_text())
+    urls = fleet.start()
+    process = fleet._members[1].process
+    assert process is not None
+    wanted = noisy(hostile_model, 4)
+
+    def dying() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, item in enumerate(wanted.items()):
+            if number == len(wanted) // 2:
+                for child in process.members():
+                    if child.pid != process.pid and "scheduler" in " ".join(child.cmdline()):
+                        child.kill()
+            yield item
+
+    try:
+        both = SGLangEngine(urls, config, fleet=fleet, form=WeightForm(torch.float32))
+        both.update_weights(noisy(hostile_model, 3).items(), 1)
+        both.update_weights(dying(), 2)
+        until = time.monotonic() + START_DEADLINE_S
+        while not any("is back with weights 2" in line for line in told) and time.monotonic() < until:
+            time.sleep(0.2)
+        print("\n".join(told))
+        for url in urls:
+            alone = SGLangEngine([url], config, fleet=None)
+            alone._version, alone._complete = 2, True
+            rollouts = alone.generate(make_requests(3), PARAMS)
+            assert logprob_gap(rollouts, oracle_of(hostile_model, wanted)) < CLOSE
+            assert same_sets(rollouts, oracle_of(hostile_model, wanted)) == 1.0
+        both.update_weights(noisy(hostile_model, 5).items(), 3)  # with a new group for the one that is new
+        assert (
+            logprob_gap(both.generate(make_requests(6), PARAMS), oracle_of(hostile_model, noisy(hostile_model, 5)))
+            < CLOSE
+        )
+    finally:
+        fleet.close()
+
+
+@pytest.mark.sglang
+def test_checksums_tell_a_server_that_holds_something_else(updated_server: Server, hostile_model: Path):
+    fleet = Fleet(urls=[updated_server.url], source=hostile_model, checksums=True)
+    fleet.start()
+    weights = noisy(hostile_model, 1)
+    fleet.update(weights.items(), 1, WeightForm(torch.float32))
+    fleet._compare_checksums(fleet._members)
+    sender = fleet._members[0].sender
+    assert sender is not None
+    name = "model.layers.1.mlp.gate.weight"
+    sender.begin()
+    sender.send(Bucket([(name, weights[name] + 1e-3)]))
+    sender.finish(1)
+    with pytest.raises(WeightSyncError, match=rf"1 checksums differ, the first of \['{name}'\]"):
+        fleet._compare_checksums(fleet._members)
+    fleet.close()
