@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 # The group must not be one of the trainer's own world. torch has no public way to make such a group; SGLang makes its
 # end in this way too, and both ends must agree on the keys of the store.
-from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
 from megarl.errors import WeightSyncError
 
@@ -31,13 +31,19 @@ class BroadcastGroup:
     """A gloo group for weights on the CPU, an NCCL group for weights on a GPU."""
 
     def __init__(self, url: str, tp: int, device: torch.device, timeout_s: float) -> None:
-        """Nothing is opened before ``join``. ``device`` is that of the tensors that will be sent."""
+        """Opens the port where the server is expected. ``device`` is that of the tensors that will be sent."""
         self.name = f"megarl-{uuid.uuid4().hex}"
-        self.address, self.port = _own_address(url), _free_port()
+        self.address = _own_address(url)
         self.world_size = 1 + tp
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self.device = device
         self._timeout = timedelta(seconds=timeout_s)
+        # Not through rendezvous(), which under torchrun takes torchrun's own store for that of every group.
+        store = dist.TCPStore(
+            self.address, 0, self.world_size, is_master=True, timeout=self._timeout, wait_for_workers=False
+        )
+        self.port = int(store.port)
+        self._store: dist.Store | None = store
         self._group: dist.ProcessGroup | None = None
 
     def join(self, server_joins: Future[None]) -> None:
@@ -48,21 +54,19 @@ class BroadcastGroup:
         self._wait_for(in_thread(self._rendezvous), server_joins)
 
     def _rendezvous(self) -> None:
-        host = f"[{self.address}]" if ":" in self.address else self.address
         self._use_device()
-        store, rank, size = next(rendezvous(f"tcp://{host}:{self.port}", 0, self.world_size, timeout=self._timeout))
-        store.set_timeout(self._timeout)
+        assert self._store is not None, "closed"
         self._group, _ = _new_process_group_helper(
-            size,
-            rank,
+            self.world_size,
+            0,
             [],
             Backend(self.backend),
-            PrefixStore(self.name, store),
+            PrefixStore(self.name, self._store),
             group_name=self.name,
             backend_options=None,
             timeout=self._timeout,
         )
-        _world.pg_group_ranks[self._group] = {member: member for member in range(size)}
+        _world.pg_group_ranks[self._group] = {member: member for member in range(self.world_size)}
 
     def broadcast(self, flat: torch.Tensor, server_receives: Future[None]) -> None:
         """Send ``flat`` to the server, which has been asked to receive it; WeightSyncError if it does not take it."""
@@ -81,6 +85,7 @@ class BroadcastGroup:
     def close(self) -> None:
         """Leave the group, also while a broadcast is still under way, which ends with the group's timeout."""
         group, self._group = self._group, None
+        self._store = None  # a server that still waits for others gives up when the store is gone
         if group is None:
             return
         with contextlib.suppress(RuntimeError, ValueError):  # one that has failed may refuse either
@@ -119,7 +124,8 @@ def in_thread(work: Callable[[], None]) -> Future[None]:
         try:
             work()
         except Exception as error:  # whatever HTTP, gloo, NCCL and the store raise; the waiting thread raises it
-            done.set_exception(error)
+            # Without its frames, which would keep a store and a group alive that nobody wants any more.
+            done.set_exception(error.with_traceback(None))
         else:
             done.set_result(None)
 
@@ -137,9 +143,3 @@ def _own_address(url: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise WeightSyncError(f"found no way from here to {url}: {error}") from error
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

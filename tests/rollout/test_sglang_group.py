@@ -80,6 +80,7 @@ def test_a_server_that_dies_in_the_middle_of_a_broadcast_gets_the_weights_when_i
 ):
     """The other server is not kept waiting, and both have the same weights in the end."""
     monkeypatch.setattr(sglang_fleet, "BUCKET_BYTES", 1 << 15)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # as under torchrun
     spec = replace(sglang_spec, model_path=hostile_model, log_file=tmp_path / "log")
     told: list[str] = []
     patience = FleetSettings(START_DEADLINE_S, poll_s=0.1)
