@@ -1,35 +1,43 @@
 """How far training is from sampling, with and without replay, on the same rollouts.
 
-    python tools/replay_gap.py --model MODEL --prompts FILE.jsonl [--steps 8]
+    python tools/replay_gap.py --model MODEL --prompts FILE.jsonl [--steps 8] [--server URL --server-dtype bf16]
 
-For each pair of precisions (engine, training) it samples once, then runs the old-log-prob pass natively and under R3 on
-those very rollouts. flip: share of (token, layer) pairs with other experts, in use; native: had the routers chosen;
-k1, k3: estimates of KL[rollout || old], nats per token; F(2): share of tokens off by more than a factor of 2.
+The engine is the local one, or with --server an SGLang server of that precision which runs already. For each pair of
+precisions (engine, training) it samples once, then runs the old-log-prob pass natively and under R3 on those very
+rollouts. flip: share of (token, layer) pairs with other experts, in use; native: had the routers chosen; k1, k3:
+estimates of KL[rollout || old], nats per token; F(2): share of tokens off by more than a factor of 2.
 """
 
 from __future__ import annotations
 
 import sys
 
-from transformers import AutoConfig
-
 from megarl.config_file import parse
 from megarl.core.metrics import finalize, merge
 from megarl.megatron import distributed
-from megarl.megatron.policy import DTYPES, Policy, schedule_of
-from megarl.rollout.local import LocalEngine
+from megarl.megatron.policy import Policy, schedule_of
+from megarl.train.engines import make_engine
 from megarl.train.sampler import Sampler
 from megarl.train.step import TrainStep
 
-PRECISIONS = (("fp32", False, "fp32"), ("fp32", True, "fp32"), ("fp32", False, "bf16"), ("bf16", True, "bf16"))
+PRECISIONS = (
+    ("fp32", False, "fp32"),
+    ("fp32", True, "fp32"),
+    ("fp32", False, "bf16"),
+    ("bf16", False, "bf16"),
+    ("bf16", True, "bf16"),
+)
 """(engine dtype, engine weights rounded through FP8, training dtype)."""
 COLUMNS = ("router/flip", "router/native/flip", "rollout/k1", "rollout/k3", "rollout/extreme_2", "rollout/ess/fraction")
 
 
 def main() -> None:
     flags = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
-    print(f"{'engine':>10} {'training':>9} {'replay':>7} " + "".join(f"{name:>20}" for name in COLUMNS))
+    server, server_dtype = flags.get("--server"), flags.get("--server-dtype")
+    print(f"{'engine':>10} {'training':>9} {'replay':>7} " + "".join(f"{name:>21}" for name in COLUMNS))
     for engine_dtype, fp8, train_dtype in PRECISIONS:
+        if server is not None and engine_dtype != server_dtype:
+            continue
         table = {
             "run": {"steps": 1},
             "model": {"path": flags["--model"], "dtype": train_dtype},
@@ -40,7 +48,9 @@ def main() -> None:
                 "max_response_tokens": 10,
                 "fp8_rounding": fp8,
                 "dtype": engine_dtype,
+                "engine": "local" if server is None else "sglang",
             },
+            "sglang": {"urls": [server] if server else []},
             "train": {"mini_batches": 2, "micro_batch_tokens": 4096},
             "optim": {"lr": 1e-6},
         }
@@ -48,7 +58,7 @@ def main() -> None:
         distributed.initialize(configs["r3"])
         policy = Policy(configs["r3"], schedule_of(configs["r3"]))
         objective = configs["r3"].train.resolved_objective
-        engine = LocalEngine(AutoConfig.from_pretrained(flags["--model"]), dtype=DTYPES[engine_dtype], fp8_rounding=fp8)
+        engine = make_engine(configs["r3"], print)
         engine.update_weights(policy.export(), version=0)
         sampler = Sampler(configs["r3"], engine, objective)
         drawn = [sampler.sample_step(step) for step in range(int(flags.get("--steps", "8")))]
@@ -60,8 +70,9 @@ def main() -> None:
                     step.old_logprobs(mini)
                     found.append(mini.metrics)
             numbers = finalize(merge(found))
-            cells = "".join(f"{numbers[name]:20.3e}" if name in numbers else f"{'-':>20}" for name in COLUMNS)
+            cells = "".join(f"{numbers[name]:21.3e}" if name in numbers else f"{'-':>21}" for name in COLUMNS)
             print(f"{engine_dtype + (' fp8' if fp8 else ''):>10} {train_dtype:>9} {mode:>7} {cells}")
+        engine.close()
         distributed.shutdown()
 
 

@@ -43,19 +43,22 @@ def test_metrics_count_sources_mixtures_and_rows_of_other_weights() -> None:
         route_versions=np.array([3, 2], np.int32),
         route_sources=np.array([RowSource.REPREFILLED, RowSource.NATIVE], np.uint8),
     )
-    found = finalize(provenance_metrics([plain, mixed, again]))
+    found = finalize(provenance_metrics([plain, mixed, again], trainer_version=4))
     assert found["rollout/missing_rows_fraction"] == pytest.approx(0.1)
     assert found["routes/captured_fraction"] == pytest.approx(0.7)
     assert found["routes/reprefilled_fraction"] == pytest.approx(0.1)
     assert found["routes/native_fraction"] == pytest.approx(0.1)
     assert found["routes/stale_rows_fraction"] == pytest.approx(0.1)
     assert found["rollout/mixed_versions_fraction"] == pytest.approx(1 / 3)
+    tokens = [version for one in (plain, mixed, again) for version in one.weight_versions[one.loss_mask]]
+    assert found["rollout/staleness_mean"] == pytest.approx(4 - np.mean(tokens))
+    assert found["rollout/staleness_max"] == 3
 
 
 def test_a_missing_row_has_no_version_to_differ() -> None:
     gone = replace(rollout([2, 2], [True, False]), route_versions=np.array([2, 9], np.int32))
     refuse_mixed_versions([gone])
-    assert finalize(provenance_metrics([gone]))["routes/stale_rows_fraction"] == 0
+    assert finalize(provenance_metrics([gone], trainer_version=2))["routes/stale_rows_fraction"] == 0
 
 
 def test_mixtures_are_refused_by_name() -> None:
