@@ -208,7 +208,11 @@ class SGLangConfig(Table):
     urls: list[str] = []
     """Servers that run already and load nothing but what megarl sends; empty: megarl starts its own."""
     servers: PositiveInt = 1
-    """Servers that megarl starts beside its first rank."""
+    """Servers that megarl starts on each node, beside the node's first rank."""
+    gpus: list[Count] = []
+    """GPUs of a node that its servers share out, tp to each; empty: servers compute on the CPU."""
+    host: str | None = None
+    """Address that servers listen on; default the loopback address, or on several nodes that of each node."""
     python: str = ".venv-sglang/bin/python"
     """Python of the environment that holds SGLang."""
     tp: PositiveInt = 1
@@ -221,9 +225,12 @@ class SGLangConfig(Table):
     """Further words for sglang.launch_server."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the servers' API key."""
-    sync: Literal["tensor", "distributed", "disk"] = "tensor"
-    """How weights reach the servers: over HTTP; through a process group with each server, NCCL from GPUs and gloo from
-    CPUs; or through a folder below run.dir that servers can read."""
+    sync: Literal["distributed", "tensor", "disk"] = "distributed"
+    """How weights reach the servers: through a process group with each server, NCCL from GPUs and gloo from CPUs; over
+    HTTP, which is slow; or through a folder below run.dir that servers can read."""
+    spare_weights: Literal["memory", "disk"] = "memory"
+    """Where a copy of the weights waits for a server that is started again: in the memory of the node's first rank,
+    or below run.dir."""
     checksums: bool = False
     """Whether the servers' checksums of their weights are compared after every update."""
     fp8: bool = False
@@ -510,6 +517,7 @@ class Config(Table):
                 'rollout.one_step_off: found true with rollout.engine = "local", which samples in the trainer\'s own '
                 'processes and cannot do so while they train; set rollout.engine = "sglang"'
             )
+        self._check_servers()
         if self.sglang.fp8 and rollout.dtype != "bf16":
             raise ValueError(
                 f'rollout.dtype: found "{rollout.dtype}" with sglang.fp8 = true, whose kernels know bf16 only'
@@ -518,6 +526,19 @@ class Config(Table):
             raise ValueError(
                 "rollout.fp8_rounding: found true together with sglang.fp8 = true, whose weights are in FP8 already; "
                 "set one of them"
+            )
+
+    def _check_servers(self) -> None:
+        settings = self.sglang
+        if settings.gpus and len(settings.gpus) != settings.servers * settings.tp:
+            raise ValueError(
+                f"sglang.gpus: found {len(settings.gpus)}, expected sglang.servers * sglang.tp = "
+                f"{settings.servers * settings.tp}"
+            )
+        if settings.host not in (None, "127.0.0.1", "::1", "localhost") and settings.api_key_env is None:
+            raise ValueError(
+                f"sglang.host: found {settings.host} without sglang.api_key_env: whoever reaches a server can replace "
+                "its weights; name the variable that holds a key, or leave the host out"
             )
 
     def _check_sizes(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -120,6 +122,50 @@ def test_one_step_off_samples_with_the_weights_of_the_step_before(home: Path, fp
     # Continued from the checkpoint, the first step samples with the weights that it trains.
     again = run(home, "off", fp32_server, *words[:1], "5", *words[2:])
     assert [step["rollout/staleness_max"] for step in again] == [0, 1, 1, 1, 0]
+
+
+def test_every_node_starts_a_server_and_all_get_the_weights(
+    home: Path,
+    sglang_python: Path,  # noqa: F811
+) -> None:
+    """Two nodes of one rank each, as torchrun makes them; here both are this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = ["--run.dir", home / "nodes", "--run.steps", "2", "--parallel.ep", "2", "--train.replay", "none"]
+    words += ["--sglang.python", sglang_python, "--sglang.mem_fraction", "0.05", "--sglang.max_total_tokens", "8192"]
+    words += ["--sglang.spare_weights", "disk"]
+    launch = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(home), *sys.path])}
+
+    def nodes(*more: str) -> list[tuple[int, str]]:
+        running = [
+            subprocess.Popen(
+                [sys.executable, *launch, f"--node-rank={node}", f"--master-port={port}", "-m", "megarl.cli", "train"]
+                + [str(word) for word in (home / "run.toml", *words, *more)],
+                env=environment | {"SGLANG_KEY": "open-sesame"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for node in range(2)
+        ]
+        told = [process.communicate(timeout=400.0)[0] for process in running]
+        return [(process.returncode, text) for process, text in zip(running, told, strict=True)]
+
+    refused = nodes()
+    assert all(code != 0 for code, _ in refused)
+    assert any("sglang.api_key_env: expected the name of a variable that holds a key" in text for _, text in refused)
+    for code, text in nodes("--sglang.api_key_env", "SGLANG_KEY"):
+        assert code == 0, text[-3000:]
+    steps = records(home / "nodes", "step")
+    assert [step["router/flip"] for step in steps] == [0.0, 0.0]
+    assert all(step["rollout/k3"] < 1e-9 for step in steps)
+    for node in range(2):
+        folder = home / "nodes" / "sglang" / f"node{node}"
+        log = (folder / "server0.log").read_text()
+        assert log.count("Prefill batch") > 3, log[-3000:]  # not the health checks alone
+        assert [path.name for path in (folder / "spare").iterdir()] == ["version_0000002"]
 
 
 @pytest.mark.slow

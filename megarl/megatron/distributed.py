@@ -71,6 +71,13 @@ def is_main_rank() -> bool:
     return dist.get_rank() == 0
 
 
+def node_leaders() -> list[int]:
+    """The first rank of each node, in the order of ranks; a collective call. torchrun and Slurm's launchers say."""
+    leads: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(leads, int(os.environ.get("LOCAL_RANK", "0")) == 0)
+    return [rank for rank, is_leader in enumerate(leads) if is_leader]
+
+
 def dp_rank() -> int:
     return parallel_state.get_data_parallel_rank()
 

@@ -20,7 +20,7 @@ from megarl.rollout.sglang_http import ask_release
 from megarl.rollout.sglang_server import Server, ServerSpec
 from megarl.rollout.sglang_sync import WeightSender
 from megarl.rollout.sglang_versions import check_version
-from megarl.rollout.weight_folder import write_weights
+from megarl.rollout.weight_folder import WeightFolder
 
 BUCKET_BYTES = 256 << 20
 DEATH_WAIT_S = 10.0
@@ -65,6 +65,8 @@ class Fleet:
     """Over the network: through a process group with each server; False: as tensors over HTTP."""
     checksums: bool = False
     """Whether the servers' own checksums of their weights are compared after every update."""
+    spare: Path | None = None
+    """The copy of the weights for servers that are started again is kept below this folder; None: in memory."""
     source: Path | None = None
     """Checkpoint folder with the model's config and tokenizer; None: that of the first of ``specs``."""
     served: Path | None = None
@@ -127,7 +129,7 @@ class Fleet:
                 served = self._each(self._members, lambda sender: sender.begin())
                 whole = each_exactly_once(gathering.over(tensors), self._shapes, version)
                 parts = buckets(forming.over(form.of(whole)), BUCKET_BYTES)
-                served = self._through_folder(served, parts, version) if self.folder else self._sent(served, parts)
+                served = self._delivered(served, parts, version)
                 served = self._each(served, lambda sender: sender.finish(version))
                 self._compare_checksums(served)
                 self._version = version
@@ -142,24 +144,26 @@ class Fleet:
             done = list(threads.map(lambda member: self._tried(member, step), members))
         return [member for member, alive in zip(members, done, strict=True) if alive]
 
-    def _sent(self, served: list[_Member], parts: Iterable[Bucket]) -> list[_Member]:
-        """Send every bucket to all; keeps a copy for servers that die. Returns those that took everything."""
-        keep = any(member.process is not None for member in self._members)
+    def _delivered(self, served: list[_Member], parts: Iterable[Bucket], version: int) -> list[_Member]:
+        """Bring every bucket to all, and keep a copy for servers that die. Returns those that took everything."""
+        assert self.source is not None
+        keeps = any(member.process is not None for member in self._members)
+        place = self.folder or (self.spare if keeps else None)
+        folder = WeightFolder(place, self.served or self.source, version) if place else None
         send = WeightSender.broadcast if self.broadcast else WeightSender.send
         copies: list[Bucket] = []
         for bucket in parts:
-            if keep:
+            if folder:
+                folder.add(bucket)
+            elif keeps:
                 copies.append(bucket.cpu())
-            served = self._each(served, lambda sender, bucket=bucket: send(sender, bucket))
-            bucket.forget_payload()
-        self._copy = copies
+            if not self.folder:
+                served = self._each(served, lambda sender, bucket=bucket: send(sender, bucket))
+                bucket.forget_payload()
+        self._copy = folder.finish().absolute() if folder else copies
+        if self.folder:
+            served = self._each(served, lambda sender: sender.load_from_disk(str(self._copy)))
         return served
-
-    def _through_folder(self, served: list[_Member], parts: Iterable[Bucket], version: int) -> list[_Member]:
-        assert self.folder is not None
-        assert self.source is not None
-        self._copy = path = write_weights(self.folder, self.served or self.source, parts, version)
-        return self._each(served, lambda sender: sender.load_from_disk(str(path.absolute())))
 
     def _compare_checksums(self, served: Sequence[_Member]) -> None:
         """All servers must hold the same weights, and one that is back later those of the others."""
@@ -250,7 +254,7 @@ class Fleet:
                 if self._version is not None:
                     member.sender.begin()
                     if isinstance(self._copy, Path):
-                        member.sender.load_from_disk(str(self._copy.absolute()))
+                        member.sender.load_from_disk(str(self._copy))
                     else:
                         for bucket in self._copy:
                             member.sender.send(bucket)

@@ -33,7 +33,7 @@ class BroadcastGroup:
     def __init__(self, url: str, tp: int, device: torch.device, timeout_s: float) -> None:
         """Opens the port where the server is expected. ``device`` is that of the tensors that will be sent."""
         self.name = f"megarl-{uuid.uuid4().hex}"
-        self.address = _own_address(url)
+        self.address = own_address(url)
         self.world_size = 1 + tp
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self.device = device
@@ -133,7 +133,7 @@ def in_thread(work: Callable[[], None]) -> Future[None]:
     return done
 
 
-def _own_address(url: str) -> str:
+def own_address(url: str) -> str:
     """The address of this machine as the server at ``url`` sees it."""
     host = urlsplit(url).hostname or "127.0.0.1"
     try:

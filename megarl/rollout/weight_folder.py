@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -24,36 +25,52 @@ FP8_BLOCKS = {
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
-def write_weights(folder: Path, source: Path, buckets: Iterable[Bucket], version: int) -> Path:
-    """Write ``folder/version_<n>`` and remove older versions; returns its path. It has its name when it is complete.
+class WeightFolder:
+    """Writes ``folder/version_<n>``, one shard per bucket; it has its name, and older versions go, when it is complete.
 
-    ``source`` is a checkpoint folder whose config and tokenizer files are taken over. One shard per bucket.
-    WeightSyncError if the disk refuses.
+    ``source`` is a checkpoint folder whose config and tokenizer files are taken over. All methods raise WeightSyncError
+    if the disk refuses.
     """
-    target = folder / f"version_{version:07d}"
-    part = target.with_suffix(".part")
-    try:
-        for stale in (part, target):
-            shutil.rmtree(stale, ignore_errors=True)
-        part.mkdir(parents=True)
-        where: dict[str, str] = {}
-        total = 0
-        for index, bucket in enumerate(buckets):
-            name = f"model-{index:05d}.safetensors"
-            tensors = dict(bucket.cpu().tensors())
-            save_file(tensors, part / name, metadata={"format": "pt"})
-            where |= dict.fromkeys(tensors, name)
-            total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        listing = {"metadata": {"total_size": total}, "weight_map": where}
-        (part / "model.safetensors.index.json").write_text(json.dumps(listing))
-        _copy_model_files(source, part)
-        part.rename(target)
-        for old in folder.glob("version_*"):
-            if old != target:
-                shutil.rmtree(old)
-    except (OSError, SafetensorError) as error:
-        raise WeightSyncError(f"{folder}: the weights of version {version} could not be written ({error})") from error
-    return target
+
+    def __init__(self, folder: Path, source: Path, version: int) -> None:
+        self._folder, self._source, self._version = folder, source, version
+        self._target = folder / f"version_{version:07d}"
+        self._part = self._target.with_suffix(".part")
+        self._where: dict[str, str] = {}
+        self._bytes = 0
+        with self._errors():
+            for stale in (self._part, self._target):
+                shutil.rmtree(stale, ignore_errors=True)
+            self._part.mkdir(parents=True)
+
+    def add(self, bucket: Bucket) -> None:
+        """One more shard."""
+        name = f"model-{len(set(self._where.values())):05d}.safetensors"
+        with self._errors():
+            save_file(dict(bucket.cpu().tensors()), self._part / name, metadata={"format": "pt"})
+        self._where |= dict.fromkeys(bucket.names, name)
+        self._bytes += bucket.flat.numel()
+
+    def finish(self) -> Path:
+        """Returns the folder."""
+        listing = {"metadata": {"total_size": self._bytes}, "weight_map": self._where}
+        with self._errors():
+            (self._part / "model.safetensors.index.json").write_text(json.dumps(listing))
+            _copy_model_files(self._source, self._part)
+            self._part.rename(self._target)
+            for old in self._folder.glob("version_*"):
+                if old != self._target:
+                    shutil.rmtree(old)
+        return self._target
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise WeightSyncError(
+                f"{self._folder}: the weights of version {self._version} could not be written ({error})"
+            ) from error
 
 
 def write_fp8_model(source: Path, folder: Path) -> Path:

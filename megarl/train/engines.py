@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from megarl.rollout.sglang_buckets import FP8Form, WeightForm
 from megarl.rollout.sglang_client import ClientSettings
 from megarl.rollout.sglang_engine import SGLangEngine
 from megarl.rollout.sglang_fleet import Fleet, FleetSettings
+from megarl.rollout.sglang_group import own_address
 from megarl.rollout.sglang_server import ServerSpec
 from megarl.rollout.weight_folder import write_fp8_model
 
@@ -41,19 +43,24 @@ def _local(config: Config) -> LocalEngine:
 
 
 def _sglang(config: Config, tell: Callable[[str], None]) -> SGLangEngine:
-    """The main rank starts the servers, or meets those that run, and tells the others where they are."""
+    """The first rank of each node starts its servers, or the main rank meets those that run; all hear of them."""
     settings, key = config.sglang, _api_key(config)
-    fleet = None
-    told: list[list[str] | BaseException] = [[]]
-    if distributed.is_main_rank():
+    nodes = [0] if settings.urls else distributed.node_leaders()
+    fleet: Fleet | None = None
+    found: list[str] | Exception = []
+    if dist.get_rank() in nodes:
         try:
-            fleet = _fleet(config, key, tell)
-            told = [fleet.start()]
+            fleet = _fleet(config, key, nodes, tell)
+            found = fleet.start()
         except Exception as error:  # the others wait for the URLs: they must hear of it
-            told = [error]
-    dist.broadcast_object_list(told)
-    if isinstance(told[0], BaseException):
-        raise told[0]
+            found = error
+    told: list[list[str] | Exception] = [[]] * dist.get_world_size()
+    dist.all_gather_object(told, found)
+    failure = next((answer for answer in told if isinstance(answer, Exception)), None)
+    if failure is not None:
+        if fleet is not None:
+            fleet.close()
+        raise failure
     client = ClientSettings(
         concurrency=settings.concurrency,
         deadline_s=settings.deadline_s,
@@ -62,7 +69,7 @@ def _sglang(config: Config, tell: Callable[[str], None]) -> SGLangEngine:
         recovery_s=settings.start_deadline_s,
     )
     return SGLangEngine(
-        told[0],
+        [url for urls in told if isinstance(urls, list) for url in urls],
         json.loads((Path(config.model.path) / "config.json").read_text()),
         fleet=fleet,
         agree=lambda failure: distributed.fail_together(failure, "the weight update"),
@@ -71,21 +78,55 @@ def _sglang(config: Config, tell: Callable[[str], None]) -> SGLangEngine:
     )
 
 
-def _fleet(config: Config, key: str | None, tell: Callable[[str], None]) -> Fleet:
+def _fleet(config: Config, key: str | None, nodes: Sequence[int], tell: Callable[[str], None]) -> Fleet:
+    """The servers of this rank's node; they write below run.dir, in a folder for each node if there are several."""
     settings = config.sglang
-    served = _served(config)
+    folder = config.run_dir / "sglang"
+    if len(nodes) > 1:
+        node = nodes.index(dist.get_rank())
+        folder = folder / f"node{node}"
+        tell = tell if node == 0 else lambda line: print(f"node {node}: {line}", file=sys.stderr, flush=True)
+        if key is None:
+            raise ConfigError(
+                f"sglang.api_key_env: expected the name of a variable that holds a key: servers on {len(nodes)} nodes "
+                "are reached over the network, and whoever reaches one can replace its weights"
+            )
+    source = Path(config.model.path)
+    served = write_fp8_model(source, folder / "model") if settings.fp8 else source
+    host = settings.host or ("127.0.0.1" if len(nodes) == 1 else own_address(f"tcp://{os.environ['MASTER_ADDR']}"))
+    indices = () if settings.urls else range(settings.servers)
     return Fleet(
-        specs=[] if settings.urls else [_spec(config, index, key, served) for index in range(settings.servers)],
+        specs=[_spec(config, index, host, key, served, folder / f"server{index}.log") for index in indices],
         urls=settings.urls,
         tp=settings.tp,
         api_key=key,
-        folder=config.run_dir / "sglang" / "weights" if settings.sync == "disk" else None,
+        folder=folder / "weights" if settings.sync == "disk" else None,
         broadcast=settings.sync == "distributed",
         checksums=settings.checksums,
-        source=Path(config.model.path),
+        spare=folder / "spare" if settings.spare_weights == "disk" else None,
+        source=source,
         served=served,
         settings=FleetSettings(settings.start_deadline_s, max_restarts=settings.max_restarts),
         tell=tell,
+    )
+
+
+def _spec(config: Config, index: int, host: str, key: str | None, model: Path, log_file: Path) -> ServerSpec:
+    settings = config.sglang
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    return ServerSpec(
+        model_path=model,
+        python=settings.python,
+        dtype={"fp32": "float32", "bf16": "bfloat16"}[config.rollout.dtype],
+        host=host,
+        tp=settings.tp,
+        gpus=tuple(settings.gpus[index * settings.tp : (index + 1) * settings.tp]) or None,
+        mem_fraction=settings.mem_fraction,
+        max_total_tokens=settings.max_total_tokens,
+        log_file=log_file,
+        api_key=key,
+        # Weights come with the first update; an FP8 folder has none to read.
+        extra_args=(*(["--load-format", "dummy"] if settings.fp8 else []), *settings.arguments),
     )
 
 
@@ -93,30 +134,6 @@ def _fp8_form(config: Config) -> FP8Form:
     if config.sglang.fp8:
         return "blocks"
     return "rounded" if config.rollout.fp8_rounding else "off"
-
-
-def _served(config: Config) -> Path:
-    """Where servers find config and tokenizer of their model; that of an FP8 model is made here."""
-    source = Path(config.model.path)
-    return write_fp8_model(source, config.run_dir / "sglang" / "model") if config.sglang.fp8 else source
-
-
-def _spec(config: Config, index: int, key: str | None, model: Path) -> ServerSpec:
-    settings = config.sglang
-    logs = config.run_dir / "sglang"
-    logs.mkdir(parents=True, exist_ok=True)
-    return ServerSpec(
-        model_path=model,
-        python=settings.python,
-        dtype={"fp32": "float32", "bf16": "bfloat16"}[config.rollout.dtype],
-        tp=settings.tp,
-        mem_fraction=settings.mem_fraction,
-        max_total_tokens=settings.max_total_tokens,
-        log_file=logs / f"server{index}.log",
-        api_key=key,
-        # Weights come with the first update; an FP8 folder has none to read.
-        extra_args=(*(["--load-format", "dummy"] if settings.fp8 else []), *settings.arguments),
-    )
 
 
 def _api_key(config: Config) -> str | None:

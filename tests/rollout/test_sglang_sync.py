@@ -6,7 +6,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,11 +19,11 @@ from megarl.data.tiny import write_tiny_model
 from megarl.errors import ConfigError, RolloutError, WeightSyncError
 from megarl.rollout import sglang_server
 from megarl.rollout.checkpoint_views import checkpoint_shapes
-from megarl.rollout.sglang_buckets import buckets
+from megarl.rollout.sglang_buckets import Bucket, buckets
 from megarl.rollout.sglang_engine import SGLangEngine
 from megarl.rollout.sglang_fleet import Fleet, FleetSettings
 from megarl.rollout.sglang_server import ServerSpec
-from megarl.rollout.weight_folder import write_weights
+from megarl.rollout.weight_folder import WeightFolder
 
 SHAPES = {"a.weight": (2, 3), "b.weight": (4,), "c.weight": (1, 5)}
 
@@ -38,6 +38,13 @@ def test_the_expected_names_are_those_of_the_checkpoint_on_disk(tmp_path: Path):
     with safe_open(model / "model.safetensors", framework="pt") as file:
         on_disk = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     assert checkpoint_shapes(model) == on_disk
+
+
+def write_weights(folder: Path, source: Path, parts: Iterable[Bucket], version: int) -> Path:
+    made = WeightFolder(folder, source, version)
+    for bucket in parts:
+        made.add(bucket)
+    return made.finish()
 
 
 @pytest.fixture
