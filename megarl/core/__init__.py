@@ -15,6 +15,7 @@ called and tested with a handful of numbers. The way through:
     metrics      statistics that merge exactly over micro-batches and ranks
     diagnostics  entropy, KL, effective sample size, extreme tokens
     routing      routing traces: validate and compare
+    turns        turns of a conversation into one sequence
     packing      sequences into micro-batches
     parallel     which tokens a context- or sequence-parallel rank holds
     reference    the same mathematics as slow loops: the oracle of the tests (objectives: reference_objectives)

@@ -45,6 +45,9 @@ class SampleRequest:
     """Index of the response to that prompt, 0..G-1."""
     seed: int
     """Seeds this response alone: the same seed and weights give the same response in any batch, on any rank."""
+    known_rows: int = 0
+    """Leading tokens of the prompt whose routes are known from an earlier turn, 0..P: an engine may leave them out, and
+    ``megarl.core.turns.join`` puts them back."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,8 @@ class ClientSettings:
     """How long a server may be away before its requests go to the others."""
     api_key: str | None = None
     """Sent as a bearer token."""
+    compact_routes: bool = True
+    """Ask for routes in the short form, which servers with our plugin know and others ignore."""
 
 
 class PassingError(Exception):
@@ -63,11 +65,13 @@ Body = Callable[[SampleRequest], dict[str, Any]]
 class SGLangClient:
     """Sends ``/generate`` requests to the servers at ``urls``."""
 
-    def __init__(self, urls: Sequence[str], settings: ClientSettings) -> None:
+    def __init__(self, urls: Sequence[str], settings: ClientSettings, headers: Mapping[str, str] | None = None) -> None:
+        """``headers`` go with every request."""
         if not urls:
             raise RolloutError("there is no SGLang server to send requests to")
         self.urls = list(urls)
         self.settings = settings
+        self.headers = authorization(settings.api_key) | dict(headers or {})
 
     def generate(
         self,
@@ -105,7 +109,7 @@ class SGLangClient:
         async with httpx.AsyncClient(
             timeout=self.settings.deadline_s,
             limits=limits,
-            headers=authorization(self.settings.api_key),
+            headers=self.headers,
             trust_env=False,
         ) as http:
 

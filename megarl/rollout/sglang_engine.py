@@ -18,6 +18,7 @@ from megarl.rollout.moe_shape import MoeShape
 from megarl.rollout.sglang_buckets import WeightForm
 from megarl.rollout.sglang_client import ClientSettings, SGLangClient
 from megarl.rollout.sglang_fleet import Fleet
+from megarl.rollout.sglang_plugin.compact import Ask
 from megarl.rollout.sglang_wire import rollout_of
 
 
@@ -41,8 +42,9 @@ class SGLangEngine:
         """``config`` is the model's config.json. ``fleet`` is given to one of the ranks that share the servers, which
         sends the weights in ``form`` (None: bf16); ``agree`` lets the others wait for it, and raises on all of them if
         it could not."""
-        self._client = SGLangClient(urls, settings or ClientSettings())
+        settings = settings or ClientSettings()
         self._shape = MoeShape.of(config)
+        self._client = SGLangClient(urls, settings, _ask(self._shape).header() if settings.compact_routes else None)
         _check_model(config, self._shape)
         self._positions = int(config.get("max_position_embeddings") or 1 << 30)
         self._vocabulary = int(config.get("vocab_size") or 1 << 31)
@@ -145,6 +147,7 @@ class SGLangEngine:
             "return_logprob": True,
             "logprob_start_len": -1,
             "return_routed_experts": params.return_routed_experts,
+            "routed_experts_start_len": request.known_rows,
             "stream": False,
         }
 
@@ -155,6 +158,8 @@ class SGLangEngine:
             raise RolloutError(f"{label}: the prompt is empty, expected at least one token")
         if min(prompt) < 0 or max(prompt) >= self._vocabulary:
             raise RolloutError(f"{label}: the prompt has a token outside of 0..{self._vocabulary - 1}")
+        if not 0 <= request.known_rows <= len(prompt):
+            raise RolloutError(f"{label}: known_rows is {request.known_rows}, expected 0..{len(prompt)}, the prompt")
         if any(token >= self._vocabulary for token in params.stop_token_ids):
             raise RolloutError(f"stop_token_ids {params.stop_token_ids} leave the vocabulary of {self._vocabulary}")
 
@@ -166,6 +171,11 @@ class SGLangEngine:
                 f"{self._version} alone"
             )
         return rollout
+
+
+def _ask(shape: MoeShape) -> Ask:
+    dense = tuple(sorted(set(range(shape.num_layers)) - set(shape.moe_layers)))
+    return Ask(shape.num_layers, dense, shape.num_experts, shape.topk)
 
 
 def _check_model(config: Mapping[str, Any], shape: MoeShape) -> None:

@@ -35,6 +35,7 @@ from megarl.errors import ConfigError, RolloutError
 from megarl.rollout.sglang_http import ask_release, authorization
 
 CPU_SHIM = Path(__file__).parent / "sglang_cpu"
+PLUGIN = Path(__file__).parent / "sglang_plugin"
 WATCHDOG = Path(__file__).parent / "sglang_watchdog.py"
 LOG_TAIL_LINES = 30
 KILL_WAIT_S = 30.0
@@ -128,10 +129,11 @@ def environment(spec: ServerSpec) -> dict[str, str]:
     # A crashed server otherwise lives on for 65 seconds to dump its GPU state, without answering.
     env.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
     env.setdefault("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
+    ours = [PLUGIN] if spec.gpus is not None else [CPU_SHIM, PLUGIN]
+    env["PYTHONPATH"] = os.pathsep.join([*map(str, ours), *filter(None, [env.get("PYTHONPATH")])])
     if spec.gpus is not None:
         return env | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, spec.gpus))}
     env |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(CPU_SHIM), env.get("PYTHONPATH"))))
     if spec.tp > 1:
         # SGLang wants one NUMA node per rank unless the cores of each rank are named.
         cores = sorted(os.sched_getaffinity(0))

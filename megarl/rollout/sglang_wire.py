@@ -1,7 +1,8 @@
 """What an SGLang server answers, as rollouts: decoded, checked and narrowed before anything else sees it.
 
 The server sends the experts of every token that it has processed, prompt included, for every layer, dense ones too, as
-base64 of raw int32. The last generated token was never processed, so it has no row.
+base64 of raw int32; with our plugin (``sglang_plugin``) in a short form, without dense layers. The last generated token
+was never processed, so it has no row.
 """
 
 from __future__ import annotations
@@ -13,37 +14,62 @@ from typing import Any
 
 import numpy as np
 
-from megarl.core.routing import RoutingTrace
+from megarl.core.routing import RoutingTrace, decode
 from megarl.core.types import FinishReason, Rollout, SampleRequest
 from megarl.errors import RolloutError, TraceError
 from megarl.rollout.moe_shape import MoeShape
+from megarl.rollout.sglang_plugin.compact import is_compact
 
 _FINISH: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
-def decode_routes(text: str, num_rows: int, shape: MoeShape, label: str) -> np.ndarray:
-    """uint8 (E <= 256) or uint16 [num_rows, L, K]: the MoE layers of base64 int32 [num_rows, all layers, K].
+def decode_routes(text: str, num_rows: int, shape: MoeShape, label: str, known_rows: int = 0) -> np.ndarray:
+    """uint8 (E <= 256) or uint16 [num_rows - known_rows, L, K]: the routes of the MoE layers but for the known rows.
 
-    Raises TraceError for text that is cut short, another number of rows, layers or experts, and routes in a dense
-    layer.
+    ``text`` is base64 of int32 [rows, all layers, K], or of the plugin's short form. A server before 0.5.12 sends the
+    known rows too: they are cut off. Raises TraceError for text that is cut short or damaged, another number of rows,
+    layers or experts, and routes in a dense layer.
     """
     try:
         raw = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise TraceError(f"{label}: routed_experts are no base64 ({error}); the answer was cut short") from error
+    experts = _short_form(raw, shape, label) if is_compact(raw) else _long_form(raw, num_rows, known_rows, shape, label)
+    if len(experts) not in (num_rows, num_rows - known_rows):
+        raise TraceError(
+            f"{label}: routes of {len(experts)} rows, expected {num_rows - known_rows}: the server lost part of them"
+        )
+    return experts[len(experts) - (num_rows - known_rows) :]
+
+
+def _short_form(raw: bytes, shape: MoeShape, label: str) -> np.ndarray:
+    trace = decode(raw, label)
+    found = (*trace.experts.shape[1:], trace.num_experts)
+    expected = (len(shape.moe_layers), shape.topk, shape.num_experts)
+    if found != expected or trace.present is not None:
+        raise TraceError(
+            f"{label}: routes of {found[0]} layers, top-{found[1]} of {found[2]} experts, expected {expected[0]} "
+            f"layers, top-{expected[1]} of {expected[2]} and every row: the server's plugin is not megarl's"
+        )
+    return trace.experts
+
+
+def _long_form(raw: bytes, num_rows: int, known_rows: int, shape: MoeShape, label: str) -> np.ndarray:
     per_row = 4 * shape.num_layers * shape.topk
-    if len(raw) != num_rows * per_row:
+    if len(raw) not in (num_rows * per_row, (num_rows - known_rows) * per_row):
         rows = f"{len(raw) // per_row} rows" if len(raw) % per_row == 0 else "no whole number of rows"
         raise TraceError(
             f"{label}: routes of {len(raw)} bytes, {rows} of {shape.num_layers} layers with top-{shape.topk}; expected "
-            f"{num_rows} rows: the server runs another model, or lost part of the routes"
+            f"{num_rows - known_rows} rows: the server runs another model, or lost part of the routes"
         )
-    whole = np.frombuffer(raw, "<i4").reshape(num_rows, shape.num_layers, shape.topk)
+    whole = np.frombuffer(raw, "<i4").reshape(-1, shape.num_layers, shape.topk)
     dense = sorted(set(range(shape.num_layers)) - set(shape.moe_layers))
-    if dense and whole[:, dense].any():
-        layer = dense[int(whole[:, dense].any(axis=(0, 2)).argmax())]
-        raise TraceError(f"{label}: the dense layer {layer} has routes: the server runs another model")
-    return RoutingTrace(whole[:, list(shape.moe_layers)], shape.num_experts, label=label).experts
+    if dense:
+        if whole[:, dense].any():
+            layer = dense[int(whole[:, dense].any(axis=(0, 2)).argmax())]
+            raise TraceError(f"{label}: the dense layer {layer} has routes: the server runs another model")
+        whole = whole[:, list(shape.moe_layers)]
+    return RoutingTrace(whole, shape.num_experts, label=label).experts
 
 
 def rollout_of(
@@ -51,14 +77,12 @@ def rollout_of(
     answer: Mapping[str, Any],
     version: int,
     shape: MoeShape | None,
-    known_rows: int = 0,
 ) -> Rollout:
     """The rollout that a ``/generate`` answer describes.
 
     ``version`` is that of the weights which the server had during the whole request; an answer that names another one
-    keeps the server's. With ``shape`` the answer must hold routes; the first ``known_rows`` rows were not asked for
-    (``routed_experts_start_len``). Raises RolloutError for an answer that contradicts itself or was aborted, TraceError
-    for wrong routes.
+    keeps the server's. With ``shape`` the answer must hold routes, but for the request's ``known_rows``. Raises
+    RolloutError for an answer that contradicts itself or was aborted, TraceError for wrong routes.
     """
     label = f"group {request.group} sample {request.sample}"
     meta = answer.get("meta_info")
@@ -73,7 +97,7 @@ def rollout_of(
     versions = _versions(meta, len(prompt), len(output), version, label)
     experts = mask = None
     if shape is not None:
-        experts, mask = _routes(meta, num_tokens, known_rows, shape, label)
+        experts, mask = _routes(meta, num_tokens, request.known_rows, shape, label)
     return Rollout(
         group=request.group,
         sample=request.sample,
@@ -144,7 +168,7 @@ def _routes(
             f"{label}: the answer has no routed_experts although they were asked for: start the server with "
             "--enable-return-routed-experts (SGLang 0.5.7 or later)"
         )
-    rows = decode_routes(text, num_tokens - 1 - known_rows, shape, label)
+    rows = decode_routes(text, num_tokens - 1, shape, label, known_rows)
     experts = np.zeros((num_tokens, *rows.shape[1:]), rows.dtype)
     experts[known_rows : num_tokens - 1] = rows
     mask = np.zeros(num_tokens, bool)

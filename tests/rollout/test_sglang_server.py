@@ -23,7 +23,16 @@ from transformers import AutoModelForCausalLM
 
 from megarl.errors import ConfigError, RolloutError
 from megarl.rollout import sglang_server
-from megarl.rollout.sglang_server import CPU_SHIM, Server, ServerSpec, command, environment, free_port, write_config
+from megarl.rollout.sglang_server import (
+    CPU_SHIM,
+    PLUGIN,
+    Server,
+    ServerSpec,
+    command,
+    environment,
+    free_port,
+    write_config,
+)
 
 SPEC = ServerSpec("model", sys.executable, "float32", "server.log", port=30000)
 
@@ -63,7 +72,7 @@ def test_the_cpu_command_and_environment_are_the_tried_ones(monkeypatch: pytest.
     assert "--enable-return-routed-experts" in args
     assert "--max-total-tokens 512 --random-seed 1" in text
     env = environment(dataclasses.replace(SPEC, tp=2))
-    assert env["PYTHONPATH"] == f"{CPU_SHIM}{os.pathsep}/mine"
+    assert env["PYTHONPATH"] == os.pathsep.join([str(CPU_SHIM), str(PLUGIN), "/mine"])
     assert (env["SGLANG_USE_CPU_ENGINE"], env["OMP_NUM_THREADS"], env["HF_HUB_OFFLINE"]) == ("1", "1", "1")
     assert env["SGLANG_CPU_OMP_THREADS_BIND"] == "4|6"
     assert "RANK" not in env
@@ -75,7 +84,7 @@ def test_gpus_get_no_shim_and_only_their_devices(monkeypatch: pytest.MonkeyPatch
     spec = dataclasses.replace(SPEC, gpus=(2, 5), tp=2)
     env = environment(spec)
     assert env["CUDA_VISIBLE_DEVICES"] == "2,5"
-    assert "PYTHONPATH" not in env
+    assert env["PYTHONPATH"] == str(PLUGIN)
     assert "cpu" not in command(spec)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -57,11 +58,15 @@ def test_an_answer_becomes_a_rollout() -> None:
 
 
 def test_a_known_prefix_has_no_rows() -> None:
-    found = rollout_of(REQUEST, answer(routed_experts=encoded(routes(4)[2:])), 7, SHAPE, known_rows=2)
-    assert found.routed_mask is not None
-    assert found.routed_experts is not None
-    assert found.routed_mask.tolist() == [False, False, True, True, False]
-    assert np.array_equal(found.routed_experts[2:4], routes(4)[2:, 1:])
+    """Whether the server leaves it out or, as before 0.5.12, sends everything."""
+    for sent in (routes(4)[2:], routes(4)):
+        found = rollout_of(replace(REQUEST, known_rows=2), answer(routed_experts=encoded(sent)), 7, SHAPE)
+        assert found.routed_mask is not None
+        assert found.routed_experts is not None
+        assert found.routed_mask.tolist() == [False, False, True, True, False]
+        assert np.array_equal(found.routed_experts[2:4], routes(4)[2:, 1:])
+    with pytest.raises(TraceError, match="3 rows of 4 layers with top-2; expected 2 rows"):
+        rollout_of(replace(REQUEST, known_rows=2), answer(routed_experts=encoded(routes(3))), 7, SHAPE)
 
 
 def test_without_routes_asked_for_there_are_none() -> None:

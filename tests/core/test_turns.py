@@ -1,0 +1,106 @@
+"""Turns of a conversation become one sequence with a row for every token but the last."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megarl.core.turns import join, known_rows
+from megarl.core.types import Rollout, RowSource
+from megarl.errors import TraceError
+
+ROUTES = np.arange(9 * 2 * 2, dtype=np.uint8).reshape(9, 2, 2)
+"""The routes of nine tokens."""
+
+
+def turn(prompt: int, size: int, version: int, rows: range) -> Rollout:
+    """Tokens 0..size-1, of which the first ``prompt`` were given, with ``rows`` of ROUTES + version."""
+    mask = np.isin(np.arange(size), rows)
+    generated = np.arange(size) >= prompt
+    return Rollout(
+        group=1,
+        sample=2,
+        tokens=np.arange(size, dtype=np.int32),
+        loss_mask=generated,
+        rollout_logprobs=np.where(generated, -float(version), 0.0).astype(np.float32),
+        routed_experts=np.where(mask[:, None, None], ROUTES[:size] + version, 0).astype(np.uint8),
+        routed_mask=mask,
+        weight_versions=np.full(size, version, np.int32),
+        finish_reason="stop",
+    )
+
+
+FIRST = turn(prompt=2, size=4, version=1, rows=range(3))
+
+
+def test_the_row_that_the_first_turn_lacks_is_the_first_one_to_ask_for() -> None:
+    assert known_rows(FIRST) == 3
+    assert known_rows(replace(FIRST, routed_mask=np.array([True, False, True, False]))) == 1
+    assert known_rows(replace(FIRST, routed_mask=np.ones(4, bool))) == 4
+    assert known_rows(replace(FIRST, routed_mask=np.zeros(4, bool))) == 0
+    assert known_rows(replace(FIRST, routed_experts=None, routed_mask=None)) == 0
+
+
+@pytest.mark.parametrize("begin", [0, 2, 3], ids=["everything", "more than is missing", "what is missing"])
+def test_a_later_turn_brings_the_rows_that_were_missing(begin: int) -> None:
+    whole = join(FIRST, turn(prompt=6, size=9, version=5, rows=range(begin, 8)))
+    assert whole.tokens.tolist() == list(range(9))
+    assert whole.loss_mask.tolist() == [False, False, True, True, False, False, True, True, True]
+    assert whole.rollout_logprobs.tolist() == [0, 0, -1, -1, 0, 0, -5, -5, -5]
+    assert whole.weight_versions.tolist() == [1] * 4 + [5] * 5
+    assert whole.routed_mask is not None
+    assert whole.routed_experts is not None
+    assert whole.route_versions is not None
+    assert whole.routed_mask.tolist() == [True] * 8 + [False]
+    assert np.array_equal(whole.routed_experts[:8], np.concatenate([ROUTES[:3] + 1, ROUTES[3:8] + 5]))
+    assert whole.route_versions.tolist()[:8] == [1] * 3 + [5] * 5
+    assert whole.route_sources is None
+    assert whole.prompt_length == 2
+
+
+def test_rows_that_neither_turn_has_stay_missing() -> None:
+    holed = replace(FIRST, routed_mask=np.array([True, False, True, False]))
+    whole = join(holed, turn(prompt=6, size=9, version=5, rows=range(3, 8)))
+    assert whole.routed_mask is not None
+    assert np.flatnonzero(~whole.routed_mask).tolist() == [1, 8]
+    filled = join(holed, turn(prompt=6, size=9, version=5, rows=range(1, 8)))
+    assert filled.routed_experts is not None
+    assert np.array_equal(filled.routed_experts[1], ROUTES[1] + 5)
+
+
+def test_sources_are_kept_where_one_turn_names_them() -> None:
+    source = np.full(4, RowSource.REPREFILLED, np.uint8)
+    whole = join(replace(FIRST, route_sources=source), turn(prompt=6, size=9, version=5, rows=range(3, 8)))
+    assert whole.route_sources is not None
+    assert whole.route_sources.tolist() == [3] * 3 + [1] * 5 + [0]
+
+
+def test_turns_without_routes_join_too() -> None:
+    bare = [replace(t, routed_experts=None, routed_mask=None) for t in (FIRST, turn(6, 9, 5, range(0)))]
+    assert join(*bare).routed_experts is None
+    assert join(*bare).loss_mask.sum() == 5
+
+
+def test_three_turns_join_one_after_the_other() -> None:
+    second = turn(prompt=5, size=7, version=2, rows=range(3, 6))
+    third = turn(prompt=8, size=9, version=3, rows=range(6, 8))
+    both = join(FIRST, second)
+    assert known_rows(both) == 6
+    whole = join(both, third)
+    assert whole.routed_mask is not None
+    assert whole.routed_mask.tolist() == [True] * 8 + [False]
+    assert whole.weight_versions.tolist() == [1] * 4 + [2] * 3 + [3] * 2
+
+
+def test_turns_that_do_not_go_together_are_errors() -> None:
+    later = turn(prompt=6, size=9, version=5, rows=range(8))
+    with pytest.raises(TraceError, match="group 1 sample 2: the prompt of 6 tokens does not begin with the 4 tokens"):
+        join(FIRST, replace(later, tokens=later.tokens + (np.arange(9) == 1)))
+    with pytest.raises(TraceError, match="the prompt of 3 tokens does not begin with the 4 tokens"):
+        join(FIRST, turn(prompt=3, size=9, version=5, rows=range(8)))
+    with pytest.raises(TraceError, match="one turn has routes here and the other has none"):
+        join(FIRST, replace(later, routed_experts=None, routed_mask=None))
+    with pytest.raises(TraceError, match=r"routes of \[2, 2\] and \[1, 2\] layers"):
+        join(FIRST, replace(later, routed_experts=later.routed_experts[:, :1]))  # type: ignore[index]

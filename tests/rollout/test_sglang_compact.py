@@ -1,0 +1,160 @@
+"""The short form of routing traces: what is asked for, how it is coded, and what a client makes of it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.core.routing import RoutingTrace, encode
+from megarl.errors import TraceError
+from megarl.rollout.moe_shape import MoeShape
+from megarl.rollout.sglang_plugin.compact import HEADER, Ask, compact, is_compact
+from megarl.rollout.sglang_server import PLUGIN
+from megarl.rollout.sglang_wire import decode_routes
+
+ASK = Ask(num_layers=4, dense_layers=(0, 2), num_experts=16, topk=3)
+SHAPE = MoeShape(num_layers=4, moe_layers=(1, 3), num_experts=16, topk=3)
+
+
+def routes(rows: int, ask: Ask = ASK) -> np.ndarray:
+    """int32 [rows, all layers, K], zeros in dense layers, in the order of no sorting."""
+    found = np.random.default_rng(rows).random((rows, ask.num_layers, ask.num_experts)).argsort(2)[..., : ask.topk]
+    found[:, list(ask.dense_layers)] = 0
+    return found.astype("<i4")
+
+
+def text_of(raw: bytes | None) -> str:
+    assert raw is not None
+    return base64.b64encode(raw).decode()
+
+
+@pytest.mark.parametrize(
+    "ask", [ASK, Ask(2, (), 300, 8), Ask(3, (), 256, 8), Ask(2, (0,), 8, 1)], ids=["dense", "wide", "256", "top-1"]
+)
+def test_both_forms_say_the_same_sets(ask: Ask) -> None:
+    whole = routes(50, ask)
+    shape = MoeShape(ask.num_layers, tuple(ask.moe_layers), ask.num_experts, ask.topk)
+    short = compact(whole.tobytes(), ask)
+    assert short is not None
+    assert is_compact(short)
+    assert not is_compact(whole.tobytes())
+    plain = decode_routes(text_of(whole.tobytes()), 50, shape, "x")
+    found = decode_routes(text_of(short), 50, shape, "x")
+    assert found.dtype == plain.dtype
+    assert np.array_equal(found, np.sort(plain, axis=2))
+    suffix = compact(whole[20:].tobytes(), ask)
+    for text in (text_of(suffix), text_of(short), text_of(whole[20:].tobytes()), text_of(whole.tobytes())):
+        assert np.array_equal(np.sort(decode_routes(text, 50, shape, "x", known_rows=20), 2), found[20:])
+
+
+@pytest.mark.parametrize(("layers", "experts", "least"), [(48, 128, 6.0), (58, 256, 5.0)])
+def test_the_short_form_has_a_fourth_of_the_bytes_at_most(layers: int, experts: int, least: float) -> None:
+    ask = Ask(layers, (), experts, 8)
+    whole = routes(200, ask).tobytes()
+    assert len(text_of(whole)) / len(text_of(compact(whole, ask))) > least
+
+
+def test_what_is_not_as_asked_for_is_left_to_the_client() -> None:
+    good = routes(50)
+    assert compact(good.tobytes(), ASK) is not None
+    dense, large, twice = good.copy(), good.copy(), good.copy()
+    dense[7, 2] = (1, 2, 3)
+    large[7, 1, 0] = 16
+    twice[7, 1] = 5
+    for wrong in (dense, large, twice, good[:0]):
+        assert compact(wrong.tobytes(), ASK) is None
+    assert compact(good.tobytes()[:-4], ASK) is None
+    tiny = Ask(1, (), 4, 1)
+    assert compact(routes(1, tiny).tobytes(), tiny) is None  # it would be longer
+
+
+def test_a_short_form_that_is_wrong_is_an_error() -> None:
+    short = compact(routes(50).tobytes(), ASK)
+    assert short is not None
+
+    def told(raw: bytes, rows: int = 50) -> str:
+        with pytest.raises(TraceError, match="group 1: ") as caught:
+            decode_routes(text_of(raw), rows, SHAPE, "group 1")
+        return str(caught.value)
+
+    assert "50 rows, expected 49" in told(short, 49)
+    assert "cut off" in told(short[:-3])
+    assert "does not match its checksum" in told(short[:-1] + bytes([short[-1] ^ 1]))
+    assert "format version 9" in told(short[:4] + b"\x09" + short[5:])
+    other = RoutingTrace(routes(50)[:, [1]], 16)
+    assert "routes of 1 layers, top-3 of 16 experts, expected 2 layers, top-3 of 16" in told(encode(other))
+    more = RoutingTrace(routes(50)[:, [1, 3]], 17)
+    assert "top-3 of 17 experts, expected 2 layers, top-3 of 16" in told(encode(more))
+    holed = RoutingTrace(routes(50)[:, [1, 3]], 16, present=np.arange(50) != 4)
+    assert "every row" in told(encode(holed))
+    with pytest.raises(TraceError, match="cut short"):
+        decode_routes(text_of(short)[:-3], 50, SHAPE, "x")
+
+
+def test_an_ask_survives_its_header() -> None:
+    assert Ask.parse(ASK.header()[HEADER]) == ASK
+    assert ASK.moe_layers == [1, 3]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 2},
+        {"version": None},
+        {"topk": 0},
+        {"num_layers": 1 << 20},
+        {"num_layers": None},
+        {"num_experts": -1},
+        {"dense_layers": [4]},
+        {"dense_layers": 3},
+        {"more": 1},
+    ],
+)
+def test_an_ask_that_makes_no_sense_is_none(change: dict[str, object]) -> None:
+    good = json.loads(ASK.header()[HEADER])
+    assert Ask.parse(json.dumps(good)) == ASK
+    assert Ask.parse(json.dumps(good | change)) is None
+
+
+@pytest.mark.parametrize("header", [None, "", "{", "[]", "1", '{"version": 1}'])
+def test_no_ask_is_none(header: str | None) -> None:
+    assert Ask.parse(header) is None
+
+
+def test_the_plugin_is_announced_once_in_both_ways() -> None:
+    """SGLang keeps its plugins by name, so the same name twice acts once."""
+    code = (
+        "from importlib.metadata import entry_points; import json; "
+        "print(json.dumps([[e.name, e.value] for e in entry_points(group='sglang.srt.plugins')]))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": str(PLUGIN)}, capture_output=True, text=True, check=True
+    )
+    assert ["megarl_routes", "megarl_routes_plugin:activate"] in json.loads(found.stdout)
+    assert {name for name, _ in json.loads(found.stdout)} == {"megarl_routes"}
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert set(project["entry-points"]["sglang.srt.plugins"]) == {"megarl_routes"}
+
+
+def test_the_plugin_finds_megarl_alone_and_loads_no_torch(tmp_path: Path) -> None:
+    """As in SGLang's environment, where no megarl is installed and the directory of its package must stay unseen."""
+    code = (
+        "import importlib.util, sys\n"
+        "sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f)]\n"
+        "assert importlib.util.find_spec('megarl') is None\n"
+        "import megarl_routes_plugin\n"
+        "path = list(sys.path); megarl_routes_plugin.import_megarl(); assert sys.path == path\n"
+        "from megarl.rollout.sglang_plugin.compact import Ask\n"
+        "print('torch' in sys.modules, 'httpx' in sys.modules, Ask(2, (), 4, 1).moe_layers)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": str(PLUGIN)}, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.stdout == "False False [0, 1]\n", done.stderr
