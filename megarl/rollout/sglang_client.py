@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import httpx
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError, TraceError
+from megarl.rollout.sglang_connection import Connection
 from megarl.rollout.sglang_http import MODEL_INFO, authorization
 
 
@@ -104,97 +106,102 @@ class SGLangClient:
         queues: list[deque[_Job]] = [deque() for _ in self.urls]
         for position, request in enumerate(requests):
             queues[request.group % len(queues)].append(_Job(request, position))
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.settings.concurrency)
-        # No proxy of the environment: servers are meant to be near, often on the loopback address.
-        async with httpx.AsyncClient(
-            timeout=self.settings.deadline_s,
-            limits=limits,
-            headers=self.headers,
-            trust_env=False,
-        ) as http:
 
-            async def work(server: int) -> None:
-                while True:
-                    async with changed:  # what is under way elsewhere may come back
-                        await changed.wait_for(lambda: any(queues) or len(found) == len(requests))
-                    if len(found) == len(requests):
+        async def work(server: int, connection: Connection) -> None:
+            while True:
+                async with changed:  # what is under way elsewhere may come back
+                    await changed.wait_for(lambda: any(queues) or len(found) == len(requests))
+                if len(found) == len(requests):
+                    return
+                job = _next(queues, server)
+                if job is None:  # another worker was quicker
+                    continue
+                try:
+                    async with asyncio.timeout(self.settings.deadline_s):
+                        answer = await self._post(connection, self.urls[server], body(job.request))
+                    rollout = self._decoded(job, answer, decode)
+                except AwayError as failure:
+                    self._lost(job, failure)
+                    async with changed:
+                        queues[server].appendleft(job)
+                    if not await self._back(server, down, version):
+                        async with changed:  # the others take over what was queued here
+                            changed.notify_all()
+                        if len(down) == len(self.urls):
+                            raise RolloutError(
+                                f"all {len(self.urls)} SGLang servers are down, the last failure: {failure}"
+                            ) from failure
                         return
-                    job = _next(queues, server)
-                    if job is None:  # another worker was quicker
-                        continue
-                    try:
-                        async with asyncio.timeout(self.settings.deadline_s):
-                            answer = await self._post(http, self.urls[server], body(job.request))
-                        rollout = self._decoded(job, answer, decode)
-                    except AwayError as failure:
-                        self._lost(job, failure)
-                        async with changed:
-                            queues[server].appendleft(job)
-                        if not await self._back(http, server, down, version):
-                            async with changed:  # the others take over what was queued here
-                                changed.notify_all()
-                            if len(down) == len(self.urls):
-                                raise RolloutError(
-                                    f"all {len(self.urls)} SGLang servers are down, the last failure: {failure}"
-                                ) from failure
-                            return
-                        continue
-                    except (PassingError, TimeoutError) as failure:
-                        await self._again(job, failure)
-                        async with changed:
-                            queues[(server + 1) % len(queues)].append(job)
-                            changed.notify_all()
-                        continue
-                    found[job.position] = rollout
-                    if on_finish is not None:
-                        on_finish(1)
-                    if len(found) == len(requests):
-                        async with changed:
-                            changed.notify_all()
+                    continue
+                except (PassingError, TimeoutError) as failure:
+                    await self._again(job, failure)
+                    async with changed:
+                        queues[(server + 1) % len(queues)].append(job)
+                        changed.notify_all()
+                    continue
+                found[job.position] = rollout
+                if on_finish is not None:
+                    on_finish(1)
+                if len(found) == len(requests):
+                    async with changed:
+                        changed.notify_all()
 
+        per_server = min(self.settings.concurrency, len(requests))
+        tls = ssl.create_default_context() if any(url.startswith("https:") for url in self.urls) else None
+        connections = [
+            (server, Connection(url, self.headers, tls))
+            for server, url in enumerate(self.urls)
+            for _ in range(per_server)
+        ]
+        try:
             async with asyncio.TaskGroup() as group:
-                for server in range(len(self.urls)):
-                    for _ in range(min(self.settings.concurrency, len(requests))):
-                        group.create_task(work(server))
+                for server, connection in connections:
+                    group.create_task(work(server, connection))
+        finally:
+            for _, connection in connections:
+                connection.close()
         return [found[position] for position in range(len(requests))]
 
-    async def _post(self, http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Any:
+    async def _post(self, connection: Connection, url: str, body: dict[str, Any]) -> Any:
         try:
-            answer = await http.post(f"{url}/generate", json=body)
-        except httpx.TimeoutException as error:
-            raise PassingError(f"{url}: no answer within {self.settings.deadline_s} s") from error
-        except httpx.TransportError as error:
+            status, answer = await connection.post("generate", json.dumps(body).encode())
+        except (OSError, EOFError) as error:
             raise AwayError(f"{url}: {type(error).__name__}: {error}") from error
-        if answer.status_code >= 500:
-            raise PassingError(f"{url}: HTTP {answer.status_code}: {answer.text[:300]}")
-        if answer.status_code != 200:
-            raise RolloutError(f"{url} refuses the request, HTTP {answer.status_code}: {answer.text[:300]}")
+        except ValueError as error:
+            raise PassingError(f"{url}: {error}") from error
+        told = answer[:300].decode("utf-8", errors="replace")
+        if status >= 500:
+            raise PassingError(f"{url}: HTTP {status}: {told}")
+        if status != 200:
+            raise RolloutError(f"{url} refuses the request, HTTP {status}: {told}")
         try:
-            return answer.json()
-        except json.JSONDecodeError as error:
-            raise PassingError(f"{url}: the answer of {len(answer.content)} bytes is no JSON ({error})") from error
+            return json.loads(answer)
+        except ValueError as error:
+            raise PassingError(f"{url}: the answer of {len(answer)} bytes is no JSON ({error})") from error
 
-    async def _back(self, http: httpx.AsyncClient, server: int, down: set[int], version: str | None) -> bool:
+    async def _back(self, server: int, down: set[int], version: str | None) -> bool:
         """Wait for a server to answer again; False, and the server counted as down, if it stays away.
 
         One that has been started again answers before it has its weights.
         """
         until = asyncio.get_running_loop().time() + self.settings.recovery_s
-        while server not in down:
-            await asyncio.sleep(0.5)
-            try:
-                answer = await http.get(f"{self.urls[server]}/health", timeout=20.0)
-                if answer.status_code == 200 and version in (None, await self._weights(http, server)):
-                    return True
-            except httpx.HTTPError:
-                pass
-            if asyncio.get_running_loop().time() > until:
-                down.add(server)
+        # No proxy of the environment: servers are meant to be near, often on the loopback address.
+        async with httpx.AsyncClient(headers=self.headers, timeout=20.0, trust_env=False) as http:
+            while server not in down:
+                await asyncio.sleep(0.5)
+                try:
+                    answer = await http.get(f"{self.urls[server]}/health")
+                    if answer.status_code == 200 and version in (None, await self._weights(http, server)):
+                        return True
+                except httpx.HTTPError:
+                    pass
+                if asyncio.get_running_loop().time() > until:
+                    down.add(server)
         return False
 
     async def _weights(self, http: httpx.AsyncClient, server: int) -> str | None:
         for path in MODEL_INFO:
-            answer = await http.get(f"{self.urls[server]}/{path}", timeout=20.0)
+            answer = await http.get(f"{self.urls[server]}/{path}")
             if answer.status_code == 200:
                 return str(answer.json().get("weight_version"))
         return None
