@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -158,3 +159,47 @@ def test_the_plugin_finds_megarl_alone_and_loads_no_torch(tmp_path: Path) -> Non
         [sys.executable, "-c", code], env={"PYTHONPATH": str(PLUGIN)}, capture_output=True, text=True, cwd=tmp_path
     )
     assert done.stdout == "False False [0, 1]\n", done.stderr
+
+
+REGISTRY = """
+from enum import Enum
+HookType = Enum("HookType", "AROUND")
+class HookRegistry:
+    @staticmethod
+    def register(target, hook, kind):
+        print("registered", target)
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "registered"),
+    [
+        ("async def generate_request(self, obj, request=None):\n        yield", True),
+        ("async def generate_request(self, request):\n        yield", False),
+        ("async def generate_request(self, obj, request=None):\n        return", False),
+        ("def answer_request(self):\n        pass", False),
+        (None, False),
+    ],
+    ids=["as known", "other arguments", "no iterator", "no such method", "no hooks"],
+)
+def test_an_sglang_with_other_insides_is_left_alone(tmp_path: Path, method: str | None, registered: bool) -> None:
+    """Releases that are not known yet: one line in the log, and the server goes on."""
+    for package in ("sglang", "sglang/srt", "sglang/srt/managers", "sglang/srt/plugins"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    manager = f"class TokenizerManager:\n    {method or 'pass'}\n"
+    (tmp_path / "sglang/srt/managers/tokenizer_manager.py").write_text(manager)
+    if method is not None:
+        (tmp_path / "sglang/srt/plugins/hook_registry.py").write_text(REGISTRY)
+    done = subprocess.run(
+        [sys.executable, "-c", "import megarl_routes_plugin; megarl_routes_plugin.activate()"],
+        env={"PYTHONPATH": os.pathsep.join([str(PLUGIN), str(tmp_path)])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (
+        "registered sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request\n" * registered
+    )
+    assert ("routing traces stay as they are" in done.stderr) != registered
+    assert len(done.stderr.splitlines()) == (not registered)

@@ -1,4 +1,4 @@
-"""A connection that is kept: answers of every framing, servers that close it, and none of an earlier request's bytes."""
+"""A connection that is kept: every framing of answers, servers that close it, no bytes of an earlier request."""
 
 from __future__ import annotations
 
