@@ -69,7 +69,7 @@ def _with_routes(whole: Rollout, earlier: Rollout, later: Rollout, label: str) -
         routed_experts=rows(old, new),
         routed_mask=rows(old_mask, new_mask),
         route_versions=rows(_route_versions(earlier), _route_versions(later)),
-        route_sources=rows(_sources(earlier), _sources(later)) if sourced else None,
+        route_sources=rows(_sources(earlier, old_mask), _sources(later, new_mask)) if sourced else None,
     )
 
 
@@ -81,7 +81,7 @@ def _route_versions(turn: Rollout) -> np.ndarray:
     return turn.weight_versions if turn.route_versions is None else turn.route_versions
 
 
-def _sources(turn: Rollout) -> np.ndarray:
+def _sources(turn: Rollout, mask: np.ndarray) -> np.ndarray:
     if turn.route_sources is not None:
         return turn.route_sources
-    return np.where(turn.routed_mask, RowSource.CAPTURED, RowSource.MISSING).astype(np.uint8)
+    return np.where(mask, RowSource.CAPTURED, RowSource.MISSING).astype(np.uint8)

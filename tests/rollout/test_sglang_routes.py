@@ -25,6 +25,7 @@ from megarl.core.types import SampleRequest
 from megarl.errors import RolloutError
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.moe_shape import MoeShape
+from megarl.rollout.sglang_buckets import WeightForm
 from megarl.rollout.sglang_client import ClientSettings
 from megarl.rollout.sglang_engine import SGLangEngine
 from megarl.rollout.sglang_fleet import Fleet
@@ -57,7 +58,7 @@ def fleet(updated_server: Server, hostile_model: Path, weights: Weights) -> Iter
 def engine(fleet: Fleet, hostile_model: Path, weights: Weights, request: pytest.FixtureRequest) -> SGLangEngine:
     config = json.loads((hostile_model / "config.json").read_text())
     settings = ClientSettings(concurrency=16, deadline_s=120.0, compact_routes=request.param)
-    engine = SGLangEngine(fleet.urls, config, fleet=fleet, settings=settings, dtype=torch.float32)
+    engine = SGLangEngine(fleet.urls, config, fleet=fleet, settings=settings, form=WeightForm(torch.float32))
     engine.update_weights(weights.items(), 0)
     return engine
 
