@@ -15,19 +15,24 @@ SGLANG_BIN := .venv-sglang/bin
 SGLANG_STAMP := .venv-sglang/.setup-done
 SGLANG_PIP := $(SGLANG_BIN)/python -m pip --disable-pip-version-check install --quiet
 
+# Other releases that the tests run: their wheels alone, each beside a `python` that finds it before the venv's own.
+SGLANG_RELEASES := 0.5.17 0.5.18 0.5.21
+SGLANG_RELEASE_PYTHONS := $(SGLANG_RELEASES:%=.venv-sglang/releases/%/python)
+
 # One thread per process: several ranks on few cores slow each other down a hundredfold otherwise.
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup sglang-cpu quickstart test test-sglang check format clean
+.PHONY: help setup sglang-cpu quickstart test test-fast test-sglang check format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make setup       create .venv and install megarl with pinned versions (CPU build of torch)"
 	@echo "make quickstart  train a tiny MoE with RL on the CPU and write a report to $(QUICKSTART_DIR)"
-	@echo "make sglang-cpu  create .venv-sglang with SGLang $(SGLANG_VERSION) for the CPU (2.7 GB; SGLANG_VERSION= swaps the wheel)"
-	@echo "make test        all tests that need no GPU and no SGLang"
-	@echo "make test-sglang the tests against a real SGLang server"
+	@echo "make sglang-cpu  create .venv-sglang with SGLang $(SGLANG_VERSION) for the CPU (3.2 GB; SGLANG_VERSION= swaps the wheel)"
+	@echo "make test        all tests that need no GPU: test-fast, then test-sglang"
+	@echo "make test-fast   those that need no SGLang"
+	@echo "make test-sglang those against real SGLang servers ($(SGLANG_VERSION) and $(SGLANG_RELEASES))"
 	@echo "make check       lint, format, types, floors"
 	@echo "make format      let ruff put the code in order"
 	@echo "make clean       remove .venv, .venv-sglang, caches and $(QUICKSTART_DIR)"
@@ -66,15 +71,28 @@ $(SGLANG_STAMP): requirements-sglang-cpu.txt
 	@$(SGLANG_PIP) --no-deps --requirement requirements-sglang-cpu.txt
 	@touch $@
 
-sglang-cpu: $(SGLANG_STAMP)
+sglang-cpu: $(SGLANG_STAMP) $(SGLANG_RELEASE_PYTHONS)
 	@$(SGLANG_BIN)/python -c "from importlib.metadata import version; assert version('sglang') == '$(SGLANG_VERSION)'" 2>/dev/null \
 		|| { echo "setup: installing SGLang $(SGLANG_VERSION)"; $(SGLANG_PIP) --no-deps "sglang==$(SGLANG_VERSION)"; }
-	@echo "setup: SGLang $(SGLANG_VERSION) for the CPU is in .venv-sglang"
+	@echo "setup: SGLang $(SGLANG_VERSION) for the CPU is in .venv-sglang; $(SGLANG_RELEASES) are in .venv-sglang/releases"
+
+# The python comes last: an install that was interrupted has none, and is repeated.
+$(SGLANG_RELEASE_PYTHONS): .venv-sglang/releases/%/python: | $(SGLANG_STAMP)
+	@echo "setup: installing SGLang $* beside it"
+	@rm -rf $(@D)
+	@$(SGLANG_PIP) --no-deps --target $(@D) "sglang==$*"
+	@printf '%s\n' '#!/bin/sh' 'here=$$(cd "$$(dirname "$$0")" && pwd)' \
+		'PYTHONPATH="$$here$${PYTHONPATH:+:$$PYTHONPATH}" exec "$$here/../../bin/python" "$$@"' >$@.new
+	@chmod +x $@.new && mv $@.new $@
 
 quickstart: $(STAMP)
 	@$(BIN)/megarl quickstart --out $(QUICKSTART_DIR)
 
-test: $(STAMP)
+test:
+	@$(MAKE) --no-print-directory test-fast
+	@$(MAKE) --no-print-directory test-sglang
+
+test-fast: $(STAMP)
 	@$(BIN)/python -m pytest -q -m "not gpu and not sglang" $(PYTEST_ARGS)
 
 test-sglang: $(STAMP) sglang-cpu

@@ -16,10 +16,10 @@ from pathlib import Path
 from megarl.errors import ConfigError, RolloutError, WeightSyncError
 from megarl.rollout.checkpoint_views import checkpoint_shapes
 from megarl.rollout.sglang_buckets import Bucket, Named, Stopwatch, WeightForm, buckets, each_exactly_once
-from megarl.rollout.sglang_http import ask_release
+from megarl.rollout.sglang_http import server_info
 from megarl.rollout.sglang_server import Server, ServerSpec
 from megarl.rollout.sglang_sync import WeightSender
-from megarl.rollout.sglang_versions import check_version
+from megarl.rollout.sglang_versions import check_server
 from megarl.rollout.weight_folder import WeightFolder
 
 BUCKET_BYTES = 256 << 20
@@ -195,7 +195,7 @@ class Fleet:
                 member.process.stop()
 
     def _connect(self, url: str) -> WeightSender:
-        release, warnings = check_version(ask_release(url, self.api_key))
+        release, warnings = check_server(server_info(url, self.api_key), self.tp)
         for warning in warnings:
             self.tell(f"warning: {warning}")
         return WeightSender(url, release, tp=self.tp, api_key=self.api_key)

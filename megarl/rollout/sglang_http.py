@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 
 from megarl.errors import RolloutError
@@ -17,13 +19,14 @@ def authorization(api_key: str | None) -> dict[str, str]:
     return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
 
-def ask_release(url: str, api_key: str | None) -> str:
-    """SGLang's version as the server at ``url`` tells it, for example "0.5.23"; RolloutError if it tells none."""
+def server_info(url: str, api_key: str | None, timeout_s: float = 60.0) -> dict[str, Any]:
+    """What a running server says of itself: its "version", and its arguments. RolloutError if it tells none."""
     try:
         for path in SERVER_INFO:
-            answer = httpx.get(f"{url}/{path}", headers=authorization(api_key), timeout=60.0, trust_env=False)
+            answer = httpx.get(f"{url}/{path}", headers=authorization(api_key), timeout=timeout_s, trust_env=False)
             if answer.status_code != 404:
                 break
-        return str(answer.raise_for_status().json()["version"])
-    except (httpx.HTTPError, ValueError, KeyError) as error:
+        found = answer.raise_for_status().json()
+        return {**found, "version": str(found["version"])}
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
         raise RolloutError(f"no SGLang server answers at {url} ({error!r}); start it, or correct the URL") from error

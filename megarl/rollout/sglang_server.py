@@ -32,7 +32,8 @@ from types import TracebackType
 import psutil
 
 from megarl.errors import ConfigError, RolloutError
-from megarl.rollout.sglang_http import ask_release, authorization
+from megarl.rollout.sglang_http import authorization, server_info
+from megarl.rollout.sglang_versions import arguments_of, check_arguments
 
 CPU_SHIM = Path(__file__).parent / "sglang_cpu"
 PLUGIN = Path(__file__).parent / "sglang_plugin"
@@ -44,6 +45,19 @@ HEALTH_TIMEOUT_S = 30.0
 """SGLang's health check generates a token and itself gives up after 20 seconds."""
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE")
 TORCHRUN_PREFIXES = ("LOCAL_", "ROLE_", "TORCHELASTIC_")
+NOT_EXTRA = {
+    "api_key": "every user of the host can read it there: set api_key",
+    "config": "it could set anything behind the checks: give the arguments themselves",
+    "weight_version": "a server that starts again must not pass off its old weights as the current ones",
+    "model_path": "set model_path",
+    "model": "set model_path",
+    "host": "set host",
+    "port": "set port",
+    "tp_size": "set tp",
+    "tensor_parallel_size": "set tp",
+    "tp": "set tp",
+}
+"""Arguments that extra_args may not hold, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +97,10 @@ class ServerSpec:
                 f"tp is {self.tp} and gpus are {self.gpus}, expected tp >= 1 and one GPU per tensor parallel rank "
                 "(None serves on the CPU)"
             )
-        if any(arg == "--api-key" or arg.startswith("--api-key=") for arg in self.extra_args):
-            raise ConfigError("extra_args hold --api-key, where every user of the host can read it: set api_key")
-        if "--chunked-prefill-size=-1" in "=".join(self.extra_args):  # given as one argument or as two
-            raise ConfigError(
-                "extra_args turn chunked prefill off (--chunked-prefill-size -1): SGLang crashes on that when it "
-                "returns routed experts; give a size, for example 4096"
-            )
+        for name in arguments_of(self.extra_args):
+            if name in NOT_EXTRA:
+                raise ConfigError(f"extra_args hold --{name.replace('_', '-')}: {NOT_EXTRA[name]}")
+        check_arguments(self.extra_args)
 
 
 def command(spec: ServerSpec, config_file: Path | None = None) -> list[str]:
@@ -126,6 +137,7 @@ def environment(spec: ServerSpec) -> dict[str, str]:
         if name not in TORCHRUN_VARIABLES and not name.startswith(TORCHRUN_PREFIXES)
     }
     env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    env.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)  # log-probabilities without the temperature that was sampled with
     # A crashed server otherwise lives on for 65 seconds to dump its GPU state, without answering.
     env.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
     env.setdefault("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
@@ -264,7 +276,7 @@ class Server:
     @property
     def version(self) -> str:
         """SGLang's version as the running server tells it, for example 0.5.23."""
-        return ask_release(self.url, self.spec.api_key)
+        return str(server_info(self.url, self.spec.api_key)["version"])
 
     def stop(self, grace_s: float = 10.0) -> None:
         """Ends the server and all its processes; does nothing if it is stopped.

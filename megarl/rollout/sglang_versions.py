@@ -1,17 +1,22 @@
-"""What each SGLang release can do, as far as megarl needs it, and which of its faults touch routing traces.
+"""What each SGLang release can do, as far as megarl needs it, and what spoils routing traces or log-probabilities.
 
-Sources: the releases' own code and answers. Releases 0.5.18 to 0.5.23 were run; what is said of earlier ones was read.
+Sources: the releases' own code and answers. Releases 0.5.17, 0.5.18, 0.5.21 and 0.5.23 were run; what is said of others
+was read, and so are the faults that need GPUs or several hosts.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megarl.errors import ConfigError, RolloutError
 
 OLDEST, NEWEST = (0, 5, 7), (0, 5, 23)
 Version = tuple[int, int, int]
+Arguments = Mapping[str, Any]
+"""Server arguments with underscores -> value, as /server_info names them; what is absent has its default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +30,45 @@ class Capability:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that releases up to a version get wrong."""
+    """Something that servers get wrong if they run with certain arguments; megarl refuses it then."""
 
     name: str
-    first: Version
-    last: Version
+    when: Callable[[Arguments], bool]
+    """Whether these arguments make the fault real."""
     meaning: str
-    """What goes wrong, and when."""
-    refused: bool
-    """Whether megarl refuses the release for it, or only warns."""
+    """What goes wrong, and with which arguments."""
+    remedy: str
+    last: Version | None = None
+    """The last release that has it; None: all."""
 
+
+def _number(arguments: Arguments, name: str, default: int) -> int:
+    try:
+        return int(arguments.get(name, default))
+    except (TypeError, ValueError):  # None, or a word that the server itself refuses
+        return default
+
+
+def _tree_of_drafts(arguments: Arguments) -> bool:
+    algorithm = arguments.get("speculative_algorithm")
+    return algorithm is not None and (algorithm == "NGRAM" or _number(arguments, "speculative_eagle_topk", 1) > 1)
+
+
+def _experts_move(arguments: Arguments) -> bool:
+    return (
+        bool(arguments.get("enable_eplb"))
+        or arguments.get("init_expert_location", "trivial") != "trivial"
+        or _number(arguments, "ep_num_redundant_experts", 0) > 0
+    )
+
+
+_OTHER_CACHES = (
+    "enable_hierarchical_cache",
+    "enable_lmcache",
+    "enable_flexkv",
+    "enable_unified_cache_external_linker",
+    "radix_cache_backend",
+)
 
 CAPABILITIES: tuple[Capability, ...] = (
     Capability("routed_experts", (0, 5, 7), "answers carry the experts of every prompt and response token"),
@@ -46,17 +80,75 @@ CAPABILITIES: tuple[Capability, ...] = (
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "physical_experts",
-        (0, 5, 7),
-        (0, 5, 9),
-        "under expert-parallel load balancing (EPLB) answers name physical instead of logical experts",
-        refused=False,
+        _experts_move,
+        "with expert-parallel load balancing (--enable-eplb, --init-expert-location, --ep-num-redundant-experts) "
+        "answers name physical instead of logical experts",
+        "take 0.5.10 or later, or do without load balancing",
+        last=(0, 5, 9),
     ),
     Fault(
         "wrong_rows_on_cpu",
-        (0, 5, 7),
-        (0, 5, 17),
-        "on a CPU with overlap scheduling some rows of routes are those of other tokens",
-        refused=False,
+        lambda found: found.get("device") == "cpu" and not found.get("disable_overlap_schedule"),
+        "on a CPU with overlap scheduling most rows of routes are those of other tokens",
+        "take 0.5.18 or later, or add --disable-overlap-schedule",
+        last=(0, 5, 17),
+    ),
+    Fault(
+        "no_routes",
+        lambda found: found.get("enable_return_routed_experts") is False,
+        "it was started without --enable-return-routed-experts and answers without routes",
+        "start it with that argument",
+    ),
+    Fault(
+        "unchunked_prefill",
+        lambda found: _number(found, "chunked_prefill_size", 1) <= 0,
+        "without chunked prefill (--chunked-prefill-size below 1) it crashes when more prompt tokens arrive at once "
+        "than its buffer of routes has rows",
+        "give a size, for example --chunked-prefill-size 4096",
+    ),
+    Fault(
+        "disaggregation",
+        lambda found: found.get("disaggregation_mode", "null") not in (None, "null"),
+        "with --disaggregation-mode the routes of the prompt stay in the prefill server",
+        "serve prefill and decode in one server",
+    ),
+    Fault(
+        "pipeline",
+        lambda found: _number(found, "pp_size", 1) > 1,
+        "with --pp-size above 1 a server knows the routes of one stage's layers alone",
+        "take --tp-size or more servers",
+    ),
+    Fault(
+        "half_batches",
+        lambda found: bool(found.get("enable_two_batch_overlap")),
+        "with --enable-two-batch-overlap both halves of a batch write their routes to the same rows",
+        "leave it out",
+    ),
+    Fault(
+        "tree_of_drafts",
+        _tree_of_drafts,
+        "speculative decoding with a tree of drafts (NGRAM, or --speculative-eagle-topk above 1) moves accepted tokens "
+        "to other cache slots and leaves their routes behind",
+        "decode without speculation",
+    ),
+    Fault(
+        "cache_beyond_the_gpu",
+        lambda found: any(found.get(name) for name in _OTHER_CACHES),
+        "a prefix cache beyond the GPU (" + ", ".join(f"--{name.replace('_', '-')}" for name in _OTHER_CACHES) + ") "
+        "brings keys and values back into other slots, without their routes",
+        "leave it out; the prefix cache on the GPU keeps both",
+    ),
+    Fault(
+        "watermark",
+        lambda found: bool(found.get("enable_watermark")),
+        "with --enable-watermark tokens are not drawn from the distribution of their log-probabilities",
+        "leave it out",
+    ),
+    Fault(
+        "preferred_sampling",
+        lambda found: bool(found.get("preferred_sampling_params")),
+        "--preferred-sampling-params fill in what a request leaves open, and log-probabilities do not tell of it",
+        "leave them out",
     ),
 )
 
@@ -75,27 +167,57 @@ def can(version: Version, capability: str) -> bool:
     return version >= {entry.name: entry.since for entry in CAPABILITIES}[capability]
 
 
-def check_version(text: str) -> tuple[Version, list[str]]:
-    """The parsed version, and warnings about it. ConfigError if megarl cannot use the release."""
+def check_server(info: Arguments, tp: int) -> tuple[Version, list[str]]:
+    """The parsed version of a /server_info answer, and warnings. ConfigError if megarl cannot use the server.
+
+    ``tp`` is the tensor-parallel size that megarl expects of it.
+    """
+    text = str(info.get("version"))
     version = parse_version(text)
     if version < OLDEST:
         raise ConfigError(
-            f"SGLang {text} returns no routes, expected at least {_dotted(OLDEST)}: upgrade it, or set "
+            f"SGLang {text} returns no routes, expected at least {dotted(OLDEST)}: upgrade it, or set "
             'rollout.engine = "local"'
         )
-    faults = [fault for fault in FAULTS if fault.first <= version <= fault.last]
-    refused = [fault for fault in faults if fault.refused]
-    if refused:
-        raise ConfigError(f"SGLang {text}: {refused[0].meaning}; expected {_dotted(_next(refused[0].last))} or later")
-    warnings = [f"SGLang {text}: {fault.meaning}; {_dotted(_next(fault.last))} is free of that" for fault in faults]
+    for fault in FAULTS:
+        if (fault.last is None or version <= fault.last) and fault.when(info):
+            raise ConfigError(f"SGLang {text}: {fault.meaning}: {fault.remedy}")
+    if _number(info, "tp_size", tp) != tp:
+        raise ConfigError(f"SGLang runs with --tp-size {info['tp_size']}, expected {tp}: set sglang.tp to the former")
+    warnings = []
+    if info.get("speculative_algorithm") is not None:
+        warnings.append("speculative decoding: megarl was never tried with it; watch rollout/k3")
     if version > NEWEST:
-        warnings.append(f"SGLang {text} is newer than {_dotted(NEWEST)}, the last release that megarl was tried with")
+        warnings.append(f"SGLang {text} is newer than {dotted(NEWEST)}, the last release that megarl was tried with")
     return version, warnings
 
 
-def _next(version: Version) -> Version:
-    return version[0], version[1], version[2] + 1
+def check_arguments(words: Sequence[str]) -> None:
+    """ConfigError for words of a command line that are wrong with every release.
+
+    The words are taken as they stand: what is abbreviated or hidden in a file is found by ``check_server``, when the
+    server tells what it runs with.
+    """
+    found = arguments_of(words)
+    for fault in FAULTS:
+        if fault.last is None and fault.when(found):
+            raise ConfigError(f"SGLang: {fault.meaning}: {fault.remedy}")
 
 
-def _dotted(version: Version) -> str:
+def arguments_of(words: Sequence[str]) -> dict[str, Any]:
+    """``["--a-b", "1", "--c=x", "--d"]`` -> ``{"a_b": "1", "c": "x", "d": True}``; the last of several counts."""
+    found: dict[str, Any] = {}
+    name = None
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word.removeprefix("--").partition("=")
+            name = name.replace("-", "_")
+            found[name] = value if equals else True
+        elif name is not None and found[name] is True:
+            found[name] = word
+    return found
+
+
+def dotted(version: Version) -> str:
+    """(0, 5, 23) -> "0.5.23"."""
     return ".".join(map(str, version))

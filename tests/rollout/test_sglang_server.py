@@ -64,6 +64,7 @@ def test_the_cpu_command_and_environment_are_the_tried_ones(monkeypatch: pytest.
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("PYTHONPATH", "/mine")
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 6})
     args = command(dataclasses.replace(SPEC, tp=2, max_total_tokens=512, extra_args=("--random-seed", "1")))
     text = " ".join(args)
@@ -77,6 +78,7 @@ def test_the_cpu_command_and_environment_are_the_tried_ones(monkeypatch: pytest.
     assert env["SGLANG_CPU_OMP_THREADS_BIND"] == "4|6"
     assert "RANK" not in env
     assert "TORCHELASTIC_RUN_ID" not in env
+    assert "SGLANG_RETURN_ORIGINAL_LOGPROB" not in env
 
 
 def test_gpus_get_no_shim_and_only_their_devices(monkeypatch: pytest.MonkeyPatch):
@@ -93,9 +95,13 @@ def test_gpus_get_no_shim_and_only_their_devices(monkeypatch: pytest.MonkeyPatch
     [
         ({"tp": 2, "gpus": (0,)}, "one GPU per tensor parallel rank"),
         ({"port": 70000}, "port is 70000"),
-        ({"extra_args": ("--chunked-prefill-size", "-1")}, "chunked prefill off"),
-        ({"extra_args": ("--chunked-prefill-size=-1",)}, "chunked prefill off"),
+        ({"extra_args": ("--chunked-prefill-size", "-1")}, "without chunked prefill"),
+        ({"extra_args": ("--chunked-prefill-size=-1",)}, "without chunked prefill"),
+        ({"extra_args": ("--disaggregation-mode", "decode")}, "the routes of the prompt stay in the prefill server"),
         ({"extra_args": ("--api-key", "secret")}, "set api_key"),
+        ({"extra_args": ("--tp-size=2",)}, "extra_args hold --tp-size: set tp"),
+        ({"extra_args": ("--weight-version", "7")}, "must not pass off its old weights"),
+        ({"extra_args": ("--config", "file.yaml")}, "behind the checks"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes: dict[str, object], message: str):

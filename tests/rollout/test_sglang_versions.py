@@ -1,11 +1,22 @@
-"""The table of SGLang releases."""
+"""The table of SGLang releases, and what of their arguments is refused."""
 
 from __future__ import annotations
+
+import re
+from typing import Any
 
 import pytest
 
 from megarl.errors import ConfigError, RolloutError
-from megarl.rollout.sglang_versions import CAPABILITIES, FAULTS, can, check_version, parse_version
+from megarl.rollout.sglang_versions import (
+    CAPABILITIES,
+    FAULTS,
+    arguments_of,
+    can,
+    check_arguments,
+    check_server,
+    parse_version,
+)
 
 
 @pytest.mark.parametrize(
@@ -33,14 +44,91 @@ def test_what_releases_can_do() -> None:
         can((0, 5, 23), "telepathy")
 
 
-def test_a_release_without_routes_is_refused_and_faults_are_told() -> None:
+def test_a_release_without_routes_is_refused_and_a_newer_one_told():
     with pytest.raises(ConfigError, match=r"0\.5\.6 returns no routes, expected at least 0\.5\.7"):
-        check_version("0.5.6")
-    assert check_version("0.5.23") == ((0, 5, 23), [])
-    _, warnings = check_version("0.5.9")
-    assert len(warnings) == 2
-    assert "physical" in warnings[0]
-    assert "0.5.10 is free of that" in warnings[0]
-    assert len(check_version("0.5.17")[1]) == 1
-    assert "newer than 0.5.23" in check_version("0.6.0")[1][0]
-    assert {fault.last for fault in FAULTS} == {(0, 5, 9), (0, 5, 17)}
+        check_server({"version": "0.5.6"}, tp=1)
+    assert check_server({"version": "0.5.23"}, tp=1) == ((0, 5, 23), [])
+    assert "newer than 0.5.23" in check_server({"version": "0.6.0"}, tp=1)[1][0]
+    with pytest.raises(RolloutError, match="'None', expected a release number"):
+        check_server({}, tp=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "last", "fault"),
+    [
+        ({"device": "cpu"}, "0.5.17", "wrong_rows_on_cpu"),
+        ({"device": "cpu", "disable_overlap_schedule": False}, "0.5.17", "wrong_rows_on_cpu"),
+        ({"enable_eplb": True}, "0.5.9", "physical_experts"),
+        ({"init_expert_location": "/a/file"}, "0.5.9", "physical_experts"),
+        ({"ep_num_redundant_experts": 2}, "0.5.9", "physical_experts"),
+        ({"enable_return_routed_experts": False}, None, "no_routes"),
+        ({"chunked_prefill_size": -1}, None, "unchunked_prefill"),
+        ({"chunked_prefill_size": 0}, None, "unchunked_prefill"),
+        ({"disaggregation_mode": "decode"}, None, "disaggregation"),
+        ({"pp_size": 2}, None, "pipeline"),
+        ({"enable_two_batch_overlap": True}, None, "half_batches"),
+        ({"speculative_algorithm": "NGRAM"}, None, "tree_of_drafts"),
+        ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4}, None, "tree_of_drafts"),
+        ({"enable_hierarchical_cache": True}, None, "cache_beyond_the_gpu"),
+        ({"enable_lmcache": True}, None, "cache_beyond_the_gpu"),
+        ({"radix_cache_backend": "mine"}, None, "cache_beyond_the_gpu"),
+        ({"enable_watermark": True}, None, "watermark"),
+        ({"preferred_sampling_params": {"min_new_tokens": 3}}, None, "preferred_sampling"),
+    ],
+)
+def test_a_fault_is_refused_where_the_arguments_make_it_real(arguments: dict[str, Any], last: str | None, fault: str):
+    (entry,) = [entry for entry in FAULTS if entry.name == fault]
+    with pytest.raises(ConfigError, match=re.escape(f"{entry.meaning}: {entry.remedy}")):
+        check_server({"version": last or "0.5.23"} | arguments, tp=1)
+    if last is not None:
+        major, minor, patch = parse_version(last)
+        check_server({"version": f"{major}.{minor}.{patch + 1}"} | arguments, tp=1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"device": "cpu", "disable_overlap_schedule": True},
+        {"device": "cuda", "disable_overlap_schedule": False, "enable_eplb": False, "init_expert_location": "trivial"},
+        {"chunked_prefill_size": 4096, "disaggregation_mode": "null", "pp_size": 1, "ep_num_redundant_experts": 0},
+        {"chunked_prefill_size": None, "radix_cache_backend": None, "preferred_sampling_params": None, "tp_size": 1},
+        {"speculative_algorithm": None, "speculative_eagle_topk": None, "watermark_config": "<redacted>"},
+    ],
+)
+def test_other_arguments_are_not(arguments: dict[str, Any]):
+    assert check_server({"version": "0.5.9"} | arguments, tp=1) == ((0, 5, 9), [])
+
+
+def test_a_chain_of_drafts_is_told():
+    found = {"version": "0.5.23", "speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}
+    assert "speculative decoding" in check_server(found, tp=1)[1][0]
+
+
+def test_another_number_of_ranks_is_refused():
+    with pytest.raises(ConfigError, match="runs with --tp-size 2, expected 1"):
+        check_server({"version": "0.5.23", "tp_size": 2}, tp=1)
+
+
+def test_words_of_a_command_line():
+    words = ("--a-b", "1", "--c=x=y", "--d", "--e", "first", "second", "--f", "-1", "--a-b", "2")
+    assert arguments_of(words) == {"a_b": "2", "c": "x=y", "d": True, "e": "first", "f": "-1"}
+    assert arguments_of(()) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--chunked-prefill-size", "-1"), "without chunked prefill"),
+        (("--chunked-prefill-size=0",), "without chunked prefill"),
+        (("--disaggregation-mode", "prefill"), "routes of the prompt stay"),
+        (("--disable-radix-cache", "--enable-hierarchical-cache"), "--enable-hierarchical-cache"),
+        (("--preferred-sampling-params", '{"top_k": 5}'), "fill in what a request leaves open"),
+    ],
+)
+def test_words_that_are_wrong_with_every_release_are_refused(words: tuple[str, ...], message: str):
+    with pytest.raises(ConfigError, match=message):
+        check_arguments(words)
+
+
+def test_words_that_some_release_or_no_release_gets_wrong_are_left_to_the_server():
+    check_arguments(("--enable-eplb", "--device", "cpu", "--chunked-prefill-size", "8", "--pp-size", "one"))
