@@ -21,9 +21,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from megarl import config_file, megatron_fields
-from megarl.config import Config
+from megarl.config import Config, SGLangConfig
 from megarl.errors import ConfigError
 from megarl.megatron_fields import REPLAY_BLOCKERS
+from megarl.rollout.sglang_versions import CAPABILITIES, FAULTS, NEWEST, OLDEST, dotted, installed_release
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,6 @@ _PACKAGES = (
     ("transformer-engine", False, "fused attention and norms, FP8, the fast layer spec: pip install 'megarl[gpu]'"),
     ("apex", False, "fused gradient accumulation: build from source, github.com/NVIDIA/apex"),
     ("grouped_gemm", False, "Megatron's legacy grouped expert GEMM: pip install grouped_gemm"),
-    ("sglang", False, "the SGLang sampling engine (usually in an environment of its own)"),
     ("wandb", False, "log.wandb_project: pip install wandb"),
 )
 
@@ -66,6 +66,7 @@ def findings() -> list[Finding]:
         _megatron(),
         _replay_hook(),
         *(_package(*package) for package in _PACKAGES),
+        _sglang(Path(SGLangConfig().python)),
     ]
 
 
@@ -120,11 +121,25 @@ def _replay_hook() -> Finding:
     return Finding(name, None, True, "this Megatron-Core cannot replay routes: pip install megatron-core==0.16.1")
 
 
+def _sglang(python: Path) -> Finding:
+    """In the environment that `make sglang-cpu` makes, or in this one."""
+    note = (
+        'rollout.engine = "sglang": run `make sglang-cpu`, or name the Python of another environment in sglang.python'
+    )
+    found = _version("sglang")
+    if python.exists():
+        try:
+            found = f"{installed_release(python)} in {python}"
+        except ConfigError as error:
+            note = str(error)
+    return Finding("sglang", found, False, note)
+
+
 def doctor(path: Path | None = None, overrides: Mapping[str, Any] | None = None, console: Console | None = None) -> int:
     """Print the tables; with a configuration also its layout and the replay blockers that it hits.
 
-    Returns 0, or 1 if something required is missing. Raises ConfigError, after the tables, if the configuration is
-    wrong.
+    Returns 0, or 1 if something required is missing or a run would refuse its SGLang servers. Raises ConfigError, after
+    the tables, if the configuration is wrong.
     """
     console = console or Console()
     results = findings()
@@ -135,9 +150,13 @@ def doctor(path: Path | None = None, overrides: Mapping[str, Any] | None = None,
         console.print(f"Missing: {', '.join(missing)}.", style="bold red")
     else:
         console.print("Everything that is required is here.", style="green")
-    if path is not None:
-        _print_config(console, config_file.load(path, overrides))
-    return 1 if missing else 0
+    if path is None:
+        console.print(_releases_table())
+        return 1 if missing else 0
+    config = config_file.load(path, overrides)
+    _print_config(console, config)
+    usable = config.rollout.engine != "sglang" or _print_servers(console, config)
+    return 1 if missing or not usable else 0
 
 
 def _installed_table(results: list[Finding]) -> Table:
@@ -163,6 +182,41 @@ def _blockers_table(settings: Mapping[str, Any] | None) -> Table:
             row.append("[red]HIT[/]" if blocker.hit(settings) else "[green]free[/]")
         table.add_row(*row)
     return table
+
+
+def _releases_table() -> Table:
+    title = f"SGLang releases that megarl samples with: {dotted(OLDEST)} to {dotted(NEWEST)}"
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    table.add_column("releases", no_wrap=True)
+    table.add_column("what", no_wrap=True)
+    table.add_column("meaning", overflow="fold")
+    for entry in CAPABILITIES:
+        table.add_row(f"from {dotted(entry.since)}", entry.name, escape(entry.meaning))
+    for fault in FAULTS:
+        table.add_row(
+            f"to {dotted(fault.last)}" if fault.last else "all", fault.name, escape(f"refused: {fault.meaning}")
+        )
+    return table
+
+
+def _print_servers(console: Console, config: Config) -> bool:
+    """Whether a run would accept all its SGLang servers."""
+    from megarl.rollout.sglang_check import examine  # needs psutil and httpx, whose absence is told above
+
+    table = Table(title="SGLang servers", box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    for heading in ("", "where", "release", "can"):
+        table.add_column(heading, overflow="fold")
+    examined = examine(config)
+    for server in examined:
+        mark = "[green]yes[/]" if server.problem is None else "[red]REFUSED[/]"
+        table.add_row(mark, escape(server.where), server.release or "-", ", ".join(server.able) or "-")
+    console.print(table)
+    for server in examined:
+        for warning in server.warnings:
+            console.print(f"warning: {server.where}: {warning}", style="yellow", markup=False)
+        if server.problem is not None:
+            console.print(f"SGLang: {server.problem}", style="bold red", markup=False)
+    return all(server.problem is None for server in examined)
 
 
 def _raw_megatron(path: Path | None, overrides: Mapping[str, Any] | None) -> dict[str, Any] | None:

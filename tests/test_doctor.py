@@ -1,8 +1,15 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -10,6 +17,7 @@ from rich.console import Console
 from megarl import doctor, megatron_fields
 from megarl.errors import ConfigError
 from megarl.megatron_fields import REPLAY_BLOCKERS
+from megarl.rollout.sglang_versions import CAPABILITIES, FAULTS
 
 CONFIG = """
 [run]
@@ -140,3 +148,132 @@ def test_an_unreadable_file_is_explained_after_the_tables(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         doctor.doctor(tmp_path / "absent.toml", console=console)
     assert "Installed" in console.file.getvalue()
+
+
+def test_without_a_configuration_the_releases_are_listed():
+    _, text = shown()
+    assert "0.5.7 to 0.5.23" in text
+    for name in (*(entry.name for entry in CAPABILITIES), *(fault.name for fault in FAULTS)):
+        assert name in text
+
+
+class TestSGLang:
+    """The servers that a configuration asks for."""
+
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Path:
+        path = tmp_path / "run.toml"
+        path.write_text(CONFIG.replace("[rollout]", '[rollout]\nengine = "sglang"'))
+        return path
+
+    def interpreter(self, folder: Path, script: str) -> str:
+        """Stands for the Python of SGLang's environment; the test below asks real ones."""
+        path = folder / "python"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        return str(path)
+
+    @contextmanager
+    def server(self, info: Mapping[str, Any], path: str = "/server_info") -> Iterator[str]:
+        """The URL of something that says of itself what a server says; other paths are unknown to it."""
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                if self.headers.get("Authorization") not in (None, "Bearer open-sesame"):
+                    self.send_error(401)
+                elif self.path != path:
+                    self.send_error(404)
+                else:
+                    self.send_response(200)
+                    self.end_headers()
+                    self.wfile.write(json.dumps(info).encode())
+
+            def log_message(self, format: str, *args: object):
+                pass
+
+        with HTTPServer(("127.0.0.1", 0), Handler) as http:
+            thread = threading.Thread(target=http.serve_forever)
+            thread.start()
+            yield f"http://127.0.0.1:{http.server_port}"
+            http.shutdown()
+            thread.join()
+
+    def test_a_good_release_is_shown_with_what_it_can_do(self, path: Path, tmp_path: Path):
+        code, text = shown(path, {"sglang.python": self.interpreter(tmp_path, "echo 0.5.20")})
+        assert code == 0
+        (row,) = [line for line in text.splitlines() if str(tmp_path / "python") in line]
+        assert "yes" in row
+        assert "0.5.20" in row
+        assert "routed_experts, routed_experts_start_len, weight_versions" in row
+        assert "update_session" not in row
+
+    @pytest.mark.parametrize(
+        ("script", "arguments", "message"),
+        [
+            ("echo 0.5.6", [], "SGLang 0.5.6 returns no routes, expected at least 0.5.7"),
+            ("echo 0.5.17", [], "or add --disable-overlap-schedule"),
+            ("echo 0.5.23", ["--enable-lmcache"], "brings keys and values back into other slots"),
+            ("echo 0.5.23", ["--api-key", "x"], "set api_key"),
+            ("echo no such module >&2; exit 1", [], "has no SGLang (no such module)"),
+            ("echo main", [], "'main', expected a release number"),
+        ],
+    )
+    def test_what_a_run_would_refuse_ends_with_an_error(
+        self, path: Path, tmp_path: Path, script: str, arguments: list[str], message: str
+    ):
+        settings = {"sglang.python": self.interpreter(tmp_path, script), "sglang.arguments": arguments}
+        code, text = shown(path, settings)
+        assert code == 1
+        assert "REFUSED" in text
+        assert message in " ".join(text.split())
+
+    def test_an_interpreter_that_is_not_there_is_an_error_of_this_engine_alone(self, path: Path, tmp_path: Path):
+        missing = {"sglang.python": str(tmp_path / "nothing")}
+        code, text = shown(path, missing)
+        assert code == 1
+        assert "run `make sglang-cpu`, or set sglang.python" in " ".join(text.split())
+        code, text = shown(path, missing | {"rollout.engine": "local"})
+        assert code == 0
+        assert "REFUSED" not in text
+
+    def test_arguments_that_avoid_a_fault_make_a_release_good(self, path: Path, tmp_path: Path):
+        python = self.interpreter(tmp_path, "echo 0.5.17")
+        assert shown(path, {"sglang.python": python, "sglang.arguments": ["--disable-overlap-schedule"]})[0] == 0
+
+    def test_servers_that_run_are_asked_each(self, path: Path):
+        good = {"version": "0.5.23", "device": "cuda", "tp_size": 1}
+        old = {"version": "0.5.8", "enable_eplb": True}
+        with self.server(good) as first, self.server(old, "/get_server_info") as second:
+            assert shown(path, {"sglang.urls": [first]})[0] == 0
+            code, text = shown(path, {"sglang.urls": [first, second, "http://127.0.0.1:9"]})
+            wrong_tp = shown(path, {"sglang.urls": [first], "sglang.tp": 2})
+        assert code == 1
+        assert text.count("REFUSED") == 2
+        words = " ".join(text.split())
+        assert "SGLang 0.5.8: with expert-parallel load balancing" in words
+        assert "no SGLang server answers at http://127.0.0.1:9" in words
+        assert wrong_tp[0] == 1
+        assert "--tp-size 1, expected 2" in wrong_tp[1]
+
+    def test_the_key_is_sent_and_its_absence_told(self, path: Path, monkeypatch: pytest.MonkeyPatch):
+        with self.server({"version": "0.5.23"}) as url:
+            settings = {"sglang.urls": [url], "sglang.api_key_env": "SESAME"}
+            monkeypatch.delenv("SESAME", raising=False)
+            code, text = shown(path, settings)
+            assert code == 1
+            assert "no variable SESAME" in text
+            monkeypatch.setenv("SESAME", "open-sesame")
+            assert shown(path, settings)[0] == 0
+            monkeypatch.setenv("SESAME", "wrong")
+            code, text = shown(path, settings)
+            assert code == 1
+            assert "401" in text
+
+    @pytest.mark.sglang
+    def test_real_environments_tell_their_release(self, path: Path):
+        venv = Path(__file__).parents[1] / ".venv-sglang"
+        for python in (venv / "bin" / "python", *venv.glob("releases/*/python")):
+            code, text = shown(path, {"sglang.python": str(python)})
+            release = "0.5.23" if python.parent.name == "bin" else python.parent.name
+            assert f"  {release} " in text
+            assert code == (1 if release == "0.5.17" else 0)

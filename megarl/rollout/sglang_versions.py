@@ -7,8 +7,10 @@ was read, and so are the faults that need GPUs or several hosts.
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megarl.errors import ConfigError, RolloutError
@@ -216,6 +218,21 @@ def arguments_of(words: Sequence[str]) -> dict[str, Any]:
         elif name is not None and found[name] is True:
             found[name] = word
     return found
+
+
+def installed_release(python: Path) -> str:
+    """The release of SGLang that an interpreter finds. ConfigError if there is no such interpreter, or no SGLang."""
+    words = [str(python), "-c", "from importlib.metadata import version; print(version('sglang'))"]
+    try:
+        answer = subprocess.run(words, capture_output=True, text=True, timeout=60.0, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(
+            f"found no Python for SGLang at {python} ({error}): run `make sglang-cpu`, or set sglang.python"
+        ) from error
+    if answer.returncode != 0:
+        told = (answer.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ConfigError(f"{python} has no SGLang ({told}): pip install sglang=={dotted(NEWEST)} there")
+    return answer.stdout.strip()
 
 
 def dotted(version: Version) -> str:

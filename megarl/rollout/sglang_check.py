@@ -1,0 +1,73 @@
+"""What can be said of the servers of a configuration before a run: their release, and whether megarl can use them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megarl.config import Config
+from megarl.errors import ConfigError, MegarlError
+from megarl.rollout.sglang_http import server_info
+from megarl.rollout.sglang_server import ServerSpec, command
+from megarl.rollout.sglang_versions import CAPABILITIES, arguments_of, can, check_server, installed_release
+
+ASK_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """One environment that servers are started in, or one server that runs."""
+
+    where: str
+    """Path of the interpreter, or URL."""
+    release: str | None = None
+    """None: it could not be found out."""
+    able: tuple[str, ...] = ()
+    """Names of the table's capabilities."""
+    warnings: tuple[str, ...] = ()
+    problem: str | None = None
+    """Why a run would refuse it, and what to do; None: it would not."""
+
+
+def examine(config: Config) -> list[Examined]:
+    """Ask each server of sglang.urls, or else the interpreter sglang.python; nothing is started."""
+    settings = config.sglang
+    if not settings.urls:
+        return [_checked(Examined(str(settings.python)), partial(_planned, config), settings.tp)]
+    return [_checked(Examined(url), partial(_running, config, url), settings.tp) for url in settings.urls]
+
+
+def _planned(config: Config) -> Mapping[str, Any]:
+    """What /server_info of a server with these settings will say, as far as its command line tells."""
+    settings = config.sglang
+    spec = ServerSpec(
+        model_path=config.model.path,
+        python=settings.python,
+        dtype="auto",
+        log_file=os.devnull,
+        tp=settings.tp,
+        extra_args=tuple(settings.arguments),
+    )
+    return {**arguments_of(command(spec)), "version": installed_release(Path(settings.python))}
+
+
+def _running(config: Config, url: str) -> Mapping[str, Any]:
+    name = config.sglang.api_key_env
+    if name is not None and not os.environ.get(name):
+        raise ConfigError(f"sglang.api_key_env: the environment has no variable {name}; export it, or remove the key")
+    return server_info(url, os.environ[name] if name else None, ASK_S)
+
+
+def _checked(found: Examined, ask: Callable[[], Mapping[str, Any]], tp: int) -> Examined:
+    try:
+        info = ask()
+        found = replace(found, release=str(info.get("version")))
+        version, warnings = check_server(info, tp)
+    except MegarlError as error:
+        return replace(found, problem=str(error))
+    able = tuple(entry.name for entry in CAPABILITIES if can(version, entry.name))
+    return replace(found, able=able, warnings=tuple(warnings))
