@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 import torch
 from rollout_oracle import make_requests
+from sglang_faulty import check_complete, in_background, kill_9
 from sglang_fixtures import START_DEADLINE_S
 from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_sets
 
-from megarl.core.types import Rollout, SampleRequest
+from megarl.core.types import SampleRequest
 from megarl.errors import RolloutError
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.sglang_buckets import WeightForm
@@ -152,15 +153,6 @@ def engine_of(
     return SGLangEngine(to, config, fleet=fleet, settings=settings, form=WeightForm(torch.float32))
 
 
-def check_complete(requests: Sequence[SampleRequest], rollouts: Sequence[Rollout], finished: Sequence[int]) -> None:
-    assert [(r.group, r.sample) for r in rollouts] == [(r.group, r.sample) for r in requests]
-    assert all(
-        np.array_equal(rollout.tokens[: len(request.prompt_tokens)], request.prompt_tokens)
-        for request, rollout in zip(requests, rollouts, strict=True)
-    )
-    assert list(finished) == [1] * len(requests)
-
-
 @pytest.mark.parametrize("fault", ["500", "json", "routes", "cut", "hang"])
 def test_a_fault_that_passes_costs_nothing(
     engine: SGLangEngine, proxy: Proxy, fault: str, hostile_model: Path, weights: Weights
@@ -210,37 +202,6 @@ def test_what_the_server_refuses_is_not_asked_again(engine: SGLangEngine, proxy:
     with pytest.raises(RolloutError, match="refuses the request, HTTP 400"):
         engine.generate([too_long], PARAMS)
     assert proxy.seen == 1
-
-
-def in_background(work: Callable[[], Any]) -> Callable[[], Any]:
-    """Start ``work`` in a thread; the returned function waits for its result or raises its error."""
-    result: list[Any] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            result.append(work())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-
-    def wait() -> Any:
-        thread.join()
-        if errors:
-            raise errors[0]
-        return result[0]
-
-    return wait
-
-
-def kill_9(server: Server, named: str = "") -> None:
-    """The server's processes with this in their command line, all by default, but not the watchdog."""
-    killed = [p for p in server.members() if p.pid != server.pid and named in " ".join(p.cmdline())]
-    assert killed
-    for process in killed:
-        process.kill()
 
 
 def test_a_killed_server_comes_back_with_the_current_weights(
