@@ -6,6 +6,7 @@ before any request can be answered with others: a fresh server names its weights
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -34,6 +35,7 @@ class _Member:
     """None: a server that somebody else runs."""
     sender: WeightSender | None = None
     restarts: int = 0
+    heard_at: float = -math.inf
     silent_since: float | None = None
 
 
@@ -48,6 +50,9 @@ class FleetSettings:
     max_restarts: int = 20
     """Restarts of one server before the fleet gives it up."""
     poll_s: float = 0.5
+    """Between two looks at whether the processes live."""
+    health_s: float = 10.0
+    """Between two health checks of a server that has answered the last one; each generates a token."""
 
 
 @dataclass
@@ -224,9 +229,13 @@ class Fleet:
         assert member.process is not None
         if not member.process.alive:
             return member.restarts <= self.settings.max_restarts
+        if time.monotonic() - member.heard_at < self.settings.health_s:
+            return False
         # A paused server answers no health check, and one that is hung answers 503.
-        if self._updating.is_set() or member.process.healthy():
+        if self._updating.is_set():
             member.silent_since = None
+        elif member.process.healthy():
+            member.silent_since, member.heard_at = None, time.monotonic()
         else:
             member.silent_since = member.silent_since or time.monotonic()
             if time.monotonic() - member.silent_since > self.settings.hang_s:

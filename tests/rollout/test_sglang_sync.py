@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from megarl.rollout.checkpoint_views import checkpoint_shapes
 from megarl.rollout.sglang_buckets import Bucket, buckets
 from megarl.rollout.sglang_engine import SGLangEngine
 from megarl.rollout.sglang_fleet import Fleet, FleetSettings
-from megarl.rollout.sglang_server import ServerSpec
+from megarl.rollout.sglang_server import Server, ServerSpec
 from megarl.rollout.weight_folder import WeightFolder
 
 SHAPES = {"a.weight": (2, 3), "b.weight": (4,), "c.weight": (1, 5)}
@@ -197,6 +198,21 @@ class TestAServerThatIsStuck:
         assert fleet._needs_revival(member)
         assert not member.process.alive
         assert told == [f"{member.url} has not answered for 0 s: killed"]
+
+    def test_one_that_has_answered_is_left_in_peace_for_a_while(self, fleet: Fleet, monkeypatch: pytest.MonkeyPatch):
+        """A health check generates a token; that the process lives is seen without."""
+        checks: list[float] = []
+        monkeypatch.setattr(Server, "healthy", lambda self: checks.append(time.monotonic()) is None)
+        fleet.settings = replace(fleet.settings, health_s=0.3)
+        (member,) = fleet._members
+        assert member.process is not None
+        started = time.monotonic()
+        while time.monotonic() < started + 1.0:
+            assert not fleet._needs_revival(member)
+            time.sleep(0.02)
+        assert 2 <= len(checks) <= 4
+        member.process.kill()
+        assert fleet._needs_revival(member)  # at once
 
     def test_it_is_spared_during_an_update(self, fleet: Fleet):
         """A paused server answers no health check either."""
