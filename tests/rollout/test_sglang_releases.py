@@ -26,6 +26,7 @@ from megarl.core.types import SampleRequest
 from megarl.errors import ConfigError, RolloutError, WeightSyncError
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.moe_shape import MoeShape
+from megarl.rollout.sglang_buckets import Bucket, WeightForm
 from megarl.rollout.sglang_client import ClientSettings
 from megarl.rollout.sglang_engine import SGLangEngine
 from megarl.rollout.sglang_fleet import Fleet, FleetSettings
@@ -75,7 +76,9 @@ def served(
     told: list[str] = []
     fleet = Fleet([spec], settings=FleetSettings(START_DEADLINE_S, poll_s=0.1), tell=told.append)
     urls = fleet.start()
-    engine = SGLangEngine(urls, config, fleet=fleet, settings=ClientSettings(concurrency=16), dtype=torch.float32)
+    engine = SGLangEngine(
+        urls, config, fleet=fleet, settings=ClientSettings(concurrency=16), form=WeightForm(torch.float32)
+    )
     server = fleet._members[0].process
     assert server is not None
     yield Served(release, server, fleet, engine, told)
@@ -105,11 +108,17 @@ def test_routes_and_logprobs_are_those_of_transformers(
     assert same_sets(rollouts, oracle_of(sglang_model, weights[2])) < 0.9
 
 
-@pytest.mark.parametrize("way", ["tensor", "disk"])
+@pytest.mark.parametrize("way", ["tensor", "distributed", "disk"])
 def test_the_server_follows_the_weights(
     served: Served, way: str, sglang_model: Path, weights: list[Weights], tmp_path: Path
 ):
-    fleet = Fleet(urls=[served.server.url], source=sglang_model, folder=tmp_path if way == "disk" else None)
+    fleet = Fleet(
+        urls=[served.server.url],
+        source=sglang_model,
+        folder=tmp_path if way == "disk" else None,
+        broadcast=way == "distributed",
+        checksums=True,
+    )
     engine = SGLangEngine(
         fleet.start(), json.loads((sglang_model / "config.json").read_text()), fleet=fleet, dtype=torch.float32
     )
@@ -171,9 +180,9 @@ def test_tensors_outside_of_a_session_are_refused_where_there_are_sessions(serve
     name, tensor = next(iter(weights[0].items()))
     if can(parse_version(served.release), "update_session"):
         with pytest.raises(WeightSyncError, match="HTTP 400"):
-            sender.send([(name, tensor)])
+            sender.send(Bucket([(name, tensor)]))
     else:
-        sender.send([(name, tensor)])
+        sender.send(Bucket([(name, tensor)]))
     sender.close()
 
 

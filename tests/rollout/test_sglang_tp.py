@@ -14,6 +14,7 @@ from sglang_fixtures import START_DEADLINE_S
 from sglang_oracle import CLOSE, logprob_gap, noisy, oracle_of, same_sets
 
 from megarl.rollout.engine import SamplingParams
+from megarl.rollout.sglang_buckets import WeightForm
 from megarl.rollout.sglang_engine import SGLangEngine
 from megarl.rollout.sglang_fleet import Fleet, FleetSettings
 from megarl.rollout.sglang_server import ServerSpec
@@ -30,7 +31,7 @@ def engine(sglang_spec: ServerSpec, tmp_path_factory: pytest.TempPathFactory) ->
         fleet = Fleet([spec], tp=2, settings=FleetSettings(START_DEADLINE_S))
         urls = fleet.start()
     config = json.loads((Path(spec.model_path) / "config.json").read_text())
-    engine = SGLangEngine(urls, config, fleet=fleet, dtype=torch.float32)
+    engine = SGLangEngine(urls, config, fleet=fleet, form=WeightForm(torch.float32))
     yield engine
     engine.close()
 

@@ -18,6 +18,7 @@ from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_se
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.rollout.moe_shape import MoeShape
+from megarl.rollout.sglang_buckets import Bucket
 from megarl.rollout.sglang_server import Server
 from megarl.rollout.sglang_sync import WeightSender
 from megarl.rollout.sglang_versions import parse_version
@@ -45,7 +46,7 @@ def sender(updated_server: Server, weights: list[Weights]) -> Iterator[WeightSen
     """The server has the OLD weights."""
     sender = WeightSender(updated_server.url, parse_version(updated_server.version))
     sender.begin()
-    sender.send(list(weights[OLD].items()))
+    sender.send(Bucket(weights[OLD].items()))
     sender.finish(OLD)
     yield sender
     sender.close()
@@ -120,7 +121,7 @@ def test_an_update_under_running_requests_spoils_them(
     with ThreadPoolExecutor(NUM_UNDER_WAY + 1) as pool:
         answers = under_way(updated_server, pool)
         sender._post("pause_generation", {"mode": mode})
-        sender.send(list(weights[NEW].items()))
+        sender.send(Bucket(weights[NEW].items()))
         sender._post("end_weight_update", {})
         sender._in_session = False
         flushed = sender._ask("POST", "flush_cache").status_code
@@ -160,7 +161,7 @@ def test_an_update_as_megarl_does_it_keeps_every_response_of_one_version(
             pool.submit(httpx.post, f"{updated_server.url}/generate", json=body_of(i, 8), timeout=60.0)
             for i in range(4)
         ]
-        sender.send(list(weights[NEW].items()))
+        sender.send(Bucket(weights[NEW].items()))
         sender.finish(NEW)
         found = [answer.result() for answer in answers]
         after = rollouts_of([answer.result().raise_for_status().json() for answer in late], hostile_model)
