@@ -1,27 +1,29 @@
 """Requests to SGLang servers: bounded, balanced, with a deadline, and repeated where the server was at fault.
 
 A group's samples go to one server, so that its prefix cache serves them. Each server has at most ``concurrency``
-requests at a time; the rest wait here. A request that fails for a reason that may pass (the connection, an HTTP 5xx,
-an answer that is cut short, the deadline) goes back to the queue, also of another server; nothing is counted until its
-answer has been checked.
+requests at a time; the rest wait here, and go to another server only where their own has its hands full or is away. A
+request that fails for a reason that may pass (the connection, an HTTP 5xx, an answer that is cut short, the deadline)
+waits again; nothing is counted until its answer has been checked.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import ssl
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
+import aiohttp
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError, TraceError
-from megarl.rollout.sglang_connection import Connection
 from megarl.rollout.sglang_http import MODEL_INFO, authorization
+
+KEEP_CONNECTION_S = 3.0
+"""SGLang closes a connection that has been idle for five seconds, also in the moment that a request goes out."""
+BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class ClientSettings:
     losses: int = 30
     """How often one request is lost together with its connection before the rollout fails."""
     recovery_s: float = 300.0
-    """How long a server may be away before its requests go to the others."""
+    """How long a server may be away before it counts as down; the rollout fails when all are."""
     api_key: str | None = None
     """Sent as a bearer token."""
     compact_routes: bool = True
@@ -100,75 +102,111 @@ class SGLangClient:
         on_finish: Callable[[int], None] | None,
         version: str | None,
     ) -> list[Rollout]:
-        found: dict[int, Rollout] = {}
-        down: set[int] = set()
-        changed = asyncio.Condition()
-        queues: list[deque[_Job]] = [deque() for _ in self.urls]
+        # Bounded by ourselves. No proxy of the environment is used: servers are near, often on the loopback address.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_CONNECTION_S)
+        async with aiohttp.ClientSession(
+            connector=connector,
+            headers=self.headers,
+            timeout=aiohttp.ClientTimeout(total=None),
+            read_bufsize=BUFFER_BYTES,
+            trust_env=False,
+        ) as http:
+            return await _Round(self.urls, self.settings, http, body, decode, on_finish, version).run(requests)
+
+
+class _Round:
+    """One call of ``generate``: which request waits for which server, and which servers can be asked."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        settings: ClientSettings,
+        http: aiohttp.ClientSession,
+        body: Body,
+        decode: Decode,
+        on_finish: Callable[[int], None] | None,
+        version: str | None,
+    ) -> None:
+        self._urls, self._settings, self._http = urls, settings, http
+        self._body, self._decode, self._on_finish, self._version = body, decode, on_finish, version
+        self._queues: list[deque[_Job]] = [deque() for _ in urls]
+        self._busy = [0] * len(urls)
+        self._away: set[int] = set()
+        """Do not answer at the moment; those of them that are ``_down`` are not asked any more."""
+        self._down: set[int] = set()
+        self._found: dict[int, Rollout] = {}
+        self._returns: list[asyncio.Task[None]] = []
+        self._tasks = asyncio.TaskGroup()
+
+    async def run(self, requests: Sequence[SampleRequest]) -> list[Rollout]:
+        """The rollouts in the order of the requests."""
         for position, request in enumerate(requests):
-            queues[request.group % len(queues)].append(_Job(request, position))
+            self._queues[request.group % len(self._queues)].append(_Job(request, position))
+        async with self._tasks:
+            self._fill()
+        return [self._found[position] for position in range(len(requests))]
 
-        async def work(server: int, connection: Connection) -> None:
-            while True:
-                async with changed:  # what is under way elsewhere may come back
-                    await changed.wait_for(lambda: any(queues) or len(found) == len(requests))
-                if len(found) == len(requests):
-                    return
-                job = _next(queues, server)
-                if job is None:  # another worker was quicker
-                    continue
-                try:
-                    async with asyncio.timeout(self.settings.deadline_s):
-                        answer = await self._post(connection, self.urls[server], body(job.request))
-                    rollout = self._decoded(job, answer, decode)
-                except AwayError as failure:
-                    self._lost(job, failure)
-                    async with changed:
-                        queues[server].appendleft(job)
-                    if not await self._back(server, down, version):
-                        async with changed:  # the others take over what was queued here
-                            changed.notify_all()
-                        if len(down) == len(self.urls):
-                            raise RolloutError(
-                                f"all {len(self.urls)} SGLang servers are down, the last failure: {failure}"
-                            ) from failure
-                        return
-                    continue
-                except (PassingError, TimeoutError) as failure:
-                    await self._again(job, failure)
-                    async with changed:
-                        queues[(server + 1) % len(queues)].append(job)
-                        changed.notify_all()
-                    continue
-                found[job.position] = rollout
-                if on_finish is not None:
-                    on_finish(1)
-                if len(found) == len(requests):
-                    async with changed:
-                        changed.notify_all()
+    def _fill(self) -> None:
+        """Give every server that can be asked as many requests as it may have."""
+        for server in range(len(self._urls)):
+            while (
+                server not in self._away
+                and self._busy[server] < self._settings.concurrency
+                and (job := self._next(server)) is not None
+            ):
+                self._busy[server] += 1
+                self._tasks.create_task(self._serve(server, job))
 
-        per_server = min(self.settings.concurrency, len(requests))
-        tls = ssl.create_default_context() if any(url.startswith("https:") for url in self.urls) else None
-        connections = [
-            (server, Connection(url, self.headers, tls))
-            for server, url in enumerate(self.urls)
-            for _ in range(per_server)
+    def _next(self, server: int) -> _Job | None:
+        """The server's own work first; then that of others, but only what they could not begin now themselves."""
+        if self._queues[server]:
+            return self._queues[server].popleft()
+        waiting = [
+            queue
+            for other, queue in enumerate(self._queues)
+            if queue and (other in self._away or self._busy[other] >= self._settings.concurrency)
         ]
-        try:
-            async with asyncio.TaskGroup() as group:
-                for server, connection in connections:
-                    group.create_task(work(server, connection))
-        finally:
-            for _, connection in connections:
-                connection.close()
-        return [found[position] for position in range(len(requests))]
+        return max(waiting, key=len).pop() if waiting else None
 
-    async def _post(self, connection: Connection, url: str, body: dict[str, Any]) -> Any:
+    async def _serve(self, server: int, job: _Job) -> None:
+        url = self._urls[server]
         try:
-            status, answer = await connection.post("generate", json.dumps(body).encode())
-        except (OSError, EOFError) as error:
+            async with asyncio.timeout(self._settings.deadline_s):
+                answer = await self._post(url, self._body(job.request))
+            try:
+                rollout = self._decode(job.request, answer)
+            except (RolloutError, TraceError) as error:
+                raise PassingError(str(error)) from error
+        except AwayError as failure:
+            self._lost(job, failure)
+            self._queues[server].appendleft(job)
+            if server not in self._away:
+                self._away.add(server)
+                self._returns.append(self._tasks.create_task(self._await_return(server, failure)))
+        except (PassingError, TimeoutError) as failure:
+            await self._again(job, failure)
+            self._queues[(server + 1) % len(self._queues)].append(job)
+        else:
+            self._found[job.position] = rollout
+            if self._on_finish is not None:
+                self._on_finish(1)
+        self._busy[server] -= 1
+        self._fill()
+        if not any(self._busy) and not any(self._queues):
+            for task in self._returns:  # nobody waits for them any more
+                task.cancel()
+
+    async def _post(self, url: str, body: dict[str, Any]) -> Any:
+        try:
+            content = json.dumps(body).encode()
+            async with self._http.post(
+                f"{url}/generate", data=content, headers={"content-type": "application/json"}
+            ) as response:
+                status, answer = response.status, await response.read()
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             raise AwayError(f"{url}: {type(error).__name__}: {error}") from error
-        except ValueError as error:
-            raise PassingError(f"{url}: {error}") from error
+        except aiohttp.ClientError as error:
+            raise PassingError(f"{url}: {type(error).__name__}: {error}") from error
         told = answer[:300].decode("utf-8", errors="replace")
         if status >= 500:
             raise PassingError(f"{url}: HTTP {status}: {told}")
@@ -179,62 +217,52 @@ class SGLangClient:
         except ValueError as error:
             raise PassingError(f"{url}: the answer of {len(answer)} bytes is no JSON ({error})") from error
 
-    async def _back(self, server: int, down: set[int], version: str | None) -> bool:
-        """Wait for a server to answer again; False, and the server counted as down, if it stays away.
+    async def _await_return(self, server: int, failure: AwayError) -> None:
+        """Let a server have requests again when it answers, or count it as down if it stays away.
 
         One that has been started again answers before it has its weights.
         """
-        until = asyncio.get_running_loop().time() + self.settings.recovery_s
-        # No proxy of the environment: servers are meant to be near, often on the loopback address.
-        async with httpx.AsyncClient(headers=self.headers, timeout=20.0, trust_env=False) as http:
-            while server not in down:
-                await asyncio.sleep(0.5)
-                try:
-                    answer = await http.get(f"{self.urls[server]}/health")
-                    if answer.status_code == 200 and version in (None, await self._weights(http, server)):
-                        return True
-                except httpx.HTTPError:
-                    pass
-                if asyncio.get_running_loop().time() > until:
-                    down.add(server)
-        return False
+        until = asyncio.get_running_loop().time() + self._settings.recovery_s
+        while asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(0.5)
+            if await self._answers(self._urls[server]):
+                self._away.discard(server)
+                self._fill()
+                return
+        self._down.add(server)
+        if len(self._down) == len(self._urls):
+            raise RolloutError(f"all {len(self._urls)} SGLang servers are down, the last failure: {failure}")
 
-    async def _weights(self, http: httpx.AsyncClient, server: int) -> str | None:
-        for path in MODEL_INFO:
-            answer = await http.get(f"{self.urls[server]}/{path}")
-            if answer.status_code == 200:
-                return str(answer.json().get("weight_version"))
-        return None
+    async def _answers(self, url: str) -> bool:
+        """Whether a server is healthy and has the weights that are sampled with."""
+        try:
+            async with asyncio.timeout(20.0):
+                async with self._http.get(f"{url}/health") as response:
+                    if response.status != 200:
+                        return False
+                for path in MODEL_INFO if self._version is not None else ():
+                    async with self._http.get(f"{url}/{path}") as response:
+                        if response.status == 200:
+                            return str((await response.json()).get("weight_version")) == self._version
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            return False
+        return self._version is None
 
     def _lost(self, job: _Job, failure: AwayError) -> None:
         job.losses += 1
-        if job.losses >= self.settings.losses:
+        if job.losses >= self._settings.losses:
             request = job.request
             raise RolloutError(
                 f"group {request.group} sample {request.sample}: lost {job.losses} times with its connection, the "
                 f"last: {failure}; if the server dies of this request, its log says why"
             )
 
-    def _decoded(self, job: _Job, answer: Any, decode: Decode) -> Rollout:
-        try:
-            return decode(job.request, answer)
-        except (RolloutError, TraceError) as error:
-            raise PassingError(str(error)) from error
-
     async def _again(self, job: _Job, failure: BaseException) -> None:
-        told = str(failure) or f"no answer within {self.settings.deadline_s} s"
+        told = str(failure) or f"no answer within {self._settings.deadline_s} s"
         job.failures.append(told)
-        if len(job.failures) >= self.settings.attempts:
+        if len(job.failures) >= self._settings.attempts:
             request = job.request
             raise RolloutError(
                 f"group {request.group} sample {request.sample}: {len(job.failures)} attempts failed, the last: {told}"
             )
         await asyncio.sleep(0.25 * 2 ** len(job.failures))
-
-
-def _next(queues: Sequence[deque[_Job]], server: int) -> _Job | None:
-    """The server's own work first; when that is done, the longest queue of another."""
-    if queues[server]:
-        return queues[server].popleft()
-    longest = max(queues, key=len)
-    return longest.pop() if longest else None

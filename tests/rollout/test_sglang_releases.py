@@ -120,7 +120,10 @@ def test_the_server_follows_the_weights(
         checksums=True,
     )
     engine = SGLangEngine(
-        fleet.start(), json.loads((sglang_model / "config.json").read_text()), fleet=fleet, dtype=torch.float32
+        fleet.start(),
+        json.loads((sglang_model / "config.json").read_text()),
+        fleet=fleet,
+        form=WeightForm(torch.float32),
     )
     for version in (1, 2):
         engine.update_weights(weights[version].items(), version)

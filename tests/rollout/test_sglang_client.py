@@ -1,0 +1,143 @@
+"""Who is asked for what: groups stay together, nobody has more than allowed, and idle servers help busy ones."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from megarl.core.types import Rollout, SampleRequest
+from megarl.errors import RolloutError
+from megarl.rollout.sglang_client import ClientSettings, SGLangClient
+
+
+class Counting:
+    """Answers ``/generate`` after a while; knows who has asked for what, and how many at a time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.groups: Counter[int] = Counter()
+        self.now = self.most = 0
+        self.url = ""
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._ready.wait(10.0)
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        app = web.Application()
+        app.router.add_post("/generate", self._generate)
+        runner = web.AppRunner(app)
+        self._loop.run_until_complete(runner.setup())
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        self._loop.run_until_complete(site.start())
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self._ready.set()
+        self._loop.run_forever()
+        self._loop.run_until_complete(runner.cleanup())
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        group = (await request.json())["group"]
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(self.seconds)
+        self.now -= 1
+        self.groups[group] += 1
+        return web.json_response({"group": group})
+
+
+@contextmanager
+def servers(*seconds: float) -> Iterator[list[Counting]]:
+    made = [Counting(each) for each in seconds]
+    try:
+        yield made
+    finally:
+        for server in made:
+            server.close()
+
+
+def requests_of(groups: int, samples: int) -> list[SampleRequest]:
+    prompt = np.array([3], np.int32)
+    return [SampleRequest(prompt, group, sample, 0) for group in range(groups) for sample in range(samples)]
+
+
+def decode(request: SampleRequest, answer: Any) -> Rollout:
+    assert answer == {"group": request.group}
+    return Rollout(
+        group=request.group,
+        sample=request.sample,
+        tokens=np.array([3, 4], np.int32),
+        loss_mask=np.array([False, True]),
+        rollout_logprobs=np.zeros(2, np.float32),
+        routed_experts=None,
+        routed_mask=None,
+        weight_versions=np.zeros(2, np.int32),
+        finish_reason="stop",
+    )
+
+
+def ask(made: list[Counting], requests: list[SampleRequest], **settings: Any) -> list[tuple[int, int]]:
+    client = SGLangClient([server.url for server in made], ClientSettings(**settings))
+    finished: list[int] = []
+    found = client.generate(requests, lambda request: {"group": request.group}, decode, finished.append)
+    assert finished == [1] * len(requests)
+    return [(rollout.group, rollout.sample) for rollout in found]
+
+
+def test_a_group_goes_to_one_server_while_that_has_room():
+    requests = requests_of(6, 4)
+    with servers(0.02, 0.02) as made:
+        assert ask(made, requests, concurrency=64) == [(r.group, r.sample) for r in requests]
+        assert [dict(server.groups) for server in made] == [{0: 4, 2: 4, 4: 4}, {1: 4, 3: 4, 5: 4}]
+
+
+def test_no_server_has_more_than_allowed_and_an_idle_one_helps_a_slow_one():
+    with servers(0.01, 0.3) as made:
+        ask(made, requests_of(4, 8), concurrency=3)
+        quick, slow = made
+        assert quick.most == slow.most == 3
+        assert quick.groups[0] == quick.groups[2] == 8  # its own
+        assert quick.groups.total() > 24  # and of the other's 16, which would have taken it 6 turns
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_server_that_is_gone_leaves_its_work_to_the_other(dead: int):
+    with servers(0.01, 0.01) as made:
+        made[dead].close()
+        requests = requests_of(4, 4)
+        assert ask(made, requests, recovery_s=30.0) == [(r.group, r.sample) for r in requests]
+        assert made[1 - dead].groups.total() == 16
+
+
+def test_without_any_server_the_rollout_fails():
+    with servers(0.01, 0.01) as made:
+        for server in made:
+            server.close()
+        with pytest.raises(RolloutError, match=r"all 2 SGLang servers are down, the last failure: http://127\.0\.0\.1"):
+            ask(made, requests_of(2, 2), recovery_s=1.0)
+
+
+def test_what_is_wrong_here_is_no_fault_of_the_server():
+    def fails(request: SampleRequest) -> dict[str, Any]:
+        raise RolloutError("the prompt is empty")
+
+    with servers(0.01) as made:
+        client = SGLangClient([made[0].url], ClientSettings())
+        body: Callable[[SampleRequest], dict[str, Any]] = fails
+        with pytest.raises(RolloutError, match="the prompt is empty"):
+            client.generate(requests_of(2, 2), body, decode)
+        assert made[0].groups.total() == 0
