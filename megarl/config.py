@@ -235,6 +235,8 @@ class SGLangConfig(Table):
     """Whether the servers' checksums of their weights are compared after every update."""
     fp8: bool = False
     """Whether servers compute in FP8, with weights in blocks of 128 x 128; needs a GPU with FP8."""
+    compact_routes: bool = True
+    """Ask for routes in a short form, which servers that megarl starts know; others send the long one."""
     concurrency: PositiveInt = 64
     """Requests that each rank has under way at one server."""
     deadline_s: PositiveFloat = 600.0

@@ -66,6 +66,7 @@ def _sglang(config: Config, tell: Callable[[str], None]) -> SGLangEngine:
         deadline_s=settings.deadline_s,
         attempts=settings.attempts,
         api_key=key,
+        compact_routes=settings.compact_routes,
         # Servers of ours that are never started again need not be waited for.
         recovery_s=settings.start_deadline_s if settings.urls or settings.max_restarts else 1.0,
     )
