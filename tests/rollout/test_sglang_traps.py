@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ import numpy as np
 import pytest
 import torch
 from rollout_oracle import Oracle
+from sglang_fixtures import START_DEADLINE_S
 from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_sets
 
 from megarl.core.types import Rollout, SampleRequest
+from megarl.rollout import sglang_server
 from megarl.rollout.moe_shape import MoeShape
 from megarl.rollout.sglang_buckets import Bucket
-from megarl.rollout.sglang_server import Server
+from megarl.rollout.sglang_server import Server, ServerSpec
 from megarl.rollout.sglang_sync import WeightSender
 from megarl.rollout.sglang_versions import parse_version
 from megarl.rollout.sglang_wire import rollout_of
@@ -173,6 +176,45 @@ def test_an_update_as_megarl_does_it_keeps_every_response_of_one_version(
     assert [made_with(rollout) for rollout in after] == [{NEW}] * 4
     assert same_sets(after, oracles[NEW]) == 1.0
     assert logprob_gap(after, oracles[NEW]) < CLOSE
+
+
+def test_an_update_that_flushes_by_itself_says_failure_although_the_weights_have_changed(
+    sender: WeightSender, updated_server: Server, weights: list[Weights], oracles: list[Oracle]
+):
+    """The reason why megarl asks for no flush in an update, flushes afterwards, and looks at the answer."""
+    bucket = Bucket(weights[NEW].items())
+    body = {"serialized_named_tensors": [bucket.payload], "load_format": "flattened_bucket", "flush_cache": True}
+    with ThreadPoolExecutor(NUM_UNDER_WAY + 1) as pool:
+        answers = under_way(updated_server, pool)
+        sender._post("pause_generation", {"mode": "in_place"})
+        sender._open_session()
+        updated = sender._ask("POST", "update_weights_from_tensor", body)
+        sender._post("end_weight_update", {})
+        sender._in_session = False
+        sender._post("continue_generation", {})
+        for answer in answers:
+            answer.result()
+    assert updated.json()["success"] is False
+    assert "flush" in updated.text.lower()
+    fresh = [31, 30, 29]  # in no cache
+    answer = httpx.post(
+        f"{updated_server.url}/generate", json=body_of(0, 1) | {"input_ids": fresh}, timeout=60.0
+    ).json()
+    logprob, token, _ = answer["meta_info"]["output_token_logprobs"][0]
+    assert abs(logprob - float(oracles[NEW].logits(fresh)[-1].log_softmax(-1)[token])) < CLOSE
+
+
+def test_without_chunked_prefill_a_prompt_that_is_longer_than_the_buffer_ends_the_server(
+    sglang_spec: ServerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sglang_server, "check_arguments", lambda words: None)
+    arguments = ("--chunked-prefill-size", "-1", "--max-running-requests", "4")
+    with Server(replace(sglang_spec, log_file=tmp_path / "log", extra_args=arguments)) as server:
+        server.wait_ready(START_DEADLINE_S)
+        body = body_of(0, 4) | {"input_ids": list(range(2, 13))}
+        with pytest.raises(httpx.TransportError):
+            httpx.post(f"{server.url}/generate", json=body, timeout=60.0)
+        assert "The expanded size of the tensor (4) must match the existing size (11)" in (tmp_path / "log").read_text()
 
 
 def test_logprobs_below_full_support_are_not_of_what_was_sampled_from(
