@@ -51,7 +51,11 @@ class BroadcastGroup:
 
         The server's answer is looked at while we wait: one that refuses never comes.
         """
-        self._wait_for(in_thread(self._rendezvous), server_joins)
+        ours = in_thread(self._rendezvous, daemon=False)
+        while not (ours.done() and server_joins.done()):
+            self._raise_failure(server_joins, ours)
+            time.sleep(POLL_S)
+        self._raise_failure(server_joins, ours)
 
     def _rendezvous(self) -> None:
         self._use_device()
@@ -71,16 +75,22 @@ class BroadcastGroup:
     def broadcast(self, flat: torch.Tensor, server_receives: Future[None]) -> None:
         """Send ``flat`` to the server, which has been asked to receive it; WeightSyncError if it does not take it."""
         assert self._group is not None, "join first"
-
-        def send() -> None:
-            self._use_device()
+        self._use_device()
+        failure = None  # kept as text: an exception would keep the group alive through its frames
+        try:
             work = dist.broadcast(flat, group_src=0, group=self._group, async_op=True)
             assert work is not None
+            while not work.is_completed():
+                self._raise_failure(server_receives)
+                time.sleep(POLL_S)
             work.wait()
-            if flat.is_cuda:
-                torch.cuda.synchronize(flat.device)
-
-        self._wait_for(in_thread(send), server_receives)
+        except RuntimeError as error:  # of gloo and NCCL
+            failure = str(error)
+        if failure is not None:
+            raise self._failure(failure)
+        while not server_receives.done():
+            time.sleep(POLL_S)
+        self._raise_failure(server_receives)
 
     def close(self) -> None:
         """Leave the group, also while a broadcast is still under way, which ends with the group's timeout."""
@@ -93,31 +103,27 @@ class BroadcastGroup:
             dist.destroy_process_group(group)
         held = [group]
         del group
-        # Taking a gloo group apart waits for what is under way.
-        threading.Thread(target=held.clear, name="weight-group-end", daemon=True).start()
+        # Taking a gloo group apart waits for what is under way, so does the end of the process.
+        threading.Thread(target=held.clear, name="weight-group-end").start()
 
     def _use_device(self) -> None:
         if self.device.type == "cuda":  # every thread begins with the first one
             torch.cuda.set_device(self.device)
 
-    def _wait_for(self, ours: Future[None], servers: Future[None]) -> None:
-        while not (ours.done() and servers.done()):
-            for side in (servers, ours):
-                if side.done() and side.exception() is not None:
-                    raise self._failure(side.exception())
-            time.sleep(POLL_S)
-        for side in (servers, ours):
-            if side.exception() is not None:
-                raise self._failure(side.exception())
+    def _raise_failure(self, *sides: Future[None]) -> None:
+        for side in sides:
+            error = side.exception() if side.done() else None
+            if isinstance(error, WeightSyncError):
+                raise error
+            if error is not None:
+                raise self._failure(str(error))
 
-    def _failure(self, error: BaseException | None) -> WeightSyncError:
-        if isinstance(error, WeightSyncError):
-            return error
-        return WeightSyncError(f"the {self.backend} group at {self.address}:{self.port} failed: {error}")
+    def _failure(self, told: str) -> WeightSyncError:
+        return WeightSyncError(f"the {self.backend} group at {self.address}:{self.port} failed: {told}")
 
 
-def in_thread(work: Callable[[], None]) -> Future[None]:
-    """Like an executor's future, but of a daemon thread: a trainer that ends must not wait for a lost server."""
+def in_thread(work: Callable[[], None], daemon: bool = True) -> Future[None]:
+    """The future of a thread. A daemon ends with the process, which must not happen inside of torch's own code."""
     done: Future[None] = Future()
 
     def run() -> None:
@@ -129,7 +135,7 @@ def in_thread(work: Callable[[], None]) -> Future[None]:
         else:
             done.set_result(None)
 
-    threading.Thread(target=run, name="weight-sync", daemon=True).start()
+    threading.Thread(target=run, name="weight-sync", daemon=daemon).start()
     return done
 
 

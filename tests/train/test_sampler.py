@@ -219,8 +219,8 @@ def test_training_and_evaluation_noise(world: World) -> None:
     with sampler(world, data__heldout=str(world.folder / "task" / "train.jsonl"), train__mini_batches=1) as made:
         first, again, later = (made.sample_step(step).mini_batches[0] for step in (0, 0, 1))
         drawn: list[Any] = []
-        original = made._draw
-        made._draw = lambda *rest: drawn.append(original(*rest)) or drawn[-1]  # type: ignore[method-assign]
+        original = made.engine.generate
+        made.engine.generate = lambda *rest: drawn.append(original(*rest)) or drawn[-1]  # type: ignore[method-assign]
         evaluated = [made.evaluate(step) for step in (0, 7)]
     assert [r.tokens.tolist() for r in first] == [r.tokens.tolist() for r in again]
     assert [r.tokens.tolist() for r in first] != [r.tokens.tolist() for r in later]
@@ -230,6 +230,30 @@ def test_training_and_evaluation_noise(world: World) -> None:
     held = {tuple(r.tokens[: r.prompt_length]): tuple(r.response_tokens) for r in drawn[0]}
     assert set(trained) <= set(held)
     assert sum(trained[prompt] == held[prompt] for prompt in trained) <= 1
+
+
+def test_what_is_drawn_in_the_background_is_what_would_be_drawn_now(world: World) -> None:
+    """And its count, and the age of its weights."""
+    with sampler(world, train__mini_batches=1) as made:
+        now = made.sample_step(3)
+        made.begin_step(3)
+        made.settle()
+        finished: list[int] = []
+        later = made.sample_step(3, finished.append)
+    assert sum(finished) == NUM_SEQUENCES
+    for one, other in zip(now.mini_batches[0], later.mini_batches[0], strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+    version = now.mini_batches[0][0].weight_versions[0]
+    assert finalize(later.metrics)["rollout/staleness_mean"] == 3 - version
+
+
+def test_an_error_in_the_background_is_raised_by_the_step(world: World) -> None:
+    with sampler(world, train__mini_batches=1) as made:
+        made.engine.close()
+        made.begin_step(0)
+        made.settle()
+        with pytest.raises(RolloutError, match="closed"):
+            made.sample_step(0)
 
 
 def test_prompts_go_round_when_a_step_wants_more_than_there_are(world: World, tmp_path: Path) -> None:
