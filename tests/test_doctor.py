@@ -239,6 +239,7 @@ class TestSGLang:
     def test_arguments_that_avoid_a_fault_make_a_release_good(self, path: Path, tmp_path: Path):
         python = self.interpreter(tmp_path, "echo 0.5.17")
         assert shown(path, {"sglang.python": python, "sglang.arguments": ["--disable-overlap-schedule"]})[0] == 0
+        assert shown(path, {"sglang.python": python, "sglang.gpus": [0]})[0] == 0  # the fault is the CPU's
 
     def test_servers_that_run_are_asked_each(self, path: Path):
         good = {"version": "0.5.23", "device": "cuda", "tp_size": 1}

@@ -50,6 +50,7 @@ def _planned(config: Config) -> Mapping[str, Any]:
         dtype="auto",
         log_file=os.devnull,
         tp=settings.tp,
+        gpus=tuple(settings.gpus[: settings.tp]) or None,
         extra_args=tuple(settings.arguments),
     )
     return {**arguments_of(command(spec)), "version": installed_release(Path(settings.python))}
