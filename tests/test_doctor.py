@@ -241,6 +241,14 @@ class TestSGLang:
         assert shown(path, {"sglang.python": python, "sglang.arguments": ["--disable-overlap-schedule"]})[0] == 0
         assert shown(path, {"sglang.python": python, "sglang.gpus": [0]})[0] == 0  # the fault is the CPU's
 
+    def test_a_release_that_an_option_is_beyond_is_refused(self, path: Path, tmp_path: Path):
+        settings = {"sglang.python": self.interpreter(tmp_path, "echo 0.5.22"), "sglang.checksums": True}
+        code, text = shown(path, settings)
+        assert code == 1
+        assert "0.5.22 gives no checksums on a CPU" in " ".join(text.split())
+        assert shown(path, settings | {"sglang.gpus": [0]})[0] == 0
+        assert shown(path, settings | {"sglang.checksums": False})[0] == 0
+
     def test_servers_that_run_are_asked_each(self, path: Path):
         good = {"version": "0.5.23", "device": "cuda", "tp_size": 1}
         old = {"version": "0.5.8", "enable_eplb": True}

@@ -37,8 +37,8 @@ def examine(config: Config) -> list[Examined]:
     """Ask each server of sglang.urls, or else the interpreter sglang.python; nothing is started."""
     settings = config.sglang
     if not settings.urls:
-        return [_checked(Examined(str(settings.python)), partial(_planned, config), settings.tp)]
-    return [_checked(Examined(url), partial(_running, config, url), settings.tp) for url in settings.urls]
+        return [_checked(config, Examined(str(settings.python)), partial(_planned, config))]
+    return [_checked(config, Examined(url), partial(_running, config, url)) for url in settings.urls]
 
 
 def _planned(config: Config) -> Mapping[str, Any]:
@@ -63,12 +63,15 @@ def _running(config: Config, url: str) -> Mapping[str, Any]:
     return server_info(url, os.environ[name] if name else None, ASK_S)
 
 
-def _checked(found: Examined, ask: Callable[[], Mapping[str, Any]], tp: int) -> Examined:
+def _checked(config: Config, found: Examined, ask: Callable[[], Mapping[str, Any]]) -> Examined:
     try:
         info = ask()
         found = replace(found, release=str(info.get("version")))
-        version, warnings = check_server(info, tp)
+        version, warnings = check_server(info, config.sglang.tp)
     except MegarlError as error:
         return replace(found, problem=str(error))
     able = tuple(entry.name for entry in CAPABILITIES if can(version, entry.name))
-    return replace(found, able=able, warnings=tuple(warnings))
+    problem = None
+    if config.sglang.checksums and info.get("device") == "cpu" and not can(version, "checksums_on_cpu"):
+        problem = f"SGLang {found.release} gives no checksums on a CPU: take a later one, or sglang.checksums = false"
+    return replace(found, able=able, warnings=tuple(warnings), problem=problem)

@@ -77,6 +77,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("routed_experts_start_len", (0, 5, 12), "answers can leave out the experts of a known prefix"),
     Capability("weight_versions", (0, 5, 19), "answers say which weights made which tokens"),
     Capability("update_session", (0, 5, 21), "updates stand between /begin_weight_update and /end_weight_update"),
+    Capability("checksums_on_cpu", (0, 5, 23), "/weights_checker answers on a CPU too, as sglang.checksums needs it"),
 )
 
 FAULTS: tuple[Fault, ...] = (
