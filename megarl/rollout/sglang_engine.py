@@ -97,10 +97,11 @@ class SGLangEngine:
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See ``Engine.update_weights``; a collective call of all ranks that share the servers.
 
-        WeightSyncError while this rank's ``generate`` is under way in another thread: its requests would be aborted.
+        Waits for every rank to call it, for the requests of one that still samples would be aborted. WeightSyncError on
+        all while the ``generate`` of one is under way in another thread.
         """
-        if not self._at_rest.is_set():
-            raise WeightSyncError("responses are being sampled: wait for generate to return before the weights change")
+        busy = "responses are being sampled: wait for generate to return before the weights change"
+        self._agree(None if self._at_rest.is_set() else WeightSyncError(busy))
         self._complete = False
         failure: MegarlError | None = None
         outstanding = iter(tensors)

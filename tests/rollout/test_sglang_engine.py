@@ -19,7 +19,7 @@ from rollout_oracle import make_requests
 from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_sets
 
 from megarl.core.types import Rollout, SampleRequest
-from megarl.errors import ConfigError, RolloutError, WeightSyncError
+from megarl.errors import ConfigError, MegarlError, RolloutError, WeightSyncError
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.sglang_buckets import Bucket, WeightForm
 from megarl.rollout.sglang_client import ClientSettings
@@ -337,3 +337,47 @@ def test_an_update_aborts_what_runs(engine: SGLangEngine, weights: list[Weights]
         reason = answer["meta_info"]["finish_reason"]["type"]
         spans = {span["version"] for span in answer["meta_info"].get("weight_versions") or []}
         assert reason == "abort" or len(spans) <= 1, "a response was made with two versions of the weights"
+
+
+def test_an_update_waits_for_ranks_that_still_sample(
+    fleet: Fleet, config: dict[str, Any], weights: list[Weights], updated_server: Server
+):
+    """Two ranks share the server; the one that sends the weights is through with its own responses first."""
+    met = threading.Barrier(2, timeout=60.0)
+
+    def agree(failure: MegarlError | None) -> None:
+        met.wait()
+        if failure is not None:
+            raise failure
+
+    settings = ClientSettings(concurrency=16, deadline_s=120.0)
+    sender, other = (
+        SGLangEngine(
+            [updated_server.url],
+            config,
+            fleet=owned,
+            agree=agree,
+            settings=settings,
+            form=WeightForm(torch.float32),
+        )
+        for owned in (fleet, None)
+    )
+    found: list[Rollout] = []
+    begun = threading.Event()
+
+    def other_rank() -> None:
+        other.update_weights(weights[0].items(), 0)
+        begun.set()
+        found.extend(other.generate(make_requests(8, copies=4), replace(PARAMS, max_response_tokens=40)))
+        other.update_weights(weights[1].items(), 1)
+
+    thread = threading.Thread(target=other_rank)
+    thread.start()
+    sender.update_weights(weights[0].items(), 0)
+    assert begun.wait(60.0)
+    time.sleep(0.1)
+    assert not found
+    sender.update_weights(weights[1].items(), 1)
+    thread.join()
+    assert len(found) == 32
+    assert {int(version) for rollout in found for version in rollout.weight_versions} == {0}
