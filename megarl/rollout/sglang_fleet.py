@@ -257,9 +257,10 @@ class Fleet:
             try:
                 member.process.start()
                 member.process.wait_ready(self.settings.start_deadline_s, self._ended)
+                sender = self._connect(member.url)
                 if member.sender is not None:
                     member.sender.close()
-                member.sender = self._connect(member.url)
+                member.sender = sender
                 if self._version is not None:
                     member.sender.begin()
                     if isinstance(self._copy, Path):

@@ -20,10 +20,11 @@ from megarl.data.tiny import write_tiny_model
 from megarl.errors import ConfigError, RolloutError, WeightSyncError
 from megarl.rollout import sglang_server
 from megarl.rollout.checkpoint_views import checkpoint_shapes
-from megarl.rollout.sglang_buckets import Bucket, buckets
+from megarl.rollout.sglang_buckets import Bucket, WeightForm, buckets
 from megarl.rollout.sglang_engine import SGLangEngine
 from megarl.rollout.sglang_fleet import Fleet, FleetSettings
 from megarl.rollout.sglang_server import Server, ServerSpec
+from megarl.rollout.sglang_sync import WeightSender
 from megarl.rollout.weight_folder import WeightFolder
 
 SHAPES = {"a.weight": (2, 3), "b.weight": (4,), "c.weight": (1, 5)}
@@ -247,3 +248,21 @@ def test_tied_embeddings_are_expected_once(tmp_path: Path):
     with safe_open(tmp_path / "tied" / "model.safetensors", framework="pt") as file:
         assert set(checkpoint_shapes(path)) == set(file.keys())
     assert "lm_head.weight" not in checkpoint_shapes(path)
+
+
+def test_a_server_that_failed_to_come_back_does_not_end_the_next_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It died again before it could be asked for its release; the next update leaves it out."""
+    spec = ServerSpec(write_tiny_model(tmp_path / "model"), sys.executable, dtype="float32", log_file=tmp_path / "log")
+    fleet = Fleet([spec])
+    (member,) = fleet._members
+    member.url = "http://127.0.0.1:9"
+    member.sender = WeightSender(member.url, (0, 5, 23))
+    member.process = server = Server(spec)
+    for name in ("start", "wait_ready", "kill"):
+        monkeypatch.setattr(server, name, lambda *_: None)
+    monkeypatch.setattr(Server, "alive", property(lambda _: False))
+    fleet._revive(member)
+    with pytest.raises(WeightSyncError, match="tensors are missing"):
+        fleet.update([], 1, WeightForm(torch.float32))
