@@ -217,8 +217,9 @@ class SGLangConfig(Table):
     """Python of the environment that holds SGLang."""
     tp: PositiveInt = 1
     """Tensor-parallel ranks of each server."""
-    mem_fraction: float = Field(default=0.8, gt=0, lt=1)
-    """Share of a GPU's memory (of the machine's, on a CPU) that a server takes for weights and cache."""
+    mem_fraction: float | None = Field(default=None, gt=0, lt=1)
+    """Share of a GPU's memory (of the machine's, on a CPU, where all of it is taken at once) for a server's weights and
+    cache; default what SGLang finds fitting, 0.1 on a CPU."""
     max_total_tokens: PositiveInt | None = None
     """Tokens that a server's cache holds; default what fits."""
     arguments: list[str] = []
