@@ -533,6 +533,16 @@ class Config(Table):
 
     def _check_servers(self) -> None:
         settings = self.sglang
+        bases = [url.rstrip("/") for url in settings.urls]
+        for url in settings.urls:
+            if not url.startswith(("http://", "https://")) or url.endswith("/") or bases.count(url) > 1:
+                raise ValueError(
+                    f"sglang.urls: found {url}, expected each server once, as http://host:port without a slash"
+                )
+        if settings.urls and settings.gpus:
+            raise ValueError("sglang.gpus: found together with sglang.urls, whose servers run already; set one of them")
+        if len(set(settings.gpus)) < len(settings.gpus):
+            raise ValueError(f"sglang.gpus: found {settings.gpus}, expected each GPU once")
         if settings.gpus and len(settings.gpus) != settings.servers * settings.tp:
             raise ValueError(
                 f"sglang.gpus: found {len(settings.gpus)}, expected sglang.servers * sglang.tp = "

@@ -312,3 +312,17 @@ def test_nothing_heavy_is_imported():
     code = f"import sys, megarl.config_file; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("sglang", "told"),
+    [
+        ({"urls": ["127.0.0.1:30000"]}, "sglang.urls: found 127.0.0.1:30000"),
+        ({"urls": ["http://127.0.0.1:30000/"]}, "sglang.urls: found http://127.0.0.1:30000/"),
+        ({"urls": ["http://a:1", "http://a:1"]}, "expected each server once"),
+        ({"urls": ["http://a:1"], "gpus": [0]}, "sglang.gpus: found together with sglang.urls"),
+        ({"gpus": [0, 0], "servers": 2}, "expected each GPU once"),
+    ],
+)
+def test_servers_that_cannot_work_are_refused(sglang: dict[str, Any], told: str):
+    assert told in refusal(**{f"sglang__{name}": value for name, value in sglang.items()})
