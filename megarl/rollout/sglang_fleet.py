@@ -135,8 +135,9 @@ class Fleet:
                 whole = each_exactly_once(gathering.over(tensors), self._shapes, version)
                 parts = buckets(forming.over(form.of(whole)), BUCKET_BYTES)
                 served = self._delivered(served, parts, version)
-                served = self._each(served, lambda sender: sender.finish(version))
-                self._compare_checksums(served)
+                served = self._each(served, lambda sender: sender.finish(version, resume=False))
+                served = self._compare_checksums(served)
+                self._each(served, lambda sender: sender.resume())
                 self._version = version
             finally:
                 self._updating.clear()
@@ -170,11 +171,16 @@ class Fleet:
             served = self._each(served, lambda sender: sender.load_from_disk(str(self._copy)))
         return served
 
-    def _compare_checksums(self, served: Sequence[_Member]) -> None:
-        """All servers must hold the same weights, and one that is back later those of the others."""
-        for member in served if self.checksums else ():
-            assert member.sender is not None
-            found = member.sender.checksums()
+    def _compare_checksums(self, served: list[_Member]) -> list[_Member]:
+        """All servers must hold the same weights, and one that is back later those of the others.
+
+        Returns those that live."""
+        if not self.checksums:
+            return served
+        told: dict[str, list[dict[str, str]]] = {}
+        served = self._each(served, lambda sender: told.update({sender.url: sender.checksums()}))
+        for member in served:
+            found = told[member.url]
             self._checksums = self._checksums or found
             if found != self._checksums:
                 wrong = [
@@ -187,6 +193,7 @@ class Fleet:
                     f"{member.url} holds other weights than the first server after one update: {len(wrong)} checksums "
                     f"differ, the first of {wrong[:1]}"
                 )
+        return served
 
     def close(self) -> None:
         """Stop the servers that were started here, and wait for their processes to be gone."""
@@ -268,8 +275,9 @@ class Fleet:
                     else:
                         for bucket in self._copy:
                             member.sender.send(bucket)
-                    member.sender.finish(self._version)
+                    member.sender.finish(self._version, resume=False)
                     self._compare_checksums([member])
+                    member.sender.resume()
             except (ConfigError, RolloutError, WeightSyncError) as error:
                 self.tell(f"{member.url} could not be started again: {error}")
                 member.process.kill()

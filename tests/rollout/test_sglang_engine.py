@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -381,3 +382,37 @@ def test_an_update_waits_for_ranks_that_still_sample(
     thread.join()
     assert len(found) == 32
     assert {int(version) for rollout in found for version in rollout.weight_versions} == {0}
+
+
+def test_a_server_that_is_back_with_wrong_weights_samples_nothing(
+    updated_server: Server, hostile_model: Path, weights: list[Weights], monkeypatch: pytest.MonkeyPatch
+):
+    """Its checksums are compared before it may answer a request."""
+    asked: list[str] = []
+    ask = WeightSender._ask
+
+    def listening(sender: WeightSender, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        asked.append(path)
+        return ask(sender, method, path, body)
+
+    monkeypatch.setattr(WeightSender, "_ask", listening)
+    told: list[str] = []
+    fleet = Fleet(urls=[updated_server.url], source=hostile_model, checksums=True, tell=told.append)
+    fleet.start()
+    (member,) = fleet._members
+    member.process = SimpleNamespace(alive=True, start=lambda: None, wait_ready=lambda *_: None, kill=lambda: None)  # type: ignore[assignment]
+    fleet.update(weights[0].items(), 0, WeightForm(torch.float32))
+    assert asked.index("weights_checker") < asked.index("continue_generation")
+    asked.clear()
+    fleet._revive(member)
+    assert asked.index("weights_checker") < asked.index("continue_generation")
+    assert "is back with weights 0" in told[-1]
+
+    asked.clear()
+    fleet._checksums = [dict.fromkeys(rank, "0") for rank in fleet._checksums or []]
+    fleet._revive(member)
+    assert "holds other weights than the first server" in told[-1]
+    assert "continue_generation" not in asked
+    assert member.sender is not None
+    member.sender.resume()
+    member.sender.close()
