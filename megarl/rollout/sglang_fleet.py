@@ -278,7 +278,7 @@ class Fleet:
                     member.sender.finish(self._version, resume=False)
                     self._compare_checksums([member])
                     member.sender.resume()
-            except (ConfigError, RolloutError, WeightSyncError) as error:
+            except (ConfigError, RolloutError, WeightSyncError, OSError) as error:  # of a disk that is full, too
                 self.tell(f"{member.url} could not be started again: {error}")
                 member.process.kill()
                 return

@@ -149,6 +149,20 @@ class TestAServerThatCannotStart:
         assert told[-1] == f"{member.url} died 3 times and is given up"
         fleet.close()
 
+    def test_a_disk_that_refuses_its_log_does_not_end_the_watch(self, fleet: Fleet, told: list[str], tmp_path: Path):
+        """Nobody would start any server again."""
+        (member,) = fleet._members
+        assert member.process is not None
+        member.process.start()
+        while member.process.alive:
+            pass
+        (tmp_path / "log").unlink()
+        (tmp_path / "log").mkdir()  # what is opened here is refused, as on a full disk
+        fleet._revive(member)
+        assert "could not be started again" in told[-1]
+        assert "Is a directory" in told[-1]
+        fleet.close()
+
 
 def test_a_qwen_model_with_a_dense_layer_is_refused():
     config = Qwen3MoeConfig(num_hidden_layers=3, mlp_only_layers=[1], num_experts=4, num_experts_per_tok=2).to_dict()
