@@ -74,7 +74,7 @@ def _long_form(raw: bytes, num_rows: int, known_rows: int, shape: MoeShape, labe
 
 def rollout_of(
     request: SampleRequest,
-    answer: Mapping[str, Any],
+    answer: Any,
     version: int,
     shape: MoeShape | None,
 ) -> Rollout:
@@ -82,9 +82,21 @@ def rollout_of(
 
     ``version`` is that of the weights which the server had during the whole request; an answer that names another one
     keeps the server's. With ``shape`` the answer must hold routes, but for the request's ``known_rows``. Raises
-    RolloutError for an answer that contradicts itself or was aborted, TraceError for wrong routes.
+    RolloutError for an answer that contradicts itself, is not what SGLang sends, or was aborted, TraceError for wrong
+    routes.
     """
     label = f"group {request.group} sample {request.sample}"
+    try:
+        return _rollout_of(request, answer, version, shape, label)
+    except (RolloutError, TraceError):
+        raise
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:  # of whatever JSON may hold
+        raise RolloutError(f"{label}: the server's answer cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _rollout_of(
+    request: SampleRequest, answer: Mapping[str, Any], version: int, shape: MoeShape | None, label: str
+) -> Rollout:
     meta = answer.get("meta_info")
     if not isinstance(meta, Mapping) or "output_ids" not in answer:
         raise RolloutError(f"{label}: the server's answer has keys {sorted(answer)}, expected output_ids and meta_info")

@@ -108,6 +108,25 @@ def test_an_answer_of_another_kind_is_an_error() -> None:
         rollout_of(REQUEST, {"output_ids": [], "meta_info": {}}, 7, SHAPE)
 
 
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        None,
+        [answer()],
+        answer() | {"output_ids": None},
+        answer() | {"output_ids": [1 << 40, 8]},
+        answer(output_token_logprobs=[None, None]),
+        answer(output_token_logprobs=[[-0.5], [-1.25]]),
+        answer(output_token_logprobs=[["x", 9], [-1.25, 8]]),
+        answer(finish_reason={"type": ["stop"]}),
+    ],
+)
+def test_an_answer_of_other_types_is_an_error_that_may_pass(damaged: Any) -> None:
+    """And does not end the run with whatever Python says of it."""
+    with pytest.raises(RolloutError, match="group 4 sample 1: the server's answer cannot be read"):
+        rollout_of(REQUEST, damaged, 7, SHAPE)
+
+
 def test_routes_that_are_absent_or_wrong_are_errors() -> None:
     def told(text: Any) -> str:
         with pytest.raises(TraceError, match="group 4 sample 1") as caught:
