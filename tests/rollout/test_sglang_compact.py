@@ -112,6 +112,7 @@ def test_an_ask_survives_its_header() -> None:
         {"topk": 0},
         {"num_layers": 1 << 20},
         {"num_layers": None},
+        {"num_layers": float("inf")},
         {"num_experts": -1},
         {"dense_layers": [4]},
         {"dense_layers": 3},
@@ -124,7 +125,7 @@ def test_an_ask_that_makes_no_sense_is_none(change: dict[str, object]) -> None:
     assert Ask.parse(json.dumps(good | change)) is None
 
 
-@pytest.mark.parametrize("header", [None, "", "{", "[]", "1", '{"version": 1}'])
+@pytest.mark.parametrize("header", [None, "", "{", "[]", "1", '{"version": 1}', "[" * 100_000])
 def test_no_ask_is_none(header: str | None) -> None:
     assert Ask.parse(header) is None
 

@@ -50,7 +50,7 @@ class Ask:
                 return None
             dense = tuple(int(layer) for layer in found.pop("dense_layers"))
             ask = Ask(dense_layers=dense, **{name: int(value) for name, value in found.items()})
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError, RecursionError):
             return None
         is_sound = 0 < ask.num_layers <= 1 << 16 and ask.topk > 0 and ask.num_experts > 0
         return ask if is_sound and set(dense) < set(range(ask.num_layers)) else None
