@@ -34,6 +34,7 @@ class WeightSender:
         self._release = version
         self._tp = tp
         self._in_session = False
+        self._named: str | None = None
         self._group: BroadcastGroup | None = None
         headers = authorization(api_key)
         # A connection that is kept may be closed by the server in the moment that a request goes out.
@@ -53,6 +54,8 @@ class WeightSender:
         if can(self._release, "update_session"):
             self._ask("POST", "end_weight_update", {})  # HTTP 400 where none is open, as is usual
             self._in_session = False
+        if self._group is not None and self.weight_version() != self._named:
+            self._leave_group()  # somebody has started the server again: it is in no group
 
     def send(self, bucket: Bucket) -> None:
         """Some tensors under their Hugging Face names, by value."""
@@ -119,6 +122,7 @@ class WeightSender:
         found = self.weight_version()
         if found != str(version):
             raise WeightSyncError(f"{self.url} says its weights are version {found!r} after an update to {version}")
+        self._named = found
         if resume:
             self.resume()
 

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from rollout_oracle import make_requests
@@ -139,4 +140,26 @@ def test_checksums_tell_a_server_that_holds_something_else(updated_server: Serve
     sender.finish(1)
     with pytest.raises(WeightSyncError, match=rf"1 checksums differ, the first of \['{name}'\]"):
         fleet._compare_checksums(fleet._members)
+    fleet.close()
+
+
+@pytest.mark.sglang
+def test_a_server_that_somebody_has_started_again_is_met_anew(updated_server: Server, hostile_model: Path):
+    """It is in no group, and names its weights as a fresh one does."""
+    fleet = Fleet(urls=[updated_server.url], source=hostile_model, broadcast=True)
+    fleet.start()
+    (member,) = fleet._members
+    fleet.update(noisy(hostile_model, 1).items(), 1, WeightForm(torch.float32))
+    assert member.sender is not None
+    assert member.sender._group is not None
+    name = member.sender._group.name
+    for path, body in (
+        ("destroy_weights_update_group", {"group_name": name}),
+        ("update_weight_version", {"new_version": "default"}),
+    ):
+        httpx.post(f"{updated_server.url}/{path}", json=body, timeout=60.0).raise_for_status()
+    fleet.update(noisy(hostile_model, 2).items(), 2, WeightForm(torch.float32))
+    assert member.sender.weight_version() == "2"
+    assert member.sender._group.name != name
+    fleet.update(noisy(hostile_model, 3).items(), 3, WeightForm(torch.float32))
     fleet.close()
