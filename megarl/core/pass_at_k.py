@@ -1,0 +1,88 @@
+"""avg@k and pass@k of an evaluation, with intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+Counts = Sequence[int] | np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An estimate and where the truth lies with the chosen confidence."""
+
+    value: float
+    """The estimate."""
+    low: float
+    """Lower end."""
+    high: float
+    """Upper end."""
+
+
+def pass_at_k(num_samples: Counts, num_correct: Counts, k: int) -> np.ndarray:
+    """Return ``1 - C(n - c, k) / C(n, k)`` per prompt: the unbiased estimate of solving it in k tries.
+
+    The share of the n samples' k-subsets with a correct one; for k = 1 it is c / n. ``1 - (1 - c / n)^k`` would be too
+    low. num_samples, num_correct: integer [B]; result: float64 [B]. Raises ValueError if a prompt has fewer than k
+    samples. Source: Chen et al., arXiv 2107.03374, eq. 1.
+    """
+    n, c = np.asarray(num_samples, dtype=np.int64), np.asarray(num_correct, dtype=np.int64)
+    if n.shape != c.shape or n.ndim != 1 or ((c < 0) | (c > n)).any():
+        raise ValueError("expected as many samples as correct ones in [B], and 0 <= correct <= samples")
+    if k < 1 or (n < k).any():
+        raise ValueError(f"pass@{k} needs at least {max(k, 1)} samples per prompt, the fewest are {n.min(initial=k)}")
+    # The product of (n - c - i) / (n - i) over the k draws; it reaches 0 where there are fewer than k wrong samples.
+    misses = np.ones(n.size)
+    for draw in range(k):
+        misses *= np.maximum(n - c - draw, 0) / (n - draw)
+    return 1 - misses
+
+
+def mean_interval(values: Sequence[float] | np.ndarray, level: float = 0.95) -> Interval:
+    """Return the mean of one value per prompt, plus and minus ``z`` standard errors.
+
+    The prompts count as a draw from all such prompts, so samples of one prompt are no independent evidence: give each
+    prompt's mean (avg@k) or ``pass_at_k``. values: [B], at least two; level: between 0 and 1. The normal approximation
+    says little below some 20 prompts, and a width of 0 where all values are equal.
+    """
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != 1 or array.size < 2 or not np.isfinite(array).all():
+        raise ValueError(f"an interval needs at least two finite values, [B], got {list(array.shape)}")
+    mean, half = float(array.mean()), _z(level) * float(array.std(ddof=1)) / math.sqrt(array.size)
+    return Interval(mean, mean - half, mean + half)
+
+
+def fixed_prompts_interval(num_samples: Counts, num_correct: Counts, level: float = 0.95) -> Interval:
+    """Return the mean pass rate of exactly these prompts: what repeating the evaluation with other samples would give.
+
+    ``z`` standard errors, ``sqrt(sum_b v_b) / B`` with v the unbiased variance ``p (1 - p) / (n - 1)`` of a prompt's
+    mean. Narrower than ``mean_interval``, which also asks about other prompts. num_samples: integer [B], at least 2.
+    """
+    n, c = np.asarray(num_samples, dtype=np.float64), np.asarray(num_correct, dtype=np.float64)
+    if n.shape != c.shape or n.ndim != 1 or not n.size or (n < 2).any() or ((c < 0) | (c > n)).any():
+        raise ValueError("expected [B] each, at least one prompt, at least 2 samples of each, 0 <= correct <= samples")
+    rates = c / n
+    half = _z(level) * math.sqrt(float(np.sum(rates * (1 - rates) / (n - 1)))) / n.size
+    mean = float(rates.mean())
+    return Interval(mean, mean - half, mean + half)
+
+
+def wilson_interval(num_correct: int, num_samples: int, level: float = 0.95) -> Interval:
+    """Return the pass rate of one prompt with Wilson's interval: inside [0, 1], and never of width 0."""
+    if not 0 <= num_correct <= num_samples or num_samples < 1:
+        raise ValueError(f"{num_correct} of {num_samples} samples are correct; expected at least one sample")
+    z, n, rate = _z(level), num_samples, num_correct / num_samples
+    middle = (rate + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
+    return Interval(rate, max(middle - half, 0.0), min(middle + half, 1.0))
+
+
+def _z(level: float) -> float:
+    if not 0 < level < 1:
+        raise ValueError(f"the level is {level}, expected between 0 and 1")
+    return NormalDist().inv_cdf((1 + level) / 2)

@@ -1,0 +1,88 @@
+"""Estimates of pass rates that last from step to step (Ada-Est, arXiv 2510.04996, third version)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megarl.errors import CheckpointError, ConfigError
+
+Integers = Sequence[int] | np.ndarray
+
+
+class PassRateCounts:
+    """Fading counts per prompt: ``N <- decay N + n``, ``K <- decay K + k``, ``p = (K + alpha) / (N + alpha + beta)``.
+
+    A prompt that was never drawn has the rate ``alpha / (alpha + beta)``. decay, alpha and beta are not printed in the
+    paper; the defaults are ours.
+    """
+
+    def __init__(self, num_prompts: int, decay: float = 0.9, alpha: float = 1.0, beta: float = 1.0) -> None:
+        if num_prompts < 0 or not 0 <= decay <= 1 or not (0 < alpha < np.inf and 0 < beta < np.inf):
+            raise ConfigError(
+                f"pass rates: {num_prompts} prompts, decay {decay}, alpha {alpha}, beta {beta}; "
+                "expected 0 or more, 0 to 1, and priors above 0"
+            )
+        self.decay, self.alpha, self.beta = decay, alpha, beta
+        self._samples = np.zeros(num_prompts)
+        self._positives = np.zeros(num_prompts)
+
+    def update(self, prompts: Integers, samples: Integers, positives: Integers) -> None:
+        """Take in a step: ``samples`` were drawn of each prompt, ``positives`` of them positive; [B] each.
+
+        prompts: indices of the data set. One that occurs twice counts as one draw; one with 0 samples only fades.
+        """
+        index, inverse = np.unique(np.asarray(prompts, dtype=np.int64), return_inverse=True)
+        drawn, good = np.asarray(samples, dtype=np.float64), np.asarray(positives, dtype=np.float64)
+        if not inverse.shape == drawn.shape == good.shape or drawn.ndim != 1:
+            raise ValueError(
+                f"prompts {list(inverse.shape)}, samples {list(drawn.shape)}, positives {list(good.shape)}: expected [B]"
+            )
+        if index.size and not 0 <= index[0] <= index[-1] < self._samples.size:
+            raise ValueError(f"prompts {index[0]} to {index[-1]} were drawn, expected 0 to {self._samples.size - 1}")
+        if not ((good >= 0) & (good <= drawn) & np.isfinite(drawn)).all():
+            raise ValueError("more positives than samples, or fewer than 0")
+        for counts, new in ((self._samples, drawn), (self._positives, good)):
+            counts[index] = self.decay * counts[index] + np.bincount(inverse, weights=new, minlength=index.size)
+
+    def rates(self, prompts: Integers | None = None) -> np.ndarray:
+        """Return the estimates, float64 [B], of these prompts, or of all."""
+        chosen = slice(None) if prompts is None else np.asarray(prompts, dtype=np.int64)
+        return (self._positives[chosen] + self.alpha) / (self._samples[chosen] + self.alpha + self.beta)
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Return copies of the counts, float64 [number of prompts] each."""
+        return {"samples": self._samples.copy(), "positives": self._positives.copy()}
+
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        """Take counts that ``state_dict`` gave; CheckpointError if they are not those of as many prompts."""
+        loaded = []
+        for name in ("samples", "positives"):
+            counts = np.asarray(state[name], dtype=np.float64) if name in state else np.zeros(0)
+            if name not in state or counts.shape != self._samples.shape:
+                raise CheckpointError(
+                    f"pass rates: {name} is {list(counts.shape) if name in state else 'missing'}, expected "
+                    f"[{self._samples.size}], one count per prompt: was the data set another one?"
+                )
+            loaded.append(counts.copy())
+        self._samples, self._positives = loaded
+
+
+def pass_rate_loss(logits: Tensor, samples: Tensor, positives: Tensor) -> Tensor:
+    """Return the mean over all samples of ``-ln P(outcome)``, for a head on the prompt that predicts its pass rate.
+
+    The binary cross-entropy of sigmoid(logits) against the pools' means, each pool weighing as many as it has samples.
+    logits: [B]; samples, positives: [B]; result: scalar with gradient to logits. ValueError for other shapes.
+    """
+    if not logits.shape == samples.shape == positives.shape or logits.dim() != 1:
+        raise ValueError(
+            f"logits {list(logits.shape)}, samples {list(samples.shape)} and positives {list(positives.shape)}: all [B]"
+        )
+    counts = samples.to(logits.dtype)
+    targets = positives.to(logits.dtype) / counts.clamp(min=1)
+    losses = F.binary_cross_entropy_with_logits(logits, targets, weight=counts, reduction="sum")
+    return losses / torch.clamp(counts.sum(), min=1)
