@@ -11,6 +11,7 @@ called and tested with a handful of numbers. The way through:
     table        the named algorithms
     family       weight functions between no correction and importance sampling
     weights      importance weight, trust mask and KL of each token
+    sampling     what is drawn, and what of it trains
     objectives   the one equation: columns -> a coefficient per token
     metrics      statistics that merge exactly over micro-batches and ranks
     diagnostics  entropy, KL, effective sample size, extreme tokens

@@ -82,18 +82,20 @@ def pooled(
     scale: PoolScale = "none",
     ddof: int = 1,
     floor: float = 1e-6,
+    rate_eps: float = 0.0,
 ) -> Tensor:
     """Return ``(R - mean_pool(R)) / s`` for the responses that train, with statistics of all that were sampled.
 
-    s by ``scale``: 1 | ``max(std_pool, floor)`` | ``mean_pool`` | ``sqrt(mean_pool)``, these two for rewards of 0 and
-    1; 0 / 0 is 0. rewards: [N], groups: integer [N], of the responses that train; pool_rewards, pool_groups: [P], of
-    all responses of the same prompts, those that train among them; result: [N]. A pool of one or of equal rewards
+    s by ``scale``: 1 | ``max(std_pool, floor)`` | ``mean_pool + rate_eps`` | ``sqrt(mean_pool + rate_eps)``, these two
+    for rewards of 0 and 1; 0 / 0 is 0. rewards: [N], groups: integer [N], of the responses that train; pool_rewards,
+    pool_groups: [P], of all responses of the same prompts, those that train among them; result: [N]. A pool of one or of equal rewards
     gives exactly 0. Raises ValueError if a group has no pool or a rate is negative, NumericsError if a reward is not
     finite. Source: Reinforce-Ada (arXiv 2510.04996), global statistics.
     """
-    if scale not in ("none", "std", "rate", "root_rate") or ddof not in (0, 1) or not floor > 0:
+    if scale not in ("none", "std", "rate", "root_rate") or ddof not in (0, 1) or not floor > 0 or not rate_eps >= 0:
         raise ValueError(
-            f"pooled: scale {scale!r}, ddof {ddof}, floor {floor}; expected a {PoolScale}, 0 or 1, above 0"
+            f"pooled: scale {scale!r}, ddof {ddof}, floor {floor}, rate_eps {rate_eps}; expected a {PoolScale}, 0 or "
+            "1, above 0, and 0 or more"
         )
     rewards, _ = _prepare(rewards, groups)
     pool, inverse = _prepare(pool_rewards, pool_groups)
@@ -113,7 +115,7 @@ def pooled(
     elif bool((mean < 0).any()):
         raise ValueError(f"pooled: scale {scale!r} needs pass rates, but the mean of a pool is {float(mean.min())}")
     else:
-        divisor = mean if scale == "rate" else mean.sqrt()
+        divisor = mean + rate_eps if scale == "rate" else (mean + rate_eps).sqrt()
     flat = uniform | (divisor == 0)
     values = (rewards.double() - mean[row]) / torch.where(flat, 1.0, divisor)[row]
     return torch.where(flat[row], 0.0, values).to(rewards.dtype)

@@ -150,7 +150,7 @@ def _whole(shares: np.ndarray, total: int, high: int) -> np.ndarray:
     missing = total - int(counts.sum())
     remainders = np.where(counts < high, np.round(shares - counts, 9), -1.0)
     counts[np.argsort(-remainders, kind="stable")[:missing]] += 1
-    assert int(counts.sum()) == total and (counts <= high).all(), f"{shares} became {counts}"
+    assert int(counts.sum()) == total, f"{shares} became {counts}, which do not add up to {total}"
     return counts
 
 

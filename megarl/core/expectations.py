@@ -105,7 +105,9 @@ def tier_cost(tiers: Sequence[int], solved: Sequence[float], *, reuse: bool = Tr
     sizes, shares = np.asarray(tiers, dtype=np.float64), np.asarray(solved, dtype=np.float64)
     bad_sizes = sizes.ndim != 1 or sizes.shape != shares.shape or (np.diff(sizes, prepend=0) <= 0).any()
     if bad_sizes or (shares < 0).any() or shares.sum() > 1 + 1e-9:
-        raise ValueError(f"tiers {list(tiers)} and shares {list(solved)}: expected ascending, as many, at most 1 in all")
+        raise ValueError(
+            f"tiers {list(tiers)} and shares {list(solved)}: expected ascending, as many, at most 1 in all"
+        )
     drawn = np.diff(sizes, prepend=0) if reuse else sizes
     reached = 1 - np.concatenate([[0.0], np.cumsum(shares)[:-1]])
     return float(drawn @ reached)
@@ -114,9 +116,7 @@ def tier_cost(tiers: Sequence[int], solved: Sequence[float], *, reuse: bool = Tr
 def _unfinished(pass_rate: float, positives: int, negatives: int) -> list[tuple[int, float]]:
     """(samples, probability) of each pair of counts at which neither class is complete."""
     q = 1 - pass_rate
-    return [
-        (i + j, math.comb(i + j, i) * pass_rate**i * q**j) for i in range(positives) for j in range(negatives)
-    ]
+    return [(i + j, math.comb(i + j, i) * pass_rate**i * q**j) for i in range(positives) for j in range(negatives)]
 
 
 def _never(pass_rate: float, positives: int, negatives: int) -> bool:

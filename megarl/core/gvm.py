@@ -41,7 +41,9 @@ def gvm_allocate(
     """
     rates, weights = np.asarray(pass_rates, dtype=np.float64), _weights(pass_rates, grad_norms, alpha, beta)
     if total < 0 or (total and not weights.size):
-        raise ValueError(f"{total} samples for {weights.size} prompts: expected 0 or more, and prompts to draw them for")
+        raise ValueError(
+            f"{total} samples for {weights.size} prompts: expected 0 or more, and prompts to draw them for"
+        )
     filtered = np.where(rates <= solved_above, weights, 0.0)
     expected = rates * filtered * (total / weights.sum() if weights.any() else 0.0)
     filtered = np.where(expected >= min_accepted, filtered, 0.0)

@@ -26,11 +26,20 @@ class SamplingRule(Protocol):
         """A reward above this is positive."""
         ...
 
+    @property
+    def train_size(self) -> int | None:
+        """Samples of a prompt that train, where it has as many; None for all."""
+        ...
+
     def next_samples(self, prompt: int, asked: int, positives: int, negatives: int) -> int:
         """Return how many more samples the prompt gets; 0 ends it.
 
         asked: samples so far, all of which have arrived; positives + negatives is less where some failed.
         """
+        ...
+
+    def resolved(self, positives: int, negatives: int) -> bool:
+        """Return whether a prompt that ended with these counts has what the rule looked for."""
         ...
 
     def choose(self, rewards: np.ndarray, seed: Sequence[int] | None) -> np.ndarray:
@@ -58,6 +67,10 @@ class Uniform:
     def next_samples(self, prompt: int, asked: int, positives: int, negatives: int) -> int:
         """All at once."""
         return self.num_samples if asked == 0 else 0
+
+    def resolved(self, positives: int, negatives: int) -> bool:
+        """Always: it looks for nothing."""
+        return True
 
     def choose(self, rewards: np.ndarray, seed: Sequence[int] | None) -> np.ndarray:
         """``train_size`` of them by ``keep``."""
@@ -88,6 +101,15 @@ class Allotted:
         if not 0 <= prompt < len(self.counts):
             raise ValueError(f"prompt {prompt} has no count, there are {len(self.counts)}: allot to all prompts")
         return self.counts[prompt] if asked == 0 else 0
+
+    @property
+    def train_size(self) -> None:
+        """None: all train."""
+        return None
+
+    def resolved(self, positives: int, negatives: int) -> bool:
+        """Always: it looks for nothing."""
+        return True
 
     def choose(self, rewards: np.ndarray, seed: Sequence[int] | None) -> np.ndarray:
         """All."""
