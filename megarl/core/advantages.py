@@ -88,9 +88,9 @@ def pooled(
 
     s by ``scale``: 1 | ``max(std_pool, floor)`` | ``mean_pool + rate_eps`` | ``sqrt(mean_pool + rate_eps)``, these two
     for rewards of 0 and 1; 0 / 0 is 0. rewards: [N], groups: integer [N], of the responses that train; pool_rewards,
-    pool_groups: [P], of all responses of the same prompts, those that train among them; result: [N]. A pool of one or of equal rewards
-    gives exactly 0. Raises ValueError if a group has no pool or a rate is negative, NumericsError if a reward is not
-    finite. Source: Reinforce-Ada (arXiv 2510.04996), global statistics.
+    pool_groups: [P], of all responses of the same prompts, those that train among them; result: [N]. A pool of one or
+    of equal rewards gives exactly 0. Raises ValueError if a group has no pool or a rate is negative, NumericsError if a
+    reward is not finite. Source: Reinforce-Ada (arXiv 2510.04996), global statistics.
     """
     if scale not in ("none", "std", "rate", "root_rate") or ddof not in (0, 1) or not floor > 0 or not rate_eps >= 0:
         raise ValueError(

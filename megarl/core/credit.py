@@ -7,7 +7,7 @@ decided here: whose statistics the baseline is from, and whether the bias of the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from megarl.errors import ConfigError
 Statistics = Literal["pool", "trained"]
 Combination = Literal["plain", "unbiased"]
 Weigh = Literal["sample", "prompt"]
+
+_CHOICES = {"statistics": Statistics, "scale": PoolScale, "combination": Combination, "weigh": Weigh}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,24 +46,21 @@ class Credit:
     """Added to the pass rate before it divides; Ada-Est: scale "root_rate" with 1e-3."""
     combination: Combination = "plain"
     """"unbiased": the advantage is + v n / n+ for each of the n+ positives of n samples that train, - v n / n- for each
-    negative, with v an unbiased estimate of p (1 - p) from the pool (``unbiased_rates``). Its expectation is grad p,
-    with p the rate of rewards above the rule's threshold, whatever was selected; statistics and scale are not used.
+    negative, with v an unbiased estimate of p (1 - p) from the pool (``unbiased_rates``). The prompt's mean then has
+    the expectation grad p, p being the rate of rewards above the rule's threshold, whatever was selected by the classes
+    of the samples; statistics and scale are not used.
     "plain" with a balanced batch has c(p) grad p instead (``balanced_slope``)."""
     objective: str | None = None
     """Maximise f(p) by the weight f'(p), with the pool's pass rate (``objective_slope``); None for no weight. Not where
-    counts were allotted for f, standardised advantages train and samples count alike: there n * 1 / std is f'."""
+    counts were allotted for f, advantages are divided by the standard deviation and samples count alike: a sum over
+    ``n ~ f' std`` samples with ``1 / std`` is ``f'`` already."""
     weigh: Weigh = "sample"
     """What counts alike: each sample, so that prompts count by how many of theirs train, or each prompt."""
 
     def __post_init__(self) -> None:
-        choices = {
-            "statistics": ("pool", "trained"),
-            "combination": ("plain", "unbiased"),
-            "weigh": ("sample", "prompt"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"credit: {name} is {getattr(self, name)!r}, expected one of {allowed}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in get_args(choices):
+                raise ConfigError(f"credit: {name} is {getattr(self, name)!r}, expected one of {get_args(choices)}")
         if self.combination == "unbiased" and (self.scale != "none" or self.statistics != "pool"):
             raise ConfigError(
                 'credit: combination "unbiased" uses neither scale nor other statistics; leave these at their defaults'

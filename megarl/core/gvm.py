@@ -70,8 +70,8 @@ def gvm_estimates(
     norms = np.where(good, np.asarray(grad_norms, dtype=np.float64), 0.0)
     if average not in ("mean", "rms") or not index.shape == good.shape == norms.shape or index.ndim != 1:
         raise ValueError(
-            f'prompts {list(index.shape)}, accepted {list(good.shape)}, norms {list(norms.shape)}, average "{average}": '
-            'expected [N] each, and "mean" or "rms"'
+            f"prompts {list(index.shape)}, accepted {list(good.shape)}, norms {list(norms.shape)}, "
+            f'average {average!r}: expected [N] each, and "mean" or "rms"'
         )
     if not (np.isfinite(norms) & (norms >= 0)).all():
         raise ValueError("a gradient norm of an accepted sample is negative or not finite")

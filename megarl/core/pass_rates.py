@@ -40,7 +40,7 @@ class PassRateCounts:
         drawn, good = np.asarray(samples, dtype=np.float64), np.asarray(positives, dtype=np.float64)
         if not inverse.shape == drawn.shape == good.shape or drawn.ndim != 1:
             raise ValueError(
-                f"prompts {list(inverse.shape)}, samples {list(drawn.shape)}, positives {list(good.shape)}: expected [B]"
+                f"prompts {list(inverse.shape)}, samples {list(drawn.shape)}, positives {list(good.shape)}: must be [B]"
             )
         if index.size and not 0 <= index[0] <= index[-1] < self._samples.size:
             raise ValueError(f"prompts {index[0]} to {index[-1]} were drawn, expected 0 to {self._samples.size - 1}")

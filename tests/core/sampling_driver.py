@@ -1,0 +1,44 @@
+"""A stand-in for an engine: hands rewards to a collector in any order, and plays rules for many prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from megarl.core.collector import Ask, Collector, Selection
+from megarl.core.stopping import SamplingRule
+
+
+def drive(
+    collector: Collector, reward: Callable[[int, int], float | None], order: np.random.Generator | None = None
+) -> Selection:
+    """Give the collector all it asks for, first asked first, or in a random order, and return what it selects."""
+    waiting: list[tuple[int, int]] = []
+
+    def ask(asks: list[Ask]) -> None:
+        waiting.extend((a.prompt, i) for a in asks for i in a.samples)
+
+    ask(collector.start())
+    while not collector.done:
+        place = 0 if order is None else int(order.integers(len(waiting)))
+        prompt, sample = waiting.pop(place)
+        ask(collector.add(prompt, sample, reward(prompt, sample)))
+    assert sorted(waiting) == sorted(collector.outstanding())
+    return collector.select()
+
+
+def table(rates: float | np.ndarray, num_prompts: int, num_samples: int, seed: int) -> np.ndarray:
+    """float64 [prompts, samples], rewards of 0 and 1."""
+    draws = np.random.default_rng(seed).random((num_prompts, num_samples))
+    return (draws < np.broadcast_to(np.asarray(rates, dtype=float).reshape(-1, 1), draws.shape)).astype(float)
+
+
+def play(rule: SamplingRule, rate: float, plays: int, seed: int) -> np.ndarray:
+    """int64 [plays, 2]: samples and positives with which the rule's own answers end."""
+    rng = np.random.default_rng(seed)
+    ends = np.zeros((plays, 2), dtype=np.int64)
+    for row in ends:
+        while more := rule.next_samples(0, int(row[0]), int(row[1]), int(row[0] - row[1])):
+            row += (more, rng.binomial(more, rate))
+    return ends

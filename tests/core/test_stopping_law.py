@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sampling_driver import play
+
+from megarl.core.expectations import expected_samples, inverse_sampling_mean, inverse_sampling_rate
+from megarl.core.stopping import Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos
+from megarl.core.stopping_law import stopping_law, unbiased_rates
+
+RULES = [
+    ada_seq_balance(),
+    ada_seq_pos(),
+    ada_seq_pos(positives=3),
+    Sequential(2, 1, 3, 13),
+    Uniform(6),
+    Allotted((5,)),
+]
+
+
+def close(actual, expected, tol=1e-9):
+    assert abs(actual - expected) <= tol, f"{actual} is not {expected}"
+
+
+def test_hand_computed():
+    """Rounds of 8, at most 4, until there are 2 and 2, or one positive."""
+    balance = ada_seq_balance()
+    for rate, samples in ((0.1, 20.96248198548135), (0.9, 20.96248198548135), (0.5, 8.56667423248291)):
+        close(stopping_law(balance, rate).expected_samples, samples)
+    close(stopping_law(balance, 0.05).expected_samples, 27.31465819273196)
+    close(stopping_law(balance, 0.1).probability(2, 2), 0.8435766259644532)
+    close(stopping_law(ada_seq_pos(), 0.1).expected_samples, 13.564285375696443)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rate=st.floats(0, 1),
+    size=st.integers(1, 5),
+    rounds=st.integers(1, 6),
+    good=st.integers(0, 3),
+    bad=st.integers(0, 3),
+)
+def test_is_what_survives_each_round(rate, size, rounds, good, bad):
+    if not 1 <= good + bad <= size * rounds:
+        return
+    rule = Sequential(good, bad, size, size * rounds, train_size=None)
+    alive = 0.0
+    for r in range(rounds):
+        drawn = r * size
+        pmf = [math.comb(drawn, s) * rate**s * (1 - rate) ** (drawn - s) for s in range(drawn + 1)]
+        alive += sum(x for s, x in enumerate(pmf) if s < good or drawn - s < bad)
+    law = stopping_law(rule, rate)
+    close(law.expected_samples, size * alive)
+    close(law.probabilities.sum(), 1.0)
+
+
+def test_rounds_of_one_reach_the_closed_form():
+    for rate, good, bad in ((0.5, 4, 4), (0.3, 1, 1), (0.2, 3, 0)):
+        law = stopping_law(Sequential(good, bad, 1, 200, train_size=None), rate)
+        close(law.expected_samples, expected_samples(rate, good, bad), 1e-6)
+    close(stopping_law(ada_seq_pos(round_size=1, max_samples=300), 0.1).expected_rate, inverse_sampling_mean(0.1, 1))
+
+
+def test_a_solved_or_hopeless_prompt_stops_at_the_cap():
+    for rate in (0.0, 1.0):
+        law = stopping_law(ada_seq_balance(), rate)
+        assert law.samples.tolist() == [32]
+        assert law.contrast == 0
+    with pytest.raises(ValueError, match="pass rate is"):
+        stopping_law(Uniform(2), 1.5)
+
+
+def test_contrast():
+    close(stopping_law(Uniform(8), 0.1).contrast, 1 - 0.9**8 - 0.1**8)
+    # 43 % of groups of 8 are all wrong at p = 0.1, not the 19 % that a source prints
+    close(1 - stopping_law(Uniform(8), 0.1).contrast - 0.1**8, 0.4304672100000001)
+    close(stopping_law(Uniform(4), 0.5).contrast, 0.875)
+
+
+@pytest.mark.parametrize(
+    ("rule", "rate"), [(ada_seq_balance(), 0.1), (ada_seq_balance(), 0.5), (ada_seq_pos(), 0.1), (RULES[3], 0.3)]
+)
+def test_monte_carlo_of_the_rule(rule, rate):
+    law, plays = stopping_law(rule, rate), 6000
+    ends = play(rule, rate, plays, seed=3)
+    spread = math.sqrt(law.probabilities @ (law.samples - law.expected_samples) ** 2 / plays)
+    assert abs(ends[:, 0].mean() - law.expected_samples) < 4 * spread
+    ratio = law.positives / law.samples
+    spread = math.sqrt(law.probabilities @ (ratio - law.expected_rate) ** 2 / plays)
+    assert abs((ends[:, 1] / ends[:, 0]).mean() - law.expected_rate) < 4 * spread
+
+
+@pytest.mark.parametrize(("rate", "samples"), [(0.5, 10.1875), (0.1, 40.00506444444444), (0.8, 20.07328)])
+def test_monte_carlo_one_at_a_time(rate, samples):
+    ends = play(Sequential(4, 4, 1, 500, train_size=None), rate, plays=3000, seed=1)[:, 0]
+    assert abs(ends.mean() - samples) < 4 * ends.std() / math.sqrt(3000)
+
+
+def rounds_of(rule, samples):
+    """The rounds that lead to so many samples: those of a rule whose rounds do not depend on what is drawn."""
+    sizes, asked = [], 0
+    while asked < samples:
+        sizes.append(rule.next_samples(0, asked, 0, 0) if asked == 0 else min(sizes[0], rule.max_samples - asked))
+        asked += sizes[-1]
+    return sizes
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rate", [0.02, 0.1, 0.5, 0.85])
+def test_unbiased_rates_are_unbiased(rule, rate):
+    """Over all ends of the rule, weighted by the law: exactly p and p (1 - p)."""
+    law = stopping_law(rule, rate)
+    found = [
+        unbiased_rates(rule, rounds_of(rule, n), rounds_of(rule, n), s)
+        for n, s in zip(law.samples.tolist(), law.positives.tolist(), strict=True)
+    ]
+    close(law.probabilities @ [r.rate for r in found], rate, 1e-12)
+    close(law.probabilities @ [r.product for r in found], rate * (1 - rate), 1e-12)
+    if isinstance(rule, Sequential) and rate == 0.1:
+        # the naive share is not
+        assert abs(law.expected_rate - rate) > 1e-3
+
+
+def test_unbiased_rates_of_fixed_and_inverse_sampling():
+    fixed = unbiased_rates(Uniform(6), [6], [6], 2)
+    close(fixed.rate, 2 / 6)
+    close(fixed.product, 2 * 4 / 30)
+    rule = Sequential(3, 0, 1, 50, train_size=None)
+    close(unbiased_rates(rule, [1] * 11, [1] * 11, 3).rate, inverse_sampling_rate(3, 11))
+    assert unbiased_rates(rule, [1] * 11, [1] * 11, 3).product == 0
+
+
+def test_unbiased_rates_with_failures():
+    """Failures that do not depend on the reward only make rounds smaller."""
+    found = unbiased_rates(Uniform(6), [6], [4], 1)
+    close(found.rate, 0.25)
+    close(found.product, 1 * 3 / 12)
+    # The first round of 4 held one positive or the rule would have ended; the second brought the other one.
+    close(unbiased_rates(ada_seq_balance(), [8, 8], [4, 6], 2).rate, (4 * 6 * 1) / (4 * 6 + 15) / 4)
+
+
+def test_unbiased_rates_refuse_what_cannot_be():
+    with pytest.raises(ValueError, match="cannot end with 9 positives"):
+        unbiased_rates(Uniform(6), [6], [6], 9)
+    with pytest.raises(ValueError, match="cannot end with 12 positives"):
+        unbiased_rates(ada_seq_pos(), [8, 8], [8, 8], 12)
+    with pytest.raises(ValueError, match="arrived"):
+        unbiased_rates(Uniform(6), [6], [7], 2)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 1000), rate=st.floats(0.05, 0.95))
+def test_unbiased_rates_are_rates(seed, rate):
+    rule = ada_seq_balance(round_size=16, max_samples=128)
+    samples, positives = play(rule, rate, 1, seed)[0].tolist()
+    found = unbiased_rates(rule, rounds_of(rule, samples), rounds_of(rule, samples), positives)
+    assert 0 <= found.rate <= 1
+    assert 0 <= found.product <= 0.25 * 16 / 15 + 1e-12
+    assert np.isfinite([found.rate, found.product]).all()
