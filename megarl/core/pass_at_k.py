@@ -79,7 +79,8 @@ def wilson_interval(num_correct: int, num_samples: int, level: float = 0.95) -> 
     z, n, rate = _z(level), num_samples, num_correct / num_samples
     middle = (rate + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
-    return Interval(rate, max(middle - half, 0.0), min(middle + half, 1.0))
+    # At the ends of the scale the interval ends there too, but for rounding.
+    return Interval(rate, middle - half if num_correct else 0.0, middle + half if num_correct < num_samples else 1.0)
 
 
 def _z(level: float) -> float:

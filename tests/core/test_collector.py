@@ -1,0 +1,260 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sampling_driver import drive, table
+
+from megarl.core.collector import Ask, Collector
+from megarl.core.metrics import finalize
+from megarl.core.stopping import Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos
+from megarl.core.stopping_law import stopping_law
+from megarl.errors import ConfigError, NumericsError
+
+RULES = [
+    ada_seq_balance(),
+    ada_seq_pos(),
+    Uniform(6, 4, "balance"),
+    Sequential(2, 1, 3, 13, train_size=3, fallback="any"),
+]
+
+
+def same(first, second):
+    for name in ("prompts", "samples", "rewards", "drawn"):
+        np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
+
+
+def metrics(selection):
+    return finalize(selection.metrics)
+
+
+def test_a_prompt_begins_its_next_round_without_waiting_for_another():
+    collector = Collector(Sequential(1, 1, round_size=2, max_samples=4, train_size=2), num_prompts=2)
+    assert collector.start() == [Ask(0, range(2)), Ask(1, range(2))]
+    assert collector.add(1, 1, 0.0) == []
+    assert collector.add(1, 0, 0.0) == [Ask(1, range(2, 4))]
+    assert collector.add(1, 3, 1.0) == []
+    assert collector.add(0, 0, 1.0) == []
+    assert collector.add(1, 2, 0.0) == []
+    assert not collector.done
+    assert collector.outstanding() == [(0, 1)]
+    with pytest.raises(ValueError, match="1 samples are still to arrive"):
+        collector.select()
+    assert collector.add(0, 1, 0.0) == []
+    assert collector.done
+    found = collector.select()
+    assert found.prompts.tolist() == [0, 0, 1, 1]
+    assert found.samples.tolist() == [0, 1, 0, 3]
+    assert found.rewards.tolist() == [1, 0, 0, 1]
+    assert found.drawn.tolist() == [[0, 1], [2, 4], [2, 4], [1, 1]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rule=st.sampled_from(RULES),
+    seed=st.integers(0, 10**6),
+    chosen_by=st.sampled_from([None, 5]),
+    refill=st.booleans(),
+    rate=st.sampled_from([0.05, 0.3, 0.9]),
+)
+def test_what_trains_does_not_depend_on_the_order_of_arrival(rule, seed, chosen_by, refill, rate):
+    rewards = table(rate, 40, 40, seed)
+    options = {"refill": True, "max_prompts": 12, "spare": 2} if refill else {}
+
+    def collect(order):
+        return drive(
+            Collector(rule, 5, seed=chosen_by, **options),
+            lambda prompt, sample: float(rewards[prompt, sample]),
+            None if order is None else np.random.default_rng(order),
+        )
+
+    first = collect(None)
+    for order in (seed, seed + 1):
+        other = collect(order)
+        for name in ("prompts", "samples", "rewards"):
+            np.testing.assert_array_equal(getattr(first, name), getattr(other, name))
+    pairs = list(zip(first.prompts.tolist(), first.samples.tolist(), strict=True))
+    assert pairs == sorted(set(pairs))
+    assert first.rewards.tolist() == [rewards[p, s] for p, s in pairs]
+    counts = np.bincount(first.prompts, minlength=1)
+    assert counts.max(initial=0) <= rule.train_size
+    if not refill:
+        assert np.unique(first.prompts).tolist() == list(range(5))
+        assert counts.tolist() == [rule.train_size] * 5
+
+
+def test_the_seed_chooses():
+    rewards = table(0.5, 20, 8, seed=4)
+
+    def collect(seed):
+        return drive(
+            Collector(Uniform(8, 4, "balance"), 20, seed=seed), lambda p, s: float(rewards[p, s])
+        ).samples.tolist()
+
+    assert collect(1) == collect(1)
+    assert collect(1) != collect(2)
+    assert collect(None) != collect(1)
+    # prompts do not share their choice
+    chosen = np.array(collect(1)).reshape(20, 4)
+    assert len(np.unique(chosen, axis=0)) > 5
+
+
+def test_samples_that_failed_count_as_drawn_and_for_nothing_else():
+    rewards = {(0, 0): None, (0, 1): 1.0, (0, 2): None, (0, 3): 0.0, (1, 0): None, (1, 1): None}
+    collector = Collector(Sequential(1, 1, round_size=2, max_samples=4, train_size=2), num_prompts=2)
+    found = drive(collector, lambda p, s: rewards.get((p, s)))
+    assert found.prompts.tolist() == [0, 0]
+    assert found.samples.tolist() == [1, 3]
+    assert found.drawn.tolist() == [[0, 1], [4, 4], [2, 0], [1, 0]]
+    assert [pool.drawn() for pool in found.pools] == [[1, 1], [0, 0]]
+    values = metrics(found)
+    assert values["sampling/failed"] == 6
+    assert values["sampling/short_prompts"] == 1
+    assert values["sampling/resolved_fraction"] == 0.5
+
+
+def test_metrics():
+    rewards = np.array([[1, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0]], dtype=float)
+    found = drive(Collector(Sequential(1, 1, 2, 6, 2), 3), lambda p, s: float(rewards[p, s]))
+    values = metrics(found)
+    assert values["sampling/samples"] == 2 + 6 + 4
+    assert values["sampling/samples_per_prompt"] == 4
+    assert values["sampling/rounds"] == 2
+    assert values["sampling/trained"] == 6
+    assert abs(values["sampling/contrast_fraction"] - 2 / 3) < 1e-12
+    assert abs(values["sampling/resolved_fraction"] - 2 / 3) < 1e-12
+    assert values["sampling/short_prompts"] == values["sampling/failed"] == values["sampling/missing_prompts"] == 0
+
+
+@pytest.mark.parametrize(("rule", "rate"), [(ada_seq_balance(), 0.1), (ada_seq_pos(), 0.1), (ada_seq_balance(), 0.5)])
+def test_monte_carlo_against_the_exact_cost(rule, rate):
+    """20.962, 13.564 and 8.567 samples per prompt, of the collector with arrivals in any order."""
+    prompts = 1500
+    rewards = table(rate, prompts, rule.max_samples, seed=11)
+    found = drive(Collector(rule, prompts), lambda p, s: float(rewards[p, s]), np.random.default_rng(0))
+    law = stopping_law(rule, rate)
+    spread = math.sqrt(law.probabilities @ (law.samples - law.expected_samples) ** 2 / prompts)
+    values = metrics(found)
+    assert abs(values["sampling/samples_per_prompt"] - law.expected_samples) < 4 * spread
+    chance = law.probability(rule.positives, rule.negatives)
+    assert abs(values["sampling/resolved_fraction"] - chance) < 4 * math.sqrt(chance * (1 - chance) / prompts) + 1e-9
+    assert abs(values["sampling/contrast_fraction"] - law.contrast) < 4 / math.sqrt(4 * prompts)
+    assert len(found.prompts) == prompts * 4
+
+
+class TestRefill:
+    def test_prompts_without_contrast_are_replaced_at_once(self):
+        rewards = {0: (1, 1), 1: (0, 1), 2: (0, 0), 3: (1, 0)}
+        collector = Collector(Uniform(2), 2, refill=True, max_prompts=10)
+        assert [ask.prompt for ask in collector.start()] == [0, 1]
+        assert collector.add(0, 0, 1.0) == []
+        assert collector.add(0, 1, 1.0) == [Ask(2, range(2))]
+        collector.add(2, 1, 0.0)
+        assert collector.add(2, 0, 0.0) == [Ask(3, range(2))]
+        for prompt in (1, 3):
+            for sample in (0, 1):
+                assert collector.add(prompt, sample, float(rewards[prompt][sample])) == []
+        found = collector.select()
+        assert found.prompts.tolist() == [1, 1, 3, 3]
+        assert [pool.prompt for pool in found.pools] == [1, 3]
+        # estimates learn from those that were replaced, too
+        assert found.drawn[[0, 3]].tolist() == [[0, 1, 2, 3], [2, 1, 0, 1]]
+        assert metrics(found)["sampling/replaced_prompts"] == 2
+
+    @pytest.mark.parametrize("spare", [0, 3])
+    def test_the_batch_is_the_first_prompts_with_contrast(self, spare):
+        rewards = table(0.15, 80, 4, seed=9)
+        mixed = [p for p in range(80) if 0 < rewards[p].sum() < 4]
+        for order in range(5):
+            collector = Collector(Uniform(4), 8, refill=True, max_prompts=80, spare=spare)
+            found = drive(collector, lambda p, s: float(rewards[p, s]), np.random.default_rng(order))
+            assert np.unique(found.prompts).tolist() == mixed[:8]
+            if not spare:
+                # exactly as many as a walk through the prompts in order
+                assert found.drawn.shape[1] == mixed[7] + 1
+                assert collector.outstanding() == []
+
+    def test_cost_is_that_of_waiting_for_mixed_groups(self):
+        """E = B / (1 - p^n - q^n) prompts: with p = 0.1 and groups of 8, 43 % are all wrong."""
+        rewards = table(0.1, 4000, 8, seed=2)
+        found = drive(
+            Collector(Uniform(8), 1000, refill=True, max_prompts=4000),
+            lambda p, s: float(rewards[p, s]),
+            np.random.default_rng(1),
+        )
+        chance = stopping_law(Uniform(8), 0.1).contrast
+        expected, spread = 1000 / chance, math.sqrt(1000 * (1 - chance)) / chance
+        assert abs(found.drawn.shape[1] - expected) < 4 * spread
+        assert len(np.unique(found.prompts)) == 1000
+
+    def test_a_limit_leaves_places_empty(self):
+        rewards = table([0.0, 0.0, 0.5, 0.0, 1.0, 0.0], 6, 8, seed=1)
+        found = drive(Collector(Uniform(8), 3, refill=True, max_prompts=6), lambda p, s: float(rewards[p, s]))
+        assert np.unique(found.prompts).tolist() == [2]
+        assert metrics(found)["sampling/missing_prompts"] == 2
+        assert metrics(found)["sampling/replaced_prompts"] == 5
+        none = drive(Collector(Uniform(2), 2, refill=True, max_prompts=3), lambda p, s: 1.0)
+        assert none.prompts.size == none.samples.size == none.rewards.size == len(none.pools) == 0
+
+    def test_with_sequential_rules(self):
+        rewards = table([0.0, 0.4, 1.0, 0.3], 4, 32, seed=5)
+        found = drive(Collector(ada_seq_balance(), 2, refill=True, max_prompts=9), lambda p, s: float(rewards[p, s]))
+        assert np.unique(found.prompts).tolist() == [1, 3]
+
+    def test_late_samples_of_prompts_that_are_not_needed_change_nothing(self):
+        collector = Collector(Uniform(2), 1, refill=True, max_prompts=5, spare=2)
+        collector.start()
+        collector.add(0, 0, 1.0)
+        collector.add(0, 1, 0.0)
+        assert collector.done
+        assert len(collector.outstanding()) == 4
+        before = collector.select()
+        for prompt, sample in collector.outstanding():
+            assert collector.add(prompt, sample, 0.0) == []
+        same(before, collector.select())
+
+    def test_spare_prompts_that_ended_early_are_known_to_estimates(self):
+        collector = Collector(Uniform(2), 1, refill=True, max_prompts=5, spare=1)
+        collector.start()
+        for prompt in (1, 0):
+            collector.add(prompt, 0, 1.0)
+            collector.add(prompt, 1, 0.0)
+        found = collector.select()
+        assert np.unique(found.prompts).tolist() == [0]
+        assert found.drawn[0].tolist() == [0, 1]
+
+
+def test_allotted_counts():
+    found = drive(Collector(Allotted((2, 0, 3)), 3), lambda p, s: float(p == 2 and s == 1), np.random.default_rng(0))
+    assert found.prompts.tolist() == [0, 0, 2, 2, 2]
+    assert [pool.num_asked for pool in found.pools] == [2, 0, 3]
+    nothing = Collector(Allotted((0, 0)), 2)
+    assert nothing.start() == []
+    assert nothing.done
+    assert nothing.select().prompts.size == 0
+
+
+def test_refusals():
+    collector = Collector(Uniform(2), 1)
+    collector.start()
+    for prompt, sample in ((1, 0), (-1, 0), (0, 2), (0, -1)):
+        with pytest.raises(ValueError, match="was not asked for"):
+            collector.add(prompt, sample, 1.0)
+    with pytest.raises(NumericsError, match="prompt 0 sample 1: the reward is nan"):
+        collector.add(0, 1, math.nan)
+    collector.add(0, 1, 1.0)
+    with pytest.raises(ValueError, match="arrived twice"):
+        collector.add(0, 1, 1.0)
+    for options in (
+        {"num_prompts": 0},
+        {"num_prompts": 4, "refill": True},
+        {"num_prompts": 4, "max_prompts": 9},
+        {"num_prompts": 4, "refill": True, "max_prompts": 3},
+        {"num_prompts": 4, "spare": 1},
+        {"num_prompts": 4, "spare": -1, "refill": True, "max_prompts": 9},
+    ):
+        with pytest.raises(ConfigError, match="prompts"):
+            Collector(Uniform(2), **options)

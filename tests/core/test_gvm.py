@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.core.gvm import gvm_allocate, gvm_estimates, gvm_raft_weights
+
+G, P = [1, 2, 1, 3, 5], [0.125, 0.5, 1, 0, 0.25]
+
+
+def test_hand_computed():
+    assert gvm_allocate(P, G, 40).tolist() == [7, 7, 2, 0, 24]
+    scaled = gvm_allocate(P, G, 40 * 10**8) / 1e8
+    np.testing.assert_allclose(
+        scaled, [6.653312323268308, 6.849231863080561, 2.425195158390473, 0, 24.072260655260656], atol=2e-8
+    )
+
+
+def test_the_weight_peaks_and_falls_to_nothing():
+    p = np.sort(np.append(np.geomspace(1e-3, 1, 400), (1e-3) ** 0.5))
+    counts = gvm_allocate(p, np.ones_like(p), 10**9)
+    assert abs(p[counts.argmax()] - 0.0316227766) < 1e-9
+    assert (np.diff(counts[: counts.argmax()]) > 0).all()
+    assert (np.diff(counts[counts.argmax() :]) < 0).all()
+    # another exponent: (alpha (beta - 1)) ^ (1 / beta)
+    q = np.sort(np.append(np.geomspace(1e-3, 1, 400), (0.01 * 2) ** (1 / 3)))
+    assert abs(q[gvm_allocate(q, np.ones_like(q), 10**9, alpha=0.01, beta=3).argmax()] - 0.02 ** (1 / 3)) < 1e-9
+
+
+def test_no_other_counts_have_a_smaller_objective():
+    g, p, total = [1.0, 2.0, 0.5], [0.1, 0.02, 0.9], 30
+
+    def objective(counts):
+        return sum(x**2 / (y * n) / (1 + 1e-3 / y**2) for x, y, n in zip(g, p, counts, strict=True))
+
+    every = [(a, b, total - a - b) for a, b in itertools.product(range(1, total), repeat=2) if a + b < total]
+    best = min(every, key=objective)
+    assert objective(gvm_allocate(p, g, total).tolist()) <= 1.01 * objective(best)
+
+
+def test_filters():
+    assert gvm_allocate(P, G, 40, solved_above=0.9).tolist() == [7, 7, 0, 0, 26]
+    # p n before this filter: 0.83, 3.4, 2.4, 0, 6.0
+    assert gvm_allocate(P, G, 40, min_accepted=2.5).tolist() == [0, 9, 0, 0, 31]
+    assert gvm_allocate([0, 0, 0], [0, 0, 0], 7).tolist() == [3, 2, 2]
+    assert gvm_allocate([1, 1], [1, 1], 4, solved_above=0.5).tolist() == [2, 2]
+
+
+def test_rounding_is_half_even_and_mended_at_the_residuals():
+    # 0.5, 0.5, 0.5, 0.5 of 2 round to 0, and the first two get one
+    assert gvm_allocate([1] * 4, [1] * 4, 2).tolist() == [1, 1, 0, 0]
+    # 1.5 each of 6 rounds to 2 each, and two give one back
+    assert gvm_allocate([1] * 4, [1] * 4, 6).tolist() == [1, 1, 2, 2]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 8), st.floats(0, 1e3)), min_size=1, max_size=12), total=st.integers(0, 200)
+)
+def test_invariants(rows, total):
+    p, g = [k / 8 for k, _ in rows], [x for _, x in rows]
+    counts = gvm_allocate(p, g, total)
+    assert counts.sum() == total
+    assert (counts >= 0).all()
+    weights = np.array([x / np.sqrt(y + 1e-3 / y) if y else 0.0 for y, x in zip(p, g, strict=True)])
+    if weights.any():
+        assert (counts[weights == 0] == 0).all()
+        assert (np.abs(counts - total * weights / weights.sum()) <= 1 + 1e-6).all()
+    shares = total * weights / (weights.sum() or 1.0)
+    if len(set(np.round(shares - np.round(shares), 6).tolist())) == len(rows):  # no ties, which go to the first
+        np.testing.assert_array_equal(gvm_allocate(p[::-1], g[::-1], total)[::-1], counts)
+
+
+def test_estimates():
+    prompts, accepted, norms = [0, 1, 0, 1, 1, 2], [True, False, True, True, False, False], [3.0, np.nan, 5, 2, 9, 1]
+    rates, mean = gvm_estimates(prompts, accepted, norms, 3)
+    np.testing.assert_allclose(rates, [1, 1 / 3, 0])
+    np.testing.assert_allclose(mean, [4, 2, 0])
+    _, rms = gvm_estimates(prompts, accepted, norms, 3, average="rms")
+    np.testing.assert_allclose(rms, [17**0.5, 2, 0])
+
+
+def test_weights_of_the_second_stage():
+    prompts, accepted = [0, 0, 0, 1, 1, 2], [True, True, False, True, False, False]
+    np.testing.assert_allclose(gvm_raft_weights(prompts, accepted), [1 / 2, 1 / 2, 0, 1, 0, 0])
+    lemma = gvm_raft_weights(prompts, accepted, [0.5, 0.25, 0.0])
+    np.testing.assert_allclose(lemma, [1 / 1.5, 1 / 1.5, 0, 1 / 0.5, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: gvm_allocate([0.1], [1, 2], 4), r"\[B\]"),
+        (lambda: gvm_allocate([0.1], [1], 4, beta=1.5), "at least 2"),
+        (lambda: gvm_allocate([1.2], [1], 4), "0 to 1"),
+        (lambda: gvm_allocate([0.2], [np.inf], 4), "finite norms"),
+        (lambda: gvm_allocate([0.2], [1], -1), "0 or more"),
+        (lambda: gvm_allocate([], [], 1), "0 prompts"),
+        (lambda: gvm_estimates([0], [True], [np.nan], 1), "not finite"),
+        (lambda: gvm_estimates([0], [True], [1], 2), "draws some for each"),
+        (lambda: gvm_estimates([0], [True], [1], 1, average="max"), "rms"),
+        (lambda: gvm_raft_weights([0, 1], [True]), r"\[N\]"),
+        (lambda: gvm_raft_weights([0], [True], [0.0]), "pass rate 0"),
+    ],
+)
+def test_refusals(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

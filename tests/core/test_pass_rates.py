@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.core.pass_rates import PassRateCounts, pass_rate_loss
+from megarl.errors import CheckpointError, ConfigError
+
+
+def test_hand_computed():
+    rates = PassRateCounts(3)
+    assert rates.rates().tolist() == [0.5] * 3
+    expected = [0.16666666666666666, 0.14705882352941177, 0.2886497064579257]
+    for samples, positives, rate in zip((4, 8, 8), (0, 1, 4), expected, strict=True):
+        rates.update([1], [samples], [positives])
+        np.testing.assert_allclose(rates.rates([1]), [rate], rtol=0, atol=1e-12)
+    assert rates.rates([0, 2]).tolist() == [0.5, 0.5]
+
+
+def test_no_decay_counts_and_full_decay_forgets():
+    counts, last = PassRateCounts(1, decay=1.0, alpha=2, beta=6), PassRateCounts(1, decay=0.0)
+    for k in (4, 0):
+        counts.update([0], [4], [k])
+        last.update([0], [4], [k])
+    assert counts.rates()[0] == (4 + 2) / (8 + 8)
+    assert last.rates()[0] == 1 / 6
+
+
+def test_a_prompt_that_occurs_twice_counts_as_one_draw():
+    twice, once = PassRateCounts(4), PassRateCounts(4)
+    for rates in (twice, once):
+        rates.update([3, 0], [8, 2], [2, 1])
+    twice.update([3, 0, 3], [4, 1, 4], [1, 0, 2])
+    once.update([0, 3], [1, 8], [0, 3])
+    np.testing.assert_array_equal(twice.rates(), once.rates())
+
+
+def test_a_prompt_without_samples_only_fades():
+    rates = PassRateCounts(1)
+    rates.update([0], [8], [0])
+    before = rates.rates()[0]
+    rates.update([0], [0], [0])
+    assert before < rates.rates()[0] < 0.5
+
+
+def test_state_goes_round():
+    rates = PassRateCounts(3)
+    rates.update([0, 2], [8, 8], [1, 8])
+    state = rates.state_dict()
+    other = PassRateCounts(3)
+    other.load_state_dict(state)
+    np.testing.assert_array_equal(other.rates(), rates.rates())
+    other.update([0], [8], [8])
+    rates.update([0], [8], [8])
+    np.testing.assert_array_equal(other.rates(), rates.rates())
+    # neither shares its arrays with the state
+    assert state["samples"].tolist() == [8, 0, 8]
+    with pytest.raises(CheckpointError, match=r"samples is \[3\], expected \[4\]"):
+        PassRateCounts(4).load_state_dict(state)
+    with pytest.raises(CheckpointError, match="positives is missing"):
+        other.load_state_dict({"samples": state["samples"]})
+    np.testing.assert_array_equal(other.rates(), rates.rates())
+
+
+def test_refusals():
+    with pytest.raises(ConfigError, match="decay 1.5"):
+        PassRateCounts(1, decay=1.5)
+    with pytest.raises(ConfigError, match="alpha 0"):
+        PassRateCounts(1, alpha=0)
+    rates = PassRateCounts(2)
+    for arguments, message in (
+        (([2], [1], [0]), "expected 0 to 1"),
+        (([-1], [1], [0]), "expected 0 to 1"),
+        (([0], [1], [2]), "more positives"),
+        (([0], [1], [-1]), "fewer than 0"),
+        (([0, 1], [1], [0]), r"\[B\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rates.update(*arguments)
+    assert rates.rates().tolist() == [0.5, 0.5]
+
+
+def test_loss_of_a_head_is_that_of_each_outcome():
+    logits = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    loss = pass_rate_loss(logits, torch.tensor([4, 2, 0]), torch.tensor([1, 2, 0]))
+    good, bad = (lambda z: math.log1p(math.exp(-z))), (lambda z: math.log1p(math.exp(z)))
+    assert abs(loss.item() - (good(0.3) + 3 * bad(0.3) + 2 * good(-1.0)) / 6) < 1e-12
+    loss.backward()
+    sigmoid = 1 / (1 + math.exp(-0.3))
+    assert logits.grad is not None
+    assert abs(logits.grad[0].item() - (4 * sigmoid - 1) / 6) < 1e-12
+    assert logits.grad[2].item() == 0
+    with pytest.raises(ValueError, match=r"\[B\]"):
+        pass_rate_loss(logits, torch.tensor([4]), torch.tensor([1]))
