@@ -79,9 +79,9 @@ def assign(credit: Credit, selection: Selection) -> tuple[np.ndarray, np.ndarray
     weights = np.ones(len(selection.prompts))
     rows = {pool.prompt: selection.prompts == pool.prompt for pool in selection.pools} if _by_prompt(credit) else {}
     if credit.weigh == "prompt":
-        sizes = [int(row.sum()) for row in rows.values() if row.any()]
-        for row in rows.values():
-            weights[row] = np.mean(sizes) / max(int(row.sum()), 1)
+        groups = [row for row in rows.values() if row.any()]
+        for row in groups:
+            weights[row] = len(weights) / len(groups) / row.sum()
     if credit.objective is not None:
         for pool in selection.pools:
             weights[rows[pool.prompt]] *= _slope(pool, selection.rule.threshold, credit.objective)

@@ -124,6 +124,14 @@ class TestPooled:
             pooled([1.0], [0], [1.0, -5.0], [0, 0], scale="rate")
         with pytest.raises(ValueError, match="ddof 3"):
             pooled([1.0], [5], *self.POOL, ddof=3)
+        with pytest.raises(ValueError, match="rate_eps -1"):
+            pooled([1.0], [5], *self.POOL, rate_eps=-1)
+
+    def test_a_rate_of_zero_has_an_epsilon(self):
+        """With an epsilon a pool of no correct response still has none to learn from; any other is damped."""
+        assert pooled([0.0], [1], [0.0, 0.0], [1, 1], scale="root_rate", rate_eps=0.01).tolist() == [0]
+        close(pooled([1.0], [5], *self.POOL, scale="rate", rate_eps=0.0625), [7.5])
+        close(pooled([1.0], [5], *self.POOL, scale="root_rate", rate_eps=0.1875), [1.875])
 
 
 def packed(kl, beta=0.3):

@@ -133,6 +133,14 @@ def test_slopes_are_derivatives(objective):
         assert abs(slope - (f(p + 1e-6) - f(p - 1e-6)) / 2e-6) < 1e-6 * max(1, slope)
 
 
+@pytest.mark.parametrize("objective", [name for name in OBJECTIVES if name != "raft"])
+def test_allotted_counts_times_standardised_advantages_are_the_slope(objective):
+    """So a sum over samples needs no weight f' besides."""
+    pushes = allocate(P, 10**8, objective) / np.sqrt([p * (1 - p) for p in P])
+    slopes = objective_slope(P, objective)
+    np.testing.assert_allclose(pushes / pushes[0], slopes / slopes[0], rtol=1e-6)
+
+
 def test_which_power_favours_hard_prompts():
     """f' does for exponents below 1, the allocation only for those below 1/2."""
     hard, medium = [0.001, 0.3], 100
