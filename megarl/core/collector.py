@@ -64,8 +64,8 @@ class Collector:
     to a new one, begun at once, until ``num_prompts`` prompts with contrast fill the batch or ``max_prompts`` were
     begun. The batch is the first such prompts in the order of their numbers: those that come from waves of prompts,
     without their barrier. ``spare`` prompts are drawn ahead; they shorten the wait at the end, and are lost if not
-    needed, so that costs depend on the order of arrival (what trains does not). ``seed``: which samples train is drawn at random; None keeps the first. Raises ConfigError if these do not
-    go together.
+    needed, so that costs depend on the order of arrival (what trains does not). ``seed``: which samples train is drawn
+    at random; None keeps the first. Raises ConfigError if these do not go together.
     """
 
     def __init__(

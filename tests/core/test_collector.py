@@ -98,6 +98,7 @@ def test_the_seed_chooses():
     assert collect(1) != collect(2)
     assert collect(None) != collect(1)
     # prompts do not share their choice
+    rewards[:] = [0, 1] * 4
     chosen = np.array(collect(1)).reshape(20, 4)
     assert len(np.unique(chosen, axis=0)) > 5
 

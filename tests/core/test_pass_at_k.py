@@ -36,6 +36,12 @@ def test_mean_interval():
     assert mean_interval([0.0, 1.0], 0.5).high < mean_interval([0.0, 1.0], 0.9).high
 
 
+def test_fixed_prompts_interval():
+    found = fixed_prompts_interval([4, 2], [1, 2])
+    half = 1.959963984540054 * math.sqrt(0.25 * 0.75 / 3) / 2
+    np.testing.assert_allclose([found.value, found.low, found.high], [0.625, 0.625 - half, 0.625 + half], atol=1e-12)
+
+
 def test_intervals_cover_what_they_claim():
     """80 % of the intervals hold the truth; one for all prompts like these, one for exactly these."""
     rng = np.random.default_rng(0)

@@ -66,7 +66,7 @@ def test_state_goes_round():
 
 
 def test_refusals():
-    with pytest.raises(ConfigError, match="decay 1.5"):
+    with pytest.raises(ConfigError, match=r"decay 1\.5"):
         PassRateCounts(1, decay=1.5)
     with pytest.raises(ConfigError, match="alpha 0"):
         PassRateCounts(1, alpha=0)

@@ -148,6 +148,8 @@ def test_unbiased_rates_refuse_what_cannot_be():
         unbiased_rates(Uniform(6), [6], [6], 9)
     with pytest.raises(ValueError, match="cannot end with 12 positives"):
         unbiased_rates(ada_seq_pos(), [8, 8], [8, 8], 12)
+    with pytest.raises(ValueError, match="cannot end with 1 positives"):
+        unbiased_rates(ada_seq_pos(), [8, 5], [8, 5], 1)
     with pytest.raises(ValueError, match="arrived"):
         unbiased_rates(Uniform(6), [6], [7], 2)
 
