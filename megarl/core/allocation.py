@@ -147,7 +147,7 @@ def _boxed(values: np.ndarray, total: float, low: float, high: float) -> np.ndar
 def _whole(shares: np.ndarray, total: int, high: int) -> np.ndarray:
     counts = np.floor(shares).astype(np.int64)
     missing = total - int(counts.sum())
-    # Rounded, or ties would be broken by the noise of the shares; one of 2.9999999999 has the remainder 1 and becomes 3.
+    # Rounded, or ties would be broken by noise. A share of 3 that is computed as 2.9999999999 has the remainder 1.
     remainders = np.where(counts < high, np.round(shares - counts, 9), -1.0)
     counts[np.argsort(-remainders, kind="stable")[:missing]] += 1
     assert int(counts.sum()) == total, f"{shares} became {counts}, which do not add up to {total}"

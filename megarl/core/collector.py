@@ -22,7 +22,7 @@ import torch
 
 from megarl.core.metrics import Stat
 from megarl.core.pools import Pool
-from megarl.core.stopping import SamplingRule
+from megarl.core.stopping import Allotted, SamplingRule
 from megarl.errors import ConfigError, NumericsError
 
 
@@ -88,6 +88,11 @@ class Collector:
             raise ConfigError(
                 f"refill = {refill}, max_prompts = {max_prompts}, spare = {spare}: refill needs max_prompts, for the "
                 "prompts may all be solved; without it nothing is replaced"
+            )
+        if isinstance(rule, Allotted) and (refill or len(rule.counts) != num_prompts):
+            raise ConfigError(
+                f"{len(rule.counts)} prompts were allotted samples and {num_prompts} take part, refill = {refill}: "
+                "allot to each prompt, and replace none"
             )
         self.rule, self.seed = rule, seed
         self._num_prompts, self._refill, self._limit, self._spare = num_prompts, refill, limit, spare

@@ -32,7 +32,9 @@ class Credit:
 
     statistics: Statistics = "pool"
     """Whose mean and standard deviation: of all that was drawn of the prompt, whole rounds included, or of what trains.
-    The latter makes a prompt with 2 of 32 correct look like one with 2 of 4."""
+    The latter makes a prompt with 2 of 32 correct look like one with 2 of 4. Rewards need not be 0 and 1, for which the
+    released code does not work: it rebuilds the pool from counts. Nor has a pool of one the mean 0 that it has there;
+    its advantage is 0."""
     scale: PoolScale = "none"
     """The divisor: 1, the standard deviation, the pass rate or its root. The sources disagree: the code divides by
     nothing, the paper's third version by the pass rate in one place and by nothing in another; a post praises 1 / p,

@@ -114,9 +114,14 @@ def tier_cost(tiers: Sequence[int], solved: Sequence[float], *, reuse: bool = Tr
 
 
 def _unfinished(pass_rate: float, positives: int, negatives: int) -> list[tuple[int, float]]:
-    """(samples, probability) of each pair of counts at which neither class is complete."""
-    q = 1 - pass_rate
-    return [(i + j, math.comb(i + j, i) * pass_rate**i * q**j) for i in range(positives) for j in range(negatives)]
+    """(samples, probability that neither class is complete after them), as long as that is possible."""
+    if not positives or not negatives:
+        return []
+    chances, pmf = [], np.ones(1)
+    for drawn in range(positives + negatives - 1):
+        chances.append((drawn, float(pmf[max(drawn - negatives + 1, 0) : positives].sum())))
+        pmf = np.convolve(pmf, [1 - pass_rate, pass_rate])
+    return chances
 
 
 def _never(pass_rate: float, positives: int, negatives: int) -> bool:

@@ -17,8 +17,9 @@ Integers = Sequence[int] | np.ndarray
 class PassRateCounts:
     """Fading counts per prompt: ``N <- decay N + n``, ``K <- decay K + k``, ``p = (K + alpha) / (N + alpha + beta)``.
 
-    A prompt that was never drawn has the rate ``alpha / (alpha + beta)``. decay, alpha and beta are not printed in the
-    paper; the defaults are ours.
+    A prompt that was never drawn has the rate ``alpha / (alpha + beta)``. Pools of a rule that looks at rewards may be
+    counted too: their shares are biased, but sums are not, E[k] = p E[n] whatever the rule (Wald). decay, alpha and
+    beta are not printed in the paper; the defaults are ours.
     """
 
     def __init__(self, num_prompts: int, decay: float = 0.9, alpha: float = 1.0, beta: float = 1.0) -> None:

@@ -6,7 +6,6 @@ Samples of a prompt are independent and positive with probability p, its pass ra
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,7 +66,7 @@ def stopping_law(rule: SamplingRule, pass_rate: float, prompt: int = 0) -> Stopp
                 ends[asked, positives] = probability
                 continue
             after = pending.setdefault(asked + more, np.zeros(asked + more + 1))
-            after[positives : positives + more + 1] += probability * _binomial(more, pass_rate)
+            after[positives : positives + more + 1] += probability * binomial(more, pass_rate)
     points = np.array(list(ends), dtype=np.int64)
     return StoppingLaw(points[:, 0], points[:, 1], np.array(list(ends.values())))
 
@@ -100,11 +99,11 @@ def unbiased_rates(
     first, total = drawn[0], sum(drawn)
     # Which history is likely, given its end, does not depend on p; near the share of positives nothing underflows.
     nominal = min(max(positives / max(total, 1), 0.5 / max(total, 1)), 1 - 0.5 / max(total, 1))
-    ways = np.diag(_binomial(first, nominal))  # [positives in the first round, positives so far]
+    ways = np.diag(binomial(first, nominal))  # [positives in the first round, positives so far]
     sum_asked, sum_drawn = asked[0], first
     for size, arrived in zip(asked[1:], drawn[1:], strict=True):
         goes_on = [rule.next_samples(prompt, sum_asked, s, sum_drawn - s) == size for s in range(sum_drawn + 1)]
-        step = _binomial(arrived, nominal)
+        step = binomial(arrived, nominal)
         ways = np.stack([np.convolve(row, step) for row in np.where(goes_on, ways, 0.0)])
         sum_asked, sum_drawn = sum_asked + size, sum_drawn + arrived
     weights = ways[:, positives] if 0 <= positives <= total else np.zeros(1)
@@ -123,6 +122,10 @@ def check_rate(pass_rate: float) -> None:
         raise ValueError(f"the pass rate is {pass_rate}, expected 0 to 1")
 
 
-def _binomial(size: int, rate: float) -> np.ndarray:
-    """float64 [size + 1], probabilities of 0..size positives among ``size`` samples."""
-    return np.array([math.comb(size, s) * rate**s * (1 - rate) ** (size - s) for s in range(size + 1)])
+def binomial(size: int, rate: float) -> np.ndarray:
+    """Return float64 [size + 1], the probabilities of 0..size positives among ``size`` samples."""
+    if size == 0:
+        return np.ones(1)
+    half = binomial(size // 2, rate)
+    whole = np.convolve(half, half)
+    return np.convolve(whole, [1 - rate, rate]) if size % 2 else whole

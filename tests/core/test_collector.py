@@ -259,3 +259,6 @@ def test_refusals():
     ):
         with pytest.raises(ConfigError, match="prompts"):
             Collector(Uniform(2), **options)
+    for options in ({"num_prompts": 3}, {"num_prompts": 2, "refill": True, "max_prompts": 4}):
+        with pytest.raises(ConfigError, match="2 prompts were allotted"):
+            Collector(Allotted((2, 2)), **options)

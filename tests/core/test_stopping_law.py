@@ -125,6 +125,20 @@ def test_unbiased_rates_are_unbiased(rule, rate):
         assert abs(law.expected_rate - rate) > 1e-3
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_sums_over_prompts_are_unbiased(rule):
+    """Wald: E[positives] = p E[samples], whatever the rule looks at."""
+    law = stopping_law(rule, 0.13)
+    close(law.probabilities @ law.positives, 0.13 * law.expected_samples, 1e-12)
+
+
+def test_large_counts_do_not_overflow():
+    law = stopping_law(Uniform(3000), 0.5)
+    close(law.probabilities.sum(), 1)
+    close(law.expected_rate, 0.5)
+    assert 2000 < expected_samples(0.5, 1000, 1000) < 2100
+
+
 def test_unbiased_rates_of_fixed_and_inverse_sampling():
     fixed = unbiased_rates(Uniform(6), [6], [6], 2)
     close(fixed.rate, 2 / 6)
