@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.core.parts import AdvantageName
+from megarl.core.parts import AdvantageName, PoolScale
 from megarl.core.ratios import check_cu_seqlens, log_ratio, positions, segment_cumsum, segment_expand, segment_sum
 from megarl.errors import NumericsError
 
 Values = Tensor | np.ndarray | Sequence[float]
-PoolScale = Literal["none", "std", "rate", "root_rate"]
 
 
 def group_mean(rewards: Values, groups: Values) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megarl.errors import ConfigError
+from megarl.core.nonlinear import parse_objective
 
 Numbers = Sequence[float] | np.ndarray
 
@@ -76,19 +76,14 @@ def objective_slope(pass_rates: Numbers, objective: str) -> np.ndarray:
     off 0 and 1 where this would be infinite (``clamp_rates``); result: float64 [B]. ConfigError for an unknown name.
     """
     rates = np.asarray(pass_rates, dtype=np.float64)
-    match objective.split(":"):
-        case ["linear"]:
-            return np.ones_like(rates)
-        case ["log" | "raft"]:
-            return 1 / rates
-        case ["arcsin"]:
-            return 1 / np.sqrt(rates * (1 - rates))
-        case ["power", exponent]:
-            power = _exponent(exponent, objective)
-            return power * rates ** (power - 1)
-    raise ConfigError(
-        f'objective {objective!r} is unknown; expected "log", "raft", "linear", "arcsin" or "power:A" with A > 0'
-    )
+    kind, exponent = parse_objective(objective)
+    if kind == "linear":
+        return np.ones_like(rates)
+    if kind == "arcsin":
+        return 1 / np.sqrt(rates * (1 - rates))
+    if kind == "power":
+        return exponent * rates ** (exponent - 1)
+    return 1 / rates
 
 
 def gradient_variance(pass_rates: Numbers, counts: Numbers, objective: str) -> float:
@@ -169,13 +164,3 @@ def _weights(values: Numbers, what: str) -> np.ndarray:
     if bad.any():
         raise ValueError(f"{what} {int(bad.argmax())} is {array[bad.argmax()]}, expected a number of 0 or more")
     return array
-
-
-def _exponent(text: str, objective: str) -> float:
-    try:
-        power = float(text)
-    except ValueError:
-        power = 0.0
-    if not 0 < power < float("inf"):
-        raise ConfigError(f'objective {objective!r}: expected "power:A" with a number A > 0, as in "power:0.5"')
-    return power

@@ -6,7 +6,7 @@
         ...  # have the engine draw what is asked for; whatever finishes next:
         asks = collector.add(prompt, sample, reward)
     selection = collector.select()
-    advantages, weights = assign(Credit(), selection)  # megarl.core.credit
+    advantages, weights = assign(Credit(), selection)  # megarl.core.credit_assignment
 
 Prompts and samples are numbers, counted as they are asked for: prompt 3 is the fourth one begun, sample 9 of it its
 tenth. No prompt waits for another, and what trains depends on the rewards of (prompt, sample), not on when they came.
@@ -23,6 +23,7 @@ import torch
 from megarl.core.metrics import Stat
 from megarl.core.pools import Pool
 from megarl.core.stopping import Allotted, SamplingRule
+from megarl.core.subsampling import subsample
 from megarl.errors import ConfigError, NumericsError
 
 
@@ -62,10 +63,11 @@ class Collector:
 
     ``refill`` is DAPO's dynamic sampling (arXiv 2503.14476), with any rule: a prompt without contrast gives its place
     to a new one, begun at once, until ``num_prompts`` prompts with contrast fill the batch or ``max_prompts`` were
-    begun. The batch is the first such prompts in the order of their numbers: those that come from waves of prompts,
-    without their barrier. ``spare`` prompts are drawn ahead; they shorten the wait at the end, and are lost if not
-    needed, so that costs depend on the order of arrival (what trains does not). ``seed``: which samples train is drawn
-    at random; None keeps the first. Raises ConfigError if these do not go together.
+    begun. (What it replaces has advantages of 0 anyway: the step is scaled, not turned.) The batch is the first such
+    prompts in the order of their numbers: those that come from waves of prompts, without their barrier. ``spare``
+    prompts are drawn ahead; they shorten the wait at the end, and are lost if not needed, so that costs depend on the
+    order of arrival (what trains does not). ``seed``: which samples train is drawn at random; None keeps the first.
+    Raises ConfigError if these do not go together.
     """
 
     def __init__(
@@ -193,9 +195,14 @@ class Collector:
         return [] if enough else self._begin(1)
 
     def _chosen(self, pool: Pool) -> tuple[np.ndarray, np.ndarray]:
+        """Indices and rewards of the samples of one prompt that train."""
         samples, values = pool.samples(), pool.values()
+        size, threshold = self.rule.train_size, self.rule.threshold
+        if size is None:
+            return samples, values
         seed = None if self.seed is None else (self.seed, pool.prompt)
-        chosen = self.rule.choose(values, seed)
+        keep = self.rule.keeps(*pool.classes(threshold))
+        chosen = subsample(values, size, keep, threshold=threshold, seed=seed)
         return samples[chosen], values[chosen]
 
     def _metrics(self, placed: tuple[Pool, ...], trained: int) -> dict[str, Stat]:

@@ -85,7 +85,7 @@ def balanced_slope(pass_rate: float, share: float = 0.5) -> float:
     ``c(p) grad p`` with ``c = share q / p + (1 - share) p / q``, for one half ``(q^2 + p^2) / (2 p q)``: 1 at p = 0.5,
     49.5 at p = 0.01. So the balanced batch maximises ``ln(p / q) / 2 - p`` and not p: a nonlinear objective, which the
     sources do not mention when they find "no degradation". The unbiased combination takes this factor out
-    (``megarl.core.credit``). Raises ValueError unless 0 < p < 1 and 0 <= share <= 1.
+    (``Credit.combination``). Raises ValueError unless 0 < p < 1 and 0 <= share <= 1.
     """
     check_rate(pass_rate)
     if pass_rate in (0, 1) or not 0 <= share <= 1:

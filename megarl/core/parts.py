@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from megarl.errors import ConfigError
 
 AdvantageName = Literal["group_mean", "grpo", "rloo", "raft", "token_level_kl"]
+PoolScale = Literal["none", "std", "rate", "root_rate"]
 Selection = Literal["all", "mixed_groups", "positive"]
 RatioKind = Literal["token", "prefix", "future_mean", "future_product", "sequence_mean", "sequence_product"]
 WeightPolicies = Literal["none", "theta_mu", "theta_old", "old_mu"]

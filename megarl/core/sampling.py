@@ -5,7 +5,8 @@ The way through:
     stopping      rules, asked prompt by prompt: uniform, allotted counts, Ada-Seq-Pos and -Balance
     subsampling   which samples of a prompt train
     collector     drives a rule as samples arrive; dynamic sampling (DAPO) replaces prompts without contrast
-    credit        advantages from the pool, unbiased combination, weights
+    credit        the choices of baseline, unbiased combination and weights (credit_assignment computes them)
+    nonlinear     names of objectives f(p)
     allocation    counts from estimated pass rates (Ada-Est), for nonlinear objectives
     gvm           counts from acceptance rates and gradient norms
     pass_rates    estimates that last from step to step
@@ -25,7 +26,8 @@ from megarl.core.allocation import (
     objective_slope,
 )
 from megarl.core.collector import Ask, Collector, Selection
-from megarl.core.credit import Credit, assign
+from megarl.core.credit import Credit
+from megarl.core.credit_assignment import assign
 from megarl.core.expectations import (
     balanced_slope,
     expected_samples,
@@ -38,9 +40,9 @@ from megarl.core.gvm import gvm_allocate, gvm_estimates, gvm_raft_weights
 from megarl.core.pass_at_k import Interval, fixed_prompts_interval, mean_interval, pass_at_k, wilson_interval
 from megarl.core.pass_rates import PassRateCounts, pass_rate_loss
 from megarl.core.pools import Pool
-from megarl.core.stopping import Allotted, SamplingRule, Sequential, Uniform, ada_seq_balance, ada_seq_pos
+from megarl.core.stopping import POSITIVE, Allotted, SamplingRule, Sequential, Uniform, ada_seq_balance, ada_seq_pos
 from megarl.core.stopping_law import StoppingLaw, UnbiasedRates, stopping_law, unbiased_rates
-from megarl.core.subsampling import POSITIVE, subsample
+from megarl.core.subsampling import subsample
 
 __all__ = [
     "POSITIVE",

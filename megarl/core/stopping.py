@@ -4,18 +4,22 @@ A rule sees one prompt at a time, and only counts: how many samples were asked f
 how many negative. So no prompt waits for another (rounds are each prompt's own), the answer does not depend on the
 order in which responses finish, and the exact law of its stopping can be computed from the rule object itself
 (``megarl.core.stopping_law``).
+
+Imports neither torch nor numpy, so that a configuration can make the rule that it describes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
-import numpy as np
-
-from megarl.core.subsampling import POSITIVE, Keep, subsample
 from megarl.errors import ConfigError
+
+Keep = Literal["balance", "pos", "any"]
+"""Which samples train where not all do; see ``megarl.core.subsampling``."""
+
+POSITIVE = 0.7
+"""A reward above this is positive (as in the released code of Reinforce-Ada); rewards need not be 0 and 1."""
 
 
 class SamplingRule(Protocol):
@@ -42,8 +46,8 @@ class SamplingRule(Protocol):
         """Return whether a prompt that ended with these counts has what the rule looked for."""
         ...
 
-    def choose(self, rewards: np.ndarray, seed: Sequence[int] | None) -> np.ndarray:
-        """Return the indices of the samples that train, ascending: rewards float64 [P], in the order of asking."""
+    def keeps(self, positives: int, negatives: int) -> Keep:
+        """Return which samples of a prompt that ended with these counts train, where ``train_size`` is less."""
         ...
 
 
@@ -72,11 +76,9 @@ class Uniform:
         """Always: it looks for nothing."""
         return True
 
-    def choose(self, rewards: np.ndarray, seed: Sequence[int] | None) -> np.ndarray:
-        """``train_size`` of them by ``keep``."""
-        if self.train_size is None:
-            return np.arange(len(rewards))
-        return subsample(rewards, self.train_size, self.keep, threshold=self.threshold, seed=seed)
+    def keeps(self, positives: int, negatives: int) -> Keep:
+        """``keep``, whatever the counts."""
+        return self.keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +113,9 @@ class Allotted:
         """Always: it looks for nothing."""
         return True
 
-    def choose(self, rewards: np.ndarray, seed: Sequence[int] | None) -> np.ndarray:
-        """All."""
-        return np.arange(len(rewards))
+    def keeps(self, positives: int, negatives: int) -> Keep:
+        """Any: all train."""
+        return "any"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,16 +159,12 @@ class Sequential:
         """Whether there are enough of each class."""
         return positives >= self.positives and negatives >= self.negatives
 
-    def choose(self, rewards: np.ndarray, seed: Sequence[int] | None) -> np.ndarray:
-        """``train_size`` of them, balanced after an exit, else by ``fallback``.
+    def keeps(self, positives: int, negatives: int) -> Keep:
+        """Balanced after an exit, else by ``fallback``.
 
         Where one class is absent, all are of the other: a group without contrast, whose advantages are 0.
         """
-        if self.train_size is None:
-            return np.arange(len(rewards))
-        positives = int((rewards > self.threshold).sum())
-        keep = "balance" if self.resolved(positives, len(rewards) - positives) else self.fallback
-        return subsample(rewards, self.train_size, keep, threshold=self.threshold, seed=seed)
+        return "balance" if self.resolved(positives, negatives) else self.fallback
 
 
 def ada_seq_pos(
@@ -206,7 +204,7 @@ def _check_counts(name: str, **counts: int) -> None:
 
 
 def _check_train_size(name: str, train_size: int | None, num_samples: int, keep: Keep) -> None:
-    if keep not in ("balance", "pos", "any"):
-        raise ConfigError(f'{name}: {keep!r} is no way to choose; expected "balance", "pos" or "any"')
+    if keep not in get_args(Keep):
+        raise ConfigError(f"{name}: {keep!r} is no way to choose; expected one of {get_args(Keep)}")
     if train_size is not None and not 1 <= train_size <= num_samples:
         raise ConfigError(f"{name}: train_size is {train_size}, expected 1 to {num_samples}, the samples of a prompt")

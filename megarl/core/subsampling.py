@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 
+from megarl.core.stopping import POSITIVE, Keep
 from megarl.errors import ConfigError, NumericsError
-
-Keep = Literal["balance", "pos", "any"]
-
-POSITIVE = 0.7
-"""A reward above this is positive (as in the released code of Reinforce-Ada); rewards need not be 0 and 1."""
 
 
 def subsample(

@@ -86,6 +86,23 @@ def test_what_trains_does_not_depend_on_the_order_of_arrival(rule, seed, chosen_
         assert counts.tolist() == [rule.train_size] * 5
 
 
+@pytest.mark.parametrize(
+    ("rule", "samples"),
+    [
+        (ada_seq_pos(positives=5, max_samples=8), [0, 1, 5, 6]),
+        (ada_seq_pos(positives=6, max_samples=8), [0, 1, 2, 5]),
+        (Sequential(1, 1, 8, 8, train_size=None), [0, 1, 2, 3, 4, 5, 6, 7]),
+        (Uniform(8, train_size=2, keep="balance"), [0, 5]),
+        (Uniform(8, train_size=2), [0, 1]),
+        (Uniform(8), [0, 1, 2, 3, 4, 5, 6, 7]),
+        (Allotted((8,)), [0, 1, 2, 3, 4, 5, 6, 7]),
+    ],
+)
+def test_what_trains(rule, samples):
+    """Five positives, then three negatives: balanced after an exit, by the fallback after giving up."""
+    assert drive(Collector(rule, 1), lambda p, s: float(s < 5)).samples.tolist() == samples
+
+
 def test_the_seed_chooses():
     rewards = table(0.5, 20, 8, seed=4)
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-import numpy as np
+import subprocess
+import sys
+
 import pytest
 
 from megarl.core.stopping import Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos
@@ -42,14 +44,13 @@ def test_the_last_round_is_cut_at_the_cap():
 
 
 def test_what_trains_after_an_exit_and_after_giving_up():
-    few = np.array([1.0] * 5 + [0.0] * 3)
-    exited, gave_up = ada_seq_pos(positives=5), ada_seq_pos(positives=6)
-    assert exited.choose(few, None).tolist() == [0, 1, 5, 6]
-    assert gave_up.choose(few, None).tolist() == [0, 1, 2, 5]
-    assert Sequential(1, 1, train_size=None).choose(few, None).tolist() == list(range(8))
-    assert Uniform(8, train_size=2, keep="balance").choose(few, None).tolist() == [0, 5]
-    assert Uniform(8).choose(few, None).tolist() == list(range(8))
-    assert Allotted((8,)).choose(few, None).tolist() == list(range(8))
+    rule = ada_seq_pos(positives=5)
+    assert (rule.keeps(5, 3), rule.keeps(4, 28)) == ("balance", "pos")
+    rule = ada_seq_balance()
+    assert (rule.keeps(2, 6), rule.keeps(1, 31)) == ("balance", "balance")
+    assert Sequential(2, 2, fallback="any").keeps(1, 31) == "any"
+    assert Uniform(8, 2, "balance").keeps(0, 8) == "balance"
+    assert Allotted((8,)).train_size is None
 
 
 @pytest.mark.parametrize(
@@ -70,3 +71,11 @@ def test_what_trains_after_an_exit_and_after_giving_up():
 def test_refusals(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_records_that_a_configuration_makes_load_nothing_heavy():
+    code = (
+        "import sys, megarl.core.stopping, megarl.core.credit, megarl.core.nonlinear\n"
+        "sys.exit(any(name in sys.modules for name in ('numpy', 'torch')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

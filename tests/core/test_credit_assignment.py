@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sampling_driver import drive, table
+
+from megarl.core.allocation import objective_slope
+from megarl.core.collector import Collector
+from megarl.core.credit import Credit
+from megarl.core.credit_assignment import assign
+from megarl.core.expectations import balanced_slope
+from megarl.core.stopping import Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos
+from megarl.errors import ConfigError
+
+HARD = np.array([[0.0] * 30 + [1.0] * 2])
+"""2 of 32 are correct, the last ones drawn."""
+
+
+def collected(rule, rewards, **options):
+    rewards = np.asarray(rewards, dtype=float)
+    return drive(Collector(rule, len(rewards), **options), lambda p, s: float(rewards[p, s]))
+
+
+@pytest.mark.parametrize(
+    ("credit", "good", "bad"),
+    [
+        (Credit(), 0.9375, -0.0625),
+        (Credit(statistics="trained"), 0.5, -0.5),
+        (Credit(scale="std"), 0.9375 / 0.24593468841898236, -0.0625 / 0.24593468841898236),
+        (Credit(scale="std", ddof=0), 0.9375 / (0.0625 * 0.9375) ** 0.5, -0.0625 / (0.0625 * 0.9375) ** 0.5),
+        (Credit(scale="rate"), 15, -1),
+        (Credit(scale="root_rate"), 3.75, -0.25),
+        (Credit(scale="root_rate", rate_eps=1e-3), 0.9375 / 0.0635**0.5, -0.0625 / 0.0635**0.5),
+        (Credit(scale="std", floor=2.0), 0.9375 / 2, -0.0625 / 2),
+    ],
+)
+def test_hand_computed(credit, good, bad):
+    found = collected(ada_seq_balance(), HARD)
+    assert found.rewards.tolist() == [0, 0, 1, 1]
+    advantages, weights = assign(credit, found)
+    np.testing.assert_allclose(advantages, [bad, bad, good, good], rtol=0, atol=1e-9)
+    assert weights.tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("scale", ["none", "std", "rate", "root_rate"])
+def test_pools_without_contrast_give_zero(scale):
+    found = collected(ada_seq_balance(), [[0.0] * 32, [1.0] * 32])
+    advantages, _ = assign(Credit(scale=scale), found)
+    assert len(advantages) == 8
+    assert (advantages == 0).all()
+    single = collected(Allotted((1, 2)), [[1.0, 0], [1, 0]])
+    assert assign(Credit(scale=scale), single)[0][0] == 0
+
+
+def test_rewards_that_are_not_binary():
+    """Classes only decide what is drawn and chosen; mean and deviation are those of the rewards."""
+    rewards = [[0.1, 0.9, 2.0, -0.4]]
+    found = collected(Sequential(1, 1, 4, 4, train_size=2), rewards)
+    assert found.rewards.tolist() == [0.1, 0.9]
+    pool = np.array(rewards[0])
+    np.testing.assert_allclose(assign(Credit(), found)[0], [0.1 - 0.65, 0.9 - 0.65])
+    np.testing.assert_allclose(assign(Credit(scale="std"), found)[0], ([0.1, 0.9] - pool.mean()) / pool.std(ddof=1))
+    unbiased = assign(Credit(combination="unbiased"), found)[0]
+    np.testing.assert_allclose(unbiased, [-2 * (2 * 2 / 12), 2 * (2 * 2 / 12)])
+
+
+def expected_gradient(rule, size, rate, credit, seed=None):
+    """E of a prompt's mean of A d ln P(r) / dt over all that ``size`` samples can be: P(1) = sigmoid(t)."""
+    outcomes = np.array(list(itertools.product([0.0, 1.0], repeat=size)))
+    chance = np.prod(np.where(outcomes == 1, rate, 1 - rate), axis=1)
+    found = collected(rule, outcomes, seed=seed)
+    advantages, weights = assign(credit, found)
+    terms = advantages * weights * (found.rewards - rate)
+    sizes = np.bincount(found.prompts, minlength=len(outcomes))
+    return float(np.sum(chance * np.bincount(found.prompts, weights=terms, minlength=len(outcomes)) / sizes))
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.8])
+@pytest.mark.parametrize(
+    ("rule", "size"),
+    [
+        (Sequential(1, 1, 2, 6, train_size=2), 6),
+        (Sequential(2, 1, 3, 9, train_size=3), 9),
+        (Sequential(1, 0, 2, 7, train_size=4, fallback="pos"), 7),
+        (Uniform(6, 4, "balance"), 6),
+        (Uniform(5), 5),
+        (Allotted((4,) * 16), 4),
+    ],
+)
+@pytest.mark.parametrize("seed", [None, 7])
+def test_the_unbiased_combination_is_unbiased(rule, size, rate, seed):
+    """dp/dt = p (1 - p) exactly, over every outcome of the real rule, collector and choice."""
+    gradient = expected_gradient(rule, size, rate, Credit(combination="unbiased"), seed)
+    assert abs(gradient - rate * (1 - rate)) < 1e-12
+
+
+def test_the_plain_balanced_batch_is_not():
+    rule = Sequential(1, 1, 2, 10, train_size=2)
+    gradient = expected_gradient(rule, 10, 0.15, Credit())
+    # c(p) = 2.9 times grad p if the baseline were p itself and no prompt gave up
+    assert 1.5 < gradient / (0.15 * 0.85) < balanced_slope(0.15)
+
+
+def test_monte_carlo_of_the_unbiased_combination():
+    prompts, rate, rule = 3000, 0.1, ada_seq_balance()
+    found = collected(rule, table(rate, prompts, 32, seed=8), seed=3)
+
+    def mean(credit):
+        values = (assign(credit, found)[0] * (found.rewards - rate)).reshape(prompts, 4).mean(axis=1)
+        return values.mean(), values.std() / prompts**0.5
+
+    value, spread = mean(Credit(combination="unbiased"))
+    assert abs(value - 0.09) < 4 * spread
+    value, spread = mean(Credit())
+    assert value - 0.09 > 20 * spread
+
+
+def test_the_unbiased_combination_needs_both_classes():
+    found = collected(Uniform(4, 2, "any"), [[1, 1, 0, 0]])
+    with pytest.raises(ConfigError, match="2 positives and 0 negatives"):
+        assign(Credit(combination="unbiased"), found)
+    # nothing to say about a pool of one class
+    dead = collected(Uniform(4, 2, "any"), [[1, 1, 1, 1]])
+    assert assign(Credit(combination="unbiased"), dead)[0].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("objective", ["log", "raft", "linear", "power:0.5", "arcsin"])
+def test_weights_of_a_nonlinear_objective(objective):
+    rewards = [[1, 0, 0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0, 0, 0], [0] * 8, [1] * 8]
+    found = collected(Uniform(8), rewards)
+    _, weights = assign(Credit(objective=objective), found)
+    expected = objective_slope([1 / 8, 1 / 2, 1 / 16, 15 / 16], objective)
+    np.testing.assert_allclose(weights.reshape(4, 8), np.repeat(expected[:, None], 8, axis=1))
+
+
+def test_prompts_can_count_alike():
+    rewards = [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0]]
+    found = collected(Allotted((6, 2, 0)), rewards)
+    _, weights = assign(Credit(weigh="prompt"), found)
+    np.testing.assert_allclose(weights, [4 / 6] * 6 + [2] * 2)
+    assert abs(weights.mean() - 1) < 1e-12
+    _, both = assign(Credit(weigh="prompt", objective="log"), found)
+    np.testing.assert_allclose(both, [4 / 6 * 6] * 6 + [2 / 0.75] * 2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(counts=st.lists(st.integers(1, 6), min_size=1, max_size=6), seed=st.integers(0, 10**6))
+def test_mean_over_samples_and_mean_over_prompts(counts, seed):
+    """(r_batch - r_prompt) * sum N = sum (N_x - mean N) (r_x - r_prompt)."""
+    found = collected(Allotted(tuple(counts)), table(0.4, len(counts), 6, seed))
+    _, weights = assign(Credit(weigh="prompt"), found)
+    rates = np.array([found.rewards[found.prompts == p].mean() for p in range(len(counts))])
+    by_prompt = float(np.mean(weights * found.rewards))
+    assert abs(by_prompt - rates.mean()) < 1e-12
+    sizes = np.array(counts, dtype=float)
+    gap = (found.rewards.mean() - by_prompt) * sizes.sum()
+    assert abs(gap - np.sum((sizes - sizes.mean()) * (rates - rates.mean()))) < 1e-9
+
+
+@pytest.mark.parametrize(
+    "credit", [Credit(), Credit(statistics="trained"), Credit(combination="unbiased"), Credit(weigh="prompt")]
+)
+def test_nothing_selected(credit):
+    found = drive(Collector(ada_seq_pos(), 2), lambda p, s: None)
+    advantages, weights = assign(credit, found)
+    assert advantages.shape == weights.shape == (0,)
