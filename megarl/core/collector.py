@@ -63,11 +63,11 @@ class Collector:
 
     ``refill`` is DAPO's dynamic sampling (arXiv 2503.14476), with any rule: a prompt without contrast gives its place
     to a new one, begun at once, until ``num_prompts`` prompts with contrast fill the batch or ``max_prompts`` were
-    begun. (What it replaces has advantages of 0 anyway: the step is scaled, not turned.) The batch is the first such
-    prompts in the order of their numbers: those that come from waves of prompts, without their barrier. ``spare``
-    prompts are drawn ahead; they shorten the wait at the end, and are lost if not needed, so that costs depend on the
-    order of arrival (what trains does not). ``seed``: which samples train is drawn at random; None keeps the first.
-    Raises ConfigError if these do not go together.
+    begun. (With a baseline, what it replaces has advantages of 0 anyway: the step is scaled, not turned.) The batch is
+    the first such prompts in the order of their numbers: those that come from waves of prompts, without their barrier.
+    ``spare`` prompts are drawn ahead; they shorten the wait at the end, and are lost if not needed, so that costs
+    depend on the order of arrival (what trains does not). ``seed``: which samples train is drawn at random; None keeps
+    the first. Raises ConfigError if these do not go together.
     """
 
     def __init__(
