@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
+
 from megarl.errors import ConfigError, RolloutError, WeightSyncError
 from megarl.rollout.checkpoint_views import checkpoint_shapes
 from megarl.rollout.sglang_buckets import Bucket, Named, Stopwatch, WeightForm, buckets, each_exactly_once
@@ -217,7 +219,11 @@ class Fleet:
         assert member.sender is not None
         try:
             step(member.sender)
-        except WeightSyncError:
+        except WeightSyncError as error:
+            if member.process is not None and isinstance(error.__cause__, httpx.TimeoutException):
+                self.tell(f"{member.url} hangs in a weight update: killed")
+                member.process.kill()
+                return False
             until = time.monotonic() + DEATH_WAIT_S
             while member.process is not None and member.process.alive and time.monotonic() < until:
                 time.sleep(0.1)

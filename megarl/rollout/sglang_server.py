@@ -210,7 +210,10 @@ class Server:
     @property
     def alive(self) -> bool:
         """Whether the process runs; says nothing about its health."""
-        return self._process is not None and self._ended_with() is None
+        try:
+            return self._process is not None and self._ended_with() is None
+        except RolloutError:  # another thread has stopped it in between
+            return False
 
     def start(self) -> None:
         """Starts the process and returns at once. Raises RolloutError if it already runs or cannot be started."""

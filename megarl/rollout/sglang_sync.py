@@ -19,6 +19,8 @@ from megarl.rollout.sglang_group import BroadcastGroup, in_thread
 from megarl.rollout.sglang_http import MODEL_INFO, authorization
 from megarl.rollout.sglang_versions import Version, can
 
+BEGIN_TIMEOUT_S = 60.0
+"""How long a server may take to give up what runs; one that hangs is found out before anything is sent to it."""
 GROUP_TIMEOUT_S = 60.0
 """How long a server may take to join a group, and to take part in one broadcast."""
 
@@ -50,9 +52,9 @@ class WeightSender:
 
         Ends a session that an update has left open which did not get to its end, of a trainer that is gone too.
         """
-        self._post("pause_generation", {"mode": "abort"})
+        self._post("pause_generation", {"mode": "abort"}, BEGIN_TIMEOUT_S)
         if can(self._release, "update_session"):
-            self._ask("POST", "end_weight_update", {})  # HTTP 400 where none is open, as is usual
+            self._ask("POST", "end_weight_update", {}, BEGIN_TIMEOUT_S)  # HTTP 400 if none is open, as usual
             self._in_session = False
         if self._group is not None and self.weight_version() != self._named:
             self._leave_group()  # somebody has started the server again: it is in no group
@@ -149,15 +151,18 @@ class WeightSender:
                 return str(answer.json().get("weight_version"))
         raise WeightSyncError(f"{self.url} does not say the version of its weights, HTTP {answer.status_code}")
 
-    def _post(self, path: str, body: dict[str, Any]) -> None:
-        answer = self._ask("POST", path, body)
+    def _post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> None:
+        answer = self._ask("POST", path, body, timeout_s)
         is_json = answer.headers.get("content-type", "").startswith("application/json")
         if answer.status_code != 200 or (is_json and answer.json().get("success") is False):
             told = f"HTTP {answer.status_code}: {answer.text[:300]}"
             raise WeightSyncError(f"{self.url}/{path} failed, {told}; the server stays paused")
 
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    def _ask(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
+    ) -> httpx.Response:
+        timeout = self._http.timeout if timeout_s is None else httpx.Timeout(timeout_s)
         try:
-            return self._http.request(method, f"/{path}", json=body)
+            return self._http.request(method, f"/{path}", json=body, timeout=timeout)
         except httpx.HTTPError as error:
             raise WeightSyncError(f"{self.url}/{path}: {type(error).__name__}: {error}") from error

@@ -391,9 +391,9 @@ def test_a_server_that_is_back_with_wrong_weights_samples_nothing(
     asked: list[str] = []
     ask = WeightSender._ask
 
-    def listening(sender: WeightSender, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    def listening(sender: WeightSender, method: str, path: str, *more: Any) -> httpx.Response:
         asked.append(path)
-        return ask(sender, method, path, body)
+        return ask(sender, method, path, *more)
 
     monkeypatch.setattr(WeightSender, "_ask", listening)
     told: list[str] = []

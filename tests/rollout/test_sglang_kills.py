@@ -18,6 +18,7 @@ from sglang_faulty import check_complete, in_background, kill_9
 from sglang_fixtures import START_DEADLINE_S
 from sglang_oracle import CLOSE, logprob_gap, noisy, oracle_of, same_sets
 
+from megarl.rollout import sglang_sync
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.sglang_buckets import WeightForm
 from megarl.rollout.sglang_client import ClientSettings
@@ -132,3 +133,24 @@ def test_a_hung_server_trips_the_deadline_and_is_started_again(pair: Pair, sglan
     pair.wait_for(f"{pair.servers[0].url} is back with weights 1000")
     print("\n".join(pair.told))
     assert len(pair.engine.generate(make_requests(10), PARAMS)) == 10
+
+
+def test_a_server_that_hangs_when_weights_come_is_started_again(
+    pair: Pair, sglang_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It would answer no request for an update either, and the run has another one."""
+    for server in pair.servers:
+        server.wait_ready(START_DEADLINE_S)
+    pair.engine.update_weights(noisy(sglang_model, 1).items(), 2000)
+    pair.told.clear()
+    monkeypatch.setattr(sglang_sync, "BEGIN_TIMEOUT_S", 3.0)
+    for process in pair.servers[0].members():
+        if "scheduler" in " ".join(process.cmdline()):
+            process.send_signal(signal.SIGSTOP)
+    weights = noisy(sglang_model, 2)
+    pair.engine.update_weights(weights.items(), 2001)
+    assert f"{pair.servers[0].url} hangs in a weight update: killed" in pair.told
+    pair.wait_for(f"{pair.servers[0].url} is back with weights 2001")
+    print("\n".join(pair.told))
+    rollouts = pair.engine.generate(make_requests(20), PARAMS)
+    assert logprob_gap(rollouts, oracle_of(sglang_model, weights)) < CLOSE
