@@ -497,6 +497,14 @@ class Config(Table):
         )
         return tuple(filter(None, (family_warning(self.train.resolved_objective), nucleus)))
 
+    @property
+    def collective_timeout_s(self) -> float:
+        """How long a rank waits for the others: longer than any of them may wait for an SGLang server."""
+        servers = self.sglang
+        if self.rollout.engine != "sglang":
+            return 1800.0
+        return max(1800.0, servers.attempts * servers.deadline_s + servers.start_deadline_s + 600.0)
+
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
         self._check_sizes()

@@ -326,3 +326,23 @@ def test_nothing_heavy_is_imported():
 )
 def test_servers_that_cannot_work_are_refused(sglang: dict[str, Any], told: str):
     assert told in refusal(**{f"sglang__{name}": value for name, value in sglang.items()})
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"rollout__one_step_off": True}, 'rollout.one_step_off: found true with rollout.engine = "local"'),
+        ({"sglang__fp8": True, "rollout__dtype": "fp32"}, "whose kernels know bf16 only"),
+        ({"sglang__fp8": True, "rollout__fp8_rounding": True}, "whose weights are in FP8 already"),
+        ({"sglang__gpus": [0, 1, 2], "sglang__tp": 2}, "sglang.gpus: found 3, expected sglang.servers * sglang.tp = 2"),
+        ({"sglang__host": "0.0.0.0"}, "sglang.host: found 0.0.0.0 without sglang.api_key_env"),
+    ],
+)
+def test_sampling_that_cannot_work_is_refused(changes: dict[str, Any], told: str):
+    assert told in refusal(**changes)
+
+
+def test_ranks_wait_longer_for_each_other_than_for_a_server():
+    assert parsed().collective_timeout_s == 1800.0
+    served = parsed(rollout__engine="sglang", sglang__deadline_s=1000.0, sglang__attempts=3)
+    assert served.collective_timeout_s > 3000.0 + served.sglang.start_deadline_s

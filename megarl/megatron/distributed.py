@@ -18,11 +18,13 @@ from megarl.core.metrics import Stat, merge
 from megarl.errors import ConfigError, MegarlError, RolloutError
 
 
-def initialize(config: Config, timeout_s: float = 1800.0) -> None:
+def initialize(config: Config, timeout_s: float | None = None) -> None:
     """Join the other ranks (torchrun's environment; alone without it), then lay out and seed Megatron's groups.
 
-    gloo on a CPU, NCCL on GPUs. A layout that does not divide the ranks raises ConfigError on every rank.
+    gloo on a CPU, NCCL on GPUs; ``timeout_s`` is by default ``config.collective_timeout_s``. A layout that does not
+    divide the ranks raises ConfigError on every rank.
     """
+    timeout_s = timeout_s or config.collective_timeout_s
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     layout = config.check_world_size(world_size)
     if torch.cuda.is_available():

@@ -116,6 +116,18 @@ FAULTS: tuple[Fault, ...] = (
         "serve prefill and decode in one server",
     ),
     Fault(
+        "replicas",
+        lambda found: _number(found, "dp_size", 1) > 1,
+        "with --dp-size above 1 it takes no weights through a process group",
+        "start more servers",
+    ),
+    Fault(
+        "quantized_at_start",
+        lambda found: found.get("quantization") is not None,
+        "with --quantization it quantises weights when it starts, and nothing repeats that on an update",
+        "leave it out; for FP8 set sglang.fp8 = true",
+    ),
+    Fault(
         "pipeline",
         lambda found: _number(found, "pp_size", 1) > 1,
         "with --pp-size above 1 a server knows the routes of one stage's layers alone",

@@ -160,6 +160,8 @@ def _versions(meta: Mapping[str, Any], prompt: int, output: int, version: int, l
     found = np.full(prompt + output, version, np.int32)
     spans = meta.get("weight_versions") or []
     try:
+        if spans:
+            found[prompt:] = -1  # a token that no span names has no version
         for span in spans:
             found[prompt + int(span["start"]) : prompt + int(span["end"])] = int(span["version"])
         if not spans and meta.get("weight_version") is not None:

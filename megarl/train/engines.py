@@ -46,11 +46,15 @@ def _sglang(config: Config, tell: Callable[[str], None]) -> SGLangEngine:
     """The first rank of each node starts its servers, or the main rank meets those that run; all hear of them."""
     settings, key = config.sglang, _api_key(config)
     nodes = [0] if settings.urls else distributed.node_leaders()
+    host = settings.host or (_host(nodes) if len(nodes) > 1 else "127.0.0.1")
     fleet: Fleet | None = None
     found: list[str] | Exception = []
     if dist.get_rank() in nodes:
         try:
-            fleet = _fleet(config, key, nodes, tell)
+            fleet = _fleet(config, key, nodes, host, tell)
+            if fleet.specs:
+                logs = ", ".join(str(spec.log_file) for spec in fleet.specs)
+                tell(f"starting SGLang; what it prints is in {logs}")
             found = fleet.start()
         except Exception as error:  # the others wait for the URLs: they must hear of it
             found = error
@@ -80,7 +84,22 @@ def _sglang(config: Config, tell: Callable[[str], None]) -> SGLangEngine:
     )
 
 
-def _fleet(config: Config, key: str | None, nodes: Sequence[int], tell: Callable[[str], None]) -> Fleet:
+def _host(nodes: Sequence[int]) -> str:
+    """The address of this rank's node as the other nodes see it; a collective call.
+
+    The node that the others know as the master may itself take its name for the loopback address, so it looks from
+    another node's side.
+    """
+    mine = own_address(f"tcp://{os.environ['MASTER_ADDR']}")
+    addresses = [mine] * dist.get_world_size()
+    dist.all_gather_object(addresses, mine)
+    if dist.get_rank() != nodes[0]:
+        return mine
+    other = addresses[nodes[1]]
+    return own_address(f"tcp://[{other}]" if ":" in other else f"tcp://{other}")
+
+
+def _fleet(config: Config, key: str | None, nodes: Sequence[int], host: str, tell: Callable[[str], None]) -> Fleet:
     """The servers of this rank's node; they write below run.dir, in a folder for each node if there are several."""
     settings = config.sglang
     folder = config.run_dir / "sglang"
@@ -95,7 +114,6 @@ def _fleet(config: Config, key: str | None, nodes: Sequence[int], tell: Callable
             )
     source = Path(config.model.path)
     served = write_fp8_model(source, folder / "model") if settings.fp8 else source
-    host = settings.host or ("127.0.0.1" if len(nodes) == 1 else own_address(f"tcp://{os.environ['MASTER_ADDR']}"))
     indices = () if settings.urls else range(settings.servers)
     return Fleet(
         specs=[_spec(config, index, host, key, served, folder / f"server{index}.log") for index in indices],

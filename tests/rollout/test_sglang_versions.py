@@ -122,6 +122,8 @@ def test_words_of_a_command_line():
         (("--chunked-prefill-size", "-1"), "without chunked prefill"),
         (("--chunked-prefill-size=0",), "without chunked prefill"),
         (("--disaggregation-mode", "prefill"), "routes of the prompt stay"),
+        (("--dp-size", "2"), "takes no weights through a process group"),
+        (("--quantization", "fp8"), "nothing repeats that on an update"),
         (("--disable-radix-cache", "--enable-hierarchical-cache"), "--enable-hierarchical-cache"),
         (("--preferred-sampling-params", '{"top_k": 5}'), "fill in what a request leaves open"),
     ],

@@ -78,6 +78,7 @@ def test_without_routes_asked_for_there_are_none() -> None:
 def test_versions_come_from_the_server() -> None:
     spans = [{"version": "6", "start": 0, "end": 1}, {"version": "7", "start": 1, "end": 2}]
     assert rollout_of(REQUEST, answer(weight_versions=spans), 7, SHAPE).weight_versions.tolist() == [7, 7, 7, 6, 7]
+    assert rollout_of(REQUEST, answer(weight_versions=spans[1:]), 7, SHAPE).weight_versions.tolist() == [7, 7, 7, -1, 7]
     assert rollout_of(REQUEST, answer(weight_version="6"), 7, SHAPE).weight_versions.tolist() == [6] * 5
     assert rollout_of(REQUEST, answer(weight_version="absent"), 3, SHAPE).weight_versions.tolist() == [3] * 5
 
