@@ -1,4 +1,4 @@
-"""The command line: ``megarl train | sft | doctor | report | trace | quickstart``.
+"""The command line: ``megarl train | sft | doctor | report | trace | simulate | quickstart``.
 
 Every key of the configuration is also a flag, ``--rollout.temperature 0.7``; defaults < file < flags. torch and
 everything built on it is imported only inside the commands, after the configuration has been found valid. A mistake of
@@ -145,11 +145,46 @@ def _commands(overrides: Mapping[str, Any]) -> dict[str, Callable[..., Command]]
         """Look into files of routing traces: inspect FILE, stats FILE, or diff A B [--out heatmap.png]."""
         return lambda: _trace(action, files, out, overrides)
 
+    def simulate(
+        passk: tuple[str, ...] = (),
+        beta: tuple[str, ...] = (),
+        never: float = 0.0,
+        components: int = 1,
+        prompts: int = 2048,
+        prompts_per_step: int = 512,
+        samples: int = 8,
+        train_size: int = 4,
+        round_size: int = 8,
+        max_samples: int = 32,
+        seed: int = 0,
+        out: Path = Path("runs/simulate"),
+    ) -> Command:
+        """Compare the rules of adaptive sampling on imagined prompts: cost, contrast, variance; tables and pictures.
+
+        Args:
+            passk: pass@k points that pass rates are fitted to, K:RATE, default 4:0.627 32:0.796 256:0.813.
+            beta: the law of pass rates itself, WEIGHT:A:B of each Beta, instead of points.
+            never: with beta, share of the prompts that are never solved.
+            components: Betas to fit.
+            prompts: prompts drawn.
+            prompts_per_step: prompts that share a budget and a batch.
+            samples: per prompt, of uniform and allotted rules.
+            train_size: samples of a prompt that train under Ada-Seq.
+            round_size: samples of a round of Ada-Seq.
+            max_samples: cap of Ada-Seq.
+            seed: of all noise; equal seeds give equal files.
+            out: folder for tables, numbers and pictures.
+        """
+        law = {"passk": passk, "beta": beta, "never": never, "components": components}
+        size = {"prompts": prompts, "prompts_per_step": prompts_per_step, "seed": seed}
+        budget = {"samples": samples, "train_size": train_size, "round_size": round_size, "max_samples": max_samples}
+        return lambda: _simulate(law, size, budget, out, overrides)
+
     def quickstart(out: Path = Path("runs/quickstart")) -> Command:
         """Make a tiny MoE and a task, train it with RL on the CPU, write a report to OUT/report."""
         return lambda: _quickstart(out, overrides)
 
-    commands = (train, sft, doctor, report, trace, quickstart)
+    commands = (train, sft, doctor, report, trace, simulate, quickstart)
     return {command.__name__: command for command in commands}
 
 
@@ -211,6 +246,25 @@ def _trace(action: str, files: Sequence[Path], out: Path | None, overrides: Mapp
         trace_report.stats(files[0])
     else:
         trace_report.diff(files[0], files[1], out)
+    return 0
+
+
+def _simulate(
+    law: Mapping[str, Any], size: Mapping[str, int], budget: Mapping[str, int], out: Path, overrides: Mapping[str, Any]
+) -> int:
+    _refuse_overrides("simulate", overrides)
+    if law["passk"] and law["beta"]:
+        raise ConfigError("found --passk and --beta; give the points to fit or the law itself")
+    if law["never"] and not law["beta"]:
+        raise ConfigError("found --never without --beta; a fit finds by itself what is never solved")
+    from megarl.train.simulate import Settings, simulate
+    from megarl.train.simulate_fit import parse_betas, parse_points
+    from megarl.train.simulate_known import POST_POINTS
+    from megarl.train.simulate_rules import Budget
+
+    mixture = parse_betas(law["beta"], law["never"]) if law["beta"] else None
+    points = {} if mixture else parse_points(law["passk"]) or POST_POINTS
+    simulate(Settings(points, mixture, law["components"], **size, budget=Budget(**budget)), out)
     return 0
 
 

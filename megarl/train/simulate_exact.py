@@ -33,6 +33,11 @@ class Exact:
     signal: float
     """Mean square of the expected gradient."""
 
+    @property
+    def noise(self) -> float:
+        """Variance over squared gradient."""
+        return self.variance / self.signal
+
 
 def exact(arm: Arm, mixture: BetaMixture) -> Exact | None:
     """Return the averages over the mixture, None where counts come from estimates.
@@ -48,9 +53,7 @@ def exact(arm: Arm, mixture: BetaMixture) -> Exact | None:
     means = weights @ np.array([ends.moments(stopping_law(rule, rate), rate) for rate in rates.tolist()])
     cost, contrast, wrong, variance, signal = means.tolist()
     places = contrast if arm.refill else 1.0
-    return Exact(
-        cost / places, contrast / places, 0.0 if arm.refill else wrong, variance / places, signal / places
-    )
+    return Exact(cost / places, contrast / places, 0.0 if arm.refill else wrong, variance / places, signal / places)
 
 
 class _Ends:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -158,7 +158,7 @@ def _mixture(x: np.ndarray, components: int, never: bool) -> BetaMixture:
     return BetaMixture(weights, tuple(alphas.tolist()), tuple(betas.tolist()), float(shares[-1]) if never else 0.0)
 
 
-def _levenberg_marquardt(residuals, x: np.ndarray, steps: int = 80) -> np.ndarray:
+def _levenberg_marquardt(residuals: Callable[[np.ndarray], np.ndarray], x: np.ndarray, steps: int = 80) -> np.ndarray:
     damping, value = 1e-3, residuals(x)
     for _ in range(steps):
         jacobian = np.stack([(residuals(x + e) - residuals(x - e)) / 2e-6 for e in 1e-6 * np.eye(x.size)], axis=1)
@@ -183,7 +183,7 @@ def _missed(a: float, b: float, k: float) -> float:
 
 
 def _gauss_jacobi(size: int, a: float, b: float) -> tuple[np.ndarray, np.ndarray]:
-    """Nodes and weights, [size] each, of averages under Beta(a, b): eigenvalues of its Jacobi matrix (Golub, Welsch)."""
+    """Nodes and weights, [size] each, of averages under Beta(a, b), by its Jacobi matrix (Golub, Welsch)."""
     low, high = a - 1, b - 1
     n = np.arange(1, size, dtype=np.float64)
     both = 2 * n + low + high

@@ -1,7 +1,7 @@
 """Rules of sampling on imagined rewards: what each draws, trains on, and how noisy its gradient is.
 
-Rules, collector, credit and allocations are those of ``megarl.core.sampling``; only the engine is imagined. A prompt has
-a parameter of its own, the logit of its pass rate p. A sample is its outcome r, 1 with probability p, whose score
+Rules, collector, credit and allocations are those of ``megarl.core.sampling``; only the engine is imagined. A prompt
+has a parameter of its own, the logit of its pass rate p. A sample is its outcome r, 1 with probability p, whose score
 ``d log pi / d logit`` is ``r - p``, and its wording, which the reward does not see, with a score of its own of mean 0
 and variance 1. Wording is why a gradient is noisy where every sample is credited alike, as it is in long responses. A
 prompt's gradient, ``(B / N) sum A (score)`` over what trains of it (B prompts, N samples), has the variance
@@ -71,7 +71,7 @@ class Arm:
 
     name: str
     rule: Callable[[np.ndarray, Random], SamplingRule]
-    """(pass rates of the step's prompts, noise) -> rule. It may use the rates to draw samples for its estimates only."""
+    """(pass rates of the step's prompts, noise) -> rule; rates are only for drawing the samples it estimates from."""
     coefficients: Callable[[Selection], np.ndarray]
     """Advantage times weight of what trains, float64 [N]."""
     fixed: Sequential | Uniform | None = None
@@ -117,7 +117,9 @@ class Outcome:
         """Standard error of the cost, prompts being drawn anew; where some are replaced, of a ratio."""
         if self.allotted:
             return 0.0
-        placed = np.where(np.isnan(self.drawn), np.nan, self.trained > 0) if self._replaces else np.ones_like(self.drawn)
+        placed = (
+            np.where(np.isnan(self.drawn), np.nan, self.trained > 0) if self._replaces else np.ones_like(self.drawn)
+        )
         excess = np.nan_to_num(self.drawn - (self.cost - self.overhead) * placed).mean(axis=0)
         return float(excess.std(ddof=1)) * np.sqrt(excess.size) / max(int(self.kinds.sum()) / 2, 1)
 
