@@ -32,8 +32,11 @@ from megarl.train.simulate_fit import BetaMixture, fit, max_error
 from megarl.train.simulate_known import Known, Shares, known_numbers, shared_budgets
 from megarl.train.simulate_rules import Arm, Budget, Outcome, arms, matched, run
 
-RESULTS = "results.json"
-_WIDTH = 118
+RESULTS, TABLES = "results.json", "tables.txt"
+PICTURES = ("pass_at_k.png", "cost.png", "counts.png", "rules.png")
+_WIDTH = 132
+_MOST = 256
+"""Samples of a prompt."""
 _MATCHED = ("ada-seq-pos", "ada-seq-balance")
 _COUNTED = ("uniform {n}", "ada-seq-pos", "ada-seq-balance", "ada-est", "allotted, log", "gvm-raft")
 """Rules whose counts are drawn by pass rate."""
@@ -64,18 +67,21 @@ class Settings:
             raise ConfigError("expected pass@k points or a mixture of Betas, one of the two")
         if not 1 <= self.components <= 4:
             raise ConfigError(f"--components {self.components}: expected 1 to 4 Betas")
-        if not 2 <= self.prompts_per_step <= self.prompts or self.prompts > 1_000_000:
+        if self.prompts_per_step < 2 or not 2 <= self.prompts <= 1_000_000:
             raise ConfigError(
-                f"--prompts {self.prompts}, --prompts-per-step {self.prompts_per_step}: expected 2 or more per step, "
-                "at least a step in all, and at most 1000000"
+                f"--prompts {self.prompts}, --prompts-per-step {self.prompts_per_step}: expected 2 to 1000000 prompts, "
+                "and 2 or more per step"
             )
         budget = self.budget
-        small = min(budget.samples, budget.train_size, budget.round_size, budget.max_samples) < 1
-        if small or budget.samples < 2 or not 2 <= budget.train_size <= budget.max_samples or budget.max_samples > 1024:
+        if not 2 <= budget.samples <= _MOST or budget.round_size < 1:
             raise ConfigError(
-                f"--samples {budget.samples}, --train-size {budget.train_size}, --round-size {budget.round_size}, "
-                f"--max-samples {budget.max_samples}: expected 2 or more samples, 2 to max-samples of them to "
-                "train on, rounds of at least 1, and at most 1024"
+                f"--samples {budget.samples}, --round-size {budget.round_size}: expected 2 to {_MOST} samples, and "
+                "rounds of 1 or more"
+            )
+        if not 2 <= budget.train_size <= budget.max_samples <= _MOST:
+            raise ConfigError(
+                f"--train-size {budget.train_size}, --max-samples {budget.max_samples}: expected 2 or more to train "
+                f"on, from at least as many, from at most {_MOST}"
             )
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed {self.seed}: expected 0 or more")
@@ -103,7 +109,7 @@ def simulate(settings: Settings, out: Path, console: Console | None = None) -> P
     begin = time.monotonic()
     found = imagine(settings)
     tables = _tables(settings, found)
-    files = {RESULTS: _results(settings, found), "tables.txt": _plain(tables)} | _pictures(settings, found)
+    files = {RESULTS: _results(settings, found), TABLES: _plain(tables)} | _pictures(settings, found)
     _write_folder(out, files)
     console = console or Console()
     if console.width < _WIDTH:
@@ -212,6 +218,7 @@ def _results(settings: Settings, found: Simulation) -> bytes:
     numbers = {
         "settings": {
             "points": {str(k): rate for k, rate in settings.points.items()},
+            "components": settings.components if settings.points else None,
             "prompts": settings.prompts,
             "prompts_per_step": settings.prompts_per_step,
             "seed": settings.seed,
@@ -256,16 +263,22 @@ def _pictures(settings: Settings, found: Simulation) -> dict[str, bytes]:
     by_name = {arm.name: (arm, outcome) for arm, outcome, _ in found.rows}
     wanted = [name.format(n=settings.budget.samples) for name in _COUNTED]
     outcomes = {name: by_name[name][1] for name in wanted if name in by_name}
-    return {
-        "pass_at_k.png": simulate_draw.draw_pass_at_k(found.mixture, dict(settings.points), found.rates),
-        "cost.png": simulate_draw.draw_cost(by_name["ada-seq-balance"][0], by_name["ada-seq-pos"][0], outcomes),
-        "counts.png": simulate_draw.draw_counts(outcomes),
-        "rules.png": simulate_draw.draw_rules(found.rows),
-    }
+    images = (
+        simulate_draw.draw_pass_at_k(found.mixture, dict(settings.points), found.rates),
+        simulate_draw.draw_cost(by_name["ada-seq-balance"][0], by_name["ada-seq-pos"][0], outcomes),
+        simulate_draw.draw_counts(outcomes),
+        simulate_draw.draw_rules(found.rows),
+    )
+    return dict(zip(PICTURES, images, strict=True))
 
 
 def _check_replaceable(out: Path) -> None:
-    if out.exists() and not (out.is_dir() and ((out / RESULTS).is_file() or not any(out.iterdir()))):
+    try:
+        out.absolute().parent.mkdir(parents=True, exist_ok=True)
+        others = [] if not out.exists() else {path.name for path in out.iterdir()} - {RESULTS, TABLES, *PICTURES}
+    except OSError as error:
+        raise ConfigError(f"--out: {out} cannot be a folder ({error.strerror}); choose another one") from error
+    if others:
         raise ConfigError(f"--out: {out} holds something else than a simulation; choose another folder or remove it")
 
 
@@ -273,14 +286,16 @@ def _write_folder(out: Path, files: Mapping[str, bytes]) -> None:
     out = out.absolute()
     new, old = (out.with_name(f".{out.name}.{os.getpid()}.{kind}") for kind in ("new", "old"))
     try:
-        new.mkdir(parents=True)
+        new.mkdir()
         for name, data in files.items():
             write_atomically(new / name, data)
         if out.exists():
             out.rename(old)
         new.rename(out)
     except OSError as error:
+        if old.exists():
+            old.rename(out)
         raise ConfigError(f"--out: cannot write {out} ({error.strerror}); choose another folder") from error
     finally:
-        for folder in (new, old):
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)

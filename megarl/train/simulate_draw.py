@@ -10,6 +10,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 
 from megarl.core.sampling import Sequential, expected_samples, stopping_law
@@ -20,7 +22,7 @@ from megarl.train.simulate_fit import BetaMixture
 from megarl.train.simulate_rules import Arm, Outcome
 
 _BINS = 16
-_LEAST_PROMPTS = 8
+_LEAST_PROMPTS = 4
 """Prompts in a bin, below which its mean says too little to be drawn."""
 
 
@@ -29,7 +31,7 @@ def draw_pass_at_k(mixture: BetaMixture, points: dict[int, float], rates: np.nda
     with mpl.rc_context(STYLE):
         figure, (left, right) = _figure(1, 2, (10.4, 3.9), width_ratios=(1.15, 1))
         top = max([256, *points]) * 2
-        ks = np.unique(np.round(np.geomspace(1, top, 120)))
+        ks = np.geomspace(1, top, 120)
         left.plot(ks, mixture.pass_at(ks), color=BLUE, label="mixture")
         if points:
             left.plot(
@@ -56,21 +58,22 @@ def draw_pass_at_k(mixture: BetaMixture, points: dict[int, float], rates: np.nda
 
 
 def _draw_density(axes: Axes, mixture: BetaMixture, rates: np.ndarray) -> None:
-    edges = np.linspace(0, 1, 41)
-    some = rates[rates > 0]
-    heights = np.histogram(some, edges)[0] / rates.size / np.diff(edges)
-    axes.stairs(heights, edges, fill=True, color=BLUE, alpha=0.28, label="prompts drawn")
+    edges = np.linspace(0, 1, 21)
+    width = float(edges[1])
+    shares = np.histogram(rates[rates > 0], edges)[0] / rates.size
+    axes.stairs(shares, edges, fill=True, color=BLUE, alpha=0.28, label="drawn")
     inside = np.linspace(0.004, 0.996, 249)
-    axes.plot(inside, mixture.density(inside), color=BLUE, label="mixture")
+    axes.plot(inside, width * mixture.density(inside), color=BLUE, label="mixture")
+    top = float(shares.max())
     if mixture.never > 0:
-        share = float((rates == 0).mean())
-        axes.bar([-0.035], [share / 0.025], 0.03, color=GREY, label=f"never solved: {share:.1%}")
-        # A point mass has no density: its bar has the area of as many prompts in one bin of the histogram.
-    top = max(float(heights.max()), float(rates.size - some.size) / rates.size / 0.025) * 1.12
-    axes.set_ylim(0, top)
-    axes.set_xlim(-0.06, 1.01)
+        never = float((rates == 0).mean())
+        axes.bar([-width], [never], 0.8 * width, color=GREY, label="never solved")
+        top = max(top, never)
+    axes.set_ylim(0, 1.08 * top)  # the density may be infinite at 0 and 1
+    axes.set_xlim(-1.7 * width, 1.01)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
     axes.set_xlabel("pass rate p")
-    axes.set_ylabel("density of prompts")
+    axes.set_ylabel(f"share of prompts per {width:g}")
     _legend(axes)
 
 
@@ -114,13 +117,17 @@ def draw_counts(outcomes: dict[str, Outcome]) -> bytes:
         rows = -(-len(outcomes) // columns)
         figure, grid = _figure(rows, columns, (10.4, 2.55 * rows + 0.3), sharex=True, sharey=True)
         panels = np.asarray(grid).reshape(-1)
-        top = 0.0
+        top = 1.0
         for axes, (name, outcome) in zip(panels, outcomes.items(), strict=False):
-            for values, color, label in ((outcome.drawn, BLUE, "drawn"), (outcome.trained, ORANGE, "in the batch")):
+            # Where all that is drawn trains, the wide line shows on both sides of the narrow one.
+            for values, color, label, width in (
+                (outcome.drawn, BLUE, "drawn", 3.6),
+                (outcome.trained, ORANGE, "in the batch", 1.5),
+            ):
                 middles, means = _binned(outcome.rates, values)
                 axes.fill_between(middles, means, color=color, alpha=0.14, linewidth=0)
-                axes.plot(middles, means, color=color, marker="o", markersize=3.2, label=label)
-                top = max(top, float(means.max()))
+                axes.plot(middles, means, color=color, linewidth=width, marker="o", markersize=1.6 + width, label=label)
+                top = max(top, float(means.max(initial=0.0)))
             axes.set_title(name, loc="left", fontsize=10, fontweight="bold")
             axes.tick_params(labelbottom=True)
         for axes in panels[len(outcomes) :]:
@@ -154,16 +161,27 @@ def draw_rules(rows: Sequence[tuple[Arm, Outcome, Exact | None]]) -> bytes:
                 ORANGE,
             ),
         }
-        for axes, (label, (found, known, color)) in zip(panels, values.items(), strict=True):
+        for axes, (label, (means, averages, color)) in zip(panels, values.items(), strict=True):
+            found, known = (np.where(np.isfinite(some), some, np.nan) for some in (means, averages))
             axes.barh(places, found, 0.66, color=color, alpha=0.55, linewidth=0)
             axes.plot(known, places, "|", color=color, markersize=10, markeredgewidth=2)
             axes.set_xlabel(label)
             axes.grid(axis="y", visible=False)
+            axes.tick_params(axis="y", length=0)
+            axes.set_xlim(0, 1.06 * max(np.nanmax([*found, *known, 0.0]), 1e-3))
         panels[1].xaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
         panels[0].set_yticks(places, [arm.name for arm, *_ in rows])
-        panels[0].tick_params(axis="y", length=0)
         panels[0].invert_yaxis()
-        figure.text(0.01, -0.02, "bars: simulated; ticks: exact", color=MUTED, fontsize=9)
+        figure.legend(
+            [
+                Patch(color=MUTED, alpha=0.55),
+                Line2D([], [], color=MUTED, marker="|", markersize=10, mew=2, linestyle=""),
+            ],
+            ["simulated", "exact"],
+            loc="outside upper left",
+            ncols=2,
+            handlelength=1.4,
+        )
         return _png(figure)
 
 

@@ -36,13 +36,14 @@ class Exact:
     @property
     def noise(self) -> float:
         """Variance over squared gradient."""
-        return self.variance / self.signal
+        return self.variance / self.signal if self.signal > 0 else float("inf")
 
 
 def exact(arm: Arm, mixture: BetaMixture) -> Exact | None:
     """Return the averages over the mixture, None where counts come from estimates.
 
-    Where prompts are replaced, a batch takes ``1 / contrast`` prompts per place (Wald): all is divided by the contrast.
+    Where prompts are replaced, a batch takes ``1 / contrast`` prompts per place (Wald): all is divided by the contrast,
+    and there is no average if no prompt has any.
     """
     rule = arm.fixed
     if rule is None:
@@ -53,6 +54,8 @@ def exact(arm: Arm, mixture: BetaMixture) -> Exact | None:
     means = weights @ np.array([ends.moments(stopping_law(rule, rate), rate) for rate in rates.tolist()])
     cost, contrast, wrong, variance, signal = means.tolist()
     places = contrast if arm.refill else 1.0
+    if not places:
+        return None
     return Exact(cost / places, contrast / places, 0.0 if arm.refill else wrong, variance / places, signal / places)
 
 

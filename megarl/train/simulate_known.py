@@ -89,11 +89,11 @@ def known_numbers(seed: int) -> list[Known]:
     """Draw what the closed forms and laws say: a second or two."""
     found = []
     for rate, good, bad, plays, note in (
-        (0.8, 4, 0, 2000, ""),
-        (0.05, 4, 0, 200, ""),
-        (0.5, 4, 4, 2000, "posts: k / (p q) = 16"),
-        (0.1, 4, 4, 400, "posts: 44.4"),
-        (0.5, 1, 1, 2000, "posts: 4"),
+        (0.8, 4, 0, 1000, ""),
+        (0.05, 4, 0, 100, ""),
+        (0.5, 4, 4, 1000, "posts: k / (p q) = 16"),
+        (0.1, 4, 4, 200, "posts: 44.4"),
+        (0.5, 1, 1, 1000, "posts: 4"),
     ):
         rule = Sequential(good, bad, 1, _UNCAPPED, train_size=None)
         samples = _samples(rule, np.full(plays, rate), (seed, 3, len(found)))
@@ -105,7 +105,7 @@ def known_numbers(seed: int) -> list[Known]:
         ("balance 2 + 2", ada_seq_balance(), 0.5),
         ("one right", ada_seq_pos(), 0.1),
     ):
-        samples = _samples(rule, np.full(2000, rate), (seed, 3, len(found)))
+        samples = _samples(rule, np.full(1000, rate), (seed, 3, len(found)))
         what = f"samples, rounds of 8 up to 32, {name}, p = {rate}"
         found.append(_known(what, stopping_law(rule, rate).expected_samples, samples))
     return [*found, _dead_groups(seed), _tiers(seed)]
@@ -139,7 +139,7 @@ def _known(what: str, exact: float, values: np.ndarray, note: str = "") -> Known
 
 
 def _dead_groups(seed: int) -> Known:
-    pools = drive(Collector(Uniform(8), 4000), simulated_rewards(np.full(4000, 0.1), (seed, 5))).drawn
+    pools = drive(Collector(Uniform(8), 2000), simulated_rewards(np.full(2000, 0.1), (seed, 5))).drawn
     law = stopping_law(Uniform(8), 0.1)
     exact = float(law.probabilities[law.positives == 0].sum())
     return _known("groups of 8 without a right one, p = 0.1: 0.9^8", exact, pools[3] == 0, "one paper prints 19 %")
@@ -147,7 +147,7 @@ def _dead_groups(seed: int) -> Known:
 
 def _tiers(seed: int) -> Known:
     mixture: BetaMixture = fit(POST_POINTS)
-    samples = _samples(Tiers(), mixture.draw(4000, np.random.default_rng((seed, 6))), (seed, 7))
+    samples = _samples(Tiers(), mixture.draw(2000, np.random.default_rng((seed, 6))), (seed, 7))
     solved = np.diff(list(POST_POINTS.values()), prepend=0.0)
     return _known(
         "samples, tiers of 4, 32, 256 until solved", tier_cost((4, 32, 256), solved), samples, "posts: 12.268"
