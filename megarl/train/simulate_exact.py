@@ -1,7 +1,7 @@
 """The exact averages of what ``simulate_rules`` measures, for rules whose law is known.
 
-Written from the definitions, not with the collector, the sub-sampling or the credit of the simulation: that the two
-agree says something about both.
+From the law of the rule and how many of each class it trains on, with the credit written out from its definition and
+without the collector: that the two agree says something about both.
 """
 
 from __future__ import annotations
