@@ -30,7 +30,8 @@ from megarl.train.metrics import write_atomically
 from megarl.train.simulate_exact import Exact, exact
 from megarl.train.simulate_fit import BetaMixture, fit, max_error
 from megarl.train.simulate_known import Known, Shares, known_numbers, shared_budgets
-from megarl.train.simulate_rules import Arm, Budget, Outcome, arms, matched, run
+from megarl.train.simulate_outcome import Outcome
+from megarl.train.simulate_rules import Arm, Budget, arms, matched, run
 
 RESULTS, TABLES = "results.json", "tables.txt"
 PICTURES = ("pass_at_k.png", "cost.png", "counts.png", "rules.png")
@@ -140,7 +141,7 @@ def _tables(settings: Settings, found: Simulation) -> Group:
     if settings.points:
         about.append(f"farthest from the pass@k points: {max_error(found.mixture, dict(settings.points)):.2g}")
     ends = list(settings.points) or [4, 32, 256]
-    cost = tier_cost(ends, np.diff(found.mixture.pass_at(ends), prepend=0.0))
+    cost = tier_cost(ends, np.diff(found.mixture.pass_at(ends), prepend=0.0).tolist())
     about.append(f"tried in tiers of {', '.join(map(str, ends))} until solved: {cost:.2f} samples per prompt")
     missing = [f"{arm.name}: {o.missing} places stayed empty" for arm, o, _ in found.rows if o.missing]
     return Group(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -19,7 +20,8 @@ from megarl.train.report_draw import BLUE, GREY, MUTED, ORANGE, PURPLE, RED, TEA
 from megarl.train.report_panels import STYLE
 from megarl.train.simulate_exact import Exact
 from megarl.train.simulate_fit import BetaMixture
-from megarl.train.simulate_rules import Arm, Outcome
+from megarl.train.simulate_outcome import Outcome
+from megarl.train.simulate_rules import Arm
 
 _BINS = 16
 _LEAST_PROMPTS = 4
@@ -211,7 +213,7 @@ def _binned(rates: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return middles[some] / counts[some], sums[some] / counts[some]
 
 
-def _figure(rows: int, columns: int, size: tuple[float, float], **options):
+def _figure(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Figure, Any]:
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(rows, columns, **options)

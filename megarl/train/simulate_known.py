@@ -150,7 +150,7 @@ def _tiers(seed: int) -> Known:
     samples = _samples(Tiers(), mixture.draw(2000, np.random.default_rng((seed, 6))), (seed, 7))
     solved = np.diff(list(POST_POINTS.values()), prepend=0.0)
     return _known(
-        "samples, tiers of 4, 32, 256 until solved", tier_cost((4, 32, 256), solved), samples, "posts: 12.268"
+        "samples, tiers of 4, 32, 256 until solved", tier_cost((4, 32, 256), solved.tolist()), samples, "posts: 12.268"
     )
 
 

@@ -15,7 +15,8 @@ from megarl.train.simulate import PICTURES, RESULTS, TABLES, Settings, simulate
 from megarl.train.simulate_exact import exact
 from megarl.train.simulate_fit import BetaMixture, fit, max_error, parse_betas, parse_points
 from megarl.train.simulate_known import POST_POINTS, Tiers, known_numbers, shared_budgets
-from megarl.train.simulate_rules import Arm, Budget, Outcome, arms, drive, matched, run, simulated_rewards
+from megarl.train.simulate_outcome import Outcome
+from megarl.train.simulate_rules import Arm, Budget, arms, drive, matched, run, simulated_rewards
 
 MIXTURE = BetaMixture((0.8,), (1.3,), (1.9,), 0.2)
 
