@@ -19,6 +19,7 @@ import httpx
 from megarl.errors import ConfigError, RolloutError, WeightSyncError
 from megarl.rollout.checkpoint_views import checkpoint_shapes
 from megarl.rollout.sglang_buckets import Bucket, Named, Stopwatch, WeightForm, buckets, each_exactly_once
+from megarl.rollout.sglang_group import GroupError
 from megarl.rollout.sglang_http import server_info
 from megarl.rollout.sglang_server import Server, ServerSpec
 from megarl.rollout.sglang_sync import WeightSender
@@ -220,8 +221,9 @@ class Fleet:
         try:
             step(member.sender)
         except WeightSyncError as error:
-            if member.process is not None and isinstance(error.__cause__, httpx.TimeoutException):
-                self.tell(f"{member.url} hangs in a weight update: killed")
+            silent = isinstance(error, GroupError) or isinstance(error.__cause__, httpx.TimeoutException)
+            if member.process is not None and silent:
+                self.tell(f"{member.url} is dead or hangs in a weight update: killed")
                 member.process.kill()
                 return False
             until = time.monotonic() + DEATH_WAIT_S

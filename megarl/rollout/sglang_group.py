@@ -27,6 +27,10 @@ from megarl.errors import WeightSyncError
 POLL_S = 0.002
 
 
+class GroupError(WeightSyncError):
+    """The server did not take part in what it was asked to: it is dead, or hangs."""
+
+
 class BroadcastGroup:
     """A gloo group for weights on the CPU, an NCCL group for weights on a GPU."""
 
@@ -118,8 +122,8 @@ class BroadcastGroup:
             if error is not None:
                 raise self._failure(str(error))
 
-    def _failure(self, told: str) -> WeightSyncError:
-        return WeightSyncError(f"the {self.backend} group at {self.address}:{self.port} failed: {told}")
+    def _failure(self, told: str) -> GroupError:
+        return GroupError(f"the {self.backend} group at {self.address}:{self.port} failed: {told}")
 
 
 def in_thread(work: Callable[[], None], daemon: bool = True) -> Future[None]:

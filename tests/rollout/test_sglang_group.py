@@ -72,7 +72,9 @@ def test_a_server_with_another_number_of_ranks_is_an_error_and_stays_usable(
 
 
 @pytest.mark.sglang
-def test_a_server_that_dies_in_the_middle_of_a_broadcast_gets_the_weights_when_it_is_back(
+@pytest.mark.parametrize("fate", ["dies", "hangs"])
+def test_a_server_that_is_lost_in_the_middle_of_a_broadcast_gets_the_weights_when_it_is_back(
+    fate: str,
     sglang_spec: ServerSpec,
     updated_server: Server,
     hostile_model: Path,
@@ -81,6 +83,7 @@ def test_a_server_that_dies_in_the_middle_of_a_broadcast_gets_the_weights_when_i
 ):
     """The other server is not kept waiting, and both have the same weights in the end."""
     monkeypatch.setattr(sglang_fleet, "BUCKET_BYTES", 1 << 15)
+    monkeypatch.setattr(sglang_sync, "GROUP_TIMEOUT_S", 10.0)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # as under torchrun
     spec = replace(sglang_spec, model_path=hostile_model, log_file=tmp_path / "log")
     told: list[str] = []
@@ -99,7 +102,7 @@ def test_a_server_that_dies_in_the_middle_of_a_broadcast_gets_the_weights_when_i
             if number == len(wanted) // 2:
                 for child in process.members():
                     if child.pid != process.pid and "scheduler" in " ".join(child.cmdline()):
-                        child.kill()
+                        child.kill() if fate == "dies" else child.suspend()
             yield item
 
     try:
