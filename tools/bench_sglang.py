@@ -46,11 +46,6 @@ MODELS = {
 }
 
 
-def ask_of(shape: MoeShape) -> Ask:
-    dense = tuple(sorted(set(range(shape.num_layers)) - set(shape.moe_layers)))
-    return Ask(shape.num_layers, dense, shape.num_experts, shape.topk)
-
-
 def coding(name: str, shape: MoeShape, tokens: int, repeats: int) -> None:
     """Bytes per token, and microseconds per token at both ends."""
     rng = np.random.default_rng(0)
@@ -58,7 +53,7 @@ def coding(name: str, shape: MoeShape, tokens: int, repeats: int) -> None:
     for row in whole:
         scores = rng.random((len(shape.moe_layers), shape.num_experts), dtype=np.float32)
         row[list(shape.moe_layers)] = np.argpartition(scores, shape.topk, axis=1)[:, : shape.topk]
-    raw, ask = whole.tobytes(), ask_of(shape)
+    raw, ask = whole.tobytes(), Ask.of(shape)
     short = compact(raw, ask)
     assert short is not None
     plain_text, short_text = (base64.b64encode(data).decode() for data in (raw, short))
@@ -171,7 +166,7 @@ def rates(url: str, model: Path, args: argparse.Namespace) -> None:
         engines[name] = SGLangEngine([url], config, fleet=None, settings=settings)
         engines[name].update_weights([], 0)  # none are sent: the server keeps its own
     bodies = [json.dumps(engines["client, short"]._body(request, params)).encode() for request in requests]
-    answer_sizes(url, bodies[0], ask_of(MoeShape.of(config)))
+    answer_sizes(url, bodies[0], Ask.of(MoeShape.of(config)))
     work: dict[str, Callable[[], object]] = {"limit": lambda: raw_posts(url, bodies, args.concurrency)}
     for name, engine in engines.items():
         work[name] = lambda engine=engine: engine.generate(requests, params)

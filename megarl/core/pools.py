@@ -45,9 +45,9 @@ class Pool:
 
     def classes(self, threshold: float) -> tuple[int, int]:
         """Number of rewards above the threshold, and of the others."""
-        values = self.values()
-        positives = int((values > threshold).sum())
-        return positives, len(values) - positives
+        arrived = [reward for reward in self.rewards.values() if reward is not None]
+        positives = sum(reward > threshold for reward in arrived)
+        return positives, len(arrived) - positives
 
     def has_contrast(self) -> bool:
         """Whether not all rewards are equal."""

@@ -22,6 +22,11 @@ class MoeShape:
     topk: int
     """K."""
 
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """0-based indices of the layers without experts."""
+        return tuple(sorted(set(range(self.num_layers)) - set(self.moe_layers)))
+
     @staticmethod
     def of(config: Mapping[str, Any]) -> MoeShape:
         """Read a config.json; ConfigError if it describes no MoE model.

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Config
-from megarl.errors import ConfigError, MegarlError
-from megarl.rollout.sglang_http import server_info
+from megarl.errors import MegarlError
+from megarl.rollout.sglang_http import key_named, server_info
 from megarl.rollout.sglang_server import ServerSpec, command
 from megarl.rollout.sglang_versions import CAPABILITIES, arguments_of, can, check_server, installed_release
 
@@ -57,10 +57,7 @@ def _planned(config: Config) -> Mapping[str, Any]:
 
 
 def _running(config: Config, url: str) -> Mapping[str, Any]:
-    name = config.sglang.api_key_env
-    if name is not None and not os.environ.get(name):
-        raise ConfigError(f"sglang.api_key_env: the environment has no variable {name}; export it, or remove the key")
-    return server_info(url, os.environ[name] if name else None, ASK_S)
+    return server_info(url, key_named(config.sglang.api_key_env), ASK_S)
 
 
 def _checked(config: Config, found: Examined, ask: Callable[[], Mapping[str, Any]]) -> Examined:

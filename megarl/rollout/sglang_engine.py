@@ -5,7 +5,6 @@ Every rank of the trainer sends its own requests to the same servers; one rank, 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -44,15 +43,14 @@ class SGLangEngine:
         it could not."""
         settings = settings or ClientSettings()
         self._shape = MoeShape.of(config)
-        self._client = SGLangClient(urls, settings, _ask(self._shape).header() if settings.compact_routes else None)
+        self._client = SGLangClient(urls, settings, Ask.of(self._shape).header() if settings.compact_routes else None)
         _check_model(config, self._shape)
         self._positions = int(config.get("max_position_embeddings") or 1 << 30)
         self._vocabulary = int(config.get("vocab_size") or 1 << 31)
         self._fleet, self._agree = fleet, agree or _raise
         self._form = form or WeightForm(torch.bfloat16)
         self._sync_seconds: dict[str, float] = {}
-        self._at_rest = threading.Event()
-        self._at_rest.set()
+        self._sampling = False
         self._version = -1
         self._complete = False
 
@@ -88,11 +86,11 @@ class SGLangEngine:
         def decode(request: SampleRequest, answer: Any) -> Rollout:
             return self._of_this_version(rollout_of(request, answer, self._version, shape))
 
-        self._at_rest.clear()
+        self._sampling = True
         try:
             return self._client.generate(requests, body, decode, on_finish, version=str(self._version))
         finally:
-            self._at_rest.set()
+            self._sampling = False
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See ``Engine.update_weights``; a collective call of all ranks that share the servers.
@@ -101,7 +99,7 @@ class SGLangEngine:
         all while the ``generate`` of one is under way in another thread.
         """
         busy = "responses are being sampled: wait for generate to return before the weights change"
-        self._agree(None if self._at_rest.is_set() else WeightSyncError(busy))
+        self._agree(WeightSyncError(busy) if self._sampling else None)
         self._complete = False
         failure: MegarlError | None = None
         outstanding = iter(tensors)
@@ -172,11 +170,6 @@ class SGLangEngine:
                 f"{self._version} alone"
             )
         return rollout
-
-
-def _ask(shape: MoeShape) -> Ask:
-    dense = tuple(sorted(set(range(shape.num_layers)) - set(shape.moe_layers)))
-    return Ask(shape.num_layers, dense, shape.num_experts, shape.topk)
 
 
 def _check_model(config: Mapping[str, Any], shape: MoeShape) -> None:

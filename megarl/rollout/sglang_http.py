@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import httpx
 
-from megarl.errors import RolloutError
+from megarl.errors import ConfigError, RolloutError
 
 SERVER_INFO = ("server_info", "get_server_info")
 """Paths that tell the release; the second is the only one of older releases."""
 MODEL_INFO = ("model_info", "get_model_info")
 """Paths that tell the version of the weights; likewise."""
+
+
+def key_named(variable: str | None) -> str | None:
+    """The API key that sglang.api_key_env names; None without a name. ConfigError if there is no such variable."""
+    if variable is None:
+        return None
+    if not os.environ.get(variable):
+        raise ConfigError(
+            f"sglang.api_key_env: the environment has no variable {variable}; export it, or remove the key"
+        )
+    return os.environ[variable]
 
 
 def authorization(api_key: str | None) -> dict[str, str]:

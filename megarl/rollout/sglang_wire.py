@@ -63,7 +63,7 @@ def _long_form(raw: bytes, num_rows: int, known_rows: int, shape: MoeShape, labe
             f"{num_rows - known_rows} rows: the server runs another model, or lost part of the routes"
         )
     whole = np.frombuffer(raw, "<i4").reshape(-1, shape.num_layers, shape.topk)
-    dense = sorted(set(range(shape.num_layers)) - set(shape.moe_layers))
+    dense = list(shape.dense_layers)
     if dense:
         if whole[:, dense].any():
             layer = dense[int(whole[:, dense].any(axis=(0, 2)).argmax())]

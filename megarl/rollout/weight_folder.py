@@ -37,6 +37,7 @@ class WeightFolder:
         self._target = folder / f"version_{version:07d}"
         self._part = self._target.with_suffix(".part")
         self._where: dict[str, str] = {}
+        self._shards = 0
         self._bytes = 0
         with self._errors():
             for stale in (self._part, self._target):
@@ -45,10 +46,11 @@ class WeightFolder:
 
     def add(self, bucket: Bucket) -> None:
         """One more shard."""
-        name = f"model-{len(set(self._where.values())):05d}.safetensors"
+        name = f"model-{self._shards:05d}.safetensors"
         with self._errors():
             save_file(dict(bucket.cpu().tensors()), self._part / name, metadata={"format": "pt"})
         self._where |= dict.fromkeys(bucket.names, name)
+        self._shards += 1
         self._bytes += bucket.flat.numel()
 
     def finish(self) -> Path:

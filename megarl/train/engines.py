@@ -23,6 +23,7 @@ from megarl.rollout.sglang_client import ClientSettings
 from megarl.rollout.sglang_engine import SGLangEngine
 from megarl.rollout.sglang_fleet import Fleet, FleetSettings
 from megarl.rollout.sglang_group import own_address
+from megarl.rollout.sglang_http import key_named
 from megarl.rollout.sglang_server import ServerSpec
 from megarl.rollout.weight_folder import write_fp8_model
 
@@ -44,7 +45,7 @@ def _local(config: Config) -> LocalEngine:
 
 def _sglang(config: Config, tell: Callable[[str], None]) -> SGLangEngine:
     """The first rank of each node starts its servers, or the main rank meets those that run; all hear of them."""
-    settings, key = config.sglang, _api_key(config)
+    settings, key = config.sglang, key_named(config.sglang.api_key_env)
     nodes = [0] if settings.urls else distributed.node_leaders()
     host = settings.host or (_host(nodes) if len(nodes) > 1 else "127.0.0.1")
     fleet: Fleet | None = None
@@ -154,12 +155,3 @@ def _fp8_form(config: Config) -> FP8Form:
     if config.sglang.fp8:
         return "blocks"
     return "rounded" if config.rollout.fp8_rounding else "off"
-
-
-def _api_key(config: Config) -> str | None:
-    name = config.sglang.api_key_env
-    if name is None:
-        return None
-    if not os.environ.get(name):
-        raise ConfigError(f"sglang.api_key_env: the environment has no variable {name}; export it, or remove the key")
-    return os.environ[name]

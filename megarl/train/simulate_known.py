@@ -25,7 +25,7 @@ from megarl.core.sampling import (
 )
 from megarl.core.stopping import POSITIVE, Keep
 from megarl.train.simulate_fit import BetaMixture, fit
-from megarl.train.simulate_rules import drive, simulated_rewards
+from megarl.train.simulate_rules import SimulatedRewards, drive
 
 POST_POINTS = {4: 0.627, 32: 0.796, 256: 0.813}
 """pass@k of Qwen2.5-Math-1.5B in a post on adaptive sampling: the default, and the tiers whose cost is 60.14."""
@@ -131,7 +131,7 @@ def shared_budgets(seed: int) -> list[Shares]:
 
 def _samples(rule: SamplingRule, rates: np.ndarray, seed: tuple[int, ...]) -> np.ndarray:
     """int64 [B], what the rule draws of prompts with these pass rates."""
-    return drive(Collector(rule, rates.size), simulated_rewards(rates, seed)).drawn[1]
+    return drive(Collector(rule, rates.size), SimulatedRewards(rates, seed)).drawn[1]
 
 
 def _known(what: str, exact: float, values: np.ndarray, note: str = "") -> Known:
@@ -139,7 +139,7 @@ def _known(what: str, exact: float, values: np.ndarray, note: str = "") -> Known
 
 
 def _dead_groups(seed: int) -> Known:
-    pools = drive(Collector(Uniform(8), 2000), simulated_rewards(np.full(2000, 0.1), (seed, 5))).drawn
+    pools = drive(Collector(Uniform(8), 2000), SimulatedRewards(np.full(2000, 0.1), (seed, 5))).drawn
     law = stopping_law(Uniform(8), 0.1)
     exact = float(law.probabilities[law.positives == 0].sum())
     return _known("groups of 8 without a right one, p = 0.1: 0.9^8", exact, pools[3] == 0, "one paper prints 19 %")

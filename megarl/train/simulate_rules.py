@@ -118,7 +118,7 @@ def run(arm: Arm, steps: list[np.ndarray], seed: int) -> Outcome:
         rule = arm.rule(rates, estimates)
         candidates = _candidates(rates, steps, number) if arm.refill else rates
         for draw in range(2):
-            rewards = _Rewards(candidates, (seed, 2, number, draw))
+            rewards = SimulatedRewards(candidates, (seed, 2, number, draw))
             options = {"refill": True, "max_prompts": candidates.size} if arm.refill else {}
             selection = drive(Collector(rule, rates.size, **options), rewards)
             record.take(draw, candidates, selection, arm.coefficients(selection), rates.size)
@@ -136,8 +136,8 @@ def drive(collector: Collector, reward: Callable[[int, int], float]) -> Selectio
     return collector.select()
 
 
-class _Rewards:
-    """Rewards of a step, made for as many samples of each prompt as are asked for."""
+class SimulatedRewards:
+    """(prompt, sample) -> 1.0 with the prompt's probability, else 0.0; made for as many samples as are asked for."""
 
     _BLOCK = 32
 
@@ -152,11 +152,6 @@ class _Rewards:
             chances = rng.random((self._rates.size, self._BLOCK))
             self._blocks.append((chances < self._rates[:, None]).astype(np.float64).tolist())
         return self._blocks[block][prompt][place]
-
-
-def simulated_rewards(rates: np.ndarray, seed: tuple[int, ...]) -> Callable[[int, int], float]:
-    """Return (prompt, sample) -> 1.0 with the prompt's probability, else 0.0; rates: [B]."""
-    return _Rewards(rates, seed)
 
 
 def _fixed(name: str, rule: Sequential | Uniform, credit: Credit | None = None, *, refill: bool = False) -> Arm:

@@ -16,7 +16,7 @@ from megarl.train.simulate_exact import exact
 from megarl.train.simulate_fit import BetaMixture, fit, max_error, parse_betas, parse_points
 from megarl.train.simulate_known import POST_POINTS, Tiers, known_numbers, shared_budgets
 from megarl.train.simulate_outcome import Outcome
-from megarl.train.simulate_rules import Arm, Budget, arms, drive, matched, run, simulated_rewards
+from megarl.train.simulate_rules import Arm, Budget, SimulatedRewards, arms, drive, matched, run
 
 MIXTURE = BetaMixture((0.8,), (1.3,), (1.9,), 0.2)
 
@@ -170,7 +170,7 @@ def test_tiers():
 
 def test_rewards_do_not_depend_on_who_asks_first():
     rates = np.array([0.2, 0.7])
-    first, second = (simulated_rewards(rates, (1, 2)) for _ in range(2))
+    first, second = (SimulatedRewards(rates, (1, 2)) for _ in range(2))
     late = [second(1, s) for s in (70, 3, 40)]
     assert [first(1, s) for s in range(80)][70] == late[0]
     assert first(1, 3) == late[1]

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megarl.core.routing_codec import MAGIC, encode
 from megarl.core.routing_trace import RoutingTrace
 from megarl.errors import TraceError
+
+if TYPE_CHECKING:  # the server's side needs no model
+    from megarl.rollout.moe_shape import MoeShape
 
 HEADER = "megarl-routes"
 VERSION = 1
@@ -34,6 +38,11 @@ class Ask:
     """E."""
     topk: int
     """K."""
+
+    @staticmethod
+    def of(shape: MoeShape) -> Ask:
+        """What a client of this model asks for."""
+        return Ask(shape.num_layers, shape.dense_layers, shape.num_experts, shape.topk)
 
     def header(self) -> dict[str, str]:
         """The request header that asks for the short form."""
