@@ -138,7 +138,7 @@ class Fleet:
                 whole = each_exactly_once(gathering.over(tensors), self._shapes, version)
                 parts = buckets(forming.over(form.of(whole)), BUCKET_BYTES)
                 served = self._delivered(served, parts, version)
-                served = self._each(served, lambda sender: sender.finish(version, resume=False))
+                served = self._each(served, lambda sender: sender.finish(version))
                 served = self._compare_checksums(served)
                 self._each(served, lambda sender: sender.resume())
                 self._version = version
@@ -283,7 +283,7 @@ class Fleet:
                     else:
                         for bucket in self._copy:
                             member.sender.send(bucket)
-                    member.sender.finish(self._version, resume=False)
+                    member.sender.finish(self._version)
                     self._compare_checksums([member])
                     member.sender.resume()
             except (ConfigError, RolloutError, WeightSyncError, OSError) as error:  # of a disk that is full, too

@@ -106,10 +106,10 @@ class WeightSender:
         body = {"model_path": folder, "load_format": "auto", "flush_cache": False}  # not the one it was started with
         self._post("update_weights_from_disk", body)
 
-    def finish(self, version: int, *, resume: bool = True) -> None:
-        """Close the update, drop what was computed with old weights, name the new version, and let requests in.
+    def finish(self, version: int) -> None:
+        """Close the update, drop what was computed with old weights, and name the new version.
 
-        Without ``resume`` these wait until it is called: nothing is sampled before the weights have been looked at.
+        Requests wait until ``resume`` is called: nothing is sampled before the weights have been looked at.
         """
         if self._in_session:
             self._post("end_weight_update", {})
@@ -125,8 +125,6 @@ class WeightSender:
         if found != str(version):
             raise WeightSyncError(f"{self.url} says its weights are version {found!r} after an update to {version}")
         self._named = found
-        if resume:
-            self.resume()
 
     def resume(self) -> None:
         """Let requests in."""

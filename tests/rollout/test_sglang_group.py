@@ -141,6 +141,7 @@ def test_checksums_tell_a_server_that_holds_something_else(updated_server: Serve
     sender.begin()
     sender.send(Bucket([(name, weights[name] + 1e-3)]))
     sender.finish(1)
+    sender.resume()
     with pytest.raises(WeightSyncError, match=rf"1 checksums differ, the first of \['{name}'\]"):
         fleet._compare_checksums(fleet._members)
     fleet.close()

@@ -51,6 +51,7 @@ def sender(updated_server: Server, weights: list[Weights]) -> Iterator[WeightSen
     sender.begin()
     sender.send(Bucket(weights[OLD].items()))
     sender.finish(OLD)
+    sender.resume()
     yield sender
     sender.close()
 
@@ -166,6 +167,7 @@ def test_an_update_as_megarl_does_it_keeps_every_response_of_one_version(
         ]
         sender.send(Bucket(weights[NEW].items()))
         sender.finish(NEW)
+        sender.resume()
         found = [answer.result() for answer in answers]
         after = rollouts_of([answer.result().raise_for_status().json() for answer in late], hostile_model)
     assert any(answer["meta_info"]["finish_reason"]["type"] == "abort" for answer in found)
