@@ -11,6 +11,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 from hypothesis import HealthCheck, settings
+from sglang_fixtures import (  # noqa: F401 (pytest finds them here)
+    hostile_model,
+    sglang_model,
+    sglang_python,
+    sglang_server,
+    sglang_spec,
+    updated_server,
+)
 
 # The same examples on every machine and no time limits: a busy machine must not fail a test.
 settings.register_profile(

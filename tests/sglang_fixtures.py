@@ -1,4 +1,4 @@
-"""Fixtures around a real SGLang server; the conftest.py beside the tests makes them known."""
+"""Fixtures around a real SGLang server; conftest.py makes them known to all tests."""
 
 from __future__ import annotations
 

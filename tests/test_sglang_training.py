@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tomli_w
-from sglang_fixtures import START_DEADLINE_S, sglang_model, sglang_python, sglang_spec  # noqa: F401
+from sglang_fixtures import START_DEADLINE_S
 from test_end_to_end import REWARDS, call, records, settings
 
 from megarl.config_file import load
@@ -49,12 +49,12 @@ def server_of(spec: ServerSpec, home: Path, dtype: str) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def fp32_server(sglang_spec: ServerSpec, home: Path) -> Iterator[Server]:  # noqa: F811
+def fp32_server(sglang_spec: ServerSpec, home: Path) -> Iterator[Server]:
     yield from server_of(sglang_spec, home, "float32")
 
 
 @pytest.fixture(scope="module")
-def bf16_server(sglang_spec: ServerSpec, home: Path) -> Iterator[Server]:  # noqa: F811
+def bf16_server(sglang_spec: ServerSpec, home: Path) -> Iterator[Server]:
     yield from server_of(sglang_spec, home, "bfloat16")
 
 
@@ -126,7 +126,7 @@ def test_one_step_off_samples_with_the_weights_of_the_step_before(home: Path, fp
 
 def test_every_node_starts_a_server_and_all_get_the_weights(
     home: Path,
-    sglang_python: Path,  # noqa: F811
+    sglang_python: Path,
 ) -> None:
     """Two nodes of one rank each, as torchrun makes them; here both are this machine."""
     with socket.socket() as probe:
@@ -170,7 +170,7 @@ def test_every_node_starts_a_server_and_all_get_the_weights(
 
 @pytest.mark.slow
 def test_acceptance_twenty_steps_of_the_quickstart_through_sglang(
-    sglang_python: Path,  # noqa: F811
+    sglang_python: Path,
     tmp_path: Path,
 ) -> None:
     """The quickstart's model, task and layout; the engine is a server that megarl starts, with FP8-rounded weights."""

@@ -6,14 +6,6 @@ from pathlib import Path
 
 import pytest
 from rollout_oracle import Oracle
-from sglang_fixtures import (  # noqa: F401 (pytest finds them here)
-    hostile_model,
-    sglang_model,
-    sglang_python,
-    sglang_server,
-    sglang_spec,
-    updated_server,
-)
 from transformers import AutoModelForCausalLM
 
 from megarl.data.tiny import write_tiny_model

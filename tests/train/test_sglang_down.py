@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import tomli_w
-from sglang_fixtures import START_DEADLINE_S, sglang_python  # noqa: F401 (a fixture)
+from sglang_fixtures import START_DEADLINE_S
 
 from megarl.data.tiny import write_sort_task, write_tiny_model
 from megarl.train.metrics import read_metrics
@@ -22,7 +22,7 @@ STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory, sglang_python: Path) -> Path:  # noqa: F811
+def run_file(tmp_path_factory: pytest.TempPathFactory, sglang_python: Path) -> Path:
     folder = tmp_path_factory.mktemp("down")
     write_tiny_model(
         folder / "model", hidden_size=64, num_layers=2, num_experts=8, expert_width=32, initializer_range=0.1
