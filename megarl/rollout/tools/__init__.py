@@ -1,0 +1,1 @@
+"""Tools for multi-turn rollouts: the protocols, a calculator, and Python in a sandbox."""

@@ -1,0 +1,67 @@
+"""The first thing that runs inside: gives up rights, takes on the limits, then runs the code from standard input.
+
+It is handed to an interpreter as text (``python -c``) and imports nothing of megarl, which does not exist in there.
+"""
+
+import json
+import linecache
+import os
+import resource
+import sys
+import traceback
+import types
+
+
+def read_code() -> str:
+    with open(0, "rb", closefd=False) as stdin:
+        code = stdin.read()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return code.decode()
+
+
+def take_limits(settings: dict) -> None:
+    for name, (soft, hard) in settings["rlimits"].items():
+        kind = getattr(resource, name)
+        most = resource.getrlimit(kind)[1]  # what this host allows may be less
+        if most != resource.RLIM_INFINITY:
+            soft, hard = min(soft, most), min(hard, most)
+        resource.setrlimit(kind, (soft, hard))
+    # The kernel exempts root from the limit of processes, so root becomes a user that nobody else is.
+    if settings["uid"] is not None:
+        os.setgroups([])
+        os.setgid(settings["uid"])
+        os.setuid(settings["uid"])
+
+
+def run(code: str, memory_exit: int) -> int:
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    sys.argv = ["main.py"]
+    linecache.cache["main.py"] = (len(code), None, code.splitlines(True), "main.py")  # lines for tracebacks
+    try:
+        exec(compile(code, "main.py", "exec"), vars(main))
+    except SystemExit:
+        raise
+    except MemoryError:
+        vars(main).clear()
+        os.write(2, b"MemoryError\n")
+        os._exit(memory_exit)
+    except BaseException as error:
+        inside = error.__traceback__.tb_next if error.__traceback__ else None
+        traceback.print_exception(type(error), error, inside)
+        return 1
+    return 0
+
+
+def start() -> None:
+    settings = json.loads(sys.argv[1])
+    code = read_code()
+    take_limits(settings)
+    os.write(settings["status_fd"], b"ready\n")
+    os.close(settings["status_fd"])
+    sys.exit(run(code, settings["memory_exit"]))
+
+
+start()

@@ -1,0 +1,124 @@
+"""Arithmetic for a model: one expression in, one number out, in bounded time and memory."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable
+
+from megarl.rollout.tools.protocol import ToolResult
+
+MAX_LENGTH = 1000
+"""Characters of an expression. It also bounds the digits of a number and the operations, and so, with MAX_BITS, the
+time: at most a few milliseconds."""
+MAX_BITS = 4096
+"""Size of an integer; Python prints up to 14000 bits."""
+MAX_DEPTH = 50
+"""Levels of nesting; far below what would exhaust the stack of this process."""
+
+Number = int | float
+
+_BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_UNARY: dict[type[ast.unaryop], Callable[[Number], Number]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_FUNCTIONS: dict[str, tuple[Callable[..., Number], int, int]] = {
+    "abs": (abs, 1, 1),
+    "ceil": (math.ceil, 1, 1),
+    "cos": (math.cos, 1, 1),
+    "exp": (math.exp, 1, 1),
+    "floor": (math.floor, 1, 1),
+    "gcd": (math.gcd, 2, 2),
+    "log": (math.log, 1, 2),
+    "max": (max, 2, MAX_LENGTH),
+    "min": (min, 2, MAX_LENGTH),
+    "round": (round, 1, 1),
+    "sin": (math.sin, 1, 1),
+    "sqrt": (math.sqrt, 1, 1),
+    "tan": (math.tan, 1, 1),
+}
+"""Function, least and most arguments. ``round`` has no digits: ``round(5, -10**9)`` would take forever."""
+_CONSTANTS = {"pi": math.pi, "e": math.e}
+
+
+class CalculatorTool:
+    """Evaluates +, -, *, /, //, %, ** and the functions and constants above, as Python does.
+
+    Whatever else is in the expression, too large an integer, and a result that is not a finite real number are errors
+    of the call. Nothing of the expression is ever run as code.
+    """
+
+    name = "calculator"
+
+    async def __call__(self, argument: str) -> ToolResult:
+        try:
+            return ToolResult(str(evaluate(argument)), "ok")
+        except (ValueError, ArithmeticError, TypeError) as error:
+            return ToolResult(f"error: {error}", "error")
+
+
+def evaluate(expression: str) -> Number:
+    """Returns the value of an arithmetic expression.
+
+    Raises ValueError for what is no arithmetic or too large, ArithmeticError for a division by zero or an overflow,
+    TypeError for what a function does not take.
+    """
+    if len(expression) > MAX_LENGTH:
+        raise ValueError(f"the expression has {len(expression)} characters, at most {MAX_LENGTH} are read")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError("this is no arithmetic expression") from error
+    return _value(tree.body, 0)
+
+
+def _value(node: ast.expr, depth: int) -> Number:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"the expression is nested more than {MAX_DEPTH} deep")
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return _checked(number)
+        case ast.Name(id=name) if name in _CONSTANTS:
+            return _CONSTANTS[name]
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
+            return _UNARY[type(op)](_value(operand, depth + 1))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+            return _applied(op, _value(left, depth + 1), _value(right, depth + 1))
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
+            function, least, most = _FUNCTIONS[name]
+            if not least <= len(args) <= most:
+                raise ValueError(f"{name} takes {least} to {most} numbers, not {len(args)}")
+            return _checked(function(*(_value(arg, depth + 1) for arg in args)))
+        case ast.BinOp(op=ast.BitXor()):
+            raise ValueError("^ is not known; a power is written **")
+        case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)):
+            raise ValueError(f"{name!r} is not known; known are {', '.join([*_FUNCTIONS, *_CONSTANTS])}")
+        case _:
+            raise ValueError(f"this is no arithmetic: it holds a {type(node).__name__}")
+
+
+def _applied(op: ast.operator, left: Number, right: Number) -> Number:
+    # A power can be too large to be computed before it is looked at; all else grows by what it was made from.
+    if isinstance(op, ast.Pow) and isinstance(left, int) and isinstance(right, int) and abs(left) > 1 and right > 0:
+        _check_bits((abs(left).bit_length() - 1) * right)
+    return _checked(_BINARY[type(op)](left, right))
+
+
+def _checked(value: Number) -> Number:
+    if isinstance(value, int):
+        _check_bits(value.bit_length())
+    elif not isinstance(value, float) or not math.isfinite(value):
+        raise ValueError(f"the result is {value}, not a finite real number")
+    return value
+
+
+def _check_bits(bits: int) -> None:
+    if bits > MAX_BITS:
+        raise ValueError(f"an integer in it has more than {MAX_BITS} bits")

@@ -1,0 +1,277 @@
+"""Python for a model: each call runs in a process of its own, contained as megarl.rollout.tools.sandbox tells."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import psutil
+
+from megarl.errors import ConfigError, RolloutError
+from megarl.rollout.tools.protocol import ToolExit, ToolResult
+from megarl.rollout.tools.sandbox import MARK, MEMORY_EXIT, Child, Limits, Sandbox, prepare
+
+START_S = 5.0
+"""How long bubblewrap may take to name its process before it is killed without."""
+END_S = 30.0
+"""How long the kernel may take to remove killed processes."""
+_SIGNALLED = range(129, 193)
+"""Exit statuses with which bubblewrap reports a signal."""
+
+
+class PythonTool:
+    """Runs the code of a model, each call from nothing: a call sees no file and no variable of another one.
+
+    Without bubblewrap, or where the host does not let it work, the constructor raises ConfigError unless
+    ``limits_alone`` asks for resource limits without isolation: the code then has the network, reads and writes what
+    this user can, and may leave its session. The constructor tries the sandbox once, which blocks for under a second.
+
+    Calls may overlap; the caller bounds how many. A cancelled call leaves no process and no file behind. Calls start
+    from the thread of their event loop: the sandbox ends with that thread.
+    """
+
+    name = "python"
+
+    def __init__(
+        self, limits: Limits | None = None, *, interpreter: str | None = None, limits_alone: bool = False
+    ) -> None:
+        self.limits = limits or Limits()
+        self._sandbox = prepare(self.limits, interpreter or sys.executable, limits_alone)
+        _try_out(self._sandbox)
+
+    async def __call__(self, argument: str) -> ToolResult:
+        """Runs the code; raises RolloutError if its process did not start or could not be ended."""
+        num_bytes = len(argument.encode("utf-8", "replace"))
+        if num_bytes > self.limits.code_bytes:
+            return ToolResult(f"the code has {num_bytes} bytes, at most {self.limits.code_bytes} are run", "error")
+        return await _Call(self._sandbox.start(argument), self.limits).result()
+
+
+class _Call:
+    """One started call up to its end."""
+
+    def __init__(self, child: Child, limits: Limits) -> None:
+        self._child, self._limits = child, limits
+        self._loop = asyncio.get_running_loop()
+        self._process_fd = os.pidfd_open(child.process.pid)
+        self._init_fd: int | None = None
+        self._stopped: asyncio.Future[ToolExit | None] = self._loop.create_future()
+        self._output = _Pipe(limits.output_bytes, on_data=self._on_output)
+        self._status = _Pipe(1 << 12, on_data=self._on_status)
+
+    async def result(self) -> ToolResult:
+        started = time.monotonic()
+        try:
+            await self._loop.connect_read_pipe(lambda: self._output, os.fdopen(self._child.output_fd, "rb", 0))
+            await self._loop.connect_read_pipe(lambda: self._status, os.fdopen(self._child.status_fd, "rb", 0))
+            exited = asyncio.ensure_future(_readable(self._process_fd))
+            exited.add_done_callback(lambda _: self._stop(None))
+            try:
+                async with asyncio.timeout(self._limits.wall_s - (time.monotonic() - started)):
+                    reason = await asyncio.shield(self._stopped)
+            except TimeoutError:
+                reason = "timeout"
+            finally:
+                exited.cancel()
+        finally:
+            await _to_its_end(self._end())
+        return self._judged(reason)
+
+    def _stop(self, reason: ToolExit | None) -> None:
+        if not self._stopped.done():
+            self._stopped.set_result(reason)
+
+    def _on_output(self) -> None:
+        if self._output.more:
+            self._stop("output_limit")
+
+    def _on_status(self) -> None:
+        """Takes hold of the sandbox's first process: with it all others die, and it is gone only after them."""
+        line, complete, _ = bytes(self._status.data).partition(b"\n")
+        if self._init_fd is not None or not complete or not line.startswith(b"{"):
+            return
+        pid = json.loads(line)["child-pid"]
+        with contextlib.suppress(OSError, psutil.Error):  # it is gone already
+            fd = os.pidfd_open(pid)
+            # bubblewrap is its parent while the number is still its own.
+            if psutil.Process(pid).ppid() == self._child.process.pid:
+                self._init_fd = fd
+            else:
+                os.close(fd)
+
+    async def _end(self) -> None:
+        """Kills whatever still runs, waits until it is gone, and removes the scratch folder."""
+        try:
+            await self._kill()
+            async with asyncio.timeout(END_S):
+                for fd in (self._process_fd, self._init_fd):
+                    if fd is not None:
+                        await _readable(fd)
+                await self._output.ended.wait()
+        except TimeoutError as error:
+            raise RolloutError(f"a Python call could not be killed within {END_S:g} s: look at the host") from error
+        finally:
+            self._output.close()
+            self._status.close()
+            for fd in (self._process_fd, self._init_fd):
+                if fd is not None:
+                    os.close(fd)
+            self._child.process.poll()
+            if self._child.scratch:
+                await asyncio.to_thread(_remove, self._child.scratch)
+
+    async def _kill(self) -> None:
+        if self._child.scratch is None:
+            # Killed before its child was set up, bubblewrap would leave it behind, waiting.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(START_S):
+                    await self._status.spoken.wait()
+            if self._init_fd is not None:
+                _kill_fd(self._init_fd)
+            _kill_fd(self._process_fd)
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.process.pid, signal.SIGKILL)
+        await asyncio.to_thread(_kill_marked, self._child.mark)
+
+    def _judged(self, reason: ToolExit | None) -> ToolResult:
+        status = self._child.process.returncode
+        text = bytes(self._output.data).decode("utf-8", "replace")
+        if b"ready\n" not in self._status.data:
+            raise RolloutError(
+                f"a Python call did not start ({reason or f'exit status {status}'}): {text.strip()[-500:]}"
+            )
+        if self._output.more:
+            text += f"\n[cut after {self._limits.output_bytes} bytes]"
+        if reason is None:
+            reason = "output_limit" if self._output.more else _exit_of(status)
+        return ToolResult(text, reason, self._output.more)
+
+
+class _Pipe(asyncio.Protocol):
+    """Keeps the first bytes of a pipe, and stops reading where there are more."""
+
+    def __init__(self, max_bytes: int, on_data: Callable[[], None]) -> None:
+        self.data = bytearray()
+        self.more = False
+        self.spoken = asyncio.Event()
+        """Set by the first bytes, or the end."""
+        self.ended = asyncio.Event()
+        """Set when nobody can write any more, or nothing more is read."""
+        self._max_bytes, self._on_data = max_bytes, on_data
+        self._transport: asyncio.BaseTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        room = self._max_bytes - len(self.data)
+        self.data += data[:room]
+        self.more = self.more or len(data) > room
+        self._on_data()
+        self.spoken.set()
+        if self.more:
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.spoken.set()
+        self.ended.set()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+
+def _exit_of(status: int) -> ToolExit:
+    if status == 0:
+        return "ok"
+    if status == MEMORY_EXIT:
+        return "memory"
+    if status in (-signal.SIGXCPU, 128 + signal.SIGXCPU):
+        return "timeout"
+    return "killed" if status < 0 or status in _SIGNALLED else "error"
+
+
+def _try_out(sandbox: Sandbox) -> None:
+    """Runs one line of code; raises ConfigError if it does not come through."""
+    child = sandbox.start("print(6 * 7)")
+    try:
+        with contextlib.closing(os.fdopen(child.output_fd, "rb")) as output:
+            found, _, _ = select.select([output], [], [], 60.0)
+            text = output.read().decode("utf-8", "replace") if found else "no answer within 60 s"
+    finally:
+        child.process.kill()
+        child.process.wait()
+        os.close(child.status_fd)
+        if child.scratch:
+            _remove(child.scratch)
+    if text != "42\n":
+        how = "with resource limits" if sandbox.bwrap is None else f"in bubblewrap ({sandbox.bwrap})"
+        raise ConfigError(
+            f"Python does not run {how} on this host: {text.strip()[-500:]!r}. A container may need the right to make "
+            "namespaces, memory_bytes may be too small for the interpreter; limits_alone=True goes without isolation"
+        )
+
+
+def _kill_fd(pidfd: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+
+def _kill_marked(mark: str) -> None:
+    """Kills processes that have the mark in the environment they were started with, until there are none."""
+    deadline = time.monotonic() + END_S
+    found = True
+    while found and time.monotonic() < deadline:
+        found = False
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
+                    found = True
+                    process.kill()
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder that code may have made unreadable; links in it are removed, not followed."""
+    for root, folders, _ in os.walk(folder):
+        for name in folders:
+            path = os.path.join(root, name)
+            if not os.path.islink(path):
+                os.chmod(path, 0o700)
+    shutil.rmtree(folder)
+
+
+async def _readable(fd: int) -> None:
+    """Waits until there is something to read; of a process descriptor, until the process has ended."""
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+    loop.add_reader(fd, lambda: ready.done() or ready.set_result(None))
+    try:
+        await ready
+    finally:
+        loop.remove_reader(fd)
+
+
+async def _to_its_end(work: Awaitable[None]) -> None:
+    """Awaits work that must not be left half done; a cancellation meanwhile is raised after it."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            if task.cancelled():
+                raise
+            cancelled = error
+    task.result()
+    if cancelled is not None:
+        raise cancelled

@@ -1,0 +1,248 @@
+"""How code is started: a bubblewrap sandbox, or resource limits alone, and what each of them bounds.
+
+In the sandbox the code has its own processes, network (a loopback of its own), host name and file tree: the
+interpreter and the system's libraries to read, one small folder in memory, /tmp, to write. Environment variables are
+not passed on. All processes end with the first one, and that one with the process that started it.
+
+Limits of the kernel hold per process. What one call can take in all is therefore ``num_processes + 1`` times
+``memory_bytes``, and CPU time of as many cores for ``wall_s`` seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from megarl.errors import ConfigError, RolloutError
+from megarl.rollout.tools import seccomp
+
+BOOTSTRAP = Path(__file__).parent / "bootstrap.py"
+MEMORY_EXIT = 86
+"""Exit status of the bootstrap for a MemoryError."""
+MARK = "MEGARL_TOOL_CALL"
+"""Environment variable that marks the processes of a call where no sandbox holds them together."""
+_MAX_OPEN_FILES = 256
+_SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one call may take; raises ConfigError for a bad value."""
+
+    wall_s: float = 10.0
+    """From the start of the process to its end; starting takes 0.1 to 0.2 s of it."""
+    cpu_s: int = 10
+    """Of each process."""
+    memory_bytes: int = 1 << 30
+    """Address space of each process; an interpreter with numpy needs about 200 MB."""
+    num_processes: int | None = 8
+    """Processes and threads beside the first one. None sets no limit, which only limits alone allow."""
+    scratch_bytes: int = 64 << 20
+    """All files in the scratch folder together; with limits alone it bounds each single file."""
+    output_bytes: int = 16 << 10
+    """Standard output and error together; more of it ends the call."""
+    code_bytes: int = 64 << 10
+    """Longer code is not run."""
+
+    def __post_init__(self) -> None:
+        for name in ("wall_s", "cpu_s", "memory_bytes", "scratch_bytes", "output_bytes", "code_bytes"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected more than 0")
+        if self.num_processes is not None and self.num_processes < 0:
+            raise ConfigError(f"num_processes is {self.num_processes}, expected at least 0, or None for no limit")
+
+
+@dataclass(slots=True)
+class Child:
+    """A started call: its process and what the host holds of it. The receiver closes both descriptors."""
+
+    process: subprocess.Popen[bytes]
+    output_fd: int
+    """Read end of its standard output and error."""
+    status_fd: int
+    """Read end of a pipe with a line of JSON from bubblewrap, and "ready" once the code is about to run."""
+    scratch: Path | None
+    """Folder to remove; None where it is in the memory of the sandbox."""
+    mark: str
+    """Value of MARK in the environment of its processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sandbox:
+    """Starts Python code under limits."""
+
+    limits: Limits
+    interpreter: str
+    """Python that runs the code; what is installed for it can be imported."""
+    bwrap: str | None
+    """Path of bubblewrap; None for resource limits alone."""
+    readable: tuple[str, ...]
+    """Folders of the interpreter, which bubblewrap shows besides /usr and the system's libraries."""
+
+    def start(self, code: str) -> Child:
+        """Starts the code and returns at once. Raises RolloutError where the host cannot start a process."""
+        try:
+            return self._start(code)
+        except OSError as error:
+            raise RolloutError(f"the Python tool could not start a process: {error}") from error
+
+    def _start(self, code: str) -> Child:
+        mark = secrets.token_hex(16)
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            scratch = None if self.bwrap else Path(tempfile.mkdtemp(prefix="megarl-tool-"))
+            if scratch:
+                ours.callback(shutil.rmtree, scratch)
+            output_fd, output_end = _pipe(ours, theirs)
+            status_fd, status_end = _pipe(ours, theirs)
+            ready_end = _held(os.dup(status_end), theirs)  # bubblewrap keeps the one it is told of to itself
+            passed = [status_end, ready_end]
+            wrapper: list[str] = []
+            if self.bwrap:
+                passed.append(_held(_sealed(seccomp.program()), theirs))
+                wrapper = [self.bwrap, *_namespaces(), *self._files()]
+                wrapper += ["--json-status-fd", str(status_end), "--seccomp", str(passed[-1]), "--"]
+            process = subprocess.Popen(
+                [*wrapper, self.interpreter, "-I", "-u", "-c", BOOTSTRAP.read_text(), self._settings(ready_end)],
+                stdin=_held(_sealed(code.encode("utf-8", "replace")), theirs),
+                stdout=output_end,
+                stderr=output_end,
+                pass_fds=passed,
+                cwd=scratch,
+                env=_environment(scratch or Path("/tmp"), mark),
+                start_new_session=True,
+            )
+            ours.pop_all()
+            return Child(process, output_fd, status_fd, scratch, mark)
+
+    def _files(self) -> list[str]:
+        """What is seen of the file system. /tmp comes first: an interpreter may lie below it."""
+        args = ["--perms", "1777", "--size", str(self.limits.scratch_bytes), "--tmpfs", "/tmp"]
+        args += ["--ro-bind", "/usr", "/usr"]
+        for folder in ("/bin", "/sbin", "/lib", "/lib64"):
+            if os.path.islink(folder):
+                args += ["--symlink", os.readlink(folder), folder]
+            else:
+                args += ["--ro-bind-try", folder, folder]
+        shown = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", *self.readable)
+        parents = {str(parent) for path in shown for parent in Path(path).parents} - {"/", "/tmp"}
+        for parent in sorted(parents):  # made without being asked for, they would be closed to all but their owner
+            args += ["--perms", "0755", "--dir", parent]
+        for path in shown:
+            args += ["--ro-bind-try", path, path]
+        args += ["--proc", "/proc", "--dev", "/dev"]
+        return [*args, "--remount-ro", "/proc", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
+
+    def _settings(self, ready_end: int) -> str:
+        limits, stranger = self.limits, self.bwrap is not None and os.geteuid() == 0
+        rlimits = {
+            "RLIMIT_CPU": (limits.cpu_s, limits.cpu_s + 1),  # SIGXCPU, and SIGKILL for code that ignores it
+            "RLIMIT_AS": (limits.memory_bytes, limits.memory_bytes),
+            "RLIMIT_FSIZE": (limits.scratch_bytes, limits.scratch_bytes),
+            "RLIMIT_NOFILE": (_MAX_OPEN_FILES, _MAX_OPEN_FILES),
+            "RLIMIT_CORE": (0, 0),
+        }
+        if limits.num_processes is not None:
+            # Counted per user and user namespace: a stranger has nothing else, a namespace bubblewrap's own process.
+            others = 0 if stranger else 1 if self.bwrap else _num_own_threads()
+            total = others + 1 + limits.num_processes
+            rlimits["RLIMIT_NPROC"] = (total, total)
+        uid = _stranger() if stranger else None
+        return json.dumps({"rlimits": rlimits, "uid": uid, "status_fd": ready_end, "memory_exit": MEMORY_EXIT})
+
+
+def prepare(limits: Limits, interpreter: str, limits_alone: bool) -> Sandbox:
+    """Returns what starts code on this host; raises ConfigError where it cannot be contained as was asked."""
+    if sys.platform != "linux":
+        raise ConfigError(f"the Python tool needs Linux and this is {sys.platform}: leave the tool out here")
+    if limits_alone:
+        if limits.num_processes is not None and os.geteuid() == 0:
+            raise ConfigError(
+                "num_processes cannot be limited without a sandbox for root, whom the kernel exempts: run as another "
+                "user, install bubblewrap, or set num_processes=None and accept that a fork bomb is not contained"
+            )
+        return Sandbox(limits, interpreter, None, ())
+    if limits.num_processes is None:
+        raise ConfigError("num_processes is None in a sandbox, expected a number: None is for resource limits alone")
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        raise ConfigError(
+            "the Python tool found no bubblewrap (bwrap) to contain the code of a model: install it (apt-get install "
+            "bubblewrap), or set limits_alone=True and accept resource limits without network and file isolation"
+        )
+    return Sandbox(limits, interpreter, bwrap, _prefixes(interpreter))
+
+
+def _namespaces() -> list[str]:
+    args = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    args += ["--die-with-parent", "--new-session"]
+    if os.geteuid() != 0:
+        return ["--unshare-user", *args]
+    # Root needs no user namespace, and in one would stay root to the kernel, which exempts it from limits. It drops to
+    # another user inside; the capabilities for that are given up with it.
+    return [*args, "--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+
+
+def _stranger() -> int:
+    """A user id that nobody else has, within those that this user namespace knows."""
+    rows = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    first, _, count = max(rows, key=lambda row: row[2])
+    if count < 1 << 15:
+        raise RolloutError(f"this container has only {count} user ids, expected 32768 or more: run it as another user")
+    return first + count // 2 + secrets.randbelow(count // 2 - 2)
+
+
+def _prefixes(interpreter: str) -> tuple[str, ...]:
+    """Folders of an interpreter and of what it stems from, those under /usr apart."""
+    ask = "import sys; print(sys.prefix, sys.base_prefix, sep='\\n')"
+    try:
+        asked = subprocess.run([interpreter, "-I", "-c", ask], capture_output=True, text=True, timeout=60.0, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"interpreter {interpreter!r} does not run: {error}") from error
+    return tuple(dict.fromkeys(path for path in asked.stdout.splitlines() if not path.startswith("/usr/")))
+
+
+def _environment(scratch: Path, mark: str) -> dict[str, str]:
+    """All variables that the code sees: none of this process, and one thread for each library that would take many."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    home = str(scratch)
+    return threads | {"PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", MARK: mark}
+
+
+def _num_own_threads() -> int:
+    own, count = os.geteuid(), 0
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.uids().real == own:
+                count += process.num_threads()
+    return count
+
+
+def _pipe(ours: contextlib.ExitStack, theirs: contextlib.ExitStack) -> tuple[int, int]:
+    read_end, write_end = os.pipe()
+    return _held(read_end, ours), _held(write_end, theirs)
+
+
+def _held(fd: int, stack: contextlib.ExitStack) -> int:
+    stack.callback(os.close, fd)
+    return fd
+
+
+def _sealed(data: bytes) -> int:
+    """A file in memory that nobody can change, at its beginning."""
+    fd = os.memfd_create("megarl-tool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(data)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
