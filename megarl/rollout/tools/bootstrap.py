@@ -64,4 +64,5 @@ def start() -> None:
     sys.exit(run(code, settings["memory_exit"]))
 
 
-start()
+if __name__ == "__main__":
+    start()

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import json
 import os
-import select
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -24,6 +24,8 @@ START_S = 5.0
 """How long bubblewrap may take to name its process before it is killed without."""
 END_S = 30.0
 """How long the kernel may take to remove killed processes."""
+TRY_S = 60.0
+"""How long one line of code may take when the sandbox is tried."""
 _SIGNALLED = range(129, 193)
 """Exit statuses with which bubblewrap reports a signal."""
 
@@ -71,13 +73,12 @@ class _Call:
     async def result(self) -> ToolResult:
         started = time.monotonic()
         try:
-            await self._loop.connect_read_pipe(lambda: self._output, os.fdopen(self._child.output_fd, "rb", 0))
-            await self._loop.connect_read_pipe(lambda: self._status, os.fdopen(self._child.status_fd, "rb", 0))
+            await _to_its_end(self._connect())
             exited = asyncio.ensure_future(_readable(self._process_fd))
             exited.add_done_callback(lambda _: self._stop(None))
             try:
                 async with asyncio.timeout(self._limits.wall_s - (time.monotonic() - started)):
-                    reason = await asyncio.shield(self._stopped)
+                    reason = await self._stopped
             except TimeoutError:
                 reason = "timeout"
             finally:
@@ -85,6 +86,10 @@ class _Call:
         finally:
             await _to_its_end(self._end())
         return self._judged(reason)
+
+    async def _connect(self) -> None:
+        for pipe, fd in ((self._status, self._child.status_fd), (self._output, self._child.output_fd)):
+            await self._loop.connect_read_pipe(lambda pipe=pipe: pipe, os.fdopen(fd, "rb", 0))
 
     def _stop(self, reason: ToolExit | None) -> None:
         if not self._stopped.done():
@@ -116,7 +121,7 @@ class _Call:
                 for fd in (self._process_fd, self._init_fd):
                     if fd is not None:
                         await _readable(fd)
-                await self._output.ended.wait()
+                await self._output_end()
         except TimeoutError as error:
             raise RolloutError(f"a Python call could not be killed within {END_S:g} s: look at the host") from error
         finally:
@@ -129,12 +134,21 @@ class _Call:
             if self._child.scratch:
                 await asyncio.to_thread(_remove, self._child.scratch)
 
+    async def _output_end(self) -> None:
+        if self._child.scratch is None:
+            await self._output.ended.wait()
+            return
+        # Without a sandbox a process that shed its mark may hold the pipe for ever.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await self._output.ended.wait()
+
     async def _kill(self) -> None:
         if self._child.scratch is None:
             # Killed before its child was set up, bubblewrap would leave it behind, waiting.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(START_S):
-                    await self._status.spoken.wait()
+                    await self._status.line.wait()
             if self._init_fd is not None:
                 _kill_fd(self._init_fd)
             _kill_fd(self._process_fd)
@@ -163,8 +177,8 @@ class _Pipe(asyncio.Protocol):
     def __init__(self, max_bytes: int, on_data: Callable[[], None]) -> None:
         self.data = bytearray()
         self.more = False
-        self.spoken = asyncio.Event()
-        """Set by the first bytes, or the end."""
+        self.line = asyncio.Event()
+        """Set by the first whole line, or the end."""
         self.ended = asyncio.Event()
         """Set when nobody can write any more, or nothing more is read."""
         self._max_bytes, self._on_data = max_bytes, on_data
@@ -178,12 +192,13 @@ class _Pipe(asyncio.Protocol):
         self.data += data[:room]
         self.more = self.more or len(data) > room
         self._on_data()
-        self.spoken.set()
+        if b"\n" in data:
+            self.line.set()
         if self.more:
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.spoken.set()
+        self.line.set()
         self.ended.set()
 
     def close(self) -> None:
@@ -205,13 +220,14 @@ def _try_out(sandbox: Sandbox) -> None:
     """Runs one line of code; raises ConfigError if it does not come through."""
     child = sandbox.start("print(6 * 7)")
     try:
-        with contextlib.closing(os.fdopen(child.output_fd, "rb")) as output:
-            found, _, _ = select.select([output], [], [], 60.0)
-            text = output.read().decode("utf-8", "replace") if found else "no answer within 60 s"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.process.wait(TRY_S)
     finally:
         child.process.kill()
         child.process.wait()
         os.close(child.status_fd)
+        with open(child.output_fd, "rb") as output:
+            text = output.read().decode("utf-8", "replace")
         if child.scratch:
             _remove(child.scratch)
     if text != "42\n":

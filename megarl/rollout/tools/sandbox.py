@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import secrets
 import shutil
@@ -57,8 +58,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in ("wall_s", "cpu_s", "memory_bytes", "scratch_bytes", "output_bytes", "code_bytes"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}, expected more than 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected a finite number above 0")
         if self.num_processes is not None and self.num_processes < 0:
             raise ConfigError(f"num_processes is {self.num_processes}, expected at least 0, or None for no limit")
 
@@ -209,7 +210,7 @@ def _prefixes(interpreter: str) -> tuple[str, ...]:
         asked = subprocess.run([interpreter, "-I", "-c", ask], capture_output=True, text=True, timeout=60.0, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(f"interpreter {interpreter!r} does not run: {error}") from error
-    return tuple(dict.fromkeys(path for path in asked.stdout.splitlines() if not path.startswith("/usr/")))
+    return tuple(dict.fromkeys(path for path in asked.stdout.splitlines() if not f"{path}/".startswith("/usr/")))
 
 
 def _environment(scratch: Path, mark: str) -> dict[str, str]:
