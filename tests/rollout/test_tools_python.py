@@ -24,6 +24,7 @@ from megarl.rollout.tools.protocol import ToolResult
 from megarl.rollout.tools.python_tool import PythonTool
 from megarl.rollout.tools.sandbox import Limits
 
+PR_SET_CHILD_SUBREAPER = 36
 MODEST = Limits(wall_s=20.0, cpu_s=10, memory_bytes=400 << 20, num_processes=4, scratch_bytes=4 << 20)
 
 
@@ -192,7 +193,7 @@ print(made)
 def test_a_fork_bomb_stays_small_and_leaves_nothing(tool: PythonTool, bare: PythonTool) -> None:
     assert run(bare, FORKS).output == "40\n"  # a bounded one comes through without the limit
     assert run(tool, FORKS) == ToolResult("4\n", "ok")
-    threads = "import threading, time\nfor _ in range(40): threading.Thread(target=time.sleep, args=(9,)).start()"
+    threads = "import threading, time\nfor _ in range(40): threading.Thread(target=time.sleep, args=(1,)).start()"
     assert "can't start new thread" in run(tool, threads).output
 
     mark = uuid.uuid4().hex
@@ -208,7 +209,7 @@ def test_a_fork_bomb_stays_small_and_leaves_nothing(tool: PythonTool, bare: Pyth
 
     result, most = asyncio.run(exploded())
     assert result.exit == "timeout"
-    assert 3 <= most <= 7  # bubblewrap twice, the first process, four more
+    assert 3 <= most <= 7  # bubblewrap, its init, the code, four more
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -259,6 +260,21 @@ def test_a_cancelled_call_leaves_nothing(either: PythonTool, duration: str, dela
         assert alive(duration) == []
 
     asyncio.run(cancelled())
+
+
+def test_a_call_leaves_no_zombie_to_an_init_that_reaps_none(tool: PythonTool) -> None:
+    host = f"""
+import asyncio, ctypes, psutil
+from megarl.rollout.tools.python_tool import PythonTool
+from megarl.rollout.tools.sandbox import Limits
+ctypes.CDLL(None).prctl({PR_SET_CHILD_SUBREAPER}, 1, 0, 0, 0)  # as the first process of a container
+tool = PythonTool(Limits(wall_s=0.5))
+for code in ("print(1)", "import os; os.fork()", "1 / 0", "while True: pass", "while True: print(1)"):
+    asyncio.run(tool(code))
+print(psutil.Process().children(recursive=True))
+"""
+    found = subprocess.run([sys.executable, "-c", host], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"
 
 
 def test_calls_die_with_a_killed_host(tool: PythonTool, duration: str) -> None:

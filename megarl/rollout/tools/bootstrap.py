@@ -7,6 +7,7 @@ import json
 import linecache
 import os
 import resource
+import signal
 import sys
 import traceback
 import types
@@ -35,6 +36,24 @@ def take_limits(settings: dict) -> None:
         os.setuid(settings["uid"])
 
 
+def be_init() -> None:
+    """Goes on in a child; this process waits for it and ends as it did, and with it every other one in the sandbox.
+
+    The first process of a sandbox ignores signals that it has no handler for, its own limit of CPU time among them:
+    code would not behave in it as elsewhere. It also stays the user that started it, whom bubblewrap may still signal.
+    """
+    main = os.fork()
+    if main == 0:
+        return
+    os.closerange(3, 1 << 16)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    while True:
+        pid, status = os.wait()  # orphans come here too
+        if pid == main:
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)
+
+
 def run(code: str, memory_exit: int) -> int:
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
@@ -58,6 +77,8 @@ def run(code: str, memory_exit: int) -> int:
 def start() -> None:
     settings = json.loads(sys.argv[1])
     code = read_code()
+    if os.getpid() == 1:
+        be_init()
     take_limits(settings)
     os.write(settings["status_fd"], b"ready\n")
     os.close(settings["status_fd"])

@@ -100,7 +100,7 @@ class _Call:
             self._stop("output_limit")
 
     def _on_status(self) -> None:
-        """Takes hold of the sandbox's first process: with it all others die, and it is gone only after them."""
+        """Takes hold of the sandbox's first process: with it all others die."""
         line, complete, _ = bytes(self._status.data).partition(b"\n")
         if self._init_fd is not None or not complete or not line.startswith(b"{"):
             return
@@ -118,9 +118,7 @@ class _Call:
         try:
             await self._kill()
             async with asyncio.timeout(END_S):
-                for fd in (self._process_fd, self._init_fd):
-                    if fd is not None:
-                        await _readable(fd)
+                await _readable(self._process_fd)  # bubblewrap ends after the last process in it
                 await self._output_end()
         except TimeoutError as error:
             raise RolloutError(f"a Python call could not be killed within {END_S:g} s: look at the host") from error
@@ -149,9 +147,8 @@ class _Call:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(START_S):
                     await self._status.line.wait()
-            if self._init_fd is not None:
-                _kill_fd(self._init_fd)
-            _kill_fd(self._process_fd)
+            # With its first process killed bubblewrap reaps it and ends; killed itself, it would leave a zombie.
+            _kill_fd(self._process_fd if self._init_fd is None else self._init_fd)
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.process.pid, signal.SIGKILL)

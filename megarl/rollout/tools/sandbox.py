@@ -154,7 +154,7 @@ class Sandbox:
             "RLIMIT_CORE": (0, 0),
         }
         if limits.num_processes is not None:
-            # Counted per user and user namespace: a stranger has nothing else, a namespace bubblewrap's own process.
+            # Counted per user and user namespace: a stranger has nothing else, a namespace the sandbox's init.
             others = 0 if stranger else 1 if self.bwrap else _num_own_threads()
             total = others + 1 + limits.num_processes
             rlimits["RLIMIT_NPROC"] = (total, total)
@@ -186,7 +186,9 @@ def prepare(limits: Limits, interpreter: str, limits_alone: bool) -> Sandbox:
 
 def _namespaces() -> list[str]:
     args = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
-    args += ["--die-with-parent", "--new-session"]
+    # bubblewrap's own init would be left to the init of the host, and in a container that is often none: one zombie for
+    # each call. The bootstrap takes its place, and bubblewrap ends after it.
+    args += ["--as-pid-1", "--die-with-parent", "--new-session"]
     if os.geteuid() != 0:
         return ["--unshare-user", *args]
     # Root needs no user namespace, and in one would stay root to the kernel, which exempts it from limits. It drops to
