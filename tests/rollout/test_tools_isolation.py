@@ -7,7 +7,7 @@ import asyncio
 import os
 import socket
 import subprocess
-import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -48,7 +48,12 @@ for mode in "ra":
     assert run(bare, code).output == "hidden\n1\n"
 
 
-def test_nothing_but_the_scratch_folder_can_be_written(tool: PythonTool) -> None:
+def test_nothing_but_the_scratch_folder_can_be_written(tmp_path: Path) -> None:
+    venv.create(tmp_path / "venv", symlinks=True)
+    for path in (tmp_path / "venv").rglob("*"):
+        if not path.is_symlink():
+            path.chmod(0o777)  # what keeps the interpreter from being changed is not that its files are someone else's
+    tool = PythonTool(interpreter=str(tmp_path / "venv/bin/python"))
     result = run(
         tool,
         """
@@ -67,7 +72,7 @@ for folder, folders, files in os.walk("/"):
                     written.append(path)
         except OSError:
             pass
-for name in (sys.executable, os.__file__, "/proc/sys/kernel/hostname", "/proc/self/oom_score_adj", "/dev/shm/a"):
+for name in (os.path.join(sys.prefix, "pyvenv.cfg"), os.path.join(sys.prefix, "bin/activate"), os.__file__, "/proc/sys/kernel/hostname", "/proc/self/oom_score_adj", "/dev/shm/a"):
     try:
         with open(name, "a"):
             written.append(name)
@@ -86,7 +91,11 @@ print(written)
     written = set(ast.literal_eval(result.output))
     assert "/tmp" in written
     # An interpreter below /tmp has its parents in the scratch folder.
-    assert written <= {"/tmp", *(str(parent) for parent in Path(sys.prefix).parents if parent.is_relative_to("/tmp"))}
+    assert written <= {
+        "/tmp",
+        *(str(parent) for parent in tmp_path.parents if parent.is_relative_to("/tmp")),
+        str(tmp_path),
+    }
 
 
 def test_a_link_in_scratch_leads_nowhere(tool: PythonTool, bare: PythonTool, tmp_path: Path) -> None:
