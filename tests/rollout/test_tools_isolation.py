@@ -72,7 +72,8 @@ for folder, folders, files in os.walk("/"):
                     written.append(path)
         except OSError:
             pass
-for name in (os.path.join(sys.prefix, "pyvenv.cfg"), os.path.join(sys.prefix, "bin/activate"), os.__file__, "/proc/sys/kernel/hostname", "/proc/self/oom_score_adj", "/dev/shm/a"):
+own = [os.path.join(sys.prefix, name) for name in ("pyvenv.cfg", "bin/activate")]
+for name in (*own, os.__file__, "/proc/sys/kernel/hostname", "/proc/self/oom_score_adj", "/dev/shm/a"):
     try:
         with open(name, "a"):
             written.append(name)

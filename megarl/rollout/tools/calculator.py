@@ -6,6 +6,7 @@ import ast
 import math
 import operator
 from collections.abc import Callable
+from typing import Any
 
 from megarl.rollout.tools.protocol import ToolResult
 
@@ -29,7 +30,7 @@ _BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Pow: operator.pow,
 }
 _UNARY: dict[type[ast.unaryop], Callable[[Number], Number]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
-_FUNCTIONS: dict[str, tuple[Callable[..., Number], int, int]] = {
+_FUNCTIONS: dict[str, tuple[Callable[..., Any], int, int]] = {
     "abs": (abs, 1, 1),
     "ceil": (math.ceil, 1, 1),
     "cos": (math.cos, 1, 1),

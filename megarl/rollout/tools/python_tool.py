@@ -105,13 +105,13 @@ class _Call:
         if self._init_fd is not None or not complete or not line.startswith(b"{"):
             return
         pid = json.loads(line)["child-pid"]
-        with contextlib.suppress(OSError, psutil.Error):  # it is gone already
+        with contextlib.suppress(OSError, psutil.Error), contextlib.ExitStack() as closing:  # it may be gone already
             fd = os.pidfd_open(pid)
+            closing.callback(os.close, fd)
             # bubblewrap is its parent while the number is still its own.
             if psutil.Process(pid).ppid() == self._child.process.pid:
                 self._init_fd = fd
-            else:
-                os.close(fd)
+                closing.pop_all()
 
     async def _end(self) -> None:
         """Kills whatever still runs, waits until it is gone, and removes the scratch folder."""

@@ -5,7 +5,8 @@ interpreter and the system's libraries to read, one small folder in memory, /tmp
 not passed on. All processes end with the first one, and that one with the process that started it.
 
 Limits of the kernel hold per process. What one call can take in all is therefore ``num_processes + 1`` times
-``memory_bytes``, and CPU time of as many cores for ``wall_s`` seconds.
+``memory_bytes`` besides its scratch folder, and as many cores for ``wall_s`` seconds. A caller that cannot afford this
+lowers ``num_processes``, or bounds the memory of the whole run by a cgroup.
 """
 
 from __future__ import annotations
@@ -166,6 +167,7 @@ def prepare(limits: Limits, interpreter: str, limits_alone: bool) -> Sandbox:
     """Returns what starts code on this host; raises ConfigError where it cannot be contained as was asked."""
     if sys.platform != "linux":
         raise ConfigError(f"the Python tool needs Linux and this is {sys.platform}: leave the tool out here")
+    interpreter = os.path.abspath(shutil.which(interpreter) or interpreter)
     if limits_alone:
         if limits.num_processes is not None and os.geteuid() == 0:
             raise ConfigError(
@@ -201,7 +203,7 @@ def _stranger() -> int:
     rows = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
     first, _, count = max(rows, key=lambda row: row[2])
     if count < 1 << 15:
-        raise RolloutError(f"this container has only {count} user ids, expected 32768 or more: run it as another user")
+        raise ConfigError(f"this container has only {count} user ids, expected 32768 or more: run it as another user")
     return first + count // 2 + secrets.randbelow(count // 2 - 2)
 
 
