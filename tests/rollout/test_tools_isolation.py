@@ -7,6 +7,7 @@ import asyncio
 import os
 import socket
 import subprocess
+import tempfile
 import venv
 from pathlib import Path
 
@@ -99,7 +100,9 @@ print(written)
     }
 
 
-def test_a_link_in_scratch_leads_nowhere(tool: PythonTool, bare: PythonTool, tmp_path: Path) -> None:
+def test_a_link_in_scratch_leads_nowhere(
+    tool: PythonTool, bare: PythonTool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "kept"
     folder.mkdir()
     (folder / "file").write_text("hidden")
@@ -116,10 +119,11 @@ except OSError as error:
 """
     assert run(tool, code).output == "FileNotFoundError\n"
     assert (folder / "file").read_text() == "hidden"
-    before = {path for path in os.listdir("/tmp") if path.startswith("megarl-tool-")}
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
     assert run(bare, code).output == "hidden!\n"
     assert (folder / "file").read_text() == "hidden!"  # the scratch folder went, what a link pointed to did not
-    assert {path for path in os.listdir("/tmp") if path.startswith("megarl-tool-")} == before
+    assert os.listdir(tmp_path / "scratch") == []
 
 
 def test_scratch_holds_what_it_may_and_no_more(tool: PythonTool) -> None:

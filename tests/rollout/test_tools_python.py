@@ -7,10 +7,12 @@ is then the sandbox, not the test.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -70,13 +72,13 @@ def duration() -> Iterator[str]:
 
 
 @pytest.fixture
-def nothing_left() -> Iterator[None]:
+def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fails if a test leaves open files, children or scratch folders behind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
-    def held() -> tuple[int, int, set[str]]:
+    def held() -> tuple[int, int, list[str]]:
         children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-        scratch = {path for path in os.listdir("/tmp") if path.startswith("megarl-tool-")}
-        return len(os.listdir("/proc/self/fd")), len(children), scratch
+        return len(os.listdir("/proc/self/fd")), len(children), os.listdir(tmp_path)
 
     before = held()
     yield
@@ -146,11 +148,11 @@ def test_an_endless_loop_ends_with_its_cpu_time() -> None:
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("limits_alone", [False, True])
 def test_waiting_ends_with_the_deadline(limits_alone: bool) -> None:
-    limits = Limits(wall_s=1.5, num_processes=None if limits_alone else 4)
+    limits = Limits(wall_s=3.0, num_processes=None if limits_alone else 4)
     tool = PythonTool(limits, limits_alone=limits_alone)
     start = time.monotonic()
     assert run(tool, "import time\nprint('begun')\ntime.sleep(30)") == ToolResult("begun\n", "timeout")
-    assert 1.5 <= time.monotonic() - start < 10.0
+    assert 3.0 <= time.monotonic() - start < 20.0
     # Output that is closed is not the end of the process.
     assert run(tool, "import os, time\nos.close(1)\nos.close(2)\ntime.sleep(30)").exit == "timeout"
 
@@ -170,7 +172,7 @@ def test_a_print_of_a_gigabyte_is_cut(either: PythonTool) -> None:
     assert result.exit == "output_limit"
     assert result.truncated
     assert result.output == "x" * MODEST.output_bytes + f"\n[cut after {MODEST.output_bytes} bytes]"
-    assert time.monotonic() - start < 10.0
+    assert time.monotonic() - start < 18.0  # not by its deadline
     exact = run(either, f"print('x' * {MODEST.output_bytes - 1})")
     assert (exact.exit, exact.truncated, len(exact.output)) == ("ok", False, MODEST.output_bytes)
 
@@ -200,7 +202,7 @@ def test_a_fork_bomb_stays_small_and_leaves_nothing(tool: PythonTool, bare: Pyth
     bomb = f"import os\nmark = '{mark}'\nwhile True:\n    try: os.fork()\n    except OSError: pass"
 
     async def exploded() -> tuple[ToolResult, int]:
-        call = asyncio.ensure_future(PythonTool(Limits(wall_s=2.0, num_processes=4))(bomb))
+        call = asyncio.ensure_future(PythonTool(Limits(wall_s=4.0, num_processes=4))(bomb))
         most = 0
         while not call.done():
             most = max(most, len(psutil.Process().children(recursive=True)))
@@ -228,7 +230,7 @@ print("begun")
 """
     if "sleep" in ending:
         either = PythonTool(
-            Limits(wall_s=2.0, num_processes=either.limits.num_processes),
+            Limits(wall_s=5.0, num_processes=either.limits.num_processes),
             limits_alone=either.limits.num_processes is None,
         )
     result = run(either, code)
@@ -243,17 +245,18 @@ def test_a_child_that_holds_the_output_does_not_hold_the_call(either: PythonTool
     assert alive(duration) == []
 
 
-@pytest.mark.parametrize("delay_s", [None, 0.0, 0.02, 1.0])
+@pytest.mark.parametrize("delay_s", [None, 0.0, 0.01, 0.03, math.inf])
 @pytest.mark.usefixtures("nothing_left")
 def test_a_cancelled_call_leaves_nothing(either: PythonTool, duration: str, delay_s: float | None) -> None:
     code = f"import subprocess\nopen('file', 'w')\nsubprocess.run(['sleep', '{duration}'], start_new_session=True)"
 
     async def cancelled() -> None:
         call = asyncio.ensure_future(either(code))
-        if delay_s is not None:
+        if delay_s == math.inf:
+            while not alive(duration) and not call.done():
+                await asyncio.sleep(0.02)
+        elif delay_s is not None:
             await asyncio.sleep(delay_s)
-        if delay_s == 1.0:
-            assert alive(duration)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
@@ -268,7 +271,7 @@ import asyncio, ctypes, psutil
 from megarl.rollout.tools.python_tool import PythonTool
 from megarl.rollout.tools.sandbox import Limits
 ctypes.CDLL(None).prctl({PR_SET_CHILD_SUBREAPER}, 1, 0, 0, 0)  # as the first process of a container
-tool = PythonTool(Limits(wall_s=0.5))
+tool = PythonTool(Limits(wall_s=3.0))
 for code in ("print(1)", "import os; os.fork()", "1 / 0", "while True: pass", "while True: print(1)"):
     asyncio.run(tool(code))
 print(psutil.Process().children(recursive=True))
