@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from megarl.core.types import Rollout, SampleRequest
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, RolloutError
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,23 @@ class SamplingParams:
             )
 
 
+class Session(Protocol):
+    """An engine that samples what its episodes ask for, as they ask.
+
+    An episode is a coroutine that awaits ``sample`` as often as it needs, and whatever else between (an environment, a
+    reward). None waits for another one, unless the engine can only compute in batches.
+    """
+
+    def start(self, episode: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs an episode. The session lasts until all have ended; the first that raises ends it. One that is
+        cancelled is not missed: what it asked for is dropped."""
+        ...
+
+    async def sample(self, request: SampleRequest) -> Rollout:
+        """Samples one response."""
+        ...
+
+
 class Engine(Protocol):
     """Samples responses, and takes new weights from the trainer."""
 
@@ -77,6 +95,18 @@ class Engine(Protocol):
         """
         ...
 
+    def converse(
+        self,
+        begin: Callable[[Session], None],
+        params: SamplingParams,
+        on_finish: Callable[[int], None] | None = None,
+    ) -> None:
+        """Runs the episodes that ``begin`` starts, and those that they start, in an event loop of its own.
+
+        ``on_finish`` and errors as in ``generate``; an error of an episode is raised too.
+        """
+        ...
+
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replaces all weights; ``tensors`` are (name, tensor) as in a Hugging Face checkpoint, each exactly once.
 
@@ -89,3 +119,28 @@ class Engine(Protocol):
     def close(self) -> None:
         """Frees what the engine holds. It cannot be used afterwards; closing twice does nothing."""
         ...
+
+
+def response_limit(request: SampleRequest, params: SamplingParams) -> int:
+    """Longest response to a request, in tokens; RolloutError if it may have none."""
+    own = request.max_response_tokens
+    if own is not None and own < 1:
+        raise RolloutError(
+            f"group {request.group} sample {request.sample}: max_response_tokens is {own}, expected at least 1"
+        )
+    return params.max_response_tokens if own is None else min(own, params.max_response_tokens)
+
+
+def one_each(converse: Callable[[Callable[[Session], None]], None], requests: Sequence[SampleRequest]) -> list[Rollout]:
+    """``Engine.generate`` by a session: an episode for each request."""
+    found: dict[int, Rollout] = {}
+
+    async def one(session: Session, position: int) -> None:
+        found[position] = await session.sample(requests[position])
+
+    def begin(session: Session) -> None:
+        for position in range(len(requests)):
+            session.start(one(session, position))
+
+    converse(begin)
+    return [found[position] for position in range(len(requests))]

@@ -17,9 +17,10 @@ from transformers.initialization import no_init_weights
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError, WeightSyncError
+from megarl.rollout.batches import Batches
 from megarl.rollout.checkpoint_views import checkpoint_views
 from megarl.rollout.decode import Sampled, decode
-from megarl.rollout.engine import SamplingParams
+from megarl.rollout.engine import SamplingParams, Session, one_each, response_limit
 from megarl.rollout.fp8 import is_fp8_weight, round_through_fp8
 from megarl.rollout.recorder import RouteRecorder
 
@@ -141,11 +142,25 @@ class LocalEngine:
         on_finish: Callable[[int], None] | None = None,
     ) -> list[Rollout]:
         """See ``Engine.generate``. A response ends early (``length``) where the model's positions end."""
+        return one_each(lambda begin: self.converse(begin, params, on_finish), requests)
+
+    def converse(
+        self,
+        begin: Callable[[Session], None],
+        params: SamplingParams,
+        on_finish: Callable[[int], None] | None = None,
+    ) -> None:
+        """See ``Engine.converse``. Samples when all episodes wait for it, so that batches do not depend on timing."""
         self._require_open()
         if self._missing is not None:
             raise WeightSyncError(f"the engine cannot generate, {self._missing}: send all weights with update_weights")
         if params.return_routed_experts and self.num_moe_layers == 0:
             raise RolloutError(f"{self._model_name} has no experts: set return_routed_experts to False")
+        Batches(lambda requests: self._sample(requests, params, on_finish)).run(begin)
+
+    def _sample(
+        self, requests: Sequence[SampleRequest], params: SamplingParams, on_finish: Callable[[int], None] | None
+    ) -> list[Rollout]:
         limits = self._check(requests, params)
         recorder = self._recorder if params.return_routed_experts else None
         rollouts: list[Rollout | None] = [None] * len(requests)
@@ -192,7 +207,7 @@ class LocalEngine:
         max_positions = getattr(config, "max_position_embeddings", None)
         if any(token >= vocab_size for token in params.stop_token_ids):
             raise RolloutError(f"stop_token_ids {params.stop_token_ids} leave the vocabulary of {vocab_size} tokens")
-        limits = np.full(len(requests), params.max_response_tokens, dtype=np.int64)
+        limits = np.array([response_limit(request, params) for request in requests], dtype=np.int64)
         for i, request in enumerate(requests):
             prompt, where = request.prompt_tokens, f"request (group {request.group}, sample {request.sample})"
             if prompt.ndim != 1 or not len(prompt) or not np.issubdtype(prompt.dtype, np.integer):

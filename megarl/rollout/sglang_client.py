@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ import aiohttp
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError, TraceError
+from megarl.rollout.engine import Session
 from megarl.rollout.sglang_http import MODEL_INFO, authorization
 
 KEEP_CONNECTION_S = 3.0
@@ -54,10 +55,11 @@ class AwayError(PassingError):
     """The server could not be reached, or went away in the middle of an answer: no fault of the request."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Job:
     request: SampleRequest
-    position: int
+    answer: asyncio.Future[Rollout]
+    """Cancelled if nobody waits for it any more."""
     failures: list[str] = field(default_factory=list)
     losses: int = 0
 
@@ -77,31 +79,31 @@ class SGLangClient:
         self.settings = settings
         self.headers = authorization(settings.api_key) | dict(headers or {})
 
-    def generate(
+    def converse(
         self,
-        requests: Sequence[SampleRequest],
+        begin: Callable[[Session], None],
         body: Body,
         decode: Decode,
         on_finish: Callable[[int], None] | None = None,
         version: str | None = None,
-    ) -> list[Rollout]:
-        """The rollouts of all requests in their order; RolloutError if one cannot be had, naming the last failures.
+    ) -> None:
+        """See ``Engine.converse``; RolloutError if a response cannot be had, naming the last failures.
 
         A server that was away gets requests again when its weights are called ``version`` (None: any).
         """
         try:
-            return asyncio.run(self._generate(requests, body, decode, on_finish, version))
-        except ExceptionGroup as several:  # of the workers; the first one ended the others
+            asyncio.run(self._converse(begin, body, decode, on_finish, version))
+        except ExceptionGroup as several:  # of the episodes; the first one ended the others
             raise several.exceptions[0] from None
 
-    async def _generate(
+    async def _converse(
         self,
-        requests: Sequence[SampleRequest],
+        begin: Callable[[Session], None],
         body: Body,
         decode: Decode,
         on_finish: Callable[[int], None] | None,
         version: str | None,
-    ) -> list[Rollout]:
+    ) -> None:
         # Bounded by ourselves. No proxy of the environment is used: servers are near, often on the loopback address.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_CONNECTION_S)
         async with aiohttp.ClientSession(
@@ -111,11 +113,11 @@ class SGLangClient:
             read_bufsize=BUFFER_BYTES,
             trust_env=False,
         ) as http:
-            return await _Round(self.urls, self.settings, http, body, decode, on_finish, version).run(requests)
+            await _Round(self.urls, self.settings, http, body, decode, on_finish, version).run(begin)
 
 
 class _Round:
-    """One call of ``generate``: which request waits for which server, and which servers can be asked."""
+    """A session: which request waits for which server, and which servers can be asked."""
 
     def __init__(
         self,
@@ -134,17 +136,41 @@ class _Round:
         self._away: set[int] = set()
         """Do not answer at the moment; those of them that are ``_down`` are not asked any more."""
         self._down: set[int] = set()
-        self._found: dict[int, Rollout] = {}
         self._returns: list[asyncio.Task[None]] = []
+        self._episodes: set[asyncio.Task[None]] = set()
+        self._serving: dict[asyncio.Future[Rollout], asyncio.Task[None]] = {}
         self._tasks = asyncio.TaskGroup()
 
-    async def run(self, requests: Sequence[SampleRequest]) -> list[Rollout]:
-        """The rollouts in the order of the requests."""
-        for position, request in enumerate(requests):
-            self._queues[request.group % len(self._queues)].append(_Job(request, position))
+    async def run(self, begin: Callable[[Session], None]) -> None:
+        """Run all episodes."""
         async with self._tasks:
-            self._fill()
-        return [self._found[position] for position in range(len(requests))]
+            begin(self)
+
+    def start(self, episode: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """See ``Session.start``."""
+        task = self._tasks.create_task(episode)
+        self._episodes.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def sample(self, request: SampleRequest) -> Rollout:
+        """See ``Session.sample``."""
+        answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
+        self._queues[request.group % len(self._queues)].append(_Job(request, answer))
+        # After all that asks in this moment: else the first to ask would take servers from those whose own they are.
+        asyncio.get_running_loop().call_soon(self._fill)
+        try:
+            return await answer
+        except asyncio.CancelledError:  # the server aborts a request whose connection is closed
+            if answer in self._serving:
+                self._serving[answer].cancel()
+            raise
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._episodes.discard(task)
+        if not self._episodes:
+            for waiting in self._returns:  # nobody needs those servers any more
+                waiting.cancel()
 
     def _fill(self) -> None:
         """Give every server that can be asked as many requests as it may have."""
@@ -155,9 +181,17 @@ class _Round:
                 and (job := self._next(server)) is not None
             ):
                 self._busy[server] += 1
-                self._tasks.create_task(self._serve(server, job))
+                serving = self._tasks.create_task(self._serve(server, job))
+                self._serving[job.answer] = serving
+                serving.add_done_callback(lambda task, server=server, job=job: self._served(server, job, task))
 
     def _next(self, server: int) -> _Job | None:
+        """What this server is to do now, if there is something that is still waited for."""
+        while (job := self._waiting(server)) is not None and job.answer.cancelled():
+            pass
+        return job
+
+    def _waiting(self, server: int) -> _Job | None:
         """The server's own work first; then that of others, but only what they could not begin now themselves."""
         if self._queues[server]:
             return self._queues[server].popleft()
@@ -187,14 +221,18 @@ class _Round:
             await self._again(job, failure)
             self._queues[(server + 1) % len(self._queues)].append(job)
         else:
-            self._found[job.position] = rollout
+            if not job.answer.done():
+                job.answer.set_result(rollout)
             if self._on_finish is not None:
                 self._on_finish(1)
+
+    def _served(self, server: int, job: _Job, task: asyncio.Task[None]) -> None:
+        """A request is answered, waits again, or is not wanted any more."""
         self._busy[server] -= 1
-        self._fill()
-        if not any(self._busy) and not any(self._queues):
-            for task in self._returns:  # nobody waits for them any more
-                task.cancel()
+        if self._serving.get(job.answer) is task:  # else it is under way again
+            del self._serving[job.answer]
+        if task.cancelled() or task.exception() is None:
+            self._fill()
 
     async def _post(self, url: str, body: dict[str, Any]) -> Any:
         try:

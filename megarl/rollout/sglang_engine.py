@@ -12,7 +12,7 @@ import torch
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import ConfigError, MegarlError, RolloutError, WeightSyncError
-from megarl.rollout.engine import SamplingParams
+from megarl.rollout.engine import SamplingParams, Session, one_each, response_limit
 from megarl.rollout.moe_shape import MoeShape
 from megarl.rollout.sglang_buckets import WeightForm
 from megarl.rollout.sglang_client import ClientSettings, SGLangClient
@@ -71,6 +71,15 @@ class SGLangEngine:
         on_finish: Callable[[int], None] | None = None,
     ) -> list[Rollout]:
         """See ``Engine.generate``. ConfigError for top_p below 1; WeightSyncError while an update is incomplete."""
+        return one_each(lambda begin: self.converse(begin, params, on_finish), requests)
+
+    def converse(
+        self,
+        begin: Callable[[Session], None],
+        params: SamplingParams,
+        on_finish: Callable[[int], None] | None = None,
+    ) -> None:
+        """See ``Engine.converse``; errors as in ``generate``. No request waits for another one."""
         if not self._complete:
             raise WeightSyncError("the servers have no complete weights: update_weights first, and look for its error")
         if params.top_p < 1.0:
@@ -88,7 +97,7 @@ class SGLangEngine:
 
         self._sampling = True
         try:
-            return self._client.generate(requests, body, decode, on_finish, version=str(self._version))
+            self._client.converse(begin, body, decode, on_finish, version=str(self._version))
         finally:
             self._sampling = False
 
@@ -138,7 +147,7 @@ class SGLangEngine:
                 "repetition_penalty": 1.0,
                 "presence_penalty": 0.0,
                 "frequency_penalty": 0.0,
-                "max_new_tokens": min(params.max_response_tokens, room),
+                "max_new_tokens": min(response_limit(request, params), room),
                 "stop_token_ids": list(params.stop_token_ids),
                 "ignore_eos": not params.stop_token_ids,  # else the server stops at the model's own eos too
                 "skip_special_tokens": False,

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError
+from megarl.rollout.engine import one_each
 from megarl.rollout.sglang_client import ClientSettings, SGLangClient
 
 
@@ -93,7 +94,10 @@ def decode(request: SampleRequest, answer: Any) -> Rollout:
 def ask(made: list[Counting], requests: list[SampleRequest], **settings: Any) -> list[tuple[int, int]]:
     client = SGLangClient([server.url for server in made], ClientSettings(**settings))
     finished: list[int] = []
-    found = client.generate(requests, lambda request: {"group": request.group}, decode, finished.append)
+    found = one_each(
+        lambda begin: client.converse(begin, lambda request: {"group": request.group}, decode, finished.append),
+        requests,
+    )
     assert finished == [1] * len(requests)
     return [(rollout.group, rollout.sample) for rollout in found]
 
@@ -139,5 +143,49 @@ def test_what_is_wrong_here_is_no_fault_of_the_server():
         client = SGLangClient([made[0].url], ClientSettings())
         body: Callable[[SampleRequest], dict[str, Any]] = fails
         with pytest.raises(RolloutError, match="the prompt is empty"):
-            client.generate(requests_of(2, 2), body, decode)
+            one_each(lambda begin: client.converse(begin, body, decode), requests_of(2, 2))
         assert made[0].groups.total() == 0
+
+
+def test_a_request_that_nobody_waits_for_is_dropped_and_frees_its_place():
+    """Of three episodes one ends the two others: one of them under way, one waiting for its turn."""
+    answered: list[int] = []
+    with servers(0.2) as made:
+        client = SGLangClient([made[0].url], ClientSettings(concurrency=2))
+        requests = requests_of(4, 1)
+
+        def begin(session: Any) -> None:
+            async def ask_for(request: SampleRequest) -> None:
+                answered.append((await session.sample(request)).group)
+
+            async def ends_others() -> None:
+                await asyncio.sleep(0.1)
+                for task in doomed:
+                    task.cancel()
+                await ask_for(requests[3])
+
+            doomed = [session.start(ask_for(request)) for request in requests[:3]]
+            session.start(ends_others())
+
+        client.converse(begin, lambda request: {"group": request.group}, decode)
+    assert answered == [3]
+    assert made[0].groups[2] == 0
+
+
+def test_an_error_of_an_episode_ends_the_others_and_is_raised():
+    with servers(30.0) as made:
+        client = SGLangClient([made[0].url], ClientSettings())
+
+        def begin(session: Any) -> None:
+            async def fails() -> None:
+                await asyncio.sleep(0.05)
+                raise RolloutError("the environment is broken")
+
+            async def waits() -> None:
+                await session.sample(requests_of(1, 1)[0])
+
+            session.start(waits())
+            session.start(fails())
+
+        with pytest.raises(RolloutError, match="the environment is broken"):
+            client.converse(begin, lambda request: {"group": request.group}, decode)

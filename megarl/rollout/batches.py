@@ -1,0 +1,77 @@
+"""A session for an engine that computes whole batches: it samples when every episode waits for it.
+
+What is in a batch then depends on the episodes and not on their timing, and so does every float of the results.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from megarl.core.types import Rollout, SampleRequest
+from megarl.rollout.engine import Session
+
+
+class Batches:
+    """Implements ``megarl.rollout.engine.Session``."""
+
+    def __init__(self, sample: Callable[[Sequence[SampleRequest]], list[Rollout]]) -> None:
+        """``sample`` gets all that is waited for, in the order of (group, sample), and blocks the event loop."""
+        self._sample = sample
+        self._waiting: dict[asyncio.Future[Rollout], SampleRequest] = {}
+        self._episodes: set[asyncio.Task[None]] = set()
+        self._tasks = asyncio.TaskGroup()
+
+    def run(self, begin: Callable[[Session], None]) -> None:
+        """Run all episodes; the first error of one of them, or of ``begin``, is raised."""
+        try:
+            asyncio.run(self._run(begin))
+        except ExceptionGroup as several:
+            raise several.exceptions[0] from None
+
+    async def _run(self, begin: Callable[[Session], None]) -> None:
+        async with self._tasks:
+            begin(self)
+
+    def start(self, episode: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """See ``Session.start``."""
+        task = self._tasks.create_task(episode)
+        self._episodes.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def sample(self, request: SampleRequest) -> Rollout:
+        """See ``Session.sample``."""
+        answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
+        self._waiting[answer] = request
+        self._look()
+        try:
+            return await answer
+        finally:
+            self._waiting.pop(answer, None)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._episodes.discard(task)
+        self._look()
+
+    def _look(self) -> None:
+        if self._waiting and len(self._waiting) >= len(self._episodes):
+            asyncio.get_running_loop().call_soon(self._answer)
+
+    def _answer(self) -> None:
+        """Sample for everyone, unless one has gone on or ended since: then this is called again."""
+        if not self._waiting or len(self._waiting) < len(self._episodes):
+            return
+        waiting = sorted(self._waiting.items(), key=lambda item: (item[1].group, item[1].sample))
+        self._waiting.clear()
+        try:
+            rollouts = self._sample([request for _, request in waiting])
+        except Exception as error:  # whatever it is, those who wait must hear of it: it ends the session
+            for answer, _ in waiting:
+                if not answer.done():
+                    answer.set_exception(error)
+            return
+        for (answer, _), rollout in zip(waiting, rollouts, strict=True):
+            if not answer.done():  # done: its episode was cancelled
+                answer.set_result(rollout)
