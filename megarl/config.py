@@ -1,8 +1,8 @@
 """The configuration of a run: what can be set, what it means, and what goes together.
 
-A run is described by one TOML file; each class below is one table of it. Values come from the defaults, then the file,
-then the command line. ``Config.to_toml`` writes the resolved configuration, which reads back equal.
-``megarl.config_file`` reads the file and turns every problem into a ConfigError with one line.
+A run is described by one TOML file; each class below, and in ``megarl.config_sampling``, is one table of it. Values
+come from the defaults, then the file, then the command line. ``Config.to_toml`` writes the resolved configuration,
+which reads back equal. ``megarl.config_file`` reads the file and turns every problem into a ConfigError with one line.
 
 Nothing here imports torch or Megatron, so that a wrong file is reported at once.
 """
@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megarl import megatron_fields
+from megarl.config_sampling import CreditConfig, EnvironmentConfig, EstimateConfig, GvmConfig, SamplingConfig
+from megarl.config_table import Count, NonNegative, Table
+from megarl.core.credit import Credit
 from megarl.core.family import family_warning
-from megarl.core.parts import PARTS, Objective
+from megarl.core.parts import PARTS, TOKEN_ADVANTAGES, Objective
 from megarl.core.table import OBJECTIVES
 from megarl.errors import ConfigError
 from megarl.megatron_fields import REPLAY_BLOCKERS, ReplayBlocker, replay_blockers
@@ -32,18 +35,7 @@ OBJECTIVE_PARTS = PARTS
 Dtype = Literal["fp32", "bf16"]
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root"]
 RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mlp", "moe", "shared_experts"]
-Count = Annotated[int, Field(ge=0)]
-NonNegative = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Table(BaseModel):
-    """Base of all tables: frozen, no unknown keys, no conversions (TOML has types), no infinities."""
-
-    # Every optional field has the default None, because TOML has no null: an absent key must read back as None.
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 class RunConfig(Table):
@@ -173,7 +165,11 @@ class RewardConfig(Table):
     """[reward]: how a response is scored."""
 
     function: str = Field(default="exact_match", min_length=1)
-    """"exact_match", "math_verify", or "package.module:function"."""
+    """"exact_match", "math_verify", or "package.module:function"; see docs/rewards.md."""
+    workers: PositiveInt = 1
+    """Processes of each rank that it runs in; exact_match needs none."""
+    timeout_s: PositiveFloat = 30.0
+    """Longest time for one response, which is then left out and counted; seconds."""
 
 
 class RolloutConfig(Table):
@@ -436,7 +432,7 @@ class Layout:
     edp: int
     """Data-parallel ranks of expert weights: world_size / (ep * etp * pp)."""
     sequences_per_rank: int
-    """Responses of one mini-batch on one data-parallel rank: B * G / (N * dp)."""
+    """Responses of one mini-batch on one data-parallel rank: B * G / (N * dp); a mean if prompts differ."""
 
 
 class Config(Table):
@@ -448,6 +444,11 @@ class Config(Table):
     data: DataConfig
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig
+    sampling: SamplingConfig = SamplingConfig()
+    estimate: EstimateConfig = EstimateConfig()
+    gvm: GvmConfig = GvmConfig()
+    credit: CreditConfig = CreditConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     sglang: SGLangConfig = SGLangConfig()
     train: TrainConfig = TrainConfig()
     optim: OptimConfig
@@ -476,8 +477,19 @@ class Config(Table):
 
     @property
     def responses_per_step(self) -> int:
-        """B * G."""
-        return self.rollout.prompts_per_step * self.rollout.group_size
+        """Responses that a step trains on: B * G, or B * sampling.train_size. Fewer where prompts have not as many."""
+        return self.rollout.prompts_per_step * (self.sampling.train_size or self.rollout.group_size)
+
+    @property
+    def prompts_per_step_at_most(self) -> int:
+        """Prompts that a step may begin: B, or with sampling.refill sampling.max_prompts."""
+        prompts = self.rollout.prompts_per_step
+        return (self.sampling.max_prompts or 4 * prompts) if self.sampling.refill else prompts
+
+    @property
+    def credit_record(self) -> Credit:
+        """[credit] with its defaults resolved."""
+        return self.credit.record(self.sampling.rule, self.estimate.eps)
 
     @property
     def optimizer_steps(self) -> int:
@@ -508,6 +520,7 @@ class Config(Table):
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
         self._check_sizes()
+        self._check_sampling()
         self._check_megatron()
         self._check_engine()
         if self.eval.every and self.data.heldout is None:
@@ -563,7 +576,7 @@ class Config(Table):
             )
 
     def _check_sizes(self) -> None:
-        if self.responses_per_step % self.train.mini_batches:
+        if self.sampling.fixed and self.responses_per_step % self.train.mini_batches:
             raise ValueError(
                 f"train.mini_batches: found {self.train.mini_batches}, expected a divisor of "
                 f"rollout.prompts_per_step * group_size = {self.responses_per_step}"
@@ -578,6 +591,37 @@ class Config(Table):
             raise ValueError(
                 f"train.micro_batch_tokens: found {self.train.micro_batch_tokens}, expected a multiple of "
                 f"parallel.tp = {self.parallel.tp}"
+            )
+
+    def _check_sampling(self) -> None:
+        sampling, rollout = self.sampling, self.rollout
+        try:
+            _ = self.credit_record
+            if not sampling.allotted:
+                _ = sampling.rule_of(rollout.group_size)
+        except ConfigError as error:
+            raise ValueError(f"sampling: {error}") from error
+        if self.prompts_per_step_at_most < rollout.prompts_per_step:
+            raise ValueError(
+                f"sampling.max_prompts: found {sampling.max_prompts}, expected at least rollout.prompts_per_step = "
+                f"{rollout.prompts_per_step}"
+            )
+        if not sampling.fixed and self.train.mini_batches > rollout.prompts_per_step:
+            raise ValueError(
+                f"train.mini_batches: found {self.train.mini_batches}, expected at most rollout.prompts_per_step = "
+                f"{rollout.prompts_per_step}: mini-batches are of whole groups"
+            )
+        least, most = self.estimate.min_samples, sampling.max_samples
+        if sampling.rule == "ada_est" and not least <= rollout.group_size <= most:
+            raise ValueError(
+                f"rollout.group_size: found {rollout.group_size}, the mean number of responses, expected "
+                f"estimate.min_samples = {least} to sampling.max_samples = {most}"
+            )
+        by_token = self.train.resolved_objective.advantage in TOKEN_ADVANTAGES
+        if by_token and sampling.uses_credit:
+            raise ValueError(
+                f'sampling.advantages: found "credit" (the default with rule = "{sampling.rule}") with an objective '
+                'whose advantages differ between tokens; set sampling.advantages = "objective"'
             )
 
     def _check_megatron(self) -> None:
@@ -619,7 +663,12 @@ class Config(Table):
                 f"{p.pp} = {expert}; start another number of processes or change the layout"
             )
         dp, n = world_size // dense, self.train.mini_batches
-        if self.responses_per_step % (n * dp):
+        if not self.sampling.fixed and self.rollout.prompts_per_step < n * dp:
+            raise ConfigError(
+                f"rollout: found prompts_per_step = {self.rollout.prompts_per_step}, expected at least "
+                f"train.mini_batches * dp = {n} * {dp} = {n * dp}: each rank trains on whole groups"
+            )
+        if self.sampling.fixed and self.responses_per_step % (n * dp):
             raise ConfigError(
                 f"rollout: found prompts_per_step * group_size = {self.responses_per_step} responses, expected a "
                 f"multiple of train.mini_batches * dp = {n} * {dp} = {n * dp}; change one of them"

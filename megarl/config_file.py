@@ -11,7 +11,8 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from megarl.config import Config, Table
+from megarl.config import Config
+from megarl.config_table import Table
 from megarl.errors import ConfigError
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megarl import config_file
-from megarl.config import OBJECTIVE_PARTS, OBJECTIVES, Config, Table
+from megarl.config import OBJECTIVE_PARTS, OBJECTIVES, Config
+from megarl.config_table import Table
 from megarl.errors import ConfigError
 
 SMALLEST: dict[str, Any] = {

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from megarl.errors import ConfigError
 
-AdvantageName = Literal["group_mean", "grpo", "rloo", "raft", "token_level_kl"]
+AdvantageName = Literal["group_mean", "grpo", "rloo", "raft", "token_level_kl", "process"]
 PoolScale = Literal["none", "std", "rate", "root_rate"]
 Selection = Literal["all", "mixed_groups", "positive"]
 RatioKind = Literal["token", "prefix", "future_mean", "future_product", "sequence_mean", "sequence_product"]
@@ -27,6 +27,9 @@ GapMode = Literal["truncate", "mask", "mask_weight"]
 KlPenalty = Literal["none", "k1", "k2", "k3"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
+TOKEN_ADVANTAGES = ("token_level_kl", "process")
+"""Those that differ between the tokens of a response."""
+
 MAX_LOG_RATIO = 20.0
 """Largest log_ratio_cap: exp(20) times any sensible advantage is far from the end of fp32."""
 
@@ -36,7 +39,8 @@ class Objective:
     """One row of the table; ``dataclasses.replace`` gives a variant. Raises ConfigError if the parts do not fit."""
 
     advantage: AdvantageName
-    """How rewards become advantages; see ``megarl.core.advantages``. Only "token_level_kl" differs between tokens."""
+    """How rewards become advantages; see ``megarl.core.advantages``. "token_level_kl" and "process" differ between
+    tokens, the latter by the rewards of steps (``megarl.core.process_rewards``)."""
     weight: WeightPolicies
     """The policies whose ratio weights a token, numerator first; "none" is weight 1."""
     mask: MaskKind

@@ -71,6 +71,8 @@ class Observation:
     """Appended to the sequence exactly as it is, chat markup included; "" appends nothing."""
     done: bool
     """Whether the episode ends here. The text of the last observation is not appended: nobody reads it."""
+    reward: float | None = None
+    """Of this turn alone, as a step of the response (see docs/rewards.md); None for none."""
 
 
 class Episode(Protocol):

@@ -1,0 +1,200 @@
+"""Rollouts of several turns: the model writes, an environment answers, and all of it is one sequence.
+
+The tokens of a turn are kept as they were sampled; only the text of an observation is tokenized, appended, and left out
+of loss and ratios. The next turn goes on from these tokens, so that columns and routes of all turns line up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from megarl.core.turns import join, known_rows
+from megarl.core.types import Rollout, SampleRequest
+from megarl.errors import ConfigError
+from megarl.rollout.engine import Session
+from megarl.rollout.tools.protocol import Environment, Episode, ModelTurn, Observation
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeLimits:
+    """How long a rollout may become."""
+
+    response_tokens: int
+    """All turns and observations together."""
+    turns: int = 1
+    """Turns of the model."""
+    turn_tokens: int | None = None
+    """Tokens of one turn; None for what is left."""
+    positions: int | None = None
+    """Positions of the model, prompt included; None if they have no end."""
+    step_s: float = 60.0
+    """Seconds for one answer of the environment."""
+    episode_s: float = 1800.0
+    """Seconds for the whole rollout."""
+
+    def tokens_left(self, num_tokens: int, prompt_length: int) -> int:
+        """How many tokens may follow a sequence of ``num_tokens``."""
+        left = self.response_tokens - (num_tokens - prompt_length)
+        # One position stays free: an SGLang server refuses a request that could fill the last one.
+        return left if self.positions is None else min(left, self.positions - num_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What came of an episode."""
+
+    rollout: Rollout | None
+    """All turns; finish_reason is that of the last one, length if a limit ended the episode, abort if it failed. None
+    if it failed in its first turn."""
+    turn_ends: tuple[int, ...] = ()
+    """Index of the last token of each turn of the model."""
+    turn_rewards: tuple[float | None, ...] = ()
+    """What the environment gave for each of them; None where it gave nothing."""
+    failure: str | None = None
+    """Why it failed, in one line: the environment, or a deadline."""
+
+
+async def play_turn(session: Session, request: SampleRequest) -> Played:
+    """A response of one turn, without an environment."""
+    rollout = await session.sample(request)
+    return Played(rollout, (rollout.num_tokens - 1,), (None,))
+
+
+async def play(
+    session: Session,
+    request: SampleRequest,
+    prompt: str,
+    environment: Environment,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: EpisodeLimits,
+    places: asyncio.Semaphore,
+) -> Played:
+    """An episode from its first turn to its end; the same request, weights and answers give the same sequence.
+
+    prompt: the text of the request's tokens. places: how many answers the environment works on at a time. What the
+    environment fails at, and deadlines, fail this episode alone; errors of the engine are raised.
+    """
+    course = _Course(request)
+    try:
+        async with asyncio.timeout(limits.episode_s):
+            episode = _begun(environment, prompt, request.seed)
+            try:
+                await course.run(session, episode, tokenizer, limits, places)
+            finally:
+                await episode.close()
+    except TimeoutError:
+        return course.failed(f"the episode took more than {limits.episode_s:g} s")
+    except EpisodeError as failure:
+        return course.failed(str(failure))
+    return course.played()
+
+
+class EpisodeError(Exception):
+    """An environment raised, or did not answer in time."""
+
+
+class _Course:
+    """An episode under way."""
+
+    def __init__(self, request: SampleRequest) -> None:
+        self._request = request
+        self._prompt_length = len(request.prompt_tokens)
+        self._whole: Rollout | None = None
+        self._ends: list[int] = []
+        self._rewards: list[float | None] = []
+
+    def played(self) -> Played:
+        return Played(self._whole, tuple(self._ends), tuple(self._rewards))
+
+    def failed(self, why: str) -> Played:
+        whole = None if self._whole is None else replace(self._whole, finish_reason="abort")
+        return Played(whole, tuple(self._ends), tuple(self._rewards), why)
+
+    async def run(
+        self,
+        session: Session,
+        episode: Episode,
+        tokenizer: PreTrainedTokenizerBase,
+        limits: EpisodeLimits,
+        places: asyncio.Semaphore,
+    ) -> None:
+        tokens = self._request.prompt_tokens
+        for index in range(limits.turns):
+            left = limits.tokens_left(len(tokens), self._prompt_length)
+            asked = left if limits.turn_tokens is None else min(left, limits.turn_tokens)
+            turn = await self._turn(session, index, tokens, asked)
+            whole = self._whole
+            assert whole is not None
+            generated = turn.num_tokens - len(tokens)
+            if turn.finish_reason == "length" and (generated == left or generated < asked):
+                return  # cut for good: by the length of the response, or by the end of the positions
+            text = tokenizer.decode(turn.tokens[len(tokens) :], skip_special_tokens=True)
+            step = ModelTurn(index, turn.tokens[len(tokens) :], text, turn.finish_reason)
+            observation = await _answer(episode, step, limits.step_s, places)
+            self._rewards[-1] = observation.reward
+            if observation.done:
+                return
+            tokens = np.concatenate([whole.tokens, _encoded(tokenizer, observation.text)])
+            if limits.tokens_left(len(tokens), self._prompt_length) < 1:
+                break
+        self._whole = replace(whole, finish_reason="length")
+
+    async def _turn(self, session: Session, index: int, tokens: np.ndarray, asked: int) -> Rollout:
+        """Sample one more turn and join it to those before."""
+        before = self._whole
+        request = replace(
+            self._request,
+            prompt_tokens=tokens,
+            seed=turn_seed(self._request.seed, index),
+            known_rows=0 if before is None else known_rows(before),
+            max_response_tokens=asked,
+        )
+        turn = await session.sample(request)
+        if turn.finish_reason == "abort":
+            raise EpisodeError(f"the engine aborted turn {index}")
+        self._whole = turn if before is None else join(before, turn)
+        self._ends.append(turn.num_tokens - 1)
+        self._rewards.append(None)
+        return turn
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """The seed of a turn; the first one has the episode's own."""
+    return seed if turn == 0 else int(np.random.SeedSequence([seed, turn]).generate_state(1, np.uint64)[0])
+
+
+def _begun(environment: Environment, prompt: str, seed: int) -> Episode:
+    try:
+        return environment.begin(prompt, seed)
+    except ConfigError:
+        raise
+    except Exception as error:  # as in a step
+        told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise EpisodeError(f"the environment failed to begin: {told}") from error
+
+
+async def _answer(episode: Episode, turn: ModelTurn, seconds: float, places: asyncio.Semaphore) -> Observation:
+    """The environment's answer; EpisodeError if it is late, raises, or is none."""
+    async with places:
+        try:
+            async with asyncio.timeout(seconds):
+                observation = await episode.step(turn)
+        except TimeoutError as error:
+            raise EpisodeError(f"turn {turn.index}: the environment took more than {seconds:g} s") from error
+        except ConfigError:
+            raise
+        except Exception as error:  # environments are foreign code: what they raise costs one episode, and is counted
+            told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise EpisodeError(f"turn {turn.index}: the environment failed: {told}") from error
+    if observation.reward is not None and not math.isfinite(observation.reward):
+        raise EpisodeError(f"turn {turn.index}: the environment gave the reward {observation.reward}")
+    return observation
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
+    return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"] if text else [], dtype=np.int32)
