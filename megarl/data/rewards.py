@@ -1,7 +1,7 @@
 """Reward functions: a typed protocol, two built-in ones, and a scorer that no reward function can bring down.
 
-A reward is any callable ``reward(*, prompt: str, response: str, answer: str) -> float``. The built-in ones give 1 for
-a right and 0 for a wrong response.
+A reward is any callable ``reward(*, prompt: str, response: str, answer: str)`` that returns a number, or Steps
+(``megarl.data.verdicts``). The built-in ones give 1 for a right and 0 for a wrong response.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import math
-import numbers
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from megarl.data.verdicts import Steps, one_line, verdict_of
 from megarl.errors import ConfigError, DataError
+
+AnyReward = TypeVar("AnyReward", bound=Callable[..., Any])
 
 MATH_VERIFY_TIMEOUT_S = 5
 """Seconds for parsing a response, and for each comparison with the answer (math-verify's own default)."""
@@ -27,7 +28,7 @@ MATH_VERIFY_TIMEOUT_S = 5
 class RewardFunction(Protocol):
     """Judges one response; higher is better. Called with keywords only, once per response."""
 
-    def __call__(self, *, prompt: str, response: str, answer: str) -> float: ...
+    def __call__(self, *, prompt: str, response: str, answer: str) -> float | Steps: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,13 @@ class RewardResult:
         return int(len(self.valid) - self.valid.sum())
 
 
+def instantaneous(reward: AnyReward) -> AnyReward:
+    """Declares a reward function that returns at once and cannot crash: a judge calls it without a worker process."""
+    reward.instantaneous = True  # type: ignore[attr-defined]
+    return reward
+
+
+@instantaneous
 def exact_match(*, prompt: str, response: str, answer: str) -> float:
     """1 if response and answer are the same text, blanks around them apart, else 0."""
     return float(response.strip() == answer.strip())
@@ -122,7 +130,7 @@ def load_reward(name_or_path: str) -> RewardFunction:
         module = importlib.import_module(module_name)
     except Exception as error:  # importing runs the user's code, which may raise anything
         raise ConfigError(
-            f"reward.function {name_or_path!r}: cannot import {module_name!r} ({_one_line(error)}); "
+            f"reward.function {name_or_path!r}: cannot import {module_name!r} ({one_line(error)}); "
             f"is its folder on PYTHONPATH?"
         ) from error
     try:
@@ -150,23 +158,14 @@ def score(
     first_error: str | None = None
     for index, (prompt, response, answer) in enumerate(zip(prompts, responses, answers, strict=True)):
         try:
-            rewards[index] = _finite(reward(prompt=prompt, response=response, answer=answer))
+            rewards[index] = verdict_of(reward(prompt=prompt, response=response, answer=answer), response).reward
         except ConfigError:
             raise
         except Exception as error:  # the reward is foreign code: whatever it raises is counted, and shown once
             valid[index] = False
             if first_error is None:
-                first_error = f"response {index}: {_one_line(error)}"
+                first_error = f"response {index}: {one_line(error)}"
     return RewardResult(rewards, valid, first_error)
-
-
-def _finite(value: object) -> float:
-    if not isinstance(value, (numbers.Real, np.bool_)):
-        raise TypeError(f"the reward function returned {value!r:.80} ({type(value).__name__}), expected a number")
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"the reward function returned {number}, expected a finite number")
-    return number
 
 
 def _check_callable(reward: object, name: str) -> None:
@@ -183,7 +182,3 @@ def _check_callable(reward: object, name: str) -> None:
         raise ConfigError(
             f"reward.function {name!r} has the parameters {signature} ({error}): expected (*, prompt, response, answer)"
         ) from None
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
