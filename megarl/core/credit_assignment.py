@@ -14,8 +14,11 @@ from megarl.core.stopping_law import unbiased_rates
 from megarl.errors import ConfigError
 
 
-def assign(credit: Credit, selection: Selection) -> tuple[np.ndarray, np.ndarray]:
+def assign(credit: Credit, selection: Selection, trains: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Return (advantages, weights), float64 [N] each, of the selected samples; the gradient has their product.
+
+    trains: bool [N], which of them an objective leaves in, as RAFT the positive ones: weights per prompt count these.
+    None for all.
 
     They are apart so that a weight also goes with other advantages of the same samples, such as those of an objective
     that has one per token. Weights have no fixed mean. Raises ConfigError where "unbiased" meets a rule that trains on
@@ -24,9 +27,10 @@ def assign(credit: Credit, selection: Selection) -> tuple[np.ndarray, np.ndarray
     weights = np.ones(len(selection.prompts))
     rows = {pool.prompt: selection.prompts == pool.prompt for pool in selection.pools} if _by_prompt(credit) else {}
     if credit.weigh == "prompt":
-        groups = [row for row in rows.values() if row.any()]
+        kept = np.ones_like(weights, dtype=bool) if trains is None else trains
+        groups = [row & kept for row in rows.values() if (row & kept).any()]
         for row in groups:
-            weights[row] = len(weights) / len(groups) / row.sum()
+            weights[row] = kept.sum() / len(groups) / row.sum()
     if credit.objective is not None:
         for pool in selection.pools:
             weights[rows[pool.prompt]] *= _slope(pool, selection.rule.threshold, credit.objective)

@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -149,3 +150,14 @@ def gather_in_model(items: Sequence[Any]) -> list[Any]:
     gathered: list[Sequence[Any]] = [()] * group.size()
     dist.all_gather_object(gathered, items, group=group)
     return [item for part in gathered for item in part]
+
+
+def gather_rows(rows: np.ndarray) -> np.ndarray:
+    """The rows, float64 [n, C], of all ranks back to back, in rank order; every rank may have its own n."""
+    device = torch.cuda.current_device()
+    most = largest(len(rows), dist.group.WORLD)
+    mine = torch.full((most + 1, rows.shape[1]), float(len(rows)), dtype=torch.float64, device=device)
+    mine[1 : len(rows) + 1] = torch.from_numpy(rows).to(device)
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine)
+    return torch.cat([part[1 : int(part[0, 0]) + 1] for part in parts]).cpu().numpy()

@@ -1,30 +1,30 @@
-"""Responses that the engine samples in a thread of its own, while the trainer's goes on."""
+"""What the engine samples in a thread of its own, while the trainer's goes on."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Generic, TypeVar
 
-from megarl.core.types import Rollout
 from megarl.train.progress import Advance
 
-Draw = Callable[[Advance], list[Rollout]]
+T = TypeVar("T")
 
 
-class Drawing:
+class Drawing(Generic[T]):
     """Starts at once. What ``draw`` raises is raised by ``result``."""
 
-    def __init__(self, draw: Draw) -> None:
+    def __init__(self, draw: Callable[[Advance], T]) -> None:
         """``draw(on_finish)`` samples; nothing in it may be a collective call, those belong to the trainer's thread."""
         self._lock = threading.Lock()
         self._finished = 0
         self._shown: Advance | None = None
-        self._future: Future[list[Rollout]] = Future()
+        self._future: Future[T] = Future()
         # A daemon: a trainer that ends with an error must not wait for responses that nobody wants.
         threading.Thread(target=self._run, args=(draw,), name="drawing", daemon=True).start()
 
-    def result(self, on_finish: Advance | None = None) -> list[Rollout]:
+    def result(self, on_finish: Advance | None = None) -> T:
         """Wait for all; ``on_finish`` hears of those that are complete by now, and then of the others one by one."""
         with self._lock:
             self._shown = on_finish
@@ -32,7 +32,7 @@ class Drawing:
                 on_finish(self._finished)
         return self._future.result()
 
-    def _run(self, draw: Draw) -> None:
+    def _run(self, draw: Callable[[Advance], T]) -> None:
         try:
             self._future.set_result(draw(self._count))
         except BaseException as error:

@@ -69,6 +69,7 @@ class Trainer:
             self._run()
         finally:
             self.engine.close()
+            self.sampler.close()
 
     def _run(self) -> None:
         config = self.config
@@ -87,7 +88,9 @@ class Trainer:
         if not found or not self.config.checkpoint.resume:
             self.log.truncate_after(-1)
             return 0
-        done = int(checkpoint.load(found[-1][1], self.policy)["step"])
+        state = checkpoint.load(found[-1][1], self.policy)
+        done = int(state["step"])
+        self.sampler.load_state_dict(state["sampler"])
         dropped = self.log.truncate_after(done)
         self.progress.line(f"resumed from {found[-1][1]} after step {done}; dropped {dropped} later records")
         return done
@@ -105,8 +108,8 @@ class Trainer:
         if config.rollout.one_step_off and step + 1 < config.run.steps:
             self._sync(step)
             self.sampler.begin_step(step + 1)
-        if drawn.first_reward_error:
-            self.progress.line(f"step {step + 1}: the reward function failed, first: {drawn.first_reward_error}")
+        if drawn.first_error:
+            self.progress.line(f"step {step + 1}: responses without a reward, first: {drawn.first_error}")
         with self._timed("prepare"):
             minis = [
                 self.train_step.prepare(rollouts, advantages)
@@ -150,7 +153,8 @@ class Trainer:
     def _checkpoint(self, done: int) -> None:
         self.log.sync()
         with self._timed("checkpoint"):
-            checkpoint.save(checkpoint_folder(self.config), done, self.policy, {}, self.config.checkpoint.keep)
+            state = {"sampler": self.sampler.state_dict()}
+            checkpoint.save(checkpoint_folder(self.config), done, self.policy, state, self.config.checkpoint.keep)
 
     def _save_before_the_end(self, done: int) -> None:
         """Keep the steps that are done when the engine cannot go on."""

@@ -1,17 +1,19 @@
 """The sampling half of a step: which responses this rank draws, their rewards, and who trains on them.
 
-Sequence ``s = group * G + sample`` of a global step belongs to mini-batch ``s // (B * G / N)``; inside a mini-batch
-the data-parallel ranks hold equal, contiguous shares. The ranks that hold one copy of the model divide the sampling
-of their share and then exchange the rollouts, but not the routes, of which every rank needs other rows: those stay on
-the rank that drew them until the step is cut into micro-batches. Only rewards, one number each, are known everywhere:
-advantages need whole groups, which may span ranks.
+``megarl.train.plans`` says who draws and trains what. The ranks that hold one copy of the model exchange the rollouts
+that they train on, but not the routes, of which every rank needs other rows: those stay on the rank that drew them
+until the step is cut into micro-batches. Only rewards, a few numbers each, are known everywhere: advantages need whole
+groups, which may span ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,22 +21,32 @@ import torch.distributed as dist
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from megarl.config import Config
+from megarl.core.collector import Selection
+from megarl.core.credit_assignment import assign
 from megarl.core.diagnostics import effective_prompt_ratio
 from megarl.core.metrics import Stat
 from megarl.core.objectives import Objective, selected_responses, sequence_advantages
 from megarl.core.packing import without_routes
+from megarl.core.parts import TOKEN_ADVANTAGES
 from megarl.core.provenance import provenance_metrics, refuse_mixed_versions
+from megarl.core.stopping import Uniform
 from megarl.core.types import Rollout, SampleRequest
+from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt, PromptOrder, load_prompts
-from megarl.data.rewards import load_reward, score
-from megarl.errors import ConfigError, MegarlError, RolloutError, TraceError, WeightSyncError
+from megarl.errors import ConfigError, MegarlError, RolloutError
 from megarl.megatron import distributed
+from megarl.rollout.draw import Asker, Draw
 from megarl.rollout.engine import Engine, SamplingParams
+from megarl.rollout.episodes import EpisodeLimits
+from megarl.rollout.player import Player, Sample
 from megarl.train.drawing import Drawing
+from megarl.train.drawn import Drawn
+from megarl.train.environments import make_environment, stop_ids
+from megarl.train.plans import GroupPlan, Key, Listed, Place, Plan, Refill, SequencePlan
 from megarl.train.progress import Advance
 from megarl.train.token_advantages import Judged
 
-TRAIN, EVALUATE = 0, 1
+TRAIN, EVALUATE, PRESAMPLE, KEEP = 0, 1, 2, 3
 """Purposes of a sampling seed, so that evaluation never repeats the noise of training."""
 
 
@@ -43,14 +55,15 @@ class StepRollouts:
     """What one data-parallel rank trains on in a global step."""
 
     mini_batches: list[list[Rollout]]
-    """One list of rollouts per mini-batch, in the order of the sequences."""
+    """One list of rollouts per mini-batch, in the order of the sequences; equally long on all ranks."""
     advantages: list[np.ndarray]
     """float64, one per rollout of each mini-batch; 0 where the objective has one per token, which takes a pass."""
     judged: Judged
     """What such an objective needs besides."""
     metrics: dict[str, Stat]
     """Rewards are over the whole step and on every rank alike; the rest is of this rank's rollouts."""
-    first_reward_error: str | None
+    first_error: str | None
+    """Of a reward or an environment, on this rank."""
 
     def drop_routes(self) -> None:
         """Let go of the traces, once every rank has its rows of them."""
@@ -64,19 +77,18 @@ def sampling_seed(run_seed: int, purpose: int, step: int, group: int, sample: in
     return int(words[0])
 
 
-def owned_sequences(num_sequences: int, mini_batches: int, rank: int, ranks: int) -> list[list[int]]:
-    """The sequences of data-parallel rank ``rank`` of ``ranks``, by mini-batch: a partition of 0..num_sequences-1."""
-    per_mini, rest = divmod(num_sequences, mini_batches)
-    share, uneven = divmod(per_mini, ranks)
-    if rest or uneven:
-        raise ConfigError(
-            f"{num_sequences} responses of a step do not divide into {mini_batches} mini-batches of {ranks} equal parts"
-        )
-    return [list(range(n * per_mini + rank * share, n * per_mini + (rank + 1) * share)) for n in range(mini_batches)]
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A step's plan, and the drawing under way if it is one step ahead."""
+
+    step: int
+    position: int
+    plan: Plan
+    drawing: Drawing[dict[Key, Sample]] | None = None
 
 
 class Sampler:
-    """Prompts, engine and reward of a run, on one rank."""
+    """Prompts, engine, environment and reward of a run, on one rank."""
 
     def __init__(self, config: Config, engine: Engine, objective: Objective) -> None:
         self.config = config
@@ -89,9 +101,106 @@ class Sampler:
         if data.heldout is not None:
             self.heldout = self._load(data.heldout, data.resolved_heldout_split, config.eval.max_prompts)
         self.order = PromptOrder(len(self.prompts), config.run.seed)
-        self.reward = load_reward(config.reward.function)
-        self._ahead: tuple[int, Drawing] | None = None
-        self.stop_tokens = stop_tokens(config.model.path, self.tokenizer)
+        self.judge = Judge(config.reward.function, workers=config.reward.workers, timeout_s=config.reward.timeout_s)
+        environment = make_environment(config.environment)
+        self.player = Player(
+            self.tokenizer, self.judge, episode_limits(config), environment, config.environment.concurrency
+        )
+        self.stop_tokens = (
+            *stop_tokens(config.model.path, self.tokenizer),
+            *stop_ids(self.tokenizer, config.environment.stop),
+        )
+        self._position = 0
+        """Where the order of prompts stands, with refill; else it follows from the step."""
+        self._ahead: _Begun | None = None
+
+    def close(self) -> None:
+        """End the processes of the reward."""
+        self.judge.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds of sampling; plain, and equal on all ranks."""
+        return {"position": self._position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state_dict``."""
+        self._position = int(state["position"])
+
+    def begin_step(self, step: int) -> None:
+        """Have the engine sample a step's responses in the background, with the weights that it has now; collective.
+
+        ``sample_step`` of the same step takes them; until then the engine's weights must stay.
+        """
+        assert self._ahead is None, "one step ahead is all there is"
+        begun = self._begun(step)
+        draw, params = self._draw(begun), self._params(self.config.rollout.temperature, routes=True)
+        self._ahead = replace(begun, drawing=Drawing(lambda on_finish: self._conversed(draw, params, on_finish)))
+
+    def settle(self) -> None:
+        """Wait until the engine is at rest; an error is kept for ``sample_step``."""
+        if self._ahead is not None and self._ahead.drawing is not None:
+            with suppress(MegarlError):
+                self._ahead.drawing.result()
+
+    def sample_step(self, step: int, on_finish: Advance | None = None) -> StepRollouts:
+        """Draw the responses of a global step, judge them, and deal them out; a collective call."""
+        begun, self._ahead = self._ahead or self._begun(step), None
+        assert begun.step == step, f"step {begun.step} was begun, step {step} is asked for"
+        params = self._params(self.config.rollout.temperature, routes=True)
+        samples = self._together(
+            (lambda: begun.drawing.result(on_finish))
+            if begun.drawing is not None
+            else (lambda: self._conversed(self._draw(begun), params, on_finish))
+        )
+        drawn = Drawn.of_all_ranks(samples)
+        error = next(filter(None, (s.reward_error or s.episode_error for s in samples.values())), None)
+        if not drawn.num_judged:
+            raise RolloutError(f"step {step}: no response has a reward; first: {error}")
+        selection = begun.plan.selection(drawn.rewards())
+        if not len(selection.prompts):
+            raise RolloutError(
+                f"step {step}: none of {int(selection.drawn.shape[1])} prompts had rewards that differ: take other "
+                "prompts, raise sampling.max_prompts or rollout.group_size, or set sampling.refill = false"
+            )
+        self._move_on(begun, drawn)
+        advantages, counted = self._advantages(selection)
+        dealt = _deal_out(begun.plan.own(selection), selection, samples)
+        trains = np.append(counted, False)
+        rows = [[row for _, row in part] for part in dealt]
+        present = [
+            rollout
+            for part, own in zip(dealt, begun.plan.own(selection), strict=True)
+            for rollout, _ in part[: len(own)]
+        ]
+        return StepRollouts(
+            [[_counted(rollout, bool(trains[row])) for rollout, row in part] for part in dealt],
+            [np.append(advantages, 0.0)[part] for part in rows],
+            Judged(np.append(selection.rewards, 0.0), np.append(selection.prompts, -1), rows),
+            self._metrics(drawn, selection, counted) | _rollout_metrics(present, trainer_version=step),
+            error,
+        )
+
+    def evaluate(self, step: int, on_finish: Advance | None = None) -> dict[str, float]:
+        """Mean reward, pass rate and length on held-out prompts, ``eval.samples`` responses each; a collective call.
+
+        The seeds do not depend on the step, so that a change of the figures is a change of the weights.
+        """
+        samples = self.config.eval.samples
+        total = len(self.heldout) * samples
+        mine = [divmod(s, samples) for s in range(dist.get_rank(), total, dist.get_world_size())]
+        params = self._params(self.config.eval.temperature, routes=False)
+        draw = self._drawing_of(Listed(mine), lambda number: self.heldout[number], EVALUATE, 0)
+        drawn = Drawn.of_all_ranks(self._together(lambda: self._conversed(draw, params, on_finish)))
+        if not drawn.num_judged:
+            raise RolloutError(f"evaluation at step {step}: no response has a reward")
+        judged = drawn.column("reward")[drawn.column("judged") > 0]
+        return {
+            "eval/reward": float(judged.mean()),
+            "eval/pass_rate": float((judged > 0.5).mean()),
+            "eval/length_mean": float(drawn.column("generated").mean()),
+            "eval/responses": float(len(judged)),
+            "eval/reward_errors": float(total - len(judged)),
+        }
 
     def _load(self, source: str, split: str | None, limit: int | None) -> list[Prompt]:
         data = self.config.data
@@ -108,156 +217,138 @@ class Sampler:
 
     def _params(self, temperature: float, routes: bool) -> SamplingParams:
         rollout = self.config.rollout
-        return SamplingParams(
+        params = SamplingParams(
             temperature=temperature,
             top_p=rollout.top_p,
             max_response_tokens=rollout.max_response_tokens,
             stop_token_ids=self.stop_tokens,
             return_routed_experts=routes,
         )
+        if routes:
+            params.require_stochastic()
+        return params
 
-    def begin_step(self, step: int) -> None:
-        """Have the engine sample this rank's responses of a step in the background, with the weights that it has now.
+    def _begun(self, step: int) -> _Begun:
+        """The plan of a step; a collective call where counts are allotted."""
+        sampling, number = self.config.sampling, self.config.rollout.prompts_per_step
+        position = self._position if sampling.refill else step * number
+        place = sampling_place()
+        mini_batches = self.config.train.mini_batches
+        rule = sampling.rule_of(self.config.rollout.group_size)
+        if sampling.fixed:
+            assert isinstance(rule, Uniform)
+            return _Begun(step, position, SequencePlan(rule, number, mini_batches, place))
+        refill = Refill(self.config.prompts_per_step_at_most, sampling.spare) if sampling.refill else None
+        seed = sampling_seed(self.config.run.seed, KEEP, step, 0, 0) if sampling.keep == "random" else None
+        return _Begun(step, position, GroupPlan(rule, number, mini_batches, place, refill=refill, seed=seed))
 
-        Not a collective call. ``sample_step`` of the same step takes them; until then the engine's weights must stay.
-        """
-        assert self._ahead is None, "one step ahead is all there is"
-        params, requests = self._step_requests(step)
-        self._ahead = step, Drawing(lambda on_finish: self.engine.generate(requests, params, on_finish))
+    def _draw(self, begun: _Begun) -> Draw:
+        most = self.config.prompts_per_step_at_most
+        prompts = [self.prompts[i] for i in self.order.take(begun.position, most)]
+        return self._drawing_of(begun.plan.asker(), lambda number: prompts[number], TRAIN, begun.step)
 
-    def settle(self) -> None:
-        """Wait until the engine is at rest; an error is kept for ``sample_step``."""
-        if self._ahead is not None:
-            with suppress(RolloutError, TraceError, WeightSyncError):
-                self._ahead[1].result()
+    def _drawing_of(self, asker: Asker, prompt_of: Callable[[int], Prompt], purpose: int, step: int) -> Draw:
+        def request_of(number: int, sample: int) -> tuple[SampleRequest, Prompt]:
+            prompt = prompt_of(number)
+            seed = sampling_seed(self.config.run.seed, purpose, step, number, sample)
+            return SampleRequest(prompt.tokens, group=number, sample=sample, seed=seed), prompt
 
-    def sample_step(self, step: int, on_finish: Advance | None = None) -> StepRollouts:
-        """Draw the B x G responses of a global step, judge them, and deal them out; a collective call."""
-        rollout = self.config.rollout
-        size, num_groups = rollout.group_size, rollout.prompts_per_step
-        prompts, owned = self._step_prompts(step), self._owned()
-        drawn = self._drawn(lambda: self._step_responses(step, on_finish))
-        rewards, valid, error = self._judge(prompts, drawn, num_groups * size, size)
-        if not valid.any():
-            raise RolloutError(f"step {step}: the reward function failed on every response; first: {error}")
-        groups = np.repeat(np.arange(num_groups), size)
-        advantages, counted = self._advantages(rewards, valid, groups)
-        # Routes stay where they were drawn until it is known which rank needs which rows.
-        exchanged = distributed.gather_in_model([without_routes(r) for r in drawn])
-        by_sequence = {r.group * size + r.sample: r for r in [*exchanged, *drawn]}
-        mini_batches = [[_counted(by_sequence[s], bool(counted[s])) for s in part] for part in owned]
-        return StepRollouts(
-            mini_batches,
-            [advantages[part] for part in owned],
-            Judged(rewards, groups, owned),
-            {**_reward_metrics(rewards, valid, groups), "rollout/trains_fraction": _fraction(counted)}
-            | _rollout_metrics([by_sequence[s] for part in owned for s in part], trainer_version=step),
-            error,
-        )
+        return Draw(asker, request_of, self.player)
 
-    def _step_prompts(self, step: int) -> list[Prompt]:
-        number = self.config.rollout.prompts_per_step
-        return [self.prompts[i] for i in self.order.take(step * number, number)]
+    def _conversed(self, draw: Draw, params: SamplingParams, on_finish: Advance | None) -> dict[Key, Sample]:
+        self.engine.converse(draw.begin, params, on_finish)
+        return draw.samples
 
-    def _owned(self) -> list[list[int]]:
-        return owned_sequences(
-            self.config.responses_per_step, self.config.train.mini_batches, distributed.dp_rank(), distributed.dp_size()
-        )
-
-    def _step_requests(self, step: int) -> tuple[SamplingParams, list[SampleRequest]]:
-        """What this rank asks the engine for: its part of what the ranks with its copy of the model train on."""
-        params = self._params(self.config.rollout.temperature, routes=True)
-        params.require_stochastic()
-        copy = distributed.model_group()
-        mine = np.array_split([s for part in self._owned() for s in part], copy.size())[copy.rank()].tolist()
-        return params, self._requests(self._step_prompts(step), mine, self.config.rollout.group_size, (TRAIN, step))
-
-    def _step_responses(self, step: int, on_finish: Advance | None) -> list[Rollout]:
-        if self._ahead is not None:
-            (begun, drawing), self._ahead = self._ahead, None
-            assert begun == step, f"step {begun} was begun, step {step} is asked for"
-            return drawing.result(on_finish)
-        params, requests = self._step_requests(step)
-        return self.engine.generate(requests, params, on_finish)
-
-    def _advantages(self, rewards: np.ndarray, valid: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """float64 [S], 0 where there is none; bool [S], which responses train and count in denominators."""
-        advantages, counted = np.zeros(len(rewards)), valid.copy()
-        counted[valid] = selected_responses(self.objective, rewards[valid], groups[valid]).numpy()
-        if self.objective.advantage != "token_level_kl":
-            advantages[valid] = sequence_advantages(self.objective, rewards[valid], groups[valid]).double().numpy()
-        return advantages, counted
-
-    def evaluate(self, step: int, on_finish: Advance | None = None) -> dict[str, float]:
-        """Mean reward, pass rate and length on held-out prompts, ``eval.samples`` responses each; a collective call.
-
-        The seeds do not depend on the step, so that a change of the figures is a change of the weights.
-        """
-        samples = self.config.eval.samples
-        total = len(self.heldout) * samples
-        mine = list(range(dist.get_rank(), total, dist.get_world_size()))
-        params = self._params(self.config.eval.temperature, routes=False)
-        requests = self._requests(self.heldout, mine, samples, (EVALUATE, 0))
-        drawn = self._drawn(lambda: self.engine.generate(requests, params, on_finish))
-        rewards, valid, _ = self._judge(self.heldout, drawn, total, samples)
-        if not valid.any():
-            raise RolloutError(f"evaluation at step {step}: the reward function failed on every response")
-        lengths = torch.tensor([float(r.loss_mask.sum()) for r in drawn] or [0.0], dtype=torch.float64).sum()
-        lengths = lengths.to(torch.cuda.current_device())
-        dist.all_reduce(lengths)
-        judged = rewards[valid]
-        return {
-            "eval/reward": float(judged.mean()),
-            "eval/pass_rate": float((judged > 0.5).mean()),
-            "eval/length_mean": float(lengths) / total,
-            "eval/responses": float(len(judged)),
-            "eval/reward_errors": float(total - len(judged)),
-        }
-
-    def _requests(
-        self, prompts: Sequence[Prompt], sequences: Sequence[int], group_size: int, purpose_and_step: tuple[int, int]
-    ) -> list[SampleRequest]:
-        return [
-            SampleRequest(
-                prompts[s // group_size].tokens,
-                group=s // group_size,
-                sample=s % group_size,
-                seed=sampling_seed(self.config.run.seed, *purpose_and_step, s // group_size, s % group_size),
-            )
-            for s in sequences
-        ]
-
-    def _drawn(self, draw: Callable[[], list[Rollout]]) -> list[Rollout]:
-        """This rank's responses; an error on one rank is one on all, so that none waits."""
+    def _together(self, draw: Callable[[], dict[Key, Sample]]) -> dict[Key, Sample]:
+        """This rank's samples; an error on one rank is one on all, so that none waits."""
         failure: MegarlError | None = None
-        drawn: list[Rollout] = []
+        samples: dict[Key, Sample] = {}
         try:
-            drawn = draw()
+            samples = draw()
             if self.config.train.mixed_versions == "refuse":
-                refuse_mixed_versions(drawn)
-        except (RolloutError, TraceError, WeightSyncError) as error:
+                refuse_mixed_versions([s.rollout for s in samples.values() if s.rollout is not None])
+        except MegarlError as error:
             failure = error
         distributed.fail_together(failure, "sampling")
-        return drawn
+        return samples
 
-    def _judge(
-        self, prompts: Sequence[Prompt], drawn: Sequence[Rollout], num_sequences: int, group_size: int
-    ) -> tuple[np.ndarray, np.ndarray, str | None]:
-        """Rewards [S] and validity [S] of all sequences, each judged on the rank that drew it."""
-        result = score(
-            self.reward,
-            prompts=[prompts[r.group].text for r in drawn],
-            responses=[self.tokenizer.decode(r.response_tokens, skip_special_tokens=True) for r in drawn],
-            answers=[prompts[r.group].answer for r in drawn],
-        )
-        table = torch.zeros(2, num_sequences, dtype=torch.float64)
-        rows = [r.group * group_size + r.sample for r in drawn]
-        table[0, rows] = torch.from_numpy(result.rewards)
-        table[1, rows] = torch.from_numpy(result.valid).double()
-        table = table.to(torch.cuda.current_device())
-        dist.all_reduce(table)
-        rewards, valid = table.cpu().numpy()
-        return rewards, valid > 0.5, result.first_error
+    def _move_on(self, begun: _Begun, drawn: Drawn) -> None:
+        """The next step begins behind the last prompt that any rank has begun and drawn from."""
+        used = int(drawn.column("prompt").max()) + 1
+        self._position = begun.position + max(used, self.config.rollout.prompts_per_step)
+
+    def _advantages(self, selection: Selection) -> tuple[np.ndarray, np.ndarray]:
+        """float64 [N], 0 where the objective has one per token; bool [N], which train and count in denominators."""
+        rewards, groups = selection.rewards, selection.prompts
+        counted = selected_responses(self.objective, rewards, groups).numpy()
+        credited, weights = assign(self.config.credit_record, selection, counted)
+        if self.config.sampling.uses_credit:
+            return credited * weights, counted
+        if self.objective.advantage in TOKEN_ADVANTAGES:
+            return np.zeros(len(rewards)), counted
+        return sequence_advantages(self.objective, rewards, groups).double().numpy() * weights, counted
+
+    def _metrics(self, drawn: Drawn, selection: Selection, counted: np.ndarray) -> dict[str, Stat]:
+        trained, groups = torch.from_numpy(selection.rewards), torch.from_numpy(selection.prompts)
+        places = len(drawn.rows) if self.config.sampling.fixed else len(counted)
+        found = drawn.metrics(self.config.environment.function is not None) | {
+            "prompts/effective_ratio": effective_prompt_ratio(trained, groups),
+            "rollout/trains_fraction": Stat.mean((torch.arange(places) < int(counted.sum())).double()),
+        }
+        if self.config.sampling.fixed:
+            return found
+        # What adds up is told by one model copy alone.
+        once = {**selection.metrics, "sampling/tokens": Stat.total(float(drawn.column("tokens").sum()))}
+        return found | (once if distributed.dp_rank() == 0 else {})
+
+
+Dealt = list[list[tuple[Rollout, int]]]
+"""The sequences of a model copy by mini-batch: rollout, and row of the selection, or its length for none."""
+
+
+def _deal_out(own: list[list[Key]], selection: Selection, samples: Mapping[Key, Sample]) -> Dealt:
+    """Exchange rollouts in the model copy, and fill up so that all copies have equally many; a collective call.
+
+    own: equal on the ranks of a model copy; samples: this rank's.
+    """
+    keys = list(zip(selection.prompts.tolist(), selection.samples.tolist(), strict=True))
+    row_of = {key: row for row, key in enumerate(keys)}
+    # Routes stay where they were drawn until it is known which rank needs which rows.
+    mine = {key: sample.rollout for key, sample in samples.items() if sample.rollout is not None}
+    wanted = {key for part in own for key in part}
+    shortest = min(mine, key=lambda key: (mine[key].num_tokens, key), default=None)
+    offered = [(key, without_routes(rollout)) for key, rollout in mine.items() if key in wanted or key == shortest]
+    found = dict(distributed.gather_in_model(offered))
+    found |= {key: mine[key] for key in found if key in mine}
+    nothing = None if found else RolloutError("this rank's model copy drew no complete response to hold its place")
+    distributed.fail_together(nothing, "sampling")
+    filler = found[min(found, key=lambda key: (found[key].num_tokens, key))]
+    dealt: Dealt = []
+    for part in own:
+        size = distributed.largest(max(len(part), 1), dist.group.WORLD)
+        places = [(found[key], row_of.get(key, len(keys))) if key in found else (filler, len(keys)) for key in part]
+        dealt.append(places + [(filler, len(keys))] * (size - len(part)))
+    return dealt
+
+
+def sampling_place() -> Place:
+    """This rank among those that sample."""
+    copy = distributed.model_group()
+    return Place(distributed.dp_rank(), distributed.dp_size(), copy.rank(), copy.size())
+
+
+def episode_limits(config: Config) -> EpisodeLimits:
+    """How long a rollout may become."""
+    environment = config.environment
+    model = json.loads((Path(config.model.path) / "config.json").read_text())
+    return EpisodeLimits(
+        response_tokens=config.rollout.max_response_tokens,
+        turns=environment.max_turns,
+        turn_tokens=environment.max_turn_tokens,
+        positions=model.get("max_position_embeddings"),
+        step_s=environment.step_s,
+        episode_s=environment.episode_s,
+    )
 
 
 def stop_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -278,21 +369,6 @@ def stop_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[in
 def _counted(rollout: Rollout, counts: bool) -> Rollout:
     """A response without a reward, or not selected, stays in its place but trains nothing, in no denominator."""
     return rollout if counts else replace(rollout, loss_mask=np.zeros_like(rollout.loss_mask))
-
-
-def _fraction(mask: np.ndarray) -> Stat:
-    return Stat.mean(torch.from_numpy(mask).double())
-
-
-def _reward_metrics(rewards: np.ndarray, valid: np.ndarray, groups: np.ndarray) -> dict[str, Stat]:
-    """Equal on every rank; merging several copies leaves means as they are."""
-    judged = torch.from_numpy(rewards[valid])
-    return {
-        "reward/mean": Stat.mean(judged),
-        "reward/pass_rate": Stat.mean((judged > 0.5).double()),
-        "reward/error_fraction": _fraction(~valid),
-        "prompts/effective_ratio": effective_prompt_ratio(judged, torch.from_numpy(groups[valid])),
-    }
 
 
 def _rollout_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dict[str, Stat]:

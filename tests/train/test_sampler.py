@@ -24,7 +24,8 @@ from megarl.core.metrics import finalize
 from megarl.core.types import Rollout
 from megarl.data.tiny import EOS_ID
 from megarl.errors import ConfigError, DataError, RolloutError
-from megarl.train.sampler import EVALUATE, TRAIN, Sampler, owned_sequences, sampling_seed, stop_tokens
+from megarl.train.plans import owned_sequences
+from megarl.train.sampler import EVALUATE, TRAIN, Sampler, sampling_seed, stop_tokens
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 4))
@@ -157,7 +158,7 @@ def test_a_response_without_reward_trains_nothing_and_is_in_no_statistic(world: 
     metrics = finalize(drawn.metrics)
     assert metrics["reward/error_fraction"] == pytest.approx(failed.mean())
     assert metrics["reward/mean"] == pytest.approx(rewards[~failed].mean())
-    assert drawn.first_reward_error is not None
+    assert drawn.first_error is not None
 
 
 def test_the_length_of_a_response_without_reward_is_still_its_length(world: World) -> None:
@@ -184,7 +185,7 @@ def test_responses_that_are_not_selected_leave_the_denominators(world: World, se
     ) as made:
         drawn = made.sample_step(0)
     (rollouts,), (advantages,) = drawn.mini_batches, drawn.advantages
-    rewards = drawn.judged.rewards.reshape(NUM_GROUPS, GROUP_SIZE)
+    rewards = drawn.judged.rewards[:-1].reshape(NUM_GROUPS, GROUP_SIZE)
     mixed = np.repeat(rewards.min(1) < rewards.max(1), GROUP_SIZE)
     assert 0 < mixed.sum() < NUM_SEQUENCES
     expected = mixed & _passes(advantages, selection)
@@ -197,7 +198,7 @@ def test_token_level_advantages_are_left_to_the_step_and_their_rewards_handed_on
         drawn = made.sample_step(0)
     assert not drawn.advantages[0].any()
     assert drawn.judged.owned == [list(range(NUM_SEQUENCES))]
-    assert drawn.judged.groups.tolist() == np.repeat(np.arange(NUM_GROUPS), GROUP_SIZE).tolist()
+    assert drawn.judged.groups[:-1].tolist() == np.repeat(np.arange(NUM_GROUPS), GROUP_SIZE).tolist()
     assert np.abs(drawn.judged.rewards).max() > 0
 
 
@@ -208,7 +209,7 @@ def replace_reward(made: Sampler, function: str) -> Sampler:
 
 def test_a_reward_that_fails_on_everything_ends_the_run(world: World) -> None:
     with sampler(world, reward__function="train_rewards:always_raises") as made:
-        with pytest.raises(RolloutError, match=r"failed on every response.*no verdict"):
+        with pytest.raises(RolloutError, match=r"no response has a reward; first: .*no verdict"):
             made.sample_step(0)
         with pytest.raises(RolloutError, match="evaluation"):
             made.evaluate(0)
@@ -218,9 +219,15 @@ def test_training_and_evaluation_noise(world: World) -> None:
     """Training noise changes with the step and repeats with it; evaluation repeats always and is never training's."""
     with sampler(world, data__heldout=str(world.folder / "task" / "train.jsonl"), train__mini_batches=1) as made:
         first, again, later = (made.sample_step(step).mini_batches[0] for step in (0, 0, 1))
-        drawn: list[Any] = []
-        original = made.engine.generate
-        made.engine.generate = lambda *rest: drawn.append(original(*rest)) or drawn[-1]  # type: ignore[method-assign]
+        drawn: list[list[Rollout]] = []
+        original = made._conversed
+
+        def kept(*rest: Any) -> Any:
+            samples = original(*rest)
+            drawn.append([samples[key].rollout for key in sorted(samples)])
+            return samples
+
+        made._conversed = kept  # type: ignore[method-assign]
         evaluated = [made.evaluate(step) for step in (0, 7)]
     assert [r.tokens.tolist() for r in first] == [r.tokens.tolist() for r in again]
     assert [r.tokens.tolist() for r in first] != [r.tokens.tolist() for r in later]
@@ -343,9 +350,20 @@ class _Retracting:
     def close(self) -> None:
         self.engine.close()
 
-    def generate(self, *arguments: Any) -> list[Rollout]:
-        first, *rest = self.engine.generate(*arguments)
-        return [replace(first, route_versions=first.weight_versions + 1), *rest]
+    def converse(self, begin: Any, *arguments: Any) -> None:
+        self.engine.converse(lambda session: begin(_RetractingSession(session)), *arguments)
+
+
+class _RetractingSession:
+    def __init__(self, session: Any) -> None:
+        self.session = session
+        self.start = session.start
+
+    async def sample(self, request: Any) -> Rollout:
+        found = await self.session.sample(request)
+        if request.group or request.sample:
+            return found
+        return replace(found, route_versions=found.weight_versions + 1)
 
 
 def test_routes_of_other_weights_are_counted_or_refused(world: World) -> None:

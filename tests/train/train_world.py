@@ -28,7 +28,7 @@ from megarl.megatron import distributed
 from megarl.megatron.policy import Policy, schedule_of
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.local import LocalEngine
-from megarl.train.sampler import owned_sequences
+from megarl.train.plans import owned_sequences
 from megarl.train.step import MiniBatch, TrainStep, collect
 from megarl.train.token_advantages import Judged
 

@@ -1,0 +1,98 @@
+"""One sample from its request to its reward."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from megarl.core.types import Rollout, SampleRequest
+from megarl.data.judge import Judge, Verdict
+from megarl.data.prompts import Prompt
+from megarl.data.steps import step_tokens
+from megarl.rollout.engine import Session
+from megarl.rollout.episodes import EpisodeLimits, Played, play, play_turn
+from megarl.rollout.tools.protocol import Environment
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A response and what it is worth."""
+
+    rollout: Rollout | None
+    """None where an episode failed before its first turn was complete."""
+    reward: float | None
+    """None where the environment or the reward failed: the sample counts as drawn, and for nothing else."""
+    steps: tuple[tuple[int, float], ...] = ()
+    """(index of the last token, reward) of each step of the response, ascending; empty without process rewards."""
+    turns: int = 1
+    """Turns of the model."""
+    reward_error: str | None = None
+    """Why there is no reward."""
+    late_reward: bool = False
+    """Whether that is because it took too long."""
+    episode_error: str | None = None
+    """Why the episode failed."""
+
+
+class Player:
+    """Plays episodes and has them judged; for one event loop at a time."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        judge: Judge,
+        limits: EpisodeLimits,
+        environment: Environment | None = None,
+        concurrency: int = 4,
+    ) -> None:
+        """``concurrency``: answers that the environment works on at a time."""
+        self._tokenizer, self._judge, self._limits = tokenizer, judge, limits
+        self._environment, self._concurrency = environment, concurrency
+        self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+
+    async def play(self, session: Session, request: SampleRequest, prompt: Prompt) -> Sample:
+        """Draw and judge one sample. A failure of environment or reward is in the sample; the engine's errors raise."""
+        played = await self._played(session, request, prompt)
+        turns = len(played.turn_ends)
+        rollout = played.rollout
+        if rollout is None or played.failure is not None:
+            return Sample(rollout, None, turns=turns, episode_error=played.failure)
+        text = self._tokenizer.decode(rollout.response_tokens, skip_special_tokens=True)
+        verdict = await self._judge.score(prompt=prompt.text, response=text, answer=prompt.answer)
+        return Sample(
+            rollout,
+            verdict.reward,
+            self._steps(played, rollout, verdict) if verdict.reward is not None else (),
+            turns,
+            verdict.error,
+            verdict.timed_out,
+        )
+
+    async def _played(self, session: Session, request: SampleRequest, prompt: Prompt) -> Played:
+        if self._environment is None:
+            return await play_turn(session, request)
+        return await play(
+            session, request, prompt.text, self._environment, self._tokenizer, self._limits, self._semaphore()
+        )
+
+    def _semaphore(self) -> asyncio.Semaphore:
+        loop = asyncio.get_running_loop()
+        if self._places is None or self._places[0] is not loop:
+            self._places = loop, asyncio.Semaphore(self._concurrency)
+        return self._places[1]
+
+    def _steps(self, played: Played, rollout: Rollout, verdict: Verdict) -> tuple[tuple[int, float], ...]:
+        """The steps of the reward function, and the turns that the environment rewarded."""
+        found = [
+            (end, reward)
+            for end, reward in zip(played.turn_ends, played.turn_rewards, strict=True)
+            if reward is not None
+        ]
+        if verdict.steps:
+            ends = np.array([step.end for step in verdict.steps])
+            tokens = step_tokens(self._tokenizer, rollout.response_tokens, ends) + rollout.prompt_length
+            found += [(int(token), step.reward) for token, step in zip(tokens, verdict.steps, strict=True)]
+        return tuple(sorted(found))

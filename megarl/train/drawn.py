@@ -1,0 +1,94 @@
+"""What all ranks know about the samples of a step: one row of numbers each, and the metrics that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megarl.core.metrics import Stat
+from megarl.megatron import distributed
+from megarl.rollout.player import Sample
+from megarl.train.plans import Key
+
+_COLUMNS = (
+    "prompt",
+    "sample",
+    "reward",
+    "judged",
+    "tokens",
+    "generated",
+    "turns",
+    "cut",
+    "episode_failed",
+    "late_reward",
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawn:
+    """The samples of all ranks, in the order of (prompt, sample)."""
+
+    rows: np.ndarray
+    """float64 [S, C]."""
+
+    @classmethod
+    def of_all_ranks(cls, samples: Mapping[Key, Sample]) -> Drawn:
+        """A collective call; ``samples`` are this rank's."""
+        mine = np.array([_row(key, sample) for key, sample in samples.items()]).reshape(-1, len(_COLUMNS))
+        rows = distributed.gather_rows(mine)
+        return cls(rows[np.lexsort((rows[:, 1], rows[:, 0]))])
+
+    def column(self, name: str) -> np.ndarray:
+        """float64 [S]."""
+        return self.rows[:, _COLUMNS.index(name)]
+
+    def rewards(self) -> dict[Key, float | None]:
+        """By (prompt, sample); None where there is none."""
+        keys = zip(self.column("prompt").astype(int).tolist(), self.column("sample").astype(int).tolist(), strict=True)
+        values = zip(self.column("reward").tolist(), (self.column("judged") > 0).tolist(), strict=True)
+        return {key: reward if judged else None for key, (reward, judged) in zip(keys, values, strict=True)}
+
+    @property
+    def num_judged(self) -> int:
+        """Samples with a reward."""
+        return int(self.column("judged").sum())
+
+    def metrics(self, environment: bool) -> dict[str, Stat]:
+        """Means over all samples, equal on every rank: merging several copies leaves them as they are."""
+        judged = self.column("judged") > 0
+        rewards = self.column("reward")[judged]
+        found = {
+            "reward/mean": _mean(rewards),
+            "reward/pass_rate": _mean(rewards > 0.5),
+            "reward/error_fraction": _mean(~judged & (self.column("episode_failed") == 0)),
+            "reward/late_fraction": _mean(self.column("late_reward")),
+        }
+        if environment:
+            found |= {
+                "episode/turns_mean": _mean(self.column("turns")),
+                "episode/environment_tokens_mean": _mean(self.column("tokens") - self.column("generated")),
+                "episode/failed_fraction": _mean(self.column("episode_failed")),
+            }
+        return found
+
+
+def _mean(values: np.ndarray) -> Stat:
+    return Stat.mean(torch.from_numpy(np.asarray(values, dtype=np.float64)))
+
+
+def _row(key: Key, sample: Sample) -> list[float]:
+    rollout = sample.rollout
+    return [
+        *key,
+        0.0 if sample.reward is None else sample.reward,
+        sample.reward is not None,
+        0 if rollout is None else rollout.num_tokens - rollout.prompt_length,
+        0 if rollout is None else rollout.loss_mask.sum(),
+        sample.turns,
+        rollout is not None and rollout.finish_reason == "length",
+        sample.episode_error is not None,
+        sample.late_reward,
+    ]

@@ -1,0 +1,83 @@
+"""The environment that a configuration asks for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from megarl.config_sampling import EnvironmentConfig
+from megarl.errors import ConfigError
+from megarl.rollout.tools.calculator import CalculatorTool
+from megarl.rollout.tools.environment import Block, Hermes, ToolEnvironment
+from megarl.rollout.tools.protocol import Environment, Tool
+from megarl.rollout.tools.python_tool import PythonTool
+from megarl.rollout.tools.sandbox import Limits
+
+
+def make_environment(config: EnvironmentConfig) -> Environment | None:
+    """The environment; None without one. ConfigError if it cannot be made, or a tool cannot work here."""
+    if config.function is None:
+        return None
+    if config.function == "tools":
+        return ToolEnvironment([_tool(name, config) for name in config.tools], _form(config))
+    made = _made("environment.function", config.function, config.options)
+    if not callable(getattr(made, "begin", None)):
+        raise ConfigError(
+            f"environment.function {config.function!r} made a {type(made).__name__} without begin(prompt, seed); "
+            "expected an environment, see docs/environments.md"
+        )
+    return made
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> tuple[int, ...]:
+    """The token of each text; ConfigError for a text of several tokens, after which no engine could stop exactly."""
+    found: list[int] = []
+    for text in texts:
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(tokens) != 1:
+            raise ConfigError(
+                f"environment.stop: {text!r} is {len(tokens)} tokens of this tokenizer, expected one: a turn ends with "
+                "a token; leave it out, and the turn ends with the end token"
+            )
+        found.append(int(tokens[0]))
+    return tuple(found)
+
+
+def _tool(name: str, config: EnvironmentConfig) -> Tool:
+    if name == "calculator":
+        return CalculatorTool()
+    if name == "python":
+        limits = Limits(
+            wall_s=config.python_s,
+            cpu_s=max(1, round(config.python_s)),
+            memory_bytes=config.python_memory_mb << 20,
+            output_bytes=config.python_output_kb << 10,
+        )
+        return PythonTool(limits, limits_alone=config.python_limits_alone)
+    tool = _made("environment.tools", name, {})
+    if not callable(tool) or not isinstance(getattr(tool, "name", None), str):
+        raise ConfigError(f"environment.tools: {name!r} made a {type(tool).__name__}, expected a tool with a name")
+    return tool
+
+
+def _form(config: EnvironmentConfig) -> Block | Hermes:
+    given = {} if config.observation is None else {"template": config.observation}
+    return Hermes(**given) if config.format == "hermes" else Block(config.call_open, config.call_close, **given)
+
+
+def _made(key: str, path: str, options: Mapping[str, Any]) -> Any:
+    """What "package.module:factory" makes."""
+    module, colon, attribute = path.partition(":")
+    if not colon or not module or not attribute:
+        raise ConfigError(f"{key} is {path!r}, expected a built-in name or package.module:factory")
+    try:
+        factory = getattr(importlib.import_module(module), attribute)
+        return factory(**options)
+    except ConfigError:
+        raise
+    except Exception as error:  # the user's code, which may raise anything
+        told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ConfigError(f"{key} {path!r} cannot be made ({told}); is its folder on PYTHONPATH?") from error
