@@ -1,0 +1,402 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.data.judge import Judge, StepReward, Verdict
+from megarl.errors import ConfigError
+
+OWN = """
+import asyncio, os, re, signal, subprocess, sys, time
+from megarl.data.rewards import instantaneous
+from megarl.data.verdicts import StepReward, Steps
+from megarl.errors import ConfigError
+
+class Odd(Exception):  # cannot be unpickled elsewhere
+    def __init__(self, a, b):
+        super().__init__(a)
+
+def forever():
+    while True:
+        pass
+
+def crowd(answer):
+    child = subprocess.Popen(["sleep", "600"])
+    with open(answer, "a") as file:
+        file.write(f"{os.getpid()} {child.pid} ")
+
+DOES = {
+    "none": lambda a: None,
+    "nan": lambda a: float("nan"),
+    "text": lambda a: "1",
+    "raise": lambda a: 1 / 0,
+    "odd": lambda a: (_ for _ in ()).throw(Odd(1, 2)),
+    "leave": lambda a: sys.exit(2),
+    "exit": lambda a: os._exit(3),
+    "segv": lambda a: os.kill(os.getpid(), signal.SIGSEGV),
+    "loop": lambda a: forever(),
+    "locked": lambda a: re.match("(a+)+$", "a" * 60 + "b"),  # holds the interpreter's lock
+    "crowd": lambda a: crowd(a) or forever(),
+    "crowd_exit": lambda a: crowd(a) or os._exit(3),
+    "late": lambda a: (_ for _ in ()).throw(TimeoutError("gave up")),
+    "pid": lambda a: os.getpid(),
+    "refuse": lambda a: (_ for _ in ()).throw(ConfigError("not here")),
+    "heavy": lambda a: len({"torch", "megatron", "transformers", "megarl.cli", "own_main"} & set(sys.modules)),
+    "launcher": lambda a: sum(name in os.environ for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID")),
+    "steps": lambda a: Steps(1, [StepReward(2, 0.5), StepReward(5, -1)]),
+}
+
+def own(*, prompt, response, answer):
+    return DOES[response](answer) if response in DOES else float(response)
+
+@instantaneous
+def at_once(*, prompt, response, answer):
+    return own(prompt=prompt, response=response, answer=answer)
+
+async def over_http(*, prompt, response, answer):
+    if response == "loop":
+        await asyncio.sleep(600)
+    if response == "inner":
+        task = asyncio.ensure_future(asyncio.sleep(600))
+        asyncio.get_running_loop().call_soon(task.cancel)
+        await task
+    return own(prompt=prompt, response=response, answer=answer)
+
+class Served:
+    async def __call__(self, *, prompt, response, answer):
+        return await over_http(prompt=prompt, response=response, answer=answer)
+
+served = Served()
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_judges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "own_judges.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("own_judges", None)
+    yield
+    assert not workers(), "a judge left processes"
+
+
+def workers(of: int | None = None) -> list[psutil.Process]:
+    """Processes below this one; multiprocessing's tracker of semaphores, one per trainer, apart."""
+    below = psutil.Process(of).children(recursive=True)
+    return [p for p in below if p.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(p.cmdline())]
+
+
+async def judged(judge: Judge, response: str, answer: str = "") -> Verdict:
+    return await judge.score(prompt="", response=response, answer=answer)
+
+
+def one(judge: Judge, response: str, answer: str = "") -> Verdict:
+    return asyncio.run(judged(judge, response, answer))
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("function", ["own", "at_once", "over_http", "served"])
+def test_a_reward_that_fails_costs_its_response_alone(function: str) -> None:
+    expected = {
+        "0.25": None,
+        "none": "expected a number",
+        "nan": "expected a finite number",
+        "text": "expected a number",
+        "raise": "ZeroDivisionError: division by zero",
+        "odd": "Odd: 1",
+        "late": "TimeoutError: gave up",
+        "1": None,
+    }
+
+    async def all_at_once(judge: Judge) -> list[Verdict]:
+        return await asyncio.gather(*(judged(judge, response) for response in expected))
+
+    with Judge(f"own_judges:{function}", workers=2) as judge:
+        verdicts = dict(zip(expected, asyncio.run(all_at_once(judge)), strict=True))
+        with pytest.raises(ConfigError, match="not here"):
+            one(judge, "refuse")
+        assert one(judge, "0.5") == Verdict(0.5)
+    for response, error in expected.items():
+        if error is None:
+            assert verdicts[response] == Verdict(float(response))
+        else:
+            assert verdicts[response].reward is None
+            assert error in (verdicts[response].error or "")
+            assert "\n" not in (verdicts[response].error or "")
+    assert [r for r, v in verdicts.items() if v.timed_out] == ["late"]
+
+
+def test_workers_start_with_the_first_call_that_needs_one() -> None:
+    with Judge("exact_match") as judge:
+        assert one(judge, " 7").reward == 0
+        assert asyncio.run(judge.score(prompt="", response=" 7", answer="7")).reward == 1
+        assert not workers()
+    with Judge("own_judges:own", workers=3) as judge:
+        assert not workers()
+        one(judge, "1")
+        assert len(workers()) == 1
+        assert one(judge, "pid").reward == workers()[0].pid
+
+
+@pytest.mark.parametrize(
+    ("response", "told"),
+    [("exit", "exit status 3"), ("segv", "killed by SIGSEGV"), ("leave", "SystemExit: 2")],
+)
+def test_a_worker_that_dies_costs_its_call_alone(response: str, told: str) -> None:
+    responses = ["1", response, "2", "3", response, "4"]
+
+    async def all_at_once(judge: Judge) -> list[Verdict]:
+        return await asyncio.gather(*(judged(judge, r) for r in responses))
+
+    with Judge("own_judges:own", workers=2) as judge:
+        for verdict, asked in zip(asyncio.run(all_at_once(judge)), responses, strict=True):
+            if asked == response:
+                assert verdict.reward is None
+                assert told in (verdict.error or "")
+            else:
+                assert verdict == Verdict(float(asked))
+
+
+def test_a_worker_that_dies_between_calls_costs_nothing() -> None:
+    with Judge("own_judges:own") as judge:
+        for _ in range(2):
+            pid = one(judge, "pid").reward
+            assert pid is not None
+            os.kill(int(pid), signal.SIGKILL)
+            assert one(judge, "1") == Verdict(1.0)
+            # Also when the pool has noticed it in the meantime.
+            os.kill(int(one(judge, "pid").reward or 0), signal.SIGKILL)
+            time.sleep(0.4)
+            assert one(judge, "1") == Verdict(1.0)
+
+
+@pytest.mark.parametrize("response", ["loop", "locked"])
+def test_a_call_that_takes_too_long_is_killed(response: str) -> None:
+    async def both(judge: Judge) -> list[Verdict]:
+        return await asyncio.gather(judged(judge, response), judged(judge, "1"))
+
+    with Judge("own_judges:own", timeout_s=0.5) as judge:
+        first = one(judge, "pid").reward
+        late, fine = asyncio.run(both(judge))
+        assert (late.reward, late.timed_out) == (None, True)
+        assert late.error == "the reward function took more than 0.5 s"
+        assert fine == Verdict(1.0)
+        assert one(judge, "pid").reward != first
+        assert len(workers()) == 1
+
+
+def test_processes_that_a_call_has_started_end_with_it(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    with Judge("own_judges:own", timeout_s=0.5) as judge:
+        assert one(judge, "crowd", str(started)).timed_out
+        assert "exit status 3" in (one(judge, "crowd_exit", str(started)).error or "")
+        pids = [int(pid) for pid in started.read_text().split()]
+        assert len(pids) == 4
+        until(lambda: not any(alive(pid) for pid in pids), "a process is left")
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_async_functions_have_the_same_time_limit() -> None:
+    with Judge("own_judges:over_http", timeout_s=0.2) as judge:
+        assert one(judge, "loop") == Verdict(None, error="the reward function took more than 0.2 s", timed_out=True)
+        assert "CancelledError" in (one(judge, "inner").error or "")
+        assert not workers()
+
+
+@pytest.mark.parametrize("function", ["own", "over_http"])
+def test_cancelling_stops_the_call(function: str, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+
+    async def cancelled(judge: Judge) -> None:
+        calls = [asyncio.ensure_future(judged(judge, "crowd", str(started)))] if function == "own" else []
+        calls += [asyncio.ensure_future(judged(judge, "loop")) for _ in range(50)]
+        await asyncio.sleep(0)
+        while function == "own" and not started.exists():
+            await asyncio.sleep(0.01)
+        for call in calls:
+            call.cancel()
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)
+        assert await judged(judge, "2") == Verdict(2.0)
+
+    with Judge(f"own_judges:{function}", timeout_s=60) as judge:
+        asyncio.run(cancelled(judge))
+        assert len(workers()) == (function == "own")
+    if function == "own":
+        until(lambda: not any(alive(int(pid)) for pid in started.read_text().split()), "a process is left")
+
+
+def test_closing_ends_calls_under_way() -> None:
+    async def closed(judge: Judge) -> None:
+        call = asyncio.ensure_future(judged(judge, "loop"))
+        queued = asyncio.ensure_future(judged(judge, "1"))
+        await asyncio.sleep(0.5)
+        judge.close()
+        assert not workers()
+        for awaited in (call, queued):
+            with pytest.raises(RuntimeError, match="closed"):
+                await awaited
+
+    judge = Judge("own_judges:own")
+    asyncio.run(closed(judge))
+    judge.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        one(judge, "1")
+
+
+def test_an_error_leaves_no_process() -> None:
+    def failing() -> None:
+        with Judge("own_judges:own") as judge:
+            one(judge, "1")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        failing()
+    assert not workers()
+
+
+def test_several_loops_in_several_threads() -> None:
+    found: list[float | None] = []
+    with Judge("own_judges:own", workers=2) as judge:
+        for number in range(3):
+            thread = threading.Thread(target=lambda n=number: found.append(one(judge, str(n)).reward))
+            thread.start()
+            thread.join()
+        found.append(one(judge, "3").reward)
+        # The workers were started by a thread that has ended since, and live on.
+        assert len(workers()) == 1
+    assert found == [0, 1, 2, 3]
+
+
+def test_math_verify_works_from_any_thread() -> None:
+    found: list[Verdict] = []
+
+    async def several(judge: Judge) -> None:
+        pairs = [(r"\boxed{\frac{2}{4}}", "0.5"), ("the answer is 7", "8"), ("1", "$ $")]
+        found.extend(await asyncio.gather(*(judged(judge, *pair) for pair in pairs)))
+
+    with Judge("math_verify") as judge:
+        thread = threading.Thread(target=lambda: asyncio.run(several(judge)))
+        thread.start()
+        thread.join()
+    assert [verdict.reward for verdict in found] == [1.0, 0.0, None]
+    assert "can read no expression" in (found[2].error or "")
+
+
+def test_math_verify_is_too_late_by_its_own_alarm() -> None:
+    with Judge("math_verify", timeout_s=60) as judge:
+        verdict = one(judge, "$9^{9^{9}}$", "5")
+        assert verdict.timed_out
+        assert "took more than 5 s" in (verdict.error or "")
+        assert one(judge, "5", "5").reward == 1.0
+
+
+def test_workers_are_light_and_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "0")
+    with Judge("own_judges:own") as judge:
+        assert one(judge, "heavy") == Verdict(0.0)
+        assert one(judge, "launcher") == Verdict(0.0)
+
+
+def test_steps() -> None:
+    with Judge("own_judges:own") as judge:
+        assert one(judge, "steps") == Verdict(1.0, (StepReward(2, 0.5), StepReward(5, -1.0)))
+
+
+def test_a_function_that_cannot_be_used_is_refused_at_once() -> None:
+    for name, told in (
+        ("exakt_match", "expected exact_match"),
+        ("own_judges:nothing", "has nothing named"),
+        ("own_judges:crowd", "has the parameters"),
+        ("__main__:reward", "__main__"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            Judge(name)
+    for options in ({"workers": 0}, {"timeout_s": 0.0}, {"timeout_s": float("nan")}):
+        with pytest.raises(ConfigError, match="at least 1 worker"):
+            Judge("exact_match", **options)  # type: ignore[arg-type]
+
+
+MAIN = """
+import asyncio, os, signal, sys
+print("the main module runs", flush=True)
+from megarl.data.judge import Judge
+judge = Judge("own_judges:own", workers=2, timeout_s=600)
+
+def ask(response, answer=""):
+    return asyncio.run(judge.score(prompt="", response=response, answer=answer)).reward
+"""
+
+
+def run_main(tmp_path: Path, code: str, *, as_module: bool, **options: object) -> subprocess.Popen[str]:
+    (tmp_path / "own_main.py").write_text(MAIN + textwrap.dedent(code))
+    arguments = ["-m", "own_main"] if as_module else [str(tmp_path / "own_main.py")]
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": path, "RANK": "0", "WORLD_SIZE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("as_module", [True, False])
+def test_the_main_module_does_not_run_again(tmp_path: Path, as_module: bool) -> None:
+    """Neither a script without a guard nor ``python -m`` (what a launcher runs) is imported by the workers."""
+    code = """
+    print(ask("heavy"), ask("exit"), ask("0.5"))
+    1 / 0  # ends without closing
+    """
+    process = run_main(tmp_path, code, as_module=as_module)
+    out, err = process.communicate(timeout=120)
+    assert out.splitlines() == ["the main module runs", "0.0 None 0.5"], err
+    assert process.returncode == 1
+    assert err.strip().endswith("ZeroDivisionError: division by zero")
+
+
+@pytest.mark.parametrize("response", ["loop", "locked", "crowd", "1"])
+def test_workers_die_with_the_trainer(tmp_path: Path, response: str) -> None:
+    code = f"""
+    print(int(ask("pid")), flush=True)
+    ask({response!r}, {str(tmp_path / "started")!r})
+    signal.pause()
+    """
+    process = run_main(tmp_path, code, as_module=False)
+    assert process.stdout is not None
+    process.stdout.readline()
+    worker = int(process.stdout.readline())
+    if response == "crowd":
+        until(
+            lambda: (tmp_path / "started").exists() and len((tmp_path / "started").read_text().split()) == 2, "no call"
+        )
+    else:
+        time.sleep(0.5)
+    left = [worker, *(p.pid for p in workers(process.pid))]
+    assert all(alive(pid) for pid in left)
+    process.kill()
+    process.communicate(timeout=60)
+    until(lambda: not any(alive(pid) for pid in left), "a worker outlived the trainer")
