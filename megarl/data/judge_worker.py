@@ -25,9 +25,10 @@ from megarl.data.rewards import RewardFunction, load_reward
 from megarl.data.verdicts import Verdict, failure, verdict_of
 from megarl.errors import ConfigError
 
-DISTRIBUTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables of a launcher; with them a library in a worker would take itself for a rank of the trainer."""
-DISTRIBUTED_PREFIXES = ("GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_", "NCCL_ASYNC_")
+DISTRIBUTED = frozenset(
+    f"{scope}{name}" for scope in ("", "LOCAL_", "GROUP_", "ROLE_") for name in ("RANK", "WORLD_SIZE")
+) | {"MASTER_ADDR", "MASTER_PORT", "ROLE_NAME"}
+"""Variables of a launcher, besides TORCHELASTIC_*: with them a library would take a worker for a rank of the trainer."""
 _MAIN = threading.Lock()
 
 
@@ -60,7 +61,7 @@ def enter(function: str) -> None:
     os.setpgid(0, 0)
     _die_with_parent()
     for name in tuple(os.environ):
-        if name in DISTRIBUTED or name.startswith(DISTRIBUTED_PREFIXES):
+        if name in DISTRIBUTED or name.startswith("TORCHELASTIC_"):
             del os.environ[name]
     with contextlib.suppress(ConfigError):  # raised again by the first call, which has somebody to tell
         _loaded(function)
