@@ -28,7 +28,7 @@ from megarl.errors import ConfigError
 DISTRIBUTED = frozenset(
     f"{scope}{name}" for scope in ("", "LOCAL_", "GROUP_", "ROLE_") for name in ("RANK", "WORLD_SIZE")
 ) | {"MASTER_ADDR", "MASTER_PORT", "ROLE_NAME"}
-"""Variables of a launcher, besides TORCHELASTIC_*: with them a library would take a worker for a rank of the trainer."""
+"""Variables of a launcher, besides TORCHELASTIC_*: with them a library would take a worker for a rank."""
 _MAIN = threading.Lock()
 
 
