@@ -623,6 +623,8 @@ class Config(Table):
                 f'sampling.advantages: found "credit" (the default with rule = "{sampling.rule}") with an objective '
                 'whose advantages differ between tokens; set sampling.advantages = "objective"'
             )
+        if by_token and (self.credit.objective is not None or self.credit.weigh != "sample"):
+            raise ValueError("credit: its weights do not go with an objective whose advantages differ between tokens")
 
     def _check_megatron(self) -> None:
         for key in self.megatron:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from megarl.core.advantages import ADVANTAGES, Values, grpo, token_level_kl, uni
 from megarl.core.columns import Denominators, TokenColumns, TokenState, prepare
 from megarl.core.metrics import Stat
 from megarl.core.parts import Objective
+from megarl.core.process_rewards import process_advantages
 from megarl.core.ratios import log_ratio, segment_cumsum, segment_expand, segment_sum
 from megarl.core.table import OBJECTIVES
 from megarl.core.weights import Total, importance_weight, kl_penalty, outside_trust, shared_power
@@ -37,6 +39,7 @@ __all__ = [
     "policy_loss",
     "selected_responses",
     "sequence_advantages",
+    "step_advantages",
     "token_advantages",
 ]
 
@@ -54,8 +57,14 @@ class Coefficients:
 def sequence_advantages(objective: Objective, rewards: Values, groups: Values) -> Tensor:
     """Return the objective's advantage of each response: rewards [N], groups integer [N] -> [N].
 
-    Raises ConfigError for "token_level_kl", which needs columns: see ``token_advantages``.
+    Raises ConfigError for "token_level_kl", which needs columns: see ``token_advantages``; and for "process", which
+    needs the rewards of steps: see ``step_advantages``.
     """
+    if objective.advantage == "process":
+        raise ConfigError(
+            "objective: advantage 'process' needs the rewards of the steps of each response, which this caller does "
+            "not have; use step_advantages() with them, or another advantage"
+        )
     if objective.advantage == "token_level_kl":
         raise ConfigError(
             "objective: advantage 'token_level_kl' differs between the tokens of a response and needs ref_logprobs, "
@@ -98,6 +107,34 @@ def token_advantages(
         eps=objective.std_eps,
         horizon=objective.kl_horizon,
     )
+
+
+def step_advantages(
+    objective: Objective, steps: Sequence[Sequence[tuple[int, float]]], groups: Values, lengths: Sequence[int]
+) -> list[np.ndarray]:
+    """Return the advantage "process" of each token of each response: float64 [T_n], n = 0..N-1.
+
+    steps: by response, (index of the last token, reward) of its steps, ascending; groups: integer [N], whole groups;
+    lengths: T_n, or 0 for a response whose tokens are not wanted. See ``megarl.core.process_rewards``.
+    """
+    # Only the order of steps matters for their sums: each response is laid out as if a step were a token.
+    counts = [len(each) for each in steps]
+    cu_seqlens = torch.tensor([0, *counts]).cumsum(0)
+    rewards = np.array([reward for each in steps for _, reward in each], dtype=np.float64)
+    values = process_advantages(
+        rewards,
+        np.arange(len(rewards)),
+        groups,
+        torch.ones(len(rewards), dtype=torch.bool),
+        cu_seqlens,
+        ddof=objective.std_ddof,
+        eps=objective.std_eps,
+    ).numpy()
+    found: list[np.ndarray] = []
+    for each, to_go, length in zip(steps, np.split(values, cu_seqlens[1:-1].tolist()), lengths, strict=True):
+        ends = np.array([end for end, _ in each], dtype=np.int64)
+        found.append(np.append(to_go, 0.0)[np.searchsorted(ends, np.arange(length))])
+    return found
 
 
 def selected_responses(objective: Objective, rewards: Values, groups: Values) -> Tensor:

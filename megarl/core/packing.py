@@ -72,22 +72,18 @@ def partition_into(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
     return _ordered(bins)
 
 
-def pack(rollouts: Sequence[Rollout], advantages: Values) -> TrainBatch:
-    """Put rollouts back to back, in the given order, with one advantage per sequence ([N]) on each of its tokens.
+def pack(rollouts: Sequence[Rollout], advantages: Values | Sequence[np.ndarray]) -> TrainBatch:
+    """Put rollouts back to back, in the given order, with their advantages.
 
+    advantages: [N], the one of a sequence goes to each of its tokens; or a list of N arrays, [T_n], one per token.
     Routes of 16 bits become int16, which torch indexes everywhere. A mask of routes that lie elsewhere is kept. Raises
     RolloutError or TraceError, naming group and sample, if a column does not fit its tokens or only some rollouts carry
     routes.
     """
     if not rollouts:
         raise ValueError("there are no rollouts to pack, expected at least one")
-    per_sequence = torch.as_tensor(advantages, dtype=torch.float32, device="cpu")
-    if per_sequence.shape != (len(rollouts),):
-        raise ValueError(f"advantages are {list(per_sequence.shape)}, expected [{len(rollouts)}], one per rollout")
-    for rollout, advantage in zip(rollouts, per_sequence.tolist(), strict=True):
+    for rollout in rollouts:
         _check_rollout(rollout)
-        if not np.isfinite(advantage):
-            raise NumericsError(f"{_name(rollout)}: the advantage is {advantage}, expected a finite number")
     lengths = torch.tensor([0, *(rollout.num_tokens for rollout in rollouts)])
     cu_seqlens = lengths.cumsum(0)
     routed_experts, routed_mask = _pack_routes(rollouts)
@@ -96,11 +92,35 @@ def pack(rollouts: Sequence[Rollout], advantages: Values) -> TrainBatch:
         cu_seqlens=cu_seqlens,
         loss_mask=_joined([r.loss_mask for r in rollouts], np.bool_),
         rollout_logprobs=_joined([r.rollout_logprobs for r in rollouts], np.float32),
-        advantages=segment_expand(per_sequence, cu_seqlens),
+        advantages=_per_token(advantages, rollouts, cu_seqlens),
         routed_experts=routed_experts,
         routed_mask=routed_mask,
         weight_versions=_joined([r.weight_versions for r in rollouts], np.int32),
     )
+
+
+def _per_token(advantages: Values | Sequence[np.ndarray], rollouts: Sequence[Rollout], cu_seqlens: Tensor) -> Tensor:
+    """float32 [T]."""
+    if len(advantages) != len(rollouts):
+        raise ValueError(f"there are {len(advantages)} advantages for {len(rollouts)} rollouts, expected one for each")
+    if isinstance(advantages[0], np.ndarray) and advantages[0].ndim:
+        columns = [np.asarray(column, dtype=np.float32) for column in advantages]
+        for rollout, column in zip(rollouts, columns, strict=True):
+            if column.shape != (rollout.num_tokens,):
+                raise ValueError(f"{_name(rollout)}: advantages are {list(column.shape)}, expected one per token")
+            _check_finite(rollout, column)
+        return torch.from_numpy(np.concatenate(columns))
+    per_sequence = torch.as_tensor(advantages, dtype=torch.float32, device="cpu")
+    if per_sequence.shape != (len(rollouts),):
+        raise ValueError(f"advantages are {list(per_sequence.shape)}, expected [{len(rollouts)}], one per rollout")
+    for rollout, advantage in zip(rollouts, per_sequence.numpy(), strict=True):
+        _check_finite(rollout, advantage)
+    return segment_expand(per_sequence, cu_seqlens)
+
+
+def _check_finite(rollout: Rollout, advantage: np.ndarray) -> None:
+    if not np.isfinite(advantage).all():
+        raise NumericsError(f"{_name(rollout)}: the advantage is {advantage}, expected a finite number")
 
 
 def without_routes(rollout: Rollout) -> Rollout:

@@ -61,7 +61,7 @@ class Objective:
     eps_high: float = 0.2
     """Upper clip distance of the window."""
     std_ddof: int = 1
-    """Of the standard deviation in "grpo" and "token_level_kl": 1 unbiased, 0 population."""
+    """Of the standard deviation in "grpo", "token_level_kl" and "process": 1 unbiased, 0 population."""
     std_eps: float = 1e-6
     """Added to that standard deviation."""
     norm_length: int | None = None
@@ -235,9 +235,9 @@ def _check_kl(o: Objective) -> None:
         raise ConfigError(f"objective: kl {o.kl!r}, advantage {o.advantage!r} need a kl_coef above 0, such as 0.001")
     if not o.needs_ref_logprobs and o.kl_coef:
         raise ConfigError(f"objective: kl_coef is {o.kl_coef}, but kl is 'none'; set kl to 'k1', 'k2' or 'k3'")
-    if o.selection == "positive" and o.advantage == "token_level_kl":
+    if o.selection == "positive" and o.advantage in TOKEN_ADVANTAGES:
         raise ConfigError(
-            "objective: selection 'positive' needs one advantage per response, but those of 'token_level_kl' differ "
+            f"objective: selection 'positive' needs one advantage per response, but those of {o.advantage!r} differ "
             "between its tokens; use 'all' or 'mixed_groups'"
         )
     if o.kl_horizon is not None and (o.advantage != "token_level_kl" or o.kl_horizon < 1):

@@ -25,7 +25,7 @@ from megarl.core.collector import Selection
 from megarl.core.credit_assignment import assign
 from megarl.core.diagnostics import effective_prompt_ratio
 from megarl.core.metrics import Stat
-from megarl.core.objectives import Objective, selected_responses, sequence_advantages
+from megarl.core.objectives import Objective, selected_responses, sequence_advantages, step_advantages
 from megarl.core.packing import without_routes
 from megarl.core.parts import TOKEN_ADVANTAGES
 from megarl.core.provenance import provenance_metrics, refuse_mixed_versions
@@ -50,14 +50,21 @@ TRAIN, EVALUATE, PRESAMPLE, KEEP = 0, 1, 2, 3
 """Purposes of a sampling seed, so that evaluation never repeats the noise of training."""
 
 
+Steps = tuple[tuple[int, float], ...]
+"""See ``Sample.steps``."""
+Dealt = list[list[tuple[Rollout, int]]]
+"""The sequences of a model copy by mini-batch: rollout, and row of the selection, or its length for none."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepRollouts:
     """What one data-parallel rank trains on in a global step."""
 
     mini_batches: list[list[Rollout]]
     """One list of rollouts per mini-batch, in the order of the sequences; equally long on all ranks."""
-    advantages: list[np.ndarray]
-    """float64, one per rollout of each mini-batch; 0 where the objective has one per token, which takes a pass."""
+    advantages: list[np.ndarray] | list[list[np.ndarray]]
+    """By mini-batch, float64: one per rollout, or by rollout one per token (process rewards); 0 where the objective's
+    take a pass."""
     judged: Judged
     """What such an objective needs besides."""
     metrics: dict[str, Stat]
@@ -174,7 +181,7 @@ class Sampler:
         ]
         return StepRollouts(
             [[_counted(rollout, bool(trains[row])) for rollout, row in part] for part in dealt],
-            [np.append(advantages, 0.0)[part] for part in rows],
+            self._by_token(dealt, selection, samples) or [np.append(advantages, 0.0)[part] for part in rows],
             Judged(np.append(selection.rewards, 0.0), np.append(selection.prompts, -1), rows),
             self._metrics(drawn, selection, counted) | _rollout_metrics(present, trainer_version=step),
             error,
@@ -288,6 +295,26 @@ class Sampler:
             return np.zeros(len(rewards)), counted
         return sequence_advantages(self.objective, rewards, groups).double().numpy() * weights, counted
 
+    def _by_token(
+        self, dealt: Dealt, selection: Selection, samples: Mapping[Key, Sample]
+    ) -> list[list[np.ndarray]] | None:
+        """The advantages of process rewards, of this rank's sequences; a collective call. None for other objectives."""
+        if self.objective.advantage != "process":
+            return None
+        told: list[dict[Key, Steps]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(
+            told, {key: _steps(sample) for key, sample in samples.items() if sample.reward is not None}
+        )
+        steps = {key: each for of_rank in told for key, each in of_rank.items()}
+        keys = list(zip(selection.prompts.tolist(), selection.samples.tolist(), strict=True))
+        length_of = {row: rollout.num_tokens for part in dealt for rollout, row in part}
+        lengths = [length_of.get(row, 0) for row in range(len(keys))]
+        values = step_advantages(self.objective, [steps[key] for key in keys], selection.prompts, lengths)
+        return [
+            [values[row] if row < len(keys) else np.zeros(rollout.num_tokens) for rollout, row in part]
+            for part in dealt
+        ]
+
     def _metrics(self, drawn: Drawn, selection: Selection, counted: np.ndarray) -> dict[str, Stat]:
         trained, groups = torch.from_numpy(selection.rewards), torch.from_numpy(selection.prompts)
         places = len(drawn.rows) if self.config.sampling.fixed else len(counted)
@@ -300,10 +327,6 @@ class Sampler:
         # What adds up is told by one model copy alone.
         once = {**selection.metrics, "sampling/tokens": Stat.total(float(drawn.column("tokens").sum()))}
         return found | (once if distributed.dp_rank() == 0 else {})
-
-
-Dealt = list[list[tuple[Rollout, int]]]
-"""The sequences of a model copy by mini-batch: rollout, and row of the selection, or its length for none."""
 
 
 def _deal_out(own: list[list[Key]], selection: Selection, samples: Mapping[Key, Sample]) -> Dealt:
@@ -329,6 +352,13 @@ def _deal_out(own: list[list[Key]], selection: Selection, samples: Mapping[Key, 
         places = [(found[key], row_of.get(key, len(keys))) if key in found else (filler, len(keys)) for key in part]
         dealt.append(places + [(filler, len(keys))] * (size - len(part)))
     return dealt
+
+
+def _steps(sample: Sample) -> Steps:
+    """A response that was judged as a whole is one step."""
+    assert sample.rollout is not None
+    assert sample.reward is not None
+    return sample.steps or ((sample.rollout.num_tokens - 1, sample.reward),)
 
 
 def sampling_place() -> Place:

@@ -86,7 +86,7 @@ class TrainStep:
         beforehand = self.objective.weight_fn == "adaptive_power" and self.objective.corrected != "theta_old"
         return self.config.train.mini_batches > 1 or self.needs_token_advantages or beforehand
 
-    def prepare(self, rollouts: Sequence[Rollout], advantages: np.ndarray) -> MiniBatch:
+    def prepare(self, rollouts: Sequence[Rollout], advantages: np.ndarray | Sequence[np.ndarray]) -> MiniBatch:
         """Check, pack and cut this rank's rollouts of one mini-batch, and fetch its rows of their routes; collective.
 
         A rollout has its routes on one rank of the model copy at least. TraceError if a trace is not of this model, or
