@@ -58,8 +58,8 @@ class Trainer:
         torch.use_deterministic_algorithms(config.run.deterministic, warn_only=True)
         self.policy = Policy(config, schedule_of(config))
         self.engine = make_engine(config, self.progress.line)
-        self.sampler = Sampler(config, self.engine, self.objective)
         self.train_step = TrainStep(config, self.policy, self.objective)
+        self.sampler = Sampler(config, self.engine, self.objective, self.train_step)
         self.traces = TraceDump(config.run_dir / "traces", self.policy) if config.log.traces_every else None
         self.seconds: dict[str, float] = {}
 

@@ -29,7 +29,7 @@ from megarl.core.objectives import Objective, selected_responses, sequence_advan
 from megarl.core.packing import without_routes
 from megarl.core.parts import TOKEN_ADVANTAGES
 from megarl.core.provenance import provenance_metrics, refuse_mixed_versions
-from megarl.core.stopping import Uniform
+from megarl.core.stopping import Allotted, SamplingRule, Uniform
 from megarl.core.types import Rollout, SampleRequest
 from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt, PromptOrder, load_prompts
@@ -39,11 +39,13 @@ from megarl.rollout.draw import Asker, Draw
 from megarl.rollout.engine import Engine, SamplingParams
 from megarl.rollout.episodes import EpisodeLimits
 from megarl.rollout.player import Player, Sample
+from megarl.train.allotment import AdaEst, Allotment, Gvm
 from megarl.train.drawing import Drawing
 from megarl.train.drawn import Drawn
 from megarl.train.environments import make_environment, stop_ids
 from megarl.train.plans import GroupPlan, Key, Listed, Place, Plan, Refill, SequencePlan
 from megarl.train.progress import Advance
+from megarl.train.step import TrainStep
 from megarl.train.token_advantages import Judged
 
 TRAIN, EVALUATE, PRESAMPLE, KEEP = 0, 1, 2, 3
@@ -97,7 +99,10 @@ class _Begun:
 class Sampler:
     """Prompts, engine, environment and reward of a run, on one rank."""
 
-    def __init__(self, config: Config, engine: Engine, objective: Objective) -> None:
+    def __init__(
+        self, config: Config, engine: Engine, objective: Objective, train_step: TrainStep | None = None
+    ) -> None:
+        """``train_step``: for rules that look at the policy, a value head's and GVM's."""
         self.config = config
         self.engine = engine
         self.objective = objective
@@ -120,6 +125,7 @@ class Sampler:
         self._position = 0
         """Where the order of prompts stands, with refill; else it follows from the step."""
         self._ahead: _Begun | None = None
+        self._allotment = self._make_allotment(train_step)
 
     def close(self) -> None:
         """End the processes of the reward."""
@@ -127,11 +133,14 @@ class Sampler:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds of sampling; plain, and equal on all ranks."""
-        return {"position": self._position}
+        estimates = {} if self._allotment is None else self._allotment.state_dict()
+        return {"position": self._position, "estimates": estimates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state_dict``."""
         self._position = int(state["position"])
+        if self._allotment is not None:
+            self._allotment.load_state_dict(state["estimates"])
 
     def begin_step(self, step: int) -> None:
         """Have the engine sample a step's responses in the background, with the weights that it has now; collective.
@@ -170,6 +179,7 @@ class Sampler:
                 "prompts, raise sampling.max_prompts or rollout.group_size, or set sampling.refill = false"
             )
         self._move_on(begun, drawn)
+        learned = self._learn(step, selection)
         advantages, counted = self._advantages(selection)
         dealt = _deal_out(begun.plan.own(selection), selection, samples)
         trains = np.append(counted, False)
@@ -183,7 +193,7 @@ class Sampler:
             [[_counted(rollout, bool(trains[row])) for rollout, row in part] for part in dealt],
             self._by_token(dealt, selection, samples) or [np.append(advantages, 0.0)[part] for part in rows],
             Judged(np.append(selection.rewards, 0.0), np.append(selection.prompts, -1), rows),
-            self._metrics(drawn, selection, counted) | _rollout_metrics(present, trainer_version=step),
+            self._metrics(drawn, selection, counted) | learned | _rollout_metrics(present, trainer_version=step),
             error,
         )
 
@@ -241,6 +251,10 @@ class Sampler:
         position = self._position if sampling.refill else step * number
         place = sampling_place()
         mini_batches = self.config.train.mini_batches
+        if self._allotment is not None:
+            counts = self._allotment.counts(step, self._step_prompts(step))
+            rule: SamplingRule = Allotted(tuple(counts.tolist()), threshold=sampling.threshold)
+            return _Begun(step, position, GroupPlan(rule, number, mini_batches, place))
         rule = sampling.rule_of(self.config.rollout.group_size)
         if sampling.fixed:
             assert isinstance(rule, Uniform)
@@ -248,6 +262,26 @@ class Sampler:
         refill = Refill(self.config.prompts_per_step_at_most, sampling.spare) if sampling.refill else None
         seed = sampling_seed(self.config.run.seed, KEEP, step, 0, 0) if sampling.keep == "random" else None
         return _Begun(step, position, GroupPlan(rule, number, mini_batches, place, refill=refill, seed=seed))
+
+    def _make_allotment(self, train_step: TrainStep | None) -> Allotment | None:
+        if self.config.sampling.rule == "ada_est":
+            return AdaEst(self.config, len(self.prompts), train_step)
+        if self.config.sampling.rule == "gvm":
+            assert train_step is not None, "gradients are of a policy"
+            return Gvm(self.config, train_step, self._step_prompts, self._presampled)
+        return None
+
+    def _presampled(self, step: int, keys: Sequence[Key]) -> dict[Key, Sample]:
+        """Given samples of a step's prompts, with noise of their own."""
+        prompts = self._step_prompts(step)
+        draw = self._drawing_of(Listed(keys), lambda number: prompts[number], PRESAMPLE, step)
+        params = self._params(self.config.rollout.temperature, routes=True)
+        return self._together(lambda: self._conversed(draw, params, None))
+
+    def _step_prompts(self, step: int) -> list[Prompt]:
+        """The prompts of a step that replaces none."""
+        number = self.config.rollout.prompts_per_step
+        return [self.prompts[i] for i in self.order.take(step * number, number)]
 
     def _draw(self, begun: _Begun) -> Draw:
         most = self.config.prompts_per_step_at_most
@@ -283,6 +317,16 @@ class Sampler:
         """The next step begins behind the last prompt that any rank has begun and drawn from."""
         used = int(drawn.column("prompt").max()) + 1
         self._position = begun.position + max(used, self.config.rollout.prompts_per_step)
+
+    def _learn(self, step: int, selection: Selection) -> dict[str, Stat]:
+        """Let estimates take in what was drawn of each prompt; a collective call."""
+        if self._allotment is None:
+            return {}
+        prompts = self._step_prompts(step)
+        samples, positives = np.zeros((2, len(prompts)), dtype=np.int64)
+        number, _, judged, good = selection.drawn
+        samples[number], positives[number] = judged, good
+        return self._allotment.learn(prompts, samples, positives)
 
     def _advantages(self, selection: Selection) -> tuple[np.ndarray, np.ndarray]:
         """float64 [N], 0 where the objective has one per token; bool [N], which train and count in denominators."""

@@ -1,0 +1,219 @@
+"""How many samples each prompt of a step gets, where that is decided from estimates: Ada-Est and GVM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from megarl.config import Config
+from megarl.core.allocation import ada_est_weights, allocate, allocate_by_weights
+from megarl.core.gvm import NormMean, gvm_allocate, gvm_estimates
+from megarl.core.metrics import Stat
+from megarl.core.packing import without_routes
+from megarl.core.pass_rates import PassRateCounts
+from megarl.core.types import Rollout
+from megarl.data.prompts import Prompt
+from megarl.errors import CheckpointError
+from megarl.megatron import distributed
+from megarl.rollout.player import Sample
+from megarl.train.gradient_norms import gradient_norms
+from megarl.train.plans import Key
+from megarl.train.step import TrainStep
+from megarl.train.value_head import ValueHead
+
+Presample = Callable[[int, Sequence[Key]], dict[Key, Sample]]
+"""(step, samples) -> those of them that this rank drew, of the step's prompts; a collective call."""
+
+
+class Allotment(Protocol):
+    """Decides counts before a step, and learns from what was drawn; collective calls with equal arguments."""
+
+    def counts(self, step: int, prompts: Sequence[Prompt]) -> np.ndarray:
+        """int64 [B], adding up to prompts_per_step * group_size."""
+        ...
+
+    def learn(self, prompts: Sequence[Prompt], samples: np.ndarray, positives: np.ndarray) -> dict[str, Stat]:
+        """Take in what was drawn of each prompt; returns metrics, equal on all ranks."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds; plain, and equal on all ranks."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state_dict``; CheckpointError if it is of something else."""
+        ...
+
+
+class AdaEst:
+    """By estimates of pass rates that last from step to step (Ada-Est, arXiv 2510.04996, third version)."""
+
+    def __init__(self, config: Config, num_prompts: int, train_step: TrainStep | None) -> None:
+        """``train_step``: whose policy a value head sits on."""
+        estimate = config.estimate
+        self._config = config
+        self._counts: PassRateCounts | None = None
+        self._head: ValueHead | None = None
+        if estimate.by == "counts":
+            self._counts = PassRateCounts(
+                num_prompts, estimate.decay, estimate.prior_positives, estimate.prior_negatives
+            )
+        else:
+            assert train_step is not None, "a value head sits on a policy"
+            self._head = ValueHead(
+                train_step.policy,
+                micro_batch_tokens=config.train.micro_batch_tokens,
+                lr=estimate.head_lr,
+                decay=min(estimate.decay, 0.99),
+                prior=estimate.prior_positives / (estimate.prior_positives + estimate.prior_negatives),
+            )
+        self._last = np.zeros(0)
+
+    def counts(self, step: int, prompts: Sequence[Prompt]) -> np.ndarray:
+        """See ``Allotment.counts``."""
+        self._last = rates = self._rates(prompts)
+        estimate, rollout = self._config.estimate, self._config.rollout
+        total, high = rollout.group_size * len(prompts), self._config.sampling.max_samples
+        if estimate.objective == "ada_est":
+            return allocate_by_weights(ada_est_weights(rates, estimate.eps), total, estimate.min_samples, high)
+        return allocate(rates, total, estimate.objective, estimate.min_samples, high)
+
+    def learn(self, prompts: Sequence[Prompt], samples: np.ndarray, positives: np.ndarray) -> dict[str, Stat]:
+        """See ``Allotment.learn``."""
+        found = {"estimate/rate_mean": Stat.mean(torch.from_numpy(self._last))}
+        drawn = samples > 0
+        if self._last.shape == drawn.shape:
+            gaps = np.abs(self._last - positives / np.maximum(samples, 1))
+            found["estimate/error"] = Stat.mean(torch.from_numpy(gaps), torch.from_numpy(drawn))
+        if self._head is not None:
+            loss = self._head.update([prompt.tokens for prompt in prompts], samples, positives)
+            found["estimate/loss"] = Stat.mean(torch.tensor([loss], dtype=torch.float64))
+        elif self._counts is not None:
+            self._counts.update([prompt.index for prompt in prompts], samples, positives)
+        return found
+
+    def _rates(self, prompts: Sequence[Prompt]) -> np.ndarray:
+        if self._head is not None:
+            return self._head.rates([prompt.tokens for prompt in prompts])
+        assert self._counts is not None
+        return self._counts.rates([prompt.index for prompt in prompts])
+
+    def state_dict(self) -> dict[str, Any]:
+        """See ``Allotment.state_dict``."""
+        if self._head is not None:
+            return {"value_head": self._head.state_dict()}
+        assert self._counts is not None
+        return {"counts": {name: column.tolist() for name, column in self._counts.state_dict().items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See ``Allotment.load_state_dict``."""
+        kind, taker = ("value_head", self._head) if self._head is not None else ("counts", self._counts)
+        if kind not in state:
+            raise CheckpointError(
+                f'the checkpoint holds estimates of the kind {", ".join(state) or "none"}, expected "{kind}"; set '
+                "[estimate] as it was, or begin a new run"
+            )
+        assert taker is not None
+        taker.load_state_dict(state[kind])
+
+
+class Gvm:
+    """By acceptance rates and gradient norms of a first stage, for the prompts of several steps (arXiv 2505.02391)."""
+
+    def __init__(
+        self, config: Config, train_step: TrainStep, prompts_of: Callable[[int], Sequence[Prompt]], presample: Presample
+    ) -> None:
+        self._config, self._train_step = config, train_step
+        self._prompts_of, self._presample = prompts_of, presample
+        self._until = 0
+        """The first step that the estimates do not reach."""
+        self._estimates: dict[int, tuple[float, float]] = {}
+        """Acceptance rate and gradient norm, by the prompt's index in the data."""
+
+    def counts(self, step: int, prompts: Sequence[Prompt]) -> np.ndarray:
+        """See ``Allotment.counts``; draws a first stage where the last one does not reach this step."""
+        gvm = self._config.gvm
+        if step >= self._until:
+            self._refresh(step)
+        rates, norms = np.array([self._estimates[prompt.index] for prompt in prompts]).T
+        return gvm_allocate(
+            rates,
+            norms,
+            self._config.rollout.group_size * len(prompts),
+            gvm.alpha,
+            gvm.beta,
+            solved_above=gvm.solved_above,
+            min_accepted=gvm.min_accepted,
+        )
+
+    def learn(self, prompts: Sequence[Prompt], samples: np.ndarray, positives: np.ndarray) -> dict[str, Stat]:
+        """See ``Allotment.learn``; estimates are those of the first stage alone."""
+        rates, norms = np.array([self._estimates[prompt.index] for prompt in prompts]).T
+        return {
+            "gvm/acceptance_rate": Stat.mean(torch.from_numpy(rates)),
+            "gvm/gradient_norm": Stat.mean(torch.from_numpy(norms), torch.from_numpy(rates > 0)),
+            "gvm/hopeless_fraction": Stat.mean(torch.from_numpy((rates == 0).astype(np.float64))),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """See ``Allotment.state_dict``."""
+        return {"gvm": {"until": self._until, "estimates": [[i, *pair] for i, pair in sorted(self._estimates.items())]}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See ``Allotment.load_state_dict``."""
+        if "gvm" not in state:
+            raise CheckpointError('the checkpoint holds no estimates of rule = "gvm"; begin a new run, or set its rule')
+        self._until = int(state["gvm"]["until"])
+        self._estimates = {int(index): (rate, norm) for index, rate, norm in state["gvm"]["estimates"]}
+
+    def _refresh(self, step: int) -> None:
+        """A first stage for all prompts up to the next one; step by step, for its traces are dropped at once."""
+        self._until = min(step + self._config.gvm.refresh_every, self._config.run.steps)
+        self._estimates = {}
+        for later in range(step, self._until):
+            prompts = self._prompts_of(later)
+            rates, norms = self._stage(later, len(prompts))
+            self._estimates |= {
+                prompt.index: (float(rate), float(norm)) for prompt, rate, norm in zip(prompts, rates, norms, strict=True)
+            }
+
+    def _stage(self, step: int, num_prompts: int) -> tuple[np.ndarray, np.ndarray]:
+        """Acceptance rates and gradient norms, [B] each, of one step's prompts."""
+        gvm = self._config.gvm
+        copy, copies = distributed.dp_rank(), distributed.dp_size()
+        keys = [(prompt, sample) for prompt in range(copy, num_prompts, copies) for sample in range(gvm.pre_samples)]
+        group = distributed.model_group()
+        mine = self._presample(step, keys[group.rank() :: group.size()])
+        accepted = self._accepted(mine)
+        norms = gradient_norms(self._train_step, [rollout for _, rollout in accepted], gvm.block)
+        norm_of = {key: norm for (key, _), norm in zip(accepted, norms.tolist(), strict=True)}
+        rows = [[*key, key in norm_of, norm_of.get(key, 0.0)] for key, sample in mine.items() if sample.reward is not None]
+        found = distributed.gather_rows(np.array(rows, dtype=np.float64).reshape(-1, 4))
+        return _estimates(found, num_prompts, gvm.average)
+
+    def _accepted(self, mine: Mapping[Key, Sample]) -> list[tuple[Key, Rollout]]:
+        """The model copy's accepted responses, in their order; this rank's with routes."""
+        threshold = self._config.sampling.threshold
+        good = {
+            key: sample.rollout
+            for key, sample in mine.items()
+            if sample.reward is not None and sample.reward > threshold and sample.rollout is not None
+        }
+        found = dict(distributed.gather_in_model([(key, without_routes(rollout)) for key, rollout in good.items()]))
+        return sorted((found | good).items(), key=lambda item: item[0])
+
+
+def _estimates(rows: np.ndarray, num_prompts: int, average: NormMean) -> tuple[np.ndarray, np.ndarray]:
+    """From rows of (prompt, sample, accepted, norm); a prompt all of whose rewards failed counts as never accepted."""
+    prompts = rows[:, 0].astype(np.int64)
+    missing = np.setdiff1d(np.arange(num_prompts), prompts)
+    return gvm_estimates(
+        np.concatenate([prompts, missing]),
+        np.concatenate([rows[:, 2] > 0, np.zeros(len(missing), bool)]),
+        np.concatenate([rows[:, 3], np.zeros(len(missing))]),
+        num_prompts,
+        average,
+    )
