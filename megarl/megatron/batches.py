@@ -92,6 +92,20 @@ def split_micro_batches(
     ]
 
 
+def one_by_one(batch: TrainBatch, padded_to_max: bool = False) -> list[MicroBatch]:
+    """A micro-batch for each sequence of this rank, for passes of their own; a collective call.
+
+    Their slots are as few as the layout allows; with ``padded_to_max`` as many as the longest of any rank needs.
+    """
+    lengths = segment_lengths(
+        padded_cu_seqlens(batch.cu_seqlens, _sequence_multiple(parallel_state.get_context_parallel_world_size()))
+    )
+    slots = [_slots_for(length) for length in lengths.tolist()]
+    if padded_to_max:
+        slots = [largest(max(slots), parallel_state.get_data_parallel_group())] * len(slots)
+    return [replace(micro_batch(select(batch, [index]), size), sequences=(index,)) for index, size in enumerate(slots)]
+
+
 def _sequence_multiple(cp: int) -> int:
     """Two equal chunks per context-parallel rank."""
     return 2 * cp if cp > 1 else 1

@@ -112,7 +112,7 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden, weight, labels, log_sum = ctx.saved_tensors
         shard, scale = ctx.shard, ctx.scale
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-        grad_weight = torch.zeros_like(weight)
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         factor = (grad.float() * scale)[:, None]
         for start, end in shard.blocks():
             block_weight = _operand(weight[start:end])
@@ -127,8 +127,10 @@ class _LinearLogprobs(torch.autograd.Function):
                 by_logit[hit, column] += 1.0
                 by_logit = by_logit.mul_(factor[rows]).to(block_weight.dtype)
                 grad_hidden[rows] += _product(by_logit, block_weight)
-                block_grad += _product(by_logit.t(), block_hidden)
-            grad_weight[start:end] = block_grad
+                if grad_weight is not None:
+                    block_grad += _product(by_logit.t(), block_hidden)
+            if grad_weight is not None:
+                grad_weight[start:end] = block_grad
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
 
 

@@ -177,7 +177,8 @@ class Gvm:
             prompts = self._prompts_of(later)
             rates, norms = self._stage(later, len(prompts))
             self._estimates |= {
-                prompt.index: (float(rate), float(norm)) for prompt, rate, norm in zip(prompts, rates, norms, strict=True)
+                prompt.index: (float(rate), float(norm))
+                for prompt, rate, norm in zip(prompts, rates, norms, strict=True)
             }
 
     def _stage(self, step: int, num_prompts: int) -> tuple[np.ndarray, np.ndarray]:
@@ -190,7 +191,9 @@ class Gvm:
         accepted = self._accepted(mine)
         norms = gradient_norms(self._train_step, [rollout for _, rollout in accepted], gvm.block)
         norm_of = {key: norm for (key, _), norm in zip(accepted, norms.tolist(), strict=True)}
-        rows = [[*key, key in norm_of, norm_of.get(key, 0.0)] for key, sample in mine.items() if sample.reward is not None]
+        rows = [
+            [*key, key in norm_of, norm_of.get(key, 0.0)] for key, sample in mine.items() if sample.reward is not None
+        ]
         found = distributed.gather_rows(np.array(rows, dtype=np.float64).reshape(-1, 4))
         return _estimates(found, num_prompts, gvm.average)
 

@@ -86,11 +86,17 @@ class TrainStep:
         beforehand = self.objective.weight_fn == "adaptive_power" and self.objective.corrected != "theta_old"
         return self.config.train.mini_batches > 1 or self.needs_token_advantages or beforehand
 
-    def prepare(self, rollouts: Sequence[Rollout], advantages: np.ndarray | Sequence[np.ndarray]) -> MiniBatch:
+    def prepare(
+        self,
+        rollouts: Sequence[Rollout],
+        advantages: np.ndarray | Sequence[np.ndarray],
+        one_by_one: bool = False,
+    ) -> MiniBatch:
         """Check, pack and cut this rank's rollouts of one mini-batch, and fetch its rows of their routes; collective.
 
-        A rollout has its routes on one rank of the model copy at least. TraceError if a trace is not of this model, or
-        if replay is "r3" and routes are absent or too many rows missing.
+        A rollout has its routes on one rank of the model copy at least. With ``one_by_one`` each is a micro-batch, in
+        the given order; that is for passes which take one at a time, and no mini-batch to train on. TraceError if a
+        trace is not of this model, or if replay is "r3" and routes are absent or too many rows missing.
         """
         r3, replay = self.config.train.replay == "r3", self.policy.replay
         bare = [without_routes(rollout) for rollout in rollouts]
@@ -105,9 +111,12 @@ class TrainStep:
         except MegarlError as error:
             failure = error
         distributed.fail_together(failure, "the check of rollouts")
-        micro_batches = batches.split_micro_batches(
-            batch, self.config.train.micro_batch_tokens, self._padded, self._multiple
-        )
+        if one_by_one:
+            micro_batches = batches.one_by_one(batch, self._padded)
+        else:
+            micro_batches = batches.split_micro_batches(
+                batch, self.config.train.micro_batch_tokens, self._padded, self._multiple
+            )
         mini = MiniBatch(
             micro_batches, over_ranks(Denominators.of(batch.loss_mask, batch.cu_seqlens, batch.rollout_logprobs))
         )

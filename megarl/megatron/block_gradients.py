@@ -1,0 +1,162 @@
+"""Gradients of a few parameters on this model copy alone: no other weight gradients, no sum over data-parallel ranks.
+
+Used where the gradient of one sample is wanted by itself. ``on_block`` makes the passes of ``forward.run`` inside it
+leave in ``main_grad`` what this rank computed, and nothing else; ``local_square`` completes that over the ranks of the
+model copy, by the rules that Megatron's ``finalize_model_grads`` follows for a step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megarl.errors import ConfigError
+from megarl.megatron.distributed import largest, model_group
+from megarl.megatron.policy import Policy
+from megarl.megatron.weights import unwrap
+
+EMBEDDING, OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+def block_parameters(policy: Policy, block: str) -> list[torch.nn.Parameter]:
+    """The parameters of ``block`` on this rank, in the model's order; a collective call of the model copy.
+
+    block: "embedding", "output_layer" (with tied embeddings the same parameter), or a regular expression that is
+    searched for in Megatron's parameter names, with layers counted from 0 over all pipeline stages. ConfigError if it
+    is no regular expression, matches no parameter of the model, or matches an expert's: in those, expert parallelism
+    adds up what the samples of several ranks contribute.
+    """
+    try:
+        pattern = re.compile({"embedding": re.escape(EMBEDDING), "output_layer": _output(policy)}.get(block, block))
+    except re.error as error:
+        raise ConfigError(f"parameter block {block!r} is no regular expression: {error}") from error
+    named = [pair for chunk in policy.chunks for pair in _named_parameters(unwrap(chunk))]
+    found = [(name, parameter) for name, parameter in named if pattern.search(name)]
+    experts = [name for name, _ in found if ".experts." in name]
+    if largest(len(experts), model_group()):
+        raise ConfigError(
+            f"parameter block {block!r} matches parameters of experts{f', as {experts[0]}' if experts else ''}: their "
+            "gradients mix the samples of several ranks; expected parameters outside of experts"
+        )
+    if not largest(len(found), model_group()):
+        raise ConfigError(
+            f'parameter block {block!r} matches no parameter; expected "embedding", "output_layer", or a regular '
+            f"expression on names such as {', '.join(name for name, _ in named[:3])}"
+        )
+    return [parameter for _, parameter in found]
+
+
+def _output(policy: Policy) -> str:
+    return re.escape(EMBEDDING if policy.shape.tied_embeddings else OUTPUT_LAYER)
+
+
+def _named_parameters(gpt: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Names as they are without pipeline stages: global layer numbers, one name for both copies of tied embeddings."""
+    for name, parameter in gpt.named_parameters():
+        if getattr(parameter, "shared", False):
+            yield EMBEDDING, parameter
+            continue
+        layer = re.match(r"decoder\.layers\.(\d+)\.", name)
+        if layer is not None:
+            number = gpt.decoder.layers[int(layer[1])].layer_number - 1
+            name = f"decoder.layers.{number}.{name[layer.end() :]}"
+        yield name, parameter
+
+
+@contextmanager
+def on_block(policy: Policy, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    """Meanwhile passes with gradients add to the ``main_grad`` of these parameters alone (and of the embedding's).
+
+    Nothing is exchanged between data-parallel ranks or finished in other ways, and routers add no balancing loss.
+    Afterwards all gradients are zero, and what routers count for their expert bias is as before.
+    """
+    config = policy.megatron_config
+    names = ("finalize_model_grads_func", "no_sync_func", "grad_scale_func")
+    kept = {name: getattr(config, name) for name in names}
+    # The embedding stays, so that gradients flow through every layer, and so activation checkpointing, as in training.
+    wanted = {id(parameter) for parameter in [*parameters, *_embeddings(policy)]}
+    frozen = [p for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad and id(p) not in wanted]
+    policy.zero_grad()
+    try:
+        for name in names:
+            setattr(config, name, None)
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        with ExitStack() as stack:
+            for chunk in policy.chunks:
+                stack.enter_context(chunk.no_sync())
+            stack.enter_context(_quiet_routers(policy))
+            yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        for name, value in kept.items():
+            setattr(config, name, value)
+        policy.zero_grad()
+
+
+def _embeddings(policy: Policy) -> Iterator[torch.nn.Parameter]:
+    for gpt in map(unwrap, policy.chunks):
+        if gpt.pre_process:
+            yield gpt.embedding.word_embeddings.weight
+
+
+@contextmanager
+def _quiet_routers(policy: Policy) -> Iterator[None]:
+    """Routers attach their own losses, and count for them, in training mode only; they count for the bias always."""
+    routers = [m for chunk in policy.chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
+    counts = [None if r.local_tokens_per_expert is None else r.local_tokens_per_expert.clone() for r in routers]
+    # Not once and for all: every pass puts the whole model into training mode.
+    handles = [router.register_forward_pre_hook(_to_eval) for router in routers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for router, count in zip(routers, counts, strict=True):
+            if count is not None:
+                router.local_tokens_per_expert.copy_(count)
+
+
+def _to_eval(router: torch.nn.Module, _: object) -> None:
+    router.eval()
+
+
+def local_square(parameters: Sequence[torch.nn.Parameter], config: TransformerConfig) -> torch.Tensor:
+    """float64 scalar: this rank's part of the squared norm of the gradient, which is reset to zero.
+
+    The parts of all ranks of a model copy add up to the whole. A collective call of the copy.
+    """
+    context, tensor = parallel_state.get_context_parallel_group(), parallel_state.get_tensor_model_parallel_group()
+    total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
+    for parameter in parameters:
+        gradient: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
+        if getattr(parameter, "shared_embedding", False):
+            dist.all_reduce(gradient, group=parallel_state.get_embedding_group())
+        if context.size() > 1:
+            dist.all_reduce(gradient, group=context)
+        sharded = getattr(parameter, "tensor_model_parallel", False)
+        if tensor.size() > 1 and not sharded and (partial := _partial_over_tensor_ranks(parameter, config)):
+            dist.all_reduce(gradient, op=partial, group=tensor)
+        is_copy = getattr(parameter, "shared", False) or context.rank() or (tensor.rank() and not sharded)
+        if not is_copy:
+            total += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
+        gradient.zero_()
+    return total
+
+
+def _partial_over_tensor_ranks(
+    parameter: torch.nn.Parameter, config: TransformerConfig
+) -> dist.ReduceOp.RedOpType | None:
+    """How the gradient of a replicated parameter is put together where tensor-parallel ranks see different tokens."""
+    if getattr(parameter, "average_gradients_across_tp_domain", False):
+        return dist.ReduceOp.AVG
+    return dist.ReduceOp.SUM if config.sequence_parallel and getattr(parameter, "sequence_parallel", False) else None

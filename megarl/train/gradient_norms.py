@@ -1,0 +1,114 @@
+"""Gradient norms of single samples, which GVM weighs prompts by (``megarl.core.gvm``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megarl.core.metrics import Stat
+from megarl.core.types import Rollout, TrainBatch
+from megarl.errors import NumericsError
+from megarl.megatron import forward
+from megarl.megatron.block_gradients import block_parameters, local_square, on_block
+from megarl.megatron.distributed import dp_size, fail_together, largest, model_group
+from megarl.megatron.model import ModelShape
+from megarl.train.step import MiniBatch, TrainStep
+
+
+def gradient_norms(train_step: TrainStep, rollouts: Sequence[Rollout], block: str) -> np.ndarray:
+    """Return ``||d/d(block) sum_t log pi(y_t)||_2`` of each rollout by itself, float64 [n], on every rank of its copy.
+
+    The sum is over the rollout's loss tokens, not divided by their number, in the training engine at the temperature of
+    the rollout. Routes are replayed if ``train.replay`` is "r3", else the routers choose. block: see
+    ``block_parameters``; the released GVM code takes "embedding". Gradients are added up in fp32.
+
+    A collective call. The ranks of one model copy hold the same rollouts, as for ``TrainStep.prepare``; copies may hold
+    different numbers of them, also none. A forward and backward pass per rollout, on all copies at once: one that has
+    run out goes on with a stand-in, because experts are shared. Weights, optimizer and replay stay as they are;
+    gradients are zero afterwards. Raises ConfigError for a block that is not there, NumericsError naming a rollout
+    whose norm is not finite, and what ``prepare`` raises.
+    """
+    parameters = block_parameters(train_step.policy, block)
+    passes = largest(len(rollouts), parallel_state.get_data_parallel_group())
+    if passes == 0:
+        return np.zeros(0)
+    # Experts let copies wait for each other in every layer, so long ones meet long ones.
+    order = np.argsort([-rollout.num_tokens for rollout in rollouts], kind="stable")
+    stand_ins = [_stand_in(train_step.policy.shape)] * (passes - len(rollouts))
+    mini = train_step.prepare(
+        _as_needed(train_step, [*(rollouts[i] for i in order), *stand_ins]), np.zeros(passes), one_by_one=True
+    )
+    squares = torch.zeros(passes, dtype=torch.float64, device=torch.cuda.current_device())
+    with on_block(train_step.policy, parameters):
+        for index in range(passes):
+            _backward(train_step, mini, index)
+            squares[index] = local_square(parameters, train_step.policy.megatron_config)
+    dist.all_reduce(squares, group=model_group())
+    # forward.run multiplies the loss so that averaging over these ranks, which does not happen here, gives the sum.
+    averaged_over = dp_size() * parallel_state.get_context_parallel_world_size()
+    norms = np.zeros(len(rollouts))
+    norms[order] = squares.sqrt().cpu().numpy()[: len(rollouts)] / averaged_over
+    _check_finite(norms, rollouts)
+    return norms
+
+
+def _as_needed(train_step: TrainStep, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Without routes unless they are replayed: nothing here is compared with them."""
+    if train_step.config.train.replay == "r3":
+        return list(rollouts)
+    return [replace(rollout, routed_experts=None, routed_mask=None) for rollout in rollouts]
+
+
+def _stand_in(shape: ModelShape) -> Rollout:
+    """Two tokens without a loss, for a pass in which other model copies have a sample and this one has none."""
+    routes = np.broadcast_to(np.arange(shape.topk, dtype=np.uint8), (2, len(shape.moe_layers), shape.topk))
+    return Rollout(
+        group=-1,
+        sample=-1,
+        tokens=np.zeros(2, np.int32),
+        loss_mask=np.zeros(2, bool),
+        rollout_logprobs=np.zeros(2, np.float32),
+        routed_experts=routes,
+        routed_mask=np.ones(2, bool),
+        weight_versions=np.zeros(2, np.int32),
+        finish_reason="abort",
+    )
+
+
+def _backward(train_step: TrainStep, mini: MiniBatch, index: int) -> None:
+    """Leave the gradient of one micro-batch in the model. The interleaved schedule wants more of them: without loss."""
+    num = train_step.config.parallel.micro_batch_multiple
+
+    def weigh(
+        position: int, batch: TrainBatch, logprobs: torch.Tensor, _: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, Stat]]:
+        counted = batch.loss_mask.to(logprobs) if position == 0 else torch.zeros_like(logprobs)
+        return counted, {}
+
+    replay, routes = train_step.policy.replay, mini.routes
+    with nullcontext() if replay is None or routes is None else replay.replay([routes[index]] * num):
+        forward.run(
+            train_step.policy.chunks,
+            [mini.micro_batches[index]] * num,
+            temperature=train_step.config.rollout.temperature,
+            vocab_size=train_step.policy.shape.vocab_size,
+            coefficients=weigh,
+        )
+
+
+def _check_finite(norms: np.ndarray, rollouts: Sequence[Rollout]) -> None:
+    failure: NumericsError | None = None
+    bad = np.flatnonzero(~np.isfinite(norms))
+    if bad.size:
+        first = rollouts[int(bad[0])]
+        failure = NumericsError(
+            f"gradient norm of group {first.group} sample {first.sample} is {norms[bad[0]]}, expected a finite number "
+            f"({bad.size} such samples of this rank); look for log-probabilities of minus infinity"
+        )
+    fail_together(failure, "gradient norms of samples")
