@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core import parallel_state
@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megarl.core.metrics import Stat
 from megarl.core.parallel import sequence_parallel_slice
 from megarl.core.types import TrainBatch
-from megarl.megatron.batches import MicroBatch, to_slots, to_tokens
+from megarl.megatron.batches import MicroBatch, router_tokens, to_slots, to_tokens
 from megarl.megatron.logprobs import linear_logprobs
 from megarl.megatron.weights import unwrap
 
@@ -31,6 +31,8 @@ CoefficientFn = Callable[[int, TrainBatch, torch.Tensor, torch.Tensor], tuple[to
 """(index of the micro-batch, its columns, logprobs [T], entropies [T]; both detached) -> (coefficients [T], metrics).
 
 Called on the last pipeline stage only; on each of its tensor-parallel ranks, with equal arguments."""
+
+Output = TypeVar("Output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,55 @@ def run(
     training = coefficients is not None
     undo_average = len(micro_batches) * parallel_state.get_data_parallel_world_size()
 
+    def loss(index: int, gpt: GPTModel, hidden: torch.Tensor) -> tuple[torch.Tensor, MicroOutput]:
+        micro = micro_batches[index]
+        by_slot, entropy_by_slot = _logprobs(gpt, hidden, micro.labels, temperature, vocab_size)
+        logprobs, entropies = (to_tokens(column.detach(), micro) for column in (by_slot, entropy_by_slot))
+        metrics: dict[str, Stat] = {}
+        value = by_slot.sum() * 0.0
+        if coefficients is not None:
+            weights, metrics = coefficients(index, micro.batch, logprobs, entropies)
+            value = _weighted(to_slots(weights.detach(), micro), by_slot)
+            metrics = {**metrics, "loss": Stat.total(_weighted(weights, logprobs))}
+        if on_micro_batch is not None:
+            on_micro_batch()
+        return value * undo_average, MicroOutput(logprobs, entropies, metrics)
+
+    return _through_schedule(chunks, micro_batches, training, loss)
+
+
+def last_hidden_states(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+    """fp32 [N, H] per micro-batch: the hidden state after the final norm at the last token of each sequence.
+
+    Each row is on the one rank of a model copy that holds the token, zeros on the other ranks of the last pipeline
+    stage; an empty list on earlier stages. Routes natively unless a replay is open.
+    """
+    tp = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    cp = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+
+    def take(index: int, gpt: GPTModel, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        micro = micro_batches[index]
+        # Routers see the tokens that this rank's hidden states are of.
+        token = router_tokens(micro.batch.cu_seqlens, micro.num_slots, tp, cp)
+        sequence, place = (micro.batch.cu_seqlens[1:, None] - 1 == token).nonzero(as_tuple=True)
+        rows = torch.zeros(micro.batch.num_sequences, hidden.size(-1), device=hidden.device)
+        rows[sequence.to(hidden.device)] = hidden[place.to(hidden.device)].float()
+        return hidden.new_zeros(()), rows
+
+    return _through_schedule(chunks, micro_batches, False, take)
+
+
+def _through_schedule(
+    chunks: Sequence[torch.nn.Module],
+    micro_batches: Sequence[MicroBatch],
+    training: bool,
+    finish: Callable[[int, GPTModel, torch.Tensor], tuple[torch.Tensor, Output]],
+) -> list[Output]:
+    """Run Megatron's schedule; on the last stage ``finish`` gets (micro-batch, model, hidden [S / cp / tp, H]).
+
+    It returns (loss, output). The outputs of all micro-batches on the last pipeline stage, an empty list on the others.
+    """
+
     def forward_step(iterator: Iterator[tuple[int, MicroBatch]], model: torch.nn.Module) -> tuple[Any, Any]:
         index, micro = next(iterator)
         with _hidden_states(model) as gpt:
@@ -118,21 +169,7 @@ def run(
                 packed_seq_params=micro.packing,
                 padding_mask=_padding_mask(gpt, micro),
             )
-
-        def loss(hidden: torch.Tensor) -> tuple[torch.Tensor, MicroOutput]:
-            by_slot, entropy_by_slot = _logprobs(gpt, hidden[0], micro.labels, temperature, vocab_size)
-            logprobs, entropies = (to_tokens(column.detach(), micro) for column in (by_slot, entropy_by_slot))
-            metrics: dict[str, Stat] = {}
-            value = by_slot.sum() * 0.0
-            if coefficients is not None:
-                weights, metrics = coefficients(index, micro.batch, logprobs, entropies)
-                value = _weighted(to_slots(weights.detach(), micro), by_slot)
-                metrics = {**metrics, "loss": Stat.total(_weighted(weights, logprobs))}
-            if on_micro_batch is not None:
-                on_micro_batch()
-            return value * undo_average, MicroOutput(logprobs, entropies, metrics)
-
-        return output, loss
+        return output, lambda hidden: finish(index, gpt, hidden[0])
 
     iterators = [enumerate(micro_batches) for _ in chunks]
     for chunk in chunks:

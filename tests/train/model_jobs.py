@@ -20,6 +20,7 @@ from megarl.core.types import Rollout
 from megarl.megatron import distributed
 from megarl.train.gradient_norms import gradient_norms
 from megarl.train.step import TrainStep
+from megarl.train.value_head import ValueHead, prompt_features
 
 BLOCKS = {
     "embedding": ["model.embed_tokens.weight"],
@@ -115,4 +116,52 @@ def steps_around(world: World, cases: Mapping[str, Case]) -> dict[str, list[Any]
 def parameters_of(step: TrainStep) -> list[Any]:
     found = [parameter for chunk in step.policy.chunks for parameter in chunk.parameters()]
     assert all(parameter.requires_grad for parameter in found)
+    return found
+
+
+FIRST_TOKENS, RATES = (3, 11), (0.1, 0.9)
+NUM_UPDATES = 12
+
+
+def prompts_and_rates(seed: int, num: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Prompts of 2 to 6 tokens, and their pass rates, which hang on the first token."""
+    generator = np.random.default_rng(seed)
+    kinds = generator.integers(2, size=num)
+    prompts = [generator.integers(16, size=generator.integers(2, 7)).astype(np.int32) for _ in range(num)]
+    for prompt, kind in zip(prompts, kinds, strict=True):
+        prompt[0] = FIRST_TOKENS[kind]
+    return prompts, np.array(RATES)[kinds]
+
+
+def learn(head: ValueHead, updates: range, num: int = 33) -> list[float]:
+    """Updates with pools of 0 to 8 samples of new prompts each time; their losses."""
+    losses = []
+    for seed in updates:
+        prompts, rates = prompts_and_rates(100 + seed, num)
+        generator = np.random.default_rng(200 + seed)
+        samples = generator.integers(9, size=num)
+        losses.append(head.update(prompts, samples, generator.binomial(samples, rates)))
+    return losses
+
+
+def heads(world: World, cases: Mapping[str, Case]) -> dict[str, dict[str, Any]]:
+    """By case: features of a few prompts and of one, and what a head has learned; equal on all ranks."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, case in cases.items():
+        with case_training(world, case) as step:
+            prompts, _ = prompts_and_rates(0, 7)
+            head = ValueHead(step.policy, micro_batch_tokens=16)
+            mine = {
+                "features": prompt_features(step.policy, prompts, 16).numpy(),
+                "one": prompt_features(step.policy, prompts[:1], 16).numpy(),
+                "before": head.rates(prompts),
+                "losses": np.array(learn(head, range(NUM_UPDATES))),
+                "rates": head.rates(prompts_and_rates(1, 64)[0]),
+            }
+            ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(ranks, (mine, head.state_dict()))
+            for of_rank, state in ranks:
+                assert state == head.state_dict(), f"{name}: ranks hold different heads"
+                assert all(np.array_equal(of_rank[key], mine[key]) for key in mine), name
+            found[name] = mine
     return found

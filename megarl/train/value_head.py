@@ -1,0 +1,217 @@
+"""A small head on the policy that estimates a prompt's pass rate (Ada-Est, arXiv 2510.04996, third version).
+
+    V(x) = sigmoid(b + mean_i w_i z_i),    z = (h(x) - mean) / deviation, coordinate by coordinate
+
+h(x) is the policy's hidden state after the final norm at the prompt's last token, without gradient to the policy. The
+paper prints no head, so this is the smallest one: a logistic regression, which starts as a constant and whose few
+steps per update have one minimum to go to.
+
+The policy trains, so its hidden states drift. What drifts most is common to all prompts: their mean, which is large
+beside the differences that tell prompts apart, and the scale of a coordinate, which the final norm's weight sets. A
+head on raw states would take such a drift for a change of every prompt's rate. So states are standardised with fading
+statistics of the latest prompts, which follow the drift, and the weights keep their meaning. The mean over coordinates
+instead of a sum makes ``lr`` mean the same at every width: one step moves an estimate's logit by about ``lr``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megarl.core.packing import pack
+from megarl.core.pass_rates import Integers, pass_rate_loss
+from megarl.core.types import Rollout
+from megarl.errors import CheckpointError, ConfigError, NumericsError
+from megarl.megatron import batches, distributed, forward
+from megarl.megatron.policy import Policy
+
+BETAS, EPS = (0.9, 0.99), 1e-8
+"""Of Adam. Its second moment forgets as fast as features may change."""
+LARGEST_STANDARDISED = 5.0
+"""Beyond this a coordinate says nothing more: one prompt unlike those before must not run away with its estimate."""
+LARGEST_LOGIT = 15.0
+"""Keeps estimates inside of (0, 1): 3e-7 to 1 - 3e-7."""
+VECTORS = ("weights", "first_moments", "second_moments", "sums", "squares")
+
+
+class ValueHead:
+    """The head's parameters, equal on every rank; rates and updates are collective calls.
+
+    ``lr``: of an Adam step, about the change of a logit; ``steps`` per update; ``weight_decay``: the share of ``lr``
+    that the weights (not the bias) shrink by per step; ``decay``: how much of the features' statistics an update
+    leaves; ``prior``: every prompt's estimate before the first update; ``micro_batch_tokens``: of one forward pass per
+    rank. Raises ConfigError for numbers that cannot be.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        micro_batch_tokens: int,
+        lr: float = 0.1,
+        steps: int = 8,
+        weight_decay: float = 0.1,
+        decay: float = 0.9,
+        prior: float = 0.5,
+    ) -> None:
+        if not (0 < lr < np.inf and steps >= 1 and 0 <= weight_decay * lr < 1 and 0 <= decay < 1 and 0 < prior < 1):
+            raise ConfigError(
+                f"value head: lr {lr}, {steps} steps, weight decay {weight_decay}, decay {decay}, prior {prior}; "
+                "expected lr above 0, 1 step or more, lr times weight decay and decay from 0 to below 1, and a prior "
+                "between 0 and 1"
+            )
+        self.lr, self.steps, self.weight_decay, self.decay = lr, steps, weight_decay, decay
+        self._policy, self._micro_batch_tokens = policy, micro_batch_tokens
+        width = policy.megatron_config.hidden_size
+        self._num_steps, self._num_prompts = 0, 0.0
+        # One row each of VECTORS, the bias behind the weights; float64 [5, H + 1].
+        self._state = torch.zeros(len(VECTORS), width + 1, dtype=torch.float64)
+        self._state[0, -1] = float(np.log(prior / (1 - prior)))
+
+    def rates(self, prompts: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the estimates, float64 [B] in (0, 1), of prompts given as token ids, which are equal on all ranks.
+
+        A forward pass over the prompts, divided over the data-parallel ranks. NumericsError naming a prompt whose
+        hidden state is not finite.
+        """
+        if not prompts:
+            return np.zeros(0)
+        logits = self._logits(
+            self._state[0], self._standardised(prompt_features(self._policy, prompts, self._micro_batch_tokens))
+        )
+        return torch.sigmoid(_of_main_rank(logits).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)).numpy()
+
+    def update(self, prompts: Sequence[np.ndarray], samples: Integers, positives: Integers) -> float:
+        """Learn from a step, ``samples`` of each prompt of which ``positives`` were positive; returns the loss before.
+
+        The loss is ``pass_rate_loss``: binary cross-entropy on the pools' means, pools weighing as many as they have
+        samples; before the update, so of the estimates that the step was drawn with but for the policy's drift. Full
+        steps of Adam on it, without noise: the same on all ranks, on which prompts, samples and positives are equal.
+        """
+        drawn, good = (torch.as_tensor(np.asarray(counts, np.float64)) for counts in (samples, positives))
+        if (
+            drawn.shape != (len(prompts),)
+            or good.shape != drawn.shape
+            or not bool(((good >= 0) & (good <= drawn)).all())
+        ):
+            raise ValueError(
+                f"{len(prompts)} prompts with samples {list(drawn.shape)} and positives {list(good.shape)}: expected "
+                "one each, and no more positives than samples"
+            )
+        if not len(prompts) or not bool(drawn.any()):
+            return 0.0
+        features = prompt_features(self._policy, prompts, self._micro_batch_tokens)
+        self._num_prompts = self.decay * self._num_prompts + len(features)
+        for row, new in ((3, features), (4, features.square())):
+            self._state[row, :-1] = self.decay * self._state[row, :-1] + new.sum(0)
+        standardised = self._standardised(features)
+        losses = [self._adam_step(standardised, drawn, good) for _ in range(self.steps)]
+        self._state = _of_main_rank(self._state)
+        return losses[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that ``load_state_dict`` needs to go on, as plain numbers and lists of hidden size + 1."""
+        vectors = dict(zip(VECTORS, self._state.tolist(), strict=True))
+        return {**vectors, "num_steps": self._num_steps, "num_prompts": self._num_prompts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what ``state_dict`` gave; CheckpointError if it is not that of a head of this width."""
+        missing = [name for name in (*VECTORS, "num_steps", "num_prompts") if name not in state]
+        lengths = [] if missing else [len(state[name]) for name in VECTORS]
+        if missing or set(lengths) != {self._state.size(1)}:
+            raise CheckpointError(
+                f"value head: {', '.join(missing) or 'nothing'} missing, vectors of {lengths}; expected "
+                f"{self._state.size(1)} numbers each, the hidden size and one: is the checkpoint of another model?"
+            )
+        self._state = torch.tensor([state[name] for name in VECTORS], dtype=torch.float64)
+        self._num_steps, self._num_prompts = int(state["num_steps"]), float(state["num_prompts"])
+
+    def _adam_step(self, standardised: torch.Tensor, samples: torch.Tensor, positives: torch.Tensor) -> float:
+        weights = self._state[0].clone().requires_grad_()
+        loss = pass_rate_loss(self._logits(weights, standardised), samples, positives)
+        (gradient,) = torch.autograd.grad(loss, weights)
+        self._num_steps += 1
+        for row, beta, new in ((1, BETAS[0], gradient), (2, BETAS[1], gradient.square())):
+            self._state[row] = beta * self._state[row] + (1 - beta) * new
+        first, second = (self._state[row] / (1 - beta**self._num_steps) for row, beta in ((1, BETAS[0]), (2, BETAS[1])))
+        self._state[0, :-1] *= 1 - self.lr * self.weight_decay
+        self._state[0] -= self.lr * first / (second.sqrt() + EPS)
+        return float(loss.detach())
+
+    def _logits(self, weights: torch.Tensor, standardised: torch.Tensor) -> torch.Tensor:
+        return standardised @ weights[:-1] / standardised.size(1) + weights[-1]
+
+    def _standardised(self, features: torch.Tensor) -> torch.Tensor:
+        if not self._num_prompts:
+            return torch.zeros_like(features)
+        mean, squares = self._state[3, :-1] / self._num_prompts, self._state[4, :-1] / self._num_prompts
+        variance = (squares - mean.square()).clamp(min=0)
+        # A coordinate that never changes is rounding noise, which must not be blown up.
+        floor = 1e-6 * squares.mean() + torch.finfo(torch.float64).tiny
+        standardised = (features - mean) / (variance + floor).sqrt()
+        return standardised.clamp(-LARGEST_STANDARDISED, LARGEST_STANDARDISED)
+
+
+def prompt_features(policy: Policy, prompts: Sequence[np.ndarray], micro_batch_tokens: int) -> torch.Tensor:
+    """Return the final hidden state at each prompt's last token, float64 [B, H], bit for bit equal on all ranks.
+
+    A collective call with equal prompts on all ranks; data-parallel ranks share the work. Routers choose by themselves.
+    Raises NumericsError naming a prompt whose hidden state is not finite.
+    """
+    parallel = policy.config.parallel
+    mine = _share(prompts, parallel.micro_batch_multiple)
+    batch = pack([_as_rollout(prompts[index]) for index, _ in mine], np.zeros(len(mine)))
+    micro_batches = batches.split_micro_batches(
+        batch, micro_batch_tokens, parallel.equal_micro_batches, parallel.micro_batch_multiple
+    )
+    found = forward.last_hidden_states(policy.chunks, micro_batches)
+    features = torch.zeros(len(prompts), policy.megatron_config.hidden_size, device=torch.cuda.current_device())
+    for micro, rows in zip(micro_batches, found, strict=bool(found)):
+        for sequence, row in zip(micro.sequences, rows, strict=True):
+            index, counts = mine[sequence]
+            if counts:
+                features[index] = row
+    dist.all_reduce(features)  # each row is on one rank, so that the sum has no rounding and no order
+    bad = (~torch.isfinite(features)).any(1).nonzero()
+    if len(bad):
+        raise NumericsError(
+            f"the policy's hidden state at the last token of prompt {int(bad[0])} is not finite ({len(bad)} of "
+            f"{len(prompts)} prompts); look at the weights of the latest step"
+        )
+    return features.cpu().double()
+
+
+def _share(prompts: Sequence[np.ndarray], multiple: int) -> list[tuple[int, bool]]:
+    """(prompt, whether it counts) for this model copy, as many for each; the shortest prompt fills up."""
+    order = sorted(range(len(prompts)), key=lambda index: (-len(prompts[index]), index))
+    copies = distributed.dp_size()
+    dealt = [(index, True) for index in order]
+    dealt += [(order[-1], False)] * (-len(dealt) % (copies * multiple))
+    return dealt[distributed.dp_rank() :: copies]
+
+
+def _as_rollout(prompt: np.ndarray) -> Rollout:
+    """A prompt that nothing was sampled for."""
+    length = len(prompt)
+    return Rollout(
+        group=0,
+        sample=0,
+        tokens=np.asarray(prompt, np.int32),
+        loss_mask=np.zeros(length, bool),
+        rollout_logprobs=np.zeros(length, np.float32),
+        routed_experts=None,
+        routed_mask=None,
+        weight_versions=np.zeros(length, np.int32),
+        finish_reason="abort",
+    )
+
+
+def _of_main_rank(tensor: torch.Tensor) -> torch.Tensor:
+    """The main rank's numbers: processors of different kinds round differently."""
+    sent = tensor.detach().to(torch.cuda.current_device())
+    dist.broadcast(sent, src=0)
+    return sent.cpu()
