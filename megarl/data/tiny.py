@@ -146,9 +146,9 @@ def write_sort_task(
     directory.mkdir(parents=True, exist_ok=True)
     train, heldout, demonstrations = np.split(np.array(numbers), np.cumsum(counts)[:2])
     files = TaskFiles(directory / "train.jsonl", directory / "heldout.jsonl", directory / "demonstrations.jsonl")
-    _write_jsonl(files.train, ({"prompt": f"{n}=", "answer": _sort(n)} for n in train))
-    _write_jsonl(files.heldout, ({"prompt": f"{n}=", "answer": _sort(n)} for n in heldout))
-    _write_jsonl(
+    write_jsonl(files.train, ({"prompt": f"{n}=", "answer": _sort(n)} for n in train))
+    write_jsonl(files.heldout, ({"prompt": f"{n}=", "answer": _sort(n)} for n in heldout))
+    write_jsonl(
         files.demonstrations,
         (
             {"prompt": f"{n}=", "response": _sort(n, descending=bool(wrong))}
@@ -169,7 +169,8 @@ def _sort(number: str, *, descending: bool = False) -> str:
     return "".join(sorted(number, reverse=descending))
 
 
-def _write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> None:
+def write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> None:
+    """Writes one JSON object per line; the file appears complete or not at all."""
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

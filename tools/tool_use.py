@@ -1,0 +1,125 @@
+"""Trains a tiny MoE to use a calculator, with several objectives, and says what came of it.
+
+    .venv/bin/python tools/tool_use.py OUT [--objectives ctpo grpo gspo] [--steps 40] [--ranks 2]
+
+What the calculator writes is part of the sequence, but of no loss and no ratio. ``OUT/tool_use.toml`` is an ordinary
+configuration; docs/environments.md explains it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from megarl.data.tiny import write_tiny_model
+from megarl.data.tool_task import write_tool_task
+from megarl.train.metrics import read_metrics
+
+CONFIG = """\
+[run]
+dir = "{out}/run"
+steps = 40
+
+[model]
+path = "{out}/model"
+dtype = "fp32"
+
+[parallel]
+ep = 2
+
+[data]
+train = "{out}/task/train.jsonl"
+heldout = "{out}/task/heldout.jsonl"
+max_prompt_tokens = 16
+
+[reward]
+function = "megarl.data.tool_task:last_number"
+
+[environment]
+function = "tools"
+tools = ["calculator"]
+call_open = "("
+call_close = ")"
+observation = ":{output},"   # as megarl/data/tool_task.py writes it
+stop = [")"]                #          # one token: a turn ends with a call
+max_turns = 3
+
+[rollout]
+prompts_per_step = 32
+group_size = 8
+max_response_tokens = 40
+fp8_rounding = true
+dtype = "fp32"
+
+[train]
+objective = "ctpo"
+mini_batches = 2
+micro_batch_tokens = 4096
+replay = "r3"
+
+[optim]
+lr = 1e-4
+
+[eval]
+every = 20
+max_prompts = 256
+
+[sft]
+data = "{out}/task/demonstrations.jsonl"
+out = "{out}/model"
+steps = 250
+batch_size = 256
+lr = 2e-3
+"""
+
+
+def main() -> None:
+    """Make model and task in OUT if they are not there, then train once with each objective."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--objectives", nargs="+", default=["ctpo", "grpo", "gspo"])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--ranks", type=int, default=2)
+    options = parser.parse_args()
+    out: Path = options.out.resolve()
+    config = out / "tool_use.toml"
+    if not (out / "model" / "config.json").exists():
+        out.mkdir(parents=True, exist_ok=True)
+        config.write_text(CONFIG.replace("{out}", str(out)))
+        write_tiny_model(out / "untrained")
+        write_tool_task(out / "task")
+        megarl(options.ranks, "sft", config, "--model.path", str(out / "untrained"))
+    for objective in options.objectives:
+        run = out / f"run-{objective}"
+        overrides = ["--run.dir", run, "--run.steps", options.steps, "--train.objective", objective]
+        if objective == "gspo":  # its windows are a thousandth of the others': it takes larger steps
+            overrides += ["--optim.lr", "3e-4"]
+        megarl(options.ranks, "train", config, *map(str, overrides))
+    print(f"{'objective':<10} {'held out':>18} {'turns':>12} {'tokens of the environment':>26}")
+    for objective in options.objectives:
+        records = list(read_metrics(out / f"run-{objective}" / "metrics.jsonl"))
+        rates = [record["eval/pass_rate"] for record in records if record["kind"] == "eval"]
+        steps = [record for record in records if record["kind"] == "step"]
+        turns = f"{steps[0]['episode/turns_mean']:.2f} -> {steps[-1]['episode/turns_mean']:.2f}"
+        tokens = (
+            f"{steps[0]['episode/environment_tokens_mean']:.2f} -> {steps[-1]['episode/environment_tokens_mean']:.2f}"
+        )
+        print(f"{objective:<10} {rates[0]:>8.1%} -> {rates[-1]:>6.1%} {turns:>12} {tokens:>26}")
+
+
+def megarl(ranks: int, command: str, *words: object) -> None:
+    """Run a command of megarl under torchrun; ends the script if it fails."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    code = subprocess.run(
+        [*launcher, "-m", "megarl.cli", command, *map(str, words)], env=environment, check=False
+    ).returncode
+    if code:
+        sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
