@@ -36,6 +36,8 @@ LARGEST_STANDARDISED = 5.0
 LARGEST_LOGIT = 15.0
 """Keeps estimates inside of (0, 1): 3e-7 to 1 - 3e-7."""
 VECTORS = ("weights", "first_moments", "second_moments", "sums", "squares")
+"""Rows of the state: the head, Adam's moments, and the fading sums over prompts of the features and their squares."""
+WEIGHTS, FIRST, SECOND, SUMS, SQUARES = range(len(VECTORS))
 
 
 class ValueHead:
@@ -70,7 +72,7 @@ class ValueHead:
         self._num_steps, self._num_prompts = 0, 0.0
         # One row each of VECTORS, the bias behind the weights; float64 [5, H + 1].
         self._state = torch.zeros(len(VECTORS), width + 1, dtype=torch.float64)
-        self._state[0, -1] = float(np.log(prior / (1 - prior)))
+        self._state[WEIGHTS, -1] = float(np.log(prior / (1 - prior)))
 
     def rates(self, prompts: Sequence[np.ndarray]) -> np.ndarray:
         """Return the estimates, float64 [B] in (0, 1), of prompts given as token ids, which are equal on all ranks.
@@ -78,11 +80,10 @@ class ValueHead:
         A forward pass over the prompts, divided over the data-parallel ranks. NumericsError naming a prompt whose
         hidden state is not finite.
         """
-        if not prompts:
+        if not len(prompts):
             return np.zeros(0)
-        logits = self._logits(
-            self._state[0], self._standardised(prompt_features(self._policy, prompts, self._micro_batch_tokens))
-        )
+        features = prompt_features(self._policy, prompts, self._micro_batch_tokens)
+        logits = self._logits(self._state[WEIGHTS], self._standardised(features))
         return torch.sigmoid(_of_main_rank(logits).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)).numpy()
 
     def update(self, prompts: Sequence[np.ndarray], samples: Integers, positives: Integers) -> float:
@@ -93,11 +94,8 @@ class ValueHead:
         steps of Adam on it, without noise: the same on all ranks, on which prompts, samples and positives are equal.
         """
         drawn, good = (torch.as_tensor(np.asarray(counts, np.float64)) for counts in (samples, positives))
-        if (
-            drawn.shape != (len(prompts),)
-            or good.shape != drawn.shape
-            or not bool(((good >= 0) & (good <= drawn)).all())
-        ):
+        fits = drawn.shape == good.shape == (len(prompts),)
+        if not fits or not bool(((good >= 0) & (good <= drawn)).all()):
             raise ValueError(
                 f"{len(prompts)} prompts with samples {list(drawn.shape)} and positives {list(good.shape)}: expected "
                 "one each, and no more positives than samples"
@@ -106,12 +104,12 @@ class ValueHead:
             return 0.0
         features = prompt_features(self._policy, prompts, self._micro_batch_tokens)
         self._num_prompts = self.decay * self._num_prompts + len(features)
-        for row, new in ((3, features), (4, features.square())):
+        for row, new in ((SUMS, features), (SQUARES, features.square())):
             self._state[row, :-1] = self.decay * self._state[row, :-1] + new.sum(0)
         standardised = self._standardised(features)
         losses = [self._adam_step(standardised, drawn, good) for _ in range(self.steps)]
         self._state = _of_main_rank(self._state)
-        return losses[0]
+        return float(_of_main_rank(torch.tensor(losses[0], dtype=torch.float64)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that ``load_state_dict`` needs to go on, as plain numbers and lists of hidden size + 1."""
@@ -131,15 +129,17 @@ class ValueHead:
         self._num_steps, self._num_prompts = int(state["num_steps"]), float(state["num_prompts"])
 
     def _adam_step(self, standardised: torch.Tensor, samples: torch.Tensor, positives: torch.Tensor) -> float:
-        weights = self._state[0].clone().requires_grad_()
+        weights = self._state[WEIGHTS].clone().requires_grad_()
         loss = pass_rate_loss(self._logits(weights, standardised), samples, positives)
         (gradient,) = torch.autograd.grad(loss, weights)
         self._num_steps += 1
-        for row, beta, new in ((1, BETAS[0], gradient), (2, BETAS[1], gradient.square())):
+        for row, beta, new in ((FIRST, BETAS[0], gradient), (SECOND, BETAS[1], gradient.square())):
             self._state[row] = beta * self._state[row] + (1 - beta) * new
-        first, second = (self._state[row] / (1 - beta**self._num_steps) for row, beta in ((1, BETAS[0]), (2, BETAS[1])))
-        self._state[0, :-1] *= 1 - self.lr * self.weight_decay
-        self._state[0] -= self.lr * first / (second.sqrt() + EPS)
+        first, second = (
+            self._state[row] / (1 - beta**self._num_steps) for row, beta in ((FIRST, BETAS[0]), (SECOND, BETAS[1]))
+        )
+        self._state[WEIGHTS, :-1] *= 1 - self.lr * self.weight_decay
+        self._state[WEIGHTS] -= self.lr * first / (second.sqrt() + EPS)
         return float(loss.detach())
 
     def _logits(self, weights: torch.Tensor, standardised: torch.Tensor) -> torch.Tensor:
@@ -148,7 +148,7 @@ class ValueHead:
     def _standardised(self, features: torch.Tensor) -> torch.Tensor:
         if not self._num_prompts:
             return torch.zeros_like(features)
-        mean, squares = self._state[3, :-1] / self._num_prompts, self._state[4, :-1] / self._num_prompts
+        mean, squares = (self._state[row, :-1] / self._num_prompts for row in (SUMS, SQUARES))
         variance = (squares - mean.square()).clamp(min=0)
         # A coordinate that never changes is rounding noise, which must not be blown up.
         floor = 1e-6 * squares.mean() + torch.finfo(torch.float64).tiny

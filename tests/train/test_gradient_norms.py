@@ -47,6 +47,10 @@ R3 = {
     "r3 ep2": Case({**REPLAYED, "parallel__ep": 2}, (4, 1), engine="fp8"),
     "r3 vpp": Case({**REPLAYED, "parallel__pp": 2, "parallel__vpp": 2}, (NUM,), engine="fp8"),
 }
+ON_FOUR = {
+    "tied tp2 pp2": Case({"parallel__tp": 2, "parallel__pp": 2}, (3,), tied=True),
+    "r3 cp2 ep2": Case({**REPLAYED, "parallel__cp": 2, "parallel__ep": 2}, (1, 2), engine="fp8"),
+}
 AROUND = {
     "ep2 overlapped": Case(
         {**REPLAYED, "parallel__ep": 2, "megatron__overlap_grad_reduce": True}, (2, 1), engine="fp8", blocks=("router",)
@@ -152,6 +156,23 @@ def test_acceptance_norms_are_those_of_transformers_in_every_layout(
     on_two_ranks: dict[str, Any], oracles: dict[str, dict[str, np.ndarray]], name: str
 ) -> None:
     _same(on_two_ranks["norms"][name], oracles[name.split()[0] if name in TIED | R3 else "untied"])
+
+
+@pytest.mark.multirank
+def test_norms_are_the_same_where_ways_to_be_parallel_combine(
+    world: World, oracles: dict[str, dict[str, np.ndarray]], tmp_path: Path
+) -> None:
+    tied_model(world)
+    job = Job("four", 4, "model_jobs:norms", {"world": world, "cases": _with_temperature(ON_FOUR)})
+    for name, found in run_jobs([job], tmp_path)["four"].checked().items():
+        _same(found, {block: values[:3] for block, values in oracles[name.split()[0]].items()})
+
+
+def test_norms_in_16_bits_are_near_those_in_32(world: World) -> None:
+    case = Case({**REPLAYED, "model__dtype": "bf16"}, (NUM,), engine="fp8")
+    found = norms(world, {"bf16": case, "fp32": Case(REPLAYED, (NUM,), engine="fp8")})
+    for block in BLOCKS:
+        np.testing.assert_allclose(found["bf16"][block], found["fp32"][block], rtol=0.06, err_msg=block)
 
 
 @pytest.mark.multirank
