@@ -44,7 +44,7 @@ tools = ["calculator"]
 call_open = "("
 call_close = ")"
 observation = ":{output},"   # as megarl/data/tool_task.py writes it
-stop = [")"]                #          # one token: a turn ends with a call
+stop = [")"]                # one token: a turn ends with a call
 max_turns = 3
 
 [rollout]

@@ -197,4 +197,9 @@ async def _answer(episode: Episode, turn: ModelTurn, seconds: float, places: asy
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
-    return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"] if text else [], dtype=np.int32)
+    if not text:
+        return np.zeros(0, dtype=np.int32)
+    try:
+        return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+    except Exception as error:  # a tokenizer without bytes or an unknown token refuses some texts, each in its own way
+        raise EpisodeError(f"the tokenizer cannot read the observation {text[:80]!r}: {error}") from error

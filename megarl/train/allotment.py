@@ -18,6 +18,7 @@ from megarl.core.types import Rollout
 from megarl.data.prompts import Prompt
 from megarl.errors import CheckpointError
 from megarl.megatron import distributed
+from megarl.megatron.block_gradients import block_parameters
 from megarl.rollout.player import Sample
 from megarl.train.gradient_norms import gradient_norms
 from megarl.train.plans import Key
@@ -126,6 +127,7 @@ class Gvm:
     def __init__(
         self, config: Config, train_step: TrainStep, prompts_of: Callable[[int], Sequence[Prompt]], presample: Presample
     ) -> None:
+        block_parameters(train_step.policy, config.gvm.block)  # a wrong one is refused before anything is drawn
         self._config, self._train_step = config, train_step
         self._prompts_of, self._presample = prompts_of, presample
         self._until = 0
