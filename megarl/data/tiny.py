@@ -115,20 +115,27 @@ def write_sort_task(
     num_heldout: int = 256,
     num_demonstrations: int = 38400,
     digits: int = 6,
-    wrong_share: float = 0.55,
+    wrong_share: float | Sequence[float] = 0.55,
 ) -> TaskFiles:
     """Writes train.jsonl, heldout.jsonl and demonstrations.jsonl of the sorting task into the directory ``path``.
 
     All prompts of the three files are different. Exactly ``round(wrong_share * num_demonstrations)`` demonstrations,
-    at random places, are sorted in descending order; prompts of one repeated digit are left out, for they would be
-    right both ways. Each file is replaced atomically. Raises DataError if a number is out of range or if there are
+    at random places, are sorted in descending order; with ten shares, one for each first digit, each demonstration is
+    with the probability of its own, so that problems differ in how hard they are. Prompts of one repeated digit are
+    left out, for they would be right both ways. Each file is replaced atomically. Raises DataError if a number is out of range or if there are
     not enough different prompts of that many digits.
     """
     counts = (num_train, num_heldout, num_demonstrations)
-    if min(counts) < 0 or not 1 <= digits <= 18 or not 0.0 <= wrong_share <= 1.0:
+    shares = [wrong_share] if isinstance(wrong_share, float | int) else list(wrong_share)
+    if (
+        min(counts) < 0
+        or not 1 <= digits <= 18
+        or len(shares) not in (1, 10)
+        or not 0 <= min(shares) <= max(shares) <= 1
+    ):
         raise DataError(
-            f"sort task: expected counts >= 0, 1 <= digits <= 18 and 0 <= wrong_share <= 1, found counts {counts}, "
-            f"digits {digits}, wrong_share {wrong_share}"
+            "sort task: expected counts >= 0, 1 <= digits <= 18 and 0 <= wrong_share <= 1, one or ten of them, found "
+            f"counts {counts}, digits {digits}, wrong_share {wrong_share}"
         )
     available = 10**digits - 10
     if sum(counts) > available:
@@ -138,9 +145,7 @@ def write_sort_task(
         )
     rng = np.random.default_rng(seed)
     numbers = _draw_numbers(rng, digits, sum(counts))
-    is_wrong = np.zeros(num_demonstrations, dtype=bool)
-    is_wrong[: round(wrong_share * num_demonstrations)] = True
-    rng.shuffle(is_wrong)
+    is_wrong = _wrong(rng, shares, numbers[num_train + num_heldout :])
 
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
@@ -163,6 +168,16 @@ def _draw_numbers(rng: np.random.Generator, digits: int, count: int) -> list[str
     drawn = rng.choice(10**digits, size=min(count + 10, 10**digits), replace=False)
     numbers = [f"{n:0{digits}d}" for n in drawn.tolist()]
     return [n for n in numbers if len(set(n)) > 1][:count]  # at most ten are left out
+
+
+def _wrong(rng: np.random.Generator, shares: Sequence[float], numbers: Sequence[str]) -> np.ndarray:
+    """bool: which demonstrations are the wrong way round."""
+    if len(shares) == 10:
+        return rng.random(len(numbers)) < np.array([shares[int(number[0])] for number in numbers])
+    is_wrong = np.zeros(len(numbers), dtype=bool)
+    is_wrong[: round(shares[0] * len(numbers))] = True
+    rng.shuffle(is_wrong)
+    return is_wrong
 
 
 def _sort(number: str, *, descending: bool = False) -> str:

@@ -366,8 +366,6 @@ class Sampler:
             "prompts/effective_ratio": effective_prompt_ratio(trained, groups),
             "rollout/trains_fraction": Stat.mean((torch.arange(places) < int(counted.sum())).double()),
         }
-        if self.config.sampling.fixed:
-            return found
         # What adds up is told by one model copy alone.
         once = {**selection.metrics, "sampling/tokens": Stat.total(float(drawn.column("tokens").sum()))}
         return found | (once if distributed.dp_rank() == 0 else {})
