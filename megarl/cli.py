@@ -1,4 +1,4 @@
-"""The command line: ``megarl train | sft | doctor | report | trace | simulate | quickstart``.
+"""The command line: ``megarl train | sft | eval | doctor | report | trace | simulate | quickstart``.
 
 Every key of the configuration is also a flag, ``--rollout.temperature 0.7``; defaults < file < flags. torch and
 everything built on it is imported only inside the commands, after the configuration has been found valid. A mistake of
@@ -103,7 +103,7 @@ def _parse_command(arguments: list[str], overrides: Mapping[str, Any]) -> Comman
     except SystemExit as stop:
         if stop.code:
             raise ConfigError(_one_line(complaint.getvalue())) from None
-        if arguments[0] in ("train", "sft"):  # the help of a command that takes a configuration
+        if arguments[0] in ("train", "sft", "eval"):  # the help of a command that takes a configuration
             _print_keys()
         raise
 
@@ -115,7 +115,7 @@ def _one_line(box: str) -> str:
     """tyro's complaint, which is a titled box of several lines, as one line."""
     lines = [line.strip(" |\u2502\u256d\u256e\u2570\u256f\u2500-") for line in box.splitlines()]
     title, *body = [line for line in lines if line]
-    return " ".join("; ".join(body or [title]).replace(":;", ":").replace(".;", ";").split())
+    return " ".join("; ".join(body or [title]).replace(":;", ":").replace(".;", ";").replace(",;", ",").split())
 
 
 def _commands(overrides: Mapping[str, Any]) -> dict[str, Callable[..., Command]]:
@@ -128,6 +128,28 @@ def _commands(overrides: Mapping[str, Any]) -> dict[str, Callable[..., Command]]
     def sft(config: tyro.conf.Positional[Path]) -> Command:
         """Teach the model a format from demonstrations (the [sft] table), before RL."""
         return lambda: _sft(_load_for_this_world(config, overrides))
+
+    def eval(
+        config: tyro.conf.Positional[Path],
+        checkpoint: Path | None = None,
+        data: tuple[str, ...] = (),
+        samples: int | None = None,
+        k: tuple[int, ...] = (),
+        template: str | None = None,
+        out: Path | None = None,
+    ) -> Command:
+        """Sample benchmarks and print avg@k and pass@k with intervals: alone, or on many ranks under torchrun.
+
+        Args:
+            checkpoint: step folder of a run, or a run's folder for its newest; without it the weights in model.path.
+            data: aime24, aime25, hmmt25, a .jsonl or .parquet file, a hub name, or NAME=SOURCE; default data.heldout.
+            samples: responses to each prompt; default eval.samples.
+            k: the k of pass@k; default the powers of 4 up to samples, and samples.
+            template: text with {prompt} in it, around every plain-text prompt; default that of the benchmark.
+            out: folder for figures and responses; default <run.dir>/eval/<checkpoint>.
+        """
+        asked = {"data": data, "samples": samples, "ks": k, "template": template, "checkpoint": checkpoint, "out": out}
+        return lambda: _eval(config, overrides, asked)
 
     def doctor(config: tyro.conf.Positional[Path | None] = None) -> Command:
         """Show what is installed, what that enables, and what would silently disable routing replay."""
@@ -184,7 +206,7 @@ def _commands(overrides: Mapping[str, Any]) -> dict[str, Callable[..., Command]]
         """Make a tiny MoE and a task, train it with RL on the CPU, write a report to OUT/report."""
         return lambda: _quickstart(out, overrides)
 
-    commands = (train, sft, doctor, report, trace, simulate, quickstart)
+    commands = (train, sft, eval, doctor, report, trace, simulate, quickstart)
     return {command.__name__: command for command in commands}
 
 
@@ -212,6 +234,18 @@ def _sft(config: Config) -> int:
     from megarl.train.sft import sft
 
     sft(config)
+    return 0
+
+
+def _eval(path: Path, overrides: Mapping[str, Any], asked: Mapping[str, Any]) -> int:
+    from megarl.train.evaluation_request import eval_request
+
+    request = eval_request(config_file.load(path, overrides), **asked)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    request.layout(world_size)
+    from megarl.train.evaluation import evaluate
+
+    evaluate(request, world_size)
     return 0
 
 

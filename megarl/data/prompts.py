@@ -56,21 +56,25 @@ def load_prompts(
     max_prompt_tokens: int,
     split: str | None = None,
     limit: int | None = None,
+    template: str | None = None,
 ) -> list[Prompt]:
     """Reads and tokenizes all prompts of a source; nothing is dropped or shortened.
 
     source, split, limit: as in :func:`megarl.data.records.read_records`. Fields may be dotted. The answer is text or
     a whole number; other numbers must be written as text, since 0.10 and 1e-1 would be compared as text.
+    template: text around a plain-text prompt, which takes the place of ``{prompt}``, before the chat template.
 
     Raises DataError with file and line: broken line, missing field, wrong type, empty prompt, no answer, prompt
-    longer than ``max_prompt_tokens``; ConfigError: a chat template is asked for and the tokenizer has none.
+    longer than ``max_prompt_tokens``, chat messages together with ``template``; ConfigError: a chat template is asked
+    for and the tokenizer has none.
     """
     _check_template(tokenizer, chat_template)
     prompts: list[Prompt] = []
     for index, (place, record) in enumerate(read_records(source, split=split, limit=limit)):
-        text, tokens = _encode_prompt(
-            tokenizer, get_field(record, prompt_field, place), prompt_field, chat_template, place
-        )
+        prompt = get_field(record, prompt_field, place)
+        if template is not None:
+            prompt = _fill(template, prompt, prompt_field, place)
+        text, tokens = _encode_prompt(tokenizer, prompt, prompt_field, chat_template, place)
         _check_length(len(tokens), max_prompt_tokens, "the prompt", "data.max_prompt_tokens", place)
         answer = _answer(get_field(record, answer_field, place), answer_field, place)
         prompts.append(Prompt(index, tokens, text, answer, place))
@@ -171,6 +175,18 @@ def _check_template(tokenizer: PreTrainedTokenizerBase, chat_template: bool) -> 
         raise ConfigError(
             "data.chat_template is on, but the tokenizer has no chat template: turn it off or take another"
         )
+
+
+def _fill(template: str, prompt: Any, field: str, place: str) -> str:
+    """The template around a problem; other braces than those of {prompt} stay, for LaTeX is full of them."""
+    if not isinstance(prompt, str):
+        raise DataError(
+            f"{place}: the prompt ({field!r}) is {type_name(prompt)}, and only text goes into a prompt template; write "
+            "the wording into the messages"
+        )
+    if not prompt.strip():
+        raise DataError(f"{place}: the prompt ({field!r}) is empty")
+    return template.replace("{prompt}", prompt)
 
 
 def _check_length(num_tokens: int, limit: int | None, what: str, limit_name: str, place: str) -> None:

@@ -26,6 +26,10 @@ _TYPE_NAMES = {
 Record = dict[str, Any]
 
 
+class UnavailableError(DataError):
+    """A folder or hub data set that `datasets` cannot load: no such name or split, or no network."""
+
+
 def read_records(
     source: str | Path, *, split: str | None = None, limit: int | None = None
 ) -> Iterator[tuple[str, Record]]:
@@ -127,7 +131,7 @@ def _read_dataset(source: str, split: str | None) -> Iterator[tuple[str, Record]
     except (
         Exception
     ) as error:  # load_dataset documents no list of what it raises: network, lookup, script and format errors
-        raise DataError(
+        raise UnavailableError(
             f"{source}: neither a file here nor a data set that `datasets` can load "
             f"({type(error).__name__}: {_first_line(error)}); check the name, the split and the network"
         ) from error

@@ -11,7 +11,8 @@ import queue
 import random
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.errors import CheckpointError
 from megarl.megatron.distributed import is_main_rank
+from megarl.megatron.model import ModelShape
 from megarl.megatron.policy import Policy
 from megarl.megatron.weights import unwrap
 
@@ -78,7 +80,7 @@ def save(folder: Path, step: int, policy: Policy, loop: Mapping[str, Any], keep:
         "step": step,
         "world_size": dist.get_world_size(),
         "layout": _layout(policy),
-        "model": _model(policy),
+        "model": _model(policy.shape),
     }
     dist_checkpointing.save(state, str(partial), content_metadata=dict(_METADATA))
     dist.barrier()
@@ -95,18 +97,14 @@ def load(path: Path, policy: Policy) -> dict[str, Any]:
 
     Random states are restored only on as many ranks as wrote them; in another layout they keep their seeds.
     """
+    written = _written(path, policy.shape)
+    layout = written["layout"]
     try:
-        common = dist_checkpointing.load_common_state_dict(path)
-        written_by, layout = common["loop"]["model"], common["loop"]["layout"]
-    except _READ_ERRORS as error:
-        raise CheckpointError(f"{path} is not a complete checkpoint: {type(error).__name__}: {error}") from error
-    _refuse_other_model(path, written_by, _model(policy))
-    try:
-        same_world = common["loop"]["world_size"] == dist.get_world_size()
+        same_world = written["world_size"] == dist.get_world_size()
         wanted = _sharded_state(policy, is_loading=True)
         if not same_world:
             del wanted["rng"]
-        state = dist_checkpointing.load(wanted, str(path))
+        state = _read(wanted, path)
         for index, chunk in enumerate(policy.chunks):
             unwrap(chunk).load_state_dict(state[f"model{index}"])
         policy.optimizer.load_state_dict(state["optimizer"])
@@ -124,11 +122,52 @@ def load(path: Path, policy: Policy) -> dict[str, Any]:
     return state["loop"]
 
 
-def _sharded_state(policy: Policy, is_loading: bool) -> dict[str, Any]:
-    state: dict[str, Any] = {
+def load_weights(path: Path, chunks: Sequence[torch.nn.Module], shape: ModelShape) -> int:
+    """Restore the model's weights alone, in any layout; returns the checkpoint's step. A collective call.
+
+    No optimizer is needed: what else the checkpoint holds is not read.
+    """
+    step = int(_written(path, shape)["step"])
+    try:
+        state = _read(_sharded_weights(chunks), path)
+        for index, chunk in enumerate(chunks):
+            unwrap(chunk).load_state_dict(state[f"model{index}"])
+    except _READ_ERRORS as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{path} does not load: {type(error).__name__}: {reason[-300:]}. It is damaged, or was written with "
+            "[megatron] settings that change the parameters"
+        ) from error
+    return step
+
+
+def _written(path: Path, shape: ModelShape) -> dict[str, Any]:
+    """The loop state of a checkpoint; CheckpointError if it is incomplete or of another model."""
+    try:
+        loop = dist_checkpointing.load_common_state_dict(str(path))["loop"]
+        written_by, _ = loop["model"], loop["layout"]
+    except _READ_ERRORS as error:
+        raise CheckpointError(f"{path} is not a complete checkpoint: {type(error).__name__}: {error}") from error
+    _refuse_other_model(path, written_by, _model(shape))
+    return loop
+
+
+def _read(wanted: dict[str, Any], path: Path) -> Any:
+    with warnings.catch_warnings():
+        # Megatron's own call of a torch function under its old name, of which a user can do nothing.
+        warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
+        return dist_checkpointing.load(wanted, str(path))
+
+
+def _sharded_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    return {
         f"model{index}": unwrap(chunk).sharded_state_dict(metadata=dict(_METADATA))
-        for index, chunk in enumerate(policy.chunks)
+        for index, chunk in enumerate(chunks)
     }
+
+
+def _sharded_state(policy: Policy, is_loading: bool) -> dict[str, Any]:
+    state = _sharded_weights(policy.chunks)
     _allocate_adam_state(policy.optimizer)
     models = {key: value for chunk in state.values() for key, value in chunk.items()} if len(state) == 1 else state
     state["optimizer"] = policy.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=dict(_METADATA))
@@ -160,9 +199,8 @@ def _separate_adam_steps(optimizer: Any) -> None:
         state["step"] = state["step"].clone()
 
 
-def _model(policy: Policy) -> dict[str, Any]:
+def _model(shape: ModelShape) -> dict[str, Any]:
     """What makes a checkpoint one of this model; Megatron itself would cut or pad a vocabulary of another size."""
-    shape = policy.shape
     return {**shape.fields, "vocab_size": shape.vocab_size, "tied_embeddings": shape.tied_embeddings}
 
 

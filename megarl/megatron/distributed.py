@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from megatron.core import parallel_state, tensor_parallel
 from megarl.config import Config
 from megarl.core.metrics import Stat, merge
 from megarl.errors import ConfigError, MegarlError, RolloutError
+
+Result = TypeVar("Result")
 
 
 def initialize(config: Config, timeout_s: float | None = None) -> None:
@@ -131,6 +133,23 @@ def fail_together(failure: MegarlError | None, what: str) -> None:
         raise failure
     if int(failed):
         raise RolloutError(f"{what} failed on {int(failed)} other ranks; their messages say why")
+
+
+def from_main_rank(action: Callable[[], Result]) -> Result:
+    """What ``action`` returns on the main rank, on all of them; a collective call.
+
+    A MegarlError there ends all ranks, and only the main rank says why: the others raise SystemExit.
+    """
+    told: list[Any] = [None, None]
+    if is_main_rank():
+        try:
+            told[0] = action()
+        except MegarlError as error:
+            told[1] = error
+    dist.broadcast_object_list(told)
+    if told[1] is not None:
+        raise told[1] if is_main_rank() else SystemExit(2)
+    return told[0]
 
 
 def collect_metrics(statistics: Mapping[str, Stat]) -> dict[str, Stat] | None:

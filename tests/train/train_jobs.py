@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,11 @@ from transformers import AutoConfig
 
 from megarl.config import Config
 from megarl.megatron import checkpoint, distributed
+from megarl.megatron.frozen import FrozenModel
+from megarl.megatron.weights import save_hf
 from megarl.rollout.local import LocalEngine
+from megarl.train.evaluation import evaluate
+from megarl.train.evaluation_request import eval_request
 from megarl.train.loop import train
 from megarl.train.metrics import MetricsLog
 from megarl.train.sampler import Sampler
@@ -102,3 +107,17 @@ def dies_while_saving(world: World, overrides: Mapping[str, Any], step: int) -> 
 
     checkpoint.dist_checkpointing.save = save
     train(world.settings(**overrides))
+
+
+def evaluated(world: World, overrides: Mapping[str, Any], **asked: Any) -> None:
+    """``megarl eval`` on the ranks there are."""
+    evaluate(eval_request(world.settings(**overrides), **asked), int(os.environ["WORLD_SIZE"]))
+
+
+def exported(world: World, overrides: Mapping[str, Any], checkpoint_path: Path, out: Path) -> int:
+    """A checkpoint as a Hugging Face folder; returns its step."""
+    settings = world.settings(**overrides)
+    with layout(settings):
+        model = FrozenModel(settings, checkpoint_path)
+        save_hf(model.chunks, model.shape, world.model, out)
+        return model.step

@@ -8,6 +8,11 @@ def digit_share(*, prompt: str, response: str, answer: str) -> float:
     return sum(map(str.isdigit, response)) / max(len(response), 1)
 
 
+def starts_low(*, prompt: str, response: str, answer: str) -> float:
+    """1 if the response begins with 0 to 4; of one token, a model passes as often as it thinks that likely."""
+    return float(response[:1] in set("01234"))
+
+
 def uniform(*, prompt: str, response: str, answer: str) -> float:
     return 0.5
 

@@ -1,0 +1,172 @@
+"""What an evaluation asks: short names for known benchmarks, files and hub data sets for everything else.
+
+Nothing heavy is imported until prompts are loaded, so that a wrong name is reported at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.config import Config
+from megarl.data.records import UnavailableError
+from megarl.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megarl.data.prompts import Prompt
+
+HELDOUT = "heldout"
+"""Name of the benchmark that ``data.heldout`` is."""
+BOXED = "{prompt}\n\nReason step by step, and write the final answer inside \\boxed{}."
+"""Template of the mathematics benchmarks: math_verify looks for the box."""
+_FILES = (".jsonl", ".parquet")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """One set of problems and how they are asked and judged."""
+
+    name: str
+    """Names its results: a folder and a row of the table; seeds its noise."""
+    source: str
+    """File, folder or hub name, as ``megarl.data.records.read_records`` takes it."""
+    split: str | None = None
+    """Split of a folder or hub data set."""
+    prompt_field: str = "problem"
+    """Column of the problem."""
+    answer_field: str = "answer"
+    """Column of the answer: text, or a whole number."""
+    template: str | None = BOXED
+    """Text around a plain-text problem, which takes the place of ``{prompt}``; None: the problem alone."""
+    reward: str = "math_verify"
+    """As ``reward.function``."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is read from this machine's disk rather than from the hub."""
+        return self.source.endswith(_FILES) or Path(self.source).exists()
+
+
+BENCHMARKS = {
+    benchmark.name: benchmark
+    for benchmark in (
+        Benchmark("aime24", "HuggingFaceH4/aime_2024", "train"),
+        Benchmark("aime25", "MathArena/aime_2025", "train"),
+        Benchmark("hmmt25", "MathArena/hmmt_feb_2025", "train"),
+    )
+}
+"""By short name; 30 problems each. HMMT is that of February."""
+
+
+def choose(words: Sequence[str], config: Config, template: str | None = None) -> tuple[Benchmark, ...]:
+    """The benchmarks of a command line; without words ``data.heldout``.
+
+    A word is a short name, a file, a folder, a hub name ("owner/name", "owner/name:config"), or NAME=SOURCE: a source
+    under a name of its own, and read like the benchmark of that name if there is one. Otherwise fields, split
+    and reward are those of the configuration. ``template`` wins over the benchmark's own. Raises ConfigError.
+    """
+    if template is not None and template.count("{prompt}") != 1:
+        raise ConfigError(f"--template: found {template!r}, expected a text with {{prompt}} in it, once")
+    if words:
+        chosen = [_of_word(word, config) for word in words]
+    elif config.data.heldout is not None:
+        split = config.data.resolved_heldout_split
+        chosen = [_from_config(HELDOUT, config.data.heldout, split, config)]
+    else:
+        raise ConfigError(
+            f"found nothing to evaluate on: pass --data with files, hub names or {', '.join(BENCHMARKS)}, or set "
+            "data.heldout"
+        )
+    for index, benchmark in enumerate(chosen):
+        if benchmark.name in (other.name for other in chosen[:index]):
+            raise ConfigError(
+                f"--data: found two benchmarks named {benchmark.name}; give one as NAME={benchmark.source}"
+            )
+    return tuple(chosen if template is None else (replace(benchmark, template=template) for benchmark in chosen))
+
+
+def load(
+    benchmark: Benchmark,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    chat_template: bool,
+    max_prompt_tokens: int,
+    limit: int | None = None,
+) -> list[Prompt]:
+    """Its prompts; DataError as ``load_prompts``, and what to do where the hub cannot be reached."""
+    from megarl.data.prompts import load_prompts  # needs transformers
+
+    try:
+        return load_prompts(
+            benchmark.source,
+            tokenizer=tokenizer,
+            prompt_field=benchmark.prompt_field,
+            answer_field=benchmark.answer_field,
+            chat_template=chat_template,
+            max_prompt_tokens=max_prompt_tokens,
+            split=benchmark.split,
+            limit=limit,
+            template=benchmark.template,
+        )
+    except UnavailableError as error:
+        if benchmark.is_local:
+            raise
+        raise DataError(
+            f"{error}. Without network: on a machine that has it, write the data set to a JSONL file (fields "
+            f"{benchmark.prompt_field}, {benchmark.answer_field}) and pass --data {benchmark.name}=FILE.jsonl"
+        ) from error
+
+
+def _of_word(word: str, config: Config) -> Benchmark:
+    name, equals, source = word.partition("=")
+    if not equals or Path(word).exists():
+        return BENCHMARKS.get(word) or _from_config(_name_of(word), word, _split_of(word, config), config)
+    if not source or not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"--data: found {word!r}, expected NAME=SOURCE, the name of letters, digits, dots, dashes and underscores"
+        )
+    _check_source(source)
+    if name in BENCHMARKS:
+        split = BENCHMARKS[name].split if not source.endswith(_FILES) and not Path(source).is_dir() else None
+        return replace(BENCHMARKS[name], source=source, split=split)
+    return _from_config(name, source, _split_of(source, config), config)
+
+
+def _split_of(source: str, config: Config) -> str | None:
+    """Files have none."""
+    return None if source.endswith(_FILES) else config.data.split
+
+
+def _from_config(name: str, source: str, split: str | None, config: Config) -> Benchmark:
+    data = config.data
+    return Benchmark(name, source, split, data.prompt_field, data.answer_field, None, config.reward.function)
+
+
+def _name_of(source: str) -> str:
+    """Of a file its stem, of a hub name the whole of it, fit to name a folder."""
+    _check_source(source)
+    path = Path(source)
+    name = path.stem if source.endswith(_FILES) else path.name if path.is_dir() else source
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "--", name).lstrip(".-")
+    if not name:
+        raise ConfigError(f"--data: found {source!r}, which gives no name; pass NAME={source}")
+    return name
+
+
+def _check_source(source: str) -> None:
+    """A word that is no file, no folder and no owner/name is a misspelt short name."""
+    if source.endswith(_FILES) or "/" in source or Path(source).exists():
+        return
+    close = difflib.get_close_matches(source, BENCHMARKS, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise ConfigError(
+        f"--data: found {source!r}, expected {', '.join(BENCHMARKS)}, a .jsonl or .parquet file, a folder, or a hub "
+        f"name owner/name{hint}"
+    )

@@ -1,0 +1,162 @@
+"""Benchmarks: short names, files under names of their own, columns as on the hub, templates, mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from megarl.config import Config
+from megarl.config_file import parse
+from megarl.data import benchmarks
+from megarl.data.benchmarks import BENCHMARKS, BOXED, choose
+from megarl.data.rewards import load_reward
+from megarl.errors import ConfigError, DataError
+
+# The columns that the data sets have on the hub.
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "aime24": [
+        {"id": 60, "problem": "what is 20+5?", "solution": "25", "answer": "025", "url": "u", "year": "2024"},
+        {"id": 61, "problem": "what is 200+4?", "solution": "204", "answer": "204", "url": "u", "year": "2024"},
+    ],
+    "aime25": [
+        {"problem_idx": 1, "problem": "what is 60+10?", "answer": 70, "problem_type": ["Algebra"]},
+        {"problem_idx": 2, "problem": "what is 500+88?", "answer": 588, "problem_type": ["Algebra", "Geometry"]},
+    ],
+    "hmmt25": [
+        {"problem_idx": 1, "answer": "103", "problem_type": ["Algebra"], "problem": "what is 100+3?"},
+        {"problem_idx": 2, "answer": "\\frac{1}{576}", "problem_type": ["Algebra"], "problem": "what is 1:576?"},
+    ],
+}
+PLAIN = "{prompt} {x}="
+
+
+def config(**data: Any) -> Config:
+    return parse(
+        {
+            "run": {"steps": 1},
+            "model": {"path": "model"},
+            "data": {"train": "train.jsonl", **data},
+            "rollout": {"prompts_per_step": 1, "group_size": 1, "max_response_tokens": 8},
+            "optim": {"lr": 1e-3},
+        }
+    )
+
+
+def load(benchmark: benchmarks.Benchmark, tokenizer: Any, **options: Any) -> list[Any]:
+    return benchmarks.load(benchmark, tokenizer, **{"chat_template": False, "max_prompt_tokens": 64, **options})
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder"])
+def test_a_short_name_reads_its_columns_from_wherever_the_data_lies(
+    name: str, kind: str, tokenizer: Any, write_jsonl: Callable[..., Path], tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    source = tmp_path / f"data.{kind}" if kind != "folder" else tmp_path / "folder"
+    if kind == "jsonl":
+        write_jsonl(*ROWS[name], name=source.name)
+    else:
+        file = source if kind == "parquet" else source / "data" / "train-00000-of-00001.parquet"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(pa.Table.from_pylist(ROWS[name]), file)
+    (chosen,) = choose([f"{name}={source}"], config(), PLAIN)
+    assert (chosen.name, chosen.reward) == (name, "math_verify")
+    prompts = load(chosen, tokenizer)
+    assert [prompt.text for prompt in prompts] == [f"{row['problem']} {{x}}=" for row in ROWS[name]]
+    assert [prompt.answer for prompt in prompts] == [str(row["answer"]) for row in ROWS[name]]
+    reward = load_reward(chosen.reward)
+    for prompt, right in zip(prompts, ROWS[name], strict=True):
+        answer = right.get("solution", right["answer"])
+        assert reward(prompt=prompt.text, response=f"so \\boxed{{{answer}}}", answer=prompt.answer) == 1.0
+        assert reward(prompt=prompt.text, response="so \\boxed{3}", answer=prompt.answer) == 0.0
+
+
+def test_short_names_stand_for_hub_data_sets() -> None:
+    found = choose(["aime24", "hmmt25", "aime25"], config())
+    assert [(b.name, b.source, b.split) for b in found] == [
+        ("aime24", "HuggingFaceH4/aime_2024", "train"),
+        ("hmmt25", "MathArena/hmmt_feb_2025", "train"),
+        ("aime25", "MathArena/aime_2025", "train"),
+    ]
+    assert all(b.template == BOXED and "\\boxed" in BOXED for b in found)
+
+
+def test_everything_else_is_read_and_judged_as_the_configuration_says(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    data = {"prompt_field": "question", "answer_field": "gold", "split": "test", "heldout": "held/out.jsonl"}
+    words = ["a/b.parquet", "owner/name:part", f"{tmp_path}/own", "mine=owner/name", "plain=c.jsonl"]
+    found = choose(words, config(**data))
+    assert [(b.name, b.source, b.split) for b in found] == [
+        ("b", "a/b.parquet", None),
+        ("owner--name--part", "owner/name:part", "test"),
+        ("own", f"{tmp_path}/own", "test"),
+        ("mine", "owner/name", "test"),
+        ("plain", "c.jsonl", None),
+    ]
+    (heldout,) = choose([], config(**data))
+    assert (heldout.name, heldout.source, heldout.split) == ("heldout", "held/out.jsonl", None)
+    for benchmark in (*found, heldout):
+        assert (benchmark.prompt_field, benchmark.answer_field) == ("question", "gold")
+        assert (benchmark.template, benchmark.reward) == (None, "exact_match")
+    assert [b.template for b in choose([*words, "aime24"], config(), "q: {prompt}")] == ["q: {prompt}"] * 6
+
+
+def test_a_file_whose_name_has_an_equals_sign_is_a_file(write_jsonl: Callable[..., Path]) -> None:
+    path = write_jsonl({"prompt": "a", "answer": "b"}, name="lr=1.jsonl")
+    (found,) = choose([str(path)], config())
+    assert (found.name, found.source) == ("lr--1", str(path))
+
+
+@pytest.mark.parametrize(
+    ("words", "template", "expected"),
+    [
+        (["aime26"], None, r"found 'aime26', expected aime24, aime25, hmmt25, .* did you mean aime25\?"),
+        (["gsm8k"], None, "found 'gsm8k', expected aime24"),
+        (["x="], None, "expected NAME=SOURCE"),
+        (["../x=a.jsonl"], None, "expected NAME=SOURCE"),
+        (["=a.jsonl"], None, "expected NAME=SOURCE"),
+        (["aime24=gsm8k"], None, "found 'gsm8k'"),
+        (["a/x.jsonl", "b/x.parquet"], None, "two benchmarks named x; give one as NAME=b/x.parquet"),
+        (["aime24", "aime24"], None, "two benchmarks named aime24"),
+        ([], None, "nothing to evaluate on: pass --data with files, hub names or aime24, aime25, hmmt25"),
+        (["aime24"], "no place", r"--template: found 'no place', expected a text with \{prompt\}"),
+        (["aime24"], "{prompt}{prompt}", "once"),
+    ],
+)
+def test_mistakes_are_named(words: list[str], template: str | None, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        choose(words, config(), template)
+
+
+def test_without_network_the_error_says_which_data_set_and_what_to_do(tokenizer: Any) -> None:
+    with pytest.raises(DataError) as caught:
+        load(BENCHMARKS["aime25"], tokenizer)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith("MathArena/aime_2025: ")
+    assert "JSONL file (fields problem, answer) and pass --data aime25=FILE.jsonl" in message
+
+
+def test_a_wrong_column_is_not_blamed_on_the_network(tokenizer: Any, write_jsonl: Callable[..., Path]) -> None:
+    path = write_jsonl({"question": "a", "answer": "b"})
+    with pytest.raises(DataError, match=r"there is no field 'problem'; the fields are: question, answer$"):
+        load(choose([f"aime24={path}"], config())[0], tokenizer)
+
+
+def test_a_template_goes_around_text_and_inside_the_chat(make_tokenizer: Any, write_jsonl: Callable[..., Path]) -> None:
+    path = write_jsonl({"prompt": "1+1", "answer": "2"})
+    (asked,) = choose([str(path)], config(), PLAIN)
+    (prompt,) = load(asked, make_tokenizer(chat=True), chat_template=True)
+    assert prompt.text == "<u>1+1 {x}=<e><a>"
+    messages = write_jsonl({"prompt": [{"role": "user", "content": "1+1"}], "answer": "2"}, name="chat.jsonl")
+    (asked,) = choose([str(messages)], config(), PLAIN)
+    with pytest.raises(DataError, match="only text goes into a prompt template"):
+        load(asked, make_tokenizer(chat=True), chat_template=True)
+    blank = write_jsonl({"prompt": " ", "answer": "2"}, name="blank.jsonl")
+    with pytest.raises(DataError, match=r"blank\.jsonl:1: the prompt .* is empty"):
+        load(choose([str(blank)], config(), PLAIN)[0], make_tokenizer())

@@ -1,0 +1,137 @@
+"""Figures of an evaluation: hand-computed, with rewards that failed; and what is written reads back."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from megarl.core.pass_at_k import fixed_prompts_interval, mean_interval, wilson_interval
+from megarl.data.benchmarks import Benchmark
+from megarl.data.prompts import Prompt
+from megarl.errors import ConfigError, DataError
+from megarl.train import evaluation_folder as folder
+from megarl.train.evaluation_figures import Samples, console_of, figures, print_table, prompt_rows
+
+NAN = float("nan")
+
+
+def samples(*rewards: list[float]) -> Samples:
+    table = np.array(rewards)
+    lengths = np.arange(table.size).reshape(table.shape)
+    return Samples(table, lengths, lengths == 1)
+
+
+def ends(interval: Any) -> list[float]:
+    return [max(interval.low, 0.0), min(interval.high, 1.0)]
+
+
+def test_rewards_that_failed_are_no_samples_and_prompts_without_enough_are_counted() -> None:
+    found = figures(samples([1, 1, 0, NAN], [0, 0, 0, 0], [NAN] * 4, [1, NAN, NAN, NAN]), (1, 2, 4))
+    assert found["avg"]["value"] == pytest.approx((2 / 3 + 0 + 1) / 3)
+    assert (found["avg"]["prompts"], found["avg"]["left_out"]) == (3, 1)
+    assert found["avg"]["other_prompts"] == pytest.approx(ends(mean_interval([2 / 3, 0, 1])))
+    assert found["avg"]["other_samples"] is None  # one prompt has a single sample: its spread is unknown
+    assert found["pass"]["1"]["value"] == pytest.approx(found["avg"]["value"])
+    assert (found["pass"]["1"]["prompts"], found["pass"]["1"]["left_out"]) == (3, 1)
+    assert found["pass"]["2"]["value"] == pytest.approx((1 + 0) / 2)
+    assert (found["pass"]["2"]["prompts"], found["pass"]["2"]["left_out"]) == (2, 2)
+    assert (found["pass"]["4"]["value"], found["pass"]["4"]["prompts"], found["pass"]["4"]["left_out"]) == (0.0, 1, 3)
+    assert found["reward_errors"] == 8
+    assert found["reward_mean"] == 3 / 8
+    assert found["length_mean"] == 7.5
+    assert found["truncated"] == 1 / 16
+
+
+def test_pass_at_k_is_unbiased_and_a_reward_of_one_half_is_no_pass() -> None:
+    found = figures(samples([1, 0.6, 0.5, 0], [0, 0, 0, 2]), (2, 3))
+    assert found["pass"]["2"]["value"] == pytest.approx((1 - 1 / 6 + 1 - 3 / 6) / 2)
+    assert found["pass"]["3"]["value"] == pytest.approx((1 + 1 - 1 / 4) / 2)
+    assert found["avg"]["other_samples"] == pytest.approx(ends(fixed_prompts_interval([4, 4], [2, 1])))
+
+
+def test_where_every_prompt_is_one_draw_the_interval_has_a_width() -> None:
+    one = figures(samples([1.0], [1.0], [1.0]), (1,))
+    assert one["avg"]["other_prompts"] == one["pass"]["1"]["other_prompts"] == ends(wilson_interval(3, 3))
+    any_of_two = figures(samples([0.0, 0.0], [0.0, 0.0]), (1, 2))
+    assert any_of_two["pass"]["2"]["other_prompts"] == ends(wilson_interval(0, 2))
+    assert any_of_two["avg"]["other_prompts"] == [0.0, 0.0]
+    assert figures(samples([1.0, 0.0]), (1,))["avg"]["other_prompts"] is None  # one prompt says nothing about others
+
+
+def test_nothing_judged_is_null_and_not_nan() -> None:
+    found = figures(samples([NAN, NAN]), (1,))
+    assert found["avg"]["value"] is found["reward_mean"] is found["pass"]["1"]["value"] is None
+    assert json.dumps(found, allow_nan=False)
+
+
+def test_prompts_have_wilson_intervals() -> None:
+    rows = prompt_rows(samples([1, 0, NAN], [NAN, NAN, NAN]))
+    assert rows[0] == {
+        "valid": 2,
+        "correct": 1,
+        "pass_rate": 0.5,
+        "other_samples": ends(wilson_interval(1, 2)),
+    }
+    assert rows[1] == {"valid": 0, "correct": 0, "pass_rate": None, "other_samples": None}
+
+
+def test_the_table_fits_a_pipe_and_says_what_was_left_out() -> None:
+    buffer = io.StringIO()
+    result = {"figures": figures(samples([1, 1, 0, NAN], [0, 0, 0, 0]), (1, 4)), "first_reward_error": "[odd] one"}
+    print_table({"aime24": result}, console_of(Console(file=buffer)))
+    shown = buffer.getvalue()
+    assert "avg@4" in shown
+    assert "33.3%" in shown
+    assert "aime24: the reward failed on 1 of 8 responses" in shown
+    assert "first: [odd] one" in shown
+    assert "aime24: prompts left out for want of samples with a reward: 1 from pass@4" in shown
+    assert "…" not in shown
+
+
+def line(prompt: int, sample: int, text: str = "x", reward: float | None = 1.0) -> dict[str, Any]:
+    return {
+        "prompt": prompt,
+        "sample": sample,
+        "reward": reward,
+        "finish_reason": "stop",
+        "length": len(text),
+        "response": text,
+    }
+
+
+def test_responses_read_back_whatever_they_hold(tmp_path: Path) -> None:
+    prompts = [Prompt(0, np.array([1], np.int32), "q\u2028", "a", "here:1")]
+    lines = [line(0, 0, "a\u2028b\x85c\n\x0bd\x1ce"), line(0, 1, "", None)]
+    written = folder.write_benchmark(tmp_path, Benchmark("b", "s"), prompts, lines)
+    read = folder.read_samples(tmp_path, "b", 1, 2)
+    for name in ("rewards", "lengths", "truncated"):
+        np.testing.assert_array_equal(getattr(read, name), getattr(written, name))
+    assert np.isnan(read.rewards[0, 1])
+    path = tmp_path / "b" / "responses.jsonl"
+    assert json.loads(path.read_text().split("\n")[0])["response"] == lines[0]["response"]
+    assert [p.name for p in sorted((tmp_path / "b").iterdir())] == ["prompts.jsonl", "responses.jsonl"]
+    with pytest.raises(DataError, match="found 2 responses, expected 1 prompts \\* 3 samples"):
+        folder.read_samples(tmp_path, "b", 1, 3)
+    path.write_text(json.dumps(line(0, 1)) + "\n" + json.dumps(line(0, 0)) + "\n")
+    with pytest.raises(DataError, match="not in the order of prompts and samples; remove"):
+        folder.read_samples(tmp_path, "b", 1, 2)
+    path.write_text(path.read_text()[:-9])
+    with pytest.raises(DataError, match="JSONDecodeError"):
+        folder.read_samples(tmp_path, "b", 1, 2)
+
+
+def test_other_settings_are_refused_with_what_to_remove(tmp_path: Path) -> None:
+    results = {"b": {"settings": {"seed": 0, "samples": 4}}, "c": {"settings": {"seed": 0, "samples": 9}}}
+    folder.refuse_other_settings(tmp_path, results, {"seed": 0}, {"b": {"samples": 4}})
+    with pytest.raises(ConfigError, match=f"b evaluated with samples = 4, this call has 5; .* remove {tmp_path}/b$"):
+        folder.refuse_other_settings(tmp_path, results, {"seed": 0}, {"b": {"samples": 5}})
+    with pytest.raises(ConfigError, match=rf"with seed = 0, this call has 1 \(and 1 more: samples\); .* {tmp_path}$"):
+        folder.refuse_other_settings(tmp_path, results, {"seed": 1}, {"b": {"samples": 5}})
+    with pytest.raises(ConfigError, match="holds c evaluated with seed = 0"):  # also of benchmarks not asked for
+        folder.refuse_other_settings(tmp_path, {"c": results["c"]}, {"seed": 1}, {"b": {"samples": 4}})
