@@ -238,9 +238,9 @@ def _sft(config: Config) -> int:
 
 
 def _eval(path: Path, overrides: Mapping[str, Any], asked: Mapping[str, Any]) -> int:
-    from megarl.train.evaluation_request import eval_request
+    from megarl.train.evaluation_request import WITHOUT_TRAINING, eval_request
 
-    request = eval_request(config_file.load(path, overrides), **asked)
+    request = eval_request(config_file.load(path, {**WITHOUT_TRAINING, **overrides}), **asked)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     request.layout(world_size)
     from megarl.train.evaluation import evaluate

@@ -1,6 +1,6 @@
 """The folder of an evaluation: what was asked, what came back, and whether a benchmark in it is complete.
 
-    <out>/eval.json                    all figures, checkpoint, configuration, versions of packages
+    <out>/eval.json                    figures of all benchmarks, weights, configuration, versions of packages
     <out>/<benchmark>/responses.jsonl  one line per response, by prompt and sample
     <out>/<benchmark>/prompts.jsonl    one line per prompt, with its pass rate
     <out>/<benchmark>/result.json      settings and figures; written last, so with it the benchmark is complete
@@ -29,6 +29,8 @@ from megarl.train.evaluation_request import EvalRequest
 from megarl.train.metrics import write_atomically
 
 Json = dict[str, Any]
+_TRAINING = {"train", "optim", "recompute", "checkpoint", "log", "sft"}
+"""Tables that say nothing about an evaluation."""
 _PACKAGES = ("megarl", "torch", "transformers", "megatron-core", "numpy", "math-verify", "datasets")
 
 
@@ -158,7 +160,7 @@ def write_summary(out: Path, request: EvalRequest, shared: Json) -> Json:
     summary = {
         "settings": shared,
         "benchmarks": {name: result | {"settings": own[name]} for name, result in results.items()},
-        "config": request.config.model_dump(mode="json"),
+        "config": request.config.model_dump(mode="json", exclude=_TRAINING),
         "packages": versions | {"python": platform.python_version()},
     }
     write_atomically(out / "eval.json", _json(summary))

@@ -10,6 +10,9 @@ from megarl.config import Config, ParallelConfig
 from megarl.data.benchmarks import Benchmark, choose
 from megarl.errors import ConfigError
 
+WITHOUT_TRAINING = {"train.micro_batch_tokens": 2**20 * 3 * 5 * 7}
+"""Overrides below the user's: responses may be longer than training could hold. Divides by any likely parallel.tp."""
+
 
 @dataclass(frozen=True, slots=True)
 class EvalRequest:

@@ -20,6 +20,7 @@ import megarl.train.evaluation as evaluation
 from megarl import cli
 from megarl.core.pass_at_k import pass_at_k
 from megarl.train.metrics import read_metrics
+from megarl.train.sampler import EVALUATE, sampling_seed
 
 Megarl = Callable[..., int]
 
@@ -181,6 +182,25 @@ def test_greedy_takes_the_most_likely_token(world: World, call: Megarl, tmp_path
         assert drawn["response"] == tokenizer.decode(int(logits.argmax()), skip_special_tokens=True)
 
 
+def test_every_response_has_a_seed_of_its_own_and_heldout_those_of_the_trainer() -> None:
+    places = [
+        (name, prompt, sample) for name in ("heldout", "aime24", "aime25") for prompt in (0, 1) for sample in (0, 1)
+    ]
+    seeds = [evaluation.response_seed(3, *place) for place in places]
+    assert len(set(seeds)) == len(places)
+    assert seeds[:4] == [sampling_seed(3, EVALUATE, 0, prompt, sample) for _, prompt, sample in places[:4]]
+    assert seeds[4] == sampling_seed(3, EVALUATE, 2916937393, 0, 0)  # never to change: crc32 of the name
+
+
+def test_responses_may_be_longer_than_training_could_hold(call: Megarl, tmp_path: Path) -> None:
+    words = ["--rollout.max_response_tokens", "5000", "--eval.max_prompts", "3"]
+    assert call("--out", tmp_path / "out", *words) == 0
+    assert max(line["length"] for line in responses(tmp_path / "out")) > 8  # up to the 64 positions of the model
+    told = json.loads((tmp_path / "out" / "eval.json").read_text())
+    assert told["config"]["rollout"]["max_response_tokens"] == 5000
+    assert "train" not in told["config"]
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -239,6 +259,8 @@ def layouts(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     export = {"world": world, "overrides": {}, "checkpoint_path": step, "out": folder / "hf"}
     last = {"world": world, "overrides": {**trained, "parallel__ep": 1}, "checkpoint": run}
     wrong = {"reward__function": "train_rewards:raises_on_rank_1", "parallel__ep": 1, "parallel__tp": 2}
+    refused = job("refused", 2, step, {"run__seed": 4})
+    refused.arguments["out"] = folder / "ep2"
     jobs = [
         Job("run", 2, "train_jobs:run", {"world": world, "overrides": trained}),
         Job("export", 1, "train_jobs:exported", export),
@@ -251,6 +273,7 @@ def layouts(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
         Job("newest", 1, "train_jobs:evaluated", last),
         job("wrong", 2, step, wrong),
         job("one rank too few", 1, step, {}),
+        refused,
     ]
     return folder, run_jobs(jobs, folder / "jobs")
 
@@ -303,3 +326,7 @@ def test_an_error_on_one_rank_ends_all(layouts: tuple[Path, dict[str, Ended]]) -
     assert "the evaluation on heldout failed on 1 other ranks" in ended["wrong"].output
     assert ended["one rank too few"].exit_codes == (1,)
     assert "parallel: found 1 ranks, expected a multiple of ep" in ended["one rank too few"].output
+    assert all(ended["refused"].exit_codes)
+    assert ended["refused"].output.count("ConfigError: ") == 1  # the main rank says it, the other leaves quietly
+    assert "evaluated with run.seed = 3, this call has 4" in ended["refused"].output
+    assert "SystemExit: 2" in ended["refused"].output
