@@ -180,6 +180,10 @@ def test_greedy_takes_the_most_likely_token(world: World, call: Megarl, tmp_path
         with torch.no_grad():
             logits = model(torch.tensor([tokenizer(json.loads(line)["prompt"])["input_ids"]])).logits[0, -1]
         assert drawn["response"] == tokenizer.decode(int(logits.argmax()), skip_special_tokens=True)
+    # A nucleus of one token leaves no other either.
+    words[1:2] = ["1", "--rollout.top_p", "1e-6"]
+    assert call("--out", tmp_path / "nucleus", *words, "--eval.max_prompts", "4") == 0
+    assert responses(tmp_path / "nucleus") == responses(tmp_path)
 
 
 def test_every_response_has_a_seed_of_its_own_and_heldout_those_of_the_trainer() -> None:
@@ -199,6 +203,21 @@ def test_responses_may_be_longer_than_training_could_hold(call: Megarl, tmp_path
     told = json.loads((tmp_path / "out" / "eval.json").read_text())
     assert told["config"]["rollout"]["max_response_tokens"] == 5000
     assert "train" not in told["config"]
+
+
+def test_a_template_reaches_the_model(
+    world: World, call: Megarl, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--out", tmp_path / "out", "--eval.max_prompts", "3"]
+    assert call(*words, "--template", "a{prompt}") == 0
+    prompts = [json.loads(line) for line in (tmp_path / "out" / "heldout" / "prompts.jsonl").read_text().splitlines()]
+    lines = (world.folder / "task" / "heldout.jsonl").read_text().splitlines()[:3]
+    assert [prompt["text"] for prompt in prompts] == ["a" + json.loads(line)["prompt"] for line in lines]
+    assert call("--out", tmp_path / "plain", *words[2:]) == 0
+    assert responses(tmp_path / "plain") != responses(tmp_path / "out")
+    capsys.readouterr()
+    assert call(*words) == 2
+    assert "heldout evaluated with template = 'a{prompt}', this call has None (and 1 more: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
