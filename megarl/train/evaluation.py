@@ -76,9 +76,9 @@ def evaluate(request: EvalRequest, world_size: int, console: Console | None = No
         config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(plan.out)})})
         engine = make_engine(config, progress.line)
         try:
-            version = give_weights(engine, config, plan.checkpoint)
+            give_weights(engine, config, plan.checkpoint)
             for benchmark in missing:
-                _draw_benchmark(engine, request, benchmark, plan, tokenizer, version, progress)
+                _draw_benchmark(engine, request, benchmark, plan, tokenizer, progress)
         finally:
             engine.close()
     distributed.from_main_rank(lambda: _conclude(request, plan, console))
@@ -108,18 +108,17 @@ def find_checkpoint(path: Path) -> Path:
     )
 
 
-def give_weights(engine: Engine, config: Config, checkpoint: Path | None) -> int:
-    """Fill the engine; returns the version of the weights: the steps that they have seen, 0 from model.path.
+def give_weights(engine: Engine, config: Config, checkpoint: Path | None) -> None:
+    """Fill the engine. The version of its weights is the steps that they have seen, 0 from model.path.
 
     A collective call. The Megatron model of a checkpoint is gone when it returns.
     """
     if checkpoint is None:
         with HFCheckpoint(config.model.path) as source:
             engine.update_weights(_tensors(source), version=0)
-        return 0
-    model = FrozenModel(config, checkpoint)
-    engine.update_weights(model.export(), version=model.step)
-    return model.step
+    else:
+        model = FrozenModel(config, checkpoint)
+        engine.update_weights(model.export(), version=model.step)
 
 
 def _tensors(source: HFCheckpoint) -> Iterator[tuple[str, torch.Tensor]]:
@@ -177,7 +176,6 @@ def _draw_benchmark(
     benchmark: Benchmark,
     plan: Plan,
     tokenizer: PreTrainedTokenizerBase,
-    version: int,
     progress: StepProgress,
 ) -> None:
     """Sample, judge and save one benchmark; a collective call."""
@@ -204,7 +202,7 @@ def _draw_benchmark(
     distributed.fail_together(failure, f"the evaluation on {benchmark.name}")
     gathered: list[Any] | None = [None] * dist.get_world_size() if distributed.is_main_rank() else None
     dist.gather_object((lines, first_error), gathered)
-    distributed.from_main_rank(lambda: _save(request, benchmark, plan, gathered or [], version))
+    distributed.from_main_rank(lambda: _save(request, benchmark, plan, gathered or [], engine.weight_version))
     progress.line(f"{benchmark.name}: {total} responses in {time.perf_counter() - started:.1f} s")
 
 
