@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 import time
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,24 +22,26 @@ from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.config import Config
-from megarl.core.types import Rollout, SampleRequest
 from megarl.data import benchmarks
-from megarl.data.benchmarks import HELDOUT, Benchmark
+from megarl.data.benchmarks import Benchmark
 from megarl.data.prompts import Prompt
-from megarl.data.rewards import RewardResult, load_reward, score
+from megarl.data.rewards import load_reward
 from megarl.errors import ConfigError, MegarlError, RolloutError
 from megarl.megatron import distributed
 from megarl.megatron.checkpoint import complete_checkpoints
 from megarl.megatron.frozen import FrozenModel
 from megarl.megatron.weights import HFCheckpoint
-from megarl.rollout.engine import Engine, SamplingParams
+from megarl.rollout.engine import Engine
 from megarl.train import evaluation_folder as folder
 from megarl.train.engines import make_engine
+from megarl.train.environments import make_environment
+from megarl.train.evaluation_draw import draw_lines
 from megarl.train.evaluation_figures import console_of, print_table
 from megarl.train.evaluation_request import EvalRequest
 from megarl.train.progress import StepProgress
-from megarl.train.sampler import EVALUATE, sampling_seed, stop_tokens
 
+Line = dict[str, Any]
+"""Of responses.jsonl."""
 _STEP_FOLDER = re.compile(r"step_\d+")
 
 
@@ -149,6 +150,7 @@ def _plan(request: EvalRequest) -> Plan:
     tokenizer = _tokenizer(config.model.path)
     for benchmark in request.benchmarks:
         load_reward(benchmark.reward)
+    make_environment(config.environment)
     prompts = {
         benchmark.name: benchmarks.load(
             benchmark,
@@ -182,102 +184,38 @@ def _draw_benchmark(
     started = time.perf_counter()
     prompts = plan.prompts[benchmark.name]
     total = len(prompts) * request.samples
-    mine = range(dist.get_rank(), total, dist.get_world_size())
-    lines: list[dict[str, Any]] = []
-    first_error: str | None = None
+    mine = [divmod(index, request.samples) for index in range(dist.get_rank(), total, dist.get_world_size())]
+    lines: list[Line] = []
     failure: MegarlError | None = None
     try:
         with progress.bar(benchmark.name, len(mine)) as advance:
-            requests = _requests(request, benchmark, prompts, mine)
-            drawn = engine.generate(requests, _params(request.config, tokenizer), advance)
-        texts = [tokenizer.decode(rollout.response_tokens, skip_special_tokens=True) for rollout in drawn]
-        judged = judge(benchmark.reward, [prompts[rollout.group] for rollout in drawn], texts)
-        lines = [
-            _line(rollout, text, float(reward) if valid else None)
-            for rollout, text, reward, valid in zip(drawn, texts, judged.rewards, judged.valid, strict=True)
-        ]
-        first_error = judged.first_error
+            lines = draw_lines(engine, request.config, benchmark, prompts, mine, tokenizer, advance)
     except MegarlError as error:
         failure = error
     distributed.fail_together(failure, f"the evaluation on {benchmark.name}")
     gathered: list[Any] | None = [None] * dist.get_world_size() if distributed.is_main_rank() else None
-    dist.gather_object((lines, first_error), gathered)
+    dist.gather_object(lines, gathered)
     distributed.from_main_rank(lambda: _save(request, benchmark, plan, gathered or [], engine.weight_version))
     progress.line(f"{benchmark.name}: {total} responses in {time.perf_counter() - started:.1f} s")
-
-
-def judge(reward: str, prompts: Sequence[Prompt], responses: Sequence[str]) -> RewardResult:
-    """The reward of each response to its prompt; what fails is counted, not raised."""
-    return score(
-        load_reward(reward),
-        prompts=[prompt.text for prompt in prompts],
-        responses=responses,
-        answers=[prompt.answer for prompt in prompts],
-    )
-
-
-def response_seed(run_seed: int, benchmark: str, prompt: int, sample: int) -> int:
-    """Seed of one response: it depends on the benchmark's name, so that others in the same call do not change it.
-
-    For the held-out prompts it is that of the trainer's own evaluation, whose figures thus come out again.
-    """
-    number = 0 if benchmark == HELDOUT else zlib.crc32(benchmark.encode())
-    return sampling_seed(run_seed, EVALUATE, number, prompt, sample)
-
-
-def _requests(
-    request: EvalRequest, benchmark: Benchmark, prompts: Sequence[Prompt], mine: Sequence[int]
-) -> list[SampleRequest]:
-    places = [divmod(index, request.samples) for index in mine]
-    return [
-        SampleRequest(
-            prompts[prompt].tokens,
-            group=prompt,
-            sample=sample,
-            seed=response_seed(request.config.run.seed, benchmark.name, prompt, sample),
-        )
-        for prompt, sample in places
-    ]
-
-
-def _params(config: Config, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
-    return SamplingParams(
-        temperature=config.eval.temperature,
-        top_p=config.rollout.top_p,
-        max_response_tokens=config.rollout.max_response_tokens,
-        stop_token_ids=stop_tokens(config.model.path, tokenizer),
-        return_routed_experts=False,
-    )
-
-
-def _line(rollout: Rollout, text: str, reward: float | None) -> dict[str, Any]:
-    """One line of responses.jsonl."""
-    return {
-        "prompt": rollout.group,
-        "sample": rollout.sample,
-        "reward": reward,
-        "finish_reason": rollout.finish_reason,
-        "length": len(rollout.response_tokens),
-        "response": text,
-    }
 
 
 def _save(
     request: EvalRequest,
     benchmark: Benchmark,
     plan: Plan,
-    gathered: Sequence[tuple[list[dict[str, Any]], str | None]],
+    gathered: Sequence[list[Line]],
     version: int,
 ) -> None:
     """On the main rank. Responses are kept even if no reward could be had, but the benchmark is then not complete."""
-    lines = sorted((line for lines, _ in gathered for line in lines), key=lambda line: (line["prompt"], line["sample"]))
-    first_error = next((error for _, error in gathered if error is not None), None)
+    lines = sorted((line for part in gathered for line in part), key=lambda line: (line["prompt"], line["sample"]))
+    first_error = next((line["error"] for line in lines if line["error"] is not None), None)
     samples = folder.write_benchmark(plan.out, benchmark, plan.prompts[benchmark.name], lines)
     if not samples.num_valid.any():
         raise RolloutError(
-            f"{benchmark.name}: the reward {benchmark.reward} failed on every response; first: {first_error}"
+            f"{benchmark.name}: no response has a reward, {benchmark.reward} or the environment failed; first: "
+            f"{first_error}"
         )
-    known = {"weights_version": version, "first_reward_error": first_error}
+    known = {"weights_version": version, "first_error": first_error}
     settings = plan.shared | plan.own[benchmark.name]
     folder.write_result(plan.out, benchmark, settings, known, samples, request.ks)
 
@@ -288,7 +226,7 @@ def _conclude(request: EvalRequest, plan: Plan, console: Console | None) -> None
     before = folder.complete_results(plan.out)
     for benchmark in request.benchmarks:
         name = benchmark.name
-        known = {key: before[name][key] for key in ("weights_version", "first_reward_error")}
+        known = {key: before[name][key] for key in ("weights_version", "first_error")}
         samples = folder.read_samples(plan.out, name, len(plan.prompts[name]), request.samples)
         settings = plan.shared | plan.own[name]
         results[name] = folder.write_result(plan.out, benchmark, settings, known, samples, request.ks)

@@ -1,7 +1,7 @@
 """The figures of an evaluation, from its rewards; every interval says which question it answers.
 
-A response is correct if its reward is above 0.5. A response whose reward failed is no sample: prompts count with the
-samples that are left, and not at all where there are too few.
+A response is correct if its reward is above 0.5. One without a reward, because the reward function or the environment
+failed, is no sample: prompts count with the samples that are left, and not at all where there are too few.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Samples:
     """What was drawn for one benchmark: P prompts, S samples each."""
 
     rewards: np.ndarray
-    """float64 [P, S]; NaN where the reward function failed."""
+    """float64 [P, S]; NaN where there is none."""
     lengths: np.ndarray
     """int64 [P, S], tokens of the response."""
     truncated: np.ndarray
@@ -138,8 +138,8 @@ def remarks(result: Mapping[str, Any]) -> list[str]:
     if found["reward_errors"]:
         total = found["prompts"] * found["samples"]
         lines.append(
-            f"the reward failed on {found['reward_errors']} of {total} responses, which count in no figure above but "
-            f"length and truncated; first: {result['first_reward_error']}"
+            f"{found['reward_errors']} of {total} responses have no reward, and count in no figure above but "
+            f"length and truncated; first: {result['first_error']}"
         )
     entries = {f"avg@{found['samples']}": found["avg"]} | {f"pass@{k}": entry for k, entry in found["pass"].items()}
     short = [f"{entry['left_out']} from {figure}" for figure, entry in entries.items() if entry["left_out"]]

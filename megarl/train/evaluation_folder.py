@@ -29,7 +29,7 @@ from megarl.train.evaluation_request import EvalRequest
 from megarl.train.metrics import write_atomically
 
 Json = dict[str, Any]
-_TRAINING = {"train", "optim", "recompute", "checkpoint", "log", "sft"}
+_TRAINING = {"sampling", "estimate", "gvm", "credit", "train", "optim", "recompute", "checkpoint", "log", "sft"}
 """Tables that say nothing about an evaluation."""
 _PACKAGES = ("megarl", "torch", "transformers", "megatron-core", "numpy", "math-verify", "datasets")
 
@@ -54,6 +54,7 @@ def settings_of(request: EvalRequest, checkpoint: Path | None) -> Json:
         "rollout.max_response_tokens": rollout.max_response_tokens,
         "eval.temperature": config.eval.temperature,
         "run.seed": config.run.seed,
+        "[environment]": config.environment.model_dump(mode="json"),
     }
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config import Config, ParallelConfig
+from megarl.config_sampling import SamplingConfig
 from megarl.data.benchmarks import Benchmark, choose
 from megarl.errors import ConfigError
 
@@ -40,7 +41,8 @@ class EvalRequest:
         parallel = ParallelConfig() if self.checkpoint is None else config.parallel
         rollout = config.rollout.model_copy(update={"prompts_per_step": world_size, "group_size": 1})
         train = config.train.model_copy(update={"mini_batches": 1})
-        found = config.model_copy(update={"parallel": parallel, "rollout": rollout, "train": train, "sft": None})
+        unused = {"sampling": SamplingConfig(), "sft": None}
+        found = config.model_copy(update={"parallel": parallel, "rollout": rollout, "train": train, **unused})
         found.check_world_size(world_size)
         return found
 

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import megarl.train.evaluation as evaluation
 from megarl import cli
 from megarl.core.pass_at_k import pass_at_k
+from megarl.train.evaluation_draw import response_seed
 from megarl.train.metrics import read_metrics
 from megarl.train.sampler import EVALUATE, sampling_seed
 
@@ -103,8 +104,9 @@ def test_failed_rewards_are_counted_and_said(call: Megarl, tmp_path: Path, capsy
     assert found["pass"]["4"]["prompts"] == (valid == 4).sum()
     assert found["pass"]["4"]["left_out"] == (valid < 4).sum()
     shown = capsys.readouterr().out
-    assert f"heldout: the reward failed on {sum(failed)} of 64 responses" in shown
-    assert "ValueError" in shown
+    assert f"heldout: {sum(failed)} of 64 responses have no reward" in shown
+    assert next(line["error"] for line in drawn if line["error"]) in shown
+    assert {line["error"] is None for line in drawn if line["reward"] is not None} == {True}
     assert f"{(valid < 4).sum()} from pass@4" in shown
 
 
@@ -113,23 +115,18 @@ def test_benchmarks_do_not_change_each_other_and_resume(
 ) -> None:
     task, out = world.folder / "task", tmp_path / "out"
     shutil.copy(task / "heldout.jsonl", tmp_path / "copy.jsonl")
-    words = ["--samples", "2", "--eval.max_prompts", "5"]
+    words = ["--samples", "2", "--eval.max_prompts", "5", "--reward.function", "train_rewards:raises_on_demand"]
     # The first is complete when the second ends the call; responses of the second are kept, but do not count.
     train, copy = f"train={task / 'train.jsonl'}", tmp_path / "copy.jsonl"
-    original = evaluation.judge
-
-    def fails(reward: str, prompts: Any, texts: Any) -> Any:
-        judged = original(reward, prompts, texts)
-        return original("train_rewards:always_raises", prompts, texts) if prompts[0].text == first else judged
-
-    first = json.loads(copy.read_text().splitlines()[0])["prompt"]
-    monkeypatch.setattr(evaluation, "judge", fails)
+    asked = [json.loads(line)["prompt"] for line in copy.read_text().splitlines()]
+    monkeypatch.setenv("NO_VERDICT_ON", ",".join(asked))
     assert call("--out", out, "--data", train, copy, *words) == 2
     told = capsys.readouterr().err
-    assert "copy: the reward train_rewards:digit_share failed on every response; first: response 0: ValueError" in told
+    assert "copy: no response has a reward, train_rewards:raises_on_demand or the environment failed" in told
+    assert "first: ValueError: no verdict" in told
     assert sorted(path.name for path in (out / "copy").iterdir()) == ["prompts.jsonl", "responses.jsonl"]
     assert not (out / "eval.json").exists()
-    monkeypatch.setattr(evaluation, "judge", original)
+    monkeypatch.delenv("NO_VERDICT_ON")
     before = (out / "train" / "responses.jsonl").stat().st_mtime_ns
     assert call("--out", out, "--data", train, copy, *words) == 0
     shown = capsys.readouterr().out
@@ -147,11 +144,11 @@ def test_benchmarks_do_not_change_each_other_and_resume(
     assert list(figures(out, "copy")["pass"]) == ["2"]
     assert list(figures(out, "train")["pass"]) == ["1", "2"]
     capsys.readouterr()
-    assert call("--out", out, "--data", copy, "--samples", "3", "--eval.max_prompts", "5") == 2
+    assert call("--out", out, "--data", copy, *words, "--samples", "3") == 2
     assert f"holds copy evaluated with samples = 2, this call has 3; choose another --out, or remove {out}/copy" in (
         capsys.readouterr().err
     )
-    copy.write_text(copy.read_text().replace(first, "999="))
+    copy.write_text(copy.read_text().replace(asked[0], "999="))
     assert call("--out", out, "--data", copy, *words) == 2
     assert "copy evaluated with sha256 of prompts and answers = " in capsys.readouterr().err
     assert call("--out", out, "--data", f"other={task / 'train.jsonl'}", *words, "--run.seed", "4") == 2
@@ -190,7 +187,7 @@ def test_every_response_has_a_seed_of_its_own_and_heldout_those_of_the_trainer()
     places = [
         (name, prompt, sample) for name in ("heldout", "aime24", "aime25") for prompt in (0, 1) for sample in (0, 1)
     ]
-    seeds = [evaluation.response_seed(3, *place) for place in places]
+    seeds = [response_seed(3, *place) for place in places]
     assert len(set(seeds)) == len(places)
     assert seeds[:4] == [sampling_seed(3, EVALUATE, 0, prompt, sample) for _, prompt, sample in places[:4]]
     assert seeds[4] == sampling_seed(3, EVALUATE, 2916937393, 0, 0)  # never to change: crc32 of the name

@@ -83,12 +83,12 @@ def test_prompts_have_wilson_intervals() -> None:
 
 def test_the_table_fits_a_pipe_and_says_what_was_left_out() -> None:
     buffer = io.StringIO()
-    result = {"figures": figures(samples([1, 1, 0, NAN], [0, 0, 0, 0]), (1, 4)), "first_reward_error": "[odd] one"}
+    result = {"figures": figures(samples([1, 1, 0, NAN], [0, 0, 0, 0]), (1, 4)), "first_error": "[odd] one"}
     print_table({"aime24": result}, console_of(Console(file=buffer)))
     shown = buffer.getvalue()
     assert "avg@4" in shown
     assert "33.3%" in shown
-    assert "aime24: the reward failed on 1 of 8 responses" in shown
+    assert "aime24: 1 of 8 responses have no reward" in shown
     assert "first: [odd] one" in shown
     assert "aime24: prompts left out for want of samples with a reward: 1 from pass@4" in shown
     assert "…" not in shown

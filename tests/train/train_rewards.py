@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import os
+
+from megarl.data.rewards import instantaneous
+
 
 def digit_share(*, prompt: str, response: str, answer: str) -> float:
     """The share of the response's characters that are digits: differs within a group, and can be learned."""
     return sum(map(str.isdigit, response)) / max(len(response), 1)
+
+
+def raises_on_demand(*, prompt: str, response: str, answer: str) -> float:
+    """Fails on the prompts that a variable names."""
+    if prompt in os.environ.get("NO_VERDICT_ON", "").split(","):
+        raise ValueError("no verdict")
+    return digit_share(prompt=prompt, response=response, answer=answer)
 
 
 def starts_low(*, prompt: str, response: str, answer: str) -> float:
@@ -35,10 +46,9 @@ def always_raises(*, prompt: str, response: str, answer: str) -> float:
     raise ValueError("no verdict")
 
 
+@instantaneous
 def raises_on_rank_1(*, prompt: str, response: str, answer: str) -> float:
     """A ConfigError passes through the scorer: it ends the run, here on one rank only."""
-    import os
-
     from megarl.errors import ConfigError
 
     if os.environ.get("RANK") == "1":
