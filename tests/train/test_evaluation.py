@@ -193,6 +193,33 @@ def test_every_response_has_a_seed_of_its_own_and_heldout_those_of_the_trainer()
     assert seeds[4] == sampling_seed(3, EVALUATE, 2916937393, 0, 0)  # never to change: crc32 of the name
 
 
+def test_episodes_are_evaluated_as_they_train(
+    world: World, call: Megarl, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two turns of at most 2 tokens around an observation; the environment fails on prompts that begin with 0 to 4."""
+    words = ["--environment.function", "evaluation_environment:make", "--environment.max_turn_tokens", "2"]
+    assert call("--out", tmp_path, *words, "--samples", "2") == 0
+    texts = (world.folder / "task" / "heldout.jsonl").read_text().splitlines()
+    fails = [json.loads(text)["prompt"][0] in "01234" for text in texts]
+    drawn = responses(tmp_path)
+    for line in drawn:
+        if fails[line["prompt"]]:
+            assert (line["reward"], line["finish_reason"], line["turns"]) == (None, "abort", 1)
+            assert line["error"] == "turn 0: the environment failed: OSError: the disk is gone"
+        else:
+            assert line["turns"] == 2
+            assert "=7" in line["response"]
+            assert line["reward"] == sum(map(str.isdigit, line["response"])) / len(line["response"])
+        assert 1 <= line["length"] <= 4  # the model's own tokens
+    found = figures(tmp_path)
+    assert 0 < sum(fails) < 16
+    assert found["reward_errors"] == 2 * sum(fails)
+    assert found["avg"]["left_out"] == sum(fails)
+    assert "first: turn 0: the environment failed" in capsys.readouterr().out
+    assert call("--out", tmp_path, "--samples", "2") == 2
+    assert "holds heldout evaluated with [environment] = " in capsys.readouterr().err
+
+
 def test_responses_may_be_longer_than_training_could_hold(call: Megarl, tmp_path: Path) -> None:
     words = ["--rollout.max_response_tokens", "5000", "--eval.max_prompts", "3"]
     assert call("--out", tmp_path / "out", *words) == 0
