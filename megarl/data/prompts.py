@@ -211,7 +211,10 @@ def _encode_prompt(
         raise DataError(
             f"{place}: the prompt ({field!r}) is {type_name(prompt)}, expected text or a list of chat messages"
         )
-    tokens = np.asarray(tokenizer(text, add_special_tokens=not templated)["input_ids"], dtype=np.int32)
+    try:
+        tokens = np.asarray(tokenizer(text, add_special_tokens=not templated)["input_ids"], dtype=np.int32)
+    except Exception as error:  # tokenizers raises nothing more specific, for a character that it has no token for
+        raise DataError(f"{place}: the tokenizer cannot read the prompt ({field!r}): {error}") from error
     if tokens.size == 0:
         raise DataError(f"{place}: the prompt ({field!r}) has no tokens")
     end_token = tokenizer.eos_token

@@ -15,6 +15,7 @@ from megarl.config_file import parse
 from megarl.data import benchmarks
 from megarl.data.benchmarks import BENCHMARKS, BOXED, choose
 from megarl.data.rewards import load_reward
+from megarl.data.tiny import write_tiny_model
 from megarl.errors import ConfigError, DataError
 
 # The columns that the data sets have on the hub.
@@ -160,3 +161,15 @@ def test_a_template_goes_around_text_and_inside_the_chat(make_tokenizer: Any, wr
     blank = write_jsonl({"prompt": " ", "answer": "2"}, name="blank.jsonl")
     with pytest.raises(DataError, match=r"blank\.jsonl:1: the prompt .* is empty"):
         load(choose([str(blank)], config(), PLAIN)[0], make_tokenizer())
+
+
+def test_a_template_that_the_tokenizer_cannot_read_is_an_error_of_one_line(
+    write_jsonl: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A tokenizer of single characters, without one for what it does not know."""
+    from transformers import AutoTokenizer
+
+    model = write_tiny_model(tmp_path / "model", hidden_size=8, num_layers=1, num_experts=2, expert_width=8)
+    path = write_jsonl({"problem": "12=", "answer": 12})
+    with pytest.raises(DataError, match=r"train\.jsonl:1: the tokenizer cannot read the prompt \('problem'\): "):
+        load(choose([f"aime25={path}"], config())[0], AutoTokenizer.from_pretrained(model))
