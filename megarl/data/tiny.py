@@ -122,8 +122,8 @@ def write_sort_task(
     All prompts of the three files are different. Exactly ``round(wrong_share * num_demonstrations)`` demonstrations,
     at random places, are sorted in descending order; with ten shares, one for each first digit, each demonstration is
     with the probability of its own, so that problems differ in how hard they are. Prompts of one repeated digit are
-    left out, for they would be right both ways. Each file is replaced atomically. Raises DataError if a number is out of range or if there are
-    not enough different prompts of that many digits.
+    left out, for they would be right both ways. Each file is replaced atomically. Raises DataError if a number is out
+    of range or if there are not enough different prompts of that many digits.
     """
     counts = (num_train, num_heldout, num_demonstrations)
     shares = [wrong_share] if isinstance(wrong_share, float | int) else list(wrong_share)
