@@ -102,9 +102,9 @@ def pack(rollouts: Sequence[Rollout], advantages: Values | Sequence[np.ndarray])
 def _per_token(advantages: Values | Sequence[np.ndarray], rollouts: Sequence[Rollout], cu_seqlens: Tensor) -> Tensor:
     """float32 [T]."""
     if len(advantages) != len(rollouts):
-        raise ValueError(f"there are {len(advantages)} advantages for {len(rollouts)} rollouts, expected one for each")
-    if isinstance(advantages[0], np.ndarray) and advantages[0].ndim:
-        columns = [np.asarray(column, dtype=np.float32) for column in advantages]
+        raise ValueError(f"advantages are [{len(advantages)}], expected [{len(rollouts)}], one per rollout")
+    if isinstance(advantages[0], np.ndarray):
+        columns = [np.atleast_1d(np.asarray(column, dtype=np.float32)) for column in advantages]
         for rollout, column in zip(rollouts, columns, strict=True):
             if column.shape != (rollout.num_tokens,):
                 raise ValueError(f"{_name(rollout)}: advantages are {list(column.shape)}, expected one per token")

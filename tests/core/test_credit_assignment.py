@@ -147,6 +147,14 @@ def test_prompts_can_count_alike():
     np.testing.assert_allclose(both, [4 / 6 * 6] * 6 + [2 / 0.75] * 2)
 
 
+def test_prompts_count_alike_by_what_an_objective_leaves_in():
+    """GVM-RAFT: each prompt's accepted responses by their mean, so 1 / (prompts x accepted) of the sum each."""
+    found = collected(Allotted((2, 4)), [[1, 0, 0, 0], [1, 1, 1, 0]])
+    accepted = found.rewards > 0.5
+    _, weights = assign(Credit(weigh="prompt"), found, accepted)
+    np.testing.assert_allclose(weights[accepted] / accepted.sum(), [1 / 2, 1 / 6, 1 / 6, 1 / 6])
+
+
 @settings(max_examples=40, deadline=None)
 @given(counts=st.lists(st.integers(1, 6), min_size=1, max_size=6), seed=st.integers(0, 10**6))
 def test_mean_over_samples_and_mean_over_prompts(counts, seed):

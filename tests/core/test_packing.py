@@ -86,6 +86,16 @@ class TestPartition:
         assert max(loads) - min(loads) <= max(lengths)
         assert partition_into(list(lengths), num_bins) == bins
 
+    def test_advantages_of_tokens_stay_with_their_tokens(self):
+        columns = [np.array([1.0, 2.0, 3.0]), np.array([4.0, 5.0])]
+        batch = pack([rollout(0, 3), rollout(1, 2)], columns)
+        assert batch.advantages.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+        assert batch.advantages.dtype == torch.float32
+        with pytest.raises(ValueError, match=r"group 3 sample 1: advantages are \[3\], expected one per token"):
+            pack([rollout(0, 3), rollout(1, 2)], [columns[0], columns[0]])
+        with pytest.raises(NumericsError, match="group 3 sample 0: the advantage is"):
+            pack([rollout(0, 2)], [np.array([1.0, np.nan])])
+
     @pytest.mark.parametrize(
         ("call", "message"),
         [

@@ -193,6 +193,35 @@ def test_responses_that_are_not_selected_leave_the_denominators(world: World, se
     assert finalize(drawn.metrics)["rollout/trains_fraction"] == pytest.approx(expected.mean())
 
 
+def test_rewards_of_steps_become_advantages_of_tokens(world: World) -> None:
+    """Each character is a step here: a token's advantage is the sum of the standardised rewards from its own on."""
+    overrides = {"advantage": "process"}
+    with sampler(world, reward__function="train_rewards:digit_by_digit", train__objective_overrides=overrides) as made:
+        drawn = made.sample_step(0)
+        tokenizer = made.tokenizer
+    groups: dict[int, list[list[float]]] = {}
+    for part in drawn.mini_batches:
+        for rollout in part:
+            texts = [tokenizer.decode([token], skip_special_tokens=True) for token in rollout.response_tokens]
+            scores = [float(text.isdigit()) for text in texts if text]
+            groups.setdefault(rollout.group, []).append(scores or [0.0])
+    checked = 0
+    for part, columns in zip(drawn.mini_batches, drawn.advantages, strict=True):
+        for rollout, column in zip(part, columns, strict=True):
+            every = np.concatenate(groups[rollout.group])
+            texts = [tokenizer.decode([token], skip_special_tokens=True) for token in rollout.response_tokens]
+            characters = [float(text.isdigit()) for text in texts if text]
+            if every.std() == 0 or not characters:
+                continue
+            standardised = (np.array(characters) - every.mean()) / (every.std(ddof=1) + 1e-6)
+            to_go = np.cumsum(standardised[::-1])[::-1]
+            first = rollout.prompt_length
+            places = [first + index for index, text in enumerate(texts) if text]
+            np.testing.assert_allclose(column[places], to_go, atol=1e-9)
+            checked += 1
+    assert checked > NUM_SEQUENCES // 2
+
+
 def test_token_level_advantages_are_left_to_the_step_and_their_rewards_handed_on(world: World) -> None:
     with sampler(world, train__objective="kl_grpo", train__mini_batches=1) as made:
         drawn = made.sample_step(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from megarl.data.rewards import instantaneous
+from megarl.data.verdicts import StepReward, Steps
 
 
 def digit_share(*, prompt: str, response: str, answer: str) -> float:
@@ -54,3 +55,11 @@ def raises_on_rank_1(*, prompt: str, response: str, answer: str) -> float:
     if os.environ.get("RANK") == "1":
         raise ConfigError("this reward cannot work on rank 1")
     return digit_share(prompt=prompt, response=response, answer=answer)
+
+
+def digit_by_digit(*, prompt: str, response: str, answer: str) -> Steps | float:
+    """Each character is a step, worth 1 if it is a digit; a response without characters is judged as a whole."""
+    outcome = digit_share(prompt=prompt, response=response, answer=answer)
+    if not response:
+        return outcome
+    return Steps(outcome, [StepReward(end + 1, float(response[end].isdigit())) for end in range(len(response))])
