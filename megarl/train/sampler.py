@@ -178,22 +178,21 @@ class Sampler:
                 f"step {step}: none of {int(selection.drawn.shape[1])} prompts had rewards that differ: take other "
                 "prompts, raise sampling.max_prompts or rollout.group_size, or set sampling.refill = false"
             )
-        self._move_on(begun, drawn)
-        learned = self._learn(step, selection)
         advantages, counted = self._advantages(selection)
-        dealt = _deal_out(begun.plan.own(selection), selection, samples)
+        own = begun.plan.own(selection)
+        dealt = _deal_out(own, selection, samples)
         trains = np.append(counted, False)
         rows = [[row for _, row in part] for part in dealt]
-        present = [
-            rollout
-            for part, own in zip(dealt, begun.plan.own(selection), strict=True)
-            for rollout, _ in part[: len(own)]
-        ]
+        present = [rollout for part, keys in zip(dealt, own, strict=True) for rollout, _ in part[: len(keys)]]
+        by_token = self._by_token(dealt, selection, samples)
+        # What lasts beyond the step changes last: if the step fails, a checkpoint of the one before is to be right.
+        metrics = self._metrics(drawn, selection, counted) | self._learn(step, selection)
+        self._move_on(begun, drawn)
         return StepRollouts(
             [[_counted(rollout, bool(trains[row])) for rollout, row in part] for part in dealt],
-            self._by_token(dealt, selection, samples) or [np.append(advantages, 0.0)[part] for part in rows],
+            by_token or [np.append(advantages, 0.0)[part] for part in rows],
             Judged(np.append(selection.rewards, 0.0), np.append(selection.prompts, -1), rows),
-            self._metrics(drawn, selection, counted) | learned | _rollout_metrics(present, trainer_version=step),
+            metrics | _rollout_metrics(present, trainer_version=step),
             error,
         )
 
