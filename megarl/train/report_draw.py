@@ -102,9 +102,17 @@ def draw_reward(axes: Axes, series: Series) -> None:
 
 
 def draw_effective(axes: Axes, series: Series) -> None:
-    _line(axes, series, "prompts/effective_ratio", "prompts whose responses differ in reward", BLUE)
+    _line(axes, series, "sampling/contrast_fraction", "of those drawn", GREY, linestyle="--")
+    _line(axes, series, "prompts/effective_ratio", "of those that train", BLUE)
     axes.set_ylabel("share of prompts")
     _percent(axes, whole=True)
+
+
+def draw_samples(axes: Axes, series: Series) -> None:
+    _line(axes, series, "sampling/samples_per_prompt", "drawn, per prompt", BLUE)
+    _line(axes, series, "sampling/rounds", "rounds", ORANGE)
+    axes.set_ylabel("responses, rounds")
+    axes.set_ylim(bottom=0.0)
 
 
 def draw_length(axes: Axes, series: Series) -> None:

@@ -107,8 +107,15 @@ PANELS: tuple[Panel, ...] = (
         "effective_prompts",
         "Prompts that teach",
         "Only prompts whose responses differ in reward have a gradient. All solved or none solved: nothing to learn.",
-        ("prompts/effective_ratio",),
+        ("prompts/effective_ratio", "sampling/contrast_fraction"),
         draw.draw_effective,
+    ),
+    Panel(
+        "samples",
+        "What sampling costs",
+        "Responses drawn per prompt, and the rounds that they came in: an adaptive rule draws more of hard prompts.",
+        ("sampling/samples_per_prompt", "sampling/rounds"),
+        draw.draw_samples,
     ),
     Panel(
         "length",
