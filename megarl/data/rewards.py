@@ -1,4 +1,4 @@
-"""Reward functions: a typed protocol, two built-in ones, and a scorer that no reward function can bring down.
+"""Reward functions: a typed protocol and two built-in ones; ``megarl.data.judge`` calls them.
 
 A reward is any callable ``reward(*, prompt: str, response: str, answer: str)`` that returns a number, or Steps
 (``megarl.data.verdicts``). The built-in ones give 1 for a right and 0 for a wrong response.
@@ -10,14 +10,11 @@ import importlib
 import importlib.util
 import inspect
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
-from megarl.data.verdicts import Steps, one_line, verdict_of
-from megarl.errors import ConfigError, DataError
+from megarl.data.verdicts import Steps, one_line
+from megarl.errors import ConfigError
 
 AnyReward = TypeVar("AnyReward", bound=Callable[..., Any])
 
@@ -29,23 +26,6 @@ class RewardFunction(Protocol):
     """Judges one response; higher is better. Called with keywords only, once per response."""
 
     def __call__(self, *, prompt: str, response: str, answer: str) -> float | Steps: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RewardResult:
-    """Rewards of N responses, and what went wrong with them."""
-
-    rewards: np.ndarray
-    """float64 [N]; 0 where not valid."""
-    valid: np.ndarray
-    """bool [N]; False where the reward function failed: leave the response out of statistics and training."""
-    first_error: str | None
-    """One line about the first failure, for the log; None if there was none."""
-
-    @property
-    def num_errors(self) -> int:
-        """How many responses could not be judged."""
-        return int(len(self.valid) - self.valid.sum())
 
 
 def instantaneous(reward: AnyReward) -> AnyReward:
@@ -139,33 +119,6 @@ def load_reward(name_or_path: str) -> RewardFunction:
         raise ConfigError(f"reward.function {name_or_path!r}: {module_name} has nothing named {attribute!r}") from None
     _check_callable(reward, name_or_path)
     return reward
-
-
-def score(
-    reward: RewardFunction, *, prompts: Sequence[str], responses: Sequence[str], answers: Sequence[str]
-) -> RewardResult:
-    """Judges N responses, one after the other, in the calling thread.
-
-    A reward that raises, or returns something that is no finite number, costs that response alone: reward 0, not
-    valid. A ConfigError passes through: it says that the reward cannot work here at all.
-    """
-    if not len(prompts) == len(responses) == len(answers):
-        raise DataError(
-            f"{len(prompts)} prompts, {len(responses)} responses and {len(answers)} answers: expected as many of each"
-        )
-    rewards = np.zeros(len(responses), dtype=np.float64)
-    valid = np.ones(len(responses), dtype=bool)
-    first_error: str | None = None
-    for index, (prompt, response, answer) in enumerate(zip(prompts, responses, answers, strict=True)):
-        try:
-            rewards[index] = verdict_of(reward(prompt=prompt, response=response, answer=answer), response).reward
-        except ConfigError:
-            raise
-        except Exception as error:  # the reward is foreign code: whatever it raises is counted, and shown once
-            valid[index] = False
-            if first_error is None:
-                first_error = f"response {index}: {one_line(error)}"
-    return RewardResult(rewards, valid, first_error)
 
 
 def _check_callable(reward: object, name: str) -> None:

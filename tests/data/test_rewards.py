@@ -6,11 +6,10 @@ import sys
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from megarl.data.rewards import exact_match, load_reward, math_verify, score
-from megarl.errors import ConfigError, DataError
+from megarl.data.rewards import exact_match, load_reward, math_verify
+from megarl.errors import ConfigError
 
 
 def judge(response: str, answer: str) -> float:
@@ -57,7 +56,7 @@ def test_math_verify_outside_the_main_thread_says_so() -> None:
 
     def run() -> None:
         try:
-            score(math_verify, prompts=[""], responses=["1"], answers=["1"])
+            math_verify(prompt="", response="1", answer="1")
         except ConfigError as error:
             raised.append(error)
 
@@ -104,36 +103,6 @@ def test_load_reward_tells_what_is_wrong_in_one_line(name: str, told: str) -> No
         load_reward(name)
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_failing_reward_costs_its_response_alone() -> None:
-    def reward(*, prompt: str, response: str, answer: str) -> object:
-        return {
-            "raise": lambda: 1 / 0,
-            "nan": lambda: float("nan"),
-            "inf": lambda: float("inf"),
-            "text": lambda: "1",
-        }.get(response, lambda: {"bool": True, "half": np.float32(0.5)}.get(response))()
-
-    responses = ["half", "raise", "nan", "bool", "inf", "text", "none"]
-    texts = [""] * len(responses)
-    result = score(reward, prompts=texts, responses=responses, answers=texts)  # type: ignore[arg-type]
-    assert result.rewards.tolist() == [0.5, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
-    assert result.valid.tolist() == [True, False, False, True, False, False, False]
-    assert result.num_errors == 5
-    assert result.first_error == "response 1: ZeroDivisionError: division by zero"
-
-
-def test_each_response_meets_its_own_prompt_and_answer() -> None:
-    def reward(*, prompt: str, response: str, answer: str) -> float:
-        return float(prompt + response + answer)
-
-    result = score(reward, prompts=["1", "4"], responses=["2", "5"], answers=["3", "6"])
-    assert result.rewards.tolist() == [123.0, 456.0]
-    assert result.first_error is None
-    assert score(reward, prompts=[], responses=[], answers=[]).num_errors == 0
-    with pytest.raises(DataError, match="2 prompts, 1 responses and 2 answers"):
-        score(reward, prompts=["", ""], responses=[""], answers=["", ""])
 
 
 def test_rewards_load_without_torch() -> None:
