@@ -22,7 +22,7 @@ from rich.table import Table
 
 from megarl import config_file, megatron_fields
 from megarl.config import Config, SGLangConfig
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, MegarlError
 from megarl.megatron_fields import REPLAY_BLOCKERS
 from megarl.rollout.sglang_versions import CAPABILITIES, FAULTS, NEWEST, OLDEST, dotted, installed_release
 
@@ -49,6 +49,7 @@ _PACKAGES = (
     ("safetensors", True, "reading and writing checkpoints"),
     ("datasets", True, "Parquet files and hub data sets"),
     ("math-verify", True, "the math_verify reward"),
+    ("pebble", True, "rewards in worker processes"),
     ("psutil", True, "Megatron checkpoints (saving hangs without it)"),
     ("tensorboard", True, "TensorBoard event files"),
     ("transformer-engine", False, "fused attention and norms, FP8, the fast layer spec: pip install 'megarl[gpu]'"),
@@ -67,6 +68,7 @@ def findings() -> list[Finding]:
         _replay_hook(),
         *(_package(*package) for package in _PACKAGES),
         _sglang(Path(SGLangConfig().python)),
+        _bubblewrap(),
     ]
 
 
@@ -133,6 +135,17 @@ def _sglang(python: Path) -> Finding:
         except ConfigError as error:
             note = str(error)
     return Finding("sglang", found, False, note)
+
+
+def _bubblewrap() -> Finding:
+    """Tried, not only looked for: some hosts have it and do not let it work."""
+    from megarl.rollout.tools.python_tool import PythonTool
+
+    try:
+        PythonTool()
+    except MegarlError as error:
+        return Finding("bubblewrap", None, False, f"the Python tool: {error}")
+    return Finding("bubblewrap", "works", False, 'the Python tool: environment.tools = ["python"]')
 
 
 def doctor(path: Path | None = None, overrides: Mapping[str, Any] | None = None, console: Console | None = None) -> int:
@@ -249,6 +262,13 @@ def _print_config(console: Console, config: Config) -> None:
         f"{config.rollout.prompts_per_step} prompts x {config.rollout.group_size} responses in "
         f"{config.train.mini_batches} mini-batches, {layout.sequences_per_rank} sequences per rank and mini-batch",
     )
+    if not config.sampling.fixed:
+        refill = f", refilled from up to {config.prompts_per_step_at_most} prompts" if config.sampling.refill else ""
+        credited = "from all that is drawn" if config.sampling.uses_credit else "the objective's"
+        table.add_row("sampling", f"{config.sampling.rule}{refill}; advantages {credited}")
+    if config.environment.function is not None:
+        tools = ", ".join(config.environment.tools) or config.environment.function
+        table.add_row("environment", escape(f"{tools}, up to {config.environment.max_turns} turns"))
     table.add_row("objective, replay", f"{config.train.objective}, {config.train.replay}")
     if config.train.resolved_objective.needs_ref_logprobs:
         table.add_row("reference policy", escape(config.reference_path))
