@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import numbers
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -80,18 +81,21 @@ async def play(
     environment fails at, and deadlines, fail this episode alone; errors of the engine are raised.
     """
     course = _Course(request)
+    episode: Episode | None = None
+    failure = closing = None
     try:
         async with asyncio.timeout(limits.episode_s):
             episode = _begun(environment, prompt, request.seed)
-            try:
-                await course.run(session, episode, tokenizer, limits, places)
-            finally:
-                await episode.close()
+            await course.run(session, episode, tokenizer, limits, places)
     except TimeoutError:
-        return course.failed(f"the episode took more than {limits.episode_s:g} s")
-    except EpisodeError as failure:
-        return course.failed(str(failure))
-    return course.played()
+        failure = f"the episode took more than {limits.episode_s:g} s"
+    except EpisodeError as error:
+        failure = str(error)
+    finally:  # what is raised here would hide an error of the engine
+        if episode is not None:
+            closing = await _close(episode, limits.step_s)
+    failure = failure or closing
+    return course.played() if failure is None else course.failed(failure)
 
 
 class EpisodeError(Exception):
@@ -136,7 +140,7 @@ class _Course:
             text = tokenizer.decode(turn.tokens[len(tokens) :], skip_special_tokens=True)
             step = ModelTurn(index, turn.tokens[len(tokens) :], text, turn.finish_reason)
             observation = await _answer(episode, step, limits.step_s, places)
-            self._rewards[-1] = observation.reward
+            self._rewards[-1] = None if observation.reward is None else float(observation.reward)
             if observation.done:
                 return
             tokens = np.concatenate([whole.tokens, _encoded(tokenizer, observation.text)])
@@ -174,26 +178,65 @@ def _begun(environment: Environment, prompt: str, seed: int) -> Episode:
     except ConfigError:
         raise
     except Exception as error:  # as in a step
-        told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise EpisodeError(f"the environment failed to begin: {told}") from error
+        raise EpisodeError(f"the environment failed to begin: {_told(error)}") from error
 
 
 async def _answer(episode: Episode, turn: ModelTurn, seconds: float, places: asyncio.Semaphore) -> Observation:
     """The environment's answer; EpisodeError if it is late, raises, or is none."""
+    failed = f"turn {turn.index}: the environment failed"
     async with places:
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(seconds) as deadline:
                 observation = await episode.step(turn)
-        except TimeoutError as error:
-            raise EpisodeError(f"turn {turn.index}: the environment took more than {seconds:g} s") from error
+            _check(observation)
         except ConfigError:
             raise
+        except asyncio.CancelledError as error:
+            if _is_cancelled():
+                raise
+            # Of a task of its own, perhaps. Let through, it would end this episode as if nobody wanted it any more.
+            raise EpisodeError(f"{failed}: CancelledError") from error
         except Exception as error:  # environments are foreign code: what they raise costs one episode, and is counted
-            told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise EpisodeError(f"turn {turn.index}: the environment failed: {told}") from error
+            if isinstance(error, TimeoutError) and deadline.expired():
+                raise EpisodeError(f"turn {turn.index}: the environment took more than {seconds:g} s") from error
+            raise EpisodeError(f"{failed}: {_told(error)}") from error
     if observation.reward is not None and not math.isfinite(observation.reward):
         raise EpisodeError(f"turn {turn.index}: the environment gave the reward {observation.reward}")
     return observation
+
+
+def _check(observation: object) -> None:
+    """Raises TypeError for what is no observation."""
+    if not isinstance(observation, Observation):
+        raise TypeError(f"step returned a {type(observation).__name__}, expected an Observation")
+    if not isinstance(observation.text, str):
+        raise TypeError(f"the text of its observation is a {type(observation.text).__name__}")
+    if observation.reward is not None and not isinstance(observation.reward, numbers.Real):
+        raise TypeError(f"the reward of its observation is a {type(observation.reward).__name__}, expected a number")
+
+
+async def _close(episode: Episode, seconds: float) -> str | None:
+    """Close the episode; why that failed, if it did."""
+    try:
+        async with asyncio.timeout(seconds):
+            await episode.close()
+    except asyncio.CancelledError:
+        if _is_cancelled():
+            raise
+        return "the environment failed to close: CancelledError"
+    except Exception as error:  # as in a step
+        return f"the environment failed to close: {_told(error)}"
+    return None
+
+
+def _is_cancelled() -> bool:
+    """Whether the running task was told to end, and did not come upon a CancelledError in any other way."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _told(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
