@@ -18,7 +18,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return make_world(tmp_path_factory.mktemp("world"))
 
 
-SHARES_GROUPS = {"test_step", "test_step_oracle", "test_sampler", "test_gradient_norms", "test_value_head"}
+SHARES_GROUPS = {
+    "test_step",
+    "test_step_oracle",
+    "test_masked_tokens",
+    "test_sampler",
+    "test_gradient_norms",
+    "test_value_head",
+}
 """Modules whose tests enter and leave by ``train_world.layout``, which keeps the groups of a lone rank."""
 
 
