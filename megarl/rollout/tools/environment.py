@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from megarl.errors import ConfigError
@@ -27,6 +27,8 @@ class Call:
     """What the tool gets."""
     error: str | None = None
     """Why it cannot be run, for the model to read."""
+    closed: bool = True
+    """Whether its end is written. If not, it is whole only where the turn ended by itself, and was not cut."""
 
 
 class CallFormat(Protocol):
@@ -53,14 +55,15 @@ class Block:
     def calls(self, text: str) -> list[Call]:
         """See ``CallFormat.calls``. Text after the block is no answer yet: an episode ends with a turn without one."""
         _, found, rest = text.rpartition(self.begin)
-        return [Call(None, rest.partition(self.end)[0])] if found else []
+        argument, closed, _ = rest.partition(self.end)
+        return [Call(None, argument, closed=bool(closed))] if found else []
 
     def observation(self, outputs: Sequence[str]) -> str:
         """See ``CallFormat.observation``."""
         return self.template.replace("{output}", outputs[0])
 
 
-_TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_TOOL_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ class Hermes:
 
     def calls(self, text: str) -> list[Call]:
         """See ``CallFormat.calls``. What is no JSON is a call that fails, so that the model can mend it."""
-        return [_hermes_call(found) for found in _TOOL_CALL.findall(text)]
+        return [replace(_hermes_call(found), closed=bool(end)) for found, end in _TOOL_CALL.findall(text)]
 
     def observation(self, outputs: Sequence[str]) -> str:
         """See ``CallFormat.observation``."""
@@ -117,13 +120,16 @@ class _ToolEpisode:
         calls = self._form.calls(turn.text)
         if not calls:
             return Observation("", done=True)
-        outputs = [await self._output(call) for call in calls]
+        cut = turn.finish_reason == "length"
+        outputs = [await self._output(call, cut) for call in calls]
         return Observation(self._form.observation(outputs), done=False)
 
     async def close(self) -> None:
         pass
 
-    async def _output(self, call: Call) -> str:
+    async def _output(self, call: Call, cut: bool) -> str:
+        if cut and not call.closed:  # half of an expression may well be one
+            return "error: the turn was cut before this call ended"
         if call.error is not None:
             return f"error: {call.error}"
         tool = next(iter(self._tools.values())) if call.tool is None else self._tools.get(call.tool)
