@@ -170,8 +170,8 @@ def test_windows_of_ctpo_widen_with_generated_tokens_and_not_with_observations()
         mask = torch.tensor([False] * 2 + [True] * 2 + [False] * observation + [True] * 2)
         old = torch.full((len(mask),), -1.0, dtype=torch.float64)
         columns = TokenColumns(
-            # log rho of the prefix's mean is 0.09 at the 4th token; its window ends at 0.05 * 4 ** 0.5 = 0.1.
-            old + 0.09 * mask,
+            # The log-ratio of the prefix is 0.09 from the third on, whose window ends at 0.0866; the fourth's at 0.1.
+            old + 0.03 * (mask & (mask.cumsum(0) <= 3)),
             old,
             old,
             torch.ones_like(old),
@@ -181,6 +181,7 @@ def test_windows_of_ctpo_widen_with_generated_tokens_and_not_with_observations()
         return coefficients(objective, columns).values[-2:]
 
     short, long = second_turn(1), second_turn(500)
+    assert torch.equal(short != 0, torch.tensor([False, True]))
     assert torch.equal(short, long)
 
 
