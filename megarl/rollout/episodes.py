@@ -188,6 +188,10 @@ async def _answer(episode: Episode, turn: ModelTurn, seconds: float, places: asy
         try:
             async with asyncio.timeout(seconds) as deadline:
                 observation = await episode.step(turn)
+            if deadline.expired():  # an environment may swallow what cancels it
+                raise TimeoutError
+            if _is_cancelled():
+                raise asyncio.CancelledError
             _check(observation)
         except ConfigError:
             raise
