@@ -408,6 +408,39 @@ def test_a_cancelled_episode_is_closed_once_and_missed_by_nobody(engine: LocalEn
     assert others.closed == [1]
 
 
+@pytest.mark.parametrize("what", ["step", "episode", "cancelled"])
+def test_an_environment_that_swallows_its_cancellation_is_late_all_the_same(engine: LocalEngine, what: str) -> None:
+    async def stubborn(turn: ModelTurn) -> Observation:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.01)
+        return Observation("ab", done=turn.index == 2)
+
+    script, requests, found = Script(stubborn), make_requests(2), {}
+    limits = replace(LIMITS, **{f"{what}_s": 0.2}) if what != "cancelled" else LIMITS
+
+    def begin(session: Session) -> None:
+        async def one(i: int) -> None:
+            environment, bounds = (script, limits) if i else (says("b"), LIMITS)
+            places = asyncio.Semaphore(1)
+            found[i] = await play(session, requests[i], "", environment, merging_tokenizer(), bounds, places)
+
+        session.start(one(0))
+        doomed = session.start(one(1))
+        if what == "cancelled":
+            asyncio.get_running_loop().call_later(0.3, doomed.cancel)
+
+    engine.converse(begin, SOME_STOPS)
+    assert found[0].failure is None
+    assert (script.closed, len(script.turns)) == ([1], 1)
+    if what == "cancelled":
+        assert 1 not in found
+    else:
+        told = {"step": "turn 0: the environment took more than 0.2 s", "episode": "the episode took more than 0.2 s"}
+        assert found[1].failure == told[what]
+
+
 def test_so_many_steps_at_a_time_and_no_more(engine: LocalEngine) -> None:
     async def answer(turn: ModelTurn) -> Observation:
         await asyncio.sleep(0.002)
