@@ -137,8 +137,9 @@ class _Course:
             generated = turn.num_tokens - len(tokens)
             if turn.finish_reason == "length" and (generated == left or generated < asked):
                 return  # cut for good: by the length of the response, or by the end of the positions
-            text = tokenizer.decode(turn.tokens[len(tokens) :], skip_special_tokens=True)
-            step = ModelTurn(index, turn.tokens[len(tokens) :], text, turn.finish_reason)
+            written = turn.tokens[len(tokens) :].copy()  # what an environment does to them is its own business
+            text = tokenizer.decode(written, skip_special_tokens=True)
+            step = ModelTurn(index, written, text, turn.finish_reason)
             observation = await _answer(episode, step, limits.step_s, places)
             self._rewards[-1] = None if observation.reward is None else float(observation.reward)
             if observation.done:

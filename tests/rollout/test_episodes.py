@@ -101,6 +101,18 @@ def test_turns_stand_one_after_the_other_as_they_were_sampled(engine: LocalEngin
         assert script.closed == [1]
 
 
+def test_an_environment_cannot_change_what_was_sampled(engine: LocalEngine, oracle: Oracle) -> None:
+    async def writes(turn: ModelTurn) -> Observation:
+        turn.tokens[:] = 31
+        return Observation("b0", done=turn.index == 2)
+
+    requests = make_requests(4)
+    for request, played in zip(requests, play_all(engine, requests, Script(writes), LIMITS, SOME_STOPS), strict=True):
+        assert played is not None
+        check_columns(played, request, last_row=True)
+        check_teacher_forced(played, oracle, 1e-5, same_order=True)
+
+
 def test_later_turns_have_the_versions_and_seeds_that_they_were_sampled_with() -> None:
     """A session that counts up its weights, which an engine of this repository does not do in mid-session."""
     seen: list[SampleRequest] = []
