@@ -219,7 +219,8 @@ class EnvironmentConfig(Table):
     step_s: PositiveFloat = 60.0
     """Longest answer of the environment; seconds."""
     episode_s: PositiveFloat = 1800.0
-    """Longest rollout, sampling included; seconds. A later one does not train, and is counted."""
+    """Longest time from the end of a rollout's first turn to its end, sampling included; seconds. A later one does not
+    train, and is counted."""
     concurrency: PositiveInt = 4
     """Answers that each rank has the environment work on at a time."""
     python_s: PositiveFloat = 10.0
@@ -228,6 +229,8 @@ class EnvironmentConfig(Table):
     """Memory of each of its processes."""
     python_output_kb: PositiveInt = 16
     """Most that it may print."""
+    python_processes: int = Field(default=8, ge=-1)
+    """Processes and threads that it may have beside the first one; -1 = no limit, with python_limits_alone only."""
     python_limits_alone: bool = False
     """Run it without isolation, under resource limits alone, where bubblewrap does not work: the model's code then has
     the network, and reads and writes what the user can."""

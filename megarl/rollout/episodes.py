@@ -36,7 +36,7 @@ class EpisodeLimits:
     step_s: float = 60.0
     """Seconds for one answer of the environment."""
     episode_s: float = 1800.0
-    """Seconds for the whole rollout."""
+    """Seconds from the end of the first turn to the end of the rollout."""
 
     def tokens_left(self, num_tokens: int, prompt_length: int) -> int:
         """How many tokens may follow a sequence of ``num_tokens``."""
@@ -84,9 +84,9 @@ async def play(
     episode: Episode | None = None
     failure = closing = None
     try:
-        async with asyncio.timeout(limits.episode_s):
+        async with asyncio.timeout(None) as clock:
             episode = _begun(environment, prompt, request.seed)
-            await course.run(session, episode, tokenizer, limits, places)
+            await course.run(session, episode, tokenizer, limits, places, clock)
     except TimeoutError:
         failure = f"the episode took more than {limits.episode_s:g} s"
     except EpisodeError as error:
@@ -126,12 +126,15 @@ class _Course:
         tokenizer: PreTrainedTokenizerBase,
         limits: EpisodeLimits,
         places: asyncio.Semaphore,
+        clock: asyncio.Timeout,
     ) -> None:
         tokens = self._request.prompt_tokens
         for index in range(limits.turns):
             left = limits.tokens_left(len(tokens), self._prompt_length)
             asked = left if limits.turn_tokens is None else min(left, limits.turn_tokens)
             turn = await self._turn(session, index, tokens, asked)
+            if index == 0:  # before, it waited until the engine had begun with it, in a queue of thousands perhaps
+                clock.reschedule(asyncio.get_running_loop().time() + limits.episode_s)
             whole = self._whole
             assert whole is not None
             generated = turn.num_tokens - len(tokens)

@@ -156,7 +156,9 @@ class _Round:
     async def sample(self, request: SampleRequest) -> Rollout:
         """See ``Session.sample``."""
         answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
-        self._queues[request.group % len(self._queues)].append(_Job(request, answer))
+        queue, job = self._queues[request.group % len(self._queues)], _Job(request, answer)
+        # What has begun goes on before more is begun: its prefix is still in the server's cache.
+        queue.appendleft(job) if request.known_rows else queue.append(job)
         # After all that asks in this moment: else the first to ask would take servers from those whose own they are.
         asyncio.get_running_loop().call_soon(self._fill)
         try:

@@ -54,6 +54,7 @@ def _tool(name: str, config: EnvironmentConfig) -> Tool:
             wall_s=config.python_s,
             cpu_s=max(1, round(config.python_s)),
             memory_bytes=config.python_memory_mb << 20,
+            num_processes=None if config.python_processes < 0 else config.python_processes,
             output_bytes=config.python_output_kb << 10,
         )
         return PythonTool(limits, limits_alone=config.python_limits_alone)

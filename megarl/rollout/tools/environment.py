@@ -63,6 +63,13 @@ class Block:
         return self.template.replace("{output}", outputs[0])
 
 
+_STOPPED = {
+    "timeout": "the call took too long and was stopped",
+    "memory": "the call ran out of memory",
+    "output_limit": "the call printed too much and was stopped",
+    "killed": "the call was killed",
+}
+"""What a model reads of a call that did not come to its own end."""
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
 
@@ -135,4 +142,7 @@ class _ToolEpisode:
         tool = next(iter(self._tools.values())) if call.tool is None else self._tools.get(call.tool)
         if tool is None:
             return f"error: there is no tool {call.tool!r}, only {', '.join(self._tools)}"
-        return (await tool(call.argument)).output
+        result = await tool(call.argument)
+        if result.exit not in _STOPPED:
+            return result.output
+        return f"{result.output.rstrip()}\nerror: {_STOPPED[result.exit]}".lstrip()

@@ -172,7 +172,8 @@ def prepare(limits: Limits, interpreter: str, limits_alone: bool) -> Sandbox:
         if limits.num_processes is not None and os.geteuid() == 0:
             raise ConfigError(
                 "num_processes cannot be limited without a sandbox for root, whom the kernel exempts: run as another "
-                "user, install bubblewrap, or set num_processes=None and accept that a fork bomb is not contained"
+                "user, install bubblewrap, or set num_processes to None (environment.python_processes = -1) and accept "
+                "that a fork bomb is not contained"
             )
         return Sandbox(limits, interpreter, None, ())
     if limits.num_processes is None:
