@@ -14,8 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 from forks import Job, run_jobs
-from hypothesis import given
-from hypothesis import strategies as st
 from train_jobs import sampled, sampler_of
 from train_world import GROUP_SIZE, NUM_GROUPS, NUM_SEQUENCES, World, layout
 from transformers import AutoTokenizer
@@ -24,28 +22,7 @@ from megarl.core.metrics import finalize
 from megarl.core.types import Rollout
 from megarl.data.tiny import EOS_ID
 from megarl.errors import ConfigError, DataError, RolloutError
-from megarl.train.plans import owned_sequences
 from megarl.train.sampler import EVALUATE, TRAIN, Sampler, sampling_seed, stop_tokens
-
-
-@given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 4))
-def test_owned_sequences_are_a_partition_of_equal_contiguous_shares(mini_batches: int, ranks: int, share: int) -> None:
-    total = mini_batches * ranks * share
-    parts = [owned_sequences(total, mini_batches, rank, ranks) for rank in range(ranks)]
-    per_mini = total // mini_batches
-    for n in range(mini_batches):
-        joined = [s for rank in range(ranks) for s in parts[rank][n]]
-        assert joined == list(range(n * per_mini, (n + 1) * per_mini))
-        assert {len(parts[rank][n]) for rank in range(ranks)} == {share}
-
-
-@given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 5))
-def test_shares_that_do_not_come_out_even_are_refused(total: int, mini_batches: int, ranks: int) -> None:
-    if total % (mini_batches * ranks):
-        with pytest.raises(ConfigError, match="do not divide"):
-            owned_sequences(total, mini_batches, 0, ranks)
-    else:
-        assert len(owned_sequences(total, mini_batches, 0, ranks)) == mini_batches
 
 
 def test_sampling_seeds_are_all_different() -> None:
