@@ -173,15 +173,17 @@ class Gvm:
 
     def _refresh(self, step: int) -> None:
         """A first stage for all prompts up to the next one; step by step, for its traces are dropped at once."""
-        self._until = min(step + self._config.gvm.refresh_every, self._config.run.steps)
-        self._estimates = {}
-        for later in range(step, self._until):
+        until = min(step + self._config.gvm.refresh_every, self._config.run.steps)
+        estimates: dict[int, tuple[float, float]] = {}
+        for later in range(step, until):
             prompts = self._prompts_of(later)
             rates, norms = self._stage(later, len(prompts))
-            self._estimates |= {
+            estimates |= {
                 prompt.index: (float(rate), float(norm))
                 for prompt, rate, norm in zip(prompts, rates, norms, strict=True)
             }
+        # All or nothing: if the engine fails, the checkpoint that follows must not hold half of a stage.
+        self._until, self._estimates = until, estimates
 
     def _stage(self, step: int, num_prompts: int) -> tuple[np.ndarray, np.ndarray]:
         """Acceptance rates and gradient norms, [B] each, of one step's prompts."""
