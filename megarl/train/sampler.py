@@ -22,6 +22,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from megarl.config import Config
 from megarl.core.collector import Selection
+from megarl.core.credit import Credit
 from megarl.core.credit_assignment import assign
 from megarl.core.diagnostics import effective_prompt_ratio
 from megarl.core.metrics import Stat
@@ -331,7 +332,12 @@ class Sampler:
         """float64 [N], 0 where the objective has one per token; bool [N], which train and count in denominators."""
         rewards, groups = selection.rewards, selection.prompts
         counted = selected_responses(self.objective, rewards, groups).numpy()
-        credited, weights = assign(self.config.credit_record, selection, counted)
+        credit = self.config.credit_record
+        if self.config.sampling.uses_credit:
+            _require_rates(credit, selection)
+        else:  # only its weights are used
+            credit = replace(credit, combination="plain", scale="none")
+        credited, weights = assign(credit, selection, counted)
         if self.config.sampling.uses_credit:
             return credited * weights, counted
         if self.objective.advantage in TOKEN_ADVANTAGES:
@@ -368,6 +374,18 @@ class Sampler:
         # What adds up is told by one model copy alone.
         once = {**selection.metrics, "sampling/tokens": Stat.total(float(drawn.column("tokens").sum()))}
         return found | (once if distributed.dp_rank() == 0 else {})
+
+
+def _require_rates(credit: Credit, selection: Selection) -> None:
+    """Raise ConfigError at the first negative reward, not at the first prompt whose mean is negative."""
+    if credit.combination == "unbiased" or credit.scale not in ("rate", "root_rate"):
+        return
+    least = min((float(pool.values().min(initial=np.inf)) for pool in selection.pools), default=0.0)
+    if least < 0:
+        raise ConfigError(
+            f'credit.scale: found "{credit.scale}", which divides by the mean of rewards from 0 to 1, but a reward is '
+            f'{least:g}; set credit.scale = "none" or "std", or change the reward'
+        )
 
 
 def _deal_out(own: list[list[Key]], selection: Selection, samples: Mapping[Key, Sample]) -> Dealt:
@@ -443,6 +461,8 @@ def _counted(rollout: Rollout, counts: bool) -> Rollout:
 
 
 def _rollout_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dict[str, Stat]:
+    if not rollouts:  # nothing that this model copy drew was selected
+        return {}
     lengths = torch.tensor([float(len(r.tokens) - r.prompt_length) for r in rollouts], dtype=torch.float64)
     truncated = torch.tensor([float(r.finish_reason == "length") for r in rollouts], dtype=torch.float64)
     return {
