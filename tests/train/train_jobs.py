@@ -14,6 +14,8 @@ from train_world import NUM_GROUPS, NUM_SEQUENCES, Taken, World, layout, take_st
 from transformers import AutoConfig
 
 from megarl.config import Config
+from megarl.core.collector import Selection
+from megarl.core.metrics import Stat, finalize
 from megarl.megatron import checkpoint, distributed
 from megarl.megatron.frozen import FrozenModel
 from megarl.megatron.weights import save_hf
@@ -22,7 +24,8 @@ from megarl.train.evaluation import evaluate
 from megarl.train.evaluation_request import eval_request
 from megarl.train.loop import train
 from megarl.train.metrics import MetricsLog
-from megarl.train.sampler import Sampler
+from megarl.train.sampler import Sampler, StepRollouts
+from megarl.train.step import TrainStep, collect
 
 
 def steps(world: World, variants: Mapping[str, Mapping[str, Any]]) -> dict[str, Taken | None]:
@@ -66,13 +69,69 @@ def sampled(world: World, layouts: Mapping[str, Mapping[str, Any]]) -> dict[str,
     return found
 
 
-def sampler_of(world: World, settings: Config) -> Sampler:
+def adaptive(world: World, layouts: Mapping[str, Mapping[str, Any]], steps: int = 2) -> dict[str, Any]:
+    """Sample the first steps in each layout: by layout and step, what every rank trains on, and the metrics."""
+    found = {}
+    for name, overrides in layouts.items():
+        with training(world.settings(**overrides)) as train_step:
+            sampler = sampler_of(world, train_step.config, train_step)
+            selections = recorded(sampler)
+            of_steps = []
+            for step in range(steps):
+                drawn = sampler.sample_step(step)
+                ranks: list[Any] = [None] * dist.get_world_size()
+                dist.all_gather_object(ranks, trained_on(drawn, selections[-1]))
+                statistics = collect([drawn.metrics])
+                of_steps.append({"ranks": ranks, "metrics": None if statistics is None else finalize(statistics)})
+            found[name] = of_steps
+            sampler.close()
+            sampler.engine.close()
+    return found
+
+
+def trained_on(drawn: StepRollouts, selection: Selection) -> dict[str, Any]:
+    """What this rank trains on, plain."""
+    return {
+        "dp_rank": distributed.dp_rank(),
+        "selection": [getattr(selection, name).tolist() for name in ("prompts", "samples", "rewards", "drawn")],
+        "sizes": [len(part) for part in drawn.mini_batches],
+        "mini_batches": [
+            [
+                ((r.group, r.sample), r.tokens.tolist(), r.prompt_length, float(advantage), bool(r.loss_mask.any()))
+                for r, advantage, row in zip(part, advantages, rows, strict=True)
+                if row < len(selection.prompts)
+            ]
+            for part, advantages, rows in zip(drawn.mini_batches, drawn.advantages, drawn.judged.owned, strict=True)
+        ],
+        "fillers_with_loss": sum(
+            bool(r.loss_mask.any())
+            for part, rows in zip(drawn.mini_batches, drawn.judged.owned, strict=True)
+            for r, row in zip(part, rows, strict=True)
+            if row == len(selection.prompts)
+        ),
+    }
+
+
+def sampler_of(world: World, settings: Config, train_step: TrainStep | None = None) -> Sampler:
     """A sampler whose engine holds the world's checkpoint."""
     engine = LocalEngine(AutoConfig.from_pretrained(world.model), max_batch_size=settings.rollout.max_batch_size)
     source = LocalEngine.from_pretrained(world.model)
     engine.update_weights(((name, view.clone()) for name, view in source._views.items()), version=1)
     source.close()
-    return Sampler(settings, engine, settings.train.resolved_objective)
+    return Sampler(settings, engine, settings.train.resolved_objective, train_step)
+
+
+def recorded(sampler: Sampler) -> list[Selection]:
+    """The selections of the steps that follow, filled as they come."""
+    found: list[Selection] = []
+    original = sampler._learn
+
+    def learn(step: int, selection: Selection) -> dict[str, Stat]:
+        found.append(selection)
+        return original(step, selection)
+
+    sampler._learn = learn  # type: ignore[method-assign]
+    return found
 
 
 class _DiesAfter(MetricsLog):

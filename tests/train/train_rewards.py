@@ -63,3 +63,34 @@ def digit_by_digit(*, prompt: str, response: str, answer: str) -> Steps | float:
     if not response:
         return outcome
     return Steps(outcome, [StepReward(end + 1, float(response[end].isdigit())) for end in range(len(response))])
+
+
+@instantaneous
+def starts_in_answer(*, prompt: str, response: str, answer: str) -> float:
+    """1 if the first character of the response is one of the answer's: its probability is the model's own."""
+    return float(response[:1] != "" and response[0] in answer)
+
+
+@instantaneous
+def flat_where_told(*, prompt: str, response: str, answer: str) -> float:
+    """The same for all responses to the prompts whose answer says so."""
+    return 0.5 if answer == "flat" else digit_share(prompt=prompt, response=response, answer=answer)
+
+
+@instantaneous
+def signed(*, prompt: str, response: str, answer: str) -> float:
+    """Between -1 and 1: no pass rate."""
+    return 2 * digit_share(prompt=prompt, response=response, answer=answer) - 1
+
+
+@instantaneous
+def fails_where_told(*, prompt: str, response: str, answer: str) -> float:
+    """Fails on all responses to the prompts whose answer says so."""
+    if answer == "fails":
+        raise ValueError("no verdict")
+    return digit_share(prompt=prompt, response=response, answer=answer)
+
+
+@instantaneous
+def sometimes_raises_here(*, prompt: str, response: str, answer: str) -> float:
+    return sometimes_raises(prompt=prompt, response=response, answer=answer)
