@@ -62,7 +62,8 @@ class Draw:
         self.samples[prompt, sample] = drawn
         self._start(session, self._asker.add(prompt, sample, drawn.reward))
         if self._asker.done:
-            others = self._under_way - {asyncio.current_task()}
+            # Also those count as under way that have an answer and were not heard; one that has ended may be here yet.
+            others = {task for task in self._under_way if not task.done()} - {asyncio.current_task()}
             self.dropped = len(others)
             for task in others:
                 task.cancel()
