@@ -1,0 +1,346 @@
+"""Drawing what a rule asks for: over a session whose answers come one by one, and over one that works in batches."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from megarl.core.collector import Ask, Collector, Selection
+from megarl.core.stopping import SamplingRule, Sequential, Uniform
+from megarl.core.types import Rollout, SampleRequest
+from megarl.data.judge import Judge
+from megarl.data.prompts import Prompt
+from megarl.errors import RolloutError
+from megarl.rollout.batches import Batches
+from megarl.rollout.draw import Draw
+from megarl.rollout.engine import SamplingParams, Session
+from megarl.rollout.episodes import EpisodeLimits
+from megarl.rollout.local import LocalEngine
+from megarl.rollout.player import Player
+from megarl.rollout.sglang_client import ClientSettings, SGLangClient
+
+TIMEOUT_S = 30.0
+Key = tuple[int, int]
+
+
+def says_one(*, prompt: str, response: str, answer: str) -> float:
+    if response == "2":
+        raise ValueError("no verdict")
+    return float(response == "1")
+
+
+says_one.instantaneous = True  # type: ignore[attr-defined]
+
+
+def first_is_digit(*, prompt: str, response: str, answer: str) -> float:
+    return float(response[:1].isdigit())
+
+
+first_is_digit.instantaneous = True  # type: ignore[attr-defined]
+
+
+class Server:
+    """Answers ``/generate`` with a character for (group, sample), once it lets it go."""
+
+    def __init__(self, says: Callable[[int, int], str], holds: Callable[[Server, int, int], bool]) -> None:
+        """``holds(server, group, sample)``: whether this answer has to wait still; asked again when any comes."""
+        self.says, self.holds = says, holds
+        self.asked: list[Key] = []
+        self.answered: list[Key] = []
+        self.lost: list[Key] = []
+        self.url = ""
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._ready.wait(TIMEOUT_S)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._changed = asyncio.Condition()
+        app = web.Application()
+        app.router.add_post("/generate", self._generate)
+        runner = web.AppRunner(app, handler_cancellation=True)
+        self._loop.run_until_complete(runner.setup())
+        self._loop.run_until_complete(web.TCPSite(runner, "127.0.0.1", 0).start())
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self._ready.set()
+        self._loop.run_forever()
+        self._loop.run_until_complete(runner.cleanup())
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        key = body["group"], body["sample"]
+        try:
+            async with self._changed:
+                self.asked.append(key)
+                self._changed.notify_all()
+                await asyncio.wait_for(self._changed.wait_for(lambda: not self.holds(self, *key)), TIMEOUT_S)
+                self.answered.append(key)
+                self._changed.notify_all()
+        except TimeoutError:
+            return web.Response(status=400, text=f"{key} waited for what never came")
+        except asyncio.CancelledError:
+            self.lost.append(key)
+            raise
+        return web.json_response({"says": self.says(*key)})
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_path: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(model_path)
+
+
+@contextmanager
+def draw_of(asker: Any, tokenizer: PreTrainedTokenizerBase, reward: str = "says_one") -> Iterator[Draw]:
+    prompt = Prompt(0, np.array([3], np.int32), "1", "1", "here")
+    with Judge(f"test_draw:{reward}") as judge:
+        yield Draw(
+            asker,
+            lambda number, sample: (SampleRequest(prompt.tokens, number, sample, seed=100 * number + sample), prompt),
+            Player(tokenizer, judge, EpisodeLimits(4)),
+        )
+
+
+def rollout_of(request: SampleRequest, token: int) -> Rollout:
+    zeros = np.zeros(2, np.int32)
+    return Rollout(
+        request.group, request.sample, np.array([3, token], np.int32), np.array([False, True]),
+        np.zeros(2, np.float32), None, None, zeros, "stop",
+    )  # fmt: skip
+
+
+@contextmanager
+def serving(
+    says: Callable[[int, int], str], holds: Callable[[Server, int, int], bool] = lambda *_: False
+) -> Iterator[Server]:
+    server = Server(says, holds)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def served(server: Server, draw: Draw, tokenizer: PreTrainedTokenizerBase) -> None:
+    client = SGLangClient([server.url], ClientSettings())
+    client.converse(
+        draw.begin,
+        lambda request: {"group": request.group, "sample": request.sample},
+        lambda request, answer: rollout_of(request, tokenizer.convert_tokens_to_ids(answer["says"])),
+    )
+
+
+def collected(rule: SamplingRule, says: Callable[[int, int], str], prompts: int, **options: Any) -> Selection:
+    """What the rule selects when everything comes in order."""
+    collector = Collector(rule, prompts, **options)
+    asks = collector.start()
+    while not collector.done:
+        ask = asks.pop(0)
+        for sample in ask.samples:
+            text = says(ask.prompt, sample)
+            asks += collector.add(ask.prompt, sample, None if text == "2" else float(text == "1"))
+    return collector.select()
+
+
+def test_no_prompt_waits_for_another_one(tokenizer: PreTrainedTokenizerBase) -> None:
+    """The server keeps the first prompt's samples back until it was asked for everything of the others' last rounds."""
+    rule = Sequential(1, 1, round_size=2, max_samples=6, train_size=2)
+
+    def says(group: int, sample: int) -> str:
+        return "1" if group == 0 and sample == 1 else "0"
+
+    later = {(group, sample) for group in (1, 2, 3) for sample in range(6)}
+    collector = Collector(rule, 4)
+    with (
+        serving(says, lambda server, group, sample: group == 0 and not later <= set(server.answered)) as server,
+        draw_of(collector, tokenizer) as draw,
+    ):
+        served(server, draw, tokenizer)
+    assert sorted(draw.samples) == sorted({*later, (0, 0), (0, 1)})
+    assert set(server.answered[-2:]) == {(0, 0), (0, 1)}
+    assert draw.dropped == 0
+    found, expected = collector.select(), collected(rule, says, 4)
+    np.testing.assert_array_equal(found.samples, expected.samples)
+    np.testing.assert_array_equal(found.drawn, expected.drawn)
+
+
+def test_a_round_is_asked_for_when_the_one_before_is_complete(tokenizer: PreTrainedTokenizerBase) -> None:
+    rule = Sequential(1, 0, round_size=2, max_samples=6, train_size=2)
+    collector = Collector(rule, 1)
+    with serving(lambda group, sample: "01"[sample == 3]) as server, draw_of(collector, tokenizer) as draw:
+        served(server, draw, tokenizer)
+    assert set(server.asked[:2]) == {(0, 0), (0, 1)}
+    assert set(server.asked[2:]) == {(0, 2), (0, 3)}
+    assert {key: sample.reward for key, sample in draw.samples.items()} == {
+        (0, 0): 0.0, (0, 1): 0.0, (0, 2): 0.0, (0, 3): 1.0
+    }  # fmt: skip
+
+
+def test_what_is_under_way_when_there_is_enough_is_cancelled_and_counted(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Two spare prompts whose answers never come: the session ends without them, and the server hears of it."""
+    collector = Collector(Uniform(2), 1, refill=True, max_prompts=9, spare=2)
+    with (
+        serving(lambda group, sample: str(sample), lambda server, group, sample: group > 0) as server,
+        draw_of(collector, tokenizer) as draw,
+    ):
+        served(server, draw, tokenizer)
+        assert sorted(draw.samples) == [(0, 0), (0, 1)]
+        assert draw.dropped == 4
+        assert collector.done
+        for _ in range(200):
+            if len(server.lost) == len([key for key in server.asked if key[0] > 0]):
+                break
+            threading.Event().wait(0.02)
+        assert {group for group, _ in server.lost} <= {1, 2}
+        assert len(server.lost) == len([key for key in server.asked if key[0] > 0])
+
+
+def test_a_prompt_without_contrast_is_replaced_while_another_one_is_under_way(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    collector = Collector(Uniform(2), 2, refill=True, max_prompts=9)
+    with (
+        serving(
+            lambda group, sample: str(sample) if group in (0, 3) else "1",
+            lambda server, group, sample: group == 0 and (3, 1) not in server.answered,
+        ) as server,
+        draw_of(collector, tokenizer) as draw,
+    ):
+        served(server, draw, tokenizer)
+    assert sorted({group for group, _ in draw.samples}) == [0, 1, 2, 3]
+    assert np.unique(collector.select().prompts).tolist() == [0, 3]
+
+
+def test_samples_that_fail_count_as_drawn(tokenizer: PreTrainedTokenizerBase) -> None:
+    rule = Sequential(1, 1, round_size=2, max_samples=4, train_size=2)
+
+    def says(group: int, sample: int) -> str:
+        return "2012"[sample] if group == 0 else "2"
+
+    collector = Collector(rule, 2)
+    with serving(says) as server, draw_of(collector, tokenizer) as draw:
+        served(server, draw, tokenizer)
+    assert len(draw.samples) == 8
+    assert {key for key, sample in draw.samples.items() if sample.reward is None} == {
+        (0, 0), (0, 3), *((1, sample) for sample in range(4))
+    }  # fmt: skip
+    assert all(sample.reward_error for sample in draw.samples.values() if sample.reward is None)
+    assert all(sample.rollout is not None for sample in draw.samples.values())
+    assert collector.select().drawn.tolist() == [[0, 1], [4, 4], [2, 0], [1, 0]]
+
+
+def test_an_answer_that_comes_with_the_last_one_is_not_counted_twice(tokenizer: PreTrainedTokenizerBase) -> None:
+    """A batch of the engine holds more than is needed: what follows the decisive sample is left out, whatever it is."""
+
+    def sample(requests: Sequence[SampleRequest]) -> list[Rollout]:
+        return [rollout_of(r, tokenizer.convert_tokens_to_ids(str(r.sample))) for r in requests]
+
+    collector = Collector(Uniform(2), 1, refill=True, max_prompts=9, spare=2)
+    with draw_of(collector, tokenizer) as draw:
+        Batches(sample).run(draw.begin)
+    assert sorted(draw.samples) == [(0, 0), (0, 1)]
+    assert draw.dropped == 4
+
+
+def test_the_real_engine_answers_the_same_whatever_it_is_asked_for_together(
+    engine: LocalEngine, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    rule = Sequential(2, 2, round_size=1, max_samples=12, train_size=4)
+    params = SamplingParams(max_response_tokens=2, stop_token_ids=(1,))
+    found = []
+    for prompts in (6, 3):
+        collector = Collector(rule, prompts)
+        with draw_of(collector, tokenizer, "first_is_digit") as draw:
+            engine.converse(draw.begin, params)
+        assert collector.done
+        asked = {(pool.prompt, i) for pool in collector.select().pools for i in range(pool.num_asked)}
+        assert set(draw.samples) == asked
+        assert len({pool.num_asked for pool in collector.select().pools}) > 1
+        found.append({key: sample.rollout.tokens.tolist() for key, sample in draw.samples.items() if sample.rollout})
+    assert found[1] == {key: tokens for key, tokens in found[0].items() if key[0] < 3}
+
+
+def test_nothing_to_draw_is_done_at_once(tokenizer: PreTrainedTokenizerBase) -> None:
+    class Nothing:
+        done = False
+
+        def start(self) -> list[Ask]:
+            return []
+
+        def add(self, prompt: int, sample: int, reward: float | None) -> list[Ask]:
+            raise AssertionError
+
+    with serving(lambda *_: "1") as server, draw_of(Nothing(), tokenizer) as draw:
+        served(server, draw, tokenizer)
+    assert draw.samples == {}
+    assert server.asked == []
+
+
+@pytest.mark.parametrize("where", ["engine", "rule"])
+def test_an_error_ends_the_session_and_is_raised_as_it_was(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    def broken(requests: Sequence[SampleRequest]) -> list[Rollout]:
+        if where == "engine":
+            raise RolloutError("the engine broke")
+        return [rollout_of(r, tokenizer.convert_tokens_to_ids("1")) for r in requests]
+
+    class Broken(Collector):
+        def add(self, prompt: int, sample: int, reward: float | None) -> list[Ask]:
+            raise RolloutError("the rule broke")
+
+    collector = Broken(Uniform(2), 3)
+    with draw_of(collector, tokenizer) as draw, pytest.raises(RolloutError, match=f"the {where} broke"):
+        Batches(broken).run(draw.begin)
+
+
+def test_a_session_is_any_session(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Answers in the reverse order of asking: the same is collected."""
+
+    class Reverse:
+        def __init__(self, tasks: asyncio.TaskGroup) -> None:
+            self._tasks, self._waiting = tasks, []
+
+        def start(self, episode: Any) -> asyncio.Task[None]:
+            return self._tasks.create_task(episode)
+
+        async def sample(self, request: SampleRequest) -> Rollout:
+            turn = asyncio.Event()
+            self._waiting.append(turn)
+            await asyncio.sleep(0.001)
+            if self._waiting[-1] is turn:
+                self._pass()
+            await turn.wait()
+            self._waiting.remove(turn)
+            self._pass()
+            return rollout_of(request, tokenizer.convert_tokens_to_ids(says(request.group, request.sample)))
+
+        def _pass(self) -> None:
+            if self._waiting:
+                self._waiting[-1].set()
+
+    def says(group: int, sample: int) -> str:
+        return str(int((7 * group + 3 * sample) % 5 == 0))
+
+    async def run(begin: Callable[[Session], None]) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            begin(Reverse(tasks))
+
+    rule = Sequential(1, 1, round_size=2, max_samples=8, train_size=2)
+    collector = Collector(rule, 5)
+    with draw_of(collector, tokenizer) as draw:
+        asyncio.run(run(draw.begin))
+    found, expected = collector.select(), collected(rule, says, 5)
+    for name in ("prompts", "samples", "rewards", "drawn"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
