@@ -147,11 +147,19 @@ class GroupPlan:
             if isinstance(rule, Allotted):
                 rule = replace(rule, counts=tuple(rule.counts[prompt] for prompt in first))
             return _Share(rule, first, len(first))
-        # New prompts are dealt in turn: none is begun by two ranks, and no rank has to ask another one.
-        turn, turns = copy * place.ranks + rank, place.copies * place.ranks
-        more = range(self._num_prompts + turn, self._refill.max_prompts, turns) if first else ()
+        # New prompts are dealt in turn to the ranks that have places: none is begun by two of them, none is left out,
+        # and no rank has to ask another one.
+        in_turn = [(each, i) for each in range(place.copies) for i in range(min(place.ranks, self._places(each)))]
+        if not first:
+            return _Share(self._rule, [], 0)
+        turn, turns = in_turn.index((copy, rank)), len(in_turn)
+        more = range(self._num_prompts + turn, self._refill.max_prompts, turns)
         seed = None if self._seed is None else self._seed + turn
         return _Share(self._rule, [*first, *more], len(first), True, -(-self._refill.spare // turns), seed)
+
+    def _places(self, copy: int) -> int:
+        """Prompts that a model copy trains on."""
+        return sum(len(mini[copy]) for mini in self._bins)
 
 
 @dataclass(frozen=True, slots=True)
