@@ -87,6 +87,19 @@ class SamplingConfig(Table):
         assert self.rule == "uniform", "counts of the other rules are made for each step"
         return Uniform(group_size, self.train_size, threshold=self.threshold)
 
+    def check_credit(self, credit: Credit, group_size: int) -> None:
+        """ConfigError if the responses that train may lack a class that the credit needs."""
+        if self.allotted or not self.uses_credit or credit.combination != "unbiased":
+            return
+        size = self.rule_of(group_size).train_size
+        if size is None or (size > 1 and (self.rule in _SEQUENTIAL or size == group_size)):
+            return
+        raise ConfigError(
+            f'credit.combination: found "unbiased" with sampling.rule = "{self.rule}", which trains on {size} responses '
+            "of a prompt that may be all of one class, but it needs both where both were drawn; leave "
+            "sampling.train_size out, or set 2 or more with ada_seq_*"
+        )
+
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
         sequential = self.rule in _SEQUENTIAL
