@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -187,6 +188,30 @@ def test_what_does_not_go_together_is_refused(changes: dict[str, Any], told: str
 )
 def test_what_is_just_allowed(changes: dict[str, Any]) -> None:
     parsed(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fits"),
+    [
+        ({"sampling__train_size": 4}, False),
+        ({"sampling__train_size": 1}, False),
+        ({"sampling__train_size": 8}, True),
+        ({"sampling__train_size": 4, "sampling__refill": True}, False),
+        ({"sampling__train_size": 4, "sampling__advantages": "objective"}, True),
+        ({"sampling__refill": True}, True),
+        ({}, True),
+        ({"sampling__rule": "ada_seq_balance"}, True),
+        ({"sampling__rule": "ada_seq_pos", "sampling__train_size": 2}, True),
+        ({"sampling__rule": "ada_seq_balance", "sampling__train_size": 1}, False),
+        ({"sampling__rule": "ada_seq_pos", "sampling__train_size": 1}, False),
+        ({"sampling__rule": "ada_est"}, True),
+        ({"sampling__rule": "gvm"}, True),
+    ],
+)
+def test_the_unbiased_combination_needs_both_classes(changes: dict[str, Any], fits: bool) -> None:
+    config = parsed(**{"credit__combination": "unbiased", "sampling__advantages": "credit", **changes})
+    with nullcontext() if fits else pytest.raises(ConfigError, match=r"credit\.combination: found .unbiased."):
+        config.sampling.check_credit(config.credit_record, 8)
 
 
 def test_ranks_that_would_have_no_group_are_refused() -> None:

@@ -46,6 +46,14 @@ HEAD = {**COUNTS, "estimate__by": "value_head"}
 GVM = {**COMMON, "sampling__rule": "gvm", "gvm__pre_samples": 3, "gvm__refresh_every": 2}
 FEWER = {**COMMON, "sampling__train_size": 2}
 RULES = {"balance": BALANCE, "pos": POS, "refill": REFILL, "counts": COUNTS, "head": HEAD, "gvm": GVM, "fewer": FEWER}
+TWICE: dict[str, dict[str, Any]] = {
+    "ragged": {},
+    "ragged kl": {"train__objective": "kl_grpo"},
+    "ragged steps": {"train__objective_overrides": {"advantage": "process"}},
+    "gvm": {},
+    "gvm raft": {"train__objective": "raft", "gvm__block": "output_layer"},
+}
+"""Runs of a step, on one rank and on two."""
 LAYOUTS: dict[str, dict[str, Any]] = {"dp2": {}, "ep2": {"parallel__ep": 2}, "tp2": {"parallel__tp": 2}}
 
 
@@ -186,7 +194,7 @@ def test_a_copy_without_a_selected_prompt_trains_on_fillers(by_layout: dict[str,
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("rule", ["ragged", "gvm"])
+@pytest.mark.parametrize("rule", TWICE)
 def test_a_run_on_two_ranks_is_that_on_one(runs: Path, rule: str) -> None:
     """Losses and gradients of a step that one copy spends on fillers, or in which groups differ in size."""
     alone, two = (without_timing(read_metrics(runs / f"{rule}_{name}" / "metrics.jsonl")) for name in ("one", "two"))
@@ -224,10 +232,13 @@ def runs(world: World, settings_of: dict[str, dict[str, Any]], tmp_path_factory:
             overrides = {**common, "run__dir": str(folder / f"{rule}_{name}")}
             arguments = {"world": world, "overrides": overrides, "die_after": die_after}
             jobs.append(Job(f"{rule} {name} {die_after is not None}", 1, "train_jobs:run", arguments))
-    for rule in ("ragged", "gvm"):
+    for rule, more in TWICE.items():
         for name, ranks in (("one", 1), ("two", 2)):
-            overrides = {**settings_of[rule], "run__steps": 1, "run__dir": str(folder / f"{rule}_{name}")}
-            overrides |= {"train__mini_batches": 1, "parallel__ep": ranks}
+            overrides = {**settings_of[rule.split()[0]], **more, "run__steps": 1}
+            overrides |= {"run__dir": str(folder / f"{rule}_{name}")} | {
+                "train__mini_batches": 1,
+                "parallel__ep": ranks,
+            }
             jobs.append(Job(f"{rule} {name}", ranks, "train_jobs:run", {"world": world, "overrides": overrides}))
     for name, ended in run_jobs(jobs, folder / "jobs").items():
         if name.endswith("True"):
@@ -497,6 +508,24 @@ class _FailingSession:
                 raise self._failing.error
             os.kill(os.getpid(), self._failing.error)
         return found
+
+
+@pytest.mark.parametrize("rule", ["balance", "refill"])
+def test_rewards_from_worker_processes_and_their_timing_change_nothing(
+    world: World, settings_of: dict[str, dict[str, Any]], rule: str
+) -> None:
+    found = []
+    for reward in ("sometimes_raises_here", "sometimes_raises"):
+        overrides = {**settings_of[rule], "reward__function": f"train_rewards:{reward}", "reward__workers": 2}
+        with sampler(world, **overrides) as (made, _):
+            found.append([shown(made, step)["mini_batches"] for step in range(2)])
+    assert found[0] == found[1]
+
+
+def test_a_credit_that_needs_both_classes_is_refused_before_anything_is_drawn(world: World) -> None:
+    overrides = {**FEWER, "sampling__advantages": "credit", "credit__combination": "unbiased"}
+    with pytest.raises(ConfigError, match=r"credit\.combination"), sampler(world, **overrides):
+        pass
 
 
 def test_no_contrast_under_refill_ends_the_run_and_says_what_to_do(world: World, tmp_path: Path) -> None:

@@ -243,6 +243,9 @@ class TestGroupPlan:
         for refill in (None, Refill(12, 2)):
             layout = Ranks.of(lambda place, refill=refill: GroupPlan(Uniform(2), 2, 1, place, refill=refill), 1, 3)
             drawn = layout.draw(rewards_of(0, 0.5), 0)
+            if refill is not None:  # and leave no prompt to them
+                flat = layout.draw(lambda prompt, sample: 1.0, 0)
+                assert sorted({prompt for rank in flat[0] for prompt, _ in rank}) == list(range(12))
             assert [bool(rank) for rank in drawn[0]] == [True, True, False]
             assert isinstance(layout.plans[0][2].asker(), Listed)
             selection, (own,) = layout.agreed(drawn)
@@ -309,14 +312,16 @@ class TestRefill:
             _drawn_by_one_rank_and_trained_by_one_copy(drawn, selection, owned)
             assert max(key[0] for copy in drawn for rank in copy for key in rank) < refill.max_prompts
             places = _places_of_ranks(prompts, mini_batches, copies, ranks)
-            turns = copies * ranks
-            for turn, (rank, place) in enumerate(zip(chain(*drawn), chain(*places), strict=True)):
+            turns = sum(place > 0 for place in chain(*places))
+            turn = 0
+            for rank, place in zip(chain(*drawn), chain(*places), strict=True):
                 begun = {prompt for prompt, _ in rank}
                 mine = [prompt for prompt in np.unique(selection.prompts).tolist() if prompt in begun]
                 assert mine == _first_with_contrast(rule, rank, reward)[:place]
                 # A place stays empty only if the rank has tried all that it may.
                 may_begin = place + len(range(prompts + turn, refill.max_prompts, turns)) if place else 0
                 assert len(mine) == place or len(begun) == may_begin
+                turn += place > 0
             found.append((keys_of(selection), owned))
             for own in owned:
                 sizes = [len({prompt for prompt, _ in part}) for part in own]
