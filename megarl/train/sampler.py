@@ -189,7 +189,7 @@ class Sampler:
         by_token = self._by_token(dealt, selection, samples)
         # What lasts beyond the step changes last: if the step fails, a checkpoint of the one before is to be right.
         metrics = self._metrics(drawn, selection, counted) | self._learn(step, selection)
-        self._move_on(begun, drawn)
+        self._move_on(begun, selection)
         return StepRollouts(
             [[_counted(rollout, bool(trains[row])) for rollout, row in part] for part in dealt],
             by_token or [np.append(advantages, 0.0)[part] for part in rows],
@@ -314,10 +314,15 @@ class Sampler:
         distributed.fail_together(failure, "sampling")
         return samples
 
-    def _move_on(self, begun: _Begun, drawn: Drawn) -> None:
-        """The next step begins behind the last prompt that any rank has begun and drawn from."""
-        used = int(drawn.column("prompt").max()) + 1
-        self._position = begun.position + max(used, self.config.rollout.prompts_per_step)
+    def _move_on(self, begun: _Begun, selection: Selection) -> None:
+        """The next step begins behind the last prompt that trains, or behind all where there were too few.
+
+        Spare prompts that were not needed come again: how many of them were drawn depends on timing, and what a run
+        trains on must not.
+        """
+        full = len(selection.pools) == self.config.rollout.prompts_per_step
+        used = selection.pools[-1].prompt + 1 if full else self.config.prompts_per_step_at_most
+        self._position = begun.position + used
 
     def _learn(self, step: int, selection: Selection) -> dict[str, Stat]:
         """Let estimates take in what was drawn of each prompt; a collective call."""
