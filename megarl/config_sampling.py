@@ -95,8 +95,8 @@ class SamplingConfig(Table):
         if size is None or (size > 1 and (self.rule in _SEQUENTIAL or size == group_size)):
             return
         raise ConfigError(
-            f'credit.combination: found "unbiased" with sampling.rule = "{self.rule}", which trains on {size} responses '
-            "of a prompt that may be all of one class, but it needs both where both were drawn; leave "
+            f'credit.combination: found "unbiased" with sampling.rule = "{self.rule}", which trains on {size} '
+            "responses of a prompt that may be all of one class, but it needs both where both were drawn; leave "
             "sampling.train_size out, or set 2 or more with ada_seq_*"
         )
 
