@@ -596,7 +596,7 @@ class Config(Table):
     def _check_sampling(self) -> None:
         sampling, rollout = self.sampling, self.rollout
         try:
-            _ = self.credit_record
+            sampling.check_credit(self.credit_record, rollout.group_size)
             if not sampling.allotted:
                 _ = sampling.rule_of(rollout.group_size)
         except ConfigError as error:

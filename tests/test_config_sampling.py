@@ -209,9 +209,8 @@ def test_what_is_just_allowed(changes: dict[str, Any]) -> None:
     ],
 )
 def test_the_unbiased_combination_needs_both_classes(changes: dict[str, Any], fits: bool) -> None:
-    config = parsed(**{"credit__combination": "unbiased", "sampling__advantages": "credit", **changes})
     with nullcontext() if fits else pytest.raises(ConfigError, match=r"credit\.combination: found .unbiased."):
-        config.sampling.check_credit(config.credit_record, 8)
+        parsed(**{"credit__combination": "unbiased", "sampling__advantages": "credit", **changes})
 
 
 def test_ranks_that_would_have_no_group_are_refused() -> None:

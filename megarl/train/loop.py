@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,7 +75,8 @@ class Trainer:
     def _run(self) -> None:
         config = self.config
         first = self._resume()
-        self._sync(first)
+        with self._saved_if_it_fails(first):
+            self._sync(first)
         if first == 0 and config.eval.every:
             self._evaluate(0)
         for step in range(first, config.run.steps):
@@ -99,15 +101,18 @@ class Trainer:
         """One global step; ``step`` counts from 0, records and checkpoints count finished steps from 1."""
         started = time.perf_counter()
         config = self.config
+        begins_next = config.rollout.one_step_off and step + 1 < config.run.steps
+        # What a checkpoint of the steps before this one is to say, should the next one not begin.
+        sampling = self.sampler.state_dict() if begins_next else None
         try:
             with self._timed("rollout"), self.progress.rollout(self._responses_per_rank()) as advance:
                 drawn = self.sampler.sample_step(step, advance)
+            if begins_next:
+                self._sync(step)
+                self.sampler.begin_step(step + 1)
         except (RolloutError, WeightSyncError):  # on all ranks alike
-            self._save_before_the_end(step)
+            self._save_before_the_end(step, sampling)
             raise
-        if config.rollout.one_step_off and step + 1 < config.run.steps:
-            self._sync(step)
-            self.sampler.begin_step(step + 1)
         if drawn.first_error:
             self.progress.line(f"step {step + 1}: responses without a reward, first: {drawn.first_error}")
         with self._timed("prepare"):
@@ -130,7 +135,8 @@ class Trainer:
         if dumps and self.traces is not None:
             self.traces.write(step + 1, drawn.mini_batches, minis)
         if not config.rollout.one_step_off:
-            self._sync(step + 1)
+            with self._saved_if_it_fails(step + 1):
+                self._sync(step + 1)
         statistics = collect([drawn.metrics, *(mini.metrics for mini in minis)])
         self._finish_step(step + 1, time.perf_counter() - started, statistics, metrics)
         if config.eval.every and ((step + 1) % config.eval.every == 0 or step + 1 == config.run.steps):
@@ -142,26 +148,31 @@ class Trainer:
         """Give the engine the weights that have seen so many steps, unless it has them; it must be at rest."""
         if self.engine.weight_version == version:
             return
-        try:
-            with self._timed("sync"):
-                self.engine.update_weights(self.policy.export(), version=version)
-        except (RolloutError, WeightSyncError):  # on all ranks alike
-            self._save_before_the_end(version)
-            raise
+        with self._timed("sync"):
+            self.engine.update_weights(self.policy.export(), version=version)
         self.seconds |= {f"sync_{part}": seconds for part, seconds in self.engine.sync_seconds.items()}
 
-    def _checkpoint(self, done: int) -> None:
+    def _checkpoint(self, done: int, sampling: dict[str, Any] | None = None) -> None:
+        """``sampling``: the sampler's state after that step; None if that is the present one."""
         self.log.sync()
         with self._timed("checkpoint"):
-            state = {"sampler": self.sampler.state_dict()}
+            state = {"sampler": self.sampler.state_dict() if sampling is None else sampling}
             checkpoint.save(checkpoint_folder(self.config), done, self.policy, state, self.config.checkpoint.keep)
 
-    def _save_before_the_end(self, done: int) -> None:
+    @contextmanager
+    def _saved_if_it_fails(self, done: int) -> Iterator[None]:
+        try:
+            yield
+        except (RolloutError, WeightSyncError):  # on all ranks alike
+            self._save_before_the_end(done)
+            raise
+
+    def _save_before_the_end(self, done: int, sampling: dict[str, Any] | None = None) -> None:
         """Keep the steps that are done when the engine cannot go on."""
         found = checkpoint.complete_checkpoints(checkpoint_folder(self.config))
         newest = int(found[-1][0]) if found else 0
         if self.config.checkpoint.every and done > newest:
-            self._checkpoint(done)
+            self._checkpoint(done, sampling)
             self.progress.line(f"the engine cannot go on; step {done} is saved, start the run again to continue")
 
     def _passes_before_updates(self, minis: list[MiniBatch], judged: Judged) -> None:
@@ -193,15 +204,12 @@ class Trainer:
 
     def _evaluate(self, done: int) -> None:
         self.sampler.settle()
-        self._sync(done)
-        started = time.perf_counter()
         total = len(self.sampler.heldout) * self.config.eval.samples
-        try:
+        with self._saved_if_it_fails(done):
+            self._sync(done)
+            started = time.perf_counter()
             with self.progress.bar("evaluate", -(-total // dist.get_world_size())) as advance:
                 metrics = self.sampler.evaluate(done, advance)
-        except (RolloutError, WeightSyncError):  # on all ranks alike
-            self._save_before_the_end(done)
-            raise
         seconds = time.perf_counter() - started
         self.log.write("eval", done, metrics | {"time/eval_s": seconds})
         self.progress.line(

@@ -104,7 +104,6 @@ class Sampler:
         self, config: Config, engine: Engine, objective: Objective, train_step: TrainStep | None = None
     ) -> None:
         """``train_step``: for rules that look at the policy, a value head's and GVM's."""
-        config.sampling.check_credit(config.credit_record, config.rollout.group_size)
         self.config = config
         self.engine = engine
         self.objective = objective
