@@ -163,7 +163,7 @@ class _Round:
         asyncio.get_running_loop().call_soon(self._fill)
         try:
             return await answer
-        except asyncio.CancelledError:  # the server aborts a request whose connection is closed
+        except asyncio.CancelledError:  # the server aborts a request when it notices that its connection is closed
             if answer in self._serving:
                 self._serving[answer].cancel()
             raise

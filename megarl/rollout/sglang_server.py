@@ -141,6 +141,8 @@ def environment(spec: ServerSpec) -> dict[str, str]:
     # A crashed server otherwise lives on for 65 seconds to dump its GPU state, without answering.
     env.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
     env.setdefault("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
+    # How often a server looks whether the client of a request has gone; seconds. Requests are dropped as a habit here.
+    env.setdefault("SGLANG_REQUEST_STATE_WAIT_TIMEOUT", "1")
     ours = [PLUGIN] if spec.gpus is not None else [CPU_SHIM, PLUGIN]
     env["PYTHONPATH"] = os.pathsep.join([*map(str, ours), *filter(None, [env.get("PYTHONPATH")])])
     if spec.gpus is not None:
