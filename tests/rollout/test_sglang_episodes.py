@@ -91,17 +91,15 @@ def served(sglang_spec: ServerSpec, tmp_path_factory: pytest.TempPathFactory) ->
     )
     settings = ClientSettings(concurrency=16, deadline_s=120.0, losses=100, recovery_s=START_DEADLINE_S)
     config, form = json.loads((model / "config.json").read_text()), WeightForm(torch.float32)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SGLANG_REQUEST_STATE_WAIT_TIMEOUT", "1")  # seconds between looks at whether a client has gone
-        urls = fleet.start()
-        engine = SGLangEngine(urls, config, fleet=fleet, settings=settings, form=form)
-        weights = noisy(model, 7)
-        engine.update_weights(weights.items(), 3)
-        plain = SGLangEngine(urls, config, fleet=None, settings=replace(settings, compact_routes=False), form=form)
-        plain._version, plain._complete = 3, True  # those of the other, on the same server
-        (server,) = [member.process for member in fleet._members if member.process]
-        yield Served(engine, plain, server, model, weights, told)
-        engine.close()
+    urls = fleet.start()
+    engine = SGLangEngine(urls, config, fleet=fleet, settings=settings, form=form)
+    weights = noisy(model, 7)
+    engine.update_weights(weights.items(), 3)
+    plain = SGLangEngine(urls, config, fleet=None, settings=replace(settings, compact_routes=False), form=form)
+    plain._version, plain._complete = 3, True  # those of the other, on the same server
+    (server,) = [member.process for member in fleet._members if member.process]
+    yield Served(engine, plain, server, model, weights, told)
+    engine.close()
 
 
 @pytest.mark.parametrize("form", ["engine", "plain"])
