@@ -601,6 +601,9 @@ class Config(Table):
                 _ = sampling.rule_of(rollout.group_size)
         except ConfigError as error:
             raise ValueError(f"sampling: {error}") from error
+        for table, default, rule in (("estimate", EstimateConfig(), "ada_est"), ("gvm", GvmConfig(), "gvm")):
+            if sampling.rule != rule and getattr(self, table) != default:
+                raise ValueError(f'{table}: found with sampling.rule = "{sampling.rule}"; it belongs to "{rule}"')
         if self.prompts_per_step_at_most < rollout.prompts_per_step:
             raise ValueError(
                 f"sampling.max_prompts: found {sampling.max_prompts}, expected at least rollout.prompts_per_step = "

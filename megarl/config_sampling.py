@@ -16,6 +16,7 @@ from megarl.errors import ConfigError
 Rule = Literal["uniform", "ada_seq_pos", "ada_seq_balance", "ada_est", "gvm"]
 
 _SEQUENTIAL = ("ada_seq_pos", "ada_seq_balance")
+_ADVANTAGE_PARTS = ("statistics", "scale", "ddof", "floor", "rate_eps", "combination")
 _ALLOTTED = ("ada_est", "gvm")
 
 
@@ -35,6 +36,9 @@ class SamplingConfig(Table):
     """Positive responses that end a prompt; default 1 with ada_seq_pos, half of train_size with ada_seq_balance."""
     negatives: Count | None = None
     """Negative ones that ada_seq_balance needs besides; default the other half."""
+    subsample: Literal["balance", "pos", "any"] | None = None
+    """Which responses train with uniform and a train_size: half of each class as far as there are, in the pool's
+    proportion but at least one of each, or whatever comes; default balance."""
     keep: Literal["first", "random"] = "first"
     """Which responses of a class train, where there are more: the first that were asked for, or any, by the seed."""
     threshold: float = POSITIVE
@@ -47,7 +51,7 @@ class SamplingConfig(Table):
     """Prompts drawn ahead with refill: a shorter wait at the end of a step, for responses that may be lost."""
     advantages: Literal["objective", "credit"] | None = None
     """Whose advantages: the objective's, from the responses that train, or those of [credit], from all that were drawn;
-    default credit with ada_*, else objective. Weights of [credit] go with either."""
+    default credit with ada_* and with train_size, else objective. Weights of [credit] go with either."""
 
     @property
     def fixed(self) -> bool:
@@ -62,7 +66,8 @@ class SamplingConfig(Table):
     @property
     def uses_credit(self) -> bool:
         """Whether advantages are those of [credit]: ``advantages`` with its default resolved."""
-        return self.advantages == "credit" or (self.advantages is None and self.rule.startswith("ada_"))
+        chosen_by_reward = self.rule.startswith("ada_") or self.train_size is not None
+        return self.advantages == "credit" or (self.advantages is None and chosen_by_reward)
 
     def rule_of(self, group_size: int) -> SamplingRule:
         """The rule for groups of so many; not for those that allot. ConfigError if sizes do not go together."""
@@ -85,19 +90,28 @@ class SamplingConfig(Table):
                 threshold=self.threshold,
             )
         assert self.rule == "uniform", "counts of the other rules are made for each step"
-        return Uniform(group_size, self.train_size, threshold=self.threshold)
+        if self.train_size is None:
+            return Uniform(group_size, threshold=self.threshold)
+        return Uniform(group_size, self.train_size, self.subsample or "balance", threshold=self.threshold)
 
     def check_credit(self, credit: Credit, group_size: int) -> None:
-        """ConfigError if the responses that train may lack a class that the credit needs."""
+        """ConfigError if the credit is not used, or the responses that train may lack a class that it needs."""
+        if not self.uses_credit:
+            unused = [name for name in _ADVANTAGE_PARTS if getattr(credit, name) != getattr(Credit(), name)]
+            if unused:
+                raise ConfigError(
+                    f"credit.{unused[0]}: found {getattr(credit, unused[0])!r}, but advantages are the objective's; "
+                    'set sampling.advantages = "credit", or remove it'
+                )
         if self.allotted or not self.uses_credit or credit.combination != "unbiased":
             return
-        size = self.rule_of(group_size).train_size
-        if size is None or (size > 1 and (self.rule in _SEQUENTIAL or size == group_size)):
+        size, chosen = self.rule_of(group_size).train_size, self.rule in _SEQUENTIAL or self.subsample != "any"
+        if size is None or (size > 1 and (chosen or size == group_size)):
             return
         raise ConfigError(
             f'credit.combination: found "unbiased" with sampling.rule = "{self.rule}", which trains on {size} '
             "responses of a prompt that may be all of one class, but it needs both where both were drawn; leave "
-            "sampling.train_size out, or set 2 or more with ada_seq_*"
+            'sampling.train_size out, or set 2 or more, and not sampling.subsample = "any"'
         )
 
     @model_validator(mode="after")
@@ -107,11 +121,17 @@ class SamplingConfig(Table):
             ("positives", sequential),
             ("negatives", self.rule == "ada_seq_balance"),
             ("train_size", not self.allotted),
+            ("subsample", self.rule == "uniform" and self.train_size is not None),
+            ("round_size", sequential),
+            ("max_samples", sequential or self.rule == "ada_est"),
+            ("keep", sequential or self.train_size is not None),
         ):
-            if getattr(self, key) is not None and not fits:
-                raise ValueError(f'{key}: found {getattr(self, key)} with rule = "{self.rule}", which does not use it')
+            if getattr(self, key) != SamplingConfig.model_fields[key].default and not fits:
+                raise ValueError(
+                    f'{key}: found {getattr(self, key)} with rule = "{self.rule}", which has no use for it here'
+                )
         if self.refill and self.allotted:
-            raise ValueError(f'refill: found true with rule = "{self.rule}", whose prompts are chosen before the step')
+            raise ValueError(f'refill: found true with rule = "{self.rule}", which chooses its prompts before the step')
         for key in ("max_prompts", "spare"):
             if getattr(self, key) and not self.refill:
                 raise ValueError(f"{key}: found {getattr(self, key)} without refill = true; set that or remove this")

@@ -32,23 +32,31 @@ def parsed(**overrides: Any) -> Config:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     # sampling
     ({"sampling__rule": "dapo"}, "sampling.rule"),
-    ({"sampling__positives": 2}, 'positives: found 2 with rule = "uniform", which does not use it'),
+    ({"sampling__positives": 2}, 'positives: found 2 with rule = "uniform", which has no use for it here'),
     (
         {"sampling__rule": "ada_est", "sampling__positives": 2},
-        'positives: found 2 with rule = "ada_est", which does not use it',
+        'positives: found 2 with rule = "ada_est", which has no use for it here',
     ),
     (
         {"sampling__rule": "ada_seq_pos", "sampling__negatives": 2},
-        'negatives: found 2 with rule = "ada_seq_pos", which does not use it',
+        'negatives: found 2 with rule = "ada_seq_pos", which has no use for it here',
     ),
     ({"sampling__negatives": 0}, 'negatives: found 0 with rule = "uniform"'),
+    ({"sampling__round_size": 3}, 'round_size: found 3 with rule = "uniform"'),
+    ({"sampling__rule": "gvm", "sampling__max_samples": 9}, 'max_samples: found 9 with rule = "gvm"'),
+    ({"sampling__keep": "random"}, 'keep: found random with rule = "uniform"'),
+    ({"sampling__subsample": "pos"}, 'subsample: found pos with rule = "uniform"'),
+    ({"estimate__decay": 0.1}, 'estimate: found with sampling.rule = "uniform"; it belongs to "ada_est"'),
+    ({"gvm__pre_samples": 4}, 'gvm: found with sampling.rule = "uniform"; it belongs to "gvm"'),
+    ({"credit__scale": "std"}, "credit.scale: found 'std', but advantages are the objective's"),
+    ({"sampling__rule": "gvm", "credit__combination": "unbiased"}, "credit.combination: found 'unbiased', but"),
     (
         {"sampling__rule": "gvm", "sampling__train_size": 4},
-        'train_size: found 4 with rule = "gvm", which does not use it',
+        'train_size: found 4 with rule = "gvm", which has no use for it here',
     ),
     (
         {"sampling__rule": "ada_est", "sampling__refill": True},
-        'refill: found true with rule = "ada_est", whose prompts are chosen before the step',
+        'refill: found true with rule = "ada_est", which chooses its prompts before the step',
     ),
     ({"sampling__rule": "gvm", "sampling__refill": True}, 'refill: found true with rule = "gvm"'),
     ({"sampling__max_prompts": 64}, "max_prompts: found 64 without refill = true; set that or remove this"),
@@ -193,11 +201,11 @@ def test_what_is_just_allowed(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "fits"),
     [
-        ({"sampling__train_size": 4}, False),
+        ({"sampling__train_size": 4}, True),
+        ({"sampling__train_size": 4, "sampling__subsample": "any"}, False),
         ({"sampling__train_size": 1}, False),
         ({"sampling__train_size": 8}, True),
-        ({"sampling__train_size": 4, "sampling__refill": True}, False),
-        ({"sampling__train_size": 4, "sampling__advantages": "objective"}, True),
+        ({"sampling__train_size": 4, "sampling__refill": True, "sampling__subsample": "any"}, False),
         ({"sampling__refill": True}, True),
         ({}, True),
         ({"sampling__rule": "ada_seq_balance"}, True),
@@ -231,7 +239,8 @@ class TestDefaults:
             return parsed(**overrides).sampling.rule_of(8)
 
         assert rule_of() == Uniform(8)
-        assert rule_of(sampling__train_size=4, sampling__threshold=0.5) == Uniform(8, 4, threshold=0.5)
+        assert rule_of(sampling__train_size=4, sampling__threshold=0.5) == Uniform(8, 4, "balance", threshold=0.5)
+        assert rule_of(sampling__train_size=4, sampling__subsample="any") == Uniform(8, 4, "any")
         # group_size is what trains, and half of it what ends a prompt
         assert rule_of(sampling__rule="ada_seq_balance") == Sequential(4, 4, 8, 32, 8, "balance", 0.7)
         assert rule_of(sampling__rule="ada_seq_balance", sampling__train_size=5) == Sequential(
@@ -248,14 +257,14 @@ class TestDefaults:
         ("changes", "fixed", "allotted", "credit"),
         [
             ({}, True, False, False),
-            ({"sampling__train_size": 4}, False, False, False),
+            ({"sampling__train_size": 4}, False, False, True),
             ({"sampling__refill": True}, False, False, False),
             ({"sampling__rule": "ada_seq_pos"}, False, False, True),
             ({"sampling__rule": "ada_seq_balance"}, False, False, True),
             ({"sampling__rule": "ada_est"}, False, True, True),
             ({"sampling__rule": "gvm"}, False, True, False),
             ({"sampling__advantages": "credit"}, True, False, True),
-            ({"sampling__rule": "ada_est", "sampling__advantages": "objective"}, False, True, False),
+            ({"sampling__train_size": 4, "sampling__advantages": "objective"}, False, False, False),
         ],
     )
     def test_kinds(self, changes: dict[str, Any], fixed: bool, allotted: bool, credit: bool) -> None:
@@ -365,12 +374,17 @@ def test_written_toml_reads_back_equal(
     credit: dict[str, Any],
 ) -> None:
     more = {} if refill is None else {"refill": True, **refill}
-    tables = {"sampling": {**sampling, **more}, "estimate": estimate, "gvm": gvm, "credit": credit}
-    tables |= {"environment": environment} if environment else {}
-    config = config_file.parse({**SMALLEST, **tables})
-    again = config_file.parse(tomllib.loads(config.to_toml()))
-    assert again == config
-    assert again.credit_record == config.credit_record
-    for name, table in tables.items():
-        written = tomllib.loads(config.to_toml())[name]
-        assert {key: written[key] for key in table} == table
+    used = sampling.get("advantages") != "objective"
+    sequential = {"sampling": {**sampling, **more}, "credit": credit if used else {}}
+    sequential |= {"environment": environment} if environment else {}
+    for tables in (
+        sequential,
+        {"sampling": {"rule": "ada_est", "max_samples": 32}, "estimate": estimate},
+        {"sampling": {"rule": "gvm"}, "gvm": gvm},
+    ):
+        config = config_file.parse({**SMALLEST, **tables})
+        again = config_file.parse(tomllib.loads(config.to_toml()))
+        assert again == config
+        for table, values in tables.items():
+            for key, value in values.items():
+                assert getattr(getattr(again, table), key) == value

@@ -131,6 +131,8 @@ class _Course:
         tokens = self._request.prompt_tokens
         for index in range(limits.turns):
             left = limits.tokens_left(len(tokens), self._prompt_length)
+            if left < 1:  # a later turn is not begun without room
+                raise EpisodeError(f"the prompt of {len(tokens)} tokens leaves no room in the model's positions")
             asked = left if limits.turn_tokens is None else min(left, limits.turn_tokens)
             turn = await self._turn(session, index, tokens, asked)
             if index == 0:  # before, it waited until the engine had begun with it, in a queue of thousands perhaps
@@ -181,7 +183,7 @@ def _begun(environment: Environment, prompt: str, seed: int) -> Episode:
         return environment.begin(prompt, seed)
     except ConfigError:
         raise
-    except Exception as error:  # as in a step
+    except (Exception, SystemExit) as error:  # as in a step
         raise EpisodeError(f"the environment failed to begin: {_told(error)}") from error
 
 
@@ -204,7 +206,7 @@ async def _answer(episode: Episode, turn: ModelTurn, seconds: float, places: asy
                 raise
             # Of a task of its own, perhaps. Let through, it would end this episode as if nobody wanted it any more.
             raise EpisodeError(f"{failed}: CancelledError") from error
-        except Exception as error:  # environments are foreign code: what they raise costs one episode, and is counted
+        except (Exception, SystemExit) as error:  # foreign code: what it raises costs one episode, and is counted
             if isinstance(error, TimeoutError) and deadline.expired():
                 raise EpisodeError(f"turn {turn.index}: the environment took more than {seconds:g} s") from error
             raise EpisodeError(f"{failed}: {_told(error)}") from error
@@ -232,7 +234,7 @@ async def _close(episode: Episode, seconds: float) -> str | None:
         if _is_cancelled():
             raise
         return "the environment failed to close: CancelledError"
-    except Exception as error:  # as in a step
+    except (Exception, SystemExit) as error:  # as in a step
         return f"the environment failed to close: {_told(error)}"
     return None
 
@@ -243,7 +245,7 @@ def _is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 

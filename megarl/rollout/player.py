@@ -85,12 +85,12 @@ class Player:
         return self._places[1]
 
     def _steps(self, played: Played, rollout: Rollout, verdict: Verdict) -> tuple[tuple[int, float], ...]:
-        """The steps of the reward function, and the turns that the environment rewarded."""
-        found = [
-            (end, reward)
-            for end, reward in zip(played.turn_ends, played.turn_rewards, strict=True)
-            if reward is not None
-        ]
+        """The steps of the reward function, or its one verdict at the end, and the turns that the environment rewarded;
+        empty where that verdict is all there is."""
+        turns = zip(played.turn_ends, played.turn_rewards, strict=True)
+        found = [(end, reward) for end, reward in turns if reward is not None]
+        if found and not verdict.steps and verdict.reward is not None:
+            found.append((rollout.num_tokens - 1, verdict.reward))
         if verdict.steps:
             ends = np.array([step.end for step in verdict.steps])
             tokens = step_tokens(self._tokenizer, rollout.response_tokens, ends) + rollout.prompt_length

@@ -16,7 +16,7 @@ from megarl.core.packing import without_routes
 from megarl.core.pass_rates import PassRateCounts
 from megarl.core.types import Rollout
 from megarl.data.prompts import Prompt
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, ConfigError
 from megarl.megatron import distributed
 from megarl.megatron.block_gradients import block_parameters
 from megarl.rollout.player import Sample
@@ -127,17 +127,23 @@ class Gvm:
     def __init__(
         self, config: Config, train_step: TrainStep, prompts_of: Callable[[int], Sequence[Prompt]], presample: Presample
     ) -> None:
-        block_parameters(train_step.policy, config.gvm.block)  # a wrong one is refused before anything is drawn
+        try:
+            block_parameters(train_step.policy, config.gvm.block)  # a wrong one is refused before anything is drawn
+        except ConfigError as error:
+            raise ConfigError(f"gvm.block: {error}") from error
         self._config, self._train_step = config, train_step
         self._prompts_of, self._presample = prompts_of, presample
         self._until = 0
         """The first step that the estimates do not reach."""
         self._estimates: dict[int, tuple[float, float]] = {}
         """Acceptance rate and gradient norm, by the prompt's index in the data."""
+        self._spent = np.zeros(3)
+        """Samples, tokens and samples without a reward of the first stage that came before this step, if one did."""
 
     def counts(self, step: int, prompts: Sequence[Prompt]) -> np.ndarray:
         """See ``Allotment.counts``; draws a first stage where the last one does not reach this step."""
         gvm = self._config.gvm
+        self._spent = np.zeros(3)
         if step >= self._until:
             self._refresh(step)
         rates, norms = np.array([self._estimates[prompt.index] for prompt in prompts]).T
@@ -154,7 +160,12 @@ class Gvm:
     def learn(self, prompts: Sequence[Prompt], samples: np.ndarray, positives: np.ndarray) -> dict[str, Stat]:
         """See ``Allotment.learn``; estimates are those of the first stage alone."""
         rates, norms = np.array([self._estimates[prompt.index] for prompt in prompts]).T
+        # What adds up is told by one model copy alone.
+        spent = (self._spent if distributed.dp_rank() == 0 else np.zeros(3)).tolist()
         return {
+            "gvm/first_stage_samples": Stat.total(spent[0]),
+            "gvm/first_stage_tokens": Stat.total(spent[1]),
+            "gvm/first_stage_failed": Stat.total(spent[2]),
             "gvm/acceptance_rate": Stat.mean(torch.from_numpy(rates)),
             "gvm/gradient_norm": Stat.mean(torch.from_numpy(norms), torch.from_numpy(rates > 0)),
             "gvm/hopeless_fraction": Stat.mean(torch.from_numpy((rates == 0).astype(np.float64))),
@@ -196,10 +207,13 @@ class Gvm:
         norms = gradient_norms(self._train_step, [rollout for _, rollout in accepted], gvm.block)
         norm_of = {key: norm for (key, _), norm in zip(accepted, norms.tolist(), strict=True)}
         rows = [
-            [*key, key in norm_of, norm_of.get(key, 0.0)] for key, sample in mine.items() if sample.reward is not None
+            [*key, sample.reward is not None, key in norm_of, norm_of.get(key, 0.0), _tokens(sample)]
+            for key, sample in mine.items()
         ]
-        found = distributed.gather_rows(np.array(rows, dtype=np.float64).reshape(-1, 4))
-        return _estimates(found, num_prompts, gvm.average)
+        found = distributed.gather_rows(np.array(rows, dtype=np.float64).reshape(-1, 6))
+        judged = found[:, 2] > 0
+        self._spent += [len(found), found[:, 5].sum(), (~judged).sum()]
+        return _estimates(found[judged], num_prompts, gvm.average)
 
     def _accepted(self, mine: Mapping[Key, Sample]) -> list[tuple[Key, Rollout]]:
         """The model copy's accepted responses, in their order; this rank's with routes."""
@@ -213,14 +227,18 @@ class Gvm:
         return sorted((found | good).items(), key=lambda item: item[0])
 
 
+def _tokens(sample: Sample) -> int:
+    return 0 if sample.rollout is None else sample.rollout.num_tokens
+
+
 def _estimates(rows: np.ndarray, num_prompts: int, average: NormMean) -> tuple[np.ndarray, np.ndarray]:
-    """From rows of (prompt, sample, accepted, norm); a prompt all of whose rewards failed counts as never accepted."""
+    """From rows of (prompt, sample, judged, accepted, norm, ...); a prompt without rewards is never accepted."""
     prompts = rows[:, 0].astype(np.int64)
     missing = np.setdiff1d(np.arange(num_prompts), prompts)
     return gvm_estimates(
         np.concatenate([prompts, missing]),
-        np.concatenate([rows[:, 2] > 0, np.zeros(len(missing), bool)]),
-        np.concatenate([rows[:, 3], np.zeros(len(missing))]),
+        np.concatenate([rows[:, 3] > 0, np.zeros(len(missing), bool)]),
+        np.concatenate([rows[:, 4], np.zeros(len(missing))]),
         num_prompts,
         average,
     )

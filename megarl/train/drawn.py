@@ -19,6 +19,7 @@ _COLUMNS = (
     "reward",
     "judged",
     "tokens",
+    "appended",
     "generated",
     "turns",
     "cut",
@@ -65,11 +66,14 @@ class Drawn:
             "reward/pass_rate": _mean(rewards > 0.5),
             "reward/error_fraction": _mean(~judged & (self.column("episode_failed") == 0)),
             "reward/late_fraction": _mean(self.column("late_reward")),
+            "response/length_mean": _mean(self.column("generated")),
+            "response/length_max": Stat.max(torch.from_numpy(self.column("generated").copy())),
+            "response/truncated_fraction": _mean(self.column("cut")),
         }
         if environment:
             found |= {
                 "episode/turns_mean": _mean(self.column("turns")),
-                "episode/environment_tokens_mean": _mean(self.column("tokens") - self.column("generated")),
+                "episode/environment_tokens_mean": _mean(self.column("appended")),
                 "episode/failed_fraction": _mean(self.column("episode_failed")),
             }
         return found
@@ -85,7 +89,8 @@ def _row(key: Key, sample: Sample) -> list[float]:
         *key,
         0.0 if sample.reward is None else sample.reward,
         sample.reward is not None,
-        0 if rollout is None else rollout.num_tokens - rollout.prompt_length,
+        0 if rollout is None else rollout.num_tokens,
+        0 if rollout is None else (~rollout.loss_mask[rollout.prompt_length :]).sum(),
         0 if rollout is None else rollout.loss_mask.sum(),
         sample.turns,
         rollout is not None and rollout.finish_reason == "length",

@@ -36,7 +36,10 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> tuple[
     """The token of each text; ConfigError for a text of several tokens, after which no engine could stop exactly."""
     found: list[int] = []
     for text in texts:
-        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        try:
+            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        except Exception as error:  # a tokenizer without bytes or an unknown token refuses texts in its own ways
+            raise ConfigError(f"environment.stop: the tokenizer cannot read {text!r}: {error}") from error
         if len(tokens) != 1:
             raise ConfigError(
                 f"environment.stop: {text!r} is {len(tokens)} tokens of this tokenizer, expected one: a turn ends with "

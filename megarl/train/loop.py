@@ -92,7 +92,7 @@ class Trainer:
             return 0
         state = checkpoint.load(found[-1][1], self.policy)
         done = int(state["step"])
-        self.sampler.load_state_dict(state["sampler"])
+        self.sampler.load_state_dict(state.get("sampler", {}))
         dropped = self.log.truncate_after(done)
         self.progress.line(f"resumed from {found[-1][1]} after step {done}; dropped {dropped} later records")
         return done
@@ -196,7 +196,7 @@ class Trainer:
             return
         metrics = finalize(statistics)
         metrics |= {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
-        metrics |= {"time/step_s": step_s, "speed/tokens_per_s": metrics["rollout/tokens"] / step_s}
+        metrics |= {"time/step_s": step_s, "speed/tokens_per_s": metrics["sampling/tokens"] / step_s}
         self.seconds = {}  # what comes after the record of a step, a checkpoint, is told by the next one
         self.log.write("step", done, metrics)
         shown = {name: last_mini_batch[name] for name in ("loss", "grad_norm") if name in last_mini_batch}

@@ -21,7 +21,7 @@ from megarl.core.collector import Ask, Collector, Selection
 from megarl.core.metrics import merge
 from megarl.core.packing import partition_into
 from megarl.core.stopping import Allotted, SamplingRule, Uniform
-from megarl.errors import ConfigError, RolloutError
+from megarl.errors import ConfigError
 from megarl.rollout.draw import Asker
 
 Key = tuple[int, int]
@@ -120,7 +120,15 @@ class GroupPlan:
 
     def asker(self) -> Asker:
         share = self._share(self._place.copy, self._place.rank)
-        return _Renumbered(share) if share.places else Listed([])
+        if share.places:
+            return _Renumbered(share)
+        return Listed([] if self._places(self._place.copy) or self._place.rank else [self._company()])
+
+    def _company(self) -> Key:
+        """What a copy without prompts draws to have something to go through the model with; it trains nothing."""
+        assert isinstance(self._rule, Allotted), "other rules have a prompt for each copy"
+        prompt, count = max(enumerate(self._rule.counts), key=lambda item: item[1])
+        return prompt, count + self._place.copy
 
     def selection(self, rewards: Rewards) -> Selection:
         if self._refill is None:
@@ -236,20 +244,18 @@ class _Renumbered:
 def deal(sizes: Sequence[int], mini_batches: int, copies: int) -> list[list[list[int]]]:
     """Prompts by mini-batch and model copy, with nearly as many samples in each; prompts of size 0 in none.
 
-    Equal sizes give contiguous blocks, so that a mini-batch holds the same prompts whatever the number of copies.
-    RolloutError if there are fewer prompts with samples than parts.
+    Equal sizes give contiguous blocks, so that a mini-batch holds the same prompts whatever the number of copies. Parts
+    are empty where there are fewer prompts with samples, but mini-batches only where there are fewer than those.
     """
     some = [prompt for prompt, size in enumerate(sizes) if size]
-    if len(some) < mini_batches * copies:
-        raise RolloutError(
-            f"only {len(some)} of {len(sizes)} prompts were allotted samples, which do not make {mini_batches} "
-            f"mini-batches on {copies} data-parallel ranks: raise rollout.prompts_per_step or lower train.mini_batches"
-        )
-    if len({sizes[prompt] for prompt in some}) == 1:
+    if len({sizes[prompt] for prompt in some}) == 1 and len(some) >= mini_batches * copies:
         blocks = [np.array_split(mini, copies) for mini in np.array_split(np.array(some), mini_batches)]
         return [[part.tolist() for part in block] for block in blocks]
-    parts = partition_into([sizes[prompt] for prompt in some], mini_batches * copies)
+    parts = partition_into([sizes[prompt] for prompt in some], min(mini_batches * copies, len(some)))
     dealt = [[some[index] for index in part] for part in parts]
+    dealt += [[] for _ in range(mini_batches * copies - len(dealt))]
+    if not dealt[-1]:
+        return [dealt[n::mini_batches] for n in range(mini_batches)]
     return [dealt[n * copies : (n + 1) * copies] for n in range(mini_batches)]
 
 

@@ -81,9 +81,10 @@ def write_report(run_dir: str | Path) -> Path:
         if panel.is_recorded(series):
             images.append((panel, render(panel, series)))
             write_atomically(path, images[-1][1])
-        else:
+            continue
+        path.unlink(missing_ok=True)
+        if not panel.optional:
             absent.append(panel)
-            path.unlink(missing_ok=True)
     name = str(_setting(config, "run", "name") or run_dir.resolve().name)
     page = _page(name, run_dir.resolve(), headline(series, config), images, absent)
     write_atomically(report_dir / "index.html", page.encode())
@@ -108,6 +109,8 @@ def headline(series: Series, config: dict[str, Any] | None) -> dict[str, str]:
     speed = series.find("speed/tokens_per_s")
     rows["Tokens per second (median)"] = NOT_RECORDED if speed is None else f"{np.median(speed.finite):,.0f}"
     rows["Rewards that failed"] = _mean_share(series.find("reward/error_fraction"))
+    if (failed := series.find("episode/failed_fraction")) is not None:
+        rows["Episodes that failed"] = _mean_share(failed)
     rows["Objective"] = str(_setting(config, "train", "objective") or NOT_RECORDED)
     rows["Routing replay"] = str(_setting(config, "train", "replay") or NOT_RECORDED)
     rows["Layout"] = _layout(config)

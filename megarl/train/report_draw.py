@@ -115,6 +115,22 @@ def draw_samples(axes: Axes, series: Series) -> None:
     axes.set_ylim(bottom=0.0)
 
 
+def draw_estimates(axes: Axes, series: Series) -> None:
+    _line(axes, series, "estimate/rate_mean", "estimated pass rate", BLUE)
+    _line(axes, series, "estimate/error", "distance to what was drawn", ORANGE)
+    _line(axes, series, "gvm/acceptance_rate", "accepted in the first stage", BLUE)
+    _line(axes, series, "gvm/hopeless_fraction", "prompts without an accepted one", ORANGE)
+    axes.set_ylabel("share")
+    _percent(axes, whole=True)
+
+
+def draw_episodes(axes: Axes, series: Series) -> None:
+    _line(axes, series, "episode/turns_mean", "turns", BLUE)
+    _line(axes, series, "episode/failed_fraction", "share that failed", ORANGE)
+    axes.set_ylabel("turns, share")
+    axes.set_ylim(bottom=0.0)
+
+
 def draw_length(axes: Axes, series: Series) -> None:
     _line(axes, series, "response/length_max", "longest", GREY, linestyle="--")
     _line(axes, series, "response/length_mean", "mean", BLUE)

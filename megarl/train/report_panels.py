@@ -59,6 +59,8 @@ class Panel:
     draw: Callable[[Axes, Series], None]
     wide: bool = False
     """Whether it takes the whole width of the page."""
+    optional: bool = False
+    """Whether only some runs have it, so that its absence is not told."""
 
     def is_recorded(self, series: Series) -> bool:
         """Whether any of its metrics has a value that can be drawn."""
@@ -116,6 +118,22 @@ PANELS: tuple[Panel, ...] = (
         "Responses drawn per prompt, and the rounds that they came in: an adaptive rule draws more of hard prompts.",
         ("sampling/samples_per_prompt", "sampling/rounds"),
         draw.draw_samples,
+    ),
+    Panel(
+        "estimates",
+        "What allotment goes by",
+        "Ada-Est: estimated pass rates and how far from them the drawn ones were. GVM: the rates of its first stage.",
+        ("estimate/error", "estimate/rate_mean", "gvm/acceptance_rate", "gvm/hopeless_fraction"),
+        draw.draw_estimates,
+        optional=True,
+    ),
+    Panel(
+        "episodes",
+        "Episodes",
+        "Turns of the model per response; failed are those whose environment raised, or that took too long.",
+        ("episode/turns_mean", "episode/failed_fraction"),
+        draw.draw_episodes,
+        optional=True,
     ),
     Panel(
         "length",

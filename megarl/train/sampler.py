@@ -34,7 +34,7 @@ from megarl.core.stopping import Allotted, SamplingRule, Uniform
 from megarl.core.types import Rollout, SampleRequest
 from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt, PromptOrder, load_prompts
-from megarl.errors import ConfigError, MegarlError, RolloutError
+from megarl.errors import CheckpointError, ConfigError, MegarlError, RolloutError
 from megarl.megatron import distributed
 from megarl.rollout.draw import Asker, Draw
 from megarl.rollout.engine import Engine, SamplingParams
@@ -139,6 +139,10 @@ class Sampler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state_dict``."""
+        if "position" not in state:
+            raise CheckpointError(
+                "the checkpoint says nothing of sampling: it is of an earlier megarl; begin a new run"
+            )
         self._position = int(state["position"])
         if self._allotment is not None:
             self._allotment.load_state_dict(state["estimates"])
@@ -184,7 +188,9 @@ class Sampler:
         dealt = _deal_out(own, selection, samples)
         trains = np.append(counted, False)
         rows = [[row for _, row in part] for part in dealt]
-        present = [rollout for part, keys in zip(dealt, own, strict=True) for rollout, _ in part[: len(keys)]]
+        wanted = {key for part in own for key in part}
+        by_key = {(rollout.group, rollout.sample): rollout for part in dealt for rollout, _ in part}
+        present = [rollout for key, rollout in by_key.items() if key in wanted]  # no place holder
         by_token = self._by_token(dealt, selection, samples)
         # What lasts beyond the step changes last: if the step fails, a checkpoint of the one before is to be right.
         metrics = self._metrics(drawn, selection, counted) | self._learn(step, selection)
@@ -468,12 +474,7 @@ def _counted(rollout: Rollout, counts: bool) -> Rollout:
 def _rollout_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dict[str, Stat]:
     if not rollouts:  # nothing that this model copy drew was selected
         return {}
-    lengths = torch.tensor([float(len(r.tokens) - r.prompt_length) for r in rollouts], dtype=torch.float64)
-    truncated = torch.tensor([float(r.finish_reason == "length") for r in rollouts], dtype=torch.float64)
     return {
         **provenance_metrics(rollouts, trainer_version),
-        "response/length_mean": Stat.mean(lengths),
-        "response/length_max": Stat.max(lengths),
-        "response/truncated_fraction": Stat.mean(truncated),
         "rollout/tokens": Stat.total(float(sum(len(r.tokens) for r in rollouts))),
     }

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megarl.core.collector import Collector, Selection
 from megarl.core.metrics import finalize
 from megarl.core.stopping import Allotted, SamplingRule, Sequential, Uniform, ada_seq_balance, ada_seq_pos
-from megarl.errors import ConfigError, RolloutError
+from megarl.errors import ConfigError
 from megarl.train.plans import GroupPlan, Key, Listed, Place, Plan, Refill, SequencePlan, deal, owned_sequences
 
 Reward = Callable[[int, int], float | None]
@@ -138,17 +138,18 @@ class TestDeal:
         self, sizes: list[int], mini_batches: int, copies: int
     ) -> None:
         some = [prompt for prompt, size in enumerate(sizes) if size]
-        if len(some) < mini_batches * copies:
-            told = f"only {len(some)} of {len(sizes)} prompts were allotted samples"
-            with pytest.raises(RolloutError, match=told):
-                deal(sizes, mini_batches, copies)
+        if not some:
             return
         dealt = deal(sizes, mini_batches, copies)
         assert len(dealt) == mini_batches
         assert {len(mini) for mini in dealt} == {copies}
         parts = [part for mini in dealt for part in mini]
         assert sorted(chain(*parts)) == some
-        assert all(parts)
+        assert sum(map(bool, parts)) == min(len(some), len(parts))
+        # A mini-batch without any prompt would be an update by nothing: only where there are fewer prompts than those.
+        assert sum(any(mini) for mini in dealt) == min(len(some), mini_batches)
+        if len(some) < len(parts):
+            return
         loads = [sum(sizes[prompt] for prompt in part) for part in parts]
         assert max(loads) - min(loads) <= max(sizes)
 
@@ -252,11 +253,19 @@ class TestGroupPlan:
             assert len(np.unique(selection.prompts)) == 2
             assert own == [keys_of(selection)]
 
-    def test_fewer_prompts_than_parts_are_refused(self) -> None:
-        with pytest.raises(RolloutError, match=r"only 3 of 3 prompts .* 2 mini-batches on 2 data-parallel ranks"):
-            GroupPlan(Uniform(2), 3, 2, Place(0, 2, 0, 1))
-        with pytest.raises(RolloutError, match=r"only 1 of 3 prompts were allotted samples"):
-            GroupPlan(Allotted((0, 6, 0)), 3, 2, Place(0, 1, 0, 1))
+    def test_a_copy_without_prompts_draws_a_sample_for_company_that_nobody_trains_on(self) -> None:
+        rule = Allotted((0, 6, 0))
+        busy, idle = (GroupPlan(rule, 3, 2, Place(copy, 2, 0, 1)) for copy in (0, 1))
+        assert [(ask.prompt, ask.samples) for ask in busy.asker().start()] == [(1, range(6))]
+        assert [(ask.prompt, ask.samples) for ask in idle.asker().start()] == [(1, range(7, 8))]
+        rewards: dict[Key, float | None] = {(1, sample): float(sample % 2) for sample in (*range(6), 7)}
+        for plan in (busy, idle):
+            selection = plan.selection(rewards)
+            assert keys_of(selection) == [(1, sample) for sample in range(6)]
+        assert [len(part) for part in busy.own(selection)] == [6, 0]
+        assert idle.own(selection) == [[], []]
+        other = GroupPlan(rule, 3, 2, Place(1, 2, 1, 2))  # one rank of a copy is enough
+        assert not list(other.asker().start())
 
 
 def _drawn_by_one_rank_and_trained_by_one_copy(
