@@ -44,7 +44,7 @@ REFILL = {**COMMON, "sampling__refill": True, "sampling__spare": 2}
 COUNTS = {**COMMON, "sampling__rule": "ada_est", "sampling__max_samples": 9}
 HEAD = {**COUNTS, "estimate__by": "value_head"}
 GVM = {**COMMON, "sampling__rule": "gvm", "gvm__pre_samples": 3, "gvm__refresh_every": 2}
-FEWER = {**COMMON, "sampling__train_size": 2}
+FEWER = {**COMMON, "sampling__train_size": 2, "sampling__subsample": "any", "sampling__advantages": "objective"}
 RULES = {"balance": BALANCE, "pos": POS, "refill": REFILL, "counts": COUNTS, "head": HEAD, "gvm": GVM, "fewer": FEWER}
 TWICE: dict[str, dict[str, Any]] = {
     "ragged": {},
@@ -470,7 +470,8 @@ class TestFailures:
         assert all(len(selection.pools) == 1 for selection in selections)
 
     def test_groups_of_one(self, world: World, settings_of: dict[str, dict[str, Any]], rule: str) -> None:
-        overrides = {**settings_of[rule], "rollout__group_size": 1, "sampling__train_size": None}
+        more = {"rollout__group_size": 1, "sampling__train_size": None, "sampling__subsample": None}
+        overrides = {**settings_of[rule], **more}
         overrides = {key: value for key, value in overrides.items() if value is not None}
         with sampler(world, **overrides) as (made, _):
             if rule == "refill":
