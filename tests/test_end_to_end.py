@@ -22,6 +22,7 @@ Result = subprocess.CompletedProcess[str]
 REWARDS = """
 import os
 
+from megarl.data.rewards import instantaneous
 from megarl.errors import ConfigError
 
 
@@ -29,6 +30,7 @@ def digit_share(*, prompt, response, answer):
     return sum(map(str.isdigit, response)) / max(len(response), 1)
 
 
+@instantaneous  # in the rank itself: a worker knows nothing of ranks
 def fails_on_rank_1(*, prompt, response, answer):
     if os.environ.get("RANK") == "1":
         raise ConfigError("this reward cannot work here")

@@ -438,13 +438,18 @@ class TestFailures:
             made.sample_step(0)
 
     def test_an_interrupt_passes(self, world: World, settings_of: dict[str, dict[str, Any]], rule: str) -> None:
-        with sampler(world, **settings_of[rule]) as (made, _):
-            sound = made.engine
-            made.engine = Failing(sound, signal.SIGINT, after=2)
-            with pytest.raises(KeyboardInterrupt):
+        # A shell's background job ignores interrupts, and so would a test in one.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            with sampler(world, **settings_of[rule]) as (made, _):
+                sound = made.engine
+                made.engine = Failing(sound, signal.SIGINT, after=2)
+                with pytest.raises(KeyboardInterrupt):
+                    made.sample_step(0)
+                made.engine = sound
                 made.sample_step(0)
-            made.engine = sound
-            made.sample_step(0)
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     @pytest.mark.parametrize("reward", ["signed", "flat_where_told"])
     def test_a_threshold_that_no_reward_reaches_or_all_do(
