@@ -234,13 +234,15 @@ def test_weights_change_right_after_a_cancelled_session(served: Served) -> None:
 
 
 def test_a_deadline_in_mid_sampling_costs_one_episode(served: Served) -> None:
-    """A turn of thousands of tokens ends on the server too."""
+    """Its clock begins with the end of the first turn; the second, of hundreds of tokens, ends on the server too."""
     requests, script = make_requests(2), says("b0", "b0")
-    limits = [replace(FOR_LONG, episode_s=1.0), replace(LIMITS, turn_tokens=4)]
+    limits = [replace(FOR_LONG, episode_s=0.5, turn_tokens=600), replace(LIMITS, turn_tokens=4)]
     long, short = play_all(served.engine, requests, script, limits, LONG)
     assert long is not None
     assert short is not None
-    assert (long.failure, long.rollout) == ("the episode took more than 1 s", None)
+    assert (long.failure, len(long.turn_ends)) == ("the episode took more than 0.5 s", 1)
+    assert long.rollout is not None
+    assert long.rollout.finish_reason == "abort"
     assert short.failure is None
     check_columns(short, requests[1], last_row=False)
     asyncio.run(served.running_becomes(0))
