@@ -57,6 +57,11 @@ class Selection:
     metrics: dict[str, Stat]
     """Costs and outcomes, ``sampling/...``."""
 
+    @property
+    def keys(self) -> list[tuple[int, int]]:
+        """(prompt, sample) of each that trains."""
+        return list(zip(self.prompts.tolist(), self.samples.tolist(), strict=True))
+
 
 class Collector:
     """Drives one rule over the prompts of one step.

@@ -6,40 +6,25 @@ What is in a batch then depends on the episodes and not on their timing, and so 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.rollout.engine import Session
+from megarl.rollout.session_tasks import SessionTasks, run_session
 
 
-class Batches:
+class Batches(SessionTasks):
     """Implements ``megarl.rollout.engine.Session``."""
 
     def __init__(self, sample: Callable[[Sequence[SampleRequest]], list[Rollout]]) -> None:
         """``sample`` gets all that is waited for, in the order of (group, sample), and blocks the event loop."""
+        super().__init__()
         self._sample = sample
         self._waiting: dict[asyncio.Future[Rollout], SampleRequest] = {}
-        self._episodes: set[asyncio.Task[None]] = set()
-        self._tasks = asyncio.TaskGroup()
 
     def run(self, begin: Callable[[Session], None]) -> None:
         """Run all episodes; the first error of one of them, or of ``begin``, is raised."""
-        try:
-            asyncio.run(self._run(begin))
-        except ExceptionGroup as several:
-            raise several.exceptions[0] from None
-
-    async def _run(self, begin: Callable[[Session], None]) -> None:
-        async with self._tasks:
-            begin(self)
-
-    def start(self, episode: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """See ``Session.start``."""
-        task = self._tasks.create_task(episode)
-        self._episodes.add(task)
-        task.add_done_callback(self._ended)
-        return task
+        run_session(self.run_episodes(begin))
 
     async def sample(self, request: SampleRequest) -> Rollout:
         """See ``Session.sample``."""
@@ -51,8 +36,7 @@ class Batches:
         finally:
             self._waiting.pop(answer, None)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._episodes.discard(task)
+    def _after_an_episode(self) -> None:
         self._look()
 
     def _look(self) -> None:

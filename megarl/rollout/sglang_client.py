@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ import aiohttp
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError, TraceError
 from megarl.rollout.engine import Session
+from megarl.rollout.session_tasks import SessionTasks, run_session
 from megarl.rollout.sglang_http import MODEL_INFO, authorization
 
 KEEP_CONNECTION_S = 3.0
@@ -91,10 +92,7 @@ class SGLangClient:
 
         A server that was away gets requests again when its weights are called ``version`` (None: any).
         """
-        try:
-            asyncio.run(self._converse(begin, body, decode, on_finish, version))
-        except ExceptionGroup as several:  # of the episodes; the first one ended the others
-            raise several.exceptions[0] from None
+        run_session(self._converse(begin, body, decode, on_finish, version))
 
     async def _converse(
         self,
@@ -113,10 +111,10 @@ class SGLangClient:
             read_bufsize=BUFFER_BYTES,
             trust_env=False,
         ) as http:
-            await _Round(self.urls, self.settings, http, body, decode, on_finish, version).run(begin)
+            await _Round(self.urls, self.settings, http, body, decode, on_finish, version).run_episodes(begin)
 
 
-class _Round:
+class _Round(SessionTasks):
     """A session: which request waits for which server, and which servers can be asked."""
 
     def __init__(
@@ -129,6 +127,7 @@ class _Round:
         on_finish: Callable[[int], None] | None,
         version: str | None,
     ) -> None:
+        super().__init__()
         self._urls, self._settings, self._http = urls, settings, http
         self._body, self._decode, self._on_finish, self._version = body, decode, on_finish, version
         self._queues: list[deque[_Job]] = [deque() for _ in urls]
@@ -137,21 +136,7 @@ class _Round:
         """Do not answer at the moment; those of them that are ``_down`` are not asked any more."""
         self._down: set[int] = set()
         self._returns: list[asyncio.Task[None]] = []
-        self._episodes: set[asyncio.Task[None]] = set()
         self._serving: dict[asyncio.Future[Rollout], asyncio.Task[None]] = {}
-        self._tasks = asyncio.TaskGroup()
-
-    async def run(self, begin: Callable[[Session], None]) -> None:
-        """Run all episodes."""
-        async with self._tasks:
-            begin(self)
-
-    def start(self, episode: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """See ``Session.start``."""
-        task = self._tasks.create_task(episode)
-        self._episodes.add(task)
-        task.add_done_callback(self._ended)
-        return task
 
     async def sample(self, request: SampleRequest) -> Rollout:
         """See ``Session.sample``."""
@@ -168,8 +153,7 @@ class _Round:
                 self._serving[answer].cancel()
             raise
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._episodes.discard(task)
+    def _after_an_episode(self) -> None:
         if not self._episodes:
             for waiting in self._returns:  # nobody needs those servers any more
                 waiting.cancel()

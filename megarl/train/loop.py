@@ -14,7 +14,7 @@ and started again continues as if nothing happened, but for one step whose respo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from megarl.config import Config
 from megarl.core.metrics import Stat, finalize
-from megarl.errors import ConfigError, RolloutError, WeightSyncError
+from megarl.errors import RolloutError, WeightSyncError
 from megarl.megatron import checkpoint, distributed
 from megarl.megatron.policy import Policy, schedule_of
 from megarl.megatron.refusals import as_config_error
@@ -40,7 +40,7 @@ from megarl.train.trace_dump import TraceDump
 def train(config: Config) -> None:
     """Run the configuration to its last step, from its newest checkpoint if there is one; a collective call."""
     distributed.initialize(config)
-    _on_main_rank(lambda: claim(config))
+    distributed.from_main_rank(lambda: claim(config))
     with MetricsLog(config.run_dir, config.log.tensorboard, config.log.wandb_project) if _main() else _NoLog() as log:
         Trainer(config, log).run()
     distributed.shutdown()
@@ -248,16 +248,3 @@ class _NoLog:
 
 def _main() -> bool:
     return distributed.is_main_rank()
-
-
-def _on_main_rank(action: Callable[[], None]) -> None:
-    """Do it on the main rank; an error there ends all ranks, so that none waits, and only the main rank says it."""
-    failure: list[BaseException | None] = [None]
-    if _main():
-        try:
-            action()
-        except ConfigError as error:
-            failure[0] = error
-    dist.broadcast_object_list(failure)
-    if failure[0] is not None:
-        raise failure[0] if _main() else SystemExit(2)

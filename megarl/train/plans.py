@@ -137,7 +137,7 @@ class GroupPlan:
         return joined([share.selection(rewards) for share in shares if share.places], self._rule)
 
     def own(self, selection: Selection) -> list[list[Key]]:
-        keys = list(zip(selection.prompts.tolist(), selection.samples.tolist(), strict=True))
+        keys = selection.keys
         if self._refill is None:
             chosen = [set(mini[self._place.copy]) for mini in self._bins]
             return [[key for key in keys if key[0] in prompts] for prompts in chosen]

@@ -366,7 +366,7 @@ class Sampler:
             told, {key: _steps(sample) for key, sample in samples.items() if sample.reward is not None}
         )
         steps = {key: each for of_rank in told for key, each in of_rank.items()}
-        keys = list(zip(selection.prompts.tolist(), selection.samples.tolist(), strict=True))
+        keys = selection.keys
         length_of = {row: rollout.num_tokens for part in dealt for rollout, row in part}
         lengths = [length_of.get(row, 0) for row in range(len(keys))]
         values = step_advantages(self.objective, [steps[key] for key in keys], selection.prompts, lengths)
@@ -404,7 +404,7 @@ def _deal_out(own: list[list[Key]], selection: Selection, samples: Mapping[Key, 
 
     own: equal on the ranks of a model copy; samples: this rank's.
     """
-    keys = list(zip(selection.prompts.tolist(), selection.samples.tolist(), strict=True))
+    keys = selection.keys
     row_of = {key: row for row, key in enumerate(keys)}
     # Routes stay where they were drawn until it is known which rank needs which rows.
     mine = {key: sample.rollout for key, sample in samples.items() if sample.rollout is not None}

@@ -1,0 +1,43 @@
+"""What all sessions have in common: episodes as tasks of which the first error ends the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, Self
+
+
+class SessionTasks:
+    """Base of the implementations of ``megarl.rollout.engine.Session``."""
+
+    def __init__(self) -> None:
+        self._episodes: set[asyncio.Task[None]] = set()
+        self._tasks = asyncio.TaskGroup()
+
+    async def run_episodes(self, begin: Callable[[Self], None]) -> None:
+        """Run all episodes."""
+        async with self._tasks:
+            begin(self)
+
+    def start(self, episode: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """See ``Session.start``."""
+        task = self._tasks.create_task(episode)
+        self._episodes.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._episodes.discard(task)
+        self._after_an_episode()
+
+    def _after_an_episode(self) -> None:
+        """What the session does when one has ended."""
+        raise NotImplementedError
+
+
+def run_session(session: Coroutine[Any, Any, None]) -> None:
+    """Run it in an event loop of its own; of several errors the first is raised, which ended the others."""
+    try:
+        asyncio.run(session)
+    except ExceptionGroup as several:
+        raise several.exceptions[0] from None
