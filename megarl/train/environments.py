@@ -1,20 +1,37 @@
-"""The environment that a configuration asks for."""
+"""The environment that a configuration asks for, and what plays in it."""
 
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from megarl.config import Config
 from megarl.config_sampling import EnvironmentConfig
+from megarl.data.judge import Judge
 from megarl.errors import ConfigError
+from megarl.rollout.episodes import EpisodeLimits
+from megarl.rollout.player import Player
 from megarl.rollout.tools.calculator import CalculatorTool
 from megarl.rollout.tools.environment import Block, Hermes, ToolEnvironment
 from megarl.rollout.tools.protocol import Environment, Tool
 from megarl.rollout.tools.python_tool import PythonTool
 from megarl.rollout.tools.sandbox import Limits
+
+
+def make_player(config: Config, tokenizer: PreTrainedTokenizerBase, judge: Judge) -> Player:
+    """What plays and judges the samples of a configuration; errors as in ``make_environment``."""
+    environment = make_environment(config.environment)
+    return Player(tokenizer, judge, episode_limits(config), environment, config.environment.concurrency)
+
+
+def turn_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The tokens that end a turn: those of the model, and what the environment asks for."""
+    return (*stop_tokens(config.model.path, tokenizer), *stop_ids(tokenizer, config.environment.stop))
 
 
 def make_environment(config: EnvironmentConfig) -> Environment | None:
@@ -30,6 +47,35 @@ def make_environment(config: EnvironmentConfig) -> Environment | None:
             "expected an environment, see docs/environments.md"
         )
     return made
+
+
+def episode_limits(config: Config) -> EpisodeLimits:
+    """How long a rollout may become."""
+    environment = config.environment
+    model = json.loads((Path(config.model.path) / "config.json").read_text())
+    return EpisodeLimits(
+        response_tokens=config.rollout.max_response_tokens,
+        turns=environment.max_turns,
+        turn_tokens=environment.max_turn_tokens,
+        positions=model.get("max_position_embeddings"),
+        step_s=environment.step_s,
+        episode_s=environment.episode_s,
+    )
+
+
+def stop_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """End tokens of the checkpoint's generation config and tokenizer; ConfigError if there are none."""
+    found: set[int] = set()
+    try:
+        eos = GenerationConfig.from_pretrained(model_path).eos_token_id
+        found.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    except OSError:  # the file is optional
+        pass
+    if isinstance(tokenizer.eos_token_id, int):
+        found.add(tokenizer.eos_token_id)
+    if not found:
+        raise ConfigError(f"{model_path} names no end token, neither in generation_config.json nor in the tokenizer")
+    return tuple(sorted(found))
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> tuple[int, ...]:

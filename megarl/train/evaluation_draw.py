@@ -15,11 +15,11 @@ from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt
 from megarl.rollout.draw import Draw
 from megarl.rollout.engine import Engine, SamplingParams
-from megarl.rollout.player import Player, Sample
-from megarl.train.environments import make_environment, stop_ids
+from megarl.rollout.player import Sample
+from megarl.train.environments import make_player, turn_ends
 from megarl.train.plans import Key, Listed
 from megarl.train.progress import Advance
-from megarl.train.sampler import EVALUATE, episode_limits, sampling_seed, stop_tokens
+from megarl.train.sampler import EVALUATE, sampling_seed
 
 
 def draw_lines(
@@ -41,10 +41,8 @@ def draw_lines(
         seed = response_seed(config.run.seed, benchmark.name, prompt, sample)
         return SampleRequest(prompts[prompt].tokens, group=prompt, sample=sample, seed=seed), prompts[prompt]
 
-    environment = make_environment(config.environment)
     with Judge(benchmark.reward, workers=config.reward.workers, timeout_s=config.reward.timeout_s) as judge:
-        player = Player(tokenizer, judge, episode_limits(config), environment, config.environment.concurrency)
-        draw = Draw(Listed(keys), request_of, player)
+        draw = Draw(Listed(keys), request_of, make_player(config, tokenizer, judge))
         engine.converse(draw.begin, sampling_params(config, tokenizer), on_finish)
     return [_line(key, sample, tokenizer) for key, sample in draw.samples.items()]
 
@@ -64,10 +62,7 @@ def sampling_params(config: Config, tokenizer: PreTrainedTokenizerBase) -> Sampl
         temperature=config.eval.temperature,
         top_p=config.rollout.top_p,
         max_response_tokens=config.rollout.max_response_tokens,
-        stop_token_ids=(
-            *stop_tokens(config.model.path, tokenizer),
-            *stop_ids(tokenizer, config.environment.stop),
-        ),
+        stop_token_ids=turn_ends(config, tokenizer),
         return_routed_experts=False,
     )
 

@@ -8,17 +8,15 @@ groups, which may span ranks.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.config import Config
 from megarl.core.collector import Selection
@@ -38,12 +36,11 @@ from megarl.errors import CheckpointError, ConfigError, MegarlError, RolloutErro
 from megarl.megatron import distributed
 from megarl.rollout.draw import Asker, Draw
 from megarl.rollout.engine import Engine, SamplingParams
-from megarl.rollout.episodes import EpisodeLimits
-from megarl.rollout.player import Player, Sample
+from megarl.rollout.player import Sample
 from megarl.train.allotment import AdaEst, Allotment, Gvm
 from megarl.train.drawing import Drawing
 from megarl.train.drawn import Drawn
-from megarl.train.environments import make_environment, stop_ids
+from megarl.train.environments import make_player, turn_ends
 from megarl.train.plans import GroupPlan, Key, Listed, Place, Plan, Refill, SequencePlan
 from megarl.train.progress import Advance
 from megarl.train.step import TrainStep
@@ -115,14 +112,8 @@ class Sampler:
             self.heldout = self._load(data.heldout, data.resolved_heldout_split, config.eval.max_prompts)
         self.order = PromptOrder(len(self.prompts), config.run.seed)
         self.judge = Judge(config.reward.function, workers=config.reward.workers, timeout_s=config.reward.timeout_s)
-        environment = make_environment(config.environment)
-        self.player = Player(
-            self.tokenizer, self.judge, episode_limits(config), environment, config.environment.concurrency
-        )
-        self.stop_tokens = (
-            *stop_tokens(config.model.path, self.tokenizer),
-            *stop_ids(self.tokenizer, config.environment.stop),
-        )
+        self.player = make_player(config, self.tokenizer, self.judge)
+        self.stop_tokens = turn_ends(config, self.tokenizer)
         self._position = 0
         """Where the order of prompts stands, with refill; else it follows from the step."""
         self._ahead: _Begun | None = None
@@ -435,35 +426,6 @@ def sampling_place() -> Place:
     """This rank among those that sample."""
     copy = distributed.model_group()
     return Place(distributed.dp_rank(), distributed.dp_size(), copy.rank(), copy.size())
-
-
-def episode_limits(config: Config) -> EpisodeLimits:
-    """How long a rollout may become."""
-    environment = config.environment
-    model = json.loads((Path(config.model.path) / "config.json").read_text())
-    return EpisodeLimits(
-        response_tokens=config.rollout.max_response_tokens,
-        turns=environment.max_turns,
-        turn_tokens=environment.max_turn_tokens,
-        positions=model.get("max_position_embeddings"),
-        step_s=environment.step_s,
-        episode_s=environment.episode_s,
-    )
-
-
-def stop_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """End tokens of the checkpoint's generation config and tokenizer; ConfigError if there are none."""
-    found: set[int] = set()
-    try:
-        eos = GenerationConfig.from_pretrained(model_path).eos_token_id
-        found.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    except OSError:  # the file is optional
-        pass
-    if isinstance(tokenizer.eos_token_id, int):
-        found.add(tokenizer.eos_token_id)
-    if not found:
-        raise ConfigError(f"{model_path} names no end token, neither in generation_config.json nor in the tokenizer")
-    return tuple(sorted(found))
 
 
 def _counted(rollout: Rollout, counts: bool) -> Rollout:

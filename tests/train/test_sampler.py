@@ -22,7 +22,8 @@ from megarl.core.metrics import finalize
 from megarl.core.types import Rollout
 from megarl.data.tiny import EOS_ID
 from megarl.errors import ConfigError, DataError, RolloutError
-from megarl.train.sampler import EVALUATE, TRAIN, Sampler, sampling_seed, stop_tokens
+from megarl.train.environments import stop_tokens
+from megarl.train.sampler import EVALUATE, TRAIN, Sampler, sampling_seed
 
 
 def test_sampling_seeds_are_all_different() -> None:
