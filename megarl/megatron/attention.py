@@ -11,8 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import scaled_dot_product_attention
@@ -86,6 +91,7 @@ class PackedAttention(torch.nn.Module):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        **_: Any,  # latent attention names the width of keys and values, which the tensors say
     ) -> None:
         super().__init__()
         del layer_number, cp_comm_type
@@ -123,8 +129,8 @@ class PackedAttention(torch.nn.Module):
             return out.transpose(0, 1).reshape(query.size(0), query.size(1), -1)
         buckets = getattr(packed_seq_params, "length_buckets", ()) or length_buckets(packed_seq_params.cu_seqlens_q)
         if len(buckets) == 1 and buckets[0].numel() == query.size(0):  # all of one length: views, no gathering
-            shape = (*buckets[0].shape, -1, query.size(-1))
-            return self._attend(query.view(shape), key.view(shape), value.view(shape)).reshape(query.size(0), -1)
+            views = (x.view(*buckets[0].shape, -1, x.size(-1)) for x in (query, key, value))
+            return self._attend(*views).reshape(query.size(0), -1)
         parts = [self._attend(query[rows], key[rows], value[rows]).flatten(0, 1) for rows in buckets]
         order = torch.cat([rows.flatten() for rows in buckets])
         return torch.cat(parts)[torch.argsort(order)].flatten(1)
@@ -178,3 +184,32 @@ class RMSNorm(torch.nn.RMSNorm):
             )
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[union-attr]
+
+
+class LatentNorm(RMSNorm):
+    """The norm of latent queries, keys and values, which has an epsilon of its own."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, *, own_eps: float, **_: Any) -> None:
+        super().__init__(config, hidden_size, eps=own_eps)
+
+
+class NormOverHeads(RMSNorm):
+    """``x / rms(x) * weight`` with the mean over all heads of a token, those of other tensor-parallel ranks included.
+
+    Takes ``[..., heads, d]`` of this rank. The weight [all heads * d] is whole on every rank, and a rank has gradients
+    for its own heads alone, because Megatron sums the gradients of query and key norms over tensor-parallel ranks.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, *, num_heads: int, **_: Any
+    ) -> None:
+        super().__init__(config, num_heads * hidden_size, eps=eps)
+        self._head_width = hidden_size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        group = parallel_state.get_tensor_model_parallel_group()
+        squares = x.float().square().sum((-2, -1), keepdim=True)
+        squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares, group), group)
+        mine = self.weight.view(-1, self._head_width).chunk(group.size())[group.rank()]
+        scale = torch.rsqrt(squares / self.weight.numel() + (self.eps or 0.0))
+        return (x.float() * scale).to(x.dtype) * mine

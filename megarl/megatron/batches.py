@@ -23,8 +23,8 @@ from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import ConfigError, TraceError
 from megarl.megatron.attention import PackedSequences
 from megarl.megatron.distributed import largest
-from megarl.megatron.model import ModelShape
 from megarl.megatron.replay import MicroRoutes
+from megarl.megatron.shapes import ModelShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.errors import CheckpointError
 from megarl.megatron.distributed import is_main_rank
-from megarl.megatron.model import ModelShape
 from megarl.megatron.policy import Policy
+from megarl.megatron.shapes import ModelShape
 from megarl.megatron.weights import unwrap
 
 # Copied at every use, because Megatron writes the process groups of the moment into the dict that it is given.
@@ -80,7 +80,7 @@ def save(folder: Path, step: int, policy: Policy, loop: Mapping[str, Any], keep:
         "step": step,
         "world_size": dist.get_world_size(),
         "layout": _layout(policy),
-        "model": _model(policy.shape),
+        "model": policy.shape.describe(),
     }
     dist_checkpointing.save(state, str(partial), content_metadata=dict(_METADATA))
     dist.barrier()
@@ -128,6 +128,12 @@ def load_weights(path: Path, chunks: Sequence[torch.nn.Module], shape: ModelShap
     No optimizer is needed: what else the checkpoint holds is not read.
     """
     step = int(_written(path, shape)["step"])
+    read_weights(path, chunks)
+    return step
+
+
+def read_weights(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
+    """Restore the weights from any ``torch_dist`` checkpoint that has them under the model's names; a collective call."""
     try:
         state = _read(_sharded_weights(chunks), path)
         for index, chunk in enumerate(chunks):
@@ -136,9 +142,8 @@ def load_weights(path: Path, chunks: Sequence[torch.nn.Module], shape: ModelShap
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"{path} does not load: {type(error).__name__}: {reason[-300:]}. It is damaged, or was written with "
-            "[megatron] settings that change the parameters"
+            "settings that change the parameters"
         ) from error
-    return step
 
 
 def _written(path: Path, shape: ModelShape) -> dict[str, Any]:
@@ -148,7 +153,7 @@ def _written(path: Path, shape: ModelShape) -> dict[str, Any]:
         written_by, _ = loop["model"], loop["layout"]
     except _READ_ERRORS as error:
         raise CheckpointError(f"{path} is not a complete checkpoint: {type(error).__name__}: {error}") from error
-    _refuse_other_model(path, written_by, _model(shape))
+    _refuse_other_model(path, written_by, shape.describe())
     return loop
 
 
@@ -197,11 +202,6 @@ def _separate_adam_steps(optimizer: Any) -> None:
     """Megatron's distributed optimizer loads one step tensor into all parameters; each would advance it for all."""
     for _, state in _torch_adam_states(optimizer):
         state["step"] = state["step"].clone()
-
-
-def _model(shape: ModelShape) -> dict[str, Any]:
-    """What makes a checkpoint one of this model; Megatron itself would cut or pad a vocabulary of another size."""
-    return {**shape.fields, "vocab_size": shape.vocab_size, "tied_embeddings": shape.tied_embeddings}
 
 
 def _refuse_other_model(path: Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ nothing at all happens on a machine with CUDA.
    of compilation per function, so during that import ``torch.compile`` hands functions back as they are.
 4. Split sizes of the all-to-all dispatcher stay tensors, which gloo refuses, and so does it shares of unequal size,
    which expert-tensor parallelism gathers. The router's GEMM, and recomputation of single modules, name Transformer
-   Engine symbols that are undefined without it.
+   Engine symbols that are undefined without it; latent attention compares with them.
 5. torch's Adam, which serves where the fused one of Apex or Transformer Engine is absent, keeps a step count for each
    parameter. Loading a reshardable checkpoint of the distributed optimizer forgets it; Megatron restores the count
    itself right before, so the value in place is the right one.
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import sys
 import types
 import warnings
@@ -235,6 +236,8 @@ def _replace_helpers() -> None:
     if not hasattr(random, "FP8GlobalStateManager"):
         random.FP8GlobalStateManager = _NoFP8
         random.activation_recompute_forward = random.fp8_autocast = _no_context
+    if importlib.util.find_spec("transformer_engine") is None:  # latent attention takes its stand-ins for classes
+        importlib.import_module("megatron.core.transformer.multi_latent_attention").HAVE_TE = False
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
 
     def as_split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

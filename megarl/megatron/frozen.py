@@ -11,9 +11,10 @@ from megatron.core.transformer.module import Float16Module
 from megarl import megatron_fields
 from megarl.config import Config
 from megarl.megatron import checkpoint
-from megarl.megatron.model import build_model, read_shape, transformer_config
+from megarl.megatron.model import build_model, transformer_config
 from megarl.megatron.policy import DTYPES, layout_fields
 from megarl.megatron.refusals import as_config_error
+from megarl.megatron.shapes import read_shape
 from megarl.megatron.weights import export_hf
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,99 +12,15 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.errors import ConfigError
-from megarl.megatron.attention import PackedAttention, RMSNorm
+from megarl.megatron.attention import LatentNorm, NormOverHeads, PackedAttention, RMSNorm
+from megarl.megatron.shapes import ModelShape
 
 HAVE_TE = importlib.util.find_spec("transformer_engine") is not None
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """What a Hugging Face config says about the model, in Megatron's terms."""
-
-    family: str
-    """``model_type`` of the Hugging Face config."""
-    fields: Mapping[str, Any]
-    """Values for ``TransformerConfig``."""
-    vocab_size: int
-    max_sequence_length: int
-    rotary_base: float
-    tied_embeddings: bool
-
-    @property
-    def num_layers(self) -> int:
-        return self.fields["num_layers"]
-
-    @property
-    def num_experts(self) -> int:
-        return self.fields["num_moe_experts"]
-
-    @property
-    def topk(self) -> int:
-        return self.fields["moe_router_topk"]
-
-    @property
-    def moe_layers(self) -> tuple[int, ...]:
-        """0-based global indices of the MoE layers: column ``l`` of a routing trace belongs to layer moe_layers[l]."""
-        return tuple(index for index, is_moe in enumerate(self.fields["moe_layer_freq"]) if is_moe)
-
-
-def _qwen3_moe(hf: Mapping[str, Any]) -> ModelShape:
-    """Qwen3-MoE: GQA with per-head q/k norms, softmax top-k routing, optional dense layers."""
-    num_layers, step = hf["num_hidden_layers"], hf.get("decoder_sparse_step", 1)
-    dense = set(hf.get("mlp_only_layers") or ())
-    rope = hf.get("rope_parameters") or {"rope_theta": hf.get("rope_theta", 10000.0)}
-    if rope.get("rope_type", "default") != "default" or hf.get("rope_scaling"):
-        raise ConfigError(f"rope type {rope.get('rope_type')!r} of the model is not supported; expected 'default'")
-    if hf.get("use_sliding_window"):
-        raise ConfigError("the model uses sliding-window attention, which is not supported")
-    normalised = hf.get("norm_topk_prob", False)
-    return ModelShape(
-        family="qwen3_moe",
-        vocab_size=hf["vocab_size"],
-        max_sequence_length=hf["max_position_embeddings"],
-        rotary_base=float(rope["rope_theta"]),
-        tied_embeddings=hf.get("tie_word_embeddings", False),
-        fields={
-            "num_layers": num_layers,
-            "hidden_size": hf["hidden_size"],
-            "num_attention_heads": hf["num_attention_heads"],
-            "num_query_groups": hf["num_key_value_heads"],
-            "kv_channels": hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-            "ffn_hidden_size": hf["intermediate_size"],
-            "moe_ffn_hidden_size": hf["moe_intermediate_size"],
-            "num_moe_experts": hf.get("num_experts") or hf["num_local_experts"],
-            "moe_router_topk": hf["num_experts_per_tok"],
-            # softmax over the chosen logits equals softmax over all, renormalised over the chosen
-            "moe_router_pre_softmax": not normalised,
-            "moe_layer_freq": [int(i not in dense and (i + 1) % step == 0) for i in range(num_layers)],
-            "normalization": "RMSNorm",
-            "layernorm_epsilon": hf["rms_norm_eps"],
-            "qk_layernorm": True,
-            "add_qkv_bias": hf.get("attention_bias", False),
-        },
-    )
-
-
-SHAPES: Mapping[str, Callable[[Mapping[str, Any]], ModelShape]] = {"qwen3_moe": _qwen3_moe}
-"""Hugging Face ``model_type`` -> reader of its config."""
-
-
-def read_shape(model_path: str | Path) -> ModelShape:
-    """The shape of the checkpoint in folder ``model_path``, from its config.json; ConfigError if it is unknown."""
-    path = Path(model_path) / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist; model.path must be a folder with a Hugging Face checkpoint")
-    hf = json.loads(path.read_text())
-    reader = SHAPES.get(hf.get("model_type", ""))
-    if reader is None:
-        raise ConfigError(
-            f"model type {hf.get('model_type')!r} in {path} is not supported; supported are {', '.join(sorted(SHAPES))}"
-        )
-    return reader(hf)
 
 
 def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: torch.dtype) -> TransformerConfig:
@@ -146,6 +59,8 @@ def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: t
     values = {**defaults, **shape.fields, **overrides}
     if values["moe_token_dispatcher_type"] == "flex":
         _require_deep_ep()
+    if values.get("multi_latent_attention"):
+        return MLATransformerConfig(**{**values, "apply_rope_fusion": False})  # its kernel wants YaRN
     return TransformerConfig(**values)
 
 
@@ -156,21 +71,34 @@ def _require_deep_ep() -> None:
         )
 
 
-def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Layers of one pipeline stage: Transformer Engine's where it is installed, else local ones for packed input."""
+def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShape) -> TransformerBlockSubmodules:
+    """Layers of one pipeline stage: Transformer Engine's where it is installed, else local ones for packed input.
+
+    ConfigError for a model that Transformer Engine's layers cannot compute.
+    """
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=HAVE_TE, normalization=config.normalization, vp_stage=vp_stage
     )
     if HAVE_TE:
+        if shape.norm_over_heads:
+            raise ConfigError(f"{shape.family}: its query and key norms are built without Transformer Engine only")
         return spec
     layers = copy.deepcopy(spec.layer_specs or [])
     for layer in layers:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = PackedAttention
-        if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
+        if config.multi_latent_attention:
+            norm = ModuleSpec(LatentNorm, params={"own_eps": shape.latent_norm_epsilon})
+            attention.q_layernorm = attention.kv_layernorm = norm
+        elif config.qk_layernorm:
+            attention.q_layernorm = _head_norm(shape, config.num_attention_heads)
+            attention.k_layernorm = _head_norm(shape, config.num_query_groups)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm if spec.layer_norm else None)
+
+
+def _head_norm(shape: ModelShape, num_heads: int | None) -> Any:
+    return ModuleSpec(NormOverHeads, params={"num_heads": num_heads}) if shape.norm_over_heads else RMSNorm
 
 
 def build_model(shape: ModelShape, config: TransformerConfig) -> list[GPTModel]:
@@ -185,13 +113,14 @@ def build_model(shape: ModelShape, config: TransformerConfig) -> list[GPTModel]:
     for stage in [None] if stages is None else range(stages):
         chunk = GPTModel(
             config=config,
-            transformer_layer_spec=layer_spec(config, stage),  # type: ignore[arg-type]
+            transformer_layer_spec=layer_spec(config, stage, shape),  # type: ignore[arg-type]
             vocab_size=-(-shape.vocab_size // tp) * tp,
             max_sequence_length=shape.max_sequence_length,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stages is None, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stages is None, vp_stage=stage),
             share_embeddings_and_output_weights=shape.tied_embeddings,
             position_embedding_type="rope",
+            rotary_percent=shape.rotary_percent,
             rotary_base=shape.rotary_base,  # type: ignore[arg-type]
             vp_stage=stage,
         )

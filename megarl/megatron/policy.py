@@ -17,9 +17,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl import megatron_fields
 from megarl.config import Config
 from megarl.errors import NumericsError
-from megarl.megatron.model import ModelShape, build_model, read_shape, transformer_config
+from megarl.megatron.model import build_model, transformer_config
 from megarl.megatron.refusals import as_config_error
 from megarl.megatron.replay import RoutingReplay
+from megarl.megatron.shapes import ModelShape, read_shape
 from megarl.megatron.weights import export_hf, load_hf
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -12,8 +12,9 @@ from megatron.core.transformer.module import Float16Module
 from megarl.errors import ConfigError
 from megarl.megatron import forward
 from megarl.megatron.batches import MicroBatch
-from megarl.megatron.model import build_model, read_shape
+from megarl.megatron.model import build_model
 from megarl.megatron.policy import Policy
+from megarl.megatron.shapes import read_shape
 from megarl.megatron.weights import load_hf
 
 

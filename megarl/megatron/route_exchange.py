@@ -19,8 +19,8 @@ from megarl.core.types import Rollout
 from megarl.errors import TraceError
 from megarl.megatron.batches import MicroBatch, router_tokens, routes_at
 from megarl.megatron.distributed import model_group
-from megarl.megatron.model import ModelShape
 from megarl.megatron.replay_hooks import MicroRoutes
+from megarl.megatron.shapes import ModelShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,9 @@ at a time, ``save_hf`` writes a checkpoint folder. What is cut where is in ``nam
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from megarl.data.files import replace_folder
 from megarl.errors import CheckpointError
-from megarl.megatron.model import ModelShape
-from megarl.megatron.name_map import LAYOUTS, Rule, hf_names, rules_of
+from megarl.megatron.hf_files import INDEX, WEIGHT_SUFFIXES, HFCheckpoint, check_tensors
+from megarl.megatron.name_map import LAYOUTS, Rule, hf_shapes, rules_of
+from megarl.megatron.shapes import ModelShape
 
 _SHARD_BYTES = 4 << 30
 
@@ -39,7 +38,13 @@ class _Placed:
     expert: int
 
     def hf_names(self) -> list[str]:
-        return [name.format(layer=self.layer, expert=self.expert) for name in self.rule.hf]
+        return self.rule.hf_names(self.layer, self.expert)
+
+    @property
+    def layout(self) -> str:
+        """Key of LAYOUTS. Transformer Engine keeps the projections to latent space whole, the local layers cut them."""
+        is_whole = self.rule.layout == "column" and not getattr(self.tensor, "tensor_model_parallel", False)
+        return "replicated" if is_whole else self.rule.layout
 
 
 def unwrap(chunk: torch.nn.Module) -> Any:
@@ -52,7 +57,9 @@ def unwrap(chunk: torch.nn.Module) -> Any:
 def _matchers(shape: ModelShape) -> list[tuple[re.Pattern[str], Rule]]:
     rules = [*rules_of(shape)]
     if shape.tied_embeddings:  # the last stage holds a copy of the embedding as its output layer
-        rules.append(Rule(("output_layer.weight",), ("model.embed_tokens.weight",), "vocab", "model"))
+        rules.append(
+            Rule(("output_layer.weight",), ("model.embed_tokens.weight",), ("vocab hidden",), "vocab", "model")
+        )
     found = []
     for rule in rules:
         for pattern in rule.megatron:
@@ -70,7 +77,7 @@ def _placed(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> list[_Place
     first_expert = local_experts * parallel_state.get_expert_model_parallel_rank()
     placed = []
     for chunk in map(unwrap, chunks):
-        for name, tensor in chunk.named_parameters():
+        for name, tensor in _tensors(chunk):
             match, rule = next(((m, rule) for regex, rule in matchers if (m := regex.fullmatch(name))), (None, None))
             if match is None or rule is None:
                 raise CheckpointError(f"no rule of family {shape.family!r} covers the Megatron parameter {name!r}")
@@ -80,35 +87,11 @@ def _placed(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> list[_Place
     return placed
 
 
-class HFCheckpoint:
-    """Read access by name to the safetensors files of a Hugging Face checkpoint folder; a context manager."""
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        files = sorted(self.path.glob("*.safetensors"))
-        if not files:
-            raise CheckpointError(f"{self.path} holds no *.safetensors file; expected a Hugging Face checkpoint folder")
-        self._stack = ExitStack()
-        self._files: dict[str, Any] = {}
-        for file in files:
-            try:
-                handle = self._stack.enter_context(safe_open(file, framework="pt"))
-            except SafetensorError as error:
-                self._stack.close()
-                raise CheckpointError(f"{file} cannot be read ({error}); truncated, or no safetensors file") from error
-            self._files.update(dict.fromkeys(handle.keys(), handle))
-
-    def __enter__(self) -> HFCheckpoint:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def names(self) -> set[str]:
-        return set(self._files)
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._files[name].get_tensor(name)
+def _tensors(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, and the buffers that checkpoints hold: expert biases."""
+    yield from chunk.named_parameters()
+    stored = chunk.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name in stored)
 
 
 def load_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, path: str | Path) -> None:
@@ -117,14 +100,7 @@ def load_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, path: str | Pa
     Raises CheckpointError naming every tensor that is missing, unknown or of another shape; nothing is skipped.
     """
     with HFCheckpoint(path) as checkpoint:
-        expected = dict(hf_names(shape))
-        missing = sorted(name for name, optional in expected.items() if not optional and name not in checkpoint.names())
-        unknown = sorted(checkpoint.names() - set(expected))
-        if missing or unknown:
-            raise CheckpointError(
-                f"{checkpoint.path} does not hold this model: {len(missing)} tensors missing {missing[:3]}, "
-                f"{len(unknown)} unknown {unknown[:3]}"
-            )
+        check_tensors(checkpoint, hf_shapes(shape))
         for entry in _placed(chunks, shape):
             _load_one(entry, checkpoint, shape)
 
@@ -132,12 +108,9 @@ def load_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, path: str | Pa
 def _load_one(entry: _Placed, checkpoint: HFCheckpoint, shape: ModelShape) -> None:
     group = _tensor_group(entry.rule)
     names = entry.hf_names()
-    absent = [name for name in names if name not in checkpoint.names()]
-    if absent:
-        raise CheckpointError(f"{checkpoint.path} lacks {absent}, which the Megatron model has a parameter for")
     tensors = [checkpoint.read(name) for name in names]
     try:
-        local = LAYOUTS[entry.rule.layout].cut(tensors, group.rank(), group.size(), shape)
+        local = LAYOUTS[entry.layout].cut(tensors, group.rank(), group.size(), shape)
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"{names} of shapes {[tuple(t.shape) for t in tensors]} do not fit: {error}") from error
     if local.shape != entry.tensor.shape:
@@ -166,6 +139,8 @@ class _Piece:
     shape: tuple[int, ...]
     """Shape of one rank's shard, experts stacked in front."""
     dtype: torch.dtype
+    layout: str
+    """Key of LAYOUTS."""
 
 
 def export_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
@@ -183,16 +158,15 @@ def export_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> Iterator[
         rule = rules[piece.order[1]]
         entries = sorted(local.get(piece.order, []), key=lambda entry: entry.expert)
         for expert, shards in enumerate(_gather(piece, rule, entries)):
-            tensors = LAYOUTS[rule.layout].join(shards, shape)
-            for name, tensor in zip(rule.hf, tensors, strict=True):
-                yield name.format(layer=piece.order[0], expert=expert), tensor
+            tensors = LAYOUTS[piece.layout].join(shards, shape)
+            yield from zip(rule.hf_names(piece.order[0], expert), tensors, strict=True)
 
 
 def _all_pieces(local: dict[tuple[int, int], list[_Placed]]) -> list[_Piece]:
     """The pieces of all pipeline stages, in canonical order, the same list on every rank."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     mine = [
-        _Piece(order, stage, (len(entries), *entries[0].tensor.shape), entries[0].tensor.dtype)
+        _Piece(order, stage, (len(entries), *entries[0].tensor.shape), entries[0].tensor.dtype, entries[0].layout)
         for order, entries in local.items()
     ]
     group = parallel_state.get_pipeline_model_parallel_group()
@@ -254,7 +228,7 @@ class _FolderWriter:
         shutil.rmtree(self._partial, ignore_errors=True)
         self._partial.mkdir(parents=True)
         for file in source.iterdir():
-            if file.is_file() and not file.name.endswith((".safetensors", ".safetensors.index.json", ".bin")):
+            if file.is_file() and file.suffix not in WEIGHT_SUFFIXES and file.name != INDEX:
                 shutil.copy2(file, self._partial / file.name)
         self._pending: dict[str, torch.Tensor] = {}
         self._bytes = self._total = 0
@@ -276,7 +250,5 @@ class _FolderWriter:
     def close(self) -> None:
         self._flush()
         index = {"metadata": {"total_size": self._total}, "weight_map": self._weight_map}
-        (self._partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-        if self._out.exists():
-            shutil.rmtree(self._out)
-        os.replace(self._partial, self._out)
+        (self._partial / INDEX).write_text(json.dumps(index, indent=1))
+        replace_folder(self._partial, self._out)

@@ -15,13 +15,13 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.initialization import no_init_weights
 
+from megarl.core.fp8 import is_fp8_weight, round_through_fp8
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError, WeightSyncError
 from megarl.rollout.batches import Batches
 from megarl.rollout.checkpoint_views import checkpoint_views
 from megarl.rollout.decode import Sampled, decode
 from megarl.rollout.engine import SamplingParams, Session, one_each, response_limit
-from megarl.rollout.fp8 import is_fp8_weight, round_through_fp8
 from megarl.rollout.recorder import RouteRecorder
 
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -16,8 +16,8 @@ from typing import Literal, TypeVar
 
 import torch
 
+from megarl.core.fp8 import is_fp8_weight, quantize_fp8, round_through_fp8
 from megarl.errors import WeightSyncError
-from megarl.rollout.fp8 import is_fp8_weight, quantize_fp8, round_through_fp8
 
 Named = tuple[str, torch.Tensor]
 FP8Form = Literal["off", "rounded", "blocks"]

@@ -30,7 +30,7 @@ from megarl.errors import ConfigError, MegarlError, RolloutError
 from megarl.megatron import distributed
 from megarl.megatron.checkpoint import complete_checkpoints
 from megarl.megatron.frozen import FrozenModel
-from megarl.megatron.weights import HFCheckpoint
+from megarl.megatron.hf_files import HFCheckpoint
 from megarl.rollout.engine import Engine
 from megarl.train import evaluation_folder as folder
 from megarl.train.engines import make_engine

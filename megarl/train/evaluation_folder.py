@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 from megarl.data.benchmarks import Benchmark
+from megarl.data.files import write_atomically
 from megarl.data.prompts import Prompt
 from megarl.errors import ConfigError, DataError
 from megarl.train.evaluation_figures import Samples, figures, prompt_rows
 from megarl.train.evaluation_request import EvalRequest
-from megarl.train.metrics import write_atomically
 
 Json = dict[str, Any]
 _TRAINING = {"sampling", "estimate", "gvm", "credit", "train", "optim", "recompute", "checkpoint", "log", "sft"}

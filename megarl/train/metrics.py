@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TextIO, get_args
 
+from megarl.data.files import write_atomically
 from megarl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -190,19 +191,6 @@ def is_timing(name: str) -> bool:
 def without_timing(records: Iterable[Record]) -> list[Record]:
     """The records without everything that depends on the clock: equal for two runs that computed the same."""
     return [{name: value for name, value in record.items() if not is_timing(name)} for record in records]
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Writes a file so that readers, and a kill at any moment, see the old content or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _to_json(record: Record) -> str:

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from megarl.config import Config
 from megarl.config_file import load
+from megarl.data.files import write_atomically
 from megarl.data.tiny import write_sort_task, write_tiny_model
 from megarl.errors import MegarlError, RolloutError
-from megarl.train.metrics import read_metrics, write_atomically
+from megarl.train.metrics import read_metrics
 from megarl.train.report import write_report
 
 RANKS = 2

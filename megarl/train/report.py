@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from megarl.data.files import write_atomically
 from megarl.errors import DataError
-from megarl.train.metrics import read_metrics, write_atomically
+from megarl.train.metrics import read_metrics
 from megarl.train.report_panels import PANELS, Panel, render
 from megarl.train.report_series import Curve, Series
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Config
+from megarl.data.files import write_atomically
 from megarl.errors import ConfigError
 from megarl.megatron.checkpoint import complete_checkpoints
-from megarl.train.metrics import write_atomically
 
 _FREE = {"checkpoint", "log", "eval", "sft"}
 """Tables that may change between a run and its resumption."""

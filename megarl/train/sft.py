@@ -21,9 +21,9 @@ from megarl.core.types import Rollout, TrainBatch
 from megarl.data.prompts import Demonstration, PromptOrder, load_demonstrations
 from megarl.errors import ConfigError
 from megarl.megatron import batches, distributed, forward
-from megarl.megatron.model import read_shape
 from megarl.megatron.policy import Policy, Schedule
 from megarl.megatron.refusals import as_config_error
+from megarl.megatron.shapes import read_shape
 from megarl.megatron.weights import save_hf
 from megarl.train.progress import StepProgress
 from megarl.train.step import collect, over_ranks

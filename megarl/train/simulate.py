@@ -24,9 +24,9 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.core.sampling import tier_cost
+from megarl.data.files import write_atomically
 from megarl.errors import ConfigError
 from megarl.train import simulate_draw
-from megarl.train.metrics import write_atomically
 from megarl.train.simulate_exact import Exact, exact
 from megarl.train.simulate_fit import BetaMixture, fit, max_error
 from megarl.train.simulate_known import Known, Shares, known_numbers, shared_budgets

@@ -15,9 +15,9 @@ from rich.table import Table
 
 from megarl.core.routing import Disagreement, RoutingTrace, common_rows, shared_experts
 from megarl.core.types import RowSource
+from megarl.data.files import write_atomically
 from megarl.data.traces import TracedSequence, TraceFile, TraceInfo, read_traces
 from megarl.errors import ConfigError, TraceError
-from megarl.train.metrics import write_atomically
 
 MAX_BINS = 64
 """Columns of the heat map at most."""

@@ -24,8 +24,9 @@ from tiny_world import config
 
 from megarl import megatron_fields
 from megarl.config import Config
-from megarl.megatron.model import ModelShape, build_model, transformer_config
+from megarl.megatron.model import build_model, transformer_config
 from megarl.megatron.policy import layout_fields
+from megarl.megatron.shapes import ModelShape
 from megarl.megatron.weights import unwrap
 
 NUM_LAYERS, NUM_EXPERTS, VOCAB = 4, 8, 32

@@ -25,8 +25,8 @@ from megarl.core.types import TrainBatch
 from megarl.errors import ReplayError, TraceError
 from megarl.megatron.batches import check_routes, local_routes, micro_batch
 from megarl.megatron.forward import run
-from megarl.megatron.model import read_shape
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
+from megarl.megatron.shapes import read_shape
 
 
 class Setup:

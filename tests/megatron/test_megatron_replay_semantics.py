@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from dispatch_probe import DispatchProbe
-from matrix_world import SIGMOID, MatrixModel, Variant, build, fields_of, fill, settings_of
+from matrix_world import SIGMOID, MatrixModel, Variant, build, fields_of, fill, settings_of, shape_of
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
@@ -243,7 +243,7 @@ class TestMultiTokenPrediction:
         settings = settings_of({}, variant)
         join(settings)
         config = fields_of(settings, variant, mtp_num_layers=1)
-        spec = layer_spec(config, None)
+        spec = layer_spec(config, None, shape_of(variant.router))
         torch.manual_seed(0)
         model = GPTModel(
             config=config,

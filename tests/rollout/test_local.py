@@ -13,11 +13,11 @@ from rollout_oracle import Oracle, make_requests
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from megarl.core.fp8 import is_fp8_weight, round_through_fp8
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import NumericsError, RolloutError, WeightSyncError
 from megarl.rollout.distribution import sampling_logprobs
 from megarl.rollout.engine import Engine, SamplingParams
-from megarl.rollout.fp8 import is_fp8_weight, round_through_fp8
 from megarl.rollout.local import LocalEngine
 
 PARAMS = SamplingParams(max_response_tokens=9, stop_token_ids=(1, 5))

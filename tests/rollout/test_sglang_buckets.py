@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.core.fp8 import dequantize_fp8, round_through_fp8
 from megarl.errors import WeightSyncError
-from megarl.rollout.fp8 import dequantize_fp8, round_through_fp8
 from megarl.rollout.sglang_buckets import Bucket, Stopwatch, WeightForm, buckets, each_exactly_once
 
 SHAPES = {"a.weight": (2, 3), "b.weight": (4,), "c.weight": (1, 5)}

@@ -15,7 +15,8 @@ from megarl.config import Config
 from megarl.config_file import parse
 from megarl.errors import CheckpointError, ConfigError, MegarlError, RolloutError
 from megarl.megatron import distributed
-from megarl.megatron.weights import HFCheckpoint, export_hf, save_hf
+from megarl.megatron.hf_files import HFCheckpoint
+from megarl.megatron.weights import export_hf, save_hf
 from megarl.rollout.local import LocalEngine
 from megarl.train.loop import Trainer, train
 from megarl.train.metrics import MetricsLog, read_metrics, without_timing

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megarl.rollout.fp8 import dequantize_fp8, is_fp8_weight, quantize_fp8, round_through_fp8
+from megarl.core.fp8 import dequantize_fp8, is_fp8_weight, quantize_fp8, round_through_fp8
 
 
 def rounded_by_loops(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

@@ -1,0 +1,269 @@
+"""What a Hugging Face config says about a model, in Megatron's terms: one reader for each family."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A model, apart from its weights."""
+
+    family: str
+    """Key of ``name_map.FAMILIES``."""
+    fields: Mapping[str, Any]
+    """Values for ``TransformerConfig``, or ``MLATransformerConfig`` with ``multi_latent_attention``."""
+    vocab_size: int
+    max_sequence_length: int
+    rotary_base: float
+    tied_embeddings: bool
+    rotary_percent: float = 1.0
+    """Share of a head's dimensions that is rotated."""
+    latent_norm_epsilon: float | None = None
+    """Epsilon of the norms of latent queries, keys and values, where it is not that of the other norms."""
+    norm_over_heads: bool = False
+    """Query and key norms run over all heads at once, not over each."""
+
+    @property
+    def num_layers(self) -> int:
+        return self.fields["num_layers"]
+
+    @property
+    def num_experts(self) -> int:
+        """0 for a dense model."""
+        return self.fields.get("num_moe_experts") or 0
+
+    @property
+    def topk(self) -> int:
+        """0 for a dense model."""
+        return self.fields.get("moe_router_topk", 0)
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """0-based global indices of the MoE layers: column ``l`` of a routing trace belongs to layer moe_layers[l]."""
+        return tuple(index for index, is_moe in enumerate(self.fields.get("moe_layer_freq", ())) if is_moe)
+
+    def describe(self) -> dict[str, Any]:
+        """What tells the checkpoints of two models apart, as plain data."""
+        return {**self.fields, "vocab_size": self.vocab_size, "tied_embeddings": self.tied_embeddings}
+
+
+def _whole(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """What ModelShape holds beside ``fields``; ConfigError for attention that no family here has."""
+    if hf.get("use_sliding_window") or (hf["model_type"] == "mixtral" and hf.get("sliding_window")):
+        raise ConfigError("the model uses sliding-window attention, which is not supported")
+    return {
+        "vocab_size": hf["vocab_size"],
+        "max_sequence_length": hf["max_position_embeddings"],
+        "rotary_base": float(_rope(hf).get("rope_theta", 10000.0)),
+        "tied_embeddings": hf.get("tie_word_embeddings", False),
+    }
+
+
+def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary settings under transformers 5's names, from configs of either age."""
+    found = dict(hf.get("rope_parameters") or {"rope_theta": hf.get("rope_theta", 10000.0)})
+    found |= hf.get("rope_scaling") or {}
+    found["rope_type"] = found.get("rope_type") or found.get("type") or "default"
+    return found
+
+
+def _plain_rope(hf: Mapping[str, Any]) -> None:
+    kind = _rope(hf)["rope_type"]
+    if kind != "default":
+        raise ConfigError(f"rope type {kind!r} of the model is not supported; expected 'default'")
+
+
+def _layers(hf: Mapping[str, Any]) -> dict[str, Any]:
+    activation = hf.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ConfigError(f"the model's activation is {activation!r}, expected 'silu'")
+    return {
+        "num_layers": hf["num_hidden_layers"],
+        "hidden_size": hf["hidden_size"],
+        "num_attention_heads": hf["num_attention_heads"],
+        "ffn_hidden_size": hf["intermediate_size"],
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf["rms_norm_eps"],
+    }
+
+
+def _grouped_attention(hf: Mapping[str, Any], *, qk_norm: bool, bias: bool) -> dict[str, Any]:
+    _plain_rope(hf)
+    return {
+        "num_query_groups": hf["num_key_value_heads"],
+        "kv_channels": hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+        "qk_layernorm": qk_norm,
+        "add_qkv_bias": bias,
+    }
+
+
+def _softmax_experts(hf: Mapping[str, Any], *, width: int, normalised: bool) -> dict[str, Any]:
+    layers, step = hf["num_hidden_layers"], hf.get("decoder_sparse_step", 1)
+    dense = set(hf.get("mlp_only_layers") or ())
+    return {
+        "moe_ffn_hidden_size": width,
+        "num_moe_experts": hf.get("num_experts") or hf["num_local_experts"],
+        "moe_router_topk": hf["num_experts_per_tok"],
+        # softmax over the chosen logits equals softmax over all, renormalised over the chosen
+        "moe_router_pre_softmax": not normalised,
+        "moe_layer_freq": [int(i not in dense and (i + 1) % step == 0) for i in range(layers)],
+    }
+
+
+def _sigmoid_experts(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSeek-V3's router: sigmoid, a bias that only chooses, groups, shared experts, dense first layers."""
+    topk, groups, chosen = hf["num_experts_per_tok"], hf.get("n_group") or 1, hf.get("topk_group") or 1
+    if hf.get("scoring_func", "sigmoid") != "sigmoid" or not hf.get("norm_topk_prob", True) or topk < 2:
+        raise ConfigError(
+            f"the model's router has scoring_func {hf.get('scoring_func', 'sigmoid')!r}, norm_topk_prob "
+            f"{hf.get('norm_topk_prob', True)} and top-{topk}; expected 'sigmoid', true and at least 2 experts"
+        )
+    if groups > 1 and topk // chosen != 2:  # the model ranks groups by two experts, Megatron by topk // topk_group
+        raise ConfigError(
+            f"the model chooses {topk} experts from {chosen} groups, expected twice as many experts as groups: "
+            "Megatron ranks groups by another number of experts"
+        )
+    first, step = hf.get("first_k_dense_replace") or 0, hf.get("moe_layer_freq") or 1
+    return {
+        "moe_ffn_hidden_size": hf["moe_intermediate_size"],
+        "num_moe_experts": hf.get("n_routed_experts") or hf["num_local_experts"],
+        "moe_router_topk": topk,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": groups if groups > 1 else None,
+        "moe_router_group_topk": chosen if groups > 1 else None,
+        "moe_router_topk_scaling_factor": hf.get("routed_scaling_factor") or 1.0,
+        "moe_shared_expert_intermediate_size": hf["moe_intermediate_size"] * (hf.get("n_shared_experts") or 0) or None,
+        "moe_layer_freq": [int(i >= first and i % step == 0) for i in range(hf["num_hidden_layers"])],
+    }
+
+
+def _qwen3_moe(hf: Mapping[str, Any]) -> ModelShape:
+    """Qwen3-MoE: GQA with per-head q/k norms, softmax top-k routing, optional dense layers."""
+    experts = _softmax_experts(hf, width=hf["moe_intermediate_size"], normalised=hf.get("norm_topk_prob", False))
+    attention = _grouped_attention(hf, qk_norm=True, bias=hf.get("attention_bias", False))
+    return ModelShape("qwen3_moe", {**_layers(hf), **attention, **experts}, **_whole(hf))
+
+
+def _qwen3(hf: Mapping[str, Any]) -> ModelShape:
+    """Qwen3: the same without experts."""
+    attention = _grouped_attention(hf, qk_norm=True, bias=hf.get("attention_bias", False))
+    return ModelShape("qwen3", {**_layers(hf), **attention}, **_whole(hf))
+
+
+def _qwen2_moe(hf: Mapping[str, Any]) -> ModelShape:
+    """Qwen1.5/2-MoE: GQA with biases, softmax top-k routing, one shared expert behind a gate of its own."""
+    experts = _softmax_experts(hf, width=hf["moe_intermediate_size"], normalised=hf.get("norm_topk_prob", False))
+    shared = {
+        "moe_shared_expert_intermediate_size": hf["shared_expert_intermediate_size"],
+        "moe_shared_expert_gate": True,
+    }
+    attention = _grouped_attention(hf, qk_norm=False, bias=hf.get("qkv_bias", True))
+    return ModelShape("qwen2_moe", {**_layers(hf), **attention, **experts, **shared}, **_whole(hf))
+
+
+def _mixtral(hf: Mapping[str, Any]) -> ModelShape:
+    """Mixtral: GQA, softmax over the chosen experts, no dense layers."""
+    experts = _softmax_experts(hf, width=hf["intermediate_size"], normalised=True)
+    attention = _grouped_attention(hf, qk_norm=False, bias=False)
+    return ModelShape("mixtral", {**_layers(hf), **attention, **experts}, **_whole(hf))
+
+
+def _olmoe(hf: Mapping[str, Any]) -> ModelShape:
+    """OLMoE: query and key norms over all heads at once, softmax over all experts."""
+    if hf.get("clip_qkv"):
+        raise ConfigError(f"the model clips queries, keys and values at {hf['clip_qkv']}, which is not supported")
+    experts = _softmax_experts(hf, width=hf["intermediate_size"], normalised=hf.get("norm_topk_prob", False))
+    attention = _grouped_attention(hf, qk_norm=True, bias=hf.get("attention_bias", False))
+    return ModelShape("olmoe", {**_layers(hf), **attention, **experts}, norm_over_heads=True, **_whole(hf))
+
+
+def _glm4_moe(hf: Mapping[str, Any]) -> ModelShape:
+    """GLM-4.5: GQA with partly rotated heads, DeepSeek-V3's routing."""
+    percent = _rope(hf).get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
+    attention = _grouped_attention(hf, qk_norm=hf.get("use_qk_norm", False), bias=hf.get("attention_bias", False))
+    fields = {**_layers(hf), **attention, **_sigmoid_experts(hf)}
+    return ModelShape("glm4_moe", fields, rotary_percent=percent, **_whole(hf))
+
+
+def _deepseek_v3(hf: Mapping[str, Any]) -> ModelShape:
+    """DeepSeek-V3, Moonlight (no compressed queries) and Kimi-K2: latent attention, sigmoid routing with a bias."""
+    if hf.get("attention_bias") or not hf.get("rope_interleave", True):
+        raise ConfigError(
+            f"the model has attention_bias {hf.get('attention_bias')} and rope_interleave {hf.get('rope_interleave')}, "
+            "expected false and true"
+        )
+    attention = {
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "q_lora_rank": hf.get("q_lora_rank"),
+        "kv_lora_rank": hf["kv_lora_rank"],
+        "qk_head_dim": hf["qk_nope_head_dim"],
+        "qk_pos_emb_head_dim": hf["qk_rope_head_dim"],
+        "v_head_dim": hf["v_head_dim"],
+        **_latent_rope(hf),
+    }
+    latent = {"latent_norm_epsilon": 1e-6}  # fixed in the model's code, whatever rms_norm_eps says
+    return ModelShape("deepseek_v3", {**_layers(hf), **attention, **_sigmoid_experts(hf)}, **latent, **_whole(hf))
+
+
+def _latent_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
+    rope = _rope(hf)
+    base = {"rotary_base": float(rope.get("rope_theta", 10000.0))}
+    if rope["rope_type"] == "default":
+        return base | {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+    all_dim = rope.get("mscale_all_dim") or 0.0
+    if rope["rope_type"] != "yarn" or rope.get("mscale", 1.0) != all_dim:
+        raise ConfigError(
+            f"rope type {rope['rope_type']!r} with mscale {rope.get('mscale')} and mscale_all_dim {all_dim} is not "
+            "supported; expected 'default', or 'yarn' with equal mscales"
+        )
+    return base | {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": float(rope["factor"]),
+        "original_max_position_embeddings": rope["original_max_position_embeddings"],
+        "beta_fast": float(rope.get("beta_fast", 32)),
+        "beta_slow": float(rope.get("beta_slow", 1)),
+        "mscale": float(all_dim),
+        "mscale_all_dim": float(all_dim),
+    }
+
+
+SHAPES: Mapping[str, Callable[[Mapping[str, Any]], ModelShape]] = {
+    "qwen3_moe": _qwen3_moe,
+    "qwen3": _qwen3,
+    "qwen2_moe": _qwen2_moe,
+    "mixtral": _mixtral,
+    "olmoe": _olmoe,
+    "glm4_moe": _glm4_moe,
+    "deepseek_v3": _deepseek_v3,
+    "kimi_k2": _deepseek_v3,
+}
+"""Hugging Face ``model_type`` -> reader of its config."""
+
+
+def read_shape(model_path: str | Path) -> ModelShape:
+    """The shape of the checkpoint in folder ``model_path``, from its config.json; ConfigError if it is unknown."""
+    path = Path(model_path) / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist, expected a folder with a Hugging Face checkpoint")
+    try:
+        hf = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no JSON ({error}), expected the config of a Hugging Face model") from error
+    reader = SHAPES.get(hf.get("model_type", ""))
+    if reader is None:
+        raise ConfigError(
+            f"model type {hf.get('model_type')!r} in {path} is not supported; supported are {', '.join(sorted(SHAPES))}"
+        )
+    try:
+        return reader(hf)
+    except KeyError as error:
+        raise ConfigError(f"{path} lacks {error}, which a {hf['model_type']} model has") from error
