@@ -1,4 +1,4 @@
-"""The command line: ``megarl train | sft | eval | doctor | report | trace | simulate | quickstart``.
+"""The command line: ``megarl train | sft | eval | doctor | report | trace | simulate | convert | quickstart``.
 
 Every key of the configuration is also a flag, ``--rollout.temperature 0.7``; defaults < file < flags. torch and
 everything built on it is imported only inside the commands, after the configuration has been found valid. A mistake of
@@ -202,11 +202,40 @@ def _commands(overrides: Mapping[str, Any]) -> dict[str, Callable[..., Command]]
         budget = {"samples": samples, "train_size": train_size, "round_size": round_size, "max_samples": max_samples}
         return lambda: _simulate(law, size, budget, out, overrides)
 
+    def convert(
+        source: tyro.conf.Positional[Path],
+        out: tyro.conf.Positional[Path],
+        model: Path | None = None,
+        dtype: Literal["keep", "fp32", "bf16", "fp16"] = "keep",
+        layers: Literal["installed", "local", "te"] = "installed",
+        stack_layers: bool = False,
+        drop: tuple[str, ...] = (),
+        verify: Literal["none", "checksums", "logits"] = "checksums",
+        shard_gib: float = 2.0,
+        overwrite: bool = False,
+    ) -> Command:
+        """Convert a Hugging Face checkpoint into Megatron's torch_dist format, or back; also under torchrun.
+
+        Args:
+            source: a Hugging Face folder, a torch_dist checkpoint, or a folder of Megatron-LM or megarl with some.
+            out: the folder to write; it appears when it is complete.
+            model: for a Megatron source, a folder with config and tokenizer; a converted checkpoint has its own.
+            dtype: of the output.
+            layers: whose names Megatron will look for, those of its local layers or of Transformer Engine's.
+            stack_layers: one tensor for all layers, as Megatron-LM asks for by default under --moe-layer-freq 1.
+            drop: globs of tensors that the model does not have and that may be left out (prediction layers).
+            verify: read everything back and compare bits; logits also builds both models and compares their logits.
+            shard_gib: size of a safetensors file.
+            overwrite: replace OUT if it exists, at the end and in one step.
+        """
+        asked = {"stack_layers": stack_layers, "drop": drop, "overwrite": overwrite}
+        return lambda: _convert(source, out, model, (dtype, layers, verify), shard_gib, asked, overrides)
+
     def quickstart(out: Path = Path("runs/quickstart")) -> Command:
         """Make a tiny MoE and a task, train it with RL on the CPU, write a report to OUT/report."""
         return lambda: _quickstart(out, overrides)
 
-    commands = (train, sft, eval, doctor, report, trace, simulate, quickstart)
+    commands = (train, sft, eval, doctor, report, trace, simulate, convert, quickstart)
     return {command.__name__: command for command in commands}
 
 
@@ -299,6 +328,28 @@ def _simulate(
     mixture = parse_betas(law["beta"], law["never"]) if law["beta"] else None
     points = {} if mixture else parse_points(law["passk"]) or POST_POINTS
     simulate(Settings(points, mixture, law["components"], **size, budget=Budget(**budget)), out)
+    return 0
+
+
+def _convert(
+    source: Path,
+    out: Path,
+    model: Path | None,
+    choices: tuple[str, str, Any],
+    shard_gib: float,
+    asked: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+) -> int:
+    _refuse_overrides("convert", overrides)
+    if not shard_gib > 0:
+        raise ConfigError(f"--shard-gib: found {shard_gib}, expected more than 0")
+    from megarl.megatron.conversion import Options
+    from megarl.megatron.convert import DTYPES, convert, installed_layers
+
+    dtype, layers, verify = choices
+    named = installed_layers() if layers == "installed" else layers
+    options = Options(dtype=DTYPES[dtype], layers=named, shard_bytes=int(shard_gib * 2**30), **asked)
+    convert(source, out, model, options, verify)
     return 0
 
 

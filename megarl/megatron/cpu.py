@@ -1,6 +1,6 @@
 """Lets unmodified megatron-core 0.16.1 run where there is no CUDA: gloo, CPU tensors, no Transformer Engine.
 
-Megatron-Core assumes a GPU in five ways. Each has one remedy here; nothing else of torch or Megatron is touched, and
+Megatron-Core assumes a GPU in six ways. Each has one remedy here; nothing else of torch or Megatron is touched, and
 nothing at all happens on a machine with CUDA.
 
 1. It calls ``torch.cuda`` for streams, events, synchronisation, the current device and the random generator.
@@ -16,6 +16,9 @@ nothing at all happens on a machine with CUDA.
    parameter. Loading a reshardable checkpoint of the distributed optimizer forgets it; Megatron restores the count
    itself right before, so the value in place is the right one.
 
+6. Each of its dozens of process groups starts an event loop of gloo's, a thread that wakes up a hundred times a second.
+   All groups of a process share one.
+
 ``enable()`` is called by ``import megarl.megatron``.
 """
 
@@ -24,13 +27,16 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import os
 import sys
 import types
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from datetime import timedelta
+from typing import Any, ClassVar
 
 import torch
+from torch.distributed import distributed_c10d
 
 _RETARGETED_MODULES = (
     "megatron.core.distributed.param_and_grad_buffer",
@@ -106,6 +112,25 @@ class _Event:
         return True
 
 
+class _SharedLoopGloo(distributed_c10d.ProcessGroupGloo):
+    """Remedy 6: a gloo group whose connections are served by the one event loop of this process."""
+
+    _devices: ClassVar[dict[int, list[Any]]] = {}
+    """By process, for threads do not survive a fork."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        options = self._Options()
+        options._devices = self._devices.setdefault(os.getpid(), []) or [self._new_device()]
+        self._devices[os.getpid()] = options._devices
+        options._timeout = timeout
+        super().__init__(store, rank, size, options)
+
+    @classmethod
+    def _new_device(cls) -> Any:
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        return cls.create_device(interface=interface) if interface else cls.create_default_device()
+
+
 _STREAM = _Stream()
 
 
@@ -124,6 +149,7 @@ def enable() -> bool:
     if getattr(torch.cuda, "_megarl_cpu_layer", False):
         return True
     _replace_cuda_calls()
+    distributed_c10d.ProcessGroupGloo = _SharedLoopGloo  # type: ignore[misc]
     with _eager_functions(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         modules = [importlib.import_module(name) for name in _RETARGETED_MODULES]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from family_models import FAMILIES, write_family
 from megatron.core import parallel_state, tensor_parallel
 
 from megarl.config import Config
@@ -43,6 +44,7 @@ def write_models(folder: Path) -> dict[str, Path]:
         "bf16": _variant(base, folder / "bf16", dtype="bfloat16"),
         "vocab30": _variant(four_heads, folder / "vocab30", vocab_size=30),
         "vocab31": _variant(base, folder / "vocab31", vocab_size=31),
+        **{name: write_family(folder / name, name) for name in FAMILIES},
     }
 
 
@@ -214,6 +216,8 @@ def teacher_forced(logits: torch.Tensor, tokens: np.ndarray) -> tuple[torch.Tens
 
 def oracle_loss_gradients(model: Path, batch: TrainBatch) -> tuple[float, dict[str, torch.Tensor]]:
     """transformers' loss ``-(coefficients * logprobs).sum()`` and its gradients, by Hugging Face checkpoint name."""
+    from transformers.core_model_loading import revert_weight_conversion
+
     oracle = transformers_model(model)
     weights = coefficients_of(batch)
     bounds = batch.cu_seqlens.tolist()
@@ -224,26 +228,11 @@ def oracle_loss_gradients(model: Path, batch: TrainBatch) -> tuple[float, dict[s
         logprobs, _ = teacher_forced(logits, tokens.numpy())
         total = total - (weights[first:last].double() * logprobs).sum()
     total.backward()
-    found = {}
-    for name, parameter in oracle.named_parameters():
-        gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-        found.update(_per_expert(name, gradient))
-    return float(total.detach()), found
-
-
-def _per_expert(name: str, gradient: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """transformers holds the experts of a layer in two tensors, its checkpoints in three matrices per expert."""
-    prefix, _, leaf = name.rpartition(".experts.")
-    if leaf == "gate_up_proj":
-        for expert, both in enumerate(gradient):
-            gate, up = both.chunk(2)
-            yield f"{prefix}.experts.{expert}.gate_proj.weight", gate
-            yield f"{prefix}.experts.{expert}.up_proj.weight", up
-    elif leaf == "down_proj":
-        for expert, down in enumerate(gradient):
-            yield f"{prefix}.experts.{expert}.down_proj.weight", down
-    else:
-        yield name, gradient
+    gradients = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in oracle.named_parameters()
+    }
+    return float(total.detach()), revert_weight_conversion(oracle, gradients)
 
 
 @contextlib.contextmanager

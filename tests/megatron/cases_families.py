@@ -1,0 +1,43 @@
+"""Cases that run on several ranks: checkpoints of every family through several layouts of real Megatron."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from tiny_world import MODELS, config, policy_of, safetensors_of
+
+from megarl.megatron import checkpoint
+from megarl.megatron.conversion import Options, to_hf, to_megatron
+from megarl.megatron.conversion_job import Ranks
+from megarl.megatron.policy import Policy
+
+
+def chain(layout: dict[str, int], model: str, then: str) -> dict[str, list[str]]:
+    """HF -> torch_dist -> Megatron in ``layout``, saved by Megatron -> Megatron in ``then``, saved -> HF."""
+    source, folder = MODELS / model, Path(f"{model}-chain")
+    first, second, third, back = (folder / name for name in ("first", "second", "third", "back"))
+    policy_of(config(source, layout))  # the ranks join
+    to_megatron(source, first, Options(layers="local"), Ranks())
+    other = {part[:-1]: int(part[-1]) for part in then.split()}
+    _through_megatron(policy_of(config(source, layout)), first, second)
+    _through_megatron(policy_of(config(source, other)), second, third)
+    to_hf(third, back, source, Options(), Ranks())
+    stored, found = safetensors_of(source), safetensors_of(back)
+    different = [name for name in stored if name not in found or not torch.equal(stored[name], found[name])]
+    return {"different": different, "extra": sorted(set(found) - set(stored))}
+
+
+def _through_megatron(policy: Policy, source: Path, target: Path) -> None:
+    """Load into a model without weights and save, both by Megatron itself."""
+    for chunk in policy.chunks:
+        for tensor in (*chunk.parameters(), *dict(chunk.named_buffers()).values()):
+            tensor.data.fill_(7.0)
+    checkpoint.read_weights(source, policy.chunks)
+    if dist.get_rank() == 0:
+        target.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(checkpoint._sharded_weights(policy.chunks), str(target))
+    dist.barrier()

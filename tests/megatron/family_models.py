@@ -1,0 +1,94 @@
+"""Tiny checkpoints of every family, made by transformers, with nothing left at a value that hides a mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 30,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.15,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+_LATENT: dict[str, Any] = {
+    **_COMMON,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": (
+        "qwen3_moe",
+        {**_COMMON, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        | {"norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {**_COMMON, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        | {"shared_expert_intermediate_size": 24, "norm_topk_prob": False},
+    ),
+    "mixtral": ("mixtral", {**_COMMON, "num_local_experts": 8, "num_experts_per_tok": 2}),
+    "deepseek_v3": ("deepseek_v3", {**_LATENT, "n_group": 4, "topk_group": 2}),
+    "moonlight": (
+        "deepseek_v3",
+        {**_LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2, "rms_norm_eps": 1e-5},
+    ),
+    "kimi_k2": ("deepseek_v3", {**_LATENT, "n_group": 1, "topk_group": 1, "rope_parameters": _YARN}),
+    "glm4_moe": (
+        "glm4_moe",
+        {**_COMMON, "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        | {"first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True, "n_group": 1, "topk_group": 1}
+        | {"routed_scaling_factor": 1.5},
+    ),
+    "olmoe": ("olmoe", {**_COMMON, "num_experts": 8, "num_experts_per_tok": 2}),
+    "qwen3": ("qwen3", {**_COMMON, "head_dim": 16, "tie_word_embeddings": True}),
+}
+"""Name -> (transformers' model type, its config)."""
+
+
+def write_family(folder: Path, name: str, **changes: Any) -> Path:
+    """A checkpoint with random weights; norms, biases and expert biases are random too. Returns ``folder``."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, config = FAMILIES[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**config, **changes}))
+        with torch.no_grad():
+            for key, tensor in model.state_dict().items():
+                if "norm" in key:
+                    tensor.uniform_(0.5, 1.5)
+                elif "bias" in key:
+                    tensor.normal_(std=0.1)
+    model.save_pretrained(folder)
+    return folder
