@@ -71,10 +71,6 @@ def save(folder: Path, step: int, policy: Policy, loop: Mapping[str, Any], keep:
         partial.mkdir(parents=True)
     dist.barrier()
     state = _sharded_state(policy, is_loading=False)
-    if filesystem_async._results_queue is None:
-        # A save that is waited for collects its results in this process. Megatron would start a server process for
-        # them, which costs seconds and outlives a trainer that is killed.
-        filesystem_async._results_queue = queue.Queue()
     state["loop"] = {
         **loop,
         "step": step,
@@ -82,14 +78,27 @@ def save(folder: Path, step: int, policy: Policy, loop: Mapping[str, Any], keep:
         "layout": _layout(policy),
         "model": policy.shape.describe(),
     }
-    dist_checkpointing.save(state, str(partial), content_metadata=dict(_METADATA))
-    dist.barrier()
+    _write(state, partial)
     if is_main_rank():
         partial.rename(path)
         for _, old in complete_checkpoints(folder)[:-keep]:
             shutil.rmtree(old)
     dist.barrier()
     return path
+
+
+def write_weights(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
+    """Write the weights alone as a ``torch_dist`` checkpoint into ``path``, an empty folder; a collective call."""
+    _write(_sharded_weights(chunks), path)
+
+
+def _write(state: dict[str, Any], path: Path) -> None:
+    if filesystem_async._results_queue is None:
+        # A save that is waited for collects its results in this process. Megatron would start a server process for
+        # them, which costs seconds and outlives a trainer that is killed.
+        filesystem_async._results_queue = queue.Queue()
+    dist_checkpointing.save(state, str(path), content_metadata=dict(_METADATA))
+    dist.barrier()
 
 
 def load(path: Path, policy: Policy) -> dict[str, Any]:
@@ -133,7 +142,7 @@ def load_weights(path: Path, chunks: Sequence[torch.nn.Module], shape: ModelShap
 
 
 def read_weights(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
-    """Restore the weights from any ``torch_dist`` checkpoint that has them under the model's names; a collective call."""
+    """Restore the weights from a ``torch_dist`` checkpoint that has them under the model's names; a collective call."""
     try:
         state = _read(_sharded_weights(chunks), path)
         for index, chunk in enumerate(chunks):

@@ -238,7 +238,7 @@ def _changed_tensors(piece: Piece, hf: HFCheckpoint, written: MegatronCheckpoint
 
 
 def _changed_parameter(piece: Piece, written: HFCheckpoint, source: MegatronCheckpoint, options: Options) -> list[str]:
-    """The parameter of the source, if the written tensors do not give it back; padding of the vocabulary is left out."""
+    """The parameter of the source, if the written tensors do not give it back; padded vocabulary is left out."""
     back = LAYOUTS[piece.rule.layout].cut([written.read(name) for name in piece.hf], 0, 1, source.shape)
     wanted = source.read(piece)
     wanted = wanted[: source.shape.vocab_size] if piece.rule.layout == "vocab" else wanted

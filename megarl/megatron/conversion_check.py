@@ -40,7 +40,7 @@ def compare_logits(hf: Path, megatron: Path, shape: ModelShape) -> LogitsCheck:
     check = LogitsCheck(float((found - wanted).abs().max()), float(wanted.abs().max()))
     if not check.difference <= TOLERANCE * max(1.0, check.largest):
         raise CheckpointError(
-            f"logits of Megatron and transformers differ by {check.difference:.3g} (largest logit {check.largest:.3g}), "
+            f"logits of Megatron and transformers differ by {check.difference:.3g} (largest {check.largest:.3g}), "
             f"expected at most {TOLERANCE:g} of it: the weights are equal, so one of the two models is not this one"
         )
     return check

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from tiny_world import MODELS, config, policy_of, safetensors_of
 
 from megarl.megatron import checkpoint
@@ -39,5 +38,4 @@ def _through_megatron(policy: Policy, source: Path, target: Path) -> None:
     if dist.get_rank() == 0:
         target.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(checkpoint._sharded_weights(policy.chunks), str(target))
-    dist.barrier()
+    checkpoint.write_weights(target, policy.chunks)
