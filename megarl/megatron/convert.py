@@ -35,6 +35,8 @@ def convert(source: Path, out: Path, model: Path | None, options: Options, verif
     ranks = Ranks()
     if verify == "logits" and ranks.size > 1:
         raise ConfigError("--verify logits builds the models in one process, found torchrun; use --verify checksums")
+    if out.resolve() in (source.resolve(), *source.resolve().parents):
+        raise ConfigError(f"{out} would replace its own source; choose another folder")
     begun = time.monotonic()
     options = replace(options, verify=verify != "none")
     if _is_megatron(source):

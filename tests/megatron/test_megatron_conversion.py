@@ -1,0 +1,604 @@
+"""``megarl convert``: what goes wrong in practice leaves the old checkpoint or the new one, and says what it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_models import FAMILIES, write_family
+from safetensors.torch import load_file, save_file
+from tiny_world import safetensors_of
+
+from megarl import cli
+from megarl.core.fp8 import quantize_fp8
+from megarl.errors import CheckpointError
+from megarl.megatron.conversion import HF_FOLDER, Options, same_bits, to_hf, to_megatron
+from megarl.megatron.conversion_job import MANIFEST, Ranks
+from megarl.megatron.hf_files import INDEX
+from megarl.megatron.megatron_files import MegatronCheckpoint, units_of
+from megarl.megatron.name_map import LAYOUTS
+from megarl.megatron.shapes import read_shape
+from megarl.megatron.torch_dist import Chunk, Keys, TorchDistReader, TorchDistWriter
+
+ALONE = Ranks()
+LOCAL = Options(layers="local")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DeepSeek-V3 in three files with an index."""
+    folder = write_family(tmp_path_factory.mktemp("source") / "model", "deepseek_v3")
+    tensors = safetensors_of(folder)
+    (folder / "model.safetensors").unlink()
+    parts = [sorted(tensors)[start::3] for start in range(3)]
+    where = {}
+    for number, names in enumerate(parts):
+        file = f"model-{number}.safetensors"
+        save_file({name: tensors[name] for name in names}, folder / file)
+        where.update(dict.fromkeys(names, file))
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return folder
+
+
+@pytest.fixture
+def copy(source: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(source, tmp_path / "copy"))
+
+
+def assert_same(one: Path, other: Path) -> None:
+    stored, found = safetensors_of(one), safetensors_of(other)
+    assert sorted(stored) == sorted(found)
+    assert [name for name in stored if not same_bits(stored[name], found[name])] == []
+
+
+class TestRoundTrip:
+    @pytest.mark.parametrize("layers", ["local", "te"])
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_every_bit_comes_back(self, family: str, layers: Any, tmp_path: Path) -> None:
+        source = write_family(tmp_path / "model", family)
+        to_megatron(source, tmp_path / "megatron", Options(layers=layers), ALONE)
+        to_hf(tmp_path / "megatron", tmp_path / "back", None, Options(shard_bytes=20_000), ALONE)
+        assert_same(source, tmp_path / "back")
+        index = json.loads((tmp_path / "back" / INDEX).read_text())
+        assert len(set(index["weight_map"].values())) > 3
+        assert index["metadata"]["total_size"] == sum(t.nbytes for t in safetensors_of(source).values())
+
+    def test_dtype_and_bits_of_nan_and_negative_zero(self, copy: Path, tmp_path: Path) -> None:
+        file = copy / "model-0.safetensors"
+        tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(file).items()}
+        odd = next(tensor for tensor in tensors.values() if tensor.numel() > 8)
+        odd.view(torch.int16).view(-1)[:4] = torch.tensor([0x7FC1, -32768, -63, 1], dtype=torch.int16)
+        save_file(tensors, file)
+        for other in ("model-1.safetensors", "model-2.safetensors"):
+            save_file({n: t.to(torch.bfloat16) for n, t in load_file(copy / other).items()}, copy / other)
+        to_megatron(copy, tmp_path / "megatron", LOCAL, ALONE)
+        to_hf(tmp_path / "megatron", tmp_path / "back", None, Options(), ALONE)
+        assert_same(copy, tmp_path / "back")
+
+    def test_another_dtype_spares_the_expert_bias(self, source: Path, tmp_path: Path) -> None:
+        to_megatron(source, tmp_path / "megatron", Options(dtype=torch.bfloat16, layers="local"), ALONE)
+        to_hf(tmp_path / "megatron", tmp_path / "back", None, Options(), ALONE)
+        stored, found = safetensors_of(source), safetensors_of(tmp_path / "back")
+        for name, tensor in stored.items():
+            kept = tensor if "e_score_correction_bias" in name else tensor.to(torch.bfloat16)
+            assert same_bits(found[name], kept), name
+        assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
+
+    def test_stacked_layers_come_back_too(self, tmp_path: Path) -> None:
+        source = write_family(tmp_path / "model", "mixtral")
+        done = to_megatron(source, tmp_path / "megatron", Options(stack_layers=True), ALONE)
+        stored = TorchDistReader(tmp_path / "megatron").tensors()
+        assert tuple(stored["decoder.layers.mlp.experts.experts.linear_fc1.weight"].size) == (4, 8, 80, 32)
+        assert done.keys.stacked
+        to_hf(tmp_path / "megatron", tmp_path / "back", None, Options(), ALONE)
+        assert_same(source, tmp_path / "back")
+
+    def test_fp8_sources_are_read_as_what_they_stand_for(self, source: Path, tmp_path: Path) -> None:
+        quantised, plain = (Path(shutil.copytree(source, tmp_path / name)) for name in ("fp8", "plain"))
+        name = "model.layers.1.mlp.experts.3.up_proj.weight"
+        for folder in (quantised, plain):
+            file = folder / json.loads((folder / INDEX).read_text())["weight_map"][name]
+            tensors = load_file(file)
+            q, scale = quantize_fp8(tensors[name], (16, 16))
+            value = q.float() * scale.repeat_interleave(16, 0).repeat_interleave(16, 1)[: q.size(0), : q.size(1)]
+            tensors |= {name: q, name + "_scale_inv": scale} if folder == quantised else {name: value}
+            save_file(tensors, file)
+        config = json.loads((quantised / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+        (quantised / "config.json").write_text(json.dumps(config))
+        index = json.loads((quantised / INDEX).read_text())
+        index["weight_map"][name + "_scale_inv"] = index["weight_map"][name]
+        (quantised / INDEX).write_text(json.dumps(index))
+        to_megatron(quantised, tmp_path / "megatron", LOCAL, ALONE)
+        to_hf(tmp_path / "megatron", tmp_path / "back", None, Options(), ALONE)
+        assert_same(plain, tmp_path / "back")
+        assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
+
+
+class TestNamesOfMegatron:
+    """The map serves what local layers, Transformer Engine's and other ages of Megatron call a parameter."""
+
+    def stored_under(self, keys: Keys, source: Path, folder: Path) -> Path:
+        """The model of ``source`` as a Megatron with these names would have saved it."""
+        shape, tensors = read_shape(source), safetensors_of(source)
+        folder.mkdir()
+        chunks = []
+        for piece in (piece for unit in units_of(shape) for piece in unit):
+            whole = LAYOUTS[piece.rule.layout].cut([tensors[name] for name in piece.hf], 0, 1, shape)
+            places = piece.places(keys, shape)
+            for place, part in zip(places, whole.chunk(len(places)), strict=True):
+                chunks.append(Chunk(place, tuple(part.shape), part.dtype, lambda part=part: part))
+        writer = TorchDistWriter(folder)
+        writer.finish(chunks, [], [writer.write_file(0, chunks, [])])
+        return folder
+
+    @pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_moe"])
+    def test_every_way_of_naming_is_recognised(self, family: str, tmp_path: Path) -> None:
+        source = write_family(tmp_path / "model", family)
+        for number, keys in enumerate(Keys.all_of(read_shape(source))):
+            stored = self.stored_under(keys, source, tmp_path / f"{number}")
+            done = to_hf(stored, tmp_path / f"{number}-hf", source, Options(), ALONE)
+            assert done.keys == keys
+            assert_same(source, tmp_path / f"{number}-hf")
+
+    def test_names_of_transformer_engine(self, source: Path) -> None:
+        shape = read_shape(source)
+        keys = Keys("te", stacked=False)
+        found = {place.key for unit in units_of(shape) for piece in unit for place in piece.places(keys, shape)}
+        first = {key.removeprefix("decoder.layers.0.") for key in found if key.startswith("decoder.layers.0.")}
+        assert first == {
+            "input_layernorm.weight",
+            "self_attention.linear_q_down_proj.weight",
+            "self_attention.linear_q_up_proj.layer_norm_weight",
+            "self_attention.linear_q_up_proj.weight",
+            "self_attention.linear_kv_down_proj.weight",
+            "self_attention.linear_kv_up_proj.layer_norm_weight",
+            "self_attention.linear_kv_up_proj.weight",
+            "self_attention.linear_proj.weight",
+            "mlp.linear_fc1.layer_norm_weight",
+            "mlp.linear_fc1.weight",
+            "mlp.linear_fc2.weight",
+        }
+        assert "decoder.layers.1.pre_mlp_layernorm.weight" in found
+        assert "decoder.layers.1.mlp.experts.experts.linear_fc1.weight" in found
+
+    def test_grouped_gemm_parameters_have_rules(self, source: Path) -> None:
+        from megarl.megatron.name_map import rules_of
+
+        names = [name for rule in rules_of(read_shape(source)) for name in rule.megatron]
+        assert "decoder.layers.{layer}.mlp.experts.linear_fc1.weight{expert}" in names
+        assert "decoder.layers.{layer}.mlp.experts.linear_fc2.weight{expert}" in names
+
+    def test_a_padded_vocabulary_is_cut(self, source: Path, tmp_path: Path) -> None:
+        to_megatron(source, tmp_path / "megatron", LOCAL, ALONE)
+        shape = read_shape(source)
+        checkpoint = MegatronCheckpoint(tmp_path / "megatron", shape)
+        chunks = []
+        for piece in (piece for unit in units_of(shape) for piece in unit):
+            tensor = checkpoint.read(piece)
+            if piece.rule.layout == "vocab":
+                tensor = torch.nn.functional.pad(tensor, (0, 0, 0, 34), value=5.0)
+            (place,) = piece.places(checkpoint.keys, shape)
+            chunks.append(Chunk(place, tuple(tensor.shape), tensor.dtype, lambda tensor=tensor: tensor))
+        padded = tmp_path / "padded"
+        padded.mkdir()
+        writer = TorchDistWriter(padded)
+        writer.finish(chunks, [], [writer.write_file(0, chunks, [])])
+        to_hf(padded, tmp_path / "back", source, Options(), ALONE)
+        assert_same(source, tmp_path / "back")
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], file: str) -> None:
+    tensors = load_file(folder / file)
+    change(tensors)
+    save_file(tensors, folder / file)
+
+
+def edit_index(folder: Path, change: Callable[[dict[str, str]], Any]) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    change(index["weight_map"])
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+NAME = "model.layers.2.mlp.experts.5.down_proj.weight"
+
+
+def file_of(folder: Path, name: str = NAME) -> str:
+    return json.loads((folder / INDEX).read_text())["weight_map"][name]
+
+
+def truncate(folder: Path) -> None:
+    with (folder / "model-1.safetensors").open("r+b") as file:
+        file.truncate(file.seek(0, 2) - 100)
+
+
+BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated file": (truncate, "model-1.safetensors cannot be read"),
+    "missing file": (lambda f: (f / "model-2.safetensors").unlink(), "names model-2.safetensors, which are not there"),
+    "missing index entry": (
+        lambda f: edit_index(f, lambda w: w.pop(NAME)),
+        f"hold {NAME}, which {INDEX} does not name",
+    ),
+    "index entry without tensor": (
+        lambda f: edit_index(f, lambda w: w.update({"x": "model-1.safetensors"})),
+        "names x",
+    ),
+    "index entry of another file": (
+        lambda f: edit_index(f, lambda w: w.update({NAME: f"model-{(int(w[NAME][6]) + 1) % 3}.safetensors"})),
+        f"names {NAME}",
+    ),
+    "index is no JSON": (lambda f: (f / INDEX).write_text("{"), f"{INDEX} cannot be read"),
+    "missing tensor": (
+        lambda f: (edit_tensors(f, lambda t: t.pop(NAME), file_of(f)), edit_index(f, lambda w: w.pop(NAME))),
+        f"1 tensors missing: {NAME}",
+    ),
+    "unknown tensor": (
+        lambda f: (
+            edit_tensors(
+                f, lambda t: t.update({"model.layers.4.eh_proj.weight": torch.ones(2)}), "model-0.safetensors"
+            ),
+            edit_index(f, lambda w: w.update({"model.layers.4.eh_proj.weight": "model-0.safetensors"})),
+        ),
+        "1 tensors unknown: model.layers.4.eh_proj.weight",
+    ),
+    "transposed tensor": (
+        lambda f: edit_tensors(f, lambda t: t.update({NAME: t[NAME].T.contiguous()}), file_of(f)),
+        rf"1 tensors of another shape: {NAME} \(16, 32\) \(expected \(32, 16\)\)",
+    ),
+    "two dtypes in one parameter": (
+        lambda f: edit_tensors(
+            f,
+            lambda t: t.update({n: x.half() for n, x in t.items() if n.endswith("layers.0.mlp.up_proj.weight")}),
+            file_of(f, "model.layers.0.mlp.up_proj.weight"),
+        ),
+        "are one parameter, but have dtypes",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_source_is_named_and_nothing_is_written(what: str, copy: Path, tmp_path: Path) -> None:
+    spoil, says = BROKEN[what]
+    spoil(copy)
+    with pytest.raises(CheckpointError, match=says):
+        to_megatron(copy, tmp_path / "out", LOCAL, ALONE)
+    assert not (tmp_path / "out").exists()
+
+
+def test_prediction_layers_may_be_left_out_by_name(copy: Path, tmp_path: Path) -> None:
+    BROKEN["unknown tensor"][0](copy)
+    done = to_megatron(copy, tmp_path / "out", Options(layers="local", drop=("model.layers.4.*",)), ALONE)
+    assert done.dropped == ["model.layers.4.eh_proj.weight"]
+    assert json.loads((tmp_path / "out" / MANIFEST).read_text())["dropped"] == done.dropped
+
+
+class TestBrokenMegatron:
+    @pytest.fixture
+    def converted(self, source: Path, tmp_path: Path) -> Path:
+        to_megatron(source, tmp_path / "megatron", LOCAL, ALONE)
+        (tmp_path / "megatron" / MANIFEST).unlink()  # its checksums would notice first
+        return tmp_path / "megatron"
+
+    def refused(self, folder: Path, says: str, **options: Any) -> None:
+        with pytest.raises(CheckpointError, match=says):
+            to_hf(folder, folder.with_name("out"), None, Options(**options), ALONE)
+        assert not folder.with_name("out").exists()
+
+    def test_truncated(self, converted: Path) -> None:
+        with (converted / "__2_0.distcp").open("r+b") as file:
+            file.truncate(file.seek(0, 2) - 1)
+        self.refused(converted, r"__2_0\.distcp has \d+ bytes, .* it is truncated")
+
+    def test_missing(self, converted: Path) -> None:
+        (converted / "__2_0.distcp").unlink()
+        self.refused(converted, "lacks __2_0.distcp")
+
+    def test_overwritten(self, converted: Path) -> None:
+        file = converted / "__2_0.distcp"
+        file.write_bytes(b"\0" * file.stat().st_size)
+        self.refused(converted, r"cannot be read .*the file is damaged")
+
+    def test_metadata_overwritten(self, converted: Path) -> None:
+        (converted / ".metadata").write_bytes(b"garbage")
+        self.refused(converted, ".metadata cannot be read")
+
+    def test_metadata_missing(self, converted: Path) -> None:
+        (converted / ".metadata").unlink()
+        with pytest.raises(CheckpointError, match="holds no metadata.json and .metadata"):
+            to_hf(converted, converted.with_name("out"), None, Options(), ALONE)
+
+    def change_metadata(self, converted: Path, change: Callable[[Any], None]) -> None:
+        metadata = pickle.loads((converted / ".metadata").read_bytes())
+        change(metadata)
+        (converted / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    def test_unknown_tensor_and_its_excuse(self, converted: Path) -> None:
+        def rename(metadata: Any) -> None:
+            known = metadata.state_dict_metadata
+            known["mtp.layers.0.eh_proj.weight"] = known["decoder.final_layernorm.weight"]
+
+        self.change_metadata(converted, rename)
+        self.refused(converted, "1 tensors unknown: mtp.layers.0.eh_proj.weight")
+        done = to_hf(converted, converted.with_name("out"), None, Options(drop=("mtp.*",)), ALONE)
+        assert done.dropped == ["mtp.layers.0.eh_proj.weight"]
+
+    def test_missing_tensor(self, converted: Path) -> None:
+        name = "decoder.layers.1.mlp.router.weight"
+        self.change_metadata(converted, lambda metadata: metadata.state_dict_metadata.pop(name))
+        self.refused(converted, f"1 tensors missing: {name}")
+
+    def test_missing_expert(self, converted: Path) -> None:
+        name = "decoder.layers.1.mlp.experts.experts.linear_fc1.weight"
+        self.change_metadata(converted, lambda metadata: metadata.state_dict_metadata[name].chunks.pop())
+        self.refused(converted, f"the chunks of {name} do not cover")
+
+    def test_optimizer_state_is_no_weight(self, converted: Path) -> None:
+        def add(metadata: Any) -> None:
+            known = metadata.state_dict_metadata
+            known["optimizer.state.exp_avg.output_layer.weight"] = known["output_layer.weight"]
+
+        self.change_metadata(converted, add)
+        to_hf(converted, converted.with_name("out"), None, Options(), ALONE)
+
+
+def test_a_flipped_bit_is_found_by_the_checksums(source: Path, tmp_path: Path) -> None:
+    to_megatron(source, tmp_path / "megatron", LOCAL, ALONE)
+    file = tmp_path / "megatron" / "__3_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"__3_0.distcp has changed since it was written"):
+        to_hf(tmp_path / "megatron", tmp_path / "back", None, Options(), ALONE)
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_wrong_map_is_found_by_the_verification(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megarl.megatron import name_map
+
+    def swapped(tensors: Any, rank: int, size: int, shape: Any) -> torch.Tensor:
+        return torch.cat([tensors[1], tensors[0]])
+
+    layouts = {**LAYOUTS, "gate_up": name_map.Layout(swapped, LAYOUTS["gate_up"].join)}
+    monkeypatch.setattr("megarl.megatron.conversion.LAYOUTS", layouts)
+    with pytest.raises(CheckpointError, match=r"gate_proj.weight.*came out different"):
+        to_megatron(source, tmp_path / "out", LOCAL, ALONE)
+    assert not (tmp_path / "out").exists()
+
+
+class TestInterruptions:
+    def killed(self, source: Path, out: Path, *words: str) -> int:
+        """Convert in another process that is killed when a few files are written; returns how many were."""
+        code = "import sys; from megarl import cli; sys.exit(cli.main(['convert', *sys.argv[1:]]))"
+        slow = "import os, time; real = os.fsync\n"
+        slow += "def fsync(fd): time.sleep(0.15); real(fd)\nos.fsync = fsync\n"
+        command = [sys.executable, "-c", slow + code, str(source), str(out), "--layers", "local", *words]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        partial = out.with_name(out.name + ".partial")
+        deadline = time.monotonic() + 120
+        while len(list(partial.glob(".unit_*"))) < 2:
+            assert process.poll() is None, "it ended before it could be killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        return len(list(partial.glob(".unit_*")))
+
+    def test_a_kill_leaves_no_half_checkpoint_and_the_next_start_goes_on(self, source: Path, tmp_path: Path) -> None:
+        out = tmp_path / "out"
+        finished = self.killed(source, out)
+        assert not out.exists()
+        done = to_megatron(source, out, LOCAL, ALONE)
+        assert done.num_kept >= finished >= 2
+        assert not out.with_name("out.partial").exists()
+        assert sorted(entry.name for entry in out.iterdir() if entry.name.startswith(".")) == [".metadata"]
+        to_hf(out, tmp_path / "back", None, Options(), ALONE)
+        assert_same(source, tmp_path / "back")
+
+    def test_a_kill_while_replacing_leaves_the_old_checkpoint(self, source: Path, tmp_path: Path) -> None:
+        out = tmp_path / "out"
+        to_megatron(source, out, LOCAL, ALONE)
+        before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+        self.killed(source, out, "--overwrite", "--dtype", "bf16")
+        assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
+        to_megatron(source, out, Options(dtype=torch.bfloat16, layers="local", overwrite=True), ALONE)
+        (piece, *_), *_ = units_of(read_shape(source))
+        assert MegatronCheckpoint(out, read_shape(source)).read(piece).dtype == torch.bfloat16
+
+    def test_what_another_source_left_is_not_used(self, copy: Path, source: Path, tmp_path: Path) -> None:
+        out = tmp_path / "out"
+        self.killed(source, out)
+        edit_tensors(copy, lambda t: [x.mul_(2.0) for x in t.values()], "model-0.safetensors")
+        assert to_megatron(copy, out, LOCAL, ALONE).num_kept == 0
+        to_hf(out, tmp_path / "back", None, Options(), ALONE)
+        assert_same(copy, tmp_path / "back")
+
+    def test_the_other_way_is_resumed_too(self, source: Path, tmp_path: Path) -> None:
+        to_megatron(source, tmp_path / "megatron", LOCAL, ALONE)
+        finished = self.killed(tmp_path / "megatron", tmp_path / "back", "--shard-gib", "0.00002")
+        options = Options(layers="local", shard_bytes=int(0.00002 * 2**30))
+        done = to_hf(tmp_path / "megatron", tmp_path / "back", None, options, ALONE)
+        assert done.num_kept >= finished >= 2
+        assert_same(source, tmp_path / "back")
+
+    def test_two_at_once_are_one_too_many(self, source: Path, tmp_path: Path) -> None:
+        from megarl.megatron.conversion_job import ConversionJob
+
+        with (
+            ConversionJob(tmp_path / "out", {}, ALONE, overwrite=False),
+            pytest.raises(CheckpointError, match="another process writes"),
+        ):
+            to_megatron(source, tmp_path / "out", LOCAL, ALONE)
+
+    def test_what_exists_is_not_touched_unasked(self, source: Path, tmp_path: Path) -> None:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "precious").write_text("mine")
+        with pytest.raises(CheckpointError, match="exists; remove it"):
+            to_megatron(source, tmp_path / "out", LOCAL, ALONE)
+        assert (tmp_path / "out" / "precious").read_text() == "mine"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a small file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("before", ["nothing", "old"])
+def test_a_full_disk_leaves_what_was_there(
+    before: str, source: Path, small_disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = small_disk / "out"
+    if before == "old":
+        out.mkdir()
+        (out / "old").write_text("old")
+    words = ["convert", str(source), str(out), "--layers", "local", "--overwrite"]
+    assert cli.main(words) == 2
+    assert "cannot be written" in (told := capsys.readouterr().err)
+    assert "Traceback" not in told
+    assert (out / "old").read_text() == "old" if before == "old" else not out.exists()
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+    assert cli.main(words) == 0  # what was finished is kept
+    to_hf(out, tmp_path / "back", None, Options(), ALONE)
+    assert_same(source, tmp_path / "back")
+
+
+@pytest.mark.slow
+def test_memory_is_bounded_by_one_parameter(tmp_path: Path) -> None:
+    """400 MB go through a process that needs less than 120 MB more than for a tiny model."""
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 768, "num_experts": 32, "num_hidden_layers": 4}
+    large = write_family(tmp_path / "large", "qwen3_moe", **sizes, mlp_only_layers=[])
+    small = write_family(tmp_path / "small", "qwen3_moe")
+    total = sum(file.stat().st_size for file in large.glob("*.safetensors"))
+    assert total > 400e6
+    for folder in (large, small):  # as large checkpoints come: in several files
+        tensors = safetensors_of(folder)
+        (folder / "model.safetensors").unlink()
+        for start in range(8):
+            part = {name: tensors[name].clone() for name in sorted(tensors)[start::8]}
+            save_file(part, folder / f"model-{start}.safetensors")
+    there = {name: peak_of(tmp_path / name, tmp_path / f"{name}-megatron") for name in ("small", "large")}
+    back = {name: peak_of(tmp_path / f"{name}-megatron", tmp_path / f"{name}-back") for name in ("small", "large")}
+    assert there["large"] - there["small"] < 120e6
+    assert back["large"] - back["small"] < 120e6
+
+
+def peak_of(source: Path, out: Path) -> int:
+    """Peak of the memory that a conversion has for itself (anonymous pages), in bytes."""
+    code = (
+        "import sys, threading, time\n"
+        "peak = 0\n"
+        "def watch():\n"
+        "    global peak\n"
+        "    while True:\n"
+        "        line = next(l for l in open('/proc/self/status') if l.startswith('RssAnon'))\n"
+        "        peak = max(peak, int(line.split()[1]) * 1024)\n"
+        "        time.sleep(0.002)\n"
+        "threading.Thread(target=watch, daemon=True).start()\n"
+        "from megarl import cli\n"
+        "assert cli.main(['convert', *sys.argv[1:], '--layers', 'local', '--shard-gib', '0.03']) == 0\n"
+        "print('peak', peak)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(source), str(out)], capture_output=True, text=True, check=True
+    )
+    return int(done.stdout.split("peak ")[-1])
+
+
+@pytest.mark.multirank
+def test_ranks_divide_the_files(source: Path, tmp_path: Path) -> None:
+    for first, second in ((source, tmp_path / "megatron"), (tmp_path / "megatron", tmp_path / "back")):
+        command = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "megarl.cli",
+            "convert",
+        ]
+        words = [str(first), str(second), "--layers", "local", "--shard-gib", "0.00002"]
+        done = subprocess.run([sys.executable, *command, *words], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert done.stdout.count("every bit is equal") == 1
+    assert_same(source, tmp_path / "back")
+    assert len(json.loads((tmp_path / "megatron" / MANIFEST).read_text())["sha256"]) == 6
+
+
+class TestCommand:
+    def run(self, *words: Any) -> int:
+        return cli.main(["convert", *map(str, words)])
+
+    def test_logits_are_compared(self, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert self.run(source, tmp_path / "megatron", "--layers", "local", "--verify", "logits") == 0
+        assert "logits of Megatron and transformers differ by at most" in capsys.readouterr().out
+        assert (tmp_path / "megatron" / HF_FOLDER / "config.json").is_file()
+
+    def test_a_model_of_another_config_fails_the_comparison(
+        self, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert self.run(copy, tmp_path / "megatron", "--layers", "local") == 0
+        config = json.loads((tmp_path / "megatron" / HF_FOLDER / "config.json").read_text())
+        config["routed_scaling_factor"] = 1.0
+        from megarl.megatron.conversion_check import compare_logits
+
+        (tmp_path / "megatron" / HF_FOLDER / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match="logits of Megatron and transformers differ"):
+            compare_logits(copy, tmp_path / "megatron", read_shape(tmp_path / "megatron" / HF_FOLDER))
+
+    def test_checkpoints_of_runs_and_of_megatron_lm_are_found(self, source: Path, tmp_path: Path) -> None:
+        run, lm = tmp_path / "run" / "checkpoints", tmp_path / "lm"
+        for folder in (run / "step_0000002", run / "step_0000010", lm / "iter_0000007", lm / "iter_0000005"):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            assert self.run(source, folder, "--layers", "local", "--verify", "none") == 0
+        (lm / "latest_checkpointed_iteration.txt").write_text("7\n")
+        shutil.rmtree(run / "step_0000002" / HF_FOLDER)
+        shutil.rmtree(lm / "iter_0000005" / HF_FOLDER)
+        for found in (run.parent, run, lm):
+            assert self.run(found, tmp_path / "back", "--overwrite") == 0
+            assert_same(source, tmp_path / "back")
+
+    @pytest.mark.parametrize(
+        ("words", "says"),
+        [
+            (["{tmp}", "{tmp}/out"], "is neither a Hugging Face folder"),
+            (["{source}", "{tmp}/out", "--model", "{source}"], "--model belongs to a Megatron source"),
+            (["{source}", "{tmp}/out", "--stack-layers"], "--stack-layers needs layers of one kind"),
+            (["{source}", "{tmp}/out", "--shard-gib", "0"], "--shard-gib: found 0.0"),
+            (["{source}", "{tmp}/out", "--train.replay", "r3"], "reads no configuration"),
+            (["{source}", "{source}", "--overwrite"], "would replace its own source"),
+            (["{source}", "{tmp}/out", "--layers", "te", "--verify", "logits"], "logits cannot be compared here"),
+        ],
+    )
+    def test_wrong_requests_are_one_line(
+        self, words: list[str], says: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert self.run(*(word.format(source=source, tmp=tmp_path) for word in words)) == 2
+        told = capsys.readouterr().err
+        assert says in told
+        assert "Traceback" not in told
+
+    def test_the_script_is_the_command(self, source: Path, tmp_path: Path) -> None:
+        script = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
+        done = subprocess.run([sys.executable, script, source, tmp_path / "out"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "every bit is equal" in done.stdout
