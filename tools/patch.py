@@ -1,0 +1,274 @@
+"""Put a patch of patches/megatron-core/ into a Megatron-Core, or take it out again.
+
+    python tools/patch.py check | apply | revert | status [TARGET] [--version V] [--dry-run]
+
+TARGET is a folder that contains megatron/core: a site-packages, a source tree, or a git checkout of a fork. Without it,
+the megatron-core of this Python is meant; it is found, not imported. ``--version`` takes the patch of another release
+than the target says it is; ``--dry-run`` prints the difference to the real files and changes nothing.
+
+Where somebody has edited the lines that a hunk expects, the file is merged 3-way, if the target's git repository has
+the file that the patch was made from. What fits in neither way is refused with exit code 2, naming the line. All files
+are computed before the first is written, each is replaced by a rename, and an error puts back those that were
+replaced. Nothing but the standard library is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from hunks import FilePatch, MisfitError, fit, misfits, places, read_patch
+
+PATCHES = Path(__file__).resolve().parent.parent / "patches" / "megatron-core"
+WORDS = {
+    "check": {"out": "applies", "in": "already in", "unfit": "does not apply"},
+    "apply": {"out": "patched", "in": "already in", "unfit": "does not apply"},
+    "revert": {"out": "not in", "in": "restored", "unfit": "cannot be restored"},
+    "status": {"out": "not in", "in": "in", "unfit": "neither in nor out"},
+}
+"""What a file's state means to each command."""
+
+
+class PatchError(Exception):
+    """The message says in one line what was found, what was expected, and whether anything was changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """One file of the target, and what it would become."""
+
+    patch: FilePatch
+    file: Path
+    state: str
+    """The patch is "in", "out", or neither: "unfit"."""
+    before: bytes
+    after: bytes
+    """With the patch where it is out, without it where it is in."""
+    notes: tuple[str, ...]
+    """Hunks that sit on another line than in the release; of an unfit file the places, as ``path:line: reason``."""
+
+
+def versions() -> list[str]:
+    """The releases that have a patch."""
+    return sorted((path.stem for path in PATCHES.glob("*.patch")), key=_numbers)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple([*map(int, re.findall(r"\d+", version)), 0, 0, 0][:3])
+
+
+def installed() -> Path:
+    """The folder from which this Python would import megatron.core."""
+    spec = importlib.util.find_spec("megatron")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if (Path(folder) / "core" / "package_info.py").is_file():
+            return Path(folder).parent
+    raise PatchError("this Python has no megatron-core; expected one, or a TARGET that contains megatron/core")
+
+
+def version_of(root: Path) -> str:
+    """The version that a Megatron-Core says it is."""
+    info = root / "megatron" / "core" / "package_info.py"
+    if not info.is_file():
+        raise PatchError(f"{info} is missing: expected the folder that contains megatron/core")
+    pattern = r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) *= *['\"]?(\w*)"
+    said = dict(re.findall(pattern, info.read_text(encoding="utf-8"), re.MULTILINE))
+    return ".".join(said.get(name, "?") for name in ("MAJOR", "MINOR", "PATCH")) + said.get("PRE_RELEASE", "")
+
+
+def choose(version: str) -> str:
+    """The release whose patch is for this version."""
+    if version in versions():
+        return version
+    wanted = _numbers(version)
+    nearest = min(versions(), key=lambda known: [abs(a - b) for a, b in zip(_numbers(known), wanted, strict=True)])
+    raise PatchError(
+        f"no patch for Megatron-Core {version}, expected one of {', '.join(versions())} (from 0.16.0 on the hook is "
+        f"there without one); --version {nearest} tries the nearest"
+    )
+
+
+def git(folder: Path, *words: str) -> bytes | None:
+    """What git prints, None where it fails or is not installed. No variable of the caller points it elsewhere."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    environment |= {"GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0"}
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *words], env=environment, capture_output=True, check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def merge(current: str, base: str, theirs: str) -> str | None:
+    """The current text with what leads from base to theirs, None if that touches lines that are edited in current."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in (("current", current), ("base", base), ("theirs", theirs)):
+            (Path(folder) / name).write_bytes(_encode(text))
+        merged = git(Path(folder), "merge-file", "-p", "-q", "current", "base", "theirs")
+    return None if merged is None else _decode(merged)
+
+
+def _decode(content: bytes) -> str:
+    return content.decode("utf-8", "surrogateescape")
+
+
+def _encode(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
+def examine(root: Path, patch: FilePatch, reverting: bool) -> FileState:
+    """Whether the patch is in one file of the target, and what the file would become."""
+    file = root / patch.path
+    if file.is_symlink() or not file.is_file():
+        kind = "a symbolic link" if file.is_symlink() else "missing"
+        raise PatchError(f"{file} is {kind}, expected a file of the target itself; nothing was changed")
+    before = file.read_bytes()
+    carriage_returns = before.count(b"\r\n") == before.count(b"\n") > 0
+    text = _decode(before.replace(b"\r\n", b"\n") if carriage_returns else before)
+    state, other, notes = _state(file, text, patch, reverting)
+    after = _encode(other).replace(b"\n", b"\r\n") if carriage_returns else _encode(other)
+    return FileState(patch, file, state, before, after, tuple(notes))
+
+
+def _state(file: Path, text: str, patch: FilePatch, reverting: bool) -> tuple[str, str, list[str]]:
+    """The state, the text that the file would become, and the notes."""
+    fits: list[tuple[str, str, list[str]]] = []
+    for state, way in (("out", patch), ("in", patch.reverse())):
+        try:
+            fits.append((state, *fit(text, way)))
+        except MisfitError:
+            continue
+    if len(fits) == 1:
+        return fits[0]
+    merged, reason = three_way(file, text, patch)
+    if merged is not None:
+        return (*merged, ["merged 3-way: lines that a hunk expects have been edited"])
+    lines = text.split("\n")
+    is_in, is_out = (sum(bool(places(lines, block)) for block in side) for side in _sides(patch))
+    wrong = misfits(text, patch.reverse() if is_in > is_out or (is_in == is_out and reverting) else patch)
+    part = f"; {is_in} of its {len(patch.hunks)} hunks are in already" if is_in and is_out else ""
+    return "unfit", text, [f"{place} ({reason}{part})" for place in wrong]
+
+
+def _sides(patch: FilePatch) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+    return [hunk.new for hunk in patch.hunks], [hunk.old for hunk in patch.hunks]
+
+
+def three_way(file: Path, text: str, patch: FilePatch) -> tuple[tuple[str, str] | None, str]:
+    """(state, what the text would become) by git's merge; or None, and why not."""
+    content = git(file.parent, "cat-file", "blob", patch.blob)
+    if content is None:
+        return None, f"no 3-way merge, for git has no object {patch.blob[:12]} here"
+    without = _decode(content.replace(b"\r\n", b"\n"))
+    patched, _ = fit(without, patch)
+    applied, reverted = merge(text, without, patched), merge(text, patched, without)
+    # Only what the opposite command would undo byte for byte: where a part is in already, that part would go too.
+    if applied is not None and applied != text == reverted and merge(applied, patched, without) == text:
+        return ("out", applied), ""
+    if reverted is not None and reverted != text == applied and merge(reverted, without, patched) == text:
+        return ("in", reverted), ""
+    if applied is None or reverted is None:
+        return None, "a 3-way merge conflicts"
+    return None, "git can merge, but revert could not undo it"
+
+
+def replace_files(root: Path, changes: Sequence[FileState]) -> None:
+    """All or none: old and new contents are staged on the same disk and renamed; an error renames the old ones back."""
+    done: list[int] = []
+    inside = root / "megatron" / "core"
+    try:
+        with tempfile.TemporaryDirectory(dir=inside, prefix=".patch-", ignore_cleanup_errors=True) as folder:
+            for number, change in enumerate(changes):
+                _stage(change, Path(folder) / f"{number}.old", Path(folder) / f"{number}.new")
+            try:
+                for number, change in enumerate(changes):
+                    os.replace(Path(folder) / f"{number}.new", change.file)
+                    done.append(number)
+            except BaseException:
+                while done:
+                    os.replace(Path(folder) / f"{done[-1]}.old", changes[done[-1]].file)
+                    done.pop()
+                raise
+    except OSError as error:
+        what = error.filename2 or error.filename or inside
+        left = "some files are changed: run the opposite command" if done else "nothing was changed"
+        raise PatchError(f"cannot write {what}: {error.strerror}; {left}") from error
+
+
+def _stage(change: FileState, old: Path, new: Path) -> None:
+    shutil.copy2(change.file, old)
+    if old.read_bytes() != change.before:
+        raise PatchError(f"{change.file} has changed meanwhile; nothing was changed, try again")
+    new.write_bytes(change.after)
+    shutil.copymode(old, new)  # the time stamp is new, so that Python compiles it again
+    if os.geteuid() == 0:
+        owner = change.file.stat()
+        os.chown(new, owner.st_uid, owner.st_gid)
+
+
+def difference(changes: Sequence[FileState]) -> str:
+    """The changes as a patch of the target's real files."""
+    rows: list[str] = []
+    for change in changes:
+        before, after = (_decode(content).split("\n") for content in (change.before, change.after))
+        named = f"a/{change.patch.path}", f"b/{change.patch.path}"
+        rows += difflib.unified_diff(before, after, *named, lineterm="")
+    return "".join(f"{row}\n" for row in rows)
+
+
+def run(command: str, target: Path | None, version: str | None, dry_run: bool) -> None:
+    """Carry out one command; raises PatchError, and OSError where a file cannot be read."""
+    root = (target or installed()).resolve()
+    says = version_of(root)
+    release = choose(version or says)
+    states = [examine(root, patch, command == "revert") for patch in read_patch(PATCHES / f"{release}.patch")]
+    unfit = [state for state in states if state.state == "unfit"]
+    changes = [state for state in states if state.state == {"apply": "out", "revert": "in"}.get(command)]
+    if changes and not unfit and not dry_run:
+        replace_files(root, changes if command == "apply" else changes[::-1])
+    if dry_run and not unfit:
+        sys.stdout.buffer.write(_encode(difference(changes)))
+        return
+    print(f"megatron-core {says} in {root}: {release}.patch")
+    for state in states:
+        word = "not changed" if unfit and state in changes else WORDS[command][state.state]
+        print(f"  {state.patch.path}: {word}", *state.notes, sep="\n    ")
+    if unfit and command != "status":
+        more = sum(len(state.notes) for state in unfit) - 1
+        raise PatchError(unfit[0].notes[0] + (f", and {more} more" if more else "") + "; nothing was changed")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="patch.py", description=__doc__.split("\n")[0])
+    parser.add_argument("command", choices=WORDS)
+    parser.add_argument("target", nargs="?", type=Path, help="folder that contains megatron/core")
+    parser.add_argument("--version", help=f"take the patch of this release: {', '.join(versions())}")
+    parser.add_argument("--dry-run", action="store_true", help="print what apply or revert would change, as a patch")
+    words = parser.parse_args()
+    if words.dry_run and words.command not in ("apply", "revert"):
+        parser.error(f"--dry-run goes with apply or revert; {words.command} changes nothing anyway")
+    try:
+        run(words.command, words.target, words.version, words.dry_run)
+    except PatchError as error:
+        print(f"patch: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"patch: cannot read {error.filename}: {error.strerror}; nothing was changed", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
