@@ -62,11 +62,12 @@ class FileState:
 
 def versions() -> list[str]:
     """The releases that have a patch."""
-    return sorted((path.stem for path in PATCHES.glob("*.patch")), key=_numbers)
+    return sorted((path.stem for path in PATCHES.glob("*.patch")), key=_position)
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple([*map(int, re.findall(r"\d+", version)), 0, 0, 0][:3])
+def _position(version: str) -> int:
+    major, minor, micro = [*map(int, re.findall(r"\d+", version)), 0, 0, 0][:3]
+    return (major * 1000 + minor) * 1000 + micro
 
 
 def installed() -> Path:
@@ -92,8 +93,7 @@ def choose(version: str) -> str:
     """The release whose patch is for this version."""
     if version in versions():
         return version
-    wanted = _numbers(version)
-    nearest = min(versions(), key=lambda known: [abs(a - b) for a, b in zip(_numbers(known), wanted, strict=True)])
+    nearest = min(versions(), key=lambda known: abs(_position(known) - _position(version)))
     raise PatchError(
         f"no patch for Megatron-Core {version}, expected one of {', '.join(versions())} (from 0.16.0 on the hook is "
         f"there without one); --version {nearest} tries the nearest"

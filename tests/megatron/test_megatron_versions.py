@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from megatron_releases import installed
 
 VERSIONS = ["0.16.0"]
 TESTS = [
@@ -22,17 +23,6 @@ TESTS = [
     "test_megatron_matrix.py::test_acceptance_replay_holds_at_every_point_of_the_layout[tp2-ep2-etp1]",
     "test_megatron_matrix.py::test_acceptance_replay_holds_at_every_point_of_the_layout[pp2-vpp2]",
 ]
-
-
-def installed(version: str) -> Path:
-    """A folder with this release; kept beside the environment's packages."""
-    target = Path(sys.prefix) / f"megatron-core-{version}"
-    if not target.is_dir():
-        unfinished = target.with_suffix(".part")
-        words = ["install", "--quiet", "--no-deps", "--disable-pip-version-check", "--target", str(unfinished)]
-        subprocess.run([sys.executable, "-m", "pip", *words, f"megatron-core=={version}"], check=True, timeout=300)
-        unfinished.rename(target)
-    return target
 
 
 @pytest.mark.multirank
