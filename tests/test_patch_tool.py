@@ -204,6 +204,7 @@ def test_a_patched_release_asks_the_hook_in_every_way_of_scoring(version: str, t
 def test_apply_twice_and_revert_leaves_no_trace(version: str, tree: Callable[..., Path]) -> None:
     root = tree(version)
     (root / FILES[0]).chmod(0o640)
+    os.utime(root / FILES[0], (1e9, 1e9))
     before = contents(root)
     touched = [str(name) for name in FILES if f"a/{name} " in (tool.PATCHES / f"{version}.patch").read_text()]
 
@@ -217,6 +218,7 @@ def test_apply_twice_and_revert_leaves_no_trace(version: str, tree: Callable[...
     assert contents(root) == before
     assert succeed("apply", root) == said("patched")
     patched = contents(root)
+    assert (root / FILES[0]).stat().st_mtime > 1e9  # or Python would go on with what it has compiled
     assert {name for name in before if patched[name] != before[name]} == set(touched)
     assert succeed("apply", root) == said("already in")
     assert succeed("check", root) == said("already in")
@@ -380,6 +382,18 @@ def test_a_fork_that_has_one_of_the_changes_already_is_refused(tree: Callable[..
     assert contents(root) == before
 
 
+def test_the_place_is_found_among_similar_ones_in_a_fork_that_has_moved(tree: Callable[..., Path]) -> None:
+    root = tree("0.13.1")
+    file = root / FILES[1]
+    edit(file, "class TopKRouter(Router):", "# ours\n" * 60 + "class TopKRouter(Router):")
+    lines = file.read_text().split("\n")
+    calls = [index for index, line in enumerate(lines) if "            scaling_factor=self.config." in line]
+    assert len(calls) == 3
+    lines[calls[1]] += "  # ours"
+    file.write_text("\n".join(lines))
+    assert f"{FILES[1]}:{calls[1] + 1}: hunk 3 expects " in refuse("apply", root)
+
+
 def test_code_that_is_there_twice_is_refused(tree: Callable[..., Path]) -> None:
     root = tree("0.15.3")
     file = root / FILES[1]
@@ -491,10 +505,13 @@ def test_an_error_between_the_files_puts_back_the_first(
     succeed(command, root)
 
 
+@pytest.mark.parametrize("command", ["apply", "revert"])
 def test_when_even_that_fails_the_message_says_how_to_go_on(
-    tree: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    command: str, tree: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tree("0.15.3")
+    if command == "revert":
+        succeed("apply", root)
     before = contents(root)
     real, calls = os.replace, []
 
@@ -507,9 +524,11 @@ def test_when_even_that_fails_the_message_says_how_to_go_on(
     with monkeypatch.context() as patched:
         patched.setattr(tool.os, "replace", failing)
         with pytest.raises(tool.PatchError, match="some files are changed: run the opposite command"):
-            tool.run("apply", root, None, False)
+            tool.run(command, root, None, False)
+    assert b"router_replay=self." not in (root / FILES[1]).read_bytes()  # the half that still routes
+    assert b"get_replay_topk" in (root / FILES[0]).read_bytes()
     assert contents(root) != before
-    succeed("revert", root)
+    succeed({"apply": "revert", "revert": "apply"}[command], root)
     assert contents(root) == before
 
 

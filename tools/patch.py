@@ -175,9 +175,9 @@ def three_way(file: Path, text: str, patch: FilePatch) -> tuple[tuple[str, str] 
     patched, _ = fit(without, patch)
     applied, reverted = merge(text, without, patched), merge(text, patched, without)
     # Only what the opposite command would undo byte for byte: where a part is in already, that part would go too.
-    if applied is not None and applied != text == reverted and merge(applied, patched, without) == text:
+    if applied not in (None, text) and merge(applied, patched, without) == text:
         return ("out", applied), ""
-    if reverted is not None and reverted != text == applied and merge(reverted, without, patched) == text:
+    if reverted not in (None, text) and merge(reverted, without, patched) == text:
         return ("in", reverted), ""
     if applied is None or reverted is None:
         return None, "a 3-way merge conflicts"
@@ -237,6 +237,7 @@ def run(command: str, target: Path | None, version: str | None, dry_run: bool) -
     unfit = [state for state in states if state.state == "unfit"]
     changes = [state for state in states if state.state == {"apply": "out", "revert": "in"}.get(command)]
     if changes and not unfit and not dry_run:
+        # A router that passes the hook on to a function that does not know it is the worse half.
         replace_files(root, changes if command == "apply" else changes[::-1])
     if dry_run and not unfit:
         sys.stdout.buffer.write(_encode(difference(changes)))
