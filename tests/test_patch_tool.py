@@ -201,10 +201,14 @@ def test_a_patched_release_asks_the_hook_in_every_way_of_scoring(version: str, t
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_apply_twice_and_revert_leaves_no_trace(version: str, tree: Callable[..., Path]) -> None:
+def test_apply_twice_and_revert_leaves_no_trace(version: str, tree: Callable[..., Path], tmp_path: Path) -> None:
     root = tree(version)
     (root / FILES[0]).chmod(0o640)
     os.utime(root / FILES[0], (1e9, 1e9))
+    os.link(root / FILES[0], tmp_path / "cached")
+    if os.geteuid() == 0:
+        os.chown(root / FILES[0], 65534, 65534)
+    user = (root / FILES[0]).stat().st_uid
     before = contents(root)
     touched = [str(name) for name in FILES if f"a/{name} " in (tool.PATCHES / f"{version}.patch").read_text()]
 
@@ -218,6 +222,8 @@ def test_apply_twice_and_revert_leaves_no_trace(version: str, tree: Callable[...
     assert contents(root) == before
     assert succeed("apply", root) == said("patched")
     patched = contents(root)
+    assert (root / FILES[0]).stat().st_uid == user
+    assert (tmp_path / "cached").read_bytes() == before[str(FILES[0])]  # as in a package cache that links its files
     assert (root / FILES[0]).stat().st_mtime > 1e9  # or Python would go on with what it has compiled
     assert {name for name in before if patched[name] != before[name]} == set(touched)
     assert succeed("apply", root) == said("already in")
