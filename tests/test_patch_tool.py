@@ -135,6 +135,21 @@ def test_the_tool_writes_what_git_apply_writes(version: str, tree: Callable[...,
     assert contents(ours) == contents(gits) != contents(tree(version, tmp_path / "plain"))
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_router_has_the_attribute_and_passes_it_on(version: str, tree: Callable[..., Path]) -> None:
+    root = tree(version)
+    succeed("apply", root)
+    parsed = ast.parse((root / FILES[1]).read_text())
+    routers = [node for node in ast.walk(parsed) if isinstance(node, ast.ClassDef) and node.name == "TopKRouter"]
+    (start,) = [node for node in routers[0].body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    assert "self.router_replay = None" in map(ast.unparse, start.body)
+    names = ("topk_softmax_with_capacity", "topk_routing_with_score_function")
+    calls = [node for node in ast.walk(parsed) if isinstance(node, ast.Call) and ast.unparse(node.func) in names]
+    assert len(calls) == (3 if version < "0.14" else 1)
+    for call in calls:
+        assert "router_replay=self.router_replay" in map(ast.unparse, call.keywords)
+
+
 ASKS = """
 import sys, types, torch
 from megatron.core.transformer.moe import moe_utils
@@ -535,6 +550,16 @@ def test_when_even_that_fails_the_message_says_how_to_go_on(
     assert b"get_replay_topk" in (root / FILES[0]).read_bytes()
     assert contents(root) != before
     succeed({"apply": "revert", "revert": "apply"}[command], root)
+    assert contents(root) == before
+
+
+def test_a_file_that_somebody_saves_meanwhile_is_not_overwritten(tree: Callable[..., Path]) -> None:
+    root = tree("0.15.3")
+    states = [tool.examine(root, patch, False) for patch in hunks.read_patch(tool.PATCHES / "0.15.3.patch")]
+    edit(root / FILES[1], "class TopKRouter(Router):", "# ours\nclass TopKRouter(Router):")
+    before = contents(root)
+    with pytest.raises(tool.PatchError, match=r"router.py has changed meanwhile; nothing was changed"):
+        tool.replace_files(root, states)
     assert contents(root) == before
 
 
