@@ -11,6 +11,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 from hypothesis import HealthCheck, settings
+from patch_trees import core_tree  # noqa: F401 (pytest finds it here)
 from sglang_fixtures import (  # noqa: F401 (pytest finds them here)
     hostile_model,
     sglang_model,

@@ -1,0 +1,186 @@
+"""The patch tool on forks: moved and edited code, and what git knows of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import hunks
+import patch as tool
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron_releases import installed
+from patch_trees import FILES, VERSIONS, commit_all, contents, edit, git, refuse, run, succeed
+
+
+def test_lines_above_move_the_hunks(core_tree: Callable[..., Path]) -> None:
+    root = core_tree("0.15.3")
+    file = root / FILES[1]
+    edit(file, "class TopKRouter(Router):", "# ours\n" * 12 + "class TopKRouter(Router):")
+    edit(
+        file,
+        "        # Calculate probs and routing_map for",
+        "        # ours\n        # Calculate probs and routing_map for",
+    )
+    before = contents(root)
+    told = succeed("apply", root).splitlines()
+    assert "hunk 1 at line 166, 12 lines later than in the release" in told[3]
+    assert "hunk 2 at line 511, 13 lines later than in the release" in told[4]
+    lines = file.read_text().splitlines()
+    assert lines.index("                router_replay=self.router_replay,") + 1 == 511 + 3
+    succeed("revert", root)
+    assert contents(root) == before
+
+
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+def test_an_edit_beside_the_change_is_refused_without_git_and_merged_with_it(
+    line_end: bytes, core_tree: Callable[..., Path]
+) -> None:
+    root = core_tree("0.15.3")
+    commit_all(root)
+    shutil.move(root / ".git", root.parent / "aside")
+    old = "        self.routing_type = self.config.moe_router_load_balancing_type\n"
+    edit(root / FILES[1], old, old.replace("self.config", "config"))
+    line = 1 + (root / FILES[1]).read_text().splitlines().index(old.replace("self.config", "config").rstrip())
+    (root / FILES[1]).write_bytes((root / FILES[1]).read_bytes().replace(b"\n", line_end))
+    before = contents(root)
+    for command in ("check", "apply"):
+        told = refuse(command, root)
+        assert f"{FILES[1]}:{line}: hunk 1 expects {old.rstrip()!r}, found " in told
+        assert "no 3-way merge, for git has no object 068d680c798f here" in told
+        assert contents(root) == before
+    shutil.move(root.parent / "aside", root / ".git")
+    git(root, "commit", "-qam", "the fork")
+    environment = {**os.environ, "GIT_DIR": str(root.parent / "none")}  # as in a hook of another repository
+    assert "merged 3-way" in succeed("check", root, env=environment)
+    assert contents(root) == before
+    assert "merged 3-way" in succeed("apply", root)
+    patched = contents(root)
+    assert patched[str(FILES[1])].count(b"router_replay=self.router_replay") == 1
+    assert patched[str(FILES[0])].count(b"router_replay.get_replay_topk(") == 1
+    assert "already in" in succeed("apply", root)
+    assert "router.py: in\n" in succeed("status", root)
+    assert contents(root) == patched
+    succeed("revert", root)
+    assert contents(root) == before
+    assert git(root, "status", "--porcelain") == ""
+
+
+@pytest.mark.parametrize("with_git", [False, True])
+def test_an_edit_of_the_very_lines_is_refused_and_nothing_is_changed(
+    with_git: bool, core_tree: Callable[..., Path]
+) -> None:
+    root = core_tree("0.15.3")
+    if with_git:
+        commit_all(root)
+    edit(root / FILES[0], "    def compute_topk(scores, topk,", "    def own_topk(scores, topk,")
+    before = contents(root)
+    line = 1 + before[str(FILES[0])].decode().split("\n").index(
+        "    def own_topk(scores, topk, num_groups=None, group_topk=None):"
+    )
+    told = refuse("apply", root)
+    assert f"{FILES[0]}:{line}: hunk 4 expects '    def compute_topk(" in told
+    assert "found '    def own_topk(" in told
+    assert ("a 3-way merge conflicts" if with_git else "no 3-way merge") in told
+    assert contents(root) == before
+    assert "router.py: not changed" in run("apply", root).stdout
+    assert "neither in nor out" in succeed("status", root)
+
+
+def test_a_fork_that_has_one_of_the_changes_already_is_refused(core_tree: Callable[..., Path]) -> None:
+    root = core_tree("0.15.3")
+    commit_all(root)
+    edit(root / FILES[0], "    HAVE_TE = False\n", "    HAVE_TE = False\n    te_general_gemm = None\n")
+    before = contents(root)
+    told = refuse("apply", root)
+    assert "hunk 1 expects '', found '    te_general_gemm = None'" in told
+    assert "git can merge, but revert could not undo it; 1 of its 5 hunks are in already" in told
+    assert contents(root) == before
+
+
+def test_the_place_is_found_among_similar_ones_in_a_fork_that_has_moved(core_tree: Callable[..., Path]) -> None:
+    root = core_tree("0.13.1")
+    file = root / FILES[1]
+    edit(file, "class TopKRouter(Router):", "# ours\n" * 60 + "class TopKRouter(Router):")
+    lines = file.read_text().split("\n")
+    calls = [index for index, line in enumerate(lines) if "            scaling_factor=self.config." in line]
+    assert len(calls) == 3
+    lines[calls[1]] += "  # ours"
+    file.write_text("\n".join(lines))
+    assert f"{FILES[1]}:{calls[1] + 1}: hunk 3 expects " in refuse("apply", root)
+
+
+def test_code_that_is_there_twice_is_refused(core_tree: Callable[..., Path]) -> None:
+    root = core_tree("0.15.3")
+    file = root / FILES[1]
+    text = file.read_text()
+    file.write_text(text + text[text.index("class TopKRouter(Router):") :].replace("TopKRouter", "OwnRouter"))
+    before = contents(root)
+    assert re.search(r"hunk 1 fits at lines \d+ and \d+, expected one place", refuse("apply", root))
+    assert contents(root) == before
+
+
+def test_revert_refuses_what_was_edited_since(core_tree: Callable[..., Path]) -> None:
+    root = core_tree("0.13.1")
+    succeed("apply", root)
+    edit(root / FILES[0], "        if router_replay is None:\n", "        if not router_replay:\n")
+    before = contents(root)
+    line = 1 + before[str(FILES[0])].decode().split("\n").index("        if not router_replay:")
+    expected = f"{FILES[0]}:{line}: hunk 4 expects '        if router_replay is None:', found"
+    assert expected in refuse("revert", root)
+    assert expected in refuse("apply", root)
+    assert contents(root) == before
+
+
+def test_a_half_applied_patch_is_seen_completed_and_reverted(core_tree: Callable[..., Path]) -> None:
+    root = core_tree("0.15.3")
+    before = contents(root)
+    succeed("apply", root)
+    patched = contents(root)
+    for command, whole in (("apply", patched), ("revert", before)):
+        (root / FILES[0]).write_bytes(patched[str(FILES[0])])
+        (root / FILES[1]).write_bytes(before[str(FILES[1])])
+        told = succeed("status", root)
+        assert "moe_utils.py: in\n" in told
+        assert "router.py: not in\n" in told
+        succeed(command, root)
+        assert contents(root) == whole
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["insert", "delete", "change", "copy"]), st.integers(0, 900), st.integers(1, 9)),
+        max_size=6,
+    ),
+    st.sampled_from(VERSIONS),
+    st.integers(0, 1),
+)
+def test_whatever_was_edited_the_patch_is_whole_or_refused(
+    edits: list[tuple[str, int, int]], version: str, which: int
+) -> None:
+    patches = hunks.read_patch(tool.PATCHES / f"{version}.patch")
+    patch = patches[which % len(patches)]
+    lines = (installed(version) / patch.path).read_text().split("\n")
+    for kind, place, size in edits:
+        at = place % (len(lines) + 1)
+        if kind == "delete":
+            del lines[at : at + size]
+        else:
+            end = at if kind == "insert" else at + size
+            lines[at:end] = lines[:size] if kind == "copy" else ["# ours"] * size
+    text = "\n".join(lines)
+    try:
+        patched, _ = hunks.fit(text, patch)
+    except hunks.MisfitError:
+        for place in hunks.misfits(text, patch):
+            path, line, _ = place.split(":", 2)
+            assert path == patch.path
+            assert 1 <= int(line) <= len(lines) + 1
+        return
+    assert hunks.fit(patched, patch.reverse())[0] == text
+    assert patched.count("\n") - text.count("\n") == sum(len(hunk.new) - len(hunk.old) for hunk in patch.hunks)
+    assert patched.count("router_replay") > text.count("router_replay") or version == "0.16.1"
