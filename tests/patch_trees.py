@@ -22,7 +22,7 @@ FILES = (MOE / "moe_utils.py", MOE / "router.py")
 
 @pytest.fixture
 def core_tree(tmp_path: Path) -> Callable[..., Path]:
-    """Makes a source core_tree: the files of a release that a patch can touch, and the one that names the version."""
+    """Makes a source tree: the files of a release that a patch can touch, and the one that names the version."""
 
     def make(version: str, folder: Path = tmp_path / "tree") -> Path:
         for name in (*FILES, Path("megatron/core/package_info.py")):
