@@ -16,6 +16,8 @@ from megarl.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 _SCALE = "_scale_inv"
+_MAPPED_BYTES = 256 << 20
+"""A file is opened anew when this much of it has been read, for what was read stays mapped into memory."""
 _DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"F8_E4M3": torch.float8_e4m3fn, "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8},
@@ -35,6 +37,7 @@ class HFCheckpoint:
         self.path = Path(path)
         self._config = _json(self.path / "config.json") if (self.path / "config.json").is_file() else {}
         self._open: tuple[Path, Any] | None = None
+        self._num_read = 0
         self._where = self._locate()
         self._block = self._fp8_block()
         self._names = {name for name in self._where if self._block is None or not name.endswith(_SCALE)}
@@ -69,6 +72,7 @@ class HFCheckpoint:
             tensor = handle.get_tensor(name)
         except (SafetensorError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"{file}: {name} cannot be read ({error})") from error
+        self._num_read += tensor.nbytes
         if self._block is None or tensor.dtype != torch.float8_e4m3fn:
             return tensor
         scale = self._where.get(name + _SCALE)
@@ -85,8 +89,8 @@ class HFCheckpoint:
 
     def _handle(self, name: str) -> Any:
         file = self._where[name]
-        if self._open is None or self._open[0] != file:
-            self._open = (file, _opened(file))
+        if self._open is None or self._open[0] != file or self._num_read > _MAPPED_BYTES:
+            self._open, self._num_read = (file, _opened(file)), 0
         return self._open[1]
 
     def _is_fp8(self, name: str) -> bool:

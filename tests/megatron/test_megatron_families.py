@@ -10,11 +10,11 @@ from typing import Any
 import cases_training
 import pytest
 import torch
-from family_models import FAMILIES, write_family
 from ranks import Case, case
 from test_megatron_layouts import assert_gradients, assert_logprobs_of_transformers, reference_gradients
 from tiny_world import safetensors_of
 
+from megarl.data.tiny_families import FAMILIES, write_family
 from megarl.errors import CheckpointError, ConfigError
 from megarl.megatron.name_map import hf_shapes
 from megarl.megatron.shapes import SHAPES, read_shape

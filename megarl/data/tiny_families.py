@@ -1,4 +1,7 @@
-"""Tiny checkpoints of every family, made by transformers, with nothing left at a value that hides a mistake."""
+"""Tiny checkpoints of every family that Megatron can be given, made by transformers.
+
+Nothing is left at a value that hides a mistake: norms, biases and expert biases are random too.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def write_family(folder: Path, name: str, **changes: Any) -> Path:
-    """A checkpoint with random weights; norms, biases and expert biases are random too. Returns ``folder``."""
+    """A checkpoint with random weights, the same every time; ``changes`` are keys of its config. Returns ``folder``."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
