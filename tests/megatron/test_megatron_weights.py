@@ -92,7 +92,7 @@ def test_a_missing_tensor_is_named(name: str, models: dict[str, Path], tmp_path:
 def test_an_unknown_tensor_is_named(models: dict[str, Path], tmp_path: Path) -> None:
     name = "model.layers.0.mlp.shared_expert.up_proj.weight"
     broken = rewritten(models["base"], tmp_path / "broken", lambda tensors: tensors.update({name: torch.zeros(2)}))
-    with pytest.raises(CheckpointError, match=rf"1 unknown.*{re.escape(name)}"):
+    with pytest.raises(CheckpointError, match=rf"1 tensors unknown.*{re.escape(name)}"):
         load(broken)
 
 
