@@ -1,0 +1,134 @@
+"""examples/pretrain_style.py replays in every layout, spells arguments as Megatron-LM does, and its page is true."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import megatron_lm_names
+import pytest
+from test_examples import DRIVER, OLD_PASS, PLUGGED, ROLLOUT, ROOT, TORCHRUN, ran
+
+from megarl.megatron_fields import REPLAY_BLOCKERS
+
+SCRIPT = ROOT / "examples" / "pretrain_style.py"
+PAGE = (ROOT / "docs" / "megatron_lm.md").read_text()
+OWN = {"--routing-replay", "--policy-objective"}
+"""What ``add_megarl_args`` adds."""
+
+TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+INTERLEAVED = ("--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1")
+EXPERT = ("--expert-model-parallel-size", "2", "--use-distributed-optimizer")
+
+
+def strings(path: Path) -> set[str]:
+    return {
+        node.value
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+
+
+def script_arguments() -> set[str]:
+    return {text for text in strings(SCRIPT) if re.fullmatch(r"--[a-z0-9-]+", text)}
+
+
+@pytest.mark.parametrize("mode", ["r2", "r3"])
+def test_the_three_lines_train_as_the_plugged_in_loop_does(mode: str) -> None:
+    found = ran(SCRIPT, "--routing-replay", mode)
+    assert found.status == 0, found.output
+    assert found.output.endswith(f"{mode} held\n")
+    assert len(found.steps) == 4
+    assert found.steps == [pytest.approx(step, abs=1e-3) for step in ran(PLUGGED, "--replay", mode).steps]
+
+
+def test_without_replay_routers_are_left_alone() -> None:
+    found = ran(SCRIPT)
+    assert found.status == 0, found.output
+    assert "hold" not in found.output
+    assert "held" not in found.output
+    for choice, most in ((ROLLOUT, 20), (OLD_PASS, 95)):
+        sent, alone = found.shares(choice)
+        assert sent == alone < most
+
+
+@pytest.mark.parametrize("mode", ["r3", pytest.param("r2", marks=pytest.mark.slow)])
+def test_one_altered_row_makes_the_script_fail(mode: str) -> None:
+    found = ran(DRIVER, SCRIPT, "--routing-replay", mode, "--train-iters", "1")
+    assert "order of rows verified" in found.output, found.output
+    assert re.search(rf"^{mode} DID NOT HOLD for [2-4] pairs$", found.output, re.MULTILINE), found.output
+    assert found.status == 1
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(
+    ("mode", "layout"),
+    [
+        pytest.param("r3", (*TENSOR, *RECOMPUTE), id="r3-tp2-recompute"),
+        pytest.param("r2", INTERLEAVED, id="r2-pp2-vpp2"),
+        pytest.param("r2", (*TENSOR, *RECOMPUTE), id="r2-tp2-recompute", marks=pytest.mark.slow),
+        pytest.param("r3", (*INTERLEAVED, *RECOMPUTE), id="r3-pp2-vpp2-recompute", marks=pytest.mark.slow),
+        pytest.param("r3", EXPERT, id="r3-ep2", marks=pytest.mark.slow),
+    ],
+)
+def test_replay_holds_on_two_ranks(mode: str, layout: tuple[str, ...]) -> None:
+    found = ran(*TORCHRUN, SCRIPT, "--routing-replay", mode, *layout)
+    assert found.status == 0, found.output
+    assert f"{mode} held" in found.output
+    if mode == "r3" and "--tensor-model-parallel-size" in layout:
+        assert found.steps == [pytest.approx(step, abs=5e-3) for step in ran(SCRIPT, "--routing-replay", mode).steps]
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_without_replay_two_ranks_are_left_alone() -> None:
+    found = ran(*TORCHRUN, SCRIPT, *TENSOR, *RECOMPUTE)
+    assert found.status == 0, found.output
+    assert found.shares(ROLLOUT)[0] < 20
+    assert found.shares(OLD_PASS)[0] < 95
+
+
+def test_an_argument_that_bypasses_replay_is_refused_by_its_name() -> None:
+    found = ran(SCRIPT, "--routing-replay", "r3", "--moe-router-load-balancing-type", "sinkhorn")
+    assert found.status == 2
+    assert "error: --moe-router-load-balancing-type: --routing-replay r3 cannot hold, because" in found.output
+
+
+def test_every_setting_that_bypasses_replay_is_an_argument() -> None:
+    arguments = {f"--{blocker.setting.replace('_', '-')}" for blocker in REPLAY_BLOCKERS}
+    assert arguments <= script_arguments()
+    listed = PAGE.partition("## Arguments that forbid replay")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `(--[a-z-]+)", listed, re.MULTILINE)) == arguments
+
+
+def test_arguments_are_spelt_as_megatron_lm_spells_them() -> None:
+    found = script_arguments()
+    assert len(found) > 30
+    assert found - megatron_lm_names.known() == OWN
+    assert not OWN & megatron_lm_names.known()
+
+
+def test_a_name_that_megatron_lm_does_not_have_would_be_noticed() -> None:
+    wrong = {"--virtual-pipeline-model-parallel-size", "--num-moe-experts", "--ep-size", "--add-bias-linear"}
+    assert not wrong & megatron_lm_names.known()
+
+
+def test_the_page_uses_arguments_that_exist() -> None:
+    commands = {"--nproc-per-node", "--model", "--layers", "--dtype", "--stack-layers"}  # of torchrun, megarl convert
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", PAGE))
+    assert named - megatron_lm_names.known() - OWN == commands
+
+
+def test_the_page_shows_the_marked_lines() -> None:
+    marked = [line.strip() for line in SCRIPT.read_text().splitlines() if re.search(r"# megarl \d", line)]
+    assert len(marked) == 4
+    shown = [line[1:].strip() for line in PAGE.splitlines() if line.startswith("+")]
+    for line in marked:
+        assert line in shown
+
+
+def test_the_page_names_the_commits() -> None:
+    for commit in (megatron_lm_names.ARGUMENTS_COMMIT, *megatron_lm_names.CONFIGS_COMMITS):
+        assert commit[:12] in PAGE
