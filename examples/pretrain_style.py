@@ -31,7 +31,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.core.objectives import OBJECTIVES, TokenColumns, policy_loss
-from megarl.megatron.replay import MicroRoutes, Recording, RoutingReplay
+from megarl.megatron.replay import MicroRoutes, RoutingReplay
 from megarl.megatron_fields import replay_blockers
 
 # ---- pretrain_gpt.py ----
@@ -226,7 +226,7 @@ def forward_backward(step: ForwardStep, batches: list[toy.Batch], model: Model, 
 
 def compute_old_logprobs(
     step: ForwardStep, batches: list[toy.Batch], model: Model, replay: RoutingReplay | None
-) -> Recording | list[MicroRoutes] | None:
+) -> list[MicroRoutes] | None:
     """Put ``old_logprobs`` into the batches; returns the routes that the update has to use, None for native routing.
 
     pretrain_gpt.py has no such pass, but loops for reinforcement learning do.
@@ -239,7 +239,7 @@ def compute_old_logprobs(
         outputs = forward_backward(step, batches, model, forward_only=True)
     for batch, output in zip(batches, outputs, strict=False):  # only the last pipeline stage has outputs
         batch["old_logprobs"] = output["logprobs"]
-    return routes or recording
+    return routes if recording is None or routes else recording.routes
 
 
 def train_step(step: ForwardStep, batches: list[toy.Batch], model: Model, optimizer: MegatronOptimizer) -> str:

@@ -1,6 +1,6 @@
 """How Megatron-LM spells its arguments: facts read in its public repository, for the names that megarl's pages use.
 
-Since 0.16 most arguments are made from the fields of dataclasses. Those of TransformerConfig are in the installed
+Most arguments are made from the fields of dataclasses there. Those of TransformerConfig are in the installed
 megatron-core and computed here; the rest was read at the commits below.
 """
 
