@@ -8,16 +8,22 @@ upper left corner; those at the right and lower edge are smaller.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 E4M3_MAX = 448.0
+BLOCK = (128, 128)
+SCALE = "_scale_inv"
+"""What the name of a weight ends with for the name of its scales."""
 _SMALLEST_ABSMAX = 1e-12
 """Stands in for the maximum of a block of zeros, whose scale would otherwise be 0 and its quotient NaN."""
 
-_LINEAR = re.compile(r"\.(\w+_proj|kv_a_proj_with_mqa|w[123])\.weight$")
-"""Projections of attention, MLPs and experts. Embeddings, norms, lm_head and router gates have other names."""
+_LINEAR = re.compile(r"\.(?!eh_proj\.)(\w+_proj|kv_a_proj_with_mqa|w[123])\.weight$")
+"""Projections of attention, MLPs and experts. Embeddings, norms, lm_head and router gates have other names. The
+``eh_proj`` of a prediction layer is a plain linear layer in engines."""
 
 
 def is_fp8_weight(name: str) -> bool:
@@ -29,7 +35,22 @@ def is_fp8_weight(name: str) -> bool:
     return _LINEAR.search(name) is not None
 
 
-def quantize_fp8(weight: torch.Tensor, block: tuple[int, int] = (128, 128)) -> tuple[torch.Tensor, torch.Tensor]:
+def fp8_config(keep: Sequence[str], block: tuple[int, int] = BLOCK) -> dict[str, Any]:
+    """The ``quantization_config`` of a checkpoint with FP8 blocks; the modules in ``keep`` stay in high precision.
+
+    Routers, norms and embeddings are in high precision with every engine; transformers takes a linear module for FP8
+    that is not in ``keep``.
+    """
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(block),
+        "modules_to_not_convert": list(keep),
+    }
+
+
+def quantize_fp8(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantises a weight block by block: ``scale = max|w| / 448`` and ``q = e4m3(w / scale)``, computed in fp32.
 
     ``weight`` is [out, in] of any floating dtype. Returns ``q`` float8_e4m3fn [out, in] and ``scale`` float32
@@ -40,12 +61,12 @@ def quantize_fp8(weight: torch.Tensor, block: tuple[int, int] = (128, 128)) -> t
     return _as_matrix(quantized, weight.shape).contiguous(), scale
 
 
-def dequantize_fp8(quantized: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] = (128, 128)) -> torch.Tensor:
+def dequantize_fp8(quantized: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] = BLOCK) -> torch.Tensor:
     """Undoes ``quantize_fp8``: ``w = q * scale``, float32 [out, in]."""
-    return _as_matrix(_as_blocks(quantized.float(), block) * scale[:, None, :, None], quantized.shape)
+    return _as_matrix(as_blocks(quantized.float(), block) * scale[:, None, :, None], quantized.shape)
 
 
-def round_through_fp8(weight: torch.Tensor, block: tuple[int, int] = (128, 128)) -> torch.Tensor:
+def round_through_fp8(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> torch.Tensor:
     """The values that an FP8 engine computes with: quantised and dequantised, in the dtype of ``weight`` [out, in].
 
     Normally distributed weights come out with a relative error (Frobenius norm) of about 0.026.
@@ -55,17 +76,17 @@ def round_through_fp8(weight: torch.Tensor, block: tuple[int, int] = (128, 128))
 
 
 def _quantize_blocks(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """float8_e4m3fn blocks as ``_as_blocks`` makes them, and float32 scales [block rows, block columns]."""
+    """float8_e4m3fn blocks as ``as_blocks`` makes them, and float32 scales [block rows, block columns]."""
     if weight.dim() != 2 or min(block) < 1:
         raise ValueError(f"FP8 blocks need a matrix and sizes >= 1, found shape {tuple(weight.shape)}, block {block}")
-    blocks = _as_blocks(weight.float(), block)
+    blocks = as_blocks(weight.float(), block)
     scale = blocks.abs().amax(dim=(1, 3)).clamp_(min=_SMALLEST_ABSMAX).div_(E4M3_MAX)
     # The quotient of the maximum may come out one rounding above 448; e4m3 has no infinity, so it must not pass it.
     scaled = blocks.div(scale[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX)
     return scaled.to(torch.float8_e4m3fn), scale
 
 
-def _as_blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+def as_blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """[out, in] -> [block rows, rows of a block, block columns, columns of a block], the edges filled with zeros."""
     rows, columns = matrix.shape
     # A matrix smaller than one block is one small block: the zeros would change nothing but the time.
@@ -76,6 +97,6 @@ def _as_blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
 
 
 def _as_matrix(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Undoes ``_as_blocks``."""
+    """Undoes ``as_blocks``."""
     block_rows, height, block_columns, width = blocks.shape
     return blocks.view(block_rows * height, block_columns * width)[: shape[0], : shape[1]]

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
 
 from megarl.errors import CheckpointError, ConfigError
-from megarl.megatron.conversion_job import MANIFEST, ConversionJob, Ranks, describe, progress_bar, require_unchanged
-from megarl.megatron.hf_files import INDEX, WEIGHT_SUFFIXES, HFCheckpoint, check_tensors
+from megarl.megatron.conversion_job import ConversionJob, Ranks, describe, progress_bar, require_unchanged
+from megarl.megatron.hf_files import HFCheckpoint, check_tensors
+from megarl.megatron.hf_output import copy_model_files, pack_shards, shard_name, write_index
 from megarl.megatron.megatron_files import MegatronCheckpoint, Piece, parameter_shape, units_of
 from megarl.megatron.name_map import LAYOUTS, hf_shapes
 from megarl.megatron.shapes import ModelShape, read_shape
@@ -29,6 +29,7 @@ from megarl.megatron.torch_dist import Chunk, Keys, Layers, TorchDistWriter
 
 HF_FOLDER = "huggingface"
 """Where a converted Megatron checkpoint keeps config and tokenizer of its model."""
+T = TypeVar("T")
 _KEEP_DTYPE = ("decoder.layers.{layer}.mlp.router.expert_bias",)
 
 
@@ -108,12 +109,12 @@ def to_megatron(source: Path, out: Path, options: Options, ranks: Ranks) -> Conv
                 writer.finish(*flat, results)
                 torch.save(_common(shape, keys), job.folder / "common.pt")
                 (job.folder / HF_FOLDER).mkdir(exist_ok=True)
-                _copy_model_files(source, job.folder / HF_FOLDER, options.dtype)
+                copy_model_files(source, job.folder / HF_FOLDER, options.dtype)
 
             job.run(chunks, sizes, write, finish)
             if options.verify:
                 back = MegatronCheckpoint(job.folder, shape)
-                _verify(units, sizes, ranks, lambda piece: _changed_tensors(piece, hf, back, options))
+                verify(units, sizes, ranks, lambda piece: _changed_tensors(piece, hf, back, options))
             job.publish(_manifest("megatron", shape, keys, options, dropped))
     return Converted(out, _count(units), sum(sizes), len(units), job.kept, dropped, checked, keys, shape)
 
@@ -125,12 +126,7 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options, ranks: 
     of ``to_megatron``.
     """
     source = torch_dist_folder(source)
-    model = model or source / HF_FOLDER
-    if not (model / "config.json").is_file():
-        raise ConfigError(
-            f"{model} holds no config.json, and a Megatron checkpoint does not say what model it is of: give --model, "
-            "a folder with the Hugging Face config and tokenizer"
-        )
+    model = model_folder(source, model)
     shape = read_shape(model)
     megatron = MegatronCheckpoint(source, shape, options.drop)
     checked = options.verify and require_unchanged(source, ranks)
@@ -139,22 +135,21 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options, ranks: 
     with ConversionJob(out, {**plan, **options.plain()}, ranks, overwrite=options.overwrite) as job:
 
         def write(number: int, shard: list[Piece]) -> tuple[Path, Any]:
-            tensors = {name: tensor for piece in shard for name, tensor in _hf_tensors(piece, megatron, options)}
-            file = job.folder / f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+            tensors = {name: tensor for piece in shard for name, tensor in hf_tensors(piece, megatron, options)}
+            file = job.folder / shard_name(number, len(shards))
             save_file(tensors, file, metadata={"format": "pt"})
             return file, dict.fromkeys(tensors, file.name)
 
         def finish(where: list[dict[str, str]]) -> None:
             listing = {name: file for of_shard in where for name, file in of_shard.items()}
-            index = {"metadata": {"total_size": sum(sizes)}, "weight_map": listing}
-            (job.folder / INDEX).write_text(json.dumps(index, indent=1))
-            _copy_model_files(model, job.folder, options.dtype)
+            write_index(job.folder, listing, sum(sizes))
+            copy_model_files(model, job.folder, options.dtype)
 
         job.run(shards, sizes, write, finish)
         if options.verify:
             with HFCheckpoint(job.folder) as hf:
                 check_tensors(hf, hf_shapes(shape))
-                _verify(shards, sizes, ranks, lambda piece: _changed_parameter(piece, hf, megatron, options))
+                verify(shards, sizes, ranks, lambda piece: _changed_parameter(piece, hf, megatron, options))
         job.publish(_manifest("hf", shape, megatron.keys, options, megatron.dropped))
     kept = job.kept
     return Converted(
@@ -177,6 +172,17 @@ def torch_dist_folder(path: Path) -> Path:
     return path
 
 
+def model_folder(source: Path, model: Path | None) -> Path:
+    """Where config and tokenizer of a Megatron checkpoint are: in ``model``, or where a conversion has left them."""
+    model = model or source / HF_FOLDER
+    if not (model / "config.json").is_file():
+        raise ConfigError(
+            f"{model} holds no config.json, and a Megatron checkpoint does not say what model it is of: give --model, "
+            "a folder with the Hugging Face config and tokenizer"
+        )
+    return model
+
+
 def _chunk(piece: Piece, keys: Keys, shape: ModelShape, hf: HFCheckpoint, options: Options) -> Chunk:
     (place,) = piece.places(keys, shape)
     dtypes = {options.dtype_of(piece, hf.dtype(name)) for name in piece.hf}
@@ -191,7 +197,8 @@ def _chunk(piece: Piece, keys: Keys, shape: ModelShape, hf: HFCheckpoint, option
     return Chunk(place, parameter_shape(piece, shape), dtype, make)
 
 
-def _hf_tensors(piece: Piece, megatron: MegatronCheckpoint, options: Options) -> list[tuple[str, torch.Tensor]]:
+def hf_tensors(piece: Piece, megatron: MegatronCheckpoint, options: Options) -> list[tuple[str, torch.Tensor]]:
+    """Name and content of the Hugging Face tensors that a parameter holds."""
     parameter = megatron.read(piece)
     dtype = options.dtype_of(piece, parameter.dtype)
     tensors = LAYOUTS[piece.rule.layout].join([parameter], megatron.shape)
@@ -200,22 +207,16 @@ def _hf_tensors(piece: Piece, megatron: MegatronCheckpoint, options: Options) ->
 
 def _shards(megatron: MegatronCheckpoint, shape: ModelShape, options: Options) -> tuple[list[list[Piece]], list[int]]:
     """The parameters of each safetensors file, and its bytes."""
-    shards: list[list[Piece]] = [[]]
-    sizes = [0]
-    for piece in (piece for unit in units_of(shape) for piece in unit):
-        dtype = options.dtype_of(piece, megatron.dtype(piece))
-        size = math.prod(parameter_shape(piece, shape)) * dtype.itemsize
-        if shards[-1] and sizes[-1] + size > options.shard_bytes:
-            shards.append([])
-            sizes.append(0)
-        shards[-1].append(piece)
-        sizes[-1] += size
-    return shards, sizes
+    pieces = [piece for unit in units_of(shape) for piece in unit]
+    dtypes = [options.dtype_of(piece, megatron.dtype(piece)) for piece in pieces]
+    sizes = [
+        math.prod(parameter_shape(piece, shape)) * dtype.itemsize for piece, dtype in zip(pieces, dtypes, strict=True)
+    ]
+    return pack_shards(pieces, sizes, options.shard_bytes)
 
 
-def _verify(
-    units: Sequence[Sequence[Piece]], sizes: Sequence[int], ranks: Ranks, changed: Callable[[Piece], list[str]]
-) -> None:
+def verify(units: Sequence[Sequence[T]], sizes: Sequence[int], ranks: Ranks, changed: Callable[[T], list[str]]) -> None:
+    """Raise CheckpointError if ``changed(piece)`` names anything, each rank for its units."""
     mine = list(ranks.share(units))
     with progress_bar("verifying", sum(sizes[number] for number, _ in mine), ranks.rank == 0) as advance:
         for number, unit in mine:
@@ -262,19 +263,6 @@ def _common(shape: ModelShape, keys: Keys) -> dict[str, Any]:
         "content_metadata": {"non_homogeneous_layers": not keys.stacked, "singleton_local_shards": False},
         "loop": {"step": 0, "world_size": 0, "layout": "converted", "model": shape.describe()},
     }
-
-
-def _copy_model_files(source: Path, target: Path, dtype: torch.dtype | None) -> None:
-    """Config, tokenizer, code; the config says what the weights now are."""
-    for file in source.iterdir():
-        if file.is_file() and file.suffix not in WEIGHT_SUFFIXES and file.name not in (INDEX, MANIFEST):
-            shutil.copyfile(file, target / file.name)
-    config = json.loads((source / "config.json").read_text())
-    config.pop("quantization_config", None)
-    if dtype is not None:
-        config.pop("torch_dtype", None)
-        config["dtype"] = str(dtype).removeprefix("torch.")
-    (target / "config.json").write_text(json.dumps(config, indent=2))
 
 
 def _manifest(to: str, shape: ModelShape, keys: Keys, options: Options, dropped: list[str]) -> dict[str, Any]:

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megarl.core.fp8 import dequantize_fp8
+from megarl.core.fp8 import SCALE, dequantize_fp8
 from megarl.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
-_SCALE = "_scale_inv"
 _MAPPED_BYTES = 256 << 20
 """A file is opened anew when this much of it has been read, for what was read stays mapped into memory."""
 _DTYPES = {
@@ -40,7 +39,7 @@ class HFCheckpoint:
         self._num_read = 0
         self._where = self._locate()
         self._block = self._fp8_block()
-        self._names = {name for name in self._where if self._block is None or not name.endswith(_SCALE)}
+        self._names = {name for name in self._where if self._block is None or not name.endswith(SCALE)}
 
     def __enter__(self) -> HFCheckpoint:
         return self
@@ -50,6 +49,10 @@ class HFCheckpoint:
 
     def names(self) -> set[str]:
         return set(self._names)
+
+    def in_file_order(self) -> list[str]:
+        """The names, those of one file after those of another."""
+        return [name for name in self._where if name in self._names]
 
     def files(self) -> list[Path]:
         """The files that hold tensors."""
@@ -66,23 +69,30 @@ class HFCheckpoint:
             )
         return self._high_precision() if self._is_fp8(name) else _DTYPES[stored]
 
-    def read(self, name: str) -> torch.Tensor:
-        handle, file = self._handle(name), self._where[name]
+    def stored(self, name: str) -> torch.Tensor:
+        """The tensor as it stands in its file, FP8 weights and their scales too."""
+        if name not in self._where:
+            raise CheckpointError(f"{self.path} holds no {name}")
+        handle = self._handle(name)
         try:
             tensor = handle.get_tensor(name)
         except (SafetensorError, RuntimeError, ValueError) as error:
-            raise CheckpointError(f"{file}: {name} cannot be read ({error})") from error
+            raise CheckpointError(f"{self._where[name]}: {name} cannot be read ({error})") from error
         self._num_read += tensor.nbytes
+        return tensor
+
+    def read(self, name: str) -> torch.Tensor:
+        tensor, file = self.stored(name), self._where[name]
         if self._block is None or tensor.dtype != torch.float8_e4m3fn:
             return tensor
-        scale = self._where.get(name + _SCALE)
+        scale = self._where.get(name + SCALE)
         if scale is None:
-            raise CheckpointError(f"{file}: {name} is FP8 without {name}{_SCALE}, expected a scale for each block")
-        scales = self._handle(name + _SCALE).get_tensor(name + _SCALE)
+            raise CheckpointError(f"{file}: {name} is FP8 without {name}{SCALE}, expected a scale for each block")
+        scales = self.stored(name + SCALE)
         rows, columns = (-(-size // block) for size, block in zip(tensor.shape, self._block, strict=True))
         if scales.shape != (rows, columns):
             raise CheckpointError(
-                f"{scale}: {name}{_SCALE} has shape {tuple(scales.shape)}, expected {(rows, columns)} for blocks of "
+                f"{scale}: {name}{SCALE} has shape {tuple(scales.shape)}, expected {(rows, columns)} for blocks of "
                 f"{self._block}"
             )
         return dequantize_fp8(tensor, scales.float(), self._block).to(self._high_precision())
@@ -94,7 +104,7 @@ class HFCheckpoint:
         return self._open[1]
 
     def _is_fp8(self, name: str) -> bool:
-        return self._block is not None and name + _SCALE in self._where
+        return self._block is not None and name + SCALE in self._where
 
     def _high_precision(self) -> torch.dtype:
         return getattr(torch, str(self._config.get("dtype") or self._config.get("torch_dtype") or "bfloat16"))

@@ -11,17 +11,10 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from megarl.core.fp8 import fp8_config
 from megarl.errors import ConfigError, WeightSyncError
 from megarl.rollout.sglang_buckets import Bucket
 
-FP8_BLOCKS = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128],
-    "modules_to_not_convert": ["lm_head"],
-}
-"""What the config.json of an FP8 checkpoint says of its weights (routers, norms and embeddings are never in FP8)."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
@@ -86,7 +79,7 @@ def write_fp8_model(source: Path, folder: Path) -> Path:
         )
     folder.mkdir(parents=True, exist_ok=True)
     _copy_model_files(source, folder)
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": FP8_BLOCKS}, indent=2))
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": fp8_config(["lm_head"])}, indent=2))
     return folder
 
 

@@ -1,0 +1,56 @@
+"""What makes a folder of safetensors files a Hugging Face checkpoint: the division into files, index and config."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from megarl.megatron.conversion_job import MANIFEST
+from megarl.megatron.hf_files import INDEX, WEIGHT_SUFFIXES
+
+T = TypeVar("T")
+
+
+def pack_shards(pieces: Sequence[T], sizes: Sequence[int], shard_bytes: int) -> tuple[list[list[T]], list[int]]:
+    """What goes into each file, in order, and its bytes; a file is larger than ``shard_bytes`` only if one piece is."""
+    shards: list[list[T]] = [[]]
+    totals = [0]
+    for piece, size in zip(pieces, sizes, strict=True):
+        if shards[-1] and totals[-1] + size > shard_bytes:
+            shards.append([])
+            totals.append(0)
+        shards[-1].append(piece)
+        totals[-1] += size
+    return shards, totals
+
+
+def shard_name(number: int, count: int) -> str:
+    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def write_index(folder: Path, listing: Mapping[str, str], num_bytes: int) -> None:
+    """Which file holds which tensor."""
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": listing}
+    (folder / INDEX).write_text(json.dumps(index, indent=1))
+
+
+def copy_model_files(
+    source: Path, target: Path, dtype: torch.dtype | None, quantization: Mapping[str, Any] | None = None
+) -> None:
+    """Config, tokenizer, code; the config says what the weights now are."""
+    for file in source.iterdir():
+        if file.is_file() and file.suffix not in WEIGHT_SUFFIXES and file.name not in (INDEX, MANIFEST):
+            shutil.copyfile(file, target / file.name)
+    config = json.loads((source / "config.json").read_text())
+    config.pop("quantization_config", None)
+    if dtype is not None:
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(dtype).removeprefix("torch.")
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    (target / "config.json").write_text(json.dumps(config, indent=2))
