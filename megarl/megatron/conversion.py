@@ -7,7 +7,6 @@ divide the files.
 
 from __future__ import annotations
 
-import json
 import math
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -16,12 +15,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import save_file
 
 from megarl.errors import CheckpointError, ConfigError
 from megarl.megatron.conversion_job import ConversionJob, Ranks, describe, progress_bar, require_unchanged
 from megarl.megatron.hf_files import HFCheckpoint, check_tensors
-from megarl.megatron.hf_output import copy_model_files, pack_shards, shard_name, write_index
+from megarl.megatron.hf_output import copy_model_files, pack_shards, save_tensors, shard_name, write_index
 from megarl.megatron.megatron_files import MegatronCheckpoint, Piece, parameter_shape, units_of
 from megarl.megatron.name_map import LAYOUTS, hf_shapes
 from megarl.megatron.shapes import ModelShape, read_shape
@@ -137,7 +135,7 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options, ranks: 
         def write(number: int, shard: list[Piece]) -> tuple[Path, Any]:
             tensors = {name: tensor for piece in shard for name, tensor in hf_tensors(piece, megatron, options)}
             file = job.folder / shard_name(number, len(shards))
-            save_file(tensors, file, metadata={"format": "pt"})
+            save_tensors(tensors, file)
             return file, dict.fromkeys(tensors, file.name)
 
         def finish(where: list[dict[str, str]]) -> None:

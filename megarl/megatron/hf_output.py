@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors.torch import save_file
 
 from megarl.megatron.conversion_job import MANIFEST
 from megarl.megatron.hf_files import INDEX, WEIGHT_SUFFIXES
@@ -31,6 +32,12 @@ def pack_shards(pieces: Sequence[T], sizes: Sequence[int], shard_bytes: int) -> 
 
 def shard_name(number: int, count: int) -> str:
     return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+    """A safetensors file that others may read: safetensors 0.8 makes it private."""
+    save_file(dict(tensors), file, metadata={"format": "pt"})
+    file.chmod(0o644)
 
 
 def write_index(folder: Path, listing: Mapping[str, str], num_bytes: int) -> None:
