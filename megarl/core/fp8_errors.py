@@ -10,7 +10,7 @@ from megarl.core.fp8 import BLOCK, E4M3_MAX, as_blocks, quantize_fp8
 
 _HALF_STEP = 16.0
 """Half the distance between e4m3's largest values: what lies further beyond 448 was cut off, not rounded."""
-_STRIPE_VALUES = 1 << 24
+_STRIPE_VALUES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class ErrorSum:
 def quantize_by_stripes(
     weight: torch.Tensor, block: tuple[int, int] = BLOCK, errors: ErrorSum | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``quantize_fp8`` returns, with intermediate values of about 16 million elements at a time instead of all;
+    """What ``quantize_fp8`` returns, with intermediate values of about 4 million elements at a time instead of all;
     ``errors`` are added up on the way."""
     rows = max(1, _STRIPE_VALUES // (block[0] * max(1, weight.shape[-1]))) * block[0]
     made = []

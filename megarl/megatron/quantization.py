@@ -107,14 +107,12 @@ def quantize(source: Path, out: Path, model: Path | None, options: Options, rank
                 save_tensors(made, file)
                 return file, (dict.fromkeys(made, file.name), errors)
 
-            def finish(records: list[Any]) -> None:
-                write_index(
-                    job.folder, {name: file for names, _ in records for name, file in names.items()}, sum(totals)
-                )
+            def finish(records: list[tuple[dict[str, str], dict[str, BlockErrors]]]) -> None:
+                listing = {name: file for names, _ in records for name, file in names.items()}
+                errors = {name: one for _, of_file in records for name, one in of_file.items()}
+                write_index(job.folder, listing, sum(totals))
                 copy_model_files(found.model, job.folder, None, plan.config)
-                _write_errors(
-                    job.folder / ERRORS, {name: one for _, of in records for name, one in of.items()}, options
-                )
+                _write_errors(job.folder / ERRORS, errors, options)
 
             job.run(shards, totals, write, finish)
             if options.verify:

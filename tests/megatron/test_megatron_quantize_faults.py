@@ -1,0 +1,275 @@
+"""Bad input, kills, full disks and memory: what a quantisation leaves, and what it takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fp8_worlds import BLOCK, matrices, same_tensors, stored, write_plain
+
+from megarl.errors import CheckpointError, ConfigError, NumericsError
+from megarl.megatron import quantization
+from megarl.megatron.conversion_job import Ranks
+from megarl.megatron.quantization import Options, Quantized, quantize
+
+ROOT = Path(__file__).parents[2]
+ONE_FILE = 2000
+"""Bytes for two of the matrices of ``matrices``."""
+
+
+def quantized(source: Path, out: Path, model: Path | None = None, **settings: Any) -> Quantized:
+    options = Options(**{"block": BLOCK, "shard_bytes": ONE_FILE, **settings})
+    return quantize(source, out, model, options, Ranks())
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_plain(tmp_path / "source", matrices(8), files=2)
+
+
+def killed_in_file(number: int, source: Path, out: Path) -> None:
+    """Runs in a process of its own until it is killed with half of a file written."""
+    child = os.fork()
+    if child == 0:
+        save = quantization.save_tensors
+
+        def save_or_die(tensors: Any, file: Path) -> None:
+            if file.name.startswith(f"model-{number:05d}-"):
+                file.write_bytes(b"half")
+                os.kill(os.getpid(), signal.SIGKILL)
+            save(tensors, file)
+
+        quantization.save_tensors = save_or_die
+        try:
+            quantized(source, out)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+
+
+def test_after_a_kill_in_mid_write_the_same_command_goes_on(source: Path, tmp_path: Path) -> None:
+    whole = quantized(source, tmp_path / "whole")
+    assert whole.num_files == 5
+    killed_in_file(3, source, tmp_path / "fp8")
+    assert not (tmp_path / "fp8").exists()
+    done = quantized(source, tmp_path / "fp8")
+    assert done.num_resumed == 2
+    assert same_tensors(tmp_path / "fp8", tmp_path / "whole")
+    assert done.errors == whole.errors
+    assert sorted(file.name for file in (tmp_path / "fp8").iterdir()) == sorted(
+        file.name for file in (tmp_path / "whole").iterdir()
+    )
+    assert not (tmp_path / "fp8.partial").exists()
+
+
+def test_after_a_kill_other_settings_begin_anew(source: Path, tmp_path: Path) -> None:
+    killed_in_file(3, source, tmp_path / "fp8")
+    done = quantized(source, tmp_path / "fp8", block=(8, 8))
+    assert done.num_resumed == 0
+    quantized(source, tmp_path / "whole", block=(8, 8))
+    assert same_tensors(tmp_path / "fp8", tmp_path / "whole")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(words, capture_output=True, check=False).returncode:
+        pytest.skip("a disk of a few pages needs the right to mount")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_leaves_no_half_checkpoint_and_what_is_finished(
+    source: Path, tmp_path: Path, small_disk: Path
+) -> None:
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        quantized(source, small_disk / "fp8")
+    assert [entry.name for entry in small_disk.iterdir()] == ["fp8.partial"]
+    subprocess.run(["mount", "-o", "remount,size=1m", str(small_disk)], check=True)
+    done = quantized(source, small_disk / "fp8")
+    assert done.num_resumed > 0
+    quantized(source, tmp_path / "whole")
+    assert same_tensors(small_disk / "fp8", tmp_path / "whole")
+    assert [entry.name for entry in small_disk.iterdir()] == ["fp8"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.o_proj.weight", "model.norm.weight"])
+def test_values_that_are_not_finite(name: str, value: float, tmp_path: Path) -> None:
+    weights = matrices(3)
+    weights[name].view(-1)[:3] = value
+    with pytest.raises(NumericsError, match=rf"{name} holds 3 values of {weights[name].numel()} that are not finite"):
+        quantized(write_plain(tmp_path / "source", weights), tmp_path / "fp8")
+    assert not (tmp_path / "fp8").exists()
+
+
+def test_what_is_fp8_already_is_refused(source: Path, tmp_path: Path) -> None:
+    quantized(source, tmp_path / "fp8")
+    with pytest.raises(ConfigError, match=r"is quantised already \('fp8', blocks \[16, 16\]\)"):
+        quantized(tmp_path / "fp8", tmp_path / "again")
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"o_proj.weight \(torch.float8_e4m3fn\).* are quantised already"):
+        quantized(tmp_path / "fp8", tmp_path / "again", shard_bytes=1 << 20)
+    assert not (tmp_path / "again").exists()
+
+
+def test_experts_in_one_tensor_are_refused_or_kept(tmp_path: Path) -> None:
+    weights = matrices(2) | {"model.layers.0.mlp.experts.gate_up_proj": torch.ones(2, 16, 16)}
+    source = write_plain(tmp_path / "source", weights)
+    with pytest.raises(ConfigError, match="gate_up_proj hold all experts of a layer, expected one matrix per expert"):
+        quantized(source, tmp_path / "fp8")
+    quantized(source, tmp_path / "fp8", keep=("*.experts.*",))
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
+    assert config["modules_to_not_convert"] == ["lm_head", "model.layers.0.mlp.experts"]
+
+
+def test_a_truncated_source(source: Path, tmp_path: Path) -> None:
+    file = source / "model-1.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model-1.safetensors cannot be read .*truncated"):
+        quantized(source, tmp_path / "fp8")
+    assert not (tmp_path / "fp8").exists()
+
+
+@pytest.mark.parametrize(
+    ("folder", "message"),
+    [("absent", "is no folder"), ("empty", "holds no config.json"), ("no_config", "config.json cannot be read")],
+)
+def test_what_is_no_checkpoint(folder: str, message: str, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(source, tmp_path / "no_config")
+    (tmp_path / "no_config" / "config.json").unlink()
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        quantized(tmp_path / folder, tmp_path / "fp8")
+
+
+def test_an_output_that_exists_stays_until_the_new_one_is_whole(source: Path, tmp_path: Path) -> None:
+    quantized(source, tmp_path / "fp8")
+    before = stored(tmp_path / "fp8")
+    with pytest.raises(CheckpointError, match="exists; remove it"):
+        quantized(source, tmp_path / "fp8", block=(8, 8))
+    bad = matrices(2)
+    bad["model.norm.weight"][0] = float("nan")
+    with pytest.raises(NumericsError):
+        quantized(write_plain(tmp_path / "bad", bad), tmp_path / "fp8", overwrite=True)
+    assert all(torch.equal(before[name].float(), one.float()) for name, one in stored(tmp_path / "fp8").items())
+    quantized(source, tmp_path / "fp8", block=(8, 8), overwrite=True)
+    assert stored(tmp_path / "fp8")["model.layers.0.self_attn.o_proj.weight_scale_inv"].shape == (5, 3)
+
+
+@pytest.mark.parametrize("tensor", ["model.layers.1.self_attn.o_proj.weight", "model.norm.weight", "scale"])
+def test_bytes_that_change_on_their_way_are_found(
+    tensor: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = quantization.save_tensors
+    name = tensor if tensor != "scale" else "model.layers.1.self_attn.o_proj.weight_scale_inv"
+
+    def save_changed(tensors: dict[str, torch.Tensor], file: Path) -> None:
+        if name in tensors:
+            tensors[name].view(torch.uint8).view(-1)[0] ^= 1
+        save(tensors, file)
+
+    monkeypatch.setattr(quantization, "save_tensors", save_changed)
+    with pytest.raises(CheckpointError, match=f"{name} came out different"):
+        quantized(source, tmp_path / "fp8")
+    assert not (tmp_path / "fp8").exists()
+    quantized(source, tmp_path / "unverified", verify=False)
+
+
+def test_files_may_be_read_by_others_and_have_checksums(source: Path, tmp_path: Path) -> None:
+    quantized(source, tmp_path / "fp8")
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "fp8").glob("*.safetensors")} == {0o644}
+    manifest = json.loads((tmp_path / "fp8" / "conversion.json").read_text())
+    assert len(manifest["sha256"]) == 5
+    assert manifest["to"] == "fp8"
+
+
+def tool(*words: str | Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}") if ranks > 1 else ()
+    command = [sys.executable, *torchrun, str(ROOT / "tools" / "quantize_fp8.py"), *map(str, words)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=600)
+
+
+def test_the_command(source: Path, tmp_path: Path) -> None:
+    words = (source, tmp_path / "fp8", "--block", "16", "16", "--keep", "*.7.*", "--shard-gib", "2e-6")
+    done = tool(*words)
+    assert done.returncode == 0, done.stderr
+    assert "7 of 9 tensors in FP8, blocks of 16 x 16; 30.8 kB -> " in done.stdout
+    assert done.stdout.count("o_proj.weight") == 6  # the worst five, and the note on ragged shapes
+    quantized(source, tmp_path / "here", keep=("*.7.*",))
+    assert same_tensors(tmp_path / "fp8", tmp_path / "here")
+    again = tool(*words)
+    assert again.returncode == 2
+    assert re.fullmatch(r"quantize_fp8: error: \S+fp8 exists; .*\n", again.stderr)
+
+
+@pytest.mark.multirank
+def test_ranks_divide_the_files(source: Path, tmp_path: Path) -> None:
+    done = tool(source, tmp_path / "fp8", "--block", "16", "16", "--shard-gib", "2e-6", ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("verified") == 1
+    quantized(source, tmp_path / "alone")
+    assert same_tensors(tmp_path / "fp8", tmp_path / "alone")
+    names = ("fp8_errors.json", "config.json", "model.safetensors.index.json")
+    assert all((tmp_path / "fp8" / name).read_text() == (tmp_path / "alone" / name).read_text() for name in names)
+
+
+_MEMORY = """
+import sys, threading, time
+from pathlib import Path
+from megarl.megatron.conversion_job import Ranks
+from megarl.megatron.quantization import Options, quantize
+
+def private():
+    line = next(one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("RssAnon"))
+    return int(line.split()[1]) / 1024
+
+done, peak = False, 0.0
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, private())
+        time.sleep(0.002)
+
+before = private()
+thread = threading.Thread(target=watch)
+thread.start()
+quantize(Path(sys.argv[1]), Path(sys.argv[2]), None, Options(shard_bytes=int(sys.argv[3])), Ranks())
+done = True
+thread.join()
+print(peak - before)
+"""
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_one_file(tmp_path: Path) -> None:
+    """300 MiB of fp32 become 75 MiB; every matrix has 4 MiB."""
+    source = write_plain(tmp_path / "source", matrices(75, (1024, 1024)), files=3)
+
+    def grown(shard_mib: int) -> float:
+        words = [sys.executable, "-c", _MEMORY, source, tmp_path / f"fp8-{shard_mib}", str(shard_mib << 20)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(words, env=environment, check=True, capture_output=True, text=True)
+        return float(done.stdout)
+
+    small, whole = grown(8), grown(1024)
+    print(f"RssAnon grew by {small:.0f} MiB with files of 8 MiB, by {whole:.0f} MiB with one file")
+    assert small < 60
+    assert whole > small + 50  # what is measured does see the difference
