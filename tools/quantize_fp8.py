@@ -46,7 +46,7 @@ def parse() -> argparse.Namespace:
 
 def show(found: Quantized, options: Options) -> None:
     """What was written, and the tensors that lost most."""
-    files = f"{found.num_files} files"
+    files = f"{found.num_files} file" + "s" * (found.num_files > 1)
     if found.num_resumed:
         files += f", {found.num_resumed} of them from an interrupted start"
     before, after = (decimal(number) for number in (found.bytes_before, found.bytes_after))

