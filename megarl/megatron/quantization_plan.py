@@ -133,9 +133,10 @@ def _require_whole_matrices(matrices: Sequence[Tensor], quantized: set[str]) -> 
     for (module, _), names in groups.items():
         high = [name for name in names if name not in quantized]
         if high and len(high) < len(names):
+            others = some(sorted(quantized & set(names)))
             raise ConfigError(
-                f"--keep leaves {some(high)} in high precision, but not {some(sorted(quantized & set(names)))}: engines "
-                f"hold them as one matrix of {module}, so --keep all of them or none"
+                f"--keep leaves {some(high)} in high precision, but not {others}: engines hold them as one matrix of "
+                f"{module}, so --keep all of them or none"
             )
 
 
