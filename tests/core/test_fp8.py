@@ -12,6 +12,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megarl.core.fp8 import dequantize_fp8, is_fp8_weight, quantize_fp8, round_through_fp8
+from megarl.data.tiny import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense layer between two with experts."""
+    sizes = {"hidden_size": 32, "num_experts": 8, "expert_width": 16, "max_positions": 64, "initializer_range": 0.3}
+    return write_tiny_model(tmp_path_factory.mktemp("fp8") / "model", dense_layers=(1,), **sizes)
 
 
 def rounded_by_loops(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
