@@ -112,7 +112,7 @@ def to_megatron(source: Path, out: Path, options: Options, ranks: Ranks) -> Conv
             job.run(chunks, sizes, write, finish)
             if options.verify:
                 back = MegatronCheckpoint(job.folder, shape)
-                verify(units, sizes, ranks, lambda piece: _changed_tensors(piece, hf, back, options))
+                verify(job, units, sizes, lambda piece: _changed_tensors(piece, hf, back, options))
             job.publish(_manifest("megatron", shape, keys, options, dropped))
     return Converted(out, _count(units), sum(sizes), len(units), job.kept, dropped, checked, keys, shape)
 
@@ -147,7 +147,7 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options, ranks: 
         if options.verify:
             with HFCheckpoint(job.folder) as hf:
                 check_tensors(hf, hf_shapes(shape))
-                verify(shards, sizes, ranks, lambda piece: _changed_parameter(piece, hf, megatron, options))
+                verify(job, shards, sizes, lambda piece: _changed_parameter(piece, hf, megatron, options))
         job.publish(_manifest("hf", shape, megatron.keys, options, megatron.dropped))
     kept = job.kept
     return Converted(
@@ -213,19 +213,23 @@ def _shards(megatron: MegatronCheckpoint, shape: ModelShape, options: Options) -
     return pack_shards(pieces, sizes, options.shard_bytes)
 
 
-def verify(units: Sequence[Sequence[T]], sizes: Sequence[int], ranks: Ranks, changed: Callable[[T], list[str]]) -> None:
-    """Raise CheckpointError if ``changed(piece)`` names anything, each rank for its units."""
-    mine = list(ranks.share(units))
-    with progress_bar("verifying", sum(sizes[number] for number, _ in mine), ranks.rank == 0) as advance:
+def verify(
+    job: ConversionJob, units: Sequence[Sequence[T]], sizes: Sequence[int], changed: Callable[[T], list[str]]
+) -> None:
+    """Raise CheckpointError if ``changed(piece)`` names anything, each rank for its units; the unit is then written
+    anew by the next start."""
+    mine = list(job.ranks.share(units))
+    with progress_bar("verifying", sum(sizes[number] for number, _ in mine), job.ranks.rank == 0) as advance:
         for number, unit in mine:
             names = [name for piece in unit for name in changed(piece)]
             if names:
+                job.forget(number)
                 raise CheckpointError(
                     f"{', '.join(names[:3])} came out different from the source; nothing was put in place. Run the "
                     "command again; if it repeats, disk or memory is damaged, or megarl's map is wrong"
                 )
             advance(sizes[number])
-    ranks.wait()
+    job.ranks.wait()
 
 
 def _changed_tensors(piece: Piece, hf: HFCheckpoint, written: MegatronCheckpoint, options: Options) -> list[str]:

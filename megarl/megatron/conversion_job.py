@@ -152,6 +152,10 @@ class ConversionJob:
     def _record_file(self, number: int) -> Path:
         return self.folder / f".unit_{number:06d}"
 
+    def forget(self, number: int) -> None:
+        """Let the next start write this unit anew."""
+        self._record_file(number).unlink(missing_ok=True)
+
     def publish(self, manifest: Mapping[str, Any]) -> None:
         """Give the folder its name, with ``manifest`` and the SHA-256 of every file of weights in it."""
         files = sorted(path for path in self.folder.iterdir() if path.suffix in (".safetensors", ".distcp"))

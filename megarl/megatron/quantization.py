@@ -92,6 +92,8 @@ def quantize(source: Path, out: Path, model: Path | None, options: Options, rank
     source that is not whole or if ``out`` cannot be written, NumericsError for a value that is not finite; ``out`` is
     then as it was.
     """
+    if out.resolve() in (source.resolve(), *source.resolve().parents):
+        raise ConfigError(f"{out} would replace its own source; choose another folder")
     with _opened(source, model) as found:
         checked = options.verify and require_unchanged(found.path, ranks)
         tensors = [tensor for part in found.parts for tensor in part.tensors]
@@ -117,7 +119,7 @@ def quantize(source: Path, out: Path, model: Path | None, options: Options, rank
             job.run(shards, totals, write, finish)
             if options.verify:
                 with HFCheckpoint(job.folder) as back:
-                    verify(shards, totals, ranks, lambda part: _changed(part, back, plan.quantized, options.block))
+                    verify(job, shards, totals, lambda part: _changed(part, back, plan.quantized, options.block))
             job.publish({"to": "fp8", "block": options.block, "keep": options.keep, "verified": options.verify})
     before = sum(tensor.num_bytes for tensor in tensors)
     shapes = {tensor.name: tensor.shape for tensor in tensors}

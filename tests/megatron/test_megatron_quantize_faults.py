@@ -159,6 +159,12 @@ def test_what_is_no_checkpoint(folder: str, message: str, source: Path, tmp_path
         quantized(tmp_path / folder, tmp_path / "fp8")
 
 
+def test_the_source_is_not_the_output(source: Path, tmp_path: Path) -> None:
+    for out in (source, tmp_path):
+        with pytest.raises(ConfigError, match="would replace its own source"):
+            quantized(source, out, overwrite=True)
+
+
 def test_an_output_that_exists_stays_until_the_new_one_is_whole(source: Path, tmp_path: Path) -> None:
     quantized(source, tmp_path / "fp8")
     before = stored(tmp_path / "fp8")
@@ -185,11 +191,12 @@ def test_bytes_that_change_on_their_way_are_found(
             tensors[name].view(torch.uint8).view(-1)[0] ^= 1
         save(tensors, file)
 
-    monkeypatch.setattr(quantization, "save_tensors", save_changed)
-    with pytest.raises(CheckpointError, match=f"{name} came out different"):
-        quantized(source, tmp_path / "fp8")
+    with monkeypatch.context() as patch:
+        patch.setattr(quantization, "save_tensors", save_changed)
+        with pytest.raises(CheckpointError, match=f"{name} came out different"):
+            quantized(source, tmp_path / "fp8")
     assert not (tmp_path / "fp8").exists()
-    quantized(source, tmp_path / "unverified", verify=False)
+    assert quantized(source, tmp_path / "fp8").num_resumed == 4  # the fifth is written anew
 
 
 def test_files_may_be_read_by_others_and_have_checksums(source: Path, tmp_path: Path) -> None:
