@@ -90,8 +90,7 @@ class PackedAttention(torch.nn.Module):
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
-        pg_collection: Any = None,
-        **_: Any,  # latent attention names the width of keys and values, which the tensors say
+        **_: Any,  # process groups; latent attention also names the widths, which the tensors say
     ) -> None:
         super().__init__()
         del layer_number, cp_comm_type
@@ -101,13 +100,13 @@ class PackedAttention(torch.nn.Module):
             "attn_mask_type": attn_mask_type != AttnMaskType.causal,
             "attention_dropout": bool(dropout),
             "window_size": config.window_size is not None,
-            "softmax_type": config.softmax_type != "vanilla",
+            "softmax_type": getattr(config, "softmax_type", "vanilla") != "vanilla",  # a field from 0.15 on
             "apply_query_key_layer_scaling": config.apply_query_key_layer_scaling,
         }
         refused = [name for name, hit in unsupported.items() if hit]
         if refused:
             raise ConfigError(f"attention without Transformer Engine supports no {', '.join(refused)}")
-        self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
+        self.cp_group = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels or 1)
 
     def forward(

@@ -29,10 +29,9 @@ from megarl.errors import CheckpointError
 from megarl.megatron.distributed import is_main_rank
 from megarl.megatron.policy import Policy
 from megarl.megatron.shapes import ModelShape
+from megarl.megatron.versions import checkpoint_metadata
 from megarl.megatron.weights import unwrap
 
-# Copied at every use, because Megatron writes the process groups of the moment into the dict that it is given.
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 _NAME = re.compile(r"step_(\d+)")
 _READ_ERRORS = (
     dist_checkpointing.core.CheckpointingException,
@@ -97,7 +96,7 @@ def _write(state: dict[str, Any], path: Path) -> None:
         # A save that is waited for collects its results in this process. Megatron would start a server process for
         # them, which costs seconds and outlives a trainer that is killed.
         filesystem_async._results_queue = queue.Queue()
-    dist_checkpointing.save(state, str(path), content_metadata=dict(_METADATA))
+    dist_checkpointing.save(state, str(path), **checkpoint_metadata("content_metadata"))
     dist.barrier()
 
 
@@ -175,8 +174,7 @@ def _read(wanted: dict[str, Any], path: Path) -> Any:
 
 def _sharded_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
     return {
-        f"model{index}": unwrap(chunk).sharded_state_dict(metadata=dict(_METADATA))
-        for index, chunk in enumerate(chunks)
+        f"model{index}": unwrap(chunk).sharded_state_dict(**checkpoint_metadata()) for index, chunk in enumerate(chunks)
     }
 
 
@@ -184,7 +182,7 @@ def _sharded_state(policy: Policy, is_loading: bool) -> dict[str, Any]:
     state = _sharded_weights(policy.chunks)
     _allocate_adam_state(policy.optimizer)
     models = {key: value for chunk in state.values() for key, value in chunk.items()} if len(state) == 1 else state
-    state["optimizer"] = policy.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=dict(_METADATA))
+    state["optimizer"] = policy.optimizer.sharded_state_dict(models, is_loading=is_loading, **checkpoint_metadata())
     state["scheduler"] = policy.scheduler.state_dict()
     rank, world = dist.get_rank(), dist.get_world_size()
     state["rng"] = ShardedObject("rng", _rng(), (world,), (rank,), replica_id=0)

@@ -152,7 +152,7 @@ def enable() -> bool:
     distributed_c10d.ProcessGroupGloo = _SharedLoopGloo  # type: ignore[misc]
     with _eager_functions(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        modules = [importlib.import_module(name) for name in _RETARGETED_MODULES]
+        modules = [importlib.import_module(name) for name in _RETARGETED_MODULES if importlib.util.find_spec(name)]
     for module in modules:
         _retarget(module)
     _replace_helpers()
@@ -227,7 +227,9 @@ def _allow_unequal_shares(mappings: types.ModuleType) -> None:
     """Remedy 4: gather shares of unequal size by padding them, and reduce-scatter them by reducing all."""
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
-    def gather_unequal(share: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Any:
+    def gather_unequal(
+        share: torch.Tensor, group: Any = None, sizes: Any = None, use_global_buffer: bool = False
+    ) -> Any:
         if sizes is None or group.size() == 1:
             return gather(share, group, sizes, use_global_buffer)
         sizes = [int(size) for size in sizes]
@@ -238,7 +240,7 @@ def _allow_unequal_shares(mappings: types.ModuleType) -> None:
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
     def reduce_scatter_unequal(
-        whole: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False
+        whole: torch.Tensor, group: Any = None, sizes: Any = None, use_global_buffer: bool = False
     ) -> Any:
         if sizes is None or group.size() == 1:
             return reduce_scatter(whole, group, sizes, use_global_buffer)

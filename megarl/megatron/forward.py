@@ -16,7 +16,6 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
 
@@ -25,6 +24,7 @@ from megarl.core.parallel import sequence_parallel_slice
 from megarl.core.types import TrainBatch
 from megarl.megatron.batches import MicroBatch, router_tokens, to_slots, to_tokens
 from megarl.megatron.logprobs import linear_logprobs
+from megarl.megatron.versions import copy_to_tensor_parallel, padding_argument
 from megarl.megatron.weights import unwrap
 
 CoefficientFn = Callable[[int, TrainBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, Stat]]]
@@ -81,7 +81,7 @@ def _logprobs(
     if gpt.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, group=group)
     else:
-        hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+        hidden = copy_to_tensor_parallel(hidden, group)
     shared = gpt.share_embeddings_and_output_weights
     weight = gpt.shared_embedding_or_output_weight() if shared else gpt.output_layer.weight
     return linear_logprobs(hidden, weight, labels, temperature, vocab_size, group)
@@ -167,7 +167,7 @@ def _through_schedule(
                 position_ids=torch.zeros_like(micro.input_ids),
                 attention_mask=None,
                 packed_seq_params=micro.packing,
-                padding_mask=_padding_mask(gpt, micro),
+                **padding_argument(gpt.config, _padding_mask(gpt, micro)),
             )
         return output, lambda hidden: finish(index, gpt, hidden[0])
 

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megarl.errors import ConfigError
 from megarl.megatron.attention import LatentNorm, NormOverHeads, PackedAttention, RMSNorm
 from megarl.megatron.shapes import ModelShape
+from megarl.megatron.versions import TAKES_PADDING_MASK, for_stage, refuse_missing
 
 HAVE_TE = importlib.util.find_spec("transformer_engine") is not None
 
@@ -61,8 +62,11 @@ def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: t
     if values["moe_token_dispatcher_type"] == "flex":
         _require_deep_ep()
     if values.get("multi_latent_attention"):
-        return MLATransformerConfig(**{**values, "apply_rope_fusion": False})  # its kernel wants YaRN
-    return TransformerConfig(**values)
+        config: TransformerConfig = MLATransformerConfig(**{**values, "apply_rope_fusion": False})  # a kernel for YaRN
+    else:
+        config = TransformerConfig(**values)
+    refuse_missing(config)
+    return config
 
 
 def _require_deep_ep() -> None:
@@ -78,7 +82,7 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShap
     ConfigError for a model that Transformer Engine's layers cannot compute.
     """
     spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=HAVE_TE, normalization=config.normalization, vp_stage=vp_stage
+        config, use_transformer_engine=HAVE_TE, normalization=config.normalization, **for_stage(vp_stage)
     )
     if HAVE_TE:
         if shape.norm_over_heads:
@@ -114,20 +118,21 @@ def build_model(shape: ModelShape, config: TransformerConfig) -> list[GPTModel]:
     tp = parallel_state.get_tensor_model_parallel_world_size()
     chunks = []
     for stage in [None] if stages is None else range(stages):
+        named = for_stage(stage)
         chunk = GPTModel(
             config=config,
             transformer_layer_spec=layer_spec(config, stage, shape),  # type: ignore[arg-type]
             vocab_size=-(-shape.vocab_size // tp) * tp,
             max_sequence_length=shape.max_sequence_length,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stages is None, vp_stage=stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stages is None, vp_stage=stage),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stages is None, **named),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stages is None, **named),
             share_embeddings_and_output_weights=shape.tied_embeddings,
             position_embedding_type="rope",
             rotary_percent=shape.rotary_percent,
             rotary_base=shape.rotary_base,  # type: ignore[arg-type]
-            vp_stage=stage,
+            **named,
         )
-        if config.moe_router_enable_expert_bias:
+        if config.moe_router_enable_expert_bias and TAKES_PADDING_MASK:
             _mend_expert_bias(chunk)
         chunks.append(chunk.cuda(torch.cuda.current_device()) if torch.cuda.is_available() else chunk)
     return chunks

@@ -6,9 +6,10 @@ exactly the same hidden states. Which micro-batch it was is told by the token id
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,28 @@ class Dispatch:
     """[T_local, E], the weights of the experts' outputs."""
     logits: torch.Tensor
     """fp32 [T_local, E], of the router, computed here."""
+
+
+def _entrance(dispatcher: Any) -> str:
+    """The method that a dispatcher is given tokens by; 0.12 has one for all that it does."""
+    return "dispatch_preprocess" if hasattr(dispatcher, "dispatch_preprocess") else "token_permutation"
+
+
+def tap(dispatcher: Any, see: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]) -> None:
+    """Let ``see(hidden states, routing map, gates)`` look at every call of one dispatcher."""
+    original = getattr(dispatcher, _entrance(dispatcher))
+    signature = inspect.signature(original)
+
+    def dispatch(*positional: Any, **named: Any) -> Any:
+        given = signature.bind(*positional, **named).arguments
+        see(given["hidden_states"], given["routing_map"], given["probs"])
+        return original(*positional, **named)
+
+    setattr(dispatcher, _entrance(dispatcher), dispatch)
+
+
+def untap(dispatcher: Any) -> None:
+    delattr(dispatcher, _entrance(dispatcher))
 
 
 class TopTwo:
@@ -79,25 +102,23 @@ class DispatchProbe:
 
     def _wrap(self, layer: Any, current: dict[str, int]) -> None:
         dispatcher, router, number = layer.mlp.token_dispatcher, layer.mlp.router, layer.layer_number - 1
-        original = dispatcher.dispatch_preprocess
 
-        def dispatch_preprocess(hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor) -> Any:
+        def see(hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor) -> None:
             flat = hidden.detach().reshape(-1, hidden.size(-1)).clone()
             earlier = [one for one in self.seen if one.layer == number and torch.equal(one.hidden, flat)]
             logits = flat.float() @ router.weight.detach().float().T
             micro = earlier[0].micro if earlier else current["micro"]
             found = routing_map.detach().bool().clone()
             self.seen.append(Dispatch(number, micro, bool(earlier), flat, found, probs.detach().clone(), logits))
-            return original(hidden, routing_map, probs)
 
-        dispatcher.dispatch_preprocess = dispatch_preprocess
+        tap(dispatcher, see)
         self._wrapped.append(dispatcher)
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         for dispatcher in self._wrapped:
-            del dispatcher.dispatch_preprocess
+            untap(dispatcher)
 
     def counts(self) -> Counter[tuple[int, int, bool]]:
         """(layer, micro-batch, is_recomputation) -> calls."""

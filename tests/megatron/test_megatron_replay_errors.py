@@ -64,7 +64,6 @@ class World:
             position_ids=torch.zeros_like(micro.input_ids),
             attention_mask=None,
             packed_seq_params=micro.packing,
-            padding_mask=micro.padding_mask,
         ).sum()
 
 

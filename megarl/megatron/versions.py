@@ -1,0 +1,112 @@
+"""Where releases of Megatron-Core from 0.12 to 0.16 differ, told by what they accept and not by their number.
+
+The rest of megarl is written for 0.16 and asks here for the rest. What an older release cannot do is refused when the
+model is built, with the release's name; docs/version_matrix.md lists it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import megatron.core
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megarl.errors import ConfigError
+
+RELEASE: str = megatron.core.__version__
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    return name in inspect.signature(function).parameters
+
+
+TAKES_PADDING_MASK = _takes(GPTModel.forward, "padding_mask")
+"""Whether routers can leave padding out of what they count (from 0.16 on)."""
+
+
+def for_stage(stage: int | None) -> dict[str, int | None]:
+    """Keyword arguments that say which virtual pipeline stage is built; 0.12 is told through its parallel state."""
+    if _takes(GPTModel.__init__, "vp_stage"):
+        return {"vp_stage": stage}
+    if stage is not None:
+        parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
+    return {}
+
+
+def checkpoint_metadata(name: str = "metadata") -> dict[str, dict[str, Any]]:
+    """The keyword argument that says how optimizer state is cut, so that it loads in other layouts; 0.12 has none.
+
+    A new dict at every call, because Megatron writes the process groups of the moment into it.
+    """
+    if not _takes(DistributedOptimizer.sharded_state_dict, "metadata"):
+        return {}
+    if not hasattr(DistributedOptimizer, "sharded_param_state_fully_reshardable"):
+        return {name: {"distrib_optim_sharding_type": "fully_sharded_model_space"}}
+    return {name: {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}}
+
+
+def copy_to_tensor_parallel(replicated: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The tensor as it is; its gradient is summed over ``group``, the tensor-parallel one (which 0.12 takes itself)."""
+    named = {"group": group} if _takes(copy_to_tensor_model_parallel_region, "group") else {}
+    return copy_to_tensor_model_parallel_region(replicated, **named)
+
+
+def padding_argument(config: TransformerConfig, mask: Tensor | None) -> dict[str, Tensor | None]:
+    """The keyword argument that keeps padding out of what routers count; ConfigError if it is needed but missing."""
+    if TAKES_PADDING_MASK:
+        return {"padding_mask": mask}
+    if mask is not None:
+        _refuse_counted_padding(config)
+    return {}
+
+
+def refuse_missing(config: TransformerConfig) -> None:
+    """ConfigError if these settings need what only a later release has."""
+    kinds = config.moe_router_load_balancing_type
+    if "global_aux_loss" in kinds and not hasattr(TopKRouter, "_apply_global_aux_loss"):
+        raise ConfigError(
+            f"megatron.moe_router_load_balancing_type = {kinds!r}: megatron-core {RELEASE} has no global_aux_loss; "
+            "use aux_loss, or install megatron-core 0.16.1"
+        )
+    if not TAKES_PADDING_MASK and _pads(config):
+        _refuse_counted_padding(config)
+
+
+def _refuse_counted_padding(config: TransformerConfig) -> None:
+    for setting, counts in _COUNTING.items():
+        if counts(config):
+            raise ConfigError(
+                f"megatron.{setting} = {getattr(config, setting)!r}: routers of megatron-core {RELEASE} count padding, "
+                f"which this layout has; remove {setting}, or install megatron-core 0.16.1"
+            )
+
+
+def _pads(config: TransformerConfig) -> bool:
+    """Whether micro-batches get slots without a token."""
+    sizes = (config.tensor_model_parallel_size, config.context_parallel_size, config.pipeline_model_parallel_size)
+    return max(sizes) > 1 or config.moe_token_dispatcher_type == "allgather"
+
+
+def _balances(config: TransformerConfig) -> bool:
+    coefficients = config.moe_aux_loss_coeff
+    used = config.moe_router_load_balancing_type != "none"
+    return used and any(coefficients if isinstance(coefficients, list) else [coefficients])
+
+
+_COUNTING: dict[str, Callable[[TransformerConfig], bool]] = {
+    "moe_router_load_balancing_type": _balances,
+    "moe_z_loss_coeff": lambda config: bool(config.moe_z_loss_coeff),
+    "moe_router_bias_update_rate": lambda config: (
+        config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate != 0
+    ),
+}
+"""Setting -> whether it makes routers count tokens."""
