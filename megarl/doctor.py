@@ -106,21 +106,21 @@ def _megatron() -> Finding:
             found = f"source at {megatron_fields.source_root()}"
         except ConfigError:
             return Finding("megatron-core", None, True, "the trainer: pip install megatron-core==0.16.1")
-    return Finding("megatron-core", found, True, "the trainer; megarl is written and tested for 0.16.1")
+    return Finding("megatron-core", found, True, "the trainer; tested with 0.16.1, and with 0.12.3 to 0.16.0")
 
 
 def _replay_hook() -> Finding:
-    """Read, not imported: the router must hold a replay object and the top-k function must ask it."""
-    name = "native replay hook"
+    """Read, not imported: the router must hold a replay object and the top-k function must ask it. Patched releases have both."""
+    name = "replay hook"
     try:
         moe = megatron_fields.source_root() / "transformer" / "moe"
         asks = ".get_replay_topk(" in (moe / "moe_utils.py").read_text()
         holds = "self.router_replay" in (moe / "router.py").read_text()
     except (ConfigError, OSError):
-        return Finding(name, None, True, "needs megatron-core 0.16 or later")
+        return Finding(name, None, True, "needs megatron-core, 0.12.3 or later")
     if asks and holds:
         return Finding(name, "present", True, 'routing replay: train.replay = "r2" and "r3"')
-    return Finding(name, None, True, "this Megatron-Core cannot replay routes: pip install megatron-core==0.16.1")
+    return Finding(name, None, True, "this Megatron-Core cannot replay routes: run `python tools/patch.py apply`")
 
 
 def _sglang(python: Path) -> Finding:

@@ -50,7 +50,7 @@ def test_this_environment_is_found_complete():
     assert "Everything that is required is here." in text
     assert "megatron-core" in text
     assert "0.16.1" in text
-    assert "native replay hook" in text
+    assert "replay hook" in text
     assert "pip install 'megarl[gpu]'" in text  # square brackets are no markup
     for blocker in REPLAY_BLOCKERS:
         assert blocker.setting in text
@@ -66,7 +66,7 @@ def test_nothing_installed_is_a_result_and_not_a_crash(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)  # `import torch` now raises ImportError
     code, text = shown()
     assert code == 1
-    assert "Missing: torch, megatron-core, native replay hook, transformers" in text
+    assert "Missing: torch, megatron-core, replay hook, transformers" in text
 
 
 def test_a_broken_torch_is_a_result_and_not_a_crash(monkeypatch):
@@ -87,7 +87,8 @@ def test_a_megatron_without_the_hook_is_missing_something_required(monkeypatch, 
     monkeypatch.setattr(megatron_fields, "source_root", lambda: tmp_path)
     code, text = shown()
     assert code == 1
-    assert "Missing: native replay hook." in text
+    assert "Missing: replay hook." in text
+    assert "run `python tools/patch.py apply`" in text
 
 
 def test_a_configuration_shows_its_layout_and_is_not_hit(tmp_path, monkeypatch):

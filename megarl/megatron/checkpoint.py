@@ -7,7 +7,6 @@ layout; optimizer state in any with the same kind of experts (ep = 1 or ep > 1),
 
 from __future__ import annotations
 
-import queue
 import random
 import re
 import shutil
@@ -29,7 +28,7 @@ from megarl.errors import CheckpointError
 from megarl.megatron.distributed import is_main_rank
 from megarl.megatron.policy import Policy
 from megarl.megatron.shapes import ModelShape
-from megarl.megatron.versions import checkpoint_metadata
+from megarl.megatron.versions import checkpoint_metadata, results_queue
 from megarl.megatron.weights import unwrap
 
 _NAME = re.compile(r"step_(\d+)")
@@ -93,9 +92,9 @@ def write_weights(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
 
 def _write(state: dict[str, Any], path: Path) -> None:
     if filesystem_async._results_queue is None:
-        # A save that is waited for collects its results in this process. Megatron would start a server process for
-        # them, which costs seconds and outlives a trainer that is killed.
-        filesystem_async._results_queue = queue.Queue()
+        # A save that is waited for needs no server process to collect its results: Megatron's costs seconds and
+        # outlives a trainer that is killed.
+        filesystem_async._results_queue = results_queue()
     dist_checkpointing.save(state, str(path), **checkpoint_metadata("content_metadata"))
     dist.barrier()
 

@@ -1,4 +1,4 @@
-"""Lets unmodified megatron-core 0.16.1 run where there is no CUDA: gloo, CPU tensors, no Transformer Engine.
+"""Lets megatron-core 0.12 to 0.16 run where there is no CUDA: gloo, CPU tensors, no Transformer Engine.
 
 Megatron-Core assumes a GPU in six ways. Each has one remedy here; nothing else of torch or Megatron is touched, and
 nothing at all happens on a machine with CUDA.
@@ -11,7 +11,8 @@ nothing at all happens on a machine with CUDA.
    of compilation per function, so during that import ``torch.compile`` hands functions back as they are.
 4. Split sizes of the all-to-all dispatcher stay tensors, which gloo refuses, and so does it shares of unequal size,
    which expert-tensor parallelism gathers. The router's GEMM, and recomputation of single modules, name Transformer
-   Engine symbols that are undefined without it; latent attention compares with them.
+   Engine symbols that are undefined without it; latent attention compares with them; 0.12 misses it in a step without
+   FP8 parameters too.
 5. torch's Adam, which serves where the fused one of Apex or Transformer Engine is absent, keeps a step count for each
    parameter. Loading a reshardable checkpoint of the distributed optimizer forgets it; Megatron restores the count
    itself right before, so the value in place is the right one.
@@ -274,6 +275,15 @@ def _replace_helpers() -> None:
 
     dispatcher.maybe_move_tensor_to_cpu = as_split_sizes
     _allow_unequal_shares(importlib.import_module("megatron.core.tensor_parallel.mappings"))
+
+    fp8 = importlib.import_module("megatron.core.fp8_utils")
+    quantize = fp8._quantize_param_shard_impl
+
+    def quantize_any(parameters: list[Any], *rest: Any, **named: Any) -> None:
+        if parameters:
+            quantize(parameters, *rest, **named)
+
+    fp8._quantize_param_shard_impl = quantize_any
 
     optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
     set_states = optimizer._set_main_param_and_optimizer_states

@@ -1,9 +1,9 @@
 """Routing replay on Megatron-Core's native hook: the routers of a model use the experts that they are told to.
 
-Megatron-Core 0.16 asks ``router.router_replay.get_replay_topk(scores, topk, ...)`` for the experts of a batch.
-``RoutingReplay`` puts one hook object there per router. A hook without a session routes natively; ``record()`` and
-``replay(routes)`` open a session for the duration of a ``with`` block, and close it even when the block raises. There
-is no module-level state, so models do not see each other.
+Megatron-Core 0.16, or an older release with the patch of ``patches/``, asks ``router.router_replay`` for the experts of
+a batch by ``get_replay_topk(scores, topk, ...)``. ``RoutingReplay`` puts one hook object there per router. A hook
+without a session routes natively; ``record()`` and ``replay(routes)`` open a session for the duration of a ``with``
+block, and close it even when the block raises. There is no module-level state, so models do not see each other.
 
 Only the choice of experts is replayed. The gate weights are computed from the logits of the pass itself, at the
 replayed experts, and gradients reach the router through them (Ma et al., arXiv 2510.11370; Zheng et al., arXiv
@@ -31,6 +31,7 @@ from megarl.megatron.replay_hooks import (
     Replayer,
     untraced_rows,
 )
+from megarl.megatron.versions import RELEASE
 from megarl.megatron.weights import unwrap
 from megarl.megatron_fields import replay_blockers
 
@@ -188,7 +189,10 @@ def _refuse_while_in_use(router: TopKRouter) -> None:
 
 def _refuse_bypass(router: TopKRouter) -> None:
     if not hasattr(router, "router_replay"):
-        raise ReplayError("this Megatron-Core has no replay hook (added in 0.16.0); install 0.16.1 or patch it")
+        raise ReplayError(
+            f"this Megatron-Core has no replay hook: found {RELEASE} without the patch, expected 0.16.0 or later; run "
+            "`python tools/patch.py apply`, or install megatron-core 0.16.1"
+        )
     if (router.config.num_moe_experts or 0) > MOST_EXPERTS:
         raise ReplayError(f"{router.config.num_moe_experts} experts, expected at most {MOST_EXPERTS}: rows are 16 bits")
     for blocker in replay_blockers(vars(router.config)):
