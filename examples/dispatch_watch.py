@@ -1,10 +1,11 @@
 """Watches to which experts tokens are really sent, at Megatron's token dispatcher, and compares; for the examples' end.
 
-It knows nothing of replay: it wraps ``dispatch_preprocess`` of every MoE layer and reads the routing map that arrives.
+It knows nothing of replay: it wraps what every MoE layer sends tokens with, and reads the routing map that arrives.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,18 +50,22 @@ class DispatchWatch:
 
     def _wrap(self, layer: Any, running: list[torch.Tensor]) -> None:
         dispatcher, router, number = layer.mlp.token_dispatcher, layer.mlp.router, layer.layer_number - 1
-        original = dispatcher.dispatch_preprocess
+        name = "dispatch_preprocess" if hasattr(dispatcher, "dispatch_preprocess") else "token_permutation"  # in 0.12
+        original = getattr(dispatcher, name)
+        signature = inspect.signature(original)
 
-        def dispatch_preprocess(hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor) -> Any:
+        def dispatch(*arguments: Any) -> Any:
+            given = signature.bind(*arguments).arguments
+            hidden, routing_map = given["hidden_states"], given["routing_map"]
             rows = hidden.detach().reshape(-1, hidden.size(-1)).clone()
             tokens = running[0] if running else self._recomputed(number, rows)
             chosen = (rows.float() @ router.weight.detach().float().T).topk(toy.TOPK).indices
             native = torch.zeros_like(routing_map, dtype=torch.bool).scatter(1, chosen, True)
             sent = routing_map.bool().clone()
             self._seen.append(Dispatch(tokens, layer.training, number, rows, sent.cpu(), native.cpu()))
-            return original(hidden, routing_map, probs)
+            return original(*arguments)
 
-        dispatcher.dispatch_preprocess = dispatch_preprocess
+        setattr(dispatcher, name, dispatch)
 
     def _recomputed(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
         """Activation checkpointing repeats a layer on the same input, so that tells the micro-batch."""

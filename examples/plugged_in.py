@@ -40,10 +40,10 @@ def build(args: argparse.Namespace) -> tuple[list[DistributedDataParallel], Mega
             toy.layer_spec(config, stage),
             vocab_size=toy.VOCAB,
             max_sequence_length=toy.SEQ_LENGTH,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, **toy.named(stage)),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, **toy.named(stage)),
             position_embedding_type="rope",
-            vp_stage=stage,
+            **toy.named(stage),
         )
         gpt.cuda(torch.cuda.current_device())
         chunks.append(DistributedDataParallel(config, ddp, gpt, disable_bucketing=bool(stage)))

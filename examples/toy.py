@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import inspect
 import os
 from typing import Any
 
@@ -15,6 +16,7 @@ import megarl.megatron  # isort: skip  (before Megatron is imported)
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -67,10 +69,19 @@ def leave() -> None:
     dist.destroy_process_group()
 
 
+def named(vp_stage: int | None) -> dict[str, int | None]:
+    """The argument that names a virtual pipeline stage; Megatron-Core 0.12 has none and asks its parallel state."""
+    if "vp_stage" in inspect.signature(GPTModel).parameters:
+        return {"vp_stage": vp_stage}
+    if vp_stage is not None:
+        parallel_state.set_virtual_pipeline_model_parallel_rank(vp_stage)
+    return {}
+
+
 def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Transformer Engine's layers where it is installed, else Megatron's local ones."""
     spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=HAVE_TE, normalization=config.normalization, vp_stage=vp_stage
+        config, use_transformer_engine=HAVE_TE, normalization=config.normalization, **named(vp_stage)
     )
     if not HAVE_TE:
         for layer in spec.layer_specs or []:

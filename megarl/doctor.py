@@ -110,7 +110,7 @@ def _megatron() -> Finding:
 
 
 def _replay_hook() -> Finding:
-    """Read, not imported: the router must hold a replay object and the top-k function must ask it. Patched releases have both."""
+    """Read, not imported: the router must hold a replay object and the top-k function must ask it."""
     name = "replay hook"
     try:
         moe = megatron_fields.source_root() / "transformer" / "moe"
