@@ -1,0 +1,156 @@
+"""What is run on every release of Megatron-Core: by ``test_release_training.py`` and ``test_megatron_versions.py`` in
+part, by ``tools/version_matrix.py`` as a whole."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_releases import installed
+
+if TYPE_CHECKING:
+    from forks import Ended
+    from train_world import World
+
+HERE = Path(__file__).parent
+TOOL = HERE.parent / "tools" / "patch.py"
+OLDER = ("0.12.3", "0.13.1", "0.14.0", "0.15.3")
+RELEASES = (*OLDER, "0.16.0", "0.16.1")
+"""All that megarl runs on; 0.16.0 needs no patch and has none."""
+
+_POINT = "megatron/test_megatron_matrix.py::test_acceptance_replay_holds_at_every_point_of_the_layout"
+REPLAY_TESTS = (
+    "megatron/test_megatron_known_bugs.py",
+    "megatron/test_megatron_replay_semantics.py",
+    "megatron/test_megatron_replay_errors.py",
+    *(f"{_POINT}[{layout}]" for layout in ("single", "tp2-ep2-etp1", "pp2-vpp2")),
+)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A program that has ended."""
+
+    status: int
+    output: str
+    seconds: float
+
+    @property
+    def passed(self) -> int:
+        """Tests, of a pytest."""
+        found = re.search(r"(\d+) passed", self.output)
+        return int(found[1]) if found else 0
+
+
+def prepared(version: str, folder: Path) -> Path:
+    """A copy of a release in ``folder``, with its patch where it has one."""
+    shutil.copytree(installed(version), folder, ignore=shutil.ignore_patterns("__pycache__"))
+    if version != "0.16.0":
+        run([str(TOOL), "apply", str(folder)], check=True)
+    return folder
+
+
+def restored(version: str, folder: Path) -> list[str]:
+    """Takes the patch out again; the files that then differ from the wheel's own list of hashes."""
+    if version != "0.16.0":
+        run([str(TOOL), "revert", str(folder)], check=True)
+    record = next(folder.glob("megatron_core-*.dist-info/RECORD"))
+    rows = [row for row in csv.reader(record.read_text().splitlines()) if row[1].startswith("sha256=")]
+    assert len(rows) > 200
+    return [name for name, digest, _ in rows if digest != f"sha256={_digest(folder / name)}"]
+
+
+def _digest(file: Path) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(file.read_bytes()).digest()).decode().rstrip("=")
+
+
+def environment(folder: Path | None) -> dict[str, str]:
+    """Of a process that finds this Megatron-Core before the environment's own."""
+    path = [*([str(folder)] if folder else []), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def run(words: Sequence[str], folder: Path | None = None, check: bool = False, timeout: float = 900) -> Ran:
+    """``python`` with these arguments on the Megatron-Core in ``folder``."""
+    started = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, *words],
+        env=environment(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        check=False,
+        cwd=HERE.parent,
+    )
+    assert not check or done.returncode == 0, done.stdout[-3000:]
+    return Ran(done.returncode, done.stdout, time.perf_counter() - started)
+
+
+def run_tests(folder: Path | None, tests: Sequence[str] = REPLAY_TESTS) -> Ran:
+    return run(["-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(HERE / test) for test in tests)], folder)
+
+
+def run_example(folder: Path | None, *words: str) -> Ran:
+    """examples/plugged_in.py on two ranks."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    return run([*launcher, str(HERE.parent / "examples" / "plugged_in.py"), *words], folder)
+
+
+RECOMPUTE = {"recompute__granularity": "full", "recompute__method": "uniform", "recompute__num_layers": 1}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "r3, tp 2, all recomputed": {"train__replay": "r3", "parallel__tp": 2, **RECOMPUTE},
+    "r2, ep 2, experts recomputed": {
+        "train__replay": "r2",
+        "parallel__ep": 2,
+        "recompute__granularity": "selective",
+        "recompute__modules": ["moe"],
+    },
+    "r3, pp 2, all recomputed": {"train__replay": "r3", "parallel__pp": 2, **RECOMPUTE},
+    "r3, kl_grpo": {"train__replay": "r3", "train__objective": "kl_grpo"},
+}
+"""A step of megarl's trainer on two ranks in each of these settings."""
+
+
+def trained(folder: Path | None, world: World, where: Path) -> tuple[dict[str, Ended], float]:
+    """Steps of the trainer in all VARIANTS, and a run of two steps with R3 that is resumed for a third.
+
+    How each job ended, by variant, and "run" and "resumed"; all on two ranks, each in processes of its own, for 0.12
+    does not forget the embedding ranks of an earlier layout. Then the seconds. The run is in ``where / run``.
+    """
+    from forks import Job, _ended
+
+    def run_job(name: str, steps: int) -> Job:
+        overrides = {
+            "run__dir": str(where / "run"),
+            "run__steps": steps,
+            "checkpoint__every": 2,
+            "train__replay": "r3",
+            "parallel__ep": 2,
+            **RECOMPUTE,
+        }
+        return Job(name, 2, "train_jobs:run", {"world": world, "overrides": overrides})
+
+    jobs = [
+        *(Job(name, 2, "train_jobs:steps", {"world": world, "variants": {name: VARIANTS[name]}}) for name in VARIANTS),
+        run_job("run", 2),
+        run_job("resumed", 3),
+    ]
+    where.mkdir(parents=True)
+    (where / "plan.pkl").write_bytes(pickle.dumps(jobs))
+    ran = run([str(HERE / "train" / "fork_worker.py"), str(where)], folder)
+    assert (where / "codes.pkl").is_file(), ran.output[-3000:]
+    codes = pickle.loads((where / "codes.pkl").read_bytes())
+    return {job.name: _ended(where, index, codes[index]) for index, job in enumerate(jobs)}, ran.seconds
