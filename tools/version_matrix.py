@@ -20,9 +20,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-sys.path.insert(0, str(ROOT / "tests" / "train"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "train"))
 
 from forks import Ended
 from release_checks import (
@@ -49,12 +48,12 @@ REFUSED = """\
 | what | release | what megarl says |
 |---|---|---|
 | replay without the patch | 0.12.3 to 0.15.3 | ReplayError and `megarl doctor`: run `python tools/patch.py apply` |
-| losses or biases that count tokens, in a layout that pads | 0.12.3 to 0.15.3 | ConfigError: its routers count padding |
+| what counts tokens, in a layout that pads | 0.12.3 to 0.15.3 | ConfigError: its routers count padding |
 | `moe_router_load_balancing_type = "global_aux_loss"` | 0.12.3 to 0.14.0 | ConfigError: the release has none |
 | a `[megatron]` key that the release has no field for | each its own | ConfigError: no field has this name |
 
 Balancing losses, the z-loss and a moving expert bias (`moe_router_bias_update_rate`) count tokens; tp, cp or pp above 1
-and the all-gather dispatcher pad. From 0.16 on Megarl tells routers what is padding. 0.14.0 would ignore
+and the all-gather dispatcher pad. From 0.16 on megarl tells routers what is padding. 0.14.0 would ignore
 `global_aux_loss` without a word. `pipeline_model_parallel_layout` and `moe_router_force_load_balancing` are fields from
 0.13 on, `moe_router_fusion` and `overlap_moe_expert_parallel_comm` from 0.14 on, `cuda_graph_impl` from 0.15 on.
 """
@@ -155,8 +154,8 @@ EXPLAINED = """\
 Up to 0.14.0 checkpoints hold optimizer state in another form (`fully_sharded_model_space`), and are written by a forked
 process. Checkpoints of one release were not loaded into another: stay on the release that a run began with. 0.12.3
 cannot change its layout within a process (it keeps the embedding ranks of the earlier one); megarl never does. All ran
-with the torch and numpy above, which are newer than these releases ask for; `megarl/megatron/versions.py` says what that
-takes. CUDA, NCCL and Transformer Engine were not run on any release.
+with the torch and numpy above, which are newer than these releases ask for; `megarl/megatron/checkpoint_versions.py`
+says what that takes. CUDA, NCCL and Transformer Engine were not run on any release.
 """
 
 

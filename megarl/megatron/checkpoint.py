@@ -25,10 +25,10 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.errors import CheckpointError
+from megarl.megatron.checkpoint_versions import checkpoint_metadata, results_queue
 from megarl.megatron.distributed import is_main_rank
 from megarl.megatron.policy import Policy
 from megarl.megatron.shapes import ModelShape
-from megarl.megatron.versions import checkpoint_metadata, results_queue
 from megarl.megatron.weights import unwrap
 
 _NAME = re.compile(r"step_(\d+)")

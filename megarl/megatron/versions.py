@@ -7,101 +7,44 @@ model is built, with the release's name; docs/version_matrix.md lists it.
 from __future__ import annotations
 
 import inspect
-import os
-import pickle
-import queue
-import tempfile
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import megatron.core
-import numpy as np
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing import exchange_utils
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem
 
 from megarl.errors import ConfigError
 
 RELEASE: str = megatron.core.__version__
 
 
-def _takes(function: Callable[..., Any], name: str) -> bool:
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether the function has a parameter of this name."""
     return name in inspect.signature(function).parameters
 
 
-TAKES_PADDING_MASK = _takes(GPTModel.forward, "padding_mask")
+TAKES_PADDING_MASK = takes(GPTModel.forward, "padding_mask")
 """Whether routers can leave padding out of what they count (from 0.16 on)."""
 
 
 def for_stage(stage: int | None) -> dict[str, int | None]:
     """Keyword arguments that say which virtual pipeline stage is built; 0.12 is told through its parallel state."""
-    if _takes(GPTModel.__init__, "vp_stage"):
+    if takes(GPTModel.__init__, "vp_stage"):
         return {"vp_stage": stage}
     if stage is not None:
         parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
     return {}
 
 
-def checkpoint_metadata(name: str = "metadata") -> dict[str, dict[str, Any]]:
-    """The keyword argument that says how optimizer state is cut, so that it loads in other layouts; 0.12 has none.
-
-    A new dict at every call, because Megatron writes the process groups of the moment into it.
-    """
-    if not _takes(DistributedOptimizer.sharded_state_dict, "metadata"):
-        return {}
-    if not hasattr(DistributedOptimizer, "sharded_param_state_fully_reshardable"):
-        return {name: {"distrib_optim_sharding_type": "fully_sharded_model_space"}}
-    return {name: {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}}
-
-
-def results_queue() -> Any:
-    """Where a save that is waited for puts what it has written; before 0.15 it does so in a forked process."""
-    return queue.Queue() if "execute_sync" in AsyncSaveShardedStrategy.save.__code__.co_names else _ForkedQueue()
-
-
-class _ForkedQueue:
-    """From a forked process to its parent through a file, which neither blocks nor outlives them."""
-
-    def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (open as long as the queue)
-        self._read = 0
-
-    def put(self, item: Any) -> None:
-        self._file.write(pickle.dumps(item))
-
-    def get_nowait(self) -> Any:
-        waiting = os.fstat(self._file.fileno()).st_size - self._read
-        if not waiting:
-            raise queue.Empty
-        item = pickle.loads(os.pread(self._file.fileno(), waiting, self._read))
-        self._read += waiting
-        return item
-
-
-def _meet_newer_libraries() -> None:
-    """Two things that checkpoints of older releases expect of numpy and torch, and newer ones have changed."""
-    if "product" in exchange_utils._shard_size.__code__.co_names and not hasattr(np, "product"):  # to 0.15; numpy 2
-        np.product = np.prod
-    if "serialization_format" in inspect.signature(filesystem._write_item).parameters:  # torch 2.8
-        writer = filesystem_async.FileSystemWriterAsync.write_preloaded_data
-        if "serialization_format" not in writer.__code__.co_consts:  # 0.12
-            form = filesystem.SerializationFormat.TORCH_SAVE
-            filesystem_async._write_item = partial(filesystem._write_item, serialization_format=form)
-
-
 def copy_to_tensor_parallel(replicated: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The tensor as it is; its gradient is summed over ``group``, the tensor-parallel one (which 0.12 takes itself)."""
-    named = {"group": group} if _takes(copy_to_tensor_model_parallel_region, "group") else {}
+    named = {"group": group} if takes(copy_to_tensor_model_parallel_region, "group") else {}
     return copy_to_tensor_model_parallel_region(replicated, **named)
 
 
@@ -155,6 +98,3 @@ _COUNTING: dict[str, Callable[[TransformerConfig], bool]] = {
     ),
 }
 """Setting -> whether it makes routers count tokens."""
-
-
-_meet_newer_libraries()

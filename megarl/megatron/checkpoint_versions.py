@@ -1,0 +1,70 @@
+"""Where checkpoints of Megatron-Core 0.12 to 0.16 differ, told by what a release accepts and not by its number."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import queue
+import tempfile
+from functools import partial
+from typing import Any
+
+import numpy as np
+from megatron.core.dist_checkpointing import exchange_utils
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.checkpoint import filesystem
+
+from megarl.megatron.versions import takes
+
+
+def checkpoint_metadata(name: str = "metadata") -> dict[str, dict[str, Any]]:
+    """The keyword argument that says how optimizer state is cut, so that it loads in other layouts; 0.12 has none.
+
+    A new dict at every call, because Megatron writes the process groups of the moment into it.
+    """
+    if not takes(DistributedOptimizer.sharded_state_dict, "metadata"):
+        return {}
+    if not hasattr(DistributedOptimizer, "sharded_param_state_fully_reshardable"):
+        return {name: {"distrib_optim_sharding_type": "fully_sharded_model_space"}}
+    return {name: {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}}
+
+
+def results_queue() -> Any:
+    """Where a save that is waited for puts what it has written; before 0.15 it does so in a forked process."""
+    return queue.Queue() if "execute_sync" in AsyncSaveShardedStrategy.save.__code__.co_names else _ForkedQueue()
+
+
+class _ForkedQueue:
+    """From a forked process to its parent through a file, which neither blocks nor outlives them."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (open as long as the queue)
+        self._read = 0
+
+    def put(self, item: Any) -> None:
+        self._file.write(pickle.dumps(item))
+
+    def get_nowait(self) -> Any:
+        waiting = os.fstat(self._file.fileno()).st_size - self._read
+        if not waiting:
+            raise queue.Empty
+        item = pickle.loads(os.pread(self._file.fileno(), waiting, self._read))
+        self._read += waiting
+        return item
+
+
+def _meet_newer_libraries() -> None:
+    """Two things that checkpoints of older releases expect of numpy and torch, and newer ones have changed."""
+    if "product" in exchange_utils._shard_size.__code__.co_names and not hasattr(np, "product"):  # to 0.15; numpy 2
+        np.product = np.prod
+    if "serialization_format" in inspect.signature(filesystem._write_item).parameters:  # torch 2.8
+        writer = filesystem_async.FileSystemWriterAsync.write_preloaded_data
+        if "serialization_format" not in writer.__code__.co_consts:  # 0.12
+            form = filesystem.SerializationFormat.TORCH_SAVE
+            filesystem_async._write_item = partial(filesystem._write_item, serialization_format=form)
+
+
+_meet_newer_libraries()
