@@ -11,7 +11,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -94,6 +93,8 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShap
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = PackedAttention
         if config.multi_latent_attention:
+            from megatron.core.post_training.modelopt.layers import Linear  # not in every release
+
             # Column-parallel ones would leave the gradient of the rotated keys to each rank's own heads.
             attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
             norm = ModuleSpec(LatentNorm, params={"own_eps": shape.latent_norm_epsilon})
