@@ -1,7 +1,7 @@
 """A script in the manner of Megatron-LM's pretrain_gpt.py, and the three lines that switch megarl on in it.
 
     python examples/pretrain_style.py --routing-replay r3
-    torchrun --nproc-per-node 2 examples/pretrain_style.py --routing-replay r2 --expert-model-parallel-size 2
+    torchrun --nproc-per-node 2 examples/pretrain_style.py --routing-replay r3 --expert-model-parallel-size 2
 
 The lines are marked ``# megarl``; docs/megatron_lm.md says where they go in a fork. ``megatron.training`` is not on
 PyPI, so the second half of this file stands in for it: its functions are named as in megatron/training/arguments.py and
