@@ -28,6 +28,8 @@ from megarl.megatron.torch_dist import Chunk, Keys, Layers, TorchDistWriter
 HF_FOLDER = "huggingface"
 """Where a converted Megatron checkpoint keeps config and tokenizer of its model."""
 T = TypeVar("T")
+_MODEL_ARGUMENTS = ("num_layers", "hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "num_attention_heads")
+"""What Megatron-LM compares or takes over from a checkpoint's arguments, under the names of the fields."""
 _KEEP_DTYPE = ("decoder.layers.{layer}.mlp.router.expert_bias",)
 
 
@@ -259,7 +261,12 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _common(shape: ModelShape, keys: Keys) -> dict[str, Any]:
     """What Megatron-LM and megarl look for beside the weights: the layout that wrote them, and the model."""
     return {
-        "args": Namespace(tensor_model_parallel_size=1, pipeline_model_parallel_size=1),
+        "args": Namespace(
+            tensor_model_parallel_size=1,
+            pipeline_model_parallel_size=1,
+            num_experts=shape.num_experts or None,
+            **{name: shape.fields.get(name) for name in _MODEL_ARGUMENTS},
+        ),
         "checkpoint_version": 3.0,
         "iteration": 0,
         "content_metadata": {"non_homogeneous_layers": not keys.stacked, "singleton_local_shards": False},

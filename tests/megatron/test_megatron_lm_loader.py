@@ -113,7 +113,9 @@ def test_what_the_page_says_is_there_and_what_is_missing(
         for row in re.findall(r"^\|(.*)\| \*\*missing\*\* \|$", PAGE, re.MULTILINE)
         for name in re.findall(r"`args\.(\w+)`", row)
     }
-    assert missing == {"num_layers", "hidden_size", "num_attention_heads", "num_experts"}
+    assert missing == {"kv_channels"}
     assert not missing & set(vars(common["args"]))
-    assert vars(common["args"]) == {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+    there = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_experts": 8, "ffn_hidden_size": 40}
+    layout = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+    assert vars(common["args"]) == {**layout, **there, "moe_ffn_hidden_size": 40}
     assert (common["checkpoint_version"], common["iteration"]) == (3.0, 0)
