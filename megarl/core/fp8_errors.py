@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from megarl.core.fp8 import BLOCK, E4M3_MAX, as_blocks, quantize_fp8
 
 _HALF_STEP = 16.0
 """Half the distance between e4m3's largest values: what lies further beyond 448 was cut off, not rounded."""
-_STRIPE_VALUES = 1 << 22
+_STRIPE_VALUES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +72,22 @@ class ErrorSum:
 def quantize_by_stripes(
     weight: torch.Tensor, block: tuple[int, int] = BLOCK, errors: ErrorSum | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``quantize_fp8`` returns, with intermediate values of about 4 million elements at a time instead of all;
+    """What ``quantize_fp8`` returns, with intermediate values of about a million elements at a time instead of all;
     ``errors`` are added up on the way."""
-    rows = max(1, _STRIPE_VALUES // (block[0] * max(1, weight.shape[-1]))) * block[0]
-    made = []
-    for stripe in weight.split(rows):
-        quantized, scale = quantize_fp8(stripe, block)
+    rows, columns = weight.shape
+    height = max(1, _STRIPE_VALUES // (block[0] * max(1, columns)))  # in blocks
+    quantized = _lasting(rows, columns)
+    scale = torch.empty(-(-rows // block[0]), -(-columns // block[1]))
+    for top in range(0, len(scale), height):
+        stripe = slice(top * block[0], (top + height) * block[0])
+        part = quantize_fp8(weight[stripe], block)
         if errors is not None:
-            errors.add(stripe, quantized, scale)
-        made.append((quantized, scale))
-    if len(made) == 1:
-        return made[0]
-    quantized, scale = (torch.cat(parts) for parts in zip(*made, strict=True))
+            errors.add(weight[stripe], *part)
+        quantized[stripe], scale[top : top + height] = part
     return quantized, scale
+
+
+def _lasting(rows: int, columns: int) -> torch.Tensor:
+    """float8_e4m3fn of zeros outside of malloc's heap: between tensors that come and go, those that stay leave holes."""
+    memory = torch.frombuffer(mmap.mmap(-1, max(1, rows * columns)), dtype=torch.uint8)
+    return memory[: rows * columns].view(torch.float8_e4m3fn).view(rows, columns)
