@@ -88,6 +88,6 @@ def quantize_by_stripes(
 
 
 def _lasting(rows: int, columns: int) -> torch.Tensor:
-    """float8_e4m3fn of zeros outside of malloc's heap: between tensors that come and go, those that stay leave holes."""
+    """float8_e4m3fn zeros outside of malloc's heap: between tensors that come and go, those that stay leave holes."""
     memory = torch.frombuffer(mmap.mmap(-1, max(1, rows * columns)), dtype=torch.uint8)
     return memory[: rows * columns].view(torch.float8_e4m3fn).view(rows, columns)
