@@ -29,6 +29,7 @@ from megarl.megatron.checkpoint_versions import checkpoint_metadata, results_que
 from megarl.megatron.distributed import is_main_rank
 from megarl.megatron.policy import Policy
 from megarl.megatron.shapes import ModelShape
+from megarl.megatron.versions import for_stage
 from megarl.megatron.weights import unwrap
 
 _NAME = re.compile(r"step_(\d+)")
@@ -172,9 +173,11 @@ def _read(wanted: dict[str, Any], path: Path) -> Any:
 
 
 def _sharded_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    return {
-        f"model{index}": unwrap(chunk).sharded_state_dict(**checkpoint_metadata()) for index, chunk in enumerate(chunks)
-    }
+    state = {}
+    for index, chunk in enumerate(chunks):
+        for_stage(index if len(chunks) > 1 else None)  # by which 0.12 names the layers
+        state[f"model{index}"] = unwrap(chunk).sharded_state_dict(**checkpoint_metadata())
+    return state
 
 
 def _sharded_state(policy: Policy, is_loading: bool) -> dict[str, Any]:

@@ -59,6 +59,7 @@ def leave_layout() -> None:
     """Dissolve Megatron's groups, and with them gloo's threads; the ranks stay joined and may ``initialize`` again."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
+        parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None  # which 0.12 leaves behind
         _context_model_group.cache_clear()
     for group in [group for group in dist.distributed_c10d._world.pg_map if group != dist.group.WORLD]:
         dist.destroy_process_group(group)

@@ -34,7 +34,7 @@ TAKES_PADDING_MASK = takes(GPTModel.forward, "padding_mask")
 
 
 def for_stage(stage: int | None) -> dict[str, int | None]:
-    """Keyword arguments that say which virtual pipeline stage is built; 0.12 is told through its parallel state."""
+    """Keyword arguments that say which virtual pipeline stage is meant; 0.12 is told through its parallel state."""
     if takes(GPTModel.__init__, "vp_stage"):
         return {"vp_stage": stage}
     if stage is not None:
