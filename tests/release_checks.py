@@ -41,7 +41,14 @@ REPLAY_TESTS = (
     *(f"{_POINT}[{layout}]" for layout in ("single", "tp2-ep2-etp1", "pp2-vpp2")),
 )
 
-CHECKPOINT_TESTS = ("megatron/test_megatron_checkpoint.py",)
+CHECKPOINT_TESTS = tuple(
+    f"megatron/test_megatron_checkpoint.py::test_a_{name}"
+    for name in (
+        "resumed_run_equals_the_uninterrupted_one_bit_for_bit",
+        "run_resumes_in_its_own_and_in_other_layouts",
+        "checkpoint_of_another_model_is_refused",
+    )
+)
 _ALIKE = """
 import importlib.util, itertools, sys, torch
 import megatron.core

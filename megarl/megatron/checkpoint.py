@@ -115,7 +115,10 @@ def load(path: Path, policy: Policy) -> dict[str, Any]:
         state = _read(wanted, path)
         for index, chunk in enumerate(policy.chunks):
             unwrap(chunk).load_state_dict(state[f"model{index}"])
+        multipliers = _multipliers(policy.optimizer)
         policy.optimizer.load_state_dict(state["optimizer"])
+        for group, own in zip(policy.optimizer.param_groups, multipliers, strict=True):
+            group.update(own)
         _separate_adam_steps(policy.optimizer)
         policy.scheduler.load_state_dict(state["scheduler"])
     except _READ_ERRORS as error:
@@ -211,6 +214,12 @@ def _separate_adam_steps(optimizer: Any) -> None:
     """Megatron's distributed optimizer loads one step tensor into all parameters; each would advance it for all."""
     for _, state in _torch_adam_states(optimizer):
         state["step"] = state["step"].clone()
+
+
+def _multipliers(optimizer: Any) -> list[dict[str, Any]]:
+    """What each group says about its parameters. Before 0.14 rank 0 saves its own for all, and their order differs."""
+    names = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+    return [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
 
 
 def _refuse_other_model(path: Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
