@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass
 
 import torch
@@ -76,7 +75,7 @@ def quantize_by_stripes(
     ``errors`` are added up on the way."""
     rows, columns = weight.shape
     height = max(1, _STRIPE_VALUES // (block[0] * max(1, columns)))  # in blocks
-    quantized = _lasting(rows, columns)
+    quantized = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
     scale = torch.empty(-(-rows // block[0]), -(-columns // block[1]))
     for top in range(0, len(scale), height):
         stripe = slice(top * block[0], (top + height) * block[0])
@@ -85,9 +84,3 @@ def quantize_by_stripes(
             errors.add(weight[stripe], *part)
         quantized[stripe], scale[top : top + height] = part
     return quantized, scale
-
-
-def _lasting(rows: int, columns: int) -> torch.Tensor:
-    """float8_e4m3fn zeros outside of malloc's heap: between tensors that come and go, those that stay leave holes."""
-    memory = torch.frombuffer(mmap.mmap(-1, max(1, rows * columns)), dtype=torch.uint8)
-    return memory[: rows * columns].view(torch.float8_e4m3fn).view(rows, columns)
