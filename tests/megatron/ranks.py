@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-LAUNCH_TIMEOUT_S = 900.0
+LAUNCH_TIMEOUT_S, CASE_TIMEOUT_S = 900.0, 10.0
+"""Of a launch: the first, and the second for each of its cases."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def launch(cases: Sequence[Case], folder: Path) -> dict[Case, Outcome]:
             start_new_session=True,
         )
         try:
-            process.wait(timeout=LAUNCH_TIMEOUT_S)
+            process.wait(timeout=LAUNCH_TIMEOUT_S + CASE_TIMEOUT_S * len(cases))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
