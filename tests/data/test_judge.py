@@ -203,7 +203,7 @@ def test_a_call_that_takes_too_long_is_killed(response: str) -> None:
 
 def test_processes_that_a_call_has_started_end_with_it(tmp_path: Path) -> None:
     started = tmp_path / "started"
-    with Judge("own_judges:own", timeout_s=0.5) as judge:
+    with Judge("own_judges:own", timeout_s=2.0) as judge:
         assert one(judge, "crowd", str(started)).timed_out
         assert "exit status 3" in (one(judge, "crowd_exit", str(started)).error or "")
         pids = [int(pid) for pid in started.read_text().split()]
