@@ -151,8 +151,8 @@ EXPLAINED = """\
   (experts recomputed), KL-GRPO with R3; then a run with R3 and ep 2 that samples, is saved, and is resumed. The number
   is the largest relative difference of any metric (losses, gradient norms, log-probabilities, router) from 0.16.1 as it
   is installed.
-- **Checkpoint tests**: runs that are resumed bit for bit on one rank, on two in ep 2, tp 2 and pp 2 vpp 2, from ep 2
-  into tp 2 ep 2 etp 1, and on four into pp 2 ep 2; a checkpoint of another model.
+- **Checkpoint tests**: runs that are resumed, bit for bit on one rank, and with losses within 1e-5 on two in ep 2, tp 2
+  and pp 2 vpp 2, from ep 2 into tp 2 ep 2 etp 1, and on four into pp 2 ep 2; a checkpoint of another model.
 - **Patch out**: hashes of all files, against the list in the wheel.
 
 Up to 0.14.0 checkpoints hold optimizer state in another form (`fully_sharded_model_space`), and are written by a forked
