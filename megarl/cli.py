@@ -341,7 +341,7 @@ def _convert(
     overrides: Mapping[str, Any],
 ) -> int:
     _refuse_overrides("convert", overrides)
-    if not shard_gib > 0:
+    if not 0 < shard_gib < float("inf"):
         raise ConfigError(f"--shard-gib: found {shard_gib}, expected more than 0")
     from megarl.megatron.conversion import Options
     from megarl.megatron.convert import DTYPES, convert, installed_layers

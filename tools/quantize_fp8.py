@@ -12,6 +12,7 @@ the files.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 from pathlib import Path
@@ -21,7 +22,8 @@ from rich.filesize import decimal
 from megarl.errors import MegarlError
 from megarl.megatron.conversion_job import Ranks
 from megarl.megatron.hf_files import some
-from megarl.megatron.quantization import ERRORS, Options, Quantized, quantize
+from megarl.megatron.hf_output import FP8_ERRORS
+from megarl.megatron.quantization import Options, Quantized, quantize
 from megarl.megatron.quantization_plan import is_misread
 
 NUM_WORST = 5
@@ -39,7 +41,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--overwrite", action="store_true", help="replace OUT, in one step, when all is done")
     parser.add_argument("--no-verify", action="store_true", help="do not read everything back")
     words = parser.parse_args()
-    if words.shard_gib <= 0:
+    if not 0 < words.shard_gib < math.inf:
         parser.error("--shard-gib takes a number above 0")
     return words
 
@@ -63,7 +65,9 @@ def show(found: Quantized, options: Options) -> None:
         print(f"{figures} {one.num_zero_blocks:11d} {one.num_saturated:11d}  {name}")
     median = statistics.median(one.relative_error for one in found.errors.values())
     zeros, saturated = (sum(getattr(one, key) for one in found.errors.values()) for key in _COUNTS)
-    print(f"{median:11.5f} median; {zeros} blocks of zeros, {saturated} saturated values; all in {found.out / ERRORS}")
+    print(
+        f"{median:11.5f} median; {zeros} blocks of zeros, {saturated} saturated values; all in {found.out / FP8_ERRORS}"
+    )
     ragged = [name for name in found.errors if is_misread(found.shapes[name], options.block)]
     if ragged:
         print(

@@ -8,6 +8,7 @@ divide the files.
 from __future__ import annotations
 
 import math
+import re
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,9 +17,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from megarl.errors import CheckpointError, ConfigError
-from megarl.megatron.conversion_job import ConversionJob, Ranks, describe, progress_bar, require_unchanged
-from megarl.megatron.hf_files import HFCheckpoint, check_tensors
+from megarl.errors import CheckpointError, ConfigError, NumericsError
+from megarl.megatron.conversion_job import (
+    ConversionJob,
+    Ranks,
+    describe,
+    progress_bar,
+    require_apart,
+    require_unchanged,
+)
+from megarl.megatron.hf_files import HFCheckpoint, check_tensors, some
 from megarl.megatron.hf_output import copy_model_files, pack_shards, save_tensors, shard_name, write_index
 from megarl.megatron.megatron_files import MegatronCheckpoint, Piece, parameter_shape, units_of
 from megarl.megatron.name_map import LAYOUTS, hf_shapes
@@ -28,6 +36,7 @@ from megarl.megatron.torch_dist import Chunk, Keys, Layers, TorchDistWriter
 HF_FOLDER = "huggingface"
 """Where a converted Megatron checkpoint keeps config and tokenizer of its model."""
 T = TypeVar("T")
+_STEP = re.compile(r"step_(\d+)")
 _MODEL_ARGUMENTS = ("num_layers", "hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "num_attention_heads")
 """What Megatron-LM compares or takes over from a checkpoint's arguments, under the names of the fields."""
 _KEEP_DTYPE = ("decoder.layers.{layer}.mlp.router.expert_bias",)
@@ -78,6 +87,8 @@ class Converted:
     """The source's files were compared with the checksums that an earlier conversion had left."""
     keys: Keys
     shape: ModelShape = field(repr=False)
+    num_padded_rows: int = 0
+    """Rows of the source's vocabulary that the model does not have."""
 
 
 def to_megatron(source: Path, out: Path, options: Options, ranks: Ranks) -> Converted:
@@ -86,6 +97,7 @@ def to_megatron(source: Path, out: Path, options: Options, ranks: Ranks) -> Conv
     Raises ConfigError for an unknown model, CheckpointError for a source that is not whole, or if ``out`` cannot be
     written; ``out`` is then as it was.
     """
+    require_apart(out, source)
     shape = read_shape(source)
     keys = Keys.of_megatron(shape, options.layers, options.stack_layers)
     if keys.stacked and len(shape.moe_layers) not in (0, shape.num_layers):
@@ -127,6 +139,7 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options, ranks: 
     """
     source = torch_dist_folder(source)
     model = model_folder(source, model)
+    require_apart(out, source, model)
     shape = read_shape(model)
     megatron = MegatronCheckpoint(source, shape, options.drop)
     checked = options.verify and require_unchanged(source, ranks)
@@ -143,7 +156,7 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options, ranks: 
         def finish(where: list[dict[str, str]]) -> None:
             listing = {name: file for of_shard in where for name, file in of_shard.items()}
             write_index(job.folder, listing, sum(sizes))
-            copy_model_files(model, job.folder, options.dtype)
+            copy_model_files(model, job.folder, _one_dtype(megatron, shape, options))
 
         job.run(shards, sizes, write, finish)
         if options.verify:
@@ -151,10 +164,9 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options, ranks: 
                 check_tensors(hf, hf_shapes(shape))
                 verify(job, shards, sizes, lambda piece: _changed_parameter(piece, hf, megatron, options))
         job.publish(_manifest("hf", shape, megatron.keys, options, megatron.dropped))
-    kept = job.kept
-    return Converted(
-        out, _count(shards), sum(sizes), len(shards), kept, megatron.dropped, checked, megatron.keys, shape
-    )
+    counts = (_count(shards), sum(sizes), len(shards), job.kept)
+    padded = megatron.num_padded_rows
+    return Converted(out, *counts, megatron.dropped, checked, megatron.keys, shape, padded)
 
 
 def torch_dist_folder(path: Path) -> Path:
@@ -164,11 +176,14 @@ def torch_dist_folder(path: Path) -> Path:
         word = tracker.read_text().strip()
         if word != "release" and not word.isdecimal():
             raise CheckpointError(f"{tracker} says {word!r}, expected a number or 'release'")
-        return path / (word if word == "release" else f"iter_{int(word):07d}")
+        found = path / (word if word == "release" else f"iter_{int(word):07d}")
+        if not found.is_dir():
+            raise CheckpointError(f"{tracker} says {word!r}, but there is no {found}")
+        return found
     for folder in (path, path / "checkpoints"):
-        steps = sorted(entry for entry in folder.glob("step_*") if (entry / "metadata.json").is_file())
+        steps = [(int(match[1]), entry) for entry in folder.glob("step_*") if (match := _STEP.fullmatch(entry.name))]
         if steps:
-            return steps[-1]
+            return max(steps)[1]
     return path
 
 
@@ -192,7 +207,7 @@ def _chunk(piece: Piece, keys: Keys, shape: ModelShape, hf: HFCheckpoint, option
     (dtype,) = dtypes
 
     def make() -> torch.Tensor:
-        return LAYOUTS[piece.rule.layout].cut([hf.read(name).to(dtype) for name in piece.hf], 0, 1, shape)
+        return LAYOUTS[piece.rule.layout].cut([_cast(name, hf.read(name), dtype) for name in piece.hf], 0, 1, shape)
 
     return Chunk(place, parameter_shape(piece, shape), dtype, make)
 
@@ -202,7 +217,15 @@ def hf_tensors(piece: Piece, megatron: MegatronCheckpoint, options: Options) -> 
     parameter = megatron.read(piece)
     dtype = options.dtype_of(piece, parameter.dtype)
     tensors = LAYOUTS[piece.rule.layout].join([parameter], megatron.shape)
-    return [(name, tensor.to(dtype).contiguous()) for name, tensor in zip(piece.hf, tensors, strict=True)]
+    return [(name, _cast(name, tensor, dtype).contiguous()) for name, tensor in zip(piece.hf, tensors, strict=True)]
+
+
+def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    cast = tensor.to(dtype)
+    if cast is not tensor and torch.isinf(cast).sum() > torch.isinf(tensor).sum():
+        largest = float(tensor[torch.isfinite(tensor)].abs().max())
+        raise NumericsError(f"{name} has values up to {largest:g}, which {dtype} cannot hold; choose another --dtype")
+    return cast
 
 
 def _shards(megatron: MegatronCheckpoint, shape: ModelShape, options: Options) -> tuple[list[list[Piece]], list[int]]:
@@ -215,22 +238,32 @@ def _shards(megatron: MegatronCheckpoint, shape: ModelShape, options: Options) -
     return pack_shards(pieces, sizes, options.shard_bytes)
 
 
+def _one_dtype(megatron: MegatronCheckpoint, shape: ModelShape, options: Options) -> torch.dtype | None:
+    """Of all parameters that may be cast; None if they have several."""
+    pieces = (piece for unit in units_of(shape) for piece in unit if piece.rule.megatron[0] not in _KEEP_DTYPE)
+    found = {options.dtype_of(piece, megatron.dtype(piece)) for piece in pieces}
+    return found.pop() if len(found) == 1 else None
+
+
 def verify(
     job: ConversionJob, units: Sequence[Sequence[T]], sizes: Sequence[int], changed: Callable[[T], list[str]]
 ) -> None:
     """Raise CheckpointError if ``changed(piece)`` names anything, each rank for its units; the unit is then written
     anew by the next start."""
     mine = list(job.ranks.share(units))
+    names: list[str] = []
     with progress_bar("verifying", sum(sizes[number] for number, _ in mine), job.ranks.rank == 0) as advance:
         for number, unit in mine:
-            names = [name for piece in unit for name in changed(piece)]
-            if names:
+            different = [name for piece in unit for name in changed(piece)]
+            if different:
                 job.forget(number)
-                raise CheckpointError(
-                    f"{', '.join(names[:3])} came out different from the source; nothing was put in place. Run the "
-                    "command again; if it repeats, disk or memory is damaged, or megarl's map is wrong"
-                )
+            names += different
             advance(sizes[number])
+    if names:
+        raise CheckpointError(
+            f"{some(names)} came out different from the source; nothing was put in place. Run the command again: these "
+            "files are written anew. If it repeats, disk or memory is damaged, the source changes, or the map is wrong"
+        )
     job.ranks.wait()
 
 

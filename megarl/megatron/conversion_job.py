@@ -21,9 +21,11 @@ from typing import Any
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from safetensors import SafetensorError
 
 from megarl.data.files import replace_folder, sync_folder, write_atomically
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, ConfigError, MegarlError
+from megarl.megatron.hf_files import read_json, some
 
 _WAIT = timedelta(hours=24)
 """Ranks wait for the slowest; a conversion of a large model takes hours."""
@@ -36,6 +38,8 @@ class Ranks:
 
     def __init__(self) -> None:
         self.rank, self.size = (int(os.environ.get(name, default)) for name, default in _ENVIRONMENT)
+        if self.size > 1 and "RANK" not in os.environ:
+            raise ConfigError("found WORLD_SIZE without RANK; start with torchrun, or unset WORLD_SIZE")
         if self.size > 1 and not dist.is_initialized():
             dist.init_process_group("gloo", timeout=_WAIT)
 
@@ -60,7 +64,8 @@ class ConversionJob:
     """
 
     def __init__(self, out: Path, fingerprint: Mapping[str, Any], ranks: Ranks, *, overwrite: bool) -> None:
-        self.out, self.folder = out, out.with_name(out.name + ".partial")
+        self.out = out.resolve()  # a link stays one, and its target is replaced
+        self.folder = partial_of(self.out)
         self.ranks = ranks
         self._fingerprint = json.loads(json.dumps(fingerprint))
         self._overwrite = overwrite
@@ -91,6 +96,12 @@ class ConversionJob:
         except BlockingIOError as error:
             raise CheckpointError(f"another process writes {self.folder}; wait for it or stop it") from error
         job = self.folder / _JOB
+        others = [entry.name for entry in self.folder.iterdir() if entry.name not in (_LOCK, _JOB)]
+        if others and not job.is_file():
+            raise CheckpointError(
+                f"{self.folder} holds {some(others)} and is not what an interrupted conversion leaves (it may be a "
+                "folder that --overwrite has replaced); remove it, or give it another name"
+            )
         if not job.is_file() or job.read_bytes() != self._identity():
             for entry in self.folder.iterdir():
                 if entry.name != _LOCK:
@@ -105,9 +116,13 @@ class ConversionJob:
         """What the disk says becomes a CheckpointError that tells what is left."""
         try:
             yield
-        except (OSError, RuntimeError) as error:  # torch and safetensors raise RuntimeError for a full disk
-            if isinstance(error, CheckpointError):
-                raise
+        except MegarlError:
+            raise
+        except (
+            OSError,
+            RuntimeError,
+            SafetensorError,
+        ) as error:  # torch and safetensors have their own for a full disk
             raise CheckpointError(
                 f"{self.folder} cannot be written ({error}); {self.out} is as it was. What is finished stays: run "
                 "the same command again to go on"
@@ -137,7 +152,12 @@ class ConversionJob:
         self.ranks.wait()
         if self.ranks.rank == 0:
             with self.disk_errors():
-                finish([self._record(number) for number in range(len(units))])
+                records = [self._record(number) for number in range(len(units))]
+                if None in records:
+                    raise CheckpointError(
+                        f"a unit of {self.folder} is gone; another process has written there: try again"
+                    )
+                finish(records)
         self.ranks.wait()
 
     def _record(self, number: int) -> Any:
@@ -164,10 +184,15 @@ class ConversionJob:
             with self.disk_errors():
                 text = json.dumps({**manifest, "sha256": digests}, indent=1)
                 write_atomically(self.folder / MANIFEST, text.encode())
-                for entry in (*self.folder.glob(".unit_*"), self.folder / _JOB, self.folder / _LOCK):
-                    entry.unlink()
                 sync_folder(self.folder)
+                if self.out.exists() and not self._overwrite:
+                    raise CheckpointError(
+                        f"{self.out} has appeared meanwhile; {self.folder} is whole: rename one of them"
+                    )
                 replace_folder(self.folder, self.out)
+                # Only now: until it has its name, these tell the folder from a foreign one.
+                for entry in (*self.out.glob(".unit_*"), self.out / _JOB, self.out / _LOCK):
+                    entry.unlink()
         self.ranks.wait()
 
     def _digests(self, files: Sequence[Path]) -> dict[str, str]:
@@ -177,6 +202,21 @@ class ConversionJob:
         gathered: list[dict[str, str]] = [{}] * self.ranks.size
         dist.all_gather_object(gathered, mine)
         return {name: digest for part in gathered for name, digest in sorted(part.items())}
+
+
+def partial_of(out: Path) -> Path:
+    """What a folder is called until it is whole."""
+    if not out.name:
+        raise ConfigError(f"{out} cannot be written; name a folder")
+    return out.with_name(out.name + ".partial")
+
+
+def require_apart(out: Path, *sources: Path | None) -> None:
+    """ConfigError if ``out``, or the folder in which it is made, is a source or has one inside."""
+    written = (out.resolve(), partial_of(out.resolve()))
+    for source in sources:
+        if source is not None and {source.resolve(), *source.resolve().parents} & set(written):
+            raise ConfigError(f"{out} would replace its own source {source}; choose another folder")
 
 
 def sha256_of(file: Path) -> str:
@@ -192,10 +232,14 @@ def require_unchanged(folder: Path, ranks: Ranks) -> bool:
     manifest = folder / MANIFEST
     if not manifest.is_file():
         return False
-    for _, (name, digest) in ranks.share(sorted(json.loads(manifest.read_text()).get("sha256", {}).items())):
+    digests = read_json(manifest).get("sha256")
+    if not isinstance(digests, dict):
+        raise CheckpointError(f"{manifest} holds no checksums; remove it if it is not of a conversion")
+    for _, (name, digest) in ranks.share(sorted(digests.items())):
         if not (folder / name).is_file() or sha256_of(folder / name) != digest:
             raise CheckpointError(
-                f"{folder / name} is not the file that was written: its SHA-256 is not that of {MANIFEST}"
+                f"{folder / name} is not the file that was written: {MANIFEST} has another SHA-256 (remove {MANIFEST} "
+                "if the change is yours)"
             )
     return True
 

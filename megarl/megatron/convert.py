@@ -13,7 +13,7 @@ import torch
 
 from megarl.errors import ConfigError
 from megarl.megatron.conversion import Converted, Options, to_hf, to_megatron, torch_dist_folder
-from megarl.megatron.conversion_job import Ranks
+from megarl.megatron.conversion_job import Ranks, require_apart
 from megarl.megatron.torch_dist import Keys, Layers
 
 DTYPES = {"keep": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -35,8 +35,9 @@ def convert(source: Path, out: Path, model: Path | None, options: Options, verif
     ranks = Ranks()
     if verify == "logits" and ranks.size > 1:
         raise ConfigError("--verify logits builds the models in one process, found torchrun; use --verify checksums")
-    if out.resolve() in (source.resolve(), *source.resolve().parents):
-        raise ConfigError(f"{out} would replace its own source; choose another folder")
+    if not source.exists():
+        raise ConfigError(f"{source} does not exist, expected a checkpoint folder")
+    require_apart(out, source)
     begun = time.monotonic()
     options = replace(options, verify=verify != "none")
     if _is_megatron(source):
@@ -64,6 +65,8 @@ def _is_megatron(source: Path) -> bool:
 
 
 def _tell(done: Converted, seconds: float, verified: bool) -> None:
+    if done.num_padded_rows:
+        print(f"left out: {done.num_padded_rows} rows of the vocabulary beyond the model's {done.shape.vocab_size}")
     for name in done.dropped:
         print(f"left out, as asked: {name}")
     if done.num_kept:

@@ -21,7 +21,7 @@ _DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"F8_E4M3": torch.float8_e4m3fn, "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8},
 }
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
 class HFCheckpoint:
@@ -34,12 +34,13 @@ class HFCheckpoint:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._config = _json(self.path / "config.json") if (self.path / "config.json").is_file() else {}
+        self._config = read_json(self.path / "config.json") if (self.path / "config.json").is_file() else {}
         self._open: tuple[Path, Any] | None = None
         self._num_read = 0
         self._where = self._locate()
         self._block = self._fp8_block()
-        self._names = {name for name in self._where if self._block is None or not name.endswith(SCALE)}
+        scales = {name + SCALE for name in self._where} if self._block else set()
+        self._names = set(self._where) - scales
 
     def __enter__(self) -> HFCheckpoint:
         return self
@@ -113,6 +114,8 @@ class HFCheckpoint:
         quantised = self._config.get("quantization_config")
         if not quantised:
             return None
+        if not isinstance(quantised, dict):
+            raise CheckpointError(f"{self.path}: quantization_config is {quantised!r}, expected a table")
         if quantised.get("quant_method") != "fp8" or len(quantised.get("weight_block_size") or ()) != 2:
             raise CheckpointError(
                 f"{self.path} is quantised by {quantised.get('quant_method')!r} with blocks "
@@ -124,8 +127,12 @@ class HFCheckpoint:
     def _locate(self) -> dict[str, Path]:
         """Tensor name -> file; what the index says and what the files hold must be the same."""
         index = self.path / INDEX
-        listed = _json(index).get("weight_map", {}) if index.is_file() else None
-        files = sorted(self.path.glob("*.safetensors")) if listed is None else self._listed_files(listed)
+        listed = read_json(index).get("weight_map", {}) if index.is_file() else None
+        if listed is not None and not isinstance(listed, dict):
+            raise CheckpointError(f"{index}: weight_map is no table of names and files")
+        alone = self.path / "model.safetensors"  # where it is, others beside it are copies in another form
+        files = [alone] if alone.is_file() else sorted(self.path.glob("*.safetensors"))
+        files = files if listed is None else self._listed_files(listed)
         if not files:
             raise CheckpointError(f"{self.path} holds no *.safetensors file, expected a Hugging Face checkpoint folder")
         where: dict[str, Path] = {}
@@ -161,7 +168,8 @@ def _opened(file: Path) -> Any:
         raise CheckpointError(f"{file} cannot be read ({error}); truncated, or no safetensors file") from error
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; CheckpointError if there is none."""
     try:
         found = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -183,7 +191,7 @@ def check_tensors(found: HFCheckpoint, expected: dict[str, tuple[int, ...]], dro
     Returns the names that ``drop`` (globs) excuses from being known. CheckpointError names what is missing, unknown or
     of another shape: nothing is skipped silently.
     """
-    unknown = found.names() - set(expected)
+    unknown = {name for name in found.names() - set(expected) if not _is_known_copy(name, found, expected)}
     dropped = {name for pattern in drop for name in fnmatch.filter(unknown, pattern)}
     faults = {
         "missing": list(set(expected) - found.names()),
@@ -196,5 +204,16 @@ def check_tensors(found: HFCheckpoint, expected: dict[str, tuple[int, ...]], dro
     }
     if any(faults.values()):
         told = "; ".join(f"{len(names)} tensors {what}: {some(names)}" for what, names in faults.items() if names)
-        raise CheckpointError(f"{found.path} does not hold the model of its config.json: {told}")
+        hint = "; what may be left out is for --drop GLOB of megarl convert" if faults["unknown"] else ""
+        raise CheckpointError(f"{found.path} does not hold the model of its config.json: {told}{hint}")
     return sorted(dropped)
+
+
+def _is_known_copy(name: str, found: HFCheckpoint, expected: dict[str, tuple[int, ...]]) -> bool:
+    """Whether a tensor says nothing new: rotary frequencies, a tied output layer equal to the embedding."""
+    if name.endswith(".rotary_emb.inv_freq"):
+        return True
+    embedding = "model.embed_tokens.weight"
+    if name != "lm_head.weight" or not {embedding} & found.names() & set(expected):
+        return False
+    return found.shape(name) == found.shape(embedding) and torch.equal(found.read(name), found.read(embedding))

@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from megarl.megatron.conversion_job import MANIFEST
 from megarl.megatron.hf_files import INDEX, WEIGHT_SUFFIXES
 
+FP8_ERRORS = "fp8_errors.json"
+"""What a folder with FP8 blocks says about the errors of each tensor."""
 T = TypeVar("T")
 
 
@@ -51,7 +53,8 @@ def copy_model_files(
 ) -> None:
     """Config, tokenizer, code; the config says what the weights now are."""
     for file in source.iterdir():
-        if file.is_file() and file.suffix not in WEIGHT_SUFFIXES and file.name not in (INDEX, MANIFEST):
+        is_weights = file.suffix in WEIGHT_SUFFIXES or file.name.endswith(".index.json")
+        if file.is_file() and not is_weights and file.name not in (MANIFEST, FP8_ERRORS):
             shutil.copyfile(file, target / file.name)
     config = json.loads((source / "config.json").read_text())
     config.pop("quantization_config", None)

@@ -15,6 +15,8 @@ from megarl.megatron.name_map import LAYOUTS, Rule, dimensions, rules_of
 from megarl.megatron.shapes import ModelShape
 from megarl.megatron.torch_dist import Keys, Place, TorchDistReader
 
+_ARGUMENTS = ("num_layers", "hidden_size", "num_attention_heads", "kv_channels")
+"""Arguments of Megatron-LM that are a field of the shape."""
 _NO_WEIGHTS = ("optimizer", "chained_", "rng", "rerun_state", "opt_param_scheduler", "num_floating_point")
 """How keys begin that hold no weights of the model, in checkpoints of training runs."""
 
@@ -65,12 +67,15 @@ class MegatronCheckpoint:
     def __init__(self, path: Path, shape: ModelShape, drop: Sequence[str] = ()) -> None:
         self.shape = shape
         self._reader = TorchDistReader(path)
-        self._stored = self._reader.tensors()
+        self._stored = self._reader.tensors
+        self._require_same_model()
         pieces = [piece for unit in units_of(shape) for piece in unit]
         self.keys, wanted = self._recognise(pieces)
         rest = [key for key in self._stored if key not in wanted and not key.startswith(_NO_WEIGHTS)]
         self.dropped = sorted({key for pattern in drop for key in fnmatch.filter(rest, pattern)})
         """Tensors that were excused."""
+        self.num_padded_rows = 0
+        """Rows of the vocabulary beyond the model's, which are left out."""
         missing, unknown = sorted(wanted - set(self._stored)), sorted(set(rest) - set(self.dropped))
         if missing or unknown:
             lists = ((missing, "missing"), (unknown, "unknown"))
@@ -78,6 +83,22 @@ class MegatronCheckpoint:
             raise CheckpointError(f"{path} does not hold a {shape.family} model of this config: {told}")
         for piece in pieces:
             self._require_shape(piece)
+
+    def _require_same_model(self) -> None:
+        """Compare with what the checkpoint says of its model: shapes alone do not tell heads from their width."""
+        common = self._reader.common()
+        loop, arguments = common.get("loop"), common.get("args")
+        said = loop.get("model", {}) if isinstance(loop, dict) else {}
+        wanted = self.shape.describe()
+        if not said and arguments is not None:
+            names = [*_ARGUMENTS, *(["num_query_groups"] if getattr(arguments, "group_query_attention", False) else [])]
+            said = {name: getattr(arguments, name, None) for name in names}
+            said = {name: value for name, value in said.items() if value is not None}
+        for name, value in said.items():
+            if name in wanted and wanted[name] != value:
+                raise CheckpointError(
+                    f"{self._reader.path} is of another model: {name} is {value!r}, and {wanted[name]!r} in the config"
+                )
 
     def _recognise(self, pieces: Sequence[Piece]) -> tuple[Keys, set[str]]:
         """The names under which the fewest parameters are missing."""
@@ -94,7 +115,9 @@ class MegatronCheckpoint:
             expected = (*place.sizes, first // len(places), *others)
             found = tuple(self._stored[place.key].size)
             is_padded = piece.rule.layout == "vocab" and found[1:] == expected[1:] and found[0] > expected[0]
-            if found != expected and not is_padded:
+            if is_padded:
+                self.num_padded_rows = found[0] - expected[0]
+            elif found != expected:
                 raise CheckpointError(f"{self._reader.path}: {place.key} has shape {found}, expected {expected}")
 
     def dtype(self, piece: Piece) -> torch.dtype:

@@ -22,16 +22,13 @@ from megarl.data.files import write_atomically
 from megarl.errors import CheckpointError, ConfigError, NumericsError
 from megarl.megatron import conversion
 from megarl.megatron.conversion import hf_tensors, model_folder, same_bits, torch_dist_folder, verify
-from megarl.megatron.conversion_job import ConversionJob, Ranks, describe, require_unchanged
-from megarl.megatron.hf_files import HFCheckpoint
-from megarl.megatron.hf_output import copy_model_files, pack_shards, save_tensors, shard_name, write_index
+from megarl.megatron.conversion_job import ConversionJob, Ranks, describe, require_apart, require_unchanged
+from megarl.megatron.hf_files import HFCheckpoint, read_json
+from megarl.megatron.hf_output import FP8_ERRORS, copy_model_files, pack_shards, save_tensors, shard_name, write_index
 from megarl.megatron.megatron_files import MegatronCheckpoint, units_of
 from megarl.megatron.name_map import hf_shapes
 from megarl.megatron.quantization_plan import Tensor, grid_of, plan_of
 from megarl.megatron.shapes import read_shape
-
-ERRORS = "fp8_errors.json"
-"""What the output folder says about the errors of each tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +89,9 @@ def quantize(source: Path, out: Path, model: Path | None, options: Options, rank
     source that is not whole or if ``out`` cannot be written, NumericsError for a value that is not finite; ``out`` is
     then as it was.
     """
-    if out.resolve() in (source.resolve(), *source.resolve().parents):
-        raise ConfigError(f"{out} would replace its own source; choose another folder")
+    require_apart(out, source, model)
     with _opened(source, model) as found:
+        require_apart(out, found.path, found.model)
         checked = options.verify and require_unchanged(found.path, ranks)
         tensors = [tensor for part in found.parts for tensor in part.tensors]
         plan = plan_of(tensors, options.keep, options.block)
@@ -114,7 +111,7 @@ def quantize(source: Path, out: Path, model: Path | None, options: Options, rank
                 errors = {name: one for _, of_file in records for name, one in of_file.items()}
                 write_index(job.folder, listing, sum(totals))
                 copy_model_files(found.model, job.folder, None, plan.config)
-                _write_errors(job.folder / ERRORS, errors, options)
+                _write_errors(job.folder / FP8_ERRORS, errors, options)
 
             job.run(shards, totals, write, finish)
             if options.verify:
@@ -128,7 +125,7 @@ def quantize(source: Path, out: Path, model: Path | None, options: Options, rank
 
 def read_errors(folder: Path) -> dict[str, BlockErrors]:
     """The errors of each quantised tensor that ``quantize`` has written into its output."""
-    return {name: BlockErrors(**one) for name, one in json.loads((folder / ERRORS).read_text())["tensors"].items()}
+    return {name: BlockErrors(**one) for name, one in json.loads((folder / FP8_ERRORS).read_text())["tensors"].items()}
 
 
 @contextmanager
@@ -146,12 +143,9 @@ def _opened(source: Path, model: Path | None) -> Iterator[_Source]:
 
 
 def _require_high_precision(source: Path) -> None:
-    try:
-        config = json.loads((source / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{source}/config.json cannot be read ({error})") from error
-    found = config.get("quantization_config")
+    found = read_json(source / "config.json").get("quantization_config")
     if found:
+        found = found if isinstance(found, dict) else {"quant_method": found}
         raise ConfigError(
             f"{source} is quantised already ({found.get('quant_method')!r}, blocks {found.get('weight_block_size')}), "
             "expected a model in high precision: quantising twice adds errors"

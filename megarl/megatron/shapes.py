@@ -258,12 +258,23 @@ def read_shape(model_path: str | Path) -> ModelShape:
         hf = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no JSON ({error}), expected the config of a Hugging Face model") from error
+    if not isinstance(hf, dict):
+        raise ConfigError(f"{path} holds no JSON object, expected the config of a Hugging Face model")
     reader = SHAPES.get(hf.get("model_type", ""))
     if reader is None:
         raise ConfigError(
             f"model type {hf.get('model_type')!r} in {path} is not supported; supported are {', '.join(sorted(SHAPES))}"
         )
+    for name in _SIZES:
+        if not isinstance(hf.get(name), int) or hf[name] < 1:
+            raise ConfigError(f"{path}: {name} is {hf.get(name)!r}, expected a number of at least 1")
     try:
         return reader(hf)
     except KeyError as error:
         raise ConfigError(f"{path} lacks {error}, which a {hf['model_type']} model has") from error
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise ConfigError(f"{path} is no config of a {hf['model_type']} model: {error}") from error
+
+
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+"""What every config says."""

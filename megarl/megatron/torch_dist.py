@@ -244,6 +244,9 @@ class TorchDistReader:
         except _UNREADABLE as error:
             raise CheckpointError(f"{path}/.metadata cannot be read ({type(error).__name__}: {error})") from error
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        known = self._metadata.state_dict_metadata
+        self.tensors = {key: meta for key, meta in known.items() if isinstance(meta, TensorStorageMetadata)}
+        """Every tensor by its key."""
         self._require_files()
 
     def _require_files(self) -> None:
@@ -259,18 +262,20 @@ class TorchDistReader:
                     f"{file} has {file.stat().st_size} bytes, expected at least {end}: it is truncated"
                 )
 
-    def tensors(self) -> dict[str, TensorStorageMetadata]:
-        known = self._metadata.state_dict_metadata
-        return {key: meta for key, meta in known.items() if isinstance(meta, TensorStorageMetadata)}
-
     def common(self) -> dict[str, Any]:
         """What Megatron keeps beside the tensors (``common.pt``), empty without it."""
         file = self.path / "common.pt"
-        return torch.load(file, map_location="cpu", weights_only=False) if file.is_file() else {}
+        if not file.is_file():
+            return {}
+        try:
+            found = torch.load(file, map_location="cpu", weights_only=False)
+        except _UNREADABLE as error:
+            raise CheckpointError(f"{file} cannot be read ({type(error).__name__}: {error})") from error
+        return found if isinstance(found, dict) else {}
 
     def read(self, place: Place) -> torch.Tensor:
         """The parameter at ``place``."""
-        meta = self.tensors()[place.key]
+        meta = self.tensors[place.key]
         if tuple(meta.size[: len(place.sizes)]) != place.sizes:
             raise CheckpointError(
                 f"{self.path}: {place.key} has shape {tuple(meta.size)}, expected {place.sizes} in front"

@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 
 from megarl.data.files import replace_folder
 from megarl.errors import CheckpointError
-from megarl.megatron.hf_files import INDEX, WEIGHT_SUFFIXES, HFCheckpoint, check_tensors
+from megarl.megatron.hf_files import INDEX, HFCheckpoint, check_tensors
+from megarl.megatron.hf_output import copy_model_files
 from megarl.megatron.name_map import LAYOUTS, Rule, hf_shapes, rules_of
 from megarl.megatron.shapes import ModelShape
 
@@ -227,9 +228,7 @@ class _FolderWriter:
         self._out, self._partial = out, out.with_name(out.name + ".partial")
         shutil.rmtree(self._partial, ignore_errors=True)
         self._partial.mkdir(parents=True)
-        for file in source.iterdir():
-            if file.is_file() and file.suffix not in WEIGHT_SUFFIXES and file.name != INDEX:
-                shutil.copy2(file, self._partial / file.name)
+        self._source, self._dtype = source, None
         self._pending: dict[str, torch.Tensor] = {}
         self._bytes = self._total = 0
         self._weight_map: dict[str, str] = {}
@@ -237,6 +236,7 @@ class _FolderWriter:
     def add(self, name: str, tensor: torch.Tensor) -> None:
         if self._pending and self._bytes + tensor.nbytes > _SHARD_BYTES:
             self._flush()
+        self._dtype = self._dtype or tensor.dtype  # the first is the embedding
         self._pending[name] = tensor.detach().cpu().contiguous().clone()
         self._bytes += tensor.nbytes
 
@@ -251,4 +251,5 @@ class _FolderWriter:
         self._flush()
         index = {"metadata": {"total_size": self._total}, "weight_map": self._weight_map}
         (self._partial / INDEX).write_text(json.dumps(index, indent=1))
+        copy_model_files(self._source, self._partial, self._dtype)
         replace_folder(self._partial, self._out)

@@ -22,9 +22,9 @@ from tiny_world import safetensors_of
 from megarl import cli
 from megarl.core.fp8 import quantize_fp8
 from megarl.data.tiny_families import FAMILIES, write_family
-from megarl.errors import CheckpointError
-from megarl.megatron.conversion import HF_FOLDER, Options, same_bits, to_hf, to_megatron
-from megarl.megatron.conversion_job import MANIFEST, Ranks
+from megarl.errors import CheckpointError, ConfigError, NumericsError
+from megarl.megatron.conversion import HF_FOLDER, Options, same_bits, to_hf, to_megatron, torch_dist_folder
+from megarl.megatron.conversion_job import MANIFEST, ConversionJob, Ranks
 from megarl.megatron.hf_files import INDEX
 from megarl.megatron.megatron_files import MegatronCheckpoint, units_of
 from megarl.megatron.name_map import LAYOUTS
@@ -98,7 +98,7 @@ class TestRoundTrip:
     def test_stacked_layers_come_back_too(self, tmp_path: Path) -> None:
         source = write_family(tmp_path / "model", "mixtral")
         done = to_megatron(source, tmp_path / "megatron", Options(stack_layers=True), ALONE)
-        stored = TorchDistReader(tmp_path / "megatron").tensors()
+        stored = TorchDistReader(tmp_path / "megatron").tensors
         assert tuple(stored["decoder.layers.mlp.experts.experts.linear_fc1.weight"].size) == (4, 8, 80, 32)
         assert done.keys.stacked
         to_hf(tmp_path / "megatron", tmp_path / "back", None, Options(), ALONE)
@@ -434,8 +434,6 @@ class TestInterruptions:
         assert_same(source, tmp_path / "back")
 
     def test_two_at_once_are_one_too_many(self, source: Path, tmp_path: Path) -> None:
-        from megarl.megatron.conversion_job import ConversionJob
-
         with (
             ConversionJob(tmp_path / "out", {}, ALONE, overwrite=False),
             pytest.raises(CheckpointError, match="another process writes"),
@@ -602,3 +600,151 @@ class TestCommand:
         done = subprocess.run([sys.executable, script, source, tmp_path / "out"], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert "every bit is equal" in done.stdout
+
+
+class TestWhatMustNotBeLost:
+    def test_a_folder_that_is_called_like_the_unfinished_one(self, copy: Path, tmp_path: Path) -> None:
+        """Also if it is the source."""
+        partial = copy.rename(tmp_path / "out.partial")
+        with pytest.raises(ConfigError, match="would replace its own source"):
+            to_megatron(partial, tmp_path / "out", LOCAL, ALONE)
+        other = write_family(tmp_path / "other", "mixtral")
+        with pytest.raises(CheckpointError, match="is not what an interrupted conversion leaves"):
+            to_megatron(other, tmp_path / "out", LOCAL, ALONE)
+        assert (partial / "config.json").is_file()
+        assert len(list(partial.glob("*.safetensors"))) == 3
+
+    @pytest.mark.parametrize("out", ["run/checkpoints/step_0000001", "run/checkpoints", "model"])
+    def test_the_checkpoint_behind_a_run_and_its_model(self, out: str, source: Path, tmp_path: Path) -> None:
+        step = tmp_path / "run" / "checkpoints" / "step_0000001"
+        step.parent.mkdir(parents=True)
+        to_megatron(source, step, LOCAL, ALONE)
+        model = shutil.copytree(source, tmp_path / "model")
+        with pytest.raises(ConfigError, match="would replace its own source"):
+            to_hf(tmp_path / "run", tmp_path / out, model, Options(overwrite=True), ALONE)
+        assert (step / ".metadata").is_file()
+        assert (model / "config.json").is_file()
+
+    def test_unfinished_steps_are_no_checkpoints(self, source: Path, tmp_path: Path) -> None:
+        for name in ("step_0000002", "step_0000010.partial", "step_0000010.old"):
+            (tmp_path / name).mkdir()
+        assert torch_dist_folder(tmp_path) == tmp_path / "step_0000002"
+
+    def test_a_second_start_while_the_first_ends(
+        self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        refused = []
+
+        def another(folder: Path) -> None:
+            try:
+                with ConversionJob(tmp_path / "out", {"other": 1}, ALONE, overwrite=True):
+                    pass
+            except CheckpointError as error:
+                refused.append(str(error))
+
+        monkeypatch.setattr("megarl.megatron.conversion_job.sync_folder", another)
+        to_megatron(source, tmp_path / "out", LOCAL, ALONE)
+        assert "another process writes" in refused[0]
+        monkeypatch.undo()
+        to_hf(tmp_path / "out", tmp_path / "back", None, Options(), ALONE)
+        assert_same(source, tmp_path / "back")
+
+    def test_what_appears_meanwhile(self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def appear(folder: Path) -> None:
+            (tmp_path / "out").mkdir()
+            (tmp_path / "out" / "precious").write_text("mine")
+
+        monkeypatch.setattr("megarl.megatron.conversion_job.sync_folder", appear)
+        with pytest.raises(CheckpointError, match="has appeared meanwhile"):
+            to_megatron(source, tmp_path / "out", LOCAL, ALONE)
+        assert (tmp_path / "out" / "precious").read_text() == "mine"
+
+    def test_a_link_stays_one(self, source: Path, tmp_path: Path) -> None:
+        (tmp_path / "real").mkdir()
+        (tmp_path / "out").symlink_to(tmp_path / "real")
+        to_megatron(source, tmp_path / "out", Options(layers="local", overwrite=True), ALONE)
+        assert (tmp_path / "out").is_symlink()
+        assert (tmp_path / "real" / ".metadata").is_file()
+
+    def test_a_full_disk_on_the_way_back(
+        self, source: Path, small_disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        to_megatron(source, tmp_path / "megatron", LOCAL, ALONE)
+        assert cli.main(["convert", str(tmp_path / "megatron"), str(small_disk / "out")]) == 2
+        assert "cannot be written" in capsys.readouterr().err
+
+    def test_values_that_the_dtype_cannot_hold(self, copy: Path, tmp_path: Path) -> None:
+        name = "model.norm.weight"
+        edit_tensors(copy, lambda t: t[name].fill_(1e5), file_of(copy, name))
+        with pytest.raises(NumericsError, match=r"model\.norm\.weight has values up to 100000"):
+            to_megatron(copy, tmp_path / "out", Options(dtype=torch.float16, layers="local"), ALONE)
+
+
+class TestOtherModels:
+    """Shapes alone do not tell four heads of width eight from eight of width four."""
+
+    CHANGES = ({"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}, {"vocab_size": 20})
+
+    @pytest.mark.parametrize("changes", CHANGES, ids=str)
+    @pytest.mark.parametrize("says", ["loop", "args"])
+    def test_what_the_checkpoint_says_of_its_model(self, says: str, changes: dict[str, Any], tmp_path: Path) -> None:
+        source = write_family(tmp_path / "model", "mixtral")
+        other = write_family(tmp_path / "other", "mixtral", **changes)
+        to_megatron(source, tmp_path / "megatron", LOCAL, ALONE)
+        common = torch.load(tmp_path / "megatron" / "common.pt", weights_only=False)
+        if says == "args":
+            if "vocab_size" in changes:
+                return
+            del common["loop"]
+            torch.save(common, tmp_path / "megatron" / "common.pt")
+        with pytest.raises(CheckpointError, match=r"is of another model: (num_attention_heads|vocab_size|kv_channels)"):
+            to_hf(tmp_path / "megatron", tmp_path / "out", other, Options(), ALONE)
+
+    def test_damaged_common_state(self, source: Path, tmp_path: Path) -> None:
+        to_megatron(source, tmp_path / "megatron", LOCAL, ALONE)
+        (tmp_path / "megatron" / "common.pt").write_bytes(b"garbage")
+        with pytest.raises(CheckpointError, match=r"common\.pt cannot be read"):
+            to_hf(tmp_path / "megatron", tmp_path / "out", None, Options(), ALONE)
+
+    def test_copies_that_say_nothing_new(self, tmp_path: Path) -> None:
+        source = write_family(tmp_path / "model", "qwen3")  # its embedding is tied
+        file = source / "model.safetensors"
+        tensors = load_file(file)
+        copies = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+        copies["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+        save_file(tensors | copies, file)
+        to_megatron(source, tmp_path / "out", LOCAL, ALONE)
+        copies["lm_head.weight"] += 1
+        save_file(tensors | copies, file)
+        with pytest.raises(CheckpointError, match=r"1 tensors unknown: lm_head\.weight.*--drop"):
+            to_megatron(source, tmp_path / "other", LOCAL, ALONE)
+
+    def test_the_config_says_what_the_weights_are(self, source: Path, tmp_path: Path) -> None:
+        to_megatron(source, tmp_path / "megatron", LOCAL, ALONE)
+        model = Path(shutil.copytree(source, tmp_path / "model"))
+        config = json.loads((model / "config.json").read_text()) | {"dtype": "bfloat16"}
+        (model / "config.json").write_text(json.dumps(config))
+        to_hf(tmp_path / "megatron", tmp_path / "out", model, Options(), ALONE)
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+
+    @pytest.mark.parametrize(
+        "config",
+        [
+            "[]",
+            '{"model_type": "mixtral"}',
+            '{"vocab_size": null}',
+            '{"num_attention_heads": 0}',
+            '{"num_hidden_layers": "4"}',
+            '{"rope_parameters": "default"}',
+            '{"quantization_config": "fp8"}',
+        ],
+    )
+    def test_odd_configs_are_one_line(
+        self, config: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = Path(shutil.copytree(source, tmp_path / "model"))
+        changes = json.loads(config)
+        whole = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(whole | changes if isinstance(changes, dict) else changes))
+        assert cli.main(["convert", str(folder), str(tmp_path / "out")]) == 2
+        assert "Traceback" not in capsys.readouterr().err
