@@ -71,7 +71,9 @@ def _megatron_logits(path: Path, shape: ModelShape) -> torch.Tensor:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     if dist.get_world_size() > 1:
         raise ConfigError("--verify logits runs in one process, found torchrun; verify checksums, or convert alone")
-    parallel_state.initialize_model_parallel()
+    is_guest = parallel_state.model_parallel_is_initialized()  # in a process that has a model already
+    if not is_guest:
+        parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     try:
         (model,) = build_model(shape, transformer_config(shape, {}, torch.float32))
@@ -86,5 +88,6 @@ def _megatron_logits(path: Path, shape: ModelShape) -> torch.Tensor:
             packed_seq_params=PackedSequences.of(bounds),
         )
     finally:
-        parallel_state.destroy_model_parallel()
+        if not is_guest:
+            parallel_state.destroy_model_parallel()
     return logits[0]
