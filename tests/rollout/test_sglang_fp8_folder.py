@@ -69,6 +69,7 @@ def gap(found: list[np.ndarray], sequences: list[list[int]], model: Path, weight
 
 @pytest.mark.sglang
 def test_a_server_computes_with_what_the_folder_holds(server: Server, model: Path) -> None:
+    # Servers tell the last id of a vocabulary as 0 in this list.
     sequences = np.random.default_rng(0).integers(2, 24, (4, 24)).tolist()
     found = [prompt_logprobs(server.url, tokens) for tokens in sequences]
     weights = load_file(model / "model.safetensors")
