@@ -6,6 +6,7 @@ the same source and settings keeps what is finished. The folder gets its name wh
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import hashlib
 import json
@@ -25,6 +26,7 @@ from safetensors import SafetensorError
 
 from megarl.data.files import replace_folder, sync_folder, write_atomically
 from megarl.errors import CheckpointError, ConfigError, MegarlError
+from megarl.megatron.distributed import shutdown
 from megarl.megatron.hf_files import read_json, some
 
 _WAIT = timedelta(hours=24)
@@ -42,6 +44,7 @@ class Ranks:
             raise ConfigError("found WORLD_SIZE without RANK; start with torchrun, or unset WORLD_SIZE")
         if self.size > 1 and not dist.is_initialized():
             dist.init_process_group("gloo", timeout=_WAIT)
+            atexit.register(shutdown)  # gloo's threads abort a process that ends with them
 
     def wait(self) -> None:
         """Until all ranks are here."""
