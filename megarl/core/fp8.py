@@ -50,6 +50,12 @@ def fp8_config(keep: Sequence[str], block: tuple[int, int] = BLOCK) -> dict[str,
     }
 
 
+def grid_of(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
+    """Rows and columns of the scales of a matrix."""
+    rows, columns = (-(-size // length) for size, length in zip(shape, block, strict=True))
+    return rows, columns
+
+
 def quantize_fp8(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantises a weight block by block: ``scale = max|w| / 448`` and ``q = e4m3(w / scale)``, computed in fp32.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.core.fp8 import BLOCK, E4M3_MAX, as_blocks, quantize_fp8
+from megarl.core.fp8 import BLOCK, E4M3_MAX, as_blocks, grid_of, quantize_fp8
 
 _HALF_STEP = 16.0
 """Half the distance between e4m3's largest values: what lies further beyond 448 was cut off, not rounded."""
@@ -76,7 +76,7 @@ def quantize_by_stripes(
     rows, columns = weight.shape
     height = max(1, _STRIPE_VALUES // (block[0] * max(1, columns)))  # in blocks
     quantized = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
-    scale = torch.empty(-(-rows // block[0]), -(-columns // block[1]))
+    scale = torch.empty(grid_of(weight.shape, block))
     for top in range(0, len(scale), height):
         stripe = slice(top * block[0], (top + height) * block[0])
         part = quantize_fp8(weight[stripe], block)

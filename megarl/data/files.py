@@ -6,8 +6,10 @@ import ctypes
 import errno
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -22,6 +24,13 @@ def write_atomically(path: Path, data: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def model_files(folder: Path) -> Iterator[Path]:
+    """The files of a Hugging Face folder that are no weights: config, tokenizer, code."""
+    for file in folder.iterdir():
+        if file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json"):
+            yield file
 
 
 def replace_folder(new: Path, target: Path) -> None:

@@ -8,7 +8,6 @@ divide the files.
 from __future__ import annotations
 
 import math
-import re
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from megarl.errors import CheckpointError, ConfigError, NumericsError
+from megarl.megatron.checkpoint import complete_checkpoints
 from megarl.megatron.conversion_job import (
     ConversionJob,
     Ranks,
@@ -36,7 +36,6 @@ from megarl.megatron.torch_dist import Chunk, Keys, Layers, TorchDistWriter
 HF_FOLDER = "huggingface"
 """Where a converted Megatron checkpoint keeps config and tokenizer of its model."""
 T = TypeVar("T")
-_STEP = re.compile(r"step_(\d+)")
 _MODEL_ARGUMENTS = ("num_layers", "hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "num_attention_heads")
 """What Megatron-LM compares or takes over from a checkpoint's arguments, under the names of the fields."""
 _KEEP_DTYPE = ("decoder.layers.{layer}.mlp.router.expert_bias",)
@@ -180,11 +179,8 @@ def torch_dist_folder(path: Path) -> Path:
         if not found.is_dir():
             raise CheckpointError(f"{tracker} says {word!r}, but there is no {found}")
         return found
-    for folder in (path, path / "checkpoints"):
-        steps = [(int(match[1]), entry) for entry in folder.glob("step_*") if (match := _STEP.fullmatch(entry.name))]
-        if steps:
-            return max(steps)[1]
-    return path
+    steps = complete_checkpoints(path) or complete_checkpoints(path / "checkpoints")
+    return steps[-1][1] if steps else path
 
 
 def model_folder(source: Path, model: Path | None) -> Path:

@@ -13,11 +13,10 @@ import torch
 
 from megarl.errors import ConfigError
 from megarl.megatron.conversion import Converted, Options, to_hf, to_megatron, torch_dist_folder
-from megarl.megatron.conversion_job import Ranks, require_apart
+from megarl.megatron.conversion_job import Ranks
 from megarl.megatron.torch_dist import Keys, Layers
 
 DTYPES = {"keep": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-DType = Literal["keep", "fp32", "bf16", "fp16"]
 Verify = Literal["none", "checksums", "logits"]
 
 
@@ -37,12 +36,12 @@ def convert(source: Path, out: Path, model: Path | None, options: Options, verif
         raise ConfigError("--verify logits builds the models in one process, found torchrun; use --verify checksums")
     if not source.exists():
         raise ConfigError(f"{source} does not exist, expected a checkpoint folder")
-    require_apart(out, source)
     begun = time.monotonic()
     options = replace(options, verify=verify != "none")
-    if _is_megatron(source):
-        done = to_hf(source, out, model, options, ranks)
-        pair = (out, torch_dist_folder(source))
+    checkpoint = torch_dist_folder(source)
+    if checkpoint != source or (checkpoint / "metadata.json").is_file():
+        done = to_hf(checkpoint, out, model, options, ranks)
+        pair = (out, checkpoint)
     elif (source / "config.json").is_file():
         if model is not None:
             raise ConfigError("--model belongs to a Megatron source; a Hugging Face folder has its own config.json")
@@ -57,11 +56,6 @@ def convert(source: Path, out: Path, model: Path | None, options: Options, verif
         if verify == "logits":
             _check_logits(done, *pair)
     return done
-
-
-def _is_megatron(source: Path) -> bool:
-    folder = torch_dist_folder(source)
-    return folder != source or (folder / "metadata.json").is_file()
 
 
 def _tell(done: Converted, seconds: float, verified: bool) -> None:

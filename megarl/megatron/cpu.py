@@ -116,13 +116,15 @@ class _Event:
 class _SharedLoopGloo(distributed_c10d.ProcessGroupGloo):
     """Remedy 6: a gloo group whose connections are served by the one event loop of this process."""
 
-    _devices: ClassVar[dict[int, list[Any]]] = {}
+    _devices: ClassVar[dict[int, Any]] = {}
     """By process, for threads do not survive a fork."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         options = self._Options()
-        options._devices = self._devices.setdefault(os.getpid(), []) or [self._new_device()]
-        self._devices[os.getpid()] = options._devices
+        process = os.getpid()
+        if process not in self._devices:
+            self._devices[process] = self._new_device()
+        options._devices = [self._devices[process]]
         options._timeout = timeout
         super().__init__(store, rank, size, options)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megarl.core.fp8 import SCALE, dequantize_fp8
+from megarl.core.fp8 import SCALE, dequantize_fp8, grid_of
 from megarl.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -21,7 +21,6 @@ _DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"F8_E4M3": torch.float8_e4m3fn, "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8},
 }
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
 class HFCheckpoint:
@@ -90,11 +89,10 @@ class HFCheckpoint:
         if scale is None:
             raise CheckpointError(f"{file}: {name} is FP8 without {name}{SCALE}, expected a scale for each block")
         scales = self.stored(name + SCALE)
-        rows, columns = (-(-size // block) for size, block in zip(tensor.shape, self._block, strict=True))
-        if scales.shape != (rows, columns):
+        grid = grid_of(tensor.shape, self._block)
+        if scales.shape != grid:
             raise CheckpointError(
-                f"{scale}: {name}{SCALE} has shape {tuple(scales.shape)}, expected {(rows, columns)} for blocks of "
-                f"{self._block}"
+                f"{scale}: {name}{SCALE} has shape {tuple(scales.shape)}, expected {grid} for blocks of {self._block}"
             )
         return dequantize_fp8(tensor, scales.float(), self._block).to(self._high_precision())
 

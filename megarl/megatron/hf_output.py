@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import save_file
 
+from megarl.data.files import model_files
 from megarl.megatron.conversion_job import MANIFEST
-from megarl.megatron.hf_files import INDEX, WEIGHT_SUFFIXES
+from megarl.megatron.hf_files import INDEX
 
 FP8_ERRORS = "fp8_errors.json"
 """What a folder with FP8 blocks says about the errors of each tensor."""
@@ -52,9 +53,8 @@ def copy_model_files(
     source: Path, target: Path, dtype: torch.dtype | None, quantization: Mapping[str, Any] | None = None
 ) -> None:
     """Config, tokenizer, code; the config says what the weights now are."""
-    for file in source.iterdir():
-        is_weights = file.suffix in WEIGHT_SUFFIXES or file.name.endswith(".index.json")
-        if file.is_file() and not is_weights and file.name not in (MANIFEST, FP8_ERRORS):
+    for file in model_files(source):
+        if file.name not in (MANIFEST, FP8_ERRORS):
             shutil.copyfile(file, target / file.name)
     config = json.loads((source / "config.json").read_text())
     config.pop("quantization_config", None)

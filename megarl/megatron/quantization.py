@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megarl.core.fp8 import BLOCK, SCALE
+from megarl.core.fp8 import BLOCK, SCALE, grid_of
 from megarl.core.fp8_errors import BlockErrors, ErrorSum, quantize_by_stripes
 from megarl.data.files import write_atomically
 from megarl.errors import CheckpointError, ConfigError, NumericsError
@@ -27,7 +27,7 @@ from megarl.megatron.hf_files import HFCheckpoint, read_json
 from megarl.megatron.hf_output import FP8_ERRORS, copy_model_files, pack_shards, save_tensors, shard_name, write_index
 from megarl.megatron.megatron_files import MegatronCheckpoint, units_of
 from megarl.megatron.name_map import hf_shapes
-from megarl.megatron.quantization_plan import Tensor, grid_of, plan_of
+from megarl.megatron.quantization_plan import Tensor, plan_of
 from megarl.megatron.shapes import read_shape
 
 
@@ -89,7 +89,6 @@ def quantize(source: Path, out: Path, model: Path | None, options: Options, rank
     source that is not whole or if ``out`` cannot be written, NumericsError for a value that is not finite; ``out`` is
     then as it was.
     """
-    require_apart(out, source, model)
     with _opened(source, model) as found:
         require_apart(out, found.path, found.model)
         checked = options.verify and require_unchanged(found.path, ranks)

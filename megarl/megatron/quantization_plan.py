@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megarl.core.fp8 import fp8_config, is_fp8_weight
+from megarl.core.fp8 import fp8_config, grid_of, is_fp8_weight
 from megarl.errors import ConfigError
 from megarl.megatron.hf_files import some
 
@@ -75,12 +75,6 @@ def plan_of(tensors: Sequence[Tensor], keep: Sequence[str], block: tuple[int, in
     modules = _modules_to_keep([one for one in tensors if one.name not in quantized])
     _require_distinct(modules, list(dict.fromkeys(one.module for one in matrices if one.name in quantized)))
     return Plan(quantized, fp8_config(modules, block))
-
-
-def grid_of(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
-    """Rows and columns of the scales of a matrix."""
-    rows, columns = (-(-size // length) for size, length in zip(shape, block, strict=True))
-    return rows, columns
 
 
 def is_misread(shape: Sequence[int], block: tuple[int, int]) -> bool:

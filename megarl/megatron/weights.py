@@ -6,7 +6,6 @@ at a time, ``save_hf`` writes a checkpoint folder. What is cut where is in ``nam
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -17,12 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors.torch import save_file
 
 from megarl.data.files import replace_folder
 from megarl.errors import CheckpointError
-from megarl.megatron.hf_files import INDEX, HFCheckpoint, check_tensors
-from megarl.megatron.hf_output import copy_model_files
+from megarl.megatron.hf_files import HFCheckpoint, check_tensors
+from megarl.megatron.hf_output import copy_model_files, save_tensors, write_index
 from megarl.megatron.name_map import LAYOUTS, Rule, hf_shapes, rules_of
 from megarl.megatron.shapes import ModelShape
 
@@ -242,14 +240,13 @@ class _FolderWriter:
 
     def _flush(self) -> None:
         file = f"model-{len(set(self._weight_map.values())) + 1:05d}.safetensors"
-        save_file(self._pending, self._partial / file, metadata={"format": "pt"})
+        save_tensors(self._pending, self._partial / file)
         self._weight_map.update(dict.fromkeys(self._pending, file))
         self._total += self._bytes
         self._pending, self._bytes = {}, 0
 
     def close(self) -> None:
         self._flush()
-        index = {"metadata": {"total_size": self._total}, "weight_map": self._weight_map}
-        (self._partial / INDEX).write_text(json.dumps(index, indent=1))
+        write_index(self._partial, self._weight_map, self._total)
         copy_model_files(self._source, self._partial, self._dtype)
         replace_folder(self._partial, self._out)

@@ -12,10 +12,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megarl.core.fp8 import fp8_config
+from megarl.data.files import model_files
 from megarl.errors import ConfigError, WeightSyncError
 from megarl.rollout.sglang_buckets import Bucket
-
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 class WeightFolder:
@@ -85,6 +84,5 @@ def write_fp8_model(source: Path, folder: Path) -> Path:
 
 def _copy_model_files(source: Path, folder: Path) -> None:
     """Everything but weights: config, tokenizer, code."""
-    for file in source.iterdir():
-        if file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json"):
-            shutil.copy2(file, folder / file.name)
+    for file in model_files(source):
+        shutil.copy2(file, folder / file.name)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tiny_world import safetensors_of
 
 BLOCK = (16, 16)
 _COMMON: dict[str, Any] = {
@@ -78,17 +78,8 @@ def rounded_by_loops(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> to
     return result
 
 
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors as they are in the files."""
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as handle:
-            found.update({name: handle.get_tensor(name) for name in handle.keys()})  # noqa: SIM118  (no mapping)
-    return found
-
-
 def same_tensors(one: Path, other: Path) -> bool:
-    first, second = stored(one), stored(other)
+    first, second = safetensors_of(one), safetensors_of(other)
     return set(first) == set(second) and all(
         first[name].dtype == second[name].dtype
         and first[name].shape == second[name].shape

@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from fp8_worlds import BLOCK, matrices, same_tensors, stored, write_plain
+from fp8_worlds import BLOCK, matrices, same_tensors, write_plain
+from small_disks import mounted
+from tiny_world import safetensors_of
 
 from megarl.errors import CheckpointError, ConfigError, NumericsError
 from megarl.megatron import quantization
@@ -84,13 +86,9 @@ def test_after_a_kill_other_settings_begin_anew(source: Path, tmp_path: Path) ->
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    words = ["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(words, capture_output=True, check=False).returncode:
-        pytest.skip("a disk of a few pages needs the right to mount")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    """A disk of a few pages."""
+    with mounted(tmp_path / "disk", "48k") as folder:
+        yield folder
 
 
 def test_a_full_disk_leaves_no_half_checkpoint_and_what_is_finished(
@@ -167,16 +165,16 @@ def test_the_source_is_not_the_output(source: Path, tmp_path: Path) -> None:
 
 def test_an_output_that_exists_stays_until_the_new_one_is_whole(source: Path, tmp_path: Path) -> None:
     quantized(source, tmp_path / "fp8")
-    before = stored(tmp_path / "fp8")
+    before = safetensors_of(tmp_path / "fp8")
     with pytest.raises(CheckpointError, match="exists; remove it"):
         quantized(source, tmp_path / "fp8", block=(8, 8))
     bad = matrices(2)
     bad["model.norm.weight"][0] = float("nan")
     with pytest.raises(NumericsError):
         quantized(write_plain(tmp_path / "bad", bad), tmp_path / "fp8", overwrite=True)
-    assert all(torch.equal(before[name].float(), one.float()) for name, one in stored(tmp_path / "fp8").items())
+    assert all(torch.equal(before[name].float(), one.float()) for name, one in safetensors_of(tmp_path / "fp8").items())
     quantized(source, tmp_path / "fp8", block=(8, 8), overwrite=True)
-    assert stored(tmp_path / "fp8")["model.layers.0.self_attn.o_proj.weight_scale_inv"].shape == (5, 3)
+    assert safetensors_of(tmp_path / "fp8")["model.layers.0.self_attn.o_proj.weight_scale_inv"].shape == (5, 3)
 
 
 @pytest.mark.parametrize("tensor", ["model.layers.1.self_attn.o_proj.weight", "model.norm.weight", "scale"])

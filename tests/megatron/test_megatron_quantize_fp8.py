@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from fp8_worlds import BLOCK, FAMILIES, matrices, rounded_by_loops, same_tensors, stored, write_family, write_plain
+from fp8_worlds import BLOCK, FAMILIES, matrices, rounded_by_loops, same_tensors, write_family, write_plain
 from safetensors.torch import load_file, save_file
+from tiny_world import safetensors_of
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, FP8Experts, FP8Linear
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
@@ -80,7 +81,7 @@ def fp8_modules_of_transformers(folder: Path) -> set[str]:
 
 
 def fp8_modules_in(folder: Path) -> set[str]:
-    names = (name.removesuffix(".weight_scale_inv") for name in stored(folder) if name.endswith("_scale_inv"))
+    names = (name.removesuffix(".weight_scale_inv") for name in safetensors_of(folder) if name.endswith("_scale_inv"))
     return {re.sub(r"\.experts\..*", ".experts", name).replace("block_sparse_moe", "mlp") for name in names}
 
 
@@ -102,7 +103,7 @@ def test_transformers_makes_fp8_modules_of_what_is_fp8(
 def test_kept_tensors_are_as_they_were(families: dict[str, Path], tmp_path: Path) -> None:
     source = write_family("qwen3_moe", tmp_path / "half", torch.bfloat16)
     quantized(source, tmp_path / "fp8", keep=("*.q_proj", "*.k_proj.weight", "*.v_proj.weight"))
-    before, after = stored(source), stored(tmp_path / "fp8")
+    before, after = safetensors_of(source), safetensors_of(tmp_path / "fp8")
     high = {name for name in before if not is_fp8_weight(name) or re.search(r"[qkv]_proj", name)}
     assert "model.layers.0.self_attn.q_proj.weight" in high
     for name in before:
@@ -129,7 +130,7 @@ def test_ragged_edges_and_zeros_against_loops(shape: tuple[int, int], tmp_path: 
     done = quantized(write_plain(tmp_path / "source", weights), tmp_path / "fp8")
     grid = (-(-shape[0] // 16), -(-shape[1] // 16))
     assert done.errors["model.layers.1.self_attn.o_proj.weight"].num_zero_blocks == grid[0] * grid[1]
-    found = stored(tmp_path / "fp8")
+    found = safetensors_of(tmp_path / "fp8")
     with HFCheckpoint(tmp_path / "fp8") as hf:
         for layer in (0, 1):
             name = f"model.layers.{layer}.self_attn.o_proj.weight"
