@@ -18,6 +18,7 @@ import tomli_w
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megarl import megatron_fields
+from megarl.config_launch import LaunchConfig
 from megarl.config_sampling import CreditConfig, EnvironmentConfig, EstimateConfig, GvmConfig, SamplingConfig
 from megarl.config_table import Count, NonNegative, Table
 from megarl.core.credit import Credit
@@ -455,6 +456,7 @@ class Config(Table):
     recompute: RecomputeConfig = RecomputeConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    launch: LaunchConfig = LaunchConfig()
     log: LogConfig = LogConfig()
     sft: SftConfig | None = None
     megatron: dict[str, Any] = {}
@@ -542,6 +544,11 @@ class Config(Table):
                 'processes and cannot do so while they train; set rollout.engine = "sglang"'
             )
         self._check_servers()
+        if self.launch.apart and rollout.engine != "sglang":
+            raise ValueError(
+                f'launch.layout: found "{self.launch.layout}" with rollout.engine = "{rollout.engine}", which has no '
+                'servers; set rollout.engine = "sglang", or layout = "colocated"'
+            )
         if self.sglang.fp8 and rollout.dtype != "bf16":
             raise ValueError(
                 f'rollout.dtype: found "{rollout.dtype}" with sglang.fp8 = true, whose kernels know bf16 only'

@@ -12,7 +12,7 @@ from megarl.data.files import write_atomically
 from megarl.errors import ConfigError
 from megarl.megatron.checkpoint import complete_checkpoints
 
-_FREE = {"checkpoint", "log", "eval", "sft"}
+_FREE = {"checkpoint", "launch", "log", "eval", "sft"}
 """Tables that may change between a run and its resumption."""
 
 
