@@ -4,6 +4,7 @@
 PYTHON ?= $(shell command -v python3.11 || echo python3)
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 QUICKSTART_DIR ?= runs/quickstart
+TEST_WORKERS ?= 2
 
 BIN := .venv/bin
 STAMP := .venv/.setup-done
@@ -93,7 +94,7 @@ test:
 	@$(MAKE) --no-print-directory test-sglang
 
 test-fast: $(STAMP)
-	@$(BIN)/python -m pytest -q -m "not gpu and not sglang" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder -m "not gpu and not sglang" $(PYTEST_ARGS)
 
 test-sglang: $(STAMP) sglang-cpu
 	@$(BIN)/python -m pytest -q -m sglang $(PYTEST_ARGS)
