@@ -28,6 +28,7 @@ settings.register_profile(
 settings.load_profile("megarl")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Say which tests stay together under xdist, and skip those marked gpu where there is no CUDA device."""
     for item in items:
