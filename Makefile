@@ -94,7 +94,7 @@ test:
 	@$(MAKE) --no-print-directory test-sglang
 
 test-fast: $(STAMP)
-	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder -m "not gpu and not sglang" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m "not gpu and not sglang" $(PYTEST_ARGS)
 
 test-sglang: $(STAMP) sglang-cpu
 	@$(BIN)/python -m pytest -q -m sglang $(PYTEST_ARGS)

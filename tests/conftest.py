@@ -28,13 +28,8 @@ settings.register_profile(
 settings.load_profile("megarl")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Say which tests stay together under xdist, and skip those marked gpu where there is no CUDA device."""
-    for item in items:
-        # One launch of ranks serves all cases of all files; other fixtures serve a file.
-        one_launch = "launched" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("launched" if one_launch else item.path.stem))
+    """Skip tests marked gpu where there is no CUDA device."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

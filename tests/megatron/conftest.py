@@ -16,15 +16,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return write_models(tmp_path_factory.mktemp("tiny") / "models")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def launched(
     request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Case], Outcome]:
-    """Launches the cases of all selected tests when the first outcome is read."""
+    """Launches the cases of all selected tests of a file when the first outcome is read."""
     wanted = [
         item.callspec.params["case"]
         for item in request.session.items
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and "case" in item.callspec.params
+        if isinstance(item, pytest.Function)
+        and item.path == request.path
+        and hasattr(item, "callspec")
+        and "case" in item.callspec.params
     ]
     outcomes: dict[Case, Outcome] = {}
 

@@ -1,4 +1,4 @@
-"""Runs functions on several gloo ranks: one launch for all the cases that the selected tests ask for.
+"""Runs functions on several gloo ranks: one launch for all the cases that the selected tests of a file ask for.
 
 A test is parametrised with a ``Case`` and reads the ``outcome`` fixture (see conftest.py). The functions live in
 ``cases_*.py``, are named ``module:function``, and run below ``rank_worker.py``.
