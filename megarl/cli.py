@@ -1,4 +1,4 @@
-"""The command line: ``megarl train | sft | eval | doctor | report | trace | simulate | convert | quickstart``.
+"""The command line: ``megarl train | sft | eval | doctor | report | status | trace | simulate | convert | quickstart``.
 
 Every key of the configuration is also a flag, ``--rollout.temperature 0.7``; defaults < file < flags. torch and
 everything built on it is imported only inside the commands, after the configuration has been found valid. A mistake of
@@ -9,85 +9,44 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
 import tyro
-from pydantic import TypeAdapter, ValidationError
 
 from megarl import config_file
 from megarl.config import Config
-from megarl.errors import ConfigError, MegarlError
+from megarl.config_flags import as_flag, split_overrides
+from megarl.errors import ConfigError, MegarlError, StopError
 
 USAGE_ERROR = 2
 _FIRST_RANK_SPEAKS_S = 3.0
 INTERRUPTED = 130
+STOPPED = 75
+"""The run was asked to stop and has saved itself (EX_TEMPFAIL): start it again to continue."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 1 (doctor found something missing) or 2 (an error)."""
+    """Run one command; returns the exit code: 0, 1 (something is missing or lost), 2 (an error), 75 (asked to stop)."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         arguments, overrides = split_overrides(words)
         return _parse_command(arguments, overrides)()
+    except StopError as error:
+        _complain(str(error), on_every_rank=False)
+        return STOPPED
     except MegarlError as error:
+        _leave_word(error)
         _complain(str(error), on_every_rank=not isinstance(error, ConfigError) or _ranks_have_met())
         return USAGE_ERROR
     except KeyboardInterrupt:
         _complain("interrupted", on_every_rank=False)
         return INTERRUPTED
-
-
-def split_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Take ``--table.key value``, ``--table.key=value`` and ``--table.flag`` (= true) out of the command line.
-
-    Returns the other words and dotted key -> value of the key's type. Raises ConfigError for a key that does not exist
-    or a value of the wrong type.
-    """
-    rest: list[str] = []
-    overrides: dict[str, Any] = {}
-    position = 0
-    while position < len(words):
-        name, equals, text = words[position].partition("=")
-        position += 1
-        if not name.startswith("--") or "." not in name:
-            rest.append(words[position - 1])
-            continue
-        if not equals:
-            has_value = position < len(words) and not words[position].startswith("--")
-            text = words[position] if has_value else "true"
-            position += has_value
-        key = name[2:]
-        overrides[key] = _typed(key, text)
-    return rest, overrides
-
-
-def _typed(key: str, text: str) -> Any:
-    annotation = config_file.annotation_of(key)
-    if annotation is None:
-        raise ConfigError(f"--{key}: {config_file.unknown_key(key)}")
-    if annotation is Any or list in (get_origin(option) for option in (annotation, *get_args(annotation))):
-        return _toml_value(text)
-    if text == "none" and NoneType in get_args(annotation):
-        return None
-    try:
-        return TypeAdapter(annotation).validate_python(text)
-    except ValidationError as error:
-        raise ConfigError(f"--{key}: found {text!r}, {error.errors()[0]['msg'].lower()}") from error
-
-
-def _toml_value(text: str) -> Any:
-    """The text as a TOML value (1, 0.5, true, [1, 2]); a string if it is none."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
 
 
 Command = Callable[[], int]
@@ -125,6 +84,10 @@ def _commands(overrides: Mapping[str, Any]) -> dict[str, Callable[..., Command]]
         """Train with RL: alone, or on many ranks under torchrun."""
         return lambda: _train(_load_for_this_world(config, overrides))
 
+    def launch(config: tyro.conf.Positional[Path]) -> Command:
+        """Train where the [launch] table says, with all ranks and servers, and keep the run going: docs/launch.md."""
+        return lambda: _launch(config, overrides)
+
     def sft(config: tyro.conf.Positional[Path]) -> Command:
         """Teach the model a format from demonstrations (the [sft] table), before RL."""
         return lambda: _sft(_load_for_this_world(config, overrides))
@@ -158,6 +121,14 @@ def _commands(overrides: Mapping[str, Any]) -> dict[str, Callable[..., Command]]
     def report(run_dir: tyro.conf.Positional[Path]) -> Command:
         """Draw the curves of a run into PNGs and one HTML page."""
         return lambda: _report(run_dir, overrides)
+
+    def status(run_dir: tyro.conf.Positional[Path], json: bool = False) -> Command:
+        """Say how far a run is: step, phase, speed, time to go, last error, and where its ranks are.
+
+        Args:
+            json: print status.json with what is known of the ranks, for programs.
+        """
+        return lambda: _status(run_dir, json, overrides)
 
     def trace(
         action: tyro.conf.Positional[Literal["inspect", "stats", "diff"]],
@@ -235,7 +206,7 @@ def _commands(overrides: Mapping[str, Any]) -> dict[str, Callable[..., Command]]
         """Make a tiny MoE and a task, train it with RL on the CPU, write a report to OUT/report."""
         return lambda: _quickstart(out, overrides)
 
-    commands = (train, sft, eval, doctor, report, trace, simulate, convert, quickstart)
+    commands = (train, launch, sft, eval, doctor, report, status, trace, simulate, convert, quickstart)
     return {command.__name__: command for command in commands}
 
 
@@ -255,6 +226,13 @@ def _train(config: Config) -> int:
 
     train(config)
     return 0
+
+
+def _launch(path: Path, overrides: Mapping[str, Any]) -> int:
+    from megarl.launch.supervisor import launch
+
+    words = [word for key, value in overrides.items() for word in (f"--{key}", as_flag(value))]
+    return launch(config_file.load(path, overrides), ["train", *words, str(path)])
 
 
 def _sft(config: Config) -> int:
@@ -292,6 +270,13 @@ def _report(run_dir: Path, overrides: Mapping[str, Any]) -> int:
 
     print(f"report: {write_report(run_dir)}")
     return 0
+
+
+def _status(run_dir: Path, as_json: bool, overrides: Mapping[str, Any]) -> int:
+    _refuse_overrides("status", overrides)
+    from megarl.train.status import show
+
+    return show(run_dir, as_json)
 
 
 def _trace(action: str, files: Sequence[Path], out: Path | None, overrides: Mapping[str, Any]) -> int:
@@ -368,6 +353,14 @@ def _print_keys() -> None:
         default = "needed" if info.is_required() else f"default {info.default}" if info.default is not None else ""
         note = f" [{default}]" if default and not key.endswith("*") else ""
         print(f"  --{key}{note}\n      {info.description or ''}")
+
+
+def _leave_word(error: MegarlError) -> None:
+    """For ``megarl launch``, which hears of its ranks only that they failed."""
+    path = os.environ.get("MEGARL_FAILURE")
+    if path is not None:
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"kind": type(error).__name__, "message": " ".join(str(error).split())}))
 
 
 def _ranks_have_met() -> bool:

@@ -50,6 +50,9 @@ class RunConfig(Table):
     """Seed of everything random: prompt order, sampling, initial weights that no checkpoint gives."""
     steps: PositiveInt
     """Global steps; one step samples prompts_per_step * group_size responses and trains on them."""
+    collective_timeout_s: PositiveFloat | None = None
+    """How long a rank waits for the others before the run ends; default 1800, or longer than any of them may wait for
+    SGLang servers."""
     deterministic: bool = False
     """Ask PyTorch and Megatron for deterministic kernels; slower on a GPU."""
 
@@ -371,9 +374,11 @@ class CheckpointConfig(Table):
     """[checkpoint]: what a killed run can start again from."""
 
     every: Count = 0
-    """Global steps between checkpoints; 0 = none."""
+    """Global steps between checkpoints; 0 = none but for one when the run is asked to stop."""
     keep: PositiveInt = 2
     """Newest checkpoints that stay on disk."""
+    asynchronous: bool = False
+    """Write checkpoints in processes beside the ranks, while training goes on; needs host memory for a copy."""
     resume: bool = True
     """Continue from the newest checkpoint in run.dir, if there is one."""
 
@@ -385,6 +390,8 @@ class LogConfig(Table):
     """Write TensorBoard event files below run.dir."""
     wandb_project: str | None = None
     """Also log to this Weights & Biases project; default not."""
+    hang_s: PositiveFloat = 900.0
+    """A rank that has not moved for so long writes the stacks of its threads below run.dir/ranks; seconds."""
     traces_every: Count = 0
     """Write the routes of every so many steps below run.dir/traces, for `megarl trace`; 0 = never."""
 
@@ -513,8 +520,10 @@ class Config(Table):
 
     @property
     def collective_timeout_s(self) -> float:
-        """How long a rank waits for the others: longer than any of them may wait for an SGLang server."""
+        """run.collective_timeout_s with its default resolved: longer than any of them may wait for an SGLang server."""
         servers = self.sglang
+        if self.run.collective_timeout_s is not None:
+            return self.run.collective_timeout_s
         if self.rollout.engine != "sglang":
             return 1800.0
         return max(1800.0, servers.attempts * servers.deadline_s + servers.start_deadline_s + 600.0)

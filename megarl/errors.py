@@ -40,3 +40,11 @@ class CheckpointError(MegarlError, RuntimeError):
 
 class NumericsError(MegarlError, FloatingPointError):
     """A value that must be finite is not; names the quantity and where it arose."""
+
+
+class StopError(MegarlError, RuntimeError):
+    """The run was asked to stop, by a signal; it has saved itself, and another start continues it."""
+
+
+class PeerError(MegarlError, RuntimeError):
+    """Another rank has died or did not come to a collective call; names the phase, and whom the others wait for."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl import cli
+from megarl.config_flags import split_overrides
 from megarl.errors import ConfigError, DataError
 
 CONFIG = """
@@ -130,7 +131,7 @@ def test_flags_win_over_the_file_and_have_the_type_of_their_key(config_path):
     words += ["--parallel.etp", "none", "--recompute.granularity", "selective", "--recompute.modules", '["moe"]']
     words += ["--megatron.moe_aux_loss_coeff", "1e-3", "--megatron.moe_router_dtype", "fp32"]
     words += ["--train.objective_overrides.cap", "off", "--checkpoint.resume", "false"]
-    rest, overrides = cli.split_overrides(words)
+    rest, overrides = split_overrides(words)
     assert rest == ["train", str(config_path)]
     config = cli.config_file.load(config_path, overrides)
     assert config.rollout.temperature == 2.0
@@ -146,7 +147,7 @@ def test_flags_win_over_the_file_and_have_the_type_of_their_key(config_path):
 
 def test_a_flag_below_a_plain_value_is_refused():
     with pytest.raises(ConfigError, match=r"--model\.path\.x: unknown key"):
-        cli.split_overrides(["--model.path.x", "3"])
+        split_overrides(["--model.path.x", "3"])
 
 
 def test_errors_of_a_running_command_name_the_rank(monkeypatch, capsys, config_path):

@@ -7,11 +7,14 @@ layout; optimizer state in any with the same kind of experts (ep = 1 or ep > 1),
 
 from __future__ import annotations
 
+import ctypes
 import random
 import re
 import shutil
+import signal
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -22,10 +25,12 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megarl.data.files import sync_folder
 from megarl.errors import CheckpointError
-from megarl.megatron.checkpoint_versions import checkpoint_metadata, results_queue
+from megarl.megatron.checkpoint_versions import checkpoint_metadata, forked_queue, results_queue
 from megarl.megatron.distributed import is_main_rank
 from megarl.megatron.policy import Policy
 from megarl.megatron.shapes import ModelShape
@@ -46,6 +51,8 @@ _READ_ERRORS = (
     ValueError,
 )
 """What a damaged or foreign checkpoint makes Megatron and torch raise."""
+_WRITE_ERRORS = (dist_checkpointing.core.CheckpointingException, CheckpointException, OSError, RuntimeError)
+_PR_SET_PDEATHSIG = 1
 
 
 def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -62,13 +69,88 @@ def save(folder: Path, step: int, policy: Policy, loop: Mapping[str, Any], keep:
     ``loop`` is small, equal on all ranks and plain (numbers, strings, lists, dicts): what the training loop needs to
     go on.
     """
+    path = _cleared(folder, step)
+    _write(_whole_state(policy, step, loop), _partial(path))
+    _publish(path, keep)
+    return path
+
+
+class BackgroundSaver:
+    """Writes checkpoints while training goes on: a forked process of each rank writes what memory held at its start.
+
+    One at a time. Like ``save``, it gives a checkpoint its name when every rank has written its part.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self._folder, self._keep = folder, keep
+        self._calls = AsyncCallsQueue()
+        self._pending: Path | None = None
+
+    def begin(self, step: int, policy: Policy, loop: Mapping[str, Any]) -> None:
+        """Start to write checkpoint ``step``, after the one before is there; a collective call."""
+        self.poll(wait=True)
+        path = _cleared(self._folder, step)
+        filesystem_async._results_queue = forked_queue()
+        request = dist_checkpointing.save(
+            _whole_state(policy, step, loop),
+            str(_partial(path)),
+            async_sharded_save=True,
+            **checkpoint_metadata("content_metadata"),
+        )
+        writes = request.async_fn
+        self._calls.schedule_async_request(
+            request._replace(async_fn=None if writes is None else partial(_until_parent_ends, writes))
+        )
+        self._pending = path
+
+    def poll(self, *, wait: bool = False) -> Path | None:
+        """The checkpoint that is complete now, on all ranks alike; None if none is. A collective call.
+
+        CheckpointError if it could not be written."""
+        if self._pending is None:
+            return None
+        path = self._pending
+        try:
+            if not self._calls.maybe_finalize_async_calls(blocking=wait):
+                return None
+        except _WRITE_ERRORS as error:
+            self._pending = None
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"{path} could not be written: {type(error).__name__}: {reason[-300:]}") from error
+        self._pending = None
+        _publish(path, self._keep)
+        return path
+
+    def abandon(self) -> None:
+        """End what is under way, on this rank; what it has written is removed by the next start."""
+        for call in self._calls.async_calls:
+            call.async_caller.close(abort=True)
+        self._calls.async_calls.clear()
+        self._pending = None
+
+
+def _until_parent_ends(write: Callable[..., None], *arguments: Any) -> None:
+    """In the forked process: a trainer that is killed takes it along."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    write(*arguments)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f"{path.name}.partial")
+
+
+def _cleared(folder: Path, step: int) -> Path:
+    """The path of checkpoint ``step``; its partial folder is there and empty. A collective call."""
     path = folder / f"step_{step:07d}"
-    partial = folder / f"{path.name}.partial"
     if is_main_rank():
-        for stale in (partial, path):
+        for stale in (path, *folder.glob("step_*.partial")):
             shutil.rmtree(stale, ignore_errors=True)
-        partial.mkdir(parents=True)
+        _partial(path).mkdir(parents=True)
     dist.barrier()
+    return path
+
+
+def _whole_state(policy: Policy, step: int, loop: Mapping[str, Any]) -> dict[str, Any]:
     state = _sharded_state(policy, is_loading=False)
     state["loop"] = {
         **loop,
@@ -77,13 +159,17 @@ def save(folder: Path, step: int, policy: Policy, loop: Mapping[str, Any], keep:
         "layout": _layout(policy),
         "model": policy.shape.describe(),
     }
-    _write(state, partial)
+    return state
+
+
+def _publish(path: Path, keep: int) -> None:
+    """Give a written checkpoint its name and remove all but the newest ``keep``; a collective call."""
     if is_main_rank():
-        partial.rename(path)
-        for _, old in complete_checkpoints(folder)[:-keep]:
+        _partial(path).rename(path)
+        sync_folder(path.parent)
+        for _, old in complete_checkpoints(path.parent)[:-keep]:
             shutil.rmtree(old)
     dist.barrier()
-    return path
 
 
 def write_weights(path: Path, chunks: Sequence[torch.nn.Module]) -> None:

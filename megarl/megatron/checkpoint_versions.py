@@ -37,6 +37,11 @@ def results_queue() -> Any:
     return queue.Queue() if "execute_sync" in AsyncSaveShardedStrategy.save.__code__.co_names else _ForkedQueue()
 
 
+def forked_queue() -> Any:
+    """The same for a save that is not waited for."""
+    return _ForkedQueue()
+
+
 class _ForkedQueue:
     """From a forked process to its parent through a file, which neither blocks nor outlives them."""
 

@@ -16,7 +16,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from megarl.config import Config
 from megarl.core.metrics import Stat, merge
-from megarl.errors import ConfigError, MegarlError, RolloutError
+from megarl.errors import ConfigError, MegarlError, PeerError, RolloutError
 
 Result = TypeVar("Result")
 
@@ -36,7 +36,14 @@ def initialize(config: Config, timeout_s: float | None = None) -> None:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         timeout = timedelta(seconds=timeout_s)
         if world_size > 1:
-            dist.init_process_group(backend, timeout=timeout)
+            try:
+                dist.init_process_group(backend, timeout=timeout)
+            except (dist.DistError, RuntimeError) as error:
+                raise PeerError(
+                    f"rank {os.environ.get('RANK')} of {world_size} did not meet the others at "
+                    f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {str(error).splitlines()[0]}; "
+                    "see the logs of the other ranks, and whether that address can be reached from here"
+                ) from error
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         atexit.register(shutdown)

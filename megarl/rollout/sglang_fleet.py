@@ -2,6 +2,7 @@
 
 A server that dies is started again on its port and gets a copy of the current weights from this machine's memory,
 before any request can be answered with others: a fresh server names its weights "default", which no rollout accepts.
+Servers that somebody else runs are not started again here, but get the weights when they are back.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from megarl.rollout.sglang_versions import check_server
 from megarl.rollout.weight_folder import WeightFolder
 
 BUCKET_BYTES = 256 << 20
+FRESH = "default"
+"""What a server calls its weights that has been given none."""
 DEATH_WAIT_S = 10.0
 """A server whose scheduler was killed ends itself within seconds."""
 
@@ -40,6 +43,8 @@ class _Member:
     restarts: int = 0
     heard_at: float = -math.inf
     silent_since: float | None = None
+    missed: bool = False
+    """The last update went past it, because it was gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +119,8 @@ class Fleet:
         except BaseException:
             self.close()
             raise
-        if own:
-            self._watcher = threading.Thread(target=self._watch, name="sglang-fleet", daemon=True)
-            self._watcher.start()
+        self._watcher = threading.Thread(target=self._watch, name="sglang-fleet", daemon=True)
+        self._watcher.start()
         return [member.url for member in self._members]
 
     def update(self, tensors: Iterable[Named], version: int, form: WeightForm) -> dict[str, float]:
@@ -140,6 +144,8 @@ class Fleet:
                 served = self._delivered(served, parts, version)
                 served = self._each(served, lambda sender: sender.finish(version))
                 served = self._compare_checksums(served)
+                for member in self._members:
+                    member.missed = member.process is None and not any(member is one for one in served)
                 self._each(served, lambda sender: sender.resume())
                 self._version = version
             finally:
@@ -156,15 +162,14 @@ class Fleet:
     def _delivered(self, served: list[_Member], parts: Iterable[Bucket], version: int) -> list[_Member]:
         """Bring every bucket to all, and keep a copy for servers that die. Returns those that took everything."""
         assert self.source is not None
-        keeps = any(member.process is not None for member in self._members)
-        place = self.folder or (self.spare if keeps else None)
+        place = self.folder or self.spare
         folder = WeightFolder(place, self.served or self.source, version) if place else None
         send = WeightSender.broadcast if self.broadcast else WeightSender.send
         copies: list[Bucket] = []
         for bucket in parts:
             if folder:
                 folder.add(bucket)
-            elif keeps:
+            else:
                 copies.append(bucket.cpu())
             if not self.folder:
                 served = self._each(served, lambda sender, bucket=bucket: send(sender, bucket))
@@ -227,18 +232,84 @@ class Fleet:
                 member.process.kill()
                 return False
             until = time.monotonic() + DEATH_WAIT_S
-            while member.process is not None and member.process.alive and time.monotonic() < until:
+            while (alive := self._lives(member)) and time.monotonic() < until:
                 time.sleep(0.1)
-            if member.process is None or member.process.alive:
+            if alive:
                 raise
+            if member.process is None:
+                self.tell(f"{member.url} is gone in a weight update; it gets the weights when it is back")
+                member.missed = True
             return False
+        return True
+
+    def _lives(self, member: _Member) -> bool:
+        """Whether its process runs; of somebody else's server, whether anything answers."""
+        if member.process is not None:
+            return member.process.alive
+        try:
+            server_info(member.url, self.api_key, timeout_s=5.0)
+        except RolloutError as error:
+            return not isinstance(error.__cause__, httpx.ConnectError)
         return True
 
     def _watch(self) -> None:
         while not self._ended.wait(self.settings.poll_s):
             for member in self._members:
-                if member.process is not None and self._needs_revival(member):
+                if member.process is None:
+                    if self._is_asked_after(member):
+                        self._bring_weights(member)
+                elif self._needs_revival(member):
                     self._revive(member)
+
+    def _is_asked_after(self, member: _Member) -> bool:
+        """Whether it is time to look at somebody else's server."""
+        if self._updating.is_set() or time.monotonic() - member.heard_at < 4 * self.settings.poll_s:
+            return False
+        member.heard_at = time.monotonic()
+        return True
+
+    def _lacks_weights(self, member: _Member) -> bool:
+        """Whether somebody else's server has been started again, or has missed an update.
+
+        Weights under any other name are of somebody else, and stay.
+        """
+        assert member.sender is not None
+        try:
+            told = member.sender.weight_version()
+        except WeightSyncError:
+            return False  # it is away
+        return self._version is not None and (told == FRESH or (member.missed and told != str(self._version)))
+
+    def _bring_weights(self, member: _Member) -> None:
+        with self._lock:
+            try:
+                if not self._lacks_weights(member):
+                    return
+                self.tell(f"{member.url} was started again: sending it weights {self._version}")
+                self._deliver_copy(member)
+            except (ConfigError, RolloutError, WeightSyncError, OSError) as error:
+                self.tell(f"{member.url} could not take weights: {error}")
+                return
+        self.tell(f"{member.url} is back with weights {self._version}")
+
+    def _deliver_copy(self, member: _Member) -> None:
+        """Connect anew, and send the last weights that all got."""
+        sender = self._connect(member.url)
+        if member.sender is not None:
+            member.sender.close()
+        member.sender = sender
+        if self._version is None:
+            return
+        sender.begin()
+        if isinstance(self._copy, Path):
+            sender.load_from_disk(str(self._copy))
+        else:
+            for bucket in self._copy:
+                sender.send(bucket)
+        sender.finish(self._version)
+        self._compare_checksums([member])
+        sender.resume()
+        member.missed = False
 
     def _needs_revival(self, member: _Member) -> bool:
         assert member.process is not None
@@ -272,20 +343,7 @@ class Fleet:
             try:
                 member.process.start()
                 member.process.wait_ready(self.settings.start_deadline_s, self._ended)
-                sender = self._connect(member.url)
-                if member.sender is not None:
-                    member.sender.close()
-                member.sender = sender
-                if self._version is not None:
-                    member.sender.begin()
-                    if isinstance(self._copy, Path):
-                        member.sender.load_from_disk(str(self._copy))
-                    else:
-                        for bucket in self._copy:
-                            member.sender.send(bucket)
-                    member.sender.finish(self._version)
-                    self._compare_checksums([member])
-                    member.sender.resume()
+                self._deliver_copy(member)
             except (ConfigError, RolloutError, WeightSyncError, OSError) as error:  # of a disk that is full, too
                 self.tell(f"{member.url} could not be started again: {error}")
                 member.process.kill()

@@ -114,10 +114,8 @@ def _fleet(config: Config, key: str | None, nodes: Sequence[int], host: str, tel
                 "are reached over the network, and whoever reaches one can replace its weights"
             )
     source = Path(config.model.path)
-    served = write_fp8_model(source, folder / "model") if settings.fp8 else source
-    indices = () if settings.urls else range(settings.servers)
     return Fleet(
-        specs=[_spec(config, index, host, key, served, folder / f"server{index}.log") for index in indices],
+        specs=[] if settings.urls else server_specs(config, host, key, folder),
         urls=settings.urls,
         tp=settings.tp,
         api_key=key,
@@ -126,10 +124,24 @@ def _fleet(config: Config, key: str | None, nodes: Sequence[int], host: str, tel
         checksums=settings.checksums,
         spare=folder / "spare" if settings.spare_weights == "disk" else None,
         source=source,
-        served=served,
+        served=_served_model(config, folder),
         settings=FleetSettings(settings.start_deadline_s, max_restarts=settings.max_restarts),
         tell=tell,
     )
+
+
+def server_specs(config: Config, host: str, key: str | None, folder: Path) -> list[ServerSpec]:
+    """The servers of one node, sglang.servers of them, on ports that are free; logs go below ``folder``."""
+    model = _served_model(config, folder)
+    return [
+        _spec(config, index, host, key, model, folder / f"server{index}.log") for index in range(config.sglang.servers)
+    ]
+
+
+def _served_model(config: Config, folder: Path) -> Path:
+    """The folder whose config servers read; for FP8 one that says so."""
+    source = Path(config.model.path)
+    return write_fp8_model(source, folder / "model") if config.sglang.fp8 else source
 
 
 def _spec(config: Config, index: int, host: str, key: str | None, model: Path, log_file: Path) -> ServerSpec:

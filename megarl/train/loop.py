@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,35 +23,59 @@ import torch.distributed as dist
 
 from megarl.config import Config
 from megarl.core.metrics import Stat, finalize
-from megarl.errors import RolloutError, WeightSyncError
+from megarl.data.run_lock import RunLock
+from megarl.errors import RolloutError, StopError, WeightSyncError
 from megarl.megatron import checkpoint, distributed
+from megarl.megatron.checkpoint import BackgroundSaver
 from megarl.megatron.policy import Policy, schedule_of
 from megarl.megatron.refusals import as_config_error
+from megarl.train.audit import Audit
 from megarl.train.engines import make_engine
 from megarl.train.metrics import MetricsLog
-from megarl.train.progress import StepProgress
+from megarl.train.progress import Advance, StepProgress
+from megarl.train.reporting import reported
 from megarl.train.run_dir import checkpoint_folder, claim
 from megarl.train.sampler import Sampler
 from megarl.train.step import MiniBatch, TrainStep, collect
+from megarl.train.stopping import StopRequest
 from megarl.train.token_advantages import Judged
 from megarl.train.trace_dump import TraceDump
+from megarl.train.vitals import Vitals
 
 
 def train(config: Config) -> None:
-    """Run the configuration to its last step, from its newest checkpoint if there is one; a collective call."""
+    """Run the configuration to its last step, from its newest checkpoint if there is one; a collective call.
+
+    StopError if it was asked to stop, PeerError if another rank is lost.
+    """
     distributed.initialize(config)
-    distributed.from_main_rank(lambda: claim(config))
-    with MetricsLog(config.run_dir, config.log.tensorboard, config.log.wandb_project) if _main() else _NoLog() as log:
-        Trainer(config, log).run()
+    folder, rank, ranks = config.run_dir, dist.get_rank(), dist.get_world_size()
+    with ExitStack() as held:
+        lock = RunLock(folder / "lock", StepProgress(enabled=_main()).line)
+
+        def begin() -> None:
+            held.enter_context(lock)
+            claim(config)
+
+        distributed.from_main_rank(begin)
+        vitals = Vitals(folder, rank, ranks, steps=config.run.steps, hang_s=config.log.hang_s)
+        vitals.keep(lock)
+        stop = held.enter_context(StopRequest())
+        vitals.listen(stop.ask)
+        with vitals, reported(vitals, folder, rank, ranks), _log(config) as log:
+            Trainer(config, log, vitals, stop).run()
     distributed.shutdown()
 
 
 class Trainer:
     """A run on this rank: policy, engine, sampler and log."""
 
-    def __init__(self, config: Config, log: MetricsLog | _NoLog) -> None:
+    def __init__(self, config: Config, log: MetricsLog | _NoLog, vitals: Vitals, stop: StopRequest) -> None:
         self.config = config
         self.log = log
+        self.vitals = vitals
+        self.stop = stop
+        self.audit = Audit(config.run_dir) if _main() else None
         self.progress = StepProgress(enabled=_main())
         self.objective = config.train.resolved_objective
         for warning in config.warnings:
@@ -62,37 +86,51 @@ class Trainer:
         self.train_step = TrainStep(config, self.policy, self.objective)
         self.sampler = Sampler(config, self.engine, self.objective, self.train_step)
         self.traces = TraceDump(config.run_dir / "traces", self.policy) if config.log.traces_every else None
+        self.saver = BackgroundSaver(checkpoint_folder(config), config.checkpoint.keep)
         self.seconds: dict[str, float] = {}
+        self._eval_is_due = False
 
     def run(self) -> None:
         """All remaining steps; the engine is closed however they end."""
         try:
             self._run()
         finally:
+            self.saver.abandon()
             self.engine.close()
             self.sampler.close()
 
     def _run(self) -> None:
         config = self.config
         first = self._resume()
+        self.vitals.begin(first)
         with self._saved_if_it_fails(first):
             self._sync(first)
-        if first == 0 and config.eval.every:
-            self._evaluate(0)
+        if self._eval_is_due:
+            self._evaluate(first)
         for step in range(first, config.run.steps):
             # Some settings are only found out when they are used.
             with as_config_error("train", config.megatron) if step == first and config.megatron else nullcontext():
                 self._step(step)
+            self.saver.poll()
+            self._end_if_asked(step + 1)
+        self.saver.poll(wait=True)
 
     def _resume(self) -> int:
         """Load the newest checkpoint; returns the number of steps that are done."""
         found = checkpoint.complete_checkpoints(checkpoint_folder(self.config))
         if not found or not self.config.checkpoint.resume:
             self.log.truncate_after(-1)
+            self._eval_is_due = bool(self.config.eval.every)
+            if self.audit is not None:
+                self.audit.resumed(0)
             return 0
-        state = checkpoint.load(found[-1][1], self.policy)
+        with self._timed("load"):
+            state = checkpoint.load(found[-1][1], self.policy)
         done = int(state["step"])
+        self._eval_is_due = bool(state.get("eval_is_due"))
         self.sampler.load_state_dict(state.get("sampler", {}))
+        if self.audit is not None:
+            self.audit.resumed(done)
         dropped = self.log.truncate_after(done)
         self.progress.line(f"resumed from {found[-1][1]} after step {done}; dropped {dropped} later records")
         return done
@@ -106,11 +144,12 @@ class Trainer:
         sampling = self.sampler.state_dict() if begins_next else None
         try:
             with self._timed("rollout"), self.progress.rollout(self._responses_per_rank()) as advance:
-                drawn = self.sampler.sample_step(step, advance)
+                drawn = self.sampler.sample_step(step, self.stop.checking(self._moving(advance)))
+            weights = self.engine.weight_version
             if begins_next:
                 self._sync(step)
                 self.sampler.begin_step(step + 1)
-        except (RolloutError, WeightSyncError):  # on all ranks alike
+        except _TOLD_TO_ALL:
             self._save_before_the_end(step, sampling)
             raise
         if drawn.first_error:
@@ -128,7 +167,7 @@ class Trainer:
         metrics: dict[str, float] = {}
         with self._timed("train"), self.progress.training(sum(len(m.micro_batches) for m in minis)) as advance:
             for index, mini in enumerate(minis):
-                collected = collect([self.train_step.update(mini, advance)])
+                collected = collect([self.train_step.update(mini, self._moving(advance))])
                 if collected is not None:
                     metrics = finalize(collected)
                     self.log.write("minibatch", step + 1, metrics, minibatch=index)
@@ -137,9 +176,13 @@ class Trainer:
         if not config.rollout.one_step_off:
             with self._saved_if_it_fails(step + 1):
                 self._sync(step + 1)
+        if self.audit is not None:
+            self.audit.trained(step + 1, weights, drawn.trained)
         statistics = collect([drawn.metrics, *(mini.metrics for mini in minis)])
         self._finish_step(step + 1, time.perf_counter() - started, statistics, metrics)
+        self.vitals.finished_step(step + 1)
         if config.eval.every and ((step + 1) % config.eval.every == 0 or step + 1 == config.run.steps):
+            self._eval_is_due = True
             self._evaluate(step + 1)
         if config.checkpoint.every and ((step + 1) % config.checkpoint.every == 0 or step + 1 == config.run.steps):
             self._checkpoint(step + 1)
@@ -156,24 +199,46 @@ class Trainer:
         """``sampling``: the sampler's state after that step; None if that is the present one."""
         self.log.sync()
         with self._timed("checkpoint"):
-            state = {"sampler": self.sampler.state_dict() if sampling is None else sampling}
-            checkpoint.save(checkpoint_folder(self.config), done, self.policy, state, self.config.checkpoint.keep)
+            state = {
+                "sampler": self.sampler.state_dict() if sampling is None else sampling,
+                "eval_is_due": self._eval_is_due,
+            }
+            if self.config.checkpoint.asynchronous:
+                self.saver.begin(done, self.policy, state)
+            else:
+                checkpoint.save(checkpoint_folder(self.config), done, self.policy, state, self.config.checkpoint.keep)
 
     @contextmanager
     def _saved_if_it_fails(self, done: int) -> Iterator[None]:
         try:
             yield
-        except (RolloutError, WeightSyncError):  # on all ranks alike
+        except _TOLD_TO_ALL:
             self._save_before_the_end(done)
             raise
 
     def _save_before_the_end(self, done: int, sampling: dict[str, Any] | None = None) -> None:
-        """Keep the steps that are done when the engine cannot go on."""
+        """Keep the steps that are done when the engine cannot go on; StopError if that is because of a request."""
+        asked = self.stop.agreed()
+        self.saver.poll(wait=True)
+        saved = self._saved(done) or ((asked or self.config.checkpoint.every) and self._save(done, sampling))
+        if saved:
+            why = "asked to stop" if asked else "the engine cannot go on"
+            self.progress.line(f"{why}; step {done} is saved, start the run again to continue")
+        if asked:
+            raise StopError(f"asked to stop; step {done} is saved, start the run again to continue")
+
+    def _end_if_asked(self, done: int) -> None:
+        if done < self.config.run.steps and self.stop.agreed():
+            self._save_before_the_end(done)
+
+    def _saved(self, done: int) -> bool:
         found = checkpoint.complete_checkpoints(checkpoint_folder(self.config))
-        newest = int(found[-1][0]) if found else 0
-        if self.config.checkpoint.every and done > newest:
-            self._checkpoint(done, sampling)
-            self.progress.line(f"the engine cannot go on; step {done} is saved, start the run again to continue")
+        return done == 0 or bool(found and int(found[-1][0]) >= done)
+
+    def _save(self, done: int, sampling: dict[str, Any] | None) -> bool:
+        self._checkpoint(done, sampling)
+        self.saver.poll(wait=True)
+        return True
 
     def _passes_before_updates(self, minis: list[MiniBatch], judged: Judged) -> None:
         """What the objective needs to know of the weights before the step's updates, and of the reference's."""
@@ -199,6 +264,7 @@ class Trainer:
         metrics |= {"time/step_s": step_s, "speed/tokens_per_s": metrics["sampling/tokens"] / step_s}
         self.seconds = {}  # what comes after the record of a step, a checkpoint, is told by the next one
         self.log.write("step", done, metrics)
+        self.vitals.status.tokens_per_s = metrics["speed/tokens_per_s"]
         shown = {name: last_mini_batch[name] for name in ("loss", "grad_norm") if name in last_mini_batch}
         self.progress.step_line(done, self.config.run.steps, metrics | shown)
 
@@ -208,8 +274,12 @@ class Trainer:
         with self._saved_if_it_fails(done):
             self._sync(done)
             started = time.perf_counter()
-            with self.progress.bar("evaluate", -(-total // dist.get_world_size())) as advance:
-                metrics = self.sampler.evaluate(done, advance)
+            with (
+                self.vitals.phase("evaluate"),
+                self.progress.bar("evaluate", -(-total // dist.get_world_size())) as advance,
+            ):
+                metrics = self.sampler.evaluate(done, self.stop.checking(self._moving(advance)))
+        self._eval_is_due = False
         seconds = time.perf_counter() - started
         self.log.write("eval", done, metrics | {"time/eval_s": seconds})
         self.progress.line(
@@ -223,8 +293,24 @@ class Trainer:
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
         started = time.perf_counter()
-        yield
+        with self.vitals.phase(phase):
+            yield
         self.seconds[phase] = time.perf_counter() - started
+
+    def _moving(self, advance: Advance) -> Advance:
+        def moved(count: int) -> None:
+            self.vitals.move()
+            advance(count)
+
+        return moved
+
+
+_TOLD_TO_ALL = (RolloutError, WeightSyncError, StopError)
+"""Errors that all ranks have, if one has them."""
+
+
+def _log(config: Config) -> MetricsLog | _NoLog:
+    return MetricsLog(config.run_dir, config.log.tensorboard, config.log.wandb_project) if _main() else _NoLog()
 
 
 class _NoLog:

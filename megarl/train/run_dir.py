@@ -13,7 +13,8 @@ from megarl.errors import ConfigError
 from megarl.megatron.checkpoint import complete_checkpoints
 
 _FREE = {"checkpoint", "launch", "log", "eval", "sft"}
-"""Tables that may change between a run and its resumption."""
+"""Tables that may change between a run and its resumption; so may, in [sglang], everything but fp8."""
+_FREE_KEYS = {("run", "steps"), ("run", "collective_timeout_s")}
 
 
 def claim(config: Config) -> None:
@@ -49,7 +50,11 @@ def _first_difference(before: dict[str, Any], now: dict[str, Any]) -> tuple[str,
     for table in sorted({*before, *now} - _FREE):
         old, new = before.get(table, {}), now.get(table, {})
         for key in sorted({*old, *new}):
-            if (table, key) != ("run", "steps") and old.get(key) != new.get(key):
+            if (
+                (table, key) not in _FREE_KEYS
+                and not (table == "sglang" and key != "fp8")
+                and old.get(key) != new.get(key)
+            ):
                 return f"{table}.{key}", old.get(key), new.get(key)
     return None
 

@@ -71,6 +71,8 @@ class StepRollouts:
     """Rewards are over the whole step and on every rank alike; the rest is of this rank's rollouts."""
     first_error: str | None
     """Of a reward or an environment, on this rank."""
+    trained: list[Key]
+    """All that trains, on any rank: (place of the prompt in the run's order, sample). No two steps share one."""
 
     def drop_routes(self) -> None:
         """Let go of the traces, once every rank has its rows of them."""
@@ -186,12 +188,18 @@ class Sampler:
         # What lasts beyond the step changes last: if the step fails, a checkpoint of the one before is to be right.
         metrics = self._metrics(drawn, selection, counted) | self._learn(step, selection)
         self._move_on(begun, selection)
+        used = [
+            (begun.position + prompt, sample)
+            for (prompt, sample), it in zip(selection.keys, counted, strict=True)
+            if it
+        ]
         return StepRollouts(
             [[_counted(rollout, bool(trains[row])) for rollout, row in part] for part in dealt],
             by_token or [np.append(advantages, 0.0)[part] for part in rows],
             Judged(np.append(selection.rewards, 0.0), np.append(selection.prompts, -1), rows),
             metrics | _rollout_metrics(present, trainer_version=step),
             error,
+            used,
         )
 
     def evaluate(self, step: int, on_finish: Advance | None = None) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from train_world import NUM_SEQUENCES, ROWS, World, hf_config
+from train_world import NUM_SEQUENCES, ROWS, World, hf_config, trainer_of
 
 from megarl.config import Config
 from megarl.config_file import parse
@@ -19,7 +19,7 @@ from megarl.megatron.hf_files import HFCheckpoint
 from megarl.megatron.weights import export_hf, save_hf
 from megarl.rollout.local import LocalEngine
 from megarl.train.loop import Trainer, train
-from megarl.train.metrics import MetricsLog, read_metrics, without_timing
+from megarl.train.metrics import read_metrics, without_timing
 
 
 def run(settings: Config) -> list[dict[str, Any]]:
@@ -36,7 +36,7 @@ def of_kind(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 def trainer(world: World, tmp_path: Path) -> Trainer:
     settings = world.settings(run__dir=str(tmp_path / "run"), rollout__fp8_rounding=False)
     distributed.initialize(settings)
-    return Trainer(settings, MetricsLog(tmp_path / "run", tensorboard=False))
+    return trainer_of(settings)
 
 
 def test_the_engine_follows_the_trainer_and_tokens_carry_the_version(
@@ -245,7 +245,7 @@ def test_a_resumed_run_has_the_reference_of_its_beginning(world: World, tmp_path
     distributed.shutdown()
     settings = parse(table, {"run.steps": 2})
     distributed.initialize(settings)
-    trainer = Trainer(settings, MetricsLog(tmp_path / "run", tensorboard=False))
+    trainer = trainer_of(settings)
     assert trainer._resume() == 1
     assert trainer.train_step.reference is not None
     shape = trainer.policy.shape
@@ -276,7 +276,7 @@ def test_a_weight_outside_the_family_is_warned_of_once(
     for cap, warnings in ((0.5, 1), (5.0, 0)):
         settings = world.settings(run__dir=str(tmp_path / f"run{cap}"), train__objective_overrides={"cap": cap})
         distributed.initialize(settings)
-        Trainer(settings, MetricsLog(tmp_path / f"run{cap}", tensorboard=False))
+        trainer_of(settings)
         distributed.shutdown()
         assert capsys.readouterr().out.count("warning: objective: the weight") == warnings
 

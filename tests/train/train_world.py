@@ -28,9 +28,13 @@ from megarl.megatron import distributed
 from megarl.megatron.policy import Policy, schedule_of
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.local import LocalEngine
+from megarl.train.loop import Trainer
+from megarl.train.metrics import MetricsLog
 from megarl.train.plans import owned_sequences
 from megarl.train.step import MiniBatch, TrainStep, collect
+from megarl.train.stopping import StopRequest
 from megarl.train.token_advantages import Judged
+from megarl.train.vitals import Vitals
 
 NUM_GROUPS, GROUP_SIZE, MAX_RESPONSE = 8, 4, 8
 NUM_SEQUENCES = NUM_GROUPS * GROUP_SIZE
@@ -314,3 +318,10 @@ def weights_of(policy: Policy) -> dict[str, torch.Tensor]:
 
 def hf_config(world: World) -> Any:
     return AutoConfig.from_pretrained(world.model)
+
+
+def trainer_of(settings: Config) -> Trainer:
+    """A trainer as ``train`` makes it, in this process alone."""
+    folder = settings.run_dir
+    vitals = Vitals(folder, 0, 1, steps=settings.run.steps, hang_s=settings.log.hang_s)
+    return Trainer(settings, MetricsLog(folder, tensorboard=False), vitals, StopRequest())

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# One machine without Slurm:  launch/local.sh CONFIG [--table.key value ...]
+# launch.ranks_per_node ranks; the same supervision as in a Slurm job, without a queue.
+set -euo pipefail
+
+if [[ -n "${MEGARL_SETUP:-}" ]]; then
+    # shellcheck source=/dev/null
+    source "$MEGARL_SETUP"
+fi
+exec "${MEGARL_PYTHON:-python3}" -m megarl.cli launch "$@" --launch.layout local

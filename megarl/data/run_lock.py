@@ -1,0 +1,144 @@
+"""One writer for a run folder: a lock that a crash releases, and that says who holds it.
+
+The kernel's lock on the file (flock) ends with its process, however that ends. Some network file systems keep such
+locks to one node; so the holder also touches the file every few seconds, and a file that somebody on another node keeps
+touching is held.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megarl.errors import ConfigError
+
+BEAT_S = 5.0
+"""How often a holder should ``beat``."""
+STALE_S = 60.0
+"""A holder on another node that was not heard of for so long is gone."""
+
+
+class RunLock:
+    """Holds ``path``; a context manager. ``tell`` gets a line when it has to wait."""
+
+    def __init__(self, path: Path, tell: Callable[[str], None] = lambda line: None, stale_s: float = STALE_S) -> None:
+        self._path, self._tell, self._stale_s = path, tell, stale_s
+        self._file: int | None = None
+
+    def __enter__(self) -> RunLock:
+        """ConfigError that names the holder if there is one."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._await_other_node()
+        except BlockingIOError:
+            os.close(file)
+            raise self._refusal() from None
+        except BaseException:
+            os.close(file)
+            raise
+        self._file = file
+        os.register_at_fork(after_in_child=self._forget)
+        self._write(_owner())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._write({})
+            os.close(self._file)
+            self._file = None
+
+    def _forget(self) -> None:
+        """In a forked process, which may outlive the holder and must not hold."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def beat(self) -> None:
+        """Say that the holder lives."""
+        if self._file is not None:
+            os.utime(self._file)
+
+    def _await_other_node(self) -> None:
+        """Nobody on this node holds it; wait whether somebody on another one still touches it."""
+        holder = read_holder(self._path)
+        if holder is None or holder["host"] == socket.gethostname() or _is_former_self(holder):
+            return
+        beat, until = self._path.stat().st_mtime, time.monotonic() + self._stale_s
+        if time.time() - beat > self._stale_s:
+            return
+        self._tell(
+            f"{self._path} was left by {described(holder)}; waiting up to {self._stale_s:.0f} s for a sign of it"
+        )
+        while time.monotonic() < until:
+            if self._path.stat().st_mtime > beat:
+                raise self._refusal()
+            time.sleep(min(1.0, self._stale_s / 10))
+
+    def _refusal(self) -> ConfigError:
+        holder = read_holder(self._path)
+        return ConfigError(
+            f"{self._path.parent} is in use by {described(holder)}; wait for its end, stop it, or take another run.dir"
+        )
+
+    def _write(self, owner: dict[str, Any]) -> None:
+        """In place, because the lock is on this file and not on its name."""
+        assert self._file is not None
+        data = json.dumps(owner).encode()
+        os.pwrite(self._file, data, 0)
+        os.ftruncate(self._file, len(data))
+
+
+def read_holder(path: Path) -> dict[str, Any] | None:
+    """Who wrote the lock and has not released it; None if nobody. It may have crashed."""
+    try:
+        holder = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return holder if isinstance(holder, dict) and "host" in holder else None
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process on this node holds it, or one on another node was heard of lately."""
+    holder = read_holder(path)
+    if holder is None:
+        return False
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return holder["host"] != socket.gethostname() and time.time() - path.stat().st_mtime < STALE_S
+
+
+def described(holder: dict[str, Any] | None) -> str:
+    """E.g. "process 12 on n1, Slurm job 7"."""
+    if holder is None:
+        return "another process"
+    job = f", Slurm job {holder['job']}" if holder.get("job") else ""
+    return f"process {holder['pid']} on {holder['host']}{job}, since {holder['since']}"
+
+
+def _owner() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "job": os.environ.get("SLURM_JOB_ID"),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+
+
+def _is_former_self(holder: dict[str, Any]) -> bool:
+    """Slurm runs one start of a job at a time: what an earlier start of this one has left is not held."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return job is not None and holder.get("job") == job

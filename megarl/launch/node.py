@@ -1,0 +1,68 @@
+"""What runs on each trainer node: it prepares the environment and becomes torchrun.
+
+``python -m megarl.launch.node LAUNCH_JSON [NODE]``; the node's number is SLURM_NODEID where it is not given. Everything
+else is in launch.json, which holds no secrets.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megarl.launch.topology import from_plain
+
+_PR_SET_PDEATHSIG = 1
+
+
+def torchrun(launch: Mapping[str, Any], node: int) -> list[str]:
+    """The command line of torchrun on a node. Each rank writes into files of its own; the first one also to here."""
+    topology = from_plain(launch["topology"])
+    logs = Path(launch["logs"]) / f"node{node}"
+    words = [sys.executable, "-m", "torch.distributed.run"]
+    words += ["--nnodes", str(len(topology.trainers)), "--node-rank", str(node)]
+    words += ["--nproc-per-node", str(topology.ranks_per_node), "--max-restarts", "0"]
+    words += ["--master-addr", topology.master_address, "--master-port", str(topology.master_port)]
+    words += ["--log-dir", str(logs), "--redirects", "3", *(["--tee", "0:3"] if node == 0 else [])]
+    return [*words, "--module", "megarl.cli", *launch["command"]]
+
+
+def environment(launch: Mapping[str, Any], node: int) -> dict[str, str]:
+    """What torchrun and its ranks need besides: the interface that has this node's address, where names need not
+    resolve, and lines without a prefix."""
+    address = from_plain(launch["topology"]).trainers[node].address
+    interface = next(
+        (
+            name
+            for name, found in psutil.net_if_addrs().items()
+            if address in [each.address.split("%")[0] for each in found]
+        ),
+        None,
+    )
+    wanted = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": " ", "OMP_NUM_THREADS": "1"}
+    if interface is not None and len(launch["topology"]["trainers"]) > 1:
+        wanted |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def main(words: list[str]) -> None:
+    launch = json.loads(Path(words[0]).read_text())
+    node = int(words[1] if len(words) > 1 else os.environ["SLURM_NODEID"])
+    # torchrun would die of the signal that asks its ranks to stop; they listen to it themselves.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if "SLURM_STEP_ID" not in os.environ:  # Slurm ends a step whose job is gone; else the kernel must tell
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    os.environ.update(environment(launch, node))
+    command = torchrun(launch, node)
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,272 @@
+"""Starts the steps of a run, watches them, and decides what follows from how they end.
+
+    servers on their own nodes -> their URLs -> trainer -> finished | stopped: requeue | died: start it again
+
+The trainer's status file says how it ended; exit codes of torchrun and srun do not. Everything that is lost with a
+trainer is drawn or computed again from its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from megarl.config import Config
+from megarl.data.files import write_atomically
+from megarl.data.run_lock import RunLock
+from megarl.errors import ConfigError, RolloutError
+from megarl.launch import topology
+from megarl.launch.steps import Step, srun
+from megarl.launch.topology import Topology
+from megarl.train.vitals import stop_file
+
+FINISHED, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75
+KEY_VARIABLE = "MEGARL_API_KEY"
+ATTEMPT_VARIABLE = "MEGARL_ATTEMPT"
+"""Names a start of the trainer in its status file."""
+FAILURE_VARIABLE = "MEGARL_FAILURE"
+"""A file for the error that ends a rank; see ``megarl.cli``."""
+_POLL_S = 0.5
+_SERVER_GRACE_S = 30.0
+_BAD_INPUT = ("ConfigError", "DataError", "CheckpointError")
+"""Errors that another start would meet again."""
+
+
+class Supervisor:
+    """One launch of a run: ``run`` returns its exit code."""
+
+    def __init__(self, config: Config, command: Sequence[str]) -> None:
+        """command: what follows ``megarl`` on each rank, the configuration's path last."""
+        self.config, self.command = config, list(command)
+        self.folder = config.run_dir.absolute()
+        self._asked: signal.Signals | None = None
+        self._asked_at = 0.0
+        self._servers: list[Step] = []
+        self._server_restarts = 0
+        self._attempt = 0
+        self._lock = RunLock(self.folder / "launch.lock", self._tell)
+        self._beaten = 0.0
+
+    def run(self) -> int:
+        """Start everything and stay until the run has ended: 0 finished, 1 given up, 2 bad input, 75 stopped."""
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._heard)
+        with self._lock:
+            job = os.environ.get("SLURM_JOB_ID", time.strftime("%Y%m%d-%H%M%S"))
+            again = os.environ.get("SLURM_RESTART_COUNT", "0")
+            self.logs = self.folder / "logs" / f"{job}-{again}"
+            self.logs.mkdir(parents=True, exist_ok=True)
+            self.launch_file = self.folder / "launch.json"
+            try:
+                code = self._run()
+            finally:
+                self._stop_servers()
+            self._says({0: "finished", 75: "stopped"}.get(code, "gave up"))
+        if code == STOPPED and self._asked == signal.SIGUSR1:
+            self._requeue()
+        return code
+
+    def _run(self) -> int:
+        self._find()
+        if not self._start_servers():
+            return STOPPED if self._asked else FAILED
+        fruitless = 0
+        while True:
+            before = self._progress()
+            code = self._train()
+            status = self._status()
+            if status.get("state") == "finished":
+                return FINISHED
+            if self._asked is not None:
+                saved = "saved itself" if status.get("state") == "stopped" else "was killed"
+                self._tell(f"asked to stop by {self._asked.name}; the trainer {saved}")
+                return STOPPED
+            if status.get("state") == "stopped":
+                return STOPPED
+            failure = _read(self._logs_of_attempt / "failure.json")
+            why = failure.get("message") or status.get("last_error") or f"exit code {code}"
+            if failure.get("kind") in _BAD_INPUT:
+                self._tell(f"the trainer cannot go on: {why}")
+                return BAD_INPUT
+            fruitless = 0 if self._progress() > before else fruitless + 1
+            if fruitless > self.config.launch.max_restarts:
+                self._tell(f"the trainer died {fruitless} times without a new checkpoint and is given up: {why}")
+                return FAILED
+            self._tell(f"the trainer died ({why}); starting it again")
+
+    def _find(self) -> None:
+        self._set_topology(topology.find(self.config, os.environ, attempt=self._attempt))
+
+    def _set_topology(self, found: Topology) -> None:
+        self.topology = found
+        if found.servers and self.config.sglang.api_key_env is None:
+            # Whoever reaches a server can replace its weights. The key travels in the environment alone.
+            os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
+
+    def _write(self, says: str) -> None:
+        overrides = []
+        if self.topology.servers:
+            overrides += ["--sglang.urls", json.dumps(self.topology.urls)]
+            if self.config.sglang.api_key_env is None:
+                overrides += ["--sglang.api_key_env", KEY_VARIABLE]
+        command, path = self.command[:-1], self.command[-1]
+        launch = {
+            "topology": self.topology.plain(),
+            "command": [command[0], *command[1:], *overrides, path],
+            "logs": str(self._logs_of_attempt),
+            "says": says,
+        }
+        write_atomically(self.launch_file, json.dumps(launch, indent=1).encode())
+
+    def _says(self, text: str) -> None:
+        restarts = f", {self._server_restarts} restarts of server nodes" if self._server_restarts else ""
+        self._write(f"{text}, {self._attempt} starts of the trainer{restarts}")
+
+    def _train(self) -> int:
+        """Start the trainer and stay until it has ended; its exit code."""
+        self._attempt += 1
+        if self._attempt > 1:
+            servers = self.topology.server_ports
+            again = topology.find(self.config, os.environ, attempt=self._attempt)
+            # The servers stay where they are; the trainer meets at a port that nobody may still hold.
+            self.topology = topology.from_plain({**again.plain(), "server_ports": servers})
+        self._logs_of_attempt.mkdir(parents=True, exist_ok=True)
+        os.environ[ATTEMPT_VARIABLE] = f"{self.logs.name}-{self._attempt}"
+        os.environ[FAILURE_VARIABLE] = str(self._logs_of_attempt / "failure.json")
+        self._says("running")
+        step = Step("trainer", self._trainer_words())
+        while step.code is None:
+            time.sleep(_POLL_S)
+            self._beat()
+            self._revive_servers()
+            if self._asked is not None:
+                # A file and not a signal, which would reach servers and reward workers too, and no rank that starts.
+                stop_file(self.folder).write_text(os.environ[ATTEMPT_VARIABLE])
+            if self._asked is not None and time.monotonic() > self._asked_at + self.config.launch.stop_grace_s:
+                self._tell(f"the trainer has not stopped within {self.config.launch.stop_grace_s:.0f} s: killed")
+                step.stop(grace_s=1.0)
+        return step.code
+
+    def _trainer_words(self) -> list[str]:
+        words = [sys.executable, "-m", "megarl.launch.node", str(self.launch_file)]
+        if self.topology.job is None:
+            return [*words, "0"]
+        return [*srun(self.topology.trainers, het_group=0 if self.topology.het else None), *words]
+
+    def _start_servers(self) -> bool:
+        """Start the servers on nodes of their own and wait until all answer; False if asked to stop meanwhile.
+
+        RolloutError if one cannot be started."""
+        if not self.topology.servers:
+            return True
+        for node in range(len(self.topology.servers)):
+            self._ready_file(node).unlink(missing_ok=True)
+        self._write("starting the servers")
+        self._servers = [self._server_step(node) for node in range(len(self.topology.servers))]
+        until = time.monotonic() + self.config.sglang.start_deadline_s
+        while not all(self._ready_file(node).exists() for node in range(len(self._servers))):
+            time.sleep(_POLL_S)
+            self._beat()
+            if self._asked is not None:
+                return False
+            for node, step in enumerate(self._servers):
+                if step.code is not None:
+                    raise RolloutError(
+                        f"the servers of node {self.topology.servers[node].name} ended with exit code {step.code} "
+                        f"before they were ready; see {self._server_log(node)}"
+                    )
+            if time.monotonic() > until:
+                raise RolloutError(
+                    f"the servers were not ready after {self.config.sglang.start_deadline_s:.0f} s; see "
+                    f"{self._server_log(0).parent}, or raise sglang.start_deadline_s"
+                )
+        return True
+
+    def _server_step(self, node: int) -> Step:
+        words = [sys.executable, "-m", "megarl.launch.serve", str(self.launch_file), str(node)]
+        begin = srun([self.topology.servers[node]], het_group=1 if self.topology.het else None)
+        return Step(f"servers of node {node}", [*begin, *words], self._server_log(node))
+
+    def _revive_servers(self) -> None:
+        for node, step in enumerate(self._servers):
+            if step.code is None or self._asked is not None:
+                continue
+            if self._server_restarts >= self.config.sglang.max_restarts:
+                continue  # the trainer finds out how it goes without
+            self._server_restarts += 1
+            name = self.topology.servers[node].name
+            self._tell(f"the servers of node {name} ended with exit code {step.code}; starting them again")
+            self._ready_file(node).unlink(missing_ok=True)
+            self._servers[node] = self._server_step(node)
+            self._says("running")
+
+    def _stop_servers(self) -> None:
+        for step in self._servers:
+            step.stop(_SERVER_GRACE_S)
+        self._servers = []
+
+    def _server_log(self, node: int) -> Path:
+        return self.logs / f"servers{node}.log"
+
+    def _ready_file(self, node: int) -> Path:
+        return self.folder / f"servers{node}.json"
+
+    @property
+    def _logs_of_attempt(self) -> Path:
+        return self.logs / f"attempt{self._attempt}"
+
+    def _status(self) -> Mapping[str, Any]:
+        """What the trainer's main rank has said last; empty if it did not come so far."""
+        found = _read(self.folder / "status.json")
+        return found if found.get("attempt") == os.environ[ATTEMPT_VARIABLE] else {}
+
+    def _progress(self) -> str:
+        return max((path.name for path in self.folder.glob("checkpoints/step_???????")), default="")
+
+    def _requeue(self) -> None:
+        """The job goes back into Slurm's queue, and this script is ended by it."""
+        job = os.environ.get("SLURM_JOB_ID")
+        if job is not None:
+            self._tell(f"job {job} is requeued")
+            topology.ask_slurm(["scontrol", "requeue", job])
+            time.sleep(60.0)  # Slurm ends this script; an exit code of its own would count as the job's end
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        if self._asked is None:
+            self._asked, self._asked_at = signal.Signals(number), time.monotonic()
+        elif number != signal.SIGUSR1 and time.monotonic() - self._asked_at > 1.0:
+            self._asked_at = -self.config.launch.stop_grace_s  # asked twice: no more patience
+
+    def _beat(self) -> None:
+        if time.monotonic() - self._beaten > 5.0:
+            self._lock.beat()
+            self._beaten = time.monotonic()
+
+    def _tell(self, line: str) -> None:
+        print(f"megarl: {line}", file=sys.stderr, flush=True)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON object; empty if there is none."""
+    with suppress(OSError, ValueError):
+        return dict(json.loads(path.read_text()))
+    return {}
+
+
+def launch(config: Config, command: Sequence[str]) -> int:
+    """``megarl launch``; see ``Supervisor``."""
+    if config.launch.layout != "local" and not Path(command[-1]).is_absolute():
+        command = [*command[:-1], str(Path(command[-1]).absolute())]
+    if os.environ.get("RANK") is not None:
+        raise ConfigError("megarl launch starts torchrun itself; run it once, without torchrun")
+    config.check_world_size(config.launch.ranks)
+    return Supervisor(config, command).run()

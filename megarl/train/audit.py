@@ -1,0 +1,94 @@
+"""samples.jsonl: which samples trained in which step, written before the step counts as done; nothing is removed.
+
+    {"step": 7, "weights": 6, "prompts": {"96": [0, 1, 2, 3], ...}}   step 7 trained on these samples
+    {"resumed_after": 5, "time": "2026-01-31 12:00:00"}               steps after 5 were undone, their weights are gone
+
+A prompt is named by its place in the run's order of prompts, which no two draws share, so (prompt, sample) is a name
+for one response. ``used`` replays the file; ``check`` finds what was used twice or left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from megarl.errors import DataError
+
+Key = tuple[int, int]
+"""(place of the prompt, sample)."""
+
+
+class Audit:
+    """Appends to the file; on one rank only. A line is on the disk when ``trained`` returns."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "samples.jsonl"
+
+    def trained(self, step: int, weights: int, keys: Iterable[Key]) -> None:
+        """Step ``step`` (from 1) has trained on these samples, drawn with the weights of so many steps."""
+        prompts: dict[str, list[int]] = {}
+        for prompt, sample in sorted(keys):
+            prompts.setdefault(str(prompt), []).append(sample)
+        self._append({"step": step, "weights": weights, "prompts": prompts})
+
+    def resumed(self, done: int) -> None:
+        """The run goes on from a checkpoint after step ``done``."""
+        self._append({"resumed_after": done, "time": time.strftime("%Y-%m-%d %H:%M:%S")})
+
+    def _append(self, line: dict[str, object]) -> None:
+        with self.path.open("ab") as file:
+            if file.tell() and not _ends_with_newline(self.path):
+                file.write(b"\n")  # a kill has torn the line before
+            file.write(json.dumps(line).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def used(path: Path) -> dict[int, list[Key]]:
+    """What has trained the weights that there are now, by step. Steps that a resumption has undone are not in it.
+
+    DataError for a line that is no record; one that a kill has torn is passed over if it was undone.
+    """
+    steps: dict[int, list[Key]] = {}
+    torn: str | None = None
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            torn = f"{path}:{number}"
+            continue
+        if "resumed_after" in record:
+            steps = {step: keys for step, keys in steps.items() if step <= record["resumed_after"]}
+            torn = None
+            continue
+        if torn is not None:
+            raise DataError(f"{torn}: broken record, and no resumption after it")
+        if record["step"] in steps:
+            raise DataError(f"{path}:{number}: step {record['step']} has trained twice without a resumption")
+        keys = [(int(prompt), sample) for prompt, samples in record["prompts"].items() for sample in samples]
+        steps[record["step"]] = keys
+    return steps
+
+
+def check(path: Path, steps: int) -> int:
+    """How many samples have trained in steps 1..``steps``; DataError unless each step has, and each sample once."""
+    found = used(path)
+    missing = [step for step in range(1, steps + 1) if step not in found]
+    if missing:
+        raise DataError(f"{path}: no record of steps {missing[:5]}")
+    seen: dict[Key, int] = {}
+    for step, keys in found.items():
+        for key in keys:
+            if key in seen:
+                raise DataError(f"{path}: prompt {key[0]}, sample {key[1]} has trained in steps {seen[key]} and {step}")
+            seen[key] = step
+    return len(seen)
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"

@@ -1,0 +1,168 @@
+"""A tiny model and task, runs on them by ``megarl launch``, and what is to be true of a run however it was broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megarl.data.tiny import write_sort_task, write_tiny_model
+from megarl.train.audit import check
+from megarl.train.metrics import read_metrics, without_timing
+
+STEPS = 8
+CONFIG = """\
+[run]
+name = "{name}"
+dir = "{root}/{name}"
+steps = {steps}
+[model]
+path = "{root}/model"
+dtype = "fp32"
+[parallel]
+ep = 2
+[data]
+train = "{root}/task/train.jsonl"
+heldout = "{root}/task/heldout.jsonl"
+max_prompt_tokens = 16
+[reward]
+function = "lengths:reward"
+[rollout]
+prompts_per_step = 8
+group_size = 4
+max_response_tokens = 10
+dtype = "fp32"
+[train]
+mini_batches = 2
+micro_batch_tokens = 4096
+[optim]
+lr = 1e-3
+[eval]
+every = 4
+max_prompts = 32
+[checkpoint]
+every = 2
+[log]
+tensorboard = false
+[launch]
+ranks_per_node = 2
+"""
+# A reward that an untrained model gets sometimes, and that takes its time, so that there is a middle of a step.
+REWARD = """\
+import time
+
+def reward(prompt, response, answer, **rest):
+    time.sleep(0.05)
+    return float(len(response) % 2)
+"""
+
+
+@dataclass
+class World:
+    """Folder with model, task and configurations."""
+
+    root: Path
+
+    @staticmethod
+    def made(root: Path) -> World:
+        write_tiny_model(root / "model", hidden_size=64, num_experts=8, expert_width=32, seed=0)
+        write_sort_task(root / "task", seed=0)
+        (root / "lengths.py").write_text(REWARD)
+        return World(root)
+
+    def config(self, name: str, text: str = CONFIG, steps: int = STEPS) -> Path:
+        path = self.root / f"{name}.toml"
+        path.write_text(text.format(name=name, root=self.root, steps=steps))
+        return path
+
+    def environment(self, **more: str) -> dict[str, str]:
+        paths = [str(self.root), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **more}
+
+
+@dataclass
+class Launch:
+    """A ``megarl launch`` that runs."""
+
+    world: World
+    config: Path
+    words: Sequence[str] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.log = self.config.with_suffix(".log")
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "megarl.cli", "launch", str(self.config), *self.words],
+                env=self.world.environment(**self.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.world.root,
+            )
+
+    @property
+    def folder(self) -> Path:
+        return self.world.root / self.config.stem
+
+    def status(self) -> dict[str, Any]:
+        return read_json(self.folder / "status.json")
+
+    def until(self, holds: Callable[[], bool], what: str, timeout_s: float = 180.0) -> None:
+        until = time.monotonic() + timeout_s
+        while not holds():
+            assert time.monotonic() < until, f"{what}: not so after {timeout_s:.0f} s\n{self.log.read_text()[-3000:]}"
+            assert self.process.poll() is None, f"{what}: ended before\n{self.log.read_text()[-3000:]}"
+            time.sleep(0.05)
+
+    def until_step(self, step: int) -> None:
+        """Until it has finished so many steps."""
+        self.until(lambda: self.status().get("step", 0) >= step, f"step {step}")
+
+    def code(self, timeout_s: float = 240.0) -> int:
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGTERM)
+            raise AssertionError(self.log.read_text()[-3000:]) from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
+def rank_pid(folder: Path, rank: int) -> int:
+    return int(read_json(folder / "ranks" / f"{rank:05d}.json")["pid"])
+
+
+def processes_of(root: Path) -> list[psutil.Process]:
+    """Living processes that have this folder on their command line."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        words = process.info["cmdline"] or []
+        if process.info["status"] != psutil.STATUS_ZOMBIE and any(str(root) in word for word in words):
+            found.append(process)
+    return found
+
+
+def records_of(folder: Path) -> list[dict[str, Any]]:
+    """The run's numbers."""
+    return without_timing(read_metrics(folder / "metrics.jsonl"))
+
+
+def assert_whole(folder: Path, reference: Path, steps: int = STEPS) -> None:
+    """The run has the numbers of one that nothing happened to, and has trained on each sample once."""
+    assert records_of(folder) == records_of(reference)
+    assert check(folder / "samples.jsonl", steps) == check(reference / "samples.jsonl", steps) == steps * 32
