@@ -232,6 +232,9 @@ class SGLangConfig(Table):
     spare_weights: Literal["memory", "disk"] = "memory"
     """Where a copy of the weights waits for a server that is started again: in the memory of the node's first rank,
     or below run.dir."""
+    release_memory: bool = False
+    """Give the servers' memory to the trainer while it trains, and that of gradients and optimizer state to the servers
+    while they sample: for servers on the trainer's GPUs."""
     checksums: bool = False
     """Whether the servers' checksums of their weights are compared after every update."""
     fp8: bool = False
@@ -553,6 +556,11 @@ class Config(Table):
                 'processes and cannot do so while they train; set rollout.engine = "sglang"'
             )
         self._check_servers()
+        if self.sglang.release_memory and (rollout.engine != "sglang" or rollout.one_step_off or self.launch.apart):
+            raise ValueError(
+                "sglang.release_memory: found true, expected servers that share the trainer's GPUs and rest while it "
+                'trains: engine = "sglang", one_step_off = false, launch.layout = "colocated" or "local"'
+            )
         if self.launch.apart and rollout.engine != "sglang":
             raise ValueError(
                 f'launch.layout: found "{self.launch.layout}" with rollout.engine = "{rollout.engine}", which has no '

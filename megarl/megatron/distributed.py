@@ -16,6 +16,8 @@ from megatron.core import parallel_state, tensor_parallel
 
 from megarl.config import Config
 from megarl.core.metrics import Stat, merge
+from megarl.core.rollout_codec import decode_rollouts, encode_rollouts
+from megarl.core.types import Rollout
 from megarl.errors import ConfigError, MegarlError, PeerError, RolloutError
 
 Result = TypeVar("Result")
@@ -169,14 +171,24 @@ def collect_metrics(statistics: Mapping[str, Stat]) -> dict[str, Stat] | None:
     return merge(gathered) if gathered is not None else None
 
 
-def gather_in_model(items: Sequence[Any]) -> list[Any]:
-    """The items of all ranks of this model copy, in rank order, on each of them."""
-    group = model_group()
+def gather_bytes(mine: np.ndarray, group: dist.ProcessGroup) -> list[np.ndarray]:
+    """The uint8 arrays of a group's ranks, of any lengths, in rank order, on each of them: as tensors, not pickled."""
     if group.size() == 1:
-        return list(items)
-    gathered: list[Sequence[Any]] = [()] * group.size()
-    dist.all_gather_object(gathered, items, group=group)
-    return [item for part in gathered for item in part]
+        return [mine]
+    device = torch.cuda.current_device()
+    sizes = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    sizes[group.rank()] = len(mine)
+    dist.all_reduce(sizes, group=group)
+    longest = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=device)
+    longest[: len(mine)] = torch.from_numpy(np.ascontiguousarray(mine)).to(device)
+    parts = [torch.empty_like(longest) for _ in range(group.size())]
+    dist.all_gather(parts, longest, group=group)
+    return [part[:size].cpu().numpy() for part, size in zip(parts, sizes.tolist(), strict=True)]
+
+
+def gather_rollouts(mine: Sequence[Rollout]) -> list[Rollout]:
+    """The rollouts of all ranks of this model copy, without their routes, in rank order, on each of them."""
+    return [rollout for part in gather_bytes(encode_rollouts(mine), model_group()) for rollout in decode_rollouts(part)]
 
 
 def gather_rows(rows: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from megarl.core.types import Rollout
 from megarl.errors import TraceError
 from megarl.megatron.batches import MicroBatch, router_tokens, routes_at
-from megarl.megatron.distributed import model_group
+from megarl.megatron.distributed import gather_bytes, model_group
 from megarl.megatron.replay_hooks import MicroRoutes
 from megarl.megatron.shapes import ModelShape
 
@@ -83,6 +83,32 @@ class Placement:
         )
         return bool(np.isin(mine, theirs).any())
 
+    def encoded(self) -> np.ndarray:
+        """uint8: sizes and numbers as int64, for ``decoded``."""
+        head = [len(self.layers), *self.layers, *self.tp, *self.cp, len(self.pieces)]
+        parts = [np.array(head, np.int64)]
+        for piece in self.pieces:
+            parts += [np.array([piece.num_slots, len(piece.sequences)], np.int64), piece.sequences, piece.lengths]
+        return np.concatenate(parts).astype(np.int64).view(np.uint8)
+
+    @staticmethod
+    def decoded(data: np.ndarray) -> Placement:
+        """Inverse of ``encoded``."""
+        numbers, position = data.view(np.int64), 0
+
+        def take(count: int) -> np.ndarray:
+            nonlocal position
+            position += count
+            return numbers[position - count : position]
+
+        layers = tuple(take(int(take(1)[0])).tolist())
+        tp, tp_rank, cp, cp_rank, num_pieces = take(5).tolist()
+        pieces = []
+        for _ in range(num_pieces):
+            num_slots, size = take(2).tolist()
+            pieces.append(Piece(take(size), take(size), num_slots))
+        return Placement(tuple(pieces), layers, (tp, tp_rank), (cp, cp_rank))
+
     def rows_by_piece(self) -> list[int]:
         """How many rows each piece has."""
         return [piece.num_slots // (self.tp[0] * self.cp[0]) for piece in self.pieces]
@@ -103,10 +129,8 @@ def exchange(have: Placement, rows: torch.Tensor, want: Placement, group: dist.P
     mine, wanted = have.rows(), want.rows()
     if len(mine) != len(rows) or rows.size(1) != len(have.layers):
         raise TraceError(f"routes are {list(rows.shape)}, expected {len(mine)} rows of {len(have.layers)} layers")
-    told: list[tuple[Placement, Placement]] = [(have, want)]
-    if group.size() > 1:
-        told = [(have, want)] * group.size()
-        dist.all_gather_object(told, (have, want), group=group)
+    has, wants = (gather_bytes(placement.encoded(), group) for placement in (have, want))
+    told = [(Placement.decoded(mine), Placement.decoded(theirs)) for mine, theirs in zip(has, wants, strict=True)]
     order = np.argsort(mine, kind="stable")
     known = mine[order]
     parcels = [_parcel(have, rows, order, known, of_rank) for _, of_rank in told]

@@ -116,6 +116,11 @@ class Engine(Protocol):
         """
         ...
 
+    def rest(self) -> None:
+        """Gives memory back until the next ``update_weights``, where the engine can; a collective call of the ranks
+        that share it."""
+        ...
+
     def close(self) -> None:
         """Frees what the engine holds. It cannot be used afterwards; closing twice does nothing."""
         ...

@@ -174,6 +174,9 @@ class LocalEngine:
                 rollouts[i] = _rollout(request, result, self._version)
         return [rollout for rollout in rollouts if rollout is not None]
 
+    def rest(self) -> None:
+        """See ``Engine.rest``; its weights stay where they are."""
+
     def close(self) -> None:
         """See ``Engine.close``."""
         if not self._closed:

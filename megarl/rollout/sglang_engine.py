@@ -122,6 +122,17 @@ class SGLangEngine:
         self._agree(failure)
         self._version, self._complete = version, True
 
+    def rest(self) -> None:
+        """Give the servers' memory back until the next update of the weights; a collective call, as that is."""
+        self._complete, self._version = False, -1
+        failure: MegarlError | None = None
+        if self._fleet is not None:
+            try:
+                self._fleet.rest()
+            except (RolloutError, WeightSyncError) as error:
+                failure = error
+        self._agree(failure)
+
     def close(self) -> None:
         """Stop the servers that this rank has started."""
         if self._fleet is not None:

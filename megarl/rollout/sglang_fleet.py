@@ -99,6 +99,7 @@ class Fleet:
         self._copy: list[Bucket] | Path = []
         self._checksums: list[dict[str, str]] | None = None
         self._version: int | None = None
+        self._resting: list[_Member] = []
         self._lock = threading.RLock()
         self._ended = threading.Event()
         self._updating = threading.Event()
@@ -138,12 +139,15 @@ class Fleet:
             started = time.perf_counter()
             try:
                 self._version, self._copy, self._checksums = None, [], None
+                resting = self._each(self._resting, lambda sender: sender.take_memory("weights"))
                 served = self._each(self._members, lambda sender: sender.begin())
                 whole = each_exactly_once(gathering.over(tensors), self._shapes, version)
                 parts = buckets(forming.over(form.of(whole)), BUCKET_BYTES)
                 served = self._delivered(served, parts, version)
                 served = self._each(served, lambda sender: sender.finish(version))
                 served = self._compare_checksums(served)
+                self._each([m for m in served if any(m is one for one in resting)], _take_cache)
+                self._resting = []
                 for member in self._members:
                     member.missed = member.process is None and not any(member is one for one in served)
                 self._each(served, lambda sender: sender.resume())
@@ -152,6 +156,13 @@ class Fleet:
                 self._updating.clear()
         gather, quantise = gathering.seconds, forming.seconds - gathering.seconds
         return {"gather": gather, "quantise": quantise, "send": time.perf_counter() - started - gather - quantise}
+
+    def rest(self) -> None:
+        """Have all servers give their memory back until the next update; those that die meanwhile come back with it."""
+        with self._lock:
+            self._updating.set()  # nobody answers a health check, or is given weights
+            self._version, self._copy = None, []
+            self._resting = self._each(self._members, lambda sender: sender.release_memory())
 
     def _each(self, members: Sequence[_Member], step: Callable[[WeightSender], None]) -> list[_Member]:
         """Do it on all at the same time; those that are not dead. Raises the first error of one that lives."""
@@ -349,3 +360,7 @@ class Fleet:
                 member.process.kill()
                 return
         self.tell(f"{member.url} is back with weights {self._version} after {time.monotonic() - started:.1f} s")
+
+
+def _take_cache(sender: WeightSender) -> None:
+    sender.take_memory("kv_cache")

@@ -25,6 +25,10 @@ GROUP_TIMEOUT_S = 60.0
 """How long a server may take to join a group, and to take part in one broadcast."""
 
 
+MEMORY = ("kv_cache", "weights")
+"""What a server can give back."""
+
+
 class WeightSender:
     """Sends weights to one server over HTTP."""
 
@@ -129,6 +133,15 @@ class WeightSender:
     def resume(self) -> None:
         """Let requests in."""
         self._post("continue_generation", {})
+
+    def release_memory(self) -> None:
+        """Stop, and give back the memory of weights and cache. The weights are lost: an update must follow."""
+        self._post("pause_generation", {"mode": "abort"}, BEGIN_TIMEOUT_S)
+        self._post("release_memory_occupation", {"tags": list(MEMORY)})
+
+    def take_memory(self, kind: str) -> None:
+        """Take one of ``MEMORY`` again."""
+        self._post("resume_memory_occupation", {"tags": [kind]})
 
     def checksums(self) -> list[dict[str, str]]:
         """What the server computes of each of its own tensors, one mapping per tensor-parallel rank."""

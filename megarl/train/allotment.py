@@ -223,7 +223,8 @@ class Gvm:
             for key, sample in mine.items()
             if sample.reward is not None and sample.reward > threshold and sample.rollout is not None
         }
-        found = dict(distributed.gather_in_model([(key, without_routes(rollout)) for key, rollout in good.items()]))
+        gathered = distributed.gather_rollouts([without_routes(rollout) for rollout in good.values()])
+        found = {(rollout.group, rollout.sample): rollout for rollout in gathered}
         return sorted((found | good).items(), key=lambda item: item[0])
 
 

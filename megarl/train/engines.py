@@ -159,7 +159,11 @@ def _spec(config: Config, index: int, host: str, key: str | None, model: Path, l
         log_file=log_file,
         api_key=key,
         # Weights come with the first update; an FP8 folder has none to read.
-        extra_args=(*(["--load-format", "dummy"] if settings.fp8 else []), *settings.arguments),
+        extra_args=(
+            *(["--load-format", "dummy"] if settings.fp8 else []),
+            *(["--enable-memory-saver"] if settings.release_memory and settings.gpus else []),
+            *settings.arguments,
+        ),
     )
 
 

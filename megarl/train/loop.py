@@ -29,6 +29,7 @@ from megarl.megatron import checkpoint, distributed
 from megarl.megatron.checkpoint import BackgroundSaver
 from megarl.megatron.policy import Policy, schedule_of
 from megarl.megatron.refusals import as_config_error
+from megarl.megatron.resting import rest, wake
 from megarl.train.audit import Audit
 from megarl.train.engines import make_engine
 from megarl.train.metrics import MetricsLog
@@ -154,6 +155,10 @@ class Trainer:
             raise
         if drawn.first_error:
             self.progress.line(f"step {step + 1}: responses without a reward, first: {drawn.first_error}")
+        if config.sglang.release_memory:
+            with self._timed("hand_over"):
+                self.engine.rest()
+                wake(self.policy)
         with self._timed("prepare"):
             minis = [
                 self.train_step.prepare(rollouts, advantages)
@@ -192,6 +197,8 @@ class Trainer:
         if self.engine.weight_version == version:
             return
         with self._timed("sync"):
+            if self.config.sglang.release_memory:
+                rest(self.policy)
             self.engine.update_weights(self.policy.export(), version=version)
         self.seconds |= {f"sync_{part}": seconds for part, seconds in self.engine.sync_seconds.items()}
 

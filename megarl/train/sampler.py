@@ -409,8 +409,8 @@ def _deal_out(own: list[list[Key]], selection: Selection, samples: Mapping[Key, 
     mine = {key: sample.rollout for key, sample in samples.items() if sample.rollout is not None}
     wanted = {key for part in own for key in part}
     shortest = min(mine, key=lambda key: (mine[key].num_tokens, key), default=None)
-    offered = [(key, without_routes(rollout)) for key, rollout in mine.items() if key in wanted or key == shortest]
-    found = dict(distributed.gather_in_model(offered))
+    offered = [without_routes(rollout) for key, rollout in mine.items() if key in wanted or key == shortest]
+    found = {(rollout.group, rollout.sample): rollout for rollout in distributed.gather_rollouts(offered)}
     found |= {key: mine[key] for key in found if key in mine}
     nothing = None if found else RolloutError("this rank's model copy drew no complete response to hold its place")
     distributed.fail_together(nothing, "sampling")

@@ -26,7 +26,7 @@ from megarl.rollout.sglang_buckets import Bucket, WeightForm
 from megarl.rollout.sglang_client import ClientSettings
 from megarl.rollout.sglang_engine import SGLangEngine
 from megarl.rollout.sglang_fleet import Fleet
-from megarl.rollout.sglang_server import Server
+from megarl.rollout.sglang_server import Server, ServerSpec
 from megarl.rollout.sglang_sync import WeightSender
 from megarl.rollout.sglang_versions import parse_version
 
@@ -416,3 +416,46 @@ def test_a_server_that_is_back_with_wrong_weights_samples_nothing(
     assert member.sender is not None
     member.sender.resume()
     member.sender.close()
+
+
+def test_servers_that_have_given_their_memory_back_sample_again_after_an_update(
+    engine: SGLangEngine, fleet: Fleet, weights: list[Weights]
+):
+    engine.update_weights(weights[0].items(), 0)
+    requests = make_requests(2, copies=2)
+    before = engine.generate(requests, PARAMS)
+    assert {int(v) for rollout in before for v in rollout.weight_versions} == {0}
+    engine.rest()
+    assert engine.weight_version == -1
+    with pytest.raises(WeightSyncError, match="no complete weights"):
+        engine.generate(requests, PARAMS)
+    engine.update_weights(weights[1].items(), 1)
+    after = engine.generate(requests, PARAMS)
+    assert {int(v) for rollout in after for v in rollout.weight_versions} == {1}
+    engine.update_weights(weights[0].items(), 2)  # and one that was not resting
+    assert len(engine.generate(requests, PARAMS)) == len(requests)
+
+
+def test_a_server_of_somebody_else_that_was_started_again_gets_the_weights(
+    sglang_spec: ServerSpec, hostile_model: Path, config: dict[str, Any], weights: list[Weights], tmp_path: Path
+):
+    """As ``megarl launch`` runs them: the servers' own step starts them again, the trainer sends the weights."""
+    told: list[str] = []
+    spec = replace(sglang_spec, model_path=hostile_model, log_file=tmp_path / "log", max_total_tokens=4096)
+    with Server(spec) as server:
+        server.wait_ready(300.0)
+        fleet = Fleet(urls=[server.url], source=hostile_model, tell=told.append)
+        fleet.start()
+        try:
+            settings = ClientSettings(concurrency=16, deadline_s=120.0, recovery_s=300.0)
+            engine = SGLangEngine([server.url], config, fleet=fleet, settings=settings, form=WeightForm(torch.float32))
+            engine.update_weights(weights[0].items(), 0)
+            server.kill()
+            engine.update_weights(weights[1].items(), 1)  # nobody is there; nothing is lost
+            assert any("is gone in a weight update" in line for line in told)
+            server.start()
+            rollouts = engine.generate(make_requests(3, copies=2), PARAMS)
+            assert {int(v) for rollout in rollouts for v in rollout.weight_versions} == {1}
+            assert any("was started again: sending it weights 1" in line for line in told)
+        finally:
+            fleet.close()

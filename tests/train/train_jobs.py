@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +181,56 @@ def exported(world: World, overrides: Mapping[str, Any], checkpoint_path: Path, 
         model = FrozenModel(settings, checkpoint_path)
         save_hf(model.chunks, model.shape, world.model, out)
         return model.step
+
+
+def transferred(world: World, layouts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, list[int]]]:
+    """Sample a step and prepare it for training: by layout, bytes that each rank received, by kind of call."""
+    found = {}
+    for name, overrides in layouts.items():
+        with training(world.settings(**overrides)) as train_step:
+            sampler = sampler_of(world, train_step.config, train_step)
+            with counted_calls() as received:
+                drawn = sampler.sample_step(1)
+                minis = [
+                    train_step.prepare(rollouts, advantages)
+                    for rollouts, advantages in zip(drawn.mini_batches, drawn.advantages, strict=True)
+                ]
+            assert all(mini.routes is not None for mini in minis)
+            tokens = sum(len(r.tokens) for part in drawn.mini_batches for r in part)
+            ranks: list[dict[str, int]] = [{}] * dist.get_world_size()
+            dist.all_gather_object(ranks, {**received, "tokens": tokens})
+            found[name] = {kind: [rank.get(kind, 0) for rank in ranks] for kind in {k for rank in ranks for k in rank}}
+    return found
+
+
+@contextmanager
+def counted_calls() -> Iterator[dict[str, int]]:
+    """Bytes that collective calls bring to this rank from others; calls that send objects are under "objects"."""
+    received: dict[str, int] = {}
+    originals = {name: getattr(dist, name) for name in ("all_gather", "all_to_all_single", "all_gather_object")}
+
+    def count(kind: str, number: int) -> None:
+        received[kind] = received.get(kind, 0) + number
+
+    def all_gather(parts: Any, mine: Any, **rest: Any) -> Any:
+        kind = "rollouts" if "group" in rest else "rewards"  # a copy's own, or known everywhere
+        count(kind, sum(part.nbytes for part in parts) - mine.nbytes)
+        return originals["all_gather"](parts, mine, **rest)
+
+    def all_to_all_single(output: Any, given: Any, output_sizes: Any, *sizes: Any, **rest: Any) -> Any:
+        own = output_sizes[dist.get_rank(rest["group"])]
+        count("routes", output.nbytes - own * output.element_size())
+        return originals["all_to_all_single"](output, given, output_sizes, *sizes, **rest)
+
+    def all_gather_object(*arguments: Any, **rest: Any) -> Any:
+        count("objects", 1)
+        return originals["all_gather_object"](*arguments, **rest)
+
+    calls = {"all_gather": all_gather, "all_to_all_single": all_to_all_single, "all_gather_object": all_gather_object}
+    for name, call in calls.items():
+        setattr(dist, name, call)
+    try:
+        yield received
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)

@@ -1,0 +1,87 @@
+"""Rollouts as one array of bytes, so that ranks exchange them as tensors and not as pickled objects.
+
+Header int64 [N + 1, 6]: the number of sequences in the first row, then (group, sample, tokens, finish reason, flags, 0)
+of each. After it the columns of all sequences back to back, one after the other: tokens int32, rollout_logprobs
+float32, weight_versions int32, loss_mask uint8, then, for the sequences that have them, routed_mask uint8,
+route_versions int32, route_sources uint8. Routes are not part of it: every rank needs other rows of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import numpy as np
+
+from megarl.core.types import FinishReason, Rollout
+from megarl.errors import RolloutError
+
+_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
+_HEADER = 6
+_ALWAYS = (
+    ("tokens", np.int32),
+    ("rollout_logprobs", np.float32),
+    ("weight_versions", np.int32),
+    ("loss_mask", np.bool_),
+)
+_SOME = (("routed_mask", np.bool_), ("route_versions", np.int32), ("route_sources", np.uint8))
+
+
+def encode_rollouts(rollouts: Sequence[Rollout]) -> np.ndarray:
+    """uint8 [bytes]; ``decode_rollouts`` gives the rollouts back, without routed_experts."""
+    header = np.zeros((len(rollouts) + 1, _HEADER), np.int64)
+    header[0, 0] = len(rollouts)
+    for row, rollout in zip(header[1:], rollouts, strict=True):
+        flags = sum(1 << bit for bit, (name, _) in enumerate(_SOME) if getattr(rollout, name) is not None)
+        row[:5] = (rollout.group, rollout.sample, rollout.num_tokens, _REASONS.index(rollout.finish_reason), flags)
+    columns = [[getattr(rollout, name) for rollout in rollouts] for name, _ in (*_ALWAYS, *_SOME)]
+    parts = [header.reshape(-1).view(np.uint8)]
+    for (name, dtype), column in zip((*_ALWAYS, *_SOME), columns, strict=True):
+        for rollout, values in zip(rollouts, column, strict=True):
+            if values is None:
+                continue
+            if len(values) != rollout.num_tokens:
+                raise RolloutError(
+                    f"group {rollout.group} sample {rollout.sample}: {name} has {len(values)} entries, expected "
+                    f"{rollout.num_tokens}, one per token"
+                )
+            parts.append(np.ascontiguousarray(values, dtype).view(np.uint8))
+    return np.concatenate(parts)
+
+
+def decode_rollouts(data: np.ndarray) -> list[Rollout]:
+    """Inverse of ``encode_rollouts``. RolloutError for bytes that are no whole encoding."""
+    try:
+        number = int(data[: 8 * _HEADER].view(np.int64)[0])
+        header = data[: 8 * _HEADER * (number + 1)].view(np.int64).reshape(number + 1, _HEADER)[1:]
+        found, position = _columns(data, header, 8 * _HEADER * (number + 1))
+    except (ValueError, IndexError) as error:
+        raise RolloutError(f"{len(data)} bytes are no rollouts: {error}") from error
+    if position != len(data):
+        raise RolloutError(f"{len(data)} bytes are no rollouts: expected {position}")
+    return [
+        Rollout(
+            group=int(group),
+            sample=int(sample),
+            finish_reason=_REASONS[int(reason)],
+            routed_experts=None,
+            **{name: found[name].get(index) for name, _ in (*_ALWAYS, *_SOME)},
+        )
+        for index, (group, sample, _, reason, _, _) in enumerate(header.tolist())
+    ]
+
+
+def _columns(data: np.ndarray, header: np.ndarray, position: int) -> tuple[dict[str, dict[int, Any]], int]:
+    """Column name -> index of a sequence -> its values; and where they end."""
+    found: dict[str, dict[int, Any]] = {}
+    for bit, (name, dtype) in enumerate((*_ALWAYS, *_SOME), start=-len(_ALWAYS)):
+        found[name] = {}
+        for index, (_, _, length, _, flags, _) in enumerate(header.tolist()):
+            if bit >= 0 and not flags >> bit & 1:
+                continue
+            end = position + length * np.dtype(dtype).itemsize
+            if end > len(data):
+                raise ValueError(f"{name} of sequence {index} ends at {end}")
+            found[name][index] = data[position:end].copy().view(dtype)
+            position = end
+    return found, position

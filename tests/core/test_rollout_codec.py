@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.core.packing import without_routes
+from megarl.core.rollout_codec import decode_rollouts, encode_rollouts
+from megarl.core.types import Rollout
+from megarl.errors import RolloutError
+
+
+def rollout(length: int, seed: int, *, routed: bool = True, versions: bool = False, sources: bool = False) -> Rollout:
+    random = np.random.default_rng(seed)
+    return Rollout(
+        group=seed,
+        sample=seed % 7,
+        tokens=random.integers(0, 150_000, length).astype(np.int32),
+        loss_mask=random.random(length) < 0.5,
+        rollout_logprobs=random.normal(size=length).astype(np.float32),
+        routed_experts=random.integers(0, 8, (length, 2, 2)).astype(np.uint8) if routed else None,
+        routed_mask=random.random(length) < 0.9 if routed else None,
+        weight_versions=random.integers(0, 9, length).astype(np.int32),
+        finish_reason=("stop", "length", "abort")[seed % 3],  # type: ignore[arg-type]
+        route_versions=random.integers(0, 9, length).astype(np.int32) if versions else None,
+        route_sources=random.integers(0, 4, length).astype(np.uint8) if sources else None,
+    )
+
+
+def assert_equal(found: Rollout, expected: Rollout) -> None:
+    for name in Rollout.__slots__:
+        mine, theirs = getattr(found, name), getattr(expected, name)
+        if isinstance(theirs, np.ndarray):
+            assert mine.dtype == theirs.dtype, name
+            np.testing.assert_array_equal(mine, theirs, err_msg=name)
+        else:
+            assert mine == theirs, name
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 99), st.booleans(), st.booleans(), st.booleans()), max_size=6)
+)
+def test_rollouts_come_back_as_they_were_but_for_their_routes(made: list[tuple[int, int, bool, bool, bool]]) -> None:
+    rollouts = [rollout(n, seed, routed=r, versions=v, sources=s) for n, seed, r, v, s in made]
+    found = decode_rollouts(encode_rollouts(rollouts))
+    assert len(found) == len(rollouts)
+    for mine, theirs in zip(found, rollouts, strict=True):
+        assert_equal(mine, without_routes(theirs) if theirs.routed_experts is not None else theirs)
+
+
+def test_a_token_costs_fourteen_bytes_and_a_sequence_forty_eight() -> None:
+    data = encode_rollouts([rollout(100, 1), rollout(50, 2)])
+    assert len(data) == 48 * 3 + 150 * (4 + 4 + 4 + 1 + 1)
+
+
+def test_bytes_that_were_cut_or_a_column_that_is_too_short_are_refused() -> None:
+    data = encode_rollouts([rollout(10, 1)])
+    for wrong in (data[:-1], np.concatenate([data, data[:1]]), data[:20]):
+        with pytest.raises(RolloutError, match="are no rollouts"):
+            decode_rollouts(wrong)
+    with pytest.raises(RolloutError, match="group 1 sample 1: loss_mask has 9 entries, expected 10"):
+        encode_rollouts([replace(rollout(10, 1), loss_mask=np.ones(9, bool))])

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.data.run_lock import RunLock, is_held, read_holder
+from megarl.errors import ConfigError
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from megarl.data.run_lock import RunLock
+with RunLock(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def holder(path: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_the_second_is_refused_and_told_who_holds_it(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "lock"
+    process = holder(path)
+    try:
+        assert is_held(path)
+        with pytest.raises(ConfigError, match=rf"run is in use by process {process.pid} on .*; wait for its end"):
+            RunLock(path).__enter__()
+        assert is_held(path)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_a_crash_releases_it(tmp_path: Path, end: signal.Signals) -> None:
+    path = tmp_path / "lock"
+    process = holder(path)
+    process.send_signal(end)
+    process.wait()
+    assert read_holder(path) is not None  # it could not say so
+    assert not is_held(path)
+    with RunLock(path):
+        assert read_holder(path)["pid"] == os.getpid()  # type: ignore[index]
+    assert read_holder(path) is None
+    with RunLock(path):
+        pass
+
+
+def test_a_forked_process_does_not_hold_it(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with RunLock(path):
+        child = os.fork()
+        if child == 0:
+            time.sleep(30.0)
+            os._exit(0)
+    try:
+        with RunLock(path):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def foreign(path: Path, **more: str) -> None:
+    path.write_text(json.dumps({"host": "another-node", "pid": 12, "job": "7", "since": "then", **more}))
+
+
+def test_a_node_whose_lock_is_not_seen_here_is_believed_while_it_touches_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    foreign(path)
+    assert is_held(path)
+    toucher = "import os, sys, time\nfor _ in range(100): os.utime(sys.argv[1]); time.sleep(0.1)"
+    process = subprocess.Popen([sys.executable, "-c", toucher, str(path)])
+    told: list[str] = []
+    try:
+        with pytest.raises(ConfigError, match="in use by process 12 on another-node, Slurm job 7, since then"):
+            RunLock(path, told.append, stale_s=5.0).__enter__()
+    finally:
+        process.kill()
+        process.wait()
+    assert "waiting up to 5 s" in told[0]
+
+
+def test_a_node_that_is_silent_has_lost_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "lock"
+    foreign(path)
+    with RunLock(path, stale_s=0.5):
+        pass
+    foreign(path)
+    os.utime(path, (1.0, 1.0))
+    started = time.monotonic()
+    with RunLock(path, stale_s=30.0):
+        pass
+    assert time.monotonic() - started < 10.0
+    monkeypatch.setenv("SLURM_JOB_ID", "7")  # an earlier start of this very job, on another node
+    foreign(path)
+    with RunLock(path, stale_s=30.0):
+        pass
+    assert time.monotonic() - started < 20.0
