@@ -26,10 +26,17 @@ STALE_S = 60.0
 
 
 class RunLock:
-    """Holds ``path``; a context manager. ``tell`` gets a line when it has to wait."""
+    """Holds ``path``; a context manager. ``tell`` gets a line when it waits, ``wait_s`` for a holder on this node."""
 
-    def __init__(self, path: Path, tell: Callable[[str], None] = lambda line: None, stale_s: float = STALE_S) -> None:
-        self._path, self._tell, self._stale_s = path, tell, stale_s
+    def __init__(
+        self,
+        path: Path,
+        tell: Callable[[str], None] = lambda line: None,
+        *,
+        wait_s: float = 0.0,
+        stale_s: float = STALE_S,
+    ) -> None:
+        self._path, self._tell, self._wait_s, self._stale_s = path, tell, wait_s, stale_s
         self._file: int | None = None
 
     def __enter__(self) -> RunLock:
@@ -37,11 +44,8 @@ class RunLock:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._await_kernel(file)
             self._await_other_node()
-        except BlockingIOError:
-            os.close(file)
-            raise self._refusal() from None
         except BaseException:
             os.close(file)
             raise
@@ -68,6 +72,19 @@ class RunLock:
         """Say that the holder lives."""
         if self._file is not None:
             os.utime(self._file)
+
+    def _await_kernel(self, file: int) -> None:
+        until, told = time.monotonic() + self._wait_s, False
+        while True:
+            try:
+                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    raise self._refusal() from None
+            if not told:
+                self._tell(f"{self._path} is held by {described(read_holder(self._path))}; waiting for its end")
+                told = True
+            time.sleep(0.2)
 
     def _await_other_node(self) -> None:
         """Nobody on this node holds it; wait whether somebody on another one still touches it."""

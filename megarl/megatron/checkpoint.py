@@ -124,7 +124,9 @@ class BackgroundSaver:
     def abandon(self) -> None:
         """End what is under way, on this rank; what it has written is removed by the next start."""
         for call in self._calls.async_calls:
-            call.async_caller.close(abort=True)
+            if (writer := call.async_caller.process) is not None:
+                writer.kill()
+                writer.join()
         self._calls.async_calls.clear()
         self._pending = None
 

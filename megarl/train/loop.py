@@ -13,6 +13,7 @@ and started again continues as if nothing happened, but for one step whose respo
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -52,7 +53,9 @@ def train(config: Config) -> None:
     distributed.initialize(config)
     folder, rank, ranks = config.run_dir, dist.get_rank(), dist.get_world_size()
     with ExitStack() as held:
-        lock = RunLock(folder / "lock", StepProgress(enabled=_main()).line)
+        # Under the launcher, which has a lock of its own, the holder is what a killed trainer has left for a moment.
+        wait_s = 60.0 if "MEGARL_ATTEMPT" in os.environ else 0.0
+        lock = RunLock(folder / "lock", StepProgress(enabled=_main()).line, wait_s=wait_s)
 
         def begin() -> None:
             held.enter_context(lock)

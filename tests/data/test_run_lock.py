@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -60,11 +61,14 @@ def test_a_crash_releases_it(tmp_path: Path, end: signal.Signals) -> None:
 
 def test_a_forked_process_does_not_hold_it(tmp_path: Path) -> None:
     path = tmp_path / "lock"
+    heard, told = os.pipe()
     with RunLock(path):
         child = os.fork()
         if child == 0:
+            os.write(told, b"1")  # it runs, and has let go before
             time.sleep(30.0)
             os._exit(0)
+        os.read(heard, 1)
     try:
         with RunLock(path):
             pass
@@ -109,3 +113,14 @@ def test_a_node_that_is_silent_has_lost_it(tmp_path: Path, monkeypatch: pytest.M
     with RunLock(path, stale_s=30.0):
         pass
     assert time.monotonic() - started < 20.0
+
+
+def test_a_holder_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    process = holder(path)
+    told: list[str] = []
+    threading.Timer(0.5, process.kill).start()
+    with RunLock(path, told.append, wait_s=30.0):
+        assert process.wait() == -signal.SIGKILL
+    assert len(told) == 1
+    assert f"is held by process {process.pid} on" in told[0]

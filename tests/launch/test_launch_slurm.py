@@ -39,6 +39,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.multirank]
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if os.geteuid() != 0:
+        pytest.skip("slurmd needs root")
     with Cluster(tmp_path_factory.mktemp("slurm")) as running:
         yield running
 

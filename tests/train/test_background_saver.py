@@ -1,0 +1,85 @@
+"""Checkpoints that are written while training goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from train_world import World, take_step, training, weights_of
+
+from megarl.errors import CheckpointError
+from megarl.megatron import checkpoint
+from megarl.megatron.checkpoint import BackgroundSaver, complete_checkpoints
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writers begin when training has long gone on."""
+    original: Callable[..., None] = checkpoint._until_parent_ends
+
+    def later(write: Callable[..., None], *arguments: Any) -> None:
+        time.sleep(1.5)
+        original(write, *arguments)
+
+    monkeypatch.setattr(checkpoint, "_until_parent_ends", later)
+
+
+def writers() -> list[psutil.Process]:
+    alive = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
+    return [p for p in alive if "resource_tracker" not in " ".join(p.cmdline())]
+
+
+@pytest.mark.usefixtures("slow")
+def test_what_is_saved_is_what_was_there_when_the_save_began(world: World, tmp_path: Path) -> None:
+    with training(world.settings()) as step:
+        take_step(step, world.rollouts())
+        saver = BackgroundSaver(tmp_path, keep=1)
+        saver.begin(1, step.policy, {"note": "first"})
+        then = {name: weight.clone() for name, weight in weights_of(step.policy).items()}
+        assert saver.poll() is None
+        assert complete_checkpoints(tmp_path) == []
+        take_step(step, world.rollouts())
+        assert any(not torch.equal(weight, then[name]) for name, weight in weights_of(step.policy).items())
+        assert saver.poll(wait=True) == tmp_path / "step_0000001"
+        now = {name: weight.clone() for name, weight in weights_of(step.policy).items()}
+        saver.begin(2, step.policy, {})
+        saver.begin(3, step.policy, {})  # after the one before
+        assert saver.poll(wait=True) == tmp_path / "step_0000003"
+        assert saver.poll() is None
+        assert [number for number, _ in complete_checkpoints(tmp_path)] == [3]
+        checkpoint.save(tmp_path / "waited", 3, step.policy, {}, keep=2)
+        # The next step is the same from either.
+        found = []
+        for path in (tmp_path / "step_0000003", tmp_path / "waited" / "step_0000003"):
+            checkpoint.load(path, step.policy)
+            assert all(torch.equal(weight, now[name]) for name, weight in weights_of(step.policy).items())
+            take_step(step, world.rollouts())
+            found.append({name: weight.clone() for name, weight in weights_of(step.policy).items()})
+    assert all(torch.equal(weight, found[1][name]) for name, weight in found[0].items())
+    assert not writers()
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_writer_that_is_killed_is_an_error_and_leaves_no_checkpoint(world: World, tmp_path: Path) -> None:
+    with training(world.settings()) as step:
+        saver = BackgroundSaver(tmp_path, keep=1)
+        saver.begin(1, step.policy, {})
+        for writer in writers():
+            os.kill(writer.pid, signal.SIGKILL)
+        with pytest.raises(CheckpointError, match="step_0000001 could not be written"):
+            saver.poll(wait=True)
+        assert complete_checkpoints(tmp_path) == []
+        saver.begin(2, step.policy, {})
+        saver.abandon()
+        assert not writers()
+        assert complete_checkpoints(tmp_path) == []
+        saver.begin(3, step.policy, {})
+        assert saver.poll(wait=True) == tmp_path / "step_0000003"
+        assert [path.name for path in tmp_path.iterdir()] == ["step_0000003"]
