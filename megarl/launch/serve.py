@@ -70,7 +70,7 @@ def ready_file(launch_file: Path, node: int) -> Path:
 
 def main(words: list[str]) -> int:
     launch_file, node = Path(words[0]), int(words[1])
-    rest, overrides = split_overrides(json.loads(launch_file.read_text())["command"])
+    rest, overrides = split_overrides(json.loads(launch_file.read_text())["server_command"])
     try:
         serve(config_file.load(Path(rest[-1]), overrides), launch_file, node)
     except MegarlError as error:

@@ -113,15 +113,16 @@ class Supervisor:
             os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
 
     def _write(self, says: str) -> None:
-        overrides = []
+        key, of_trainer = [], []
         if self.topology.servers:
-            overrides += ["--sglang.urls", json.dumps(self.topology.urls)]
+            of_trainer = ["--sglang.urls", json.dumps(self.topology.urls), "--sglang.gpus", "[]"]
             if self.config.sglang.api_key_env is None:
-                overrides += ["--sglang.api_key_env", KEY_VARIABLE]
-        command, path = self.command[:-1], self.command[-1]
+                key = ["--sglang.api_key_env", KEY_VARIABLE]
+        *words, path = self.command
         launch = {
             "topology": self.topology.plain(),
-            "command": [command[0], *command[1:], *overrides, path],
+            "command": [*words, *key, *of_trainer, path],
+            "server_command": [*words, *key, path],
             "logs": str(self._logs_of_attempt),
             "says": says,
         }

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarl.config import Config
 from megarl.config_file import parse
+from megarl.config_flags import split_overrides
 from megarl.errors import ConfigError
 from megarl.launch import node
+from megarl.launch.supervisor import Supervisor
 from megarl.launch.topology import addresses_of, find, free_ports, from_plain
 
 TABLE: dict[str, Any] = {
@@ -107,3 +112,27 @@ def test_the_command_line_of_a_node() -> None:
     assert f"--master-port {found.master_port}" in first
     assert first.endswith("--redirects 3 --tee 0:3 --module megarl.cli train c.toml")
     assert "--tee" not in second  # its first rank is not the run's
+
+
+def test_servers_and_trainer_read_the_same_file_and_only_the_trainer_meets_urls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = {**TABLE, "run": {"steps": 1, "dir": str(tmp_path / "run")}, "sglang": {"servers": 2, "gpus": [0, 1]}}
+    table["launch"] = {"layout": "disaggregated", "nodes": 2, "server_nodes": 1}
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    supervisor = Supervisor(parse(table), ["train", "--optim.lr", "0.5", "c.toml"])
+    supervisor.folder.mkdir()
+    supervisor.logs, supervisor.launch_file = tmp_path / "run" / "logs", tmp_path / "run" / "launch.json"
+    supervisor._set_topology(find(supervisor.config, JOB, slurm))
+    supervisor._write("starting")
+    text = supervisor.launch_file.read_text()
+    assert os.environ["MEGARL_API_KEY"] not in text
+    launch = json.loads(text)
+    for command, urls, gpus in (("command", supervisor.topology.urls, []), ("server_command", None, None)):
+        rest, overrides = split_overrides(launch[command])
+        assert rest == ["train", "c.toml"]
+        assert overrides["optim.lr"] == 0.5
+        assert overrides["sglang.api_key_env"] == "MEGARL_API_KEY"
+        assert overrides.get("sglang.urls") == urls
+        assert overrides.get("sglang.gpus") == gpus
+        parse(table, overrides)  # and goes together
