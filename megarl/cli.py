@@ -1,4 +1,4 @@
-"""The command line: ``megarl train | sft | eval | doctor | report | status | trace | simulate | convert | quickstart``.
+"""The command line: ``megarl train | launch | plan | status | report | eval | convert`` and more, see ``megarl --help``.
 
 Every key of the configuration is also a flag, ``--rollout.temperature 0.7``; defaults < file < flags. torch and
 everything built on it is imported only inside the commands, after the configuration has been found valid. A mistake of
@@ -62,7 +62,7 @@ def _parse_command(arguments: list[str], overrides: Mapping[str, Any]) -> Comman
     except SystemExit as stop:
         if stop.code:
             raise ConfigError(_one_line(complaint.getvalue())) from None
-        if arguments[0] in ("train", "sft", "eval"):  # the help of a command that takes a configuration
+        if arguments[0] in ("train", "sft", "eval", "plan"):  # the help of a command that takes a configuration
             _print_keys()
         raise
 
@@ -113,6 +113,15 @@ def _commands(overrides: Mapping[str, Any]) -> dict[str, Callable[..., Command]]
         """
         asked = {"data": data, "samples": samples, "ks": k, "template": template, "checkpoint": checkpoint, "out": out}
         return lambda: _eval(config, overrides, asked)
+
+    def plan(config: tyro.conf.Positional[Path], model: Path | None = None, json: bool = False) -> Command:
+        """Reckon memory, bytes moved and batches from the configuration alone; refuse what cannot fit or divide.
+
+        Args:
+            model: folder with the model's config.json; default model.path, then the shipped one of that name.
+            json: print the numbers as JSON.
+        """
+        return lambda: _plan(config, model, json, overrides)
 
     def doctor(config: tyro.conf.Positional[Path | None] = None) -> Command:
         """Show what is installed, what that enables, and what would silently disable routing replay."""
@@ -206,7 +215,7 @@ def _commands(overrides: Mapping[str, Any]) -> dict[str, Callable[..., Command]]
         """Make a tiny MoE and a task, train it with RL on the CPU, write a report to OUT/report."""
         return lambda: _quickstart(out, overrides)
 
-    commands = (train, launch, sft, eval, doctor, report, status, trace, simulate, convert, quickstart)
+    commands = (train, launch, sft, eval, plan, doctor, report, status, trace, simulate, convert, quickstart)
     return {command.__name__: command for command in commands}
 
 
@@ -253,6 +262,16 @@ def _eval(path: Path, overrides: Mapping[str, Any], asked: Mapping[str, Any]) ->
     from megarl.train.evaluation import evaluate
 
     evaluate(request, world_size)
+    return 0
+
+
+def _plan(path: Path, model: Path | None, as_json: bool, overrides: Mapping[str, Any]) -> int:
+    config = config_file.load(path, overrides)
+    from megarl.plan import report
+    from megarl.plan.plan import plan
+
+    found = plan(config, model, path)
+    print(report.as_json(found) if as_json else report.as_text(found, config))
     return 0
 
 

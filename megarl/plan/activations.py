@@ -1,0 +1,137 @@
+"""Bytes that a forward pass keeps for the backward pass, per layer, as megarl's local layers save them.
+
+Each term is what one tensor that autograd saves costs; e is the size of an element of the training dtype, H the hidden
+size, S the slots of a micro-batch on this rank (a share of 1/cp), S' = S / tp under sequence parallelism. Transformer
+Engine and fused kernels save less, and other things.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from megarl.megatron.shapes import ModelShape
+
+Terms = dict[str, int]
+"""Module -> bytes that one layer keeps for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What a rank sees of a micro-batch."""
+
+    slots: int
+    """S: token slots of the micro-batch on this context-parallel rank."""
+    element: int
+    """e: bytes of a weight and an activation, 2 or 4."""
+    tp: int = 1
+    etp: int = 1
+    cp: int = 1
+
+    @property
+    def rows(self) -> int:
+        """S': slots that norms, routers and residuals of this rank see."""
+        return self.slots // self.tp
+
+
+def layer_terms(shape: ModelShape, layer: int, cut: Cut, recompute: Collection[str] = ()) -> Terms:
+    """What one layer keeps; ``recompute`` are modules of selective recomputation, which keep their input only."""
+    latent = shape.fields.get("multi_latent_attention")
+    terms = _norm("input_layernorm", shape, cut, recompute)
+    terms |= (_latent_attention if latent else _grouped_attention)(shape, cut, recompute)
+    terms |= _norm("pre_mlp_layernorm", shape, cut, recompute)
+    return terms | (_moe(shape, cut, recompute) if layer in shape.moe_layers else _dense_mlp(shape, cut, recompute))
+
+
+def layer_bytes(shape: ModelShape, layer: int, cut: Cut, recompute: Collection[str] = ()) -> int:
+    """Sum of ``layer_terms``."""
+    return sum(layer_terms(shape, layer, cut, recompute).values())
+
+
+def input_bytes(shape: ModelShape, cut: Cut) -> int:
+    """e H S': the hidden state at the start of a layer, all that full recomputation keeps of it."""
+    return cut.element * shape.fields["hidden_size"] * cut.rows
+
+
+def head_bytes(shape: ModelShape, cut: Cut) -> int:
+    """Final norm (8 H + 4) S', and what ``megatron.logprobs`` keeps: fp32 hidden states and 17 bytes for each slot."""
+    hidden = shape.fields["hidden_size"]
+    return (8 * hidden + 4) * cut.rows + (4 * hidden + 17) * cut.slots
+
+
+def _norm(name: str, shape: ModelShape, cut: Cut, recompute: Collection[str]) -> Terms:
+    """Input and normalised value in fp32 and one scale per row: (8 H + 4) S'; and its output, which enters a product."""
+    hidden = shape.fields["hidden_size"]
+    if "layernorm" in recompute:
+        return {name: cut.element * hidden * cut.rows}
+    return {name: (8 * hidden + 4) * cut.rows, name + " output": cut.element * hidden * cut.rows}
+
+
+def _grouped_attention(shape: ModelShape, cut: Cut, recompute: Collection[str]) -> Terms:
+    fields, e = shape.fields, cut.element
+    width, heads, groups = fields["kv_channels"], fields["num_attention_heads"], fields["num_query_groups"]
+    q, kv, slots = heads * width // cut.tp, groups * width // cut.tp, cut.slots
+    terms = {"rotary": 4 * e * int(width * shape.rotary_percent) * slots}
+    if fields["qk_layernorm"]:
+        terms["q_layernorm"] = (8 * q + 4 * heads // cut.tp) * slots
+        # In fp32 no copy is cast: the norm keeps queries, keys and values together, of which its input is a view.
+        terms["k_layernorm"] = ((8 * kv if e < 4 else 4 * kv + e * (q + 2 * kv)) + 4 * groups // cut.tp) * slots
+    if "core_attn" in recompute:  # queries, keys, and the projection of which values are a view
+        held = 0 if e == 4 and fields["qk_layernorm"] else q + 2 * kv
+        terms["core_attention"] = e * (q + kv + held) * slots
+    else:
+        terms["core_attention"] = (e * (2 * q + 2 * kv * cut.cp) + 4 * heads // cut.tp + 8) * slots
+    return terms | {"linear_proj": e * q * slots}
+
+
+def _latent_attention(shape: ModelShape, cut: Cut, recompute: Collection[str]) -> Terms:
+    fields, e, slots = shape.fields, cut.element, cut.slots
+    heads = fields["num_attention_heads"] // cut.tp
+    key, value = fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"], fields["v_head_dim"]
+    terms = {"rotary": 4 * e * fields["qk_pos_emb_head_dim"] * slots}
+    for name, width in (("q", fields["q_lora_rank"]), ("kv", fields["kv_lora_rank"])):
+        if width:
+            terms[name + "_layernorm"] = (8 * width + 4) * cut.rows
+            terms[f"linear_{name}_up_proj"] = e * width * cut.rows
+    if "core_attn" in recompute:
+        terms["core_attention"] = e * heads * (2 * key + value) * slots
+    else:
+        terms["core_attention"] = (e * heads * (key + value) * (1 + cut.cp) + 4 * heads + 8) * slots
+    return terms | {"linear_proj": e * heads * value * slots}
+
+
+def _gated(width: int, cut: Cut) -> int:
+    """Both halves of the inner product, silu of the first, a copy of the second, and their product: 5 e width S."""
+    return 5 * cut.element * width // cut.tp * cut.slots
+
+
+def _dense_mlp(shape: ModelShape, cut: Cut, recompute: Collection[str]) -> Terms:
+    return {} if "mlp" in recompute else {"mlp": _gated(shape.fields["ffn_hidden_size"], cut)}
+
+
+def _moe(shape: ModelShape, cut: Cut, recompute: Collection[str]) -> Terms:
+    if "moe" in recompute:
+        return {}
+    fields, e = shape.fields, cut.element
+    width = fields["moe_ffn_hidden_size"] // cut.etp
+    terms = {"router": _router(fields, cut), "dispatcher": (5 * shape.num_experts + 8 * shape.topk) * cut.rows}
+    # inputs, the five of a gated layer, and the product with the gate weight, for each row that comes to this rank
+    terms["experts"] = (e * fields["hidden_size"] + 6 * e * width + 4) * routed_rows(shape, cut)
+    shared = fields.get("moe_shared_expert_intermediate_size")
+    if shared and "shared_experts" not in recompute:
+        terms["shared_experts"] = _gated(shared, cut)
+    return terms
+
+
+def routed_rows(shape: ModelShape, cut: Cut) -> int:
+    """Rows that a rank's experts compute if all experts get equally many: S' K etp."""
+    return cut.rows * shape.topk * cut.etp
+
+
+def _router(fields: Mapping[str, int | None], cut: Cut) -> int:
+    experts, topk = fields["num_moe_experts"] or 0, fields["moe_router_topk"] or 0
+    if fields.get("moe_router_score_function") == "sigmoid":
+        groups = fields.get("moe_router_num_groups") or 0
+        grouped = 16 * groups + 8 * (fields.get("moe_router_group_topk") or 0) + experts if groups else 0
+        return (4 * experts + 4 + 12 * topk + grouped) * cut.rows
+    return ((4 * experts if fields.get("moe_router_pre_softmax") else 4 * topk) + 8 * topk) * cut.rows

@@ -1,0 +1,118 @@
+"""Memory of the sampling engine on one GPU: weights, cache, and how many tokens and sequences that holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from megarl.config import Config
+from megarl.core.fp8 import BLOCK, grid_of, is_fp8_weight
+from megarl.megatron.name_map import Rule, dimensions, rules_of
+from megarl.megatron.shapes import ModelShape
+from megarl.plan.training import ELEMENT
+
+DEFAULT_MEM_FRACTION = 0.85
+"""Taken for sglang.mem_fraction on GPUs that hold nothing else; SGLang chooses 0.8 to 0.9 by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Bytes on one GPU of a server, or on one rank of the trainer with the local engine."""
+
+    weights: int
+    cache: int
+    """Keys and values; as large as the tokens below."""
+    cache_per_token: int
+    tokens: int
+    """Tokens that the cache of one server holds."""
+    sequences: int
+    """Longest sequences that the cache of one server holds at once."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache
+
+
+def engine_memory(config: Config, shape: ModelShape, longest: int) -> EngineMemory:
+    """Of a server with ``mem_fraction`` of a GPU, or ``max_total_tokens``; of the local engine with a full batch.
+
+    Without either limit the cache is that of one longest sequence, the least that can work.
+    """
+    element = ELEMENT[config.rollout.dtype]
+    if config.rollout.engine == "local":
+        per_token = cache_bytes_per_token(shape, element)
+        batch = min(config.rollout.max_batch_size, config.responses_per_step)
+        return EngineMemory(
+            weight_bytes(shape, element), per_token * batch * longest, per_token, batch * longest, batch
+        )
+    settings, servers = config.sglang, config.sglang.tp
+    weights = weight_bytes(shape, element, fp8=settings.fp8, tp=servers)
+    per_token = cache_bytes_per_token(shape, element, servers)
+    tokens = settings.max_total_tokens
+    pool = static_bytes(config)
+    if pool is not None:
+        room = max(0, pool - weights) // per_token
+        tokens = room if tokens is None else min(tokens, room)
+    tokens = longest if tokens is None else tokens
+    return EngineMemory(weights, per_token * tokens, per_token, tokens, tokens // longest)
+
+
+def static_bytes(config: Config) -> int | None:
+    """What a server takes of a GPU for weights and cache: mem_fraction of it; None without launch.gpu_memory_gib."""
+    if config.launch.gpu_memory_gib is None:
+        return None
+    fraction = config.sglang.mem_fraction or DEFAULT_MEM_FRACTION
+    return int(fraction * config.launch.gpu_memory_gib * 2**30)
+
+
+def cache_bytes_per_token(shape: ModelShape, element: int, tp: int = 1) -> int:
+    """Keys and values of all layers on one GPU.
+
+    Grouped attention: 2 L max(kv_heads / tp, 1) head_dim e. Latent attention: L (kv_rank + rope) e, whole on each GPU.
+    """
+    fields = shape.fields
+    if fields.get("multi_latent_attention"):
+        return shape.num_layers * (fields["kv_lora_rank"] + fields["qk_pos_emb_head_dim"]) * element
+    return 2 * shape.num_layers * max(fields["num_query_groups"] // tp, 1) * fields["kv_channels"] * element
+
+
+def weight_bytes(shape: ModelShape, element: int, *, fp8: bool = False, tp: int = 1) -> int:
+    """Weights on one of the ``tp`` GPUs of a server; with tp = 1 also what an update brings, in bytes.
+
+    FP8: one byte for each value of a linear weight and four for each block of 128 x 128; the rest in e bytes.
+    """
+    sizes = dimensions(shape)
+    total = 0
+    for rule in rules_of(shape):
+        count = sum(1 for _ in rule.places(shape))
+        for name, dims in zip(rule.hf, rule.dims, strict=True):
+            wanted = tuple(sizes[part] for part in dims.split())
+            total += count * _tensor_bytes(name, wanted, element, fp8) // _shares(rule, name, shape, tp)
+    return total
+
+
+def _tensor_bytes(name: str, shape: tuple[int, ...], element: int, fp8: bool) -> int:
+    if fp8 and is_fp8_weight(name):
+        return prod(shape) + 4 * prod(grid_of(shape, BLOCK))
+    return element * prod(shape)
+
+
+def _shares(rule: Rule, name: str, shape: ModelShape, tp: int) -> int:
+    """Into how many parts a server cuts a tensor; keys and values at most into one for each of their heads."""
+    if rule.layout == "replicated" or "_a_proj" in name:
+        return 1
+    if rule.layout == "qkv" and ".q_proj." not in name:
+        return min(tp, shape.fields["num_query_groups"])
+    return tp
+
+
+def fp8_widths(shape: ModelShape) -> Iterator[tuple[str, int]]:
+    """(name, width) of what tensor parallelism of a server cuts, and FP8 wants in whole blocks of 128."""
+    fields = shape.fields
+    if len(shape.moe_layers) < shape.num_layers:
+        yield "intermediate_size", fields["ffn_hidden_size"]
+    if shape.num_experts:
+        yield "the experts' intermediate size", fields["moe_ffn_hidden_size"]
+    if fields.get("moe_shared_expert_intermediate_size"):
+        yield "the shared experts' intermediate size", fields["moe_shared_expert_intermediate_size"]

@@ -1,0 +1,156 @@
+"""Bytes that move: between engine and trainer, between the trainer's ranks, and with an update of the weights.
+
+What a rank receives; a collective over n ranks brings each (n - 1) / n of the whole. Sequences are reckoned at their
+longest, so a step moves at most this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import comb
+
+from megarl.config import Config, Layout
+from megarl.megatron.shapes import ModelShape
+from megarl.plan.batches import Batches
+from megarl.plan.engine import weight_bytes
+from megarl.plan.layout import Stage, dense_ranks
+from megarl.plan.parameters import RankCount, count_model
+from megarl.plan.training import BUCKET_BYTES, ELEMENT, cut_of, largest_piece
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Routes, bytes of one token."""
+
+    memory: int
+    """In the trainer: L K, in one byte for each expert up to 256, else two."""
+    wire_short: int
+    """From servers that megarl starts: base64 of L ceil(log2 C(E, K)) bits."""
+    wire_long: int
+    """From others: base64 of int32 for every layer, dense ones included."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTraffic:
+    """Of a whole step."""
+
+    columns: int
+    """Tokens and log-probabilities from the engines, 8 bytes a token, before JSON makes text of them."""
+    routes: int
+    """Routes from the engines, as they travel; 0 unless replay is r3."""
+    routes_per_rank: int
+    """Routes that one rank's routers get from other ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankTraffic:
+    """Of one rank, received."""
+
+    gradients: int
+    """Per optimizer step: gradients to their shards."""
+    gathered_weights: int
+    """Per optimizer step: updated weights from their shards."""
+    experts: int
+    """Per micro-batch: rows to experts and back, both directions, over ep and etp."""
+    tensor: int
+    """Per micro-batch: sequence-parallel gathers and scatters, both directions."""
+    pipeline: int
+    """Per micro-batch: hidden states from the stage before, gradients from the one behind."""
+    context: int
+    """Per micro-batch: keys and values of other context-parallel ranks, and their gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class SyncTraffic:
+    """Of one update of the engine."""
+
+    gathered: int
+    """What a rank receives until every tensor has been whole on it."""
+    sent: int
+    """What the leader sends to each server: the weights in the engine's form."""
+    tensors_at_once: int
+    """The largest thing that is gathered whole."""
+    buckets: int
+    """At most, of 256 MiB."""
+
+
+def trace_of(shape: ModelShape, compact: bool = True) -> Trace:
+    """Bytes of a token's routes; all 0 for a dense model."""
+    layers, experts, topk = len(shape.moe_layers), shape.num_experts, shape.topk
+    if not layers:
+        return Trace(0, 0, 0)
+    bits = layers * (comb(experts, topk) - 1).bit_length()
+    return Trace(
+        memory=layers * topk * (1 if experts <= 256 else 2),
+        wire_short=-(-bits // 6),
+        wire_long=-(-4 * shape.num_layers * topk * 4 // 3),
+    )
+
+
+def step_traffic(config: Config, shape: ModelShape, layout: Layout, stage: Stage, batches: Batches) -> StepTraffic:
+    """Of a step whose sequences are all as long as they may be."""
+    tokens, trace = batches.responses * batches.longest, trace_of(shape)
+    short = config.sglang.compact_routes and not config.sglang.urls
+    replayed = config.train.replay == "r3"
+    remote = config.rollout.engine == "sglang"
+    local_layers = sum(layer in shape.moe_layers for layer in stage.layers)
+    rows = batches.sequences_per_rank * config.train.mini_batches * batches.longest // (layout.cp * layout.tp)
+    per_row = local_layers * shape.topk * (1 if shape.num_experts <= 256 else 2)
+    return StepTraffic(
+        columns=8 * tokens if remote else 0,
+        routes=tokens * (trace.wire_short if short else trace.wire_long) if replayed and remote else 0,
+        routes_per_rank=rows * per_row if replayed else 0,
+    )
+
+
+def rank_traffic(config: Config, shape: ModelShape, layout: Layout, stage: Stage, count: RankCount) -> RankTraffic:
+    """Of a rank of the stage, with full micro-batches."""
+    element = ELEMENT[config.model.dtype]
+    once = _over(dense_ranks(layout), count.dense) + _over(layout.edp, count.expert)
+    sharded = config.parallel.distributed_optimizer
+    passes = 3 if config.recompute.granularity == "full" else 2  # forward, backward, and forward once more
+    cut, hidden = cut_of(config, layout), shape.fields["hidden_size"]
+    rows_sent = cut.rows * shape.topk
+    moe = sum(layer in shape.moe_layers for layer in stage.layers)
+    dense = len(stage.layers) - moe
+    whole = element * hidden * cut.slots
+    exchanged = _over(layout.ep, rows_sent) + _over(layout.etp, rows_sent * layout.etp)
+    # gather and scatter around attention, and around a dense MLP or shared experts
+    shared = moe if shape.fields.get("moe_shared_expert_intermediate_size") else 0
+    boundaries = 2 * (len(stage.layers) + dense + shared)
+    crossings = len(stage.chunks) * 2 - stage.is_first - stage.is_last
+    return RankTraffic(
+        gradients=4 * once * (1 if sharded else 2),
+        gathered_weights=element * once if sharded else 0,
+        experts=passes * 2 * moe * element * hidden * exchanged,
+        tensor=passes * boundaries * _over(layout.tp, whole),
+        pipeline=crossings * element * hidden * cut.rows if layout.pp > 1 else 0,
+        context=passes * len(stage.layers) * (layout.cp - 1) * _keys_and_values(shape, layout) * element * cut.slots,
+    )
+
+
+def sync_traffic(config: Config, shape: ModelShape, count: RankCount) -> SyncTraffic:
+    """Of one update of the weights; a rank receives all that it does not hold itself."""
+    element = ELEMENT[config.model.dtype]
+    fp8 = config.rollout.engine == "sglang" and config.sglang.fp8
+    sent = weight_bytes(shape, ELEMENT[config.rollout.dtype], fp8=fp8)
+    return SyncTraffic(
+        gathered=max(0, element * (count_model(shape).total - count.total)),
+        sent=sent if config.rollout.engine == "sglang" else 0,
+        tensors_at_once=element * largest_piece(shape),
+        buckets=-(-2 * sent // BUCKET_BYTES),
+    )
+
+
+def _over(ranks: int, amount: int) -> int:
+    """What one of ``ranks`` receives of an amount that all share: (n - 1) / n of it."""
+    return amount * (ranks - 1) // ranks
+
+
+def _keys_and_values(shape: ModelShape, layout: Layout) -> int:
+    """Elements of a token's keys and values on a tensor-parallel rank, as attention uses them."""
+    fields = shape.fields
+    if fields.get("multi_latent_attention"):
+        width = fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"] + fields["v_head_dim"]
+        return fields["num_attention_heads"] * width // layout.tp
+    return 2 * fields["num_query_groups"] * fields["kv_channels"] // layout.tp

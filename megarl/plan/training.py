@@ -1,0 +1,170 @@
+"""Memory of one rank of the trainer: states that stay, activations of a step, and what an update of the engine takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.config import Config, Layout
+from megarl.errors import ConfigError
+from megarl.megatron.name_map import rules_of
+from megarl.megatron.shapes import ModelShape
+from megarl.plan.activations import Cut, head_bytes, input_bytes, layer_bytes, routed_rows
+from megarl.plan.layout import Stage, dense_ranks
+from megarl.plan.parameters import RankCount, count_rank, numel
+
+ELEMENT = {"fp32": 4, "bf16": 2}
+"""Bytes of a dtype of the configuration."""
+BUCKET_BYTES = 256 << 20
+"""As in ``rollout.sglang_fleet``."""
+_LOGITS_BLOCK_BYTES = 1024 * 8192 * 4
+_HEAD_ROWS = 8192
+"""``megatron.logprobs``: a block of logits, and the rows of the output layer that are in fp32 at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes on one rank of a pipeline stage."""
+
+    stage: int
+    weights: int
+    gradients: int
+    optimizer: int
+    """fp32 main weights (unless the weights are fp32) and Adam's two moments, after sharding."""
+    reference: int
+    """Weights of the reference policy; 0 unless the objective reads one."""
+    activations: int
+    """What the micro-batches that are under way at once keep for their backward passes."""
+    working: int
+    """What is there for a moment: a recomputed unit, gradients of one layer's rows, the logits' blocks."""
+    sync: int
+    """What gathering one parameter for the engine takes, twice the largest, and a bucket."""
+
+    @property
+    def states(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.reference
+
+    @property
+    def training(self) -> int:
+        return self.states + self.activations + self.working
+
+    @property
+    def peak(self) -> int:
+        """Of a step or of an update of the engine, without what CUDA and NCCL take."""
+        return max(self.training, self.states + self.sync)
+
+
+def rank_memory(config: Config, shape: ModelShape, layout: Layout, stage: Stage, micro_batches: int) -> RankMemory:
+    """Memory of a rank of the stage when a step has ``micro_batches`` full micro-batches."""
+    count, element = count_rank(shape, layout, stage), ELEMENT[config.model.dtype]
+    weights, gradients, optimizer = state_bytes(config, layout, count)
+    kept, unit = activation_bytes(config, shape, layout, stage, micro_batches)
+    return RankMemory(
+        stage=stage.rank,
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        reference=element * count.total if reads_reference(config) else 0,
+        activations=kept,
+        working=unit + _working(config, shape, layout, stage),
+        sync=2 * element * largest_piece(shape) + 2 * BUCKET_BYTES,
+    )
+
+
+def reads_reference(config: Config) -> bool:
+    """Whether the objective has a KL to a reference policy."""
+    return config.train.resolved_objective.needs_ref_logprobs
+
+
+def state_bytes(config: Config, layout: Layout, count: RankCount) -> tuple[int, int, int]:
+    """(weights, gradients, optimizer) of a rank, bytes: e P, 4 P, and 8 or 12 per parameter after sharding.
+
+    The distributed optimizer shares out dense parameters over dp * cp ranks and experts over edp.
+    """
+    _refuse_other_optimizers(config)
+    element = ELEMENT[config.model.dtype]
+    in_fp32 = config.megatron.get("grad_reduce_in_fp32", True)
+    gradients = (4 if in_fp32 else element) * count.total
+    per_parameter = 8 if element == 4 else 12
+    sharded = config.parallel.distributed_optimizer
+    dense, expert = (dense_ranks(layout), layout.edp) if sharded else (1, 1)
+    optimizer = per_parameter * (-(-count.dense // dense) + -(-count.expert // expert))
+    return element * count.total + 4 * count.buffers, gradients, optimizer
+
+
+def _refuse_other_optimizers(config: Config) -> None:
+    for key, plain in (("optimizer", "adam"), ("use_precision_aware_optimizer", False), ("optimizer_cpu_offload", False)):
+        found = config.megatron.get(key, plain)
+        if found != plain:
+            raise ConfigError(
+                f"megarl plan reckons with Adam in fp32 on the GPU: found megatron.{key} = {found!r}, expected "
+                f"{plain!r}; remove it for the plan"
+            )
+
+
+def activation_bytes(
+    config: Config, shape: ModelShape, layout: Layout, stage: Stage, micro_batches: int
+) -> tuple[int, int]:
+    """(kept for the backward passes, one recomputed unit), bytes; see ``in_flight`` for how many micro-batches."""
+    cut, chunks = cut_of(config, layout), len(stage.chunks)
+    per_chunk = [_chunk_bytes(config, shape, cut, chunk) for chunk in stage.chunks]
+    under_way = in_flight(layout, stage.rank, micro_batches)
+    kept = sum(kept for kept, _ in per_chunk) * under_way // chunks
+    if stage.is_last:  # its last chunk has one micro-batch between forward and backward
+        kept += head_bytes(shape, cut)
+    return kept, max(unit for _, unit in per_chunk)
+
+
+def in_flight(layout: Layout, stage: int, micro_batches: int) -> int:
+    """Chunk-forward passes of a stage that wait for their backward at once, at most.
+
+    1F1B: min(pp - p, m). Interleaved: min(2 (pp - p - 1) + (vpp - 1) pp + 1, m vpp).
+    """
+    if layout.vpp is None:
+        return min(layout.pp - stage, micro_batches)
+    ahead = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1
+    return min(ahead, micro_batches * layout.vpp)
+
+
+def _chunk_bytes(config: Config, shape: ModelShape, cut: Cut, layers: tuple[int, ...]) -> tuple[int, int]:
+    """(kept, largest recomputed unit) of one micro-batch in one model chunk."""
+    recompute = config.recompute
+    if recompute.granularity != "full":
+        modules = recompute.modules if recompute.modules is not None else ["core_attn"]
+        chosen = modules if recompute.granularity == "selective" else []
+        return sum(layer_bytes(shape, layer, cut, chosen) for layer in layers), 0
+    size = recompute.num_layers or 1
+    if recompute.method == "uniform":
+        units = [layers[start : start + size] for start in range(0, len(layers), size)]
+        rest: tuple[int, ...] = ()
+    else:
+        units, rest = [(layer,) for layer in layers[:size]], layers[size:]
+    kept = len(units) * input_bytes(shape, cut) + sum(layer_bytes(shape, layer, cut) for layer in rest)
+    return kept, max((sum(layer_bytes(shape, layer, cut) for layer in unit) for unit in units), default=0)
+
+
+def cut_of(config: Config, layout: Layout) -> Cut:
+    """A full micro-batch: train.micro_batch_tokens slots on each context-parallel rank."""
+    return Cut(config.train.micro_batch_tokens, ELEMENT[config.model.dtype], layout.tp, layout.etp, layout.cp)
+
+
+def _working(config: Config, shape: ModelShape, layout: Layout, stage: Stage) -> int:
+    """Gradients of the widest rows of a layer, and on the last stage of the hidden states and the output layer.
+
+    Reckoned, not measured: e (2 H + 3 width) for each routed row, and the blocks of ``megatron.logprobs``.
+    """
+    cut, fields = cut_of(config, layout), shape.fields
+    hidden = fields["hidden_size"]
+    rows = cut.element * (2 * hidden + 3 * fields["ffn_hidden_size"] // cut.tp) * cut.slots
+    if any(layer in shape.moe_layers for layer in stage.layers):
+        width = fields["moe_ffn_hidden_size"] // cut.etp
+        rows = cut.element * (2 * hidden + 3 * width) * routed_rows(shape, cut)
+    if not stage.is_last:
+        return rows
+    output_layer = -(-shape.vocab_size // cut.tp) * hidden * cut.element
+    head = 4 * hidden * cut.slots + output_layer + 8 * hidden * _HEAD_ROWS + 3 * _LOGITS_BLOCK_BYTES
+    return max(rows, head)
+
+
+def largest_piece(shape: ModelShape) -> int:
+    """Elements of the largest thing that an export gathers at once: a parameter, or one kind of a layer's experts."""
+    return max(numel(rule, shape) * (shape.num_experts if rule.scope == "expert" else 1) for rule in rules_of(shape))
