@@ -97,7 +97,7 @@ def test_under_torchrun_the_layout_is_checked_and_only_the_first_rank_complains(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "train, launch, sft, eval, doctor, report, status, trace, simulate, convert, quickstart"),
+        ([], "train, launch, sft, eval, plan, doctor, report, status, trace, simulate, convert, quickstart"),
         (["trian"], "Unrecognized options: trian"),
         (["train"], "Missing from megarl train"),
         (["report", "somewhere", "--run.steps", "3"], "megarl report reads no configuration: remove --run.steps"),

@@ -60,7 +60,7 @@ def head_bytes(shape: ModelShape, cut: Cut) -> int:
 
 
 def _norm(name: str, shape: ModelShape, cut: Cut, recompute: Collection[str]) -> Terms:
-    """Input and normalised value in fp32 and one scale per row: (8 H + 4) S'; and its output, which enters a product."""
+    """Input and normalised value in fp32 and one scale per row: (8 H + 4) S'; and its output, e H S'."""
     hidden = shape.fields["hidden_size"]
     if "layernorm" in recompute:
         return {name: cut.element * hidden * cut.rows}
@@ -120,6 +120,8 @@ def _moe(shape: ModelShape, cut: Cut, recompute: Collection[str]) -> Terms:
     shared = fields.get("moe_shared_expert_intermediate_size")
     if shared and "shared_experts" not in recompute:
         terms["shared_experts"] = _gated(shared, cut)
+        if fields.get("moe_shared_expert_gate"):
+            terms["shared_expert_gate"] = (e * (fields["hidden_size"] + 1) + 4) * cut.rows
     return terms
 
 

@@ -41,7 +41,7 @@ def engine_memory(config: Config, shape: ModelShape, longest: int) -> EngineMemo
     """
     element = ELEMENT[config.rollout.dtype]
     if config.rollout.engine == "local":
-        per_token = cache_bytes_per_token(shape, element)
+        per_token = cache_bytes_per_token(shape, element, expanded=True)
         batch = min(config.rollout.max_batch_size, config.responses_per_step)
         return EngineMemory(
             weight_bytes(shape, element), per_token * batch * longest, per_token, batch * longest, batch
@@ -66,12 +66,16 @@ def static_bytes(config: Config) -> int | None:
     return int(fraction * config.launch.gpu_memory_gib * 2**30)
 
 
-def cache_bytes_per_token(shape: ModelShape, element: int, tp: int = 1) -> int:
+def cache_bytes_per_token(shape: ModelShape, element: int, tp: int = 1, *, expanded: bool = False) -> int:
     """Keys and values of all layers on one GPU.
 
-    Grouped attention: 2 L max(kv_heads / tp, 1) head_dim e. Latent attention: L (kv_rank + rope) e, whole on each GPU.
+    Grouped attention: 2 L max(kv_heads / tp, 1) head_dim e. Latent attention: L (kv_rank + rope) e, whole on each GPU;
+    ``expanded``: keys and values of all heads instead, as transformers keeps them.
     """
     fields = shape.fields
+    if fields.get("multi_latent_attention") and expanded:
+        width = fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"] + fields["v_head_dim"]
+        return shape.num_layers * fields["num_attention_heads"] * width * element
     if fields.get("multi_latent_attention"):
         return shape.num_layers * (fields["kv_lora_rank"] + fields["qk_pos_emb_head_dim"]) * element
     return 2 * shape.num_layers * max(fields["num_query_groups"] // tp, 1) * fields["kv_channels"] * element

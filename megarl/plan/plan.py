@@ -1,4 +1,4 @@
-"""The plan of a run: every number from the configuration and the model's config.json, or the reason why it cannot be."""
+"""The plan of a run: every number from the configuration and the model's config.json, or why it cannot be."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class Plan:
 def plan(config: Config, model: Path | None = None, source: Path | None = None) -> Plan:
     """Reckon a configuration through; ConfigError, one line, for what cannot divide or fit.
 
-    ``model`` is a folder with a config.json, default model.path, then the shipped one of that name beside ``source``,
-    the configuration's file.
+    ``model`` is a folder with a config.json; default model.path, then the shipped one of that name, or of the run's,
+    beside ``source``, the configuration's file.
     """
     folder = find_model(config, model, source)
     shape = read_shape(folder)
@@ -101,9 +101,9 @@ def find_model(config: Config, model: Path | None, source: Path | None) -> Path:
     if model is not None:
         return model
     named = Path(config.model.path)
-    beside = [source.resolve().parent.parent / "models"] if source is not None else []
-    shipped = [folder / named.name for folder in (*beside, SHIPPED)]
-    for folder in (named, *shipped):
+    beside = [source.parent.parent / "models"] if source is not None else []
+    names = dict.fromkeys((named.name, config.run.name))
+    for folder in (named, *(folder / name for folder in (*beside, SHIPPED) for name in names)):
         if (folder / "config.json").is_file():
             return folder
     looked = ", ".join(str(folder) for folder in (named, SHIPPED / named.name))

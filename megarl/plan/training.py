@@ -1,4 +1,4 @@
-"""Memory of one rank of the trainer: states that stay, activations of a step, and what an update of the engine takes."""
+"""Memory of one rank of the trainer: states that stay, activations of a step, what an update of the engine takes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,11 @@ def state_bytes(config: Config, layout: Layout, count: RankCount) -> tuple[int, 
 
 
 def _refuse_other_optimizers(config: Config) -> None:
-    for key, plain in (("optimizer", "adam"), ("use_precision_aware_optimizer", False), ("optimizer_cpu_offload", False)):
+    for key, plain in (
+        ("optimizer", "adam"),
+        ("use_precision_aware_optimizer", False),
+        ("optimizer_cpu_offload", False),
+    ):
         found = config.megatron.get(key, plain)
         if found != plain:
             raise ConfigError(

@@ -1,0 +1,64 @@
+"""The arithmetic of batches and the bubble, by hand and against the code that divides them."""
+
+from __future__ import annotations
+
+import pytest
+from plan_worlds import config
+
+from megarl.config import Layout
+from megarl.core.packing import partition
+from megarl.errors import ConfigError
+from megarl.plan.batches import Batches, batches_of, bubble
+from megarl.plan.training import in_flight
+
+
+def divided(ranks: int = 1, **overrides: object) -> Batches:
+    settings = config("unused", **overrides)
+    return batches_of(settings, settings.check_world_size(ranks))
+
+
+def test_a_step_by_hand() -> None:
+    """16 responses, N = 2, dp = 2: 4 sequences of up to 32 tokens a rank, two in 64 tokens."""
+    found = divided(2, train__mini_batches=2)
+    assert (found.responses, found.mini_batch, found.sequences_per_rank) == (16, 8, 4)
+    assert (found.longest, found.fewest, found.most, found.optimizer_steps) == (32, 1, 2, 8)
+
+
+@pytest.mark.parametrize("limit", [32, 63, 64, 100, 512])
+def test_the_most_micro_batches_are_those_of_the_longest_sequences(limit: int) -> None:
+    found = divided(train__micro_batch_tokens=limit)
+    assert found.most == len(partition([32] * 16, limit))
+
+
+def test_context_parallel_ranks_share_a_sequence() -> None:
+    """2 ranks of 64 tokens take 4 sequences of 32 together."""
+    assert divided(2, parallel__cp=2).most == 4
+
+
+def test_interleaving_takes_micro_batches_by_the_number_of_stages() -> None:
+    found = divided(2, parallel__pp=2, parallel__vpp=2, train__micro_batch_tokens=512)
+    assert (found.fewest, found.most) == (2, 2)
+
+
+def test_more_micro_batches_than_sequences_are_refused() -> None:
+    overrides = {"parallel__pp": 4, "parallel__vpp": 2, "train__mini_batches": 8}
+    with pytest.raises(ConfigError, match=r"takes 4 micro-batches at a time .* gives a rank 2 sequences"):
+        divided(4, **overrides)
+
+
+def test_the_bubble_by_hand() -> None:
+    """pp = 4, 12 micro-batches: 3 of 15 slots; two chunks a rank halve the slots: 3 of 27."""
+    assert bubble(4, None, 12) == 3 / 15
+    assert bubble(4, 2, 12) == 3 / 27
+    assert bubble(1, None, 5) == 0.0
+
+
+def layout(pp: int, vpp: int | None = None) -> Layout:
+    return Layout(pp, 1, pp, vpp, 1, 1, 1, 1, 1, 16)
+
+
+def test_micro_batches_that_wait_for_their_backward_pass() -> None:
+    assert [in_flight(layout(4), stage, 8) for stage in range(4)] == [4, 3, 2, 1]
+    assert [in_flight(layout(4), stage, 2) for stage in range(4)] == [2, 2, 2, 1]
+    assert [in_flight(layout(2, 2), stage, 8) for stage in range(2)] == [5, 3]
+    assert in_flight(layout(1), 0, 8) == 1
