@@ -6,7 +6,7 @@ from megarl.config import Config, Layout
 from megarl.core.fp8 import BLOCK
 from megarl.errors import ConfigError
 from megarl.megatron.shapes import ModelShape
-from megarl.plan.engine import EngineMemory, fp8_widths
+from megarl.plan.engine import EngineMemory, cut_widths, fp8_widths
 
 TRAINER_RESERVE = 3 << 30
 SERVER_RESERVE = 3 << 30
@@ -53,12 +53,13 @@ def check_servers(config: Config, shape: ModelShape) -> None:
         raise ConfigError(
             f"sglang.tp: found {tp} for {groups} key-value heads, expected a divisor or a multiple of them"
         )
-    for name, width in fp8_widths(shape):
+    for name, width in cut_widths(shape):
         _divides(name, width, "sglang.tp", tp)
-        if settings.fp8 and width // tp % BLOCK[0]:
+    for name, width in fp8_widths(shape, tp) if settings.fp8 else ():
+        if width % BLOCK[0]:
             raise ConfigError(
-                f"sglang.tp: found {tp} with sglang.fp8 = true, which leaves a rank {width} / {tp} = {width // tp} of "
-                f"{name}, expected a multiple of {BLOCK[0]}; lower sglang.tp"
+                f"sglang.tp: found {tp} with sglang.fp8 = true, which leaves a GPU {width} of {name}, expected a "
+                f"multiple of {BLOCK[0]}; lower sglang.tp, or set sglang.fp8 = false"
             )
     on_trainer = settings.gpus and not config.launch.apart
     if on_trainer and max(settings.gpus) >= config.launch.ranks_per_node:

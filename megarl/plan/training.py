@@ -66,7 +66,7 @@ def rank_memory(config: Config, shape: ModelShape, layout: Layout, stage: Stage,
         reference=element * count.total if reads_reference(config) else 0,
         activations=kept,
         working=unit + _working(config, shape, layout, stage),
-        sync=2 * element * largest_piece(shape) + 2 * BUCKET_BYTES,
+        sync=2 * element * largest_piece(shape) + (2 * BUCKET_BYTES if config.rollout.engine == "sglang" else 0),
     )
 
 
@@ -147,8 +147,16 @@ def _chunk_bytes(config: Config, shape: ModelShape, cut: Cut, layers: tuple[int,
 
 
 def cut_of(config: Config, layout: Layout) -> Cut:
-    """A full micro-batch: train.micro_batch_tokens slots on each context-parallel rank."""
-    return Cut(config.train.micro_batch_tokens, ELEMENT[config.model.dtype], layout.tp, layout.etp, layout.cp)
+    """A full micro-batch: train.micro_batch_tokens slots on each context-parallel rank.
+
+    Fewer where a mini-batch brings a rank no more than that, with all sequences as long as they may be.
+    """
+    slots = config.train.micro_batch_tokens
+    if config.sampling.fixed:
+        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        whole = -(-layout.sequences_per_rank * longest // layout.cp)
+        slots = min(slots, -(-whole // layout.tp) * layout.tp)
+    return Cut(slots, ELEMENT[config.model.dtype], layout.tp, layout.etp, layout.cp)
 
 
 def _working(config: Config, shape: ModelShape, layout: Layout, stage: Stage) -> int:

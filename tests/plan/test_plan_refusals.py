@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plan_worlds import config, write_config
+from plan_worlds import MODELS, config, write_config
 
 from megarl.errors import ConfigError
 from megarl.plan.checks import SERVER_RESERVE, TRAINER_RESERVE
@@ -37,7 +37,7 @@ FP8 = {**SGLANG, "sglang__fp8": True}
             "expected at most .*64",
         ),
         ("mixtral", 1, {**SGLANG, "sglang__tp": 3}, "sglang.tp: found 3, .* num_attention_heads = 4"),
-        ("mixtral", 1, {**FP8}, "leaves a rank 40 / 1 = 40 of .* intermediate size, expected a multiple of 128"),
+        ("mixtral", 1, {**FP8}, "leaves a GPU 40 of the experts' intermediate size, expected a multiple of 128"),
         ("mixtral", 1, {**SGLANG, "sglang__gpus": [1]}, "sglang.gpus: found 1 on nodes with launch.ranks_per_node = 1"),
         ("mixtral", 1, {"launch__gpu_memory_gib": 0.5}, "a rank of stage 0 with its engine needs .* at most 0.5"),
         (
@@ -68,6 +68,25 @@ def test_key_value_heads_that_a_server_cannot_cut(tmp_path: Path) -> None:
     model = write_config(tmp_path, "mixtral", num_attention_heads=6, num_key_value_heads=2)
     with pytest.raises(ConfigError, match=r"sglang.tp: found 3 for 2 key-value heads"):
         plan(config(model, **SGLANG, sglang__tp=3))
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "message"),
+    [
+        ("Qwen3-30B-A3B", 4, "leaves a GPU 192 of the experts' intermediate size"),
+        ("GLM-4.5-Air", 1, "leaves a GPU 10944 of intermediate_size"),
+        ("Moonlight-16B-A3B", 2, "leaves a GPU 5632 of intermediate_size|704 of the experts' intermediate size"),
+    ],
+)
+def test_fp8_blocks_that_servers_of_large_models_cannot_cut(model: str, tp: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(config(MODELS / model, **FP8, sglang__tp=tp))
+
+
+def test_keys_that_are_no_whole_fp8_block(tmp_path: Path) -> None:
+    wide = {"intermediate_size": 128, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    with pytest.raises(ConfigError, match=r"leaves a GPU 64 of the keys, expected a multiple of 128"):
+        plan(config(write_config(tmp_path, "mixtral", **wide, head_dim=32), **FP8))
 
 
 def test_servers_of_their_own_that_do_not_fit(tmp_path: Path) -> None:
