@@ -85,7 +85,7 @@ def _memory(found: Plan) -> Iterator[Row]:
     if memory.reference:
         yield "reference policy", size(memory.reference), ""
     yield "activations", size(memory.activations), "full micro-batches under way at once"
-    yield "working space", size(memory.working), "recomputed unit, gradients of rows, blocks of logits"
+    yield "working space", size(memory.working), "recomputed unit with its gradients, or the output layer"
     yield "training", size(memory.training), "sum of these"
     yield "update of the engine", size(memory.states + memory.sync), f"{size(memory.sync)} beside the states"
     for other in found.stages if len(found.stages) > 1 else ():

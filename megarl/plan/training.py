@@ -35,7 +35,7 @@ class RankMemory:
     activations: int
     """What the micro-batches that are under way at once keep for their backward passes."""
     working: int
-    """What is there for a moment: a recomputed unit, gradients of one layer's rows, the logits' blocks."""
+    """What is there for a moment: a recomputed unit and gradients of its rows, or what the output layer takes."""
     sync: int
     """What gathering one parameter for the engine takes, twice the largest, and a bucket."""
 
@@ -65,7 +65,7 @@ def rank_memory(config: Config, shape: ModelShape, layout: Layout, stage: Stage,
         optimizer=optimizer,
         reference=element * count.total if reads_reference(config) else 0,
         activations=kept,
-        working=unit + _working(config, shape, layout, stage),
+        working=max(unit + _rows(config, shape, layout, stage), _head(config, shape, layout, stage)),
         sync=2 * element * largest_piece(shape) + (2 * BUCKET_BYTES if config.rollout.engine == "sglang" else 0),
     )
 
@@ -108,14 +108,14 @@ def _refuse_other_optimizers(config: Config) -> None:
 def activation_bytes(
     config: Config, shape: ModelShape, layout: Layout, stage: Stage, micro_batches: int
 ) -> tuple[int, int]:
-    """(kept for the backward passes, one recomputed unit), bytes; see ``in_flight`` for how many micro-batches."""
+    """(kept by layers for the backward passes, one recomputed unit), bytes.
+
+    See ``in_flight`` for how many micro-batches are under way; ``head_bytes`` come on top at the end of the last stage.
+    """
     cut, chunks = cut_of(config, layout), len(stage.chunks)
     per_chunk = [_chunk_bytes(config, shape, cut, chunk) for chunk in stage.chunks]
     under_way = in_flight(layout, stage.rank, micro_batches)
-    kept = sum(kept for kept, _ in per_chunk) * under_way // chunks
-    if stage.is_last:  # its last chunk has one micro-batch between forward and backward
-        kept += head_bytes(shape, cut)
-    return kept, max(unit for _, unit in per_chunk)
+    return sum(kept for kept, _ in per_chunk) * under_way // chunks, max(unit for _, unit in per_chunk)
 
 
 def in_flight(layout: Layout, stage: int, micro_batches: int) -> int:
@@ -159,22 +159,26 @@ def cut_of(config: Config, layout: Layout) -> Cut:
     return Cut(slots, ELEMENT[config.model.dtype], layout.tp, layout.etp, layout.cp)
 
 
-def _working(config: Config, shape: ModelShape, layout: Layout, stage: Stage) -> int:
-    """Gradients of the widest rows of a layer, and on the last stage of the hidden states and the output layer.
-
-    Reckoned, not measured: e (2 H + 3 width) for each routed row, and the blocks of ``megatron.logprobs``.
-    """
+def _rows(config: Config, shape: ModelShape, layout: Layout, stage: Stage) -> int:
+    """Gradients of the widest rows of a layer: e (2 H + 3 width) for each routed row. Reckoned, not measured."""
     cut, fields = cut_of(config, layout), shape.fields
     hidden = fields["hidden_size"]
-    rows = cut.element * (2 * hidden + 3 * fields["ffn_hidden_size"] // cut.tp) * cut.slots
     if any(layer in shape.moe_layers for layer in stage.layers):
         width = fields["moe_ffn_hidden_size"] // cut.etp
-        rows = cut.element * (2 * hidden + 3 * width) * routed_rows(shape, cut)
+        return cut.element * (2 * hidden + 3 * width) * routed_rows(shape, cut)
+    return cut.element * (2 * hidden + 3 * fields["ffn_hidden_size"] // cut.tp) * cut.slots
+
+
+def _head(config: Config, shape: ModelShape, layout: Layout, stage: Stage) -> int:
+    """What the last stage keeps between loss and backward pass, and takes for both; blocks as in ``megatron.logprobs``.
+
+    ``head_bytes``, gradients of hidden states and output layer, rows of that in fp32, three blocks of logits.
+    """
     if not stage.is_last:
-        return rows
-    output_layer = -(-shape.vocab_size // cut.tp) * hidden * cut.element
-    head = 4 * hidden * cut.slots + output_layer + 8 * hidden * _HEAD_ROWS + 3 * _LOGITS_BLOCK_BYTES
-    return max(rows, head)
+        return 0
+    cut, hidden = cut_of(config, layout), shape.fields["hidden_size"]
+    gradients = 4 * hidden * cut.slots + -(-shape.vocab_size // cut.tp) * hidden * cut.element
+    return head_bytes(shape, cut) + gradients + 8 * hidden * _HEAD_ROWS + 3 * _LOGITS_BLOCK_BYTES
 
 
 def largest_piece(shape: ModelShape) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from megarl.data.tiny_families import write_family
 from megarl.megatron import forward
 from megarl.megatron.batches import split_micro_batches
 from megarl.megatron.policy import Policy
+from megarl.plan.activations import head_bytes
 from megarl.plan.layout import stages_of
 from megarl.plan.parameters import count_rank
-from megarl.plan.training import activation_bytes, state_bytes
+from megarl.plan.training import activation_bytes, cut_of, state_bytes
 
 SLOTS = 512
 LENGTHS = (125, 126, 127, 128)
@@ -72,7 +74,52 @@ def activations(
     divided = settings.check_world_size(dist.get_world_size())
     stage = stages_of(settings, policy.shape)[parallel_state.get_pipeline_model_parallel_rank()]
     planned, _ = activation_bytes(settings, policy.shape, divided, stage, micro_batches)
+    planned += head_bytes(policy.shape, cut_of(settings, divided)) if stage.is_last else 0
     return _from_all((_saved(settings, policy, micro_batches), planned))
+
+
+def recomputed_peak(model: str, dtype: str, **recompute: Any) -> tuple[int, int]:
+    """(most bytes that autograd holds at a time, in forward and backward pass of one micro-batch, planned)."""
+    settings = _settings({}, model, dtype, **{f"recompute__{key}": value for key, value in recompute.items()})
+    policy = policy_of(settings)
+    divided, (stage,) = settings.check_world_size(1), stages_of(settings, policy.shape)
+    kept, unit = activation_bytes(settings, policy.shape, divided, stage, 1)
+    held = _Held(_storages([p for chunk in policy.chunks for p in chunk.parameters()]))
+    with torch.autograd.graph.saved_tensors_hooks(held.keep, lambda kept: kept.tensor):
+        _forward_backward(settings, policy, 1, lambda: None)
+    return held.most, kept + max(unit, head_bytes(policy.shape, cut_of(settings, divided)))
+
+
+class _Kept:
+    """What autograd holds in place of a tensor; gone when autograd lets go of it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class _Held:
+    """Bytes of the storages that autograd holds now, and the most it has held."""
+
+    def __init__(self, known: Mapping[int, int]) -> None:
+        self.most = self._now = 0
+        self._known = known
+        self._users: dict[int, int] = {}
+
+    def keep(self, tensor: torch.Tensor) -> _Kept:
+        storage, kept = tensor.untyped_storage(), _Kept(tensor)
+        if storage._cdata not in self._known:
+            key, size = storage._cdata, storage.nbytes()
+            self._users[key] = self._users.get(key, 0) + 1
+            self._now += size if self._users[key] == 1 else 0
+            self.most = max(self.most, self._now)
+            weakref.finalize(kept, self._let_go, key, size)
+        return kept
+
+    def _let_go(self, key: int, size: int) -> None:
+        self._users[key] -= 1
+        if not self._users[key]:
+            del self._users[key]
+            self._now -= size
 
 
 def _saved(settings: Config, policy: Policy, num_micro_batches: int) -> int:
@@ -80,13 +127,12 @@ def _saved(settings: Config, policy: Policy, num_micro_batches: int) -> int:
     known = _storages([p for chunk in policy.chunks for p in chunk.parameters()])
     held: list[torch.Tensor] = []
     at_end: list[int] = []
-    batch = _batch(num_micro_batches * settings.parallel.cp)
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         held.append(tensor)
         return tensor
 
-    def count(*_: Any) -> None:
+    def count() -> None:
         at_end.append(sum(size for key, size in _storages(held).items() if key not in known))
 
     def restore(tensor: torch.Tensor) -> torch.Tensor:
@@ -94,19 +140,27 @@ def _saved(settings: Config, policy: Policy, num_micro_batches: int) -> int:
             count()
         return tensor
 
-    multiple = settings.parallel.micro_batch_multiple
-    micro_batches = split_micro_batches(batch, settings.train.micro_batch_tokens, multiple_of=multiple)
-    assert len(micro_batches) == num_micro_batches
     with torch.autograd.graph.saved_tensors_hooks(keep, restore):
-        forward.run(
-            policy.chunks,
-            micro_batches,
-            temperature=1.0,
-            vocab_size=policy.shape.vocab_size,
-            coefficients=lambda index, batch, logprobs, entropies: (torch.ones_like(logprobs), {}),
-            on_micro_batch=count,
-        )
+        _forward_backward(settings, policy, num_micro_batches, count)
     return at_end[0]
+
+
+def _forward_backward(settings: Config, policy: Policy, num: int, on_loss: Callable[[], None]) -> None:
+    """A training pass over ``num`` full micro-batches."""
+    micro_batches = split_micro_batches(
+        _batch(num * settings.parallel.cp),
+        settings.train.micro_batch_tokens,
+        multiple_of=settings.parallel.micro_batch_multiple,
+    )
+    assert len(micro_batches) == num
+    forward.run(
+        policy.chunks,
+        micro_batches,
+        temperature=1.0,
+        vocab_size=policy.shape.vocab_size,
+        coefficients=lambda index, batch, logprobs, entropies: (torch.ones_like(logprobs), {}),
+        on_micro_batch=on_loss,
+    )
 
 
 def _batch(repeats: int) -> TrainBatch:

@@ -64,6 +64,17 @@ def test_what_it_keeps_under_recomputation(model: str, recompute: str, dtype: st
     assert planned == pytest.approx(measured, rel=WITHIN)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("model", ["mixtral", "deepseek_v3"])
+def test_the_most_that_is_kept_while_a_unit_is_recomputed(
+    model: str, num_layers: int, dtype: str, one_rank: None
+) -> None:
+    recompute = {"granularity": "full", "method": "uniform", "num_layers": num_layers}
+    measured, planned = cases_plan.recomputed_peak(model, dtype, **recompute)
+    assert planned == pytest.approx(measured, rel=WITHIN)
+
+
 @pytest.mark.multirank
 @pytest.mark.parametrize(
     "case",
