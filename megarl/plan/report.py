@@ -88,6 +88,9 @@ def _memory(found: Plan) -> Iterator[Row]:
     yield "working space", size(memory.working), "recomputed unit with its gradients, or the output layer"
     yield "training", size(memory.training), "sum of these"
     yield "update of the engine", size(memory.states + memory.sync), f"{size(memory.sync)} beside the states"
+    if memory.host_routes:
+        routes, exchange = memory.host_routes, size(memory.exchange)
+        yield "host: routes", size(routes), f"longest sequences; {exchange} on the GPU while they are exchanged"
     for other in found.stages if len(found.stages) > 1 else ():
         yield f"  stage {other.stage}", size(other.peak), f"weights {size(other.weights)}"
     if found.spare_weights:

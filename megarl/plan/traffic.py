@@ -15,7 +15,7 @@ from megarl.plan.batches import Batches
 from megarl.plan.engine import weight_bytes
 from megarl.plan.layout import Stage, dense_ranks
 from megarl.plan.parameters import RankCount, count_model
-from megarl.plan.training import BUCKET_BYTES, ELEMENT, cut_of, largest_piece
+from megarl.plan.training import BUCKET_BYTES, ELEMENT, cut_of, largest_piece, route_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +93,11 @@ def step_traffic(config: Config, shape: ModelShape, layout: Layout, stage: Stage
     short = config.sglang.compact_routes and not config.sglang.urls
     replayed = config.train.replay == "r3"
     remote = config.rollout.engine == "sglang"
-    local_layers = sum(layer in shape.moe_layers for layer in stage.layers)
-    rows = batches.sequences_per_rank * config.train.mini_batches * batches.longest // (layout.cp * layout.tp)
-    per_row = local_layers * shape.topk * (1 if shape.num_experts <= 256 else 2)
+    of_mini_batch = route_bytes(config, shape, layout, stage)
     return StepTraffic(
         columns=8 * tokens if remote else 0,
         routes=tokens * (trace.wire_short if short else trace.wire_long) if replayed and remote else 0,
-        routes_per_rank=rows * per_row if replayed else 0,
+        routes_per_rank=config.train.mini_batches * of_mini_batch if replayed else 0,
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megarl.config import Config, Layout
 from megarl.errors import ConfigError
+from megarl.megatron.logprobs import COLUMNS, ROWS
 from megarl.megatron.name_map import rules_of
 from megarl.megatron.shapes import ModelShape
 from megarl.plan.activations import Cut, head_bytes, input_bytes, layer_bytes, routed_rows
@@ -16,9 +17,6 @@ ELEMENT = {"fp32": 4, "bf16": 2}
 """Bytes of a dtype of the configuration."""
 BUCKET_BYTES = 256 << 20
 """As in ``rollout.sglang_fleet``."""
-_LOGITS_BLOCK_BYTES = 1024 * 8192 * 4
-_HEAD_ROWS = 8192
-"""``megatron.logprobs``: a block of logits, and the rows of the output layer that are in fp32 at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +36,10 @@ class RankMemory:
     """What is there for a moment: a recomputed unit and gradients of its rows, or what the output layer takes."""
     sync: int
     """What gathering one parameter for the engine takes, twice the largest, and a bucket."""
+    exchange: int
+    """What a mini-batch's routes take while ranks exchange them (r3): sent and received."""
+    host_routes: int
+    """Not on the GPU: routes of the rank's rows of a mini-batch, and with r3 of what it has sampled in a step."""
 
     @property
     def states(self) -> int:
@@ -50,7 +52,7 @@ class RankMemory:
     @property
     def peak(self) -> int:
         """Of a step or of an update of the engine, without what CUDA and NCCL take."""
-        return max(self.training, self.states + self.sync)
+        return max(self.training, self.states + self.sync, self.states + self.exchange)
 
 
 def rank_memory(config: Config, shape: ModelShape, layout: Layout, stage: Stage, micro_batches: int) -> RankMemory:
@@ -58,6 +60,7 @@ def rank_memory(config: Config, shape: ModelShape, layout: Layout, stage: Stage,
     count, element = count_rank(shape, layout, stage), ELEMENT[config.model.dtype]
     weights, gradients, optimizer = state_bytes(config, layout, count)
     kept, unit = activation_bytes(config, shape, layout, stage, micro_batches)
+    routes, replay = route_bytes(config, shape, layout, stage), config.train.replay
     return RankMemory(
         stage=stage.rank,
         weights=weights,
@@ -67,7 +70,17 @@ def rank_memory(config: Config, shape: ModelShape, layout: Layout, stage: Stage,
         activations=kept,
         working=max(unit + _rows(config, shape, layout, stage), _head(config, shape, layout, stage)),
         sync=2 * element * largest_piece(shape) + (2 * BUCKET_BYTES if config.rollout.engine == "sglang" else 0),
+        exchange=2 * routes if replay == "r3" and layout.tp * layout.cp * layout.pp > 1 else 0,
+        host_routes=routes * {"none": 0, "r2": 1, "r3": 1 + config.train.mini_batches}[replay],
     )
+
+
+def route_bytes(config: Config, shape: ModelShape, layout: Layout, stage: Stage) -> int:
+    """Routes of a mini-batch that one rank's routers see: rows L_local K, in one byte for each expert up to 256."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    rows = layout.sequences_per_rank * longest // (layout.cp * layout.tp)
+    local = sum(layer in shape.moe_layers for layer in stage.layers)
+    return rows * local * shape.topk * (1 if shape.num_experts <= 256 else 2)
 
 
 def reads_reference(config: Config) -> bool:
@@ -178,7 +191,7 @@ def _head(config: Config, shape: ModelShape, layout: Layout, stage: Stage) -> in
         return 0
     cut, hidden = cut_of(config, layout), shape.fields["hidden_size"]
     gradients = 4 * hidden * cut.slots + -(-shape.vocab_size // cut.tp) * hidden * cut.element
-    return head_bytes(shape, cut) + gradients + 8 * hidden * _HEAD_ROWS + 3 * _LOGITS_BLOCK_BYTES
+    return head_bytes(shape, cut) + gradients + 8 * hidden * COLUMNS + 3 * 4 * ROWS * COLUMNS
 
 
 def largest_piece(shape: ModelShape) -> int:

@@ -20,6 +20,8 @@ from megarl.plan.engine import cache_bytes_per_token, engine_memory, weight_byte
 from megarl.plan.layout import stages_of
 from megarl.plan.parameters import count_rank
 from megarl.plan.traffic import step_traffic, sync_traffic, trace_of
+from megarl.plan.training import BUCKET_BYTES
+from megarl.rollout import sglang_fleet
 from megarl.rollout.sglang_buckets import WeightForm, buckets
 from megarl.rollout.weight_folder import WeightFolder
 
@@ -127,3 +129,7 @@ def test_routes_travel_only_where_they_are_replayed(tmp_path: Path) -> None:
     assert routes(train__replay="none") == (0, 0)
     assert routes(train__replay="r2") == (0, 0)
     assert routes(sglang__urls=["http://a:1"]) == (16 * 32 * 43, 16 * 32 * 3 * 2)
+
+
+def test_buckets_are_those_of_the_fleet() -> None:
+    assert BUCKET_BYTES == sglang_fleet.BUCKET_BYTES
