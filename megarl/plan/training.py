@@ -35,7 +35,7 @@ class RankMemory:
     working: int
     """What is there for a moment: a recomputed unit and gradients of its rows, or what the output layer takes."""
     sync: int
-    """What gathering one parameter for the engine takes, twice the largest, and a bucket."""
+    """What gathering for the engine takes at most, and two buckets."""
     exchange: int
     """What a mini-batch's routes take while ranks exchange them (r3): sent and received."""
     host_routes: int
@@ -69,7 +69,7 @@ def rank_memory(config: Config, shape: ModelShape, layout: Layout, stage: Stage,
         reference=element * count.total if reads_reference(config) else 0,
         activations=kept,
         working=max(unit + _rows(config, shape, layout, stage), _head(config, shape, layout, stage)),
-        sync=2 * element * largest_piece(shape) + (2 * BUCKET_BYTES if config.rollout.engine == "sglang" else 0),
+        sync=element * gathering(shape) + (2 * BUCKET_BYTES if config.rollout.engine == "sglang" else 0),
         exchange=2 * routes if replay == "r3" and layout.tp * layout.cp * layout.pp > 1 else 0,
         host_routes=routes * {"none": 0, "r2": 1, "r3": 1 + config.train.mini_batches}[replay],
     )
@@ -197,3 +197,13 @@ def _head(config: Config, shape: ModelShape, layout: Layout, stage: Stage) -> in
 def largest_piece(shape: ModelShape) -> int:
     """Elements of the largest thing that an export gathers at once: a parameter, or one kind of a layer's experts."""
     return max(numel(rule, shape) * (shape.num_experts if rule.scope == "expert" else 1) for rule in rules_of(shape))
+
+
+def gathering(shape: ModelShape) -> int:
+    """Elements that an export needs at a time, at most: a layer's experts of one kind twice, a dense parameter thrice.
+
+    Gathered parts and their whole; of a dense parameter then also the Hugging Face tensors.
+    """
+    return max(
+        numel(rule, shape) * (2 * shape.num_experts if rule.scope == "expert" else 3) for rule in rules_of(shape)
+    )

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from tiny_world import config, policy_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megarl.config import Config
 from megarl.core.packing import pack
@@ -24,7 +26,7 @@ from megarl.megatron.policy import Policy
 from megarl.plan.activations import head_bytes
 from megarl.plan.layout import stages_of
 from megarl.plan.parameters import count_rank
-from megarl.plan.training import activation_bytes, cut_of, state_bytes
+from megarl.plan.training import activation_bytes, cut_of, gathering, state_bytes
 
 SLOTS = 512
 LENGTHS = (125, 126, 127, 128)
@@ -206,3 +208,44 @@ def _from_all(mine: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
+
+
+def export_peak(layout: Layout, model: str) -> list[tuple[int, int]]:
+    """For each rank: (most bytes that there are at a time beside the weights while an update streams, planned)."""
+    settings = _settings(layout, model, "bf16")
+    policy = policy_of(settings)
+    made = _Made()
+    with made:
+        for _ in policy.export():
+            pass
+    return _from_all((made.most, 2 * gathering(policy.shape)))
+
+
+class _Made(TorchDispatchMode):
+    """Bytes of the storages that operations have made inside, as many as there are at once at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = self._now = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        given = {t.untyped_storage()._cdata for t in tree_leaves((arguments, named)) if isinstance(t, torch.Tensor)}
+        result = operation(*arguments, **(named or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in given | self._known:
+                    self._add(storage)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self._known.add(key)
+        self._now += size
+        self.most = max(self.most, self._now)
+        weakref.finalize(storage, self._let_go, key, size)
+
+    def _let_go(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self._now -= size

@@ -15,7 +15,7 @@ from ranks import Case, case
 from megarl.data.tiny_families import FAMILIES
 
 WITHIN = 0.10
-STATES, ACTIVATIONS = "cases_plan:states", "cases_plan:activations"
+STATES, ACTIVATIONS, EXPORT = "cases_plan:states", "cases_plan:activations", "cases_plan:export_peak"
 SELECTIVE: dict[str, Any] = {"granularity": "selective"}
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "core_attn": {**SELECTIVE, "modules": ("core_attn",)},
@@ -73,6 +73,27 @@ def test_the_most_that_is_kept_while_a_unit_is_recomputed(
     recompute = {"granularity": "full", "method": "uniform", "num_layers": num_layers}
     measured, planned = cases_plan.recomputed_peak(model, dtype, **recompute)
     assert planned == pytest.approx(measured, rel=WITHIN)
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3", "mixtral", "qwen3"])
+def test_an_update_of_the_engine_takes_no_more_than_planned(model: str, one_rank: None) -> None:
+    ((measured, planned),) = cases_plan.export_peak({}, model)
+    assert planned / 2 < measured < planned * (1 + WITHIN)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(case(2, EXPORT, layout, model="mixtral") for layout in ("tp2", "ep2", "pp2")),
+        case(2, EXPORT, "tp2", model="qwen3"),
+        case(4, EXPORT, "tp2 ep2 etp1 pp2", model="deepseek_v3"),
+    ],
+    ids=str,
+)
+def test_an_update_takes_no_more_on_any_rank(case: Case, outcome: list[tuple[int, int]]) -> None:
+    for measured, planned in outcome:
+        assert planned / 2 < measured < planned * (1 + WITHIN), outcome
 
 
 @pytest.mark.multirank
