@@ -1,4 +1,4 @@
-"""The command line: ``megarl train | launch | plan | status | report | eval | convert`` and more, see ``megarl --help``.
+"""The command line: ``megarl train | launch | plan | status | report`` and more, see ``megarl --help``.
 
 Every key of the configuration is also a flag, ``--rollout.temperature 0.7``; defaults < file < flags. torch and
 everything built on it is imported only inside the commands, after the configuration has been found valid. A mistake of

@@ -46,18 +46,18 @@ def gpu_memory(config: Config, rank: RankMemory, engine: EngineMemory) -> GpuMem
 
 
 def is_handed_over(config: Config) -> bool:
-    """Whether trainer and server give each other their memory: sglang.release_memory, where there is such a key."""
-    return bool(getattr(config.sglang, "release_memory", False))
+    """Whether trainer and server give each other their memory."""
+    return config.sglang.release_memory
 
 
 def shared_gpu(rank: RankMemory, engine: EngineMemory, handed_over: bool) -> int:
     """Bytes of a rank and a server on one GPU, reserves included.
 
-    Both resident: their sum. Handed over: the largest of training without the server, sampling without the trainer,
-    and an update, when the weights of both are there and neither the cache nor gradients and optimizer states.
+    Both resident: their sum. Handed over: the largest of training without the server, sampling beside the weights of
+    the trainer and its reference, and an update, when both have weights and neither cache nor optimizer states.
     """
     reserves = TRAINER_RESERVE + SERVER_RESERVE
     if not handed_over:
         return rank.peak + engine.total + reserves
-    update = rank.weights + rank.sync + engine.weights
-    return max(rank.training, engine.total, update) + reserves
+    update = rank.weights + rank.reference + rank.sync + engine.weights
+    return max(rank.training, engine.total + rank.weights + rank.reference, update) + reserves

@@ -165,7 +165,8 @@ class WeightSender:
     def _post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> None:
         answer = self._ask("POST", path, body, timeout_s)
         is_json = answer.headers.get("content-type", "").startswith("application/json")
-        if answer.status_code != 200 or (is_json and answer.json().get("success") is False):
+        said = answer.json() if is_json else None  # null from some
+        if answer.status_code != 200 or (isinstance(said, dict) and said.get("success") is False):
             told = f"HTTP {answer.status_code}: {answer.text[:300]}"
             raise WeightSyncError(f"{self.url}/{path} failed, {told}; the server stays paused")
 

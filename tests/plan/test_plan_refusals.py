@@ -132,6 +132,6 @@ def test_memory_on_a_shared_gpu_by_hand() -> None:
     engine, reserves = EngineMemory(7, 20, 1, 20, 1), TRAINER_RESERVE + SERVER_RESERVE
     assert (rank.states, rank.training, rank.peak) == (18, 24, 24)
     assert shared_gpu(rank, engine, handed_over=False) == 24 + 27 + reserves
-    assert shared_gpu(rank, engine, handed_over=True) == 27 + reserves
+    assert shared_gpu(rank, engine, handed_over=True) == 27 + 2 + reserves
     small = EngineMemory(7, 0, 1, 0, 0)
     assert shared_gpu(rank, small, handed_over=True) == 24 + reserves
