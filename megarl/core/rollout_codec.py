@@ -65,7 +65,8 @@ def decode_rollouts(data: np.ndarray) -> list[Rollout]:
             sample=int(sample),
             finish_reason=_REASONS[int(reason)],
             routed_experts=None,
-            **{name: found[name].get(index) for name, _ in (*_ALWAYS, *_SOME)},
+            **{name: found[name][index] for name, _ in _ALWAYS},
+            **{name: found[name].get(index) for name, _ in _SOME},
         )
         for index, (group, sample, _, reason, _, _) in enumerate(header.tolist())
     ]
