@@ -65,8 +65,13 @@ def decode_rollouts(data: np.ndarray) -> list[Rollout]:
             sample=int(sample),
             finish_reason=_REASONS[int(reason)],
             routed_experts=None,
-            **{name: found[name][index] for name, _ in _ALWAYS},
-            **{name: found[name].get(index) for name, _ in _SOME},
+            tokens=found["tokens"][index],
+            loss_mask=found["loss_mask"][index],
+            rollout_logprobs=found["rollout_logprobs"][index],
+            weight_versions=found["weight_versions"][index],
+            routed_mask=found["routed_mask"].get(index),
+            route_versions=found["route_versions"].get(index),
+            route_sources=found["route_sources"].get(index),
         )
         for index, (group, sample, _, reason, _, _) in enumerate(header.tolist())
     ]
