@@ -97,7 +97,7 @@ test-fast: $(STAMP)
 	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m "not gpu and not sglang" $(PYTEST_ARGS)
 
 test-sglang: $(STAMP) sglang-cpu
-	@$(BIN)/python -m pytest -q -m sglang $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m sglang $(PYTEST_ARGS)
 
 check: $(STAMP)
 	@$(BIN)/ruff check --quiet . && echo "check: lint ok"

@@ -27,8 +27,9 @@ class LaunchConfig(Table):
     """Memory of one GPU for `megarl plan`, GiB; without it nothing is refused for want of memory."""
     max_restarts: Count = 3
     """How often a job starts its trainer, or the servers of a node, again after they have died."""
-    stop_grace_s: float = Field(default=50.0, gt=0)
-    """Seconds between the request to stop and the moment when what has not ended is killed."""
+    stop_grace_s: float = Field(default=240.0, gt=0)
+    """Seconds between the request to stop and the moment when what has not ended is killed: time for a step's updates
+    and a checkpoint, and less than the scripts' --signal=B:USR1@300."""
 
     @property
     def apart(self) -> bool:
