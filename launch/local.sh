@@ -4,7 +4,9 @@
 set -euo pipefail
 
 if [[ -n "${MEGARL_SETUP:-}" ]]; then
+    set +u # which modules and conda do not bear
     # shellcheck source=/dev/null
     source "$MEGARL_SETUP"
+    set -u
 fi
 exec "${MEGARL_PYTHON:-python3}" -m megarl.cli launch "$@" --launch.layout local

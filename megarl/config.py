@@ -561,6 +561,11 @@ class Config(Table):
                 "sglang.release_memory: found true, expected servers that share the trainer's GPUs and rest while it "
                 'trains: engine = "sglang", one_step_off = false, launch.layout = "colocated" or "local"'
             )
+        if self.sglang.release_memory and self.sampling.allotted:
+            raise ValueError(
+                f'sglang.release_memory: found true with sampling.rule = "{self.sampling.rule}", whose estimates need '
+                "the policy while servers sample; set it to false, or another rule"
+            )
         if self.launch.apart and rollout.engine != "sglang":
             raise ValueError(
                 f'launch.layout: found "{self.launch.layout}" with rollout.engine = "{rollout.engine}", which has no '

@@ -26,7 +26,8 @@ class LaunchConfig(Table):
     gpu_memory_gib: PositiveFloat | None = None
     """Memory of one GPU for `megarl plan`, GiB; without it nothing is refused for want of memory."""
     max_restarts: Count = 3
-    """How often a job starts its trainer, or the servers of a node, again after they have died."""
+    """Starts of the trainer in a row, after one that died, without a new checkpoint; for servers see
+    sglang.max_restarts."""
     stop_grace_s: float = Field(default=240.0, gt=0)
     """Seconds between the request to stop and the moment when what has not ended is killed: time for a step's updates
     and a checkpoint, and less than the scripts' --signal=B:USR1@300."""

@@ -38,6 +38,10 @@ class CheckpointError(MegarlError, RuntimeError):
     """A checkpoint is missing, incomplete, or of another model."""
 
 
+class SaveError(MegarlError, OSError):
+    """A checkpoint could not be written."""
+
+
 class NumericsError(MegarlError, FloatingPointError):
     """A value that must be finite is not; names the quantity and where it arose."""
 

@@ -7,6 +7,7 @@ touching is held.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -81,6 +82,10 @@ class RunLock:
             except BlockingIOError:
                 if time.monotonic() >= until:
                     raise self._refusal() from None
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                return None  # the holder's signs of life are all there is
             if not told:
                 self._tell(f"{self._path} is held by {described(read_holder(self._path))}; waiting for its end")
                 told = True
@@ -116,6 +121,10 @@ class RunLock:
         os.ftruncate(self._file, len(data))
 
 
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""Of file systems that know no flock."""
+
+
 def read_holder(path: Path) -> dict[str, Any] | None:
     """Who wrote the lock and has not released it; None if nobody. It may have crashed."""
     try:
@@ -135,6 +144,8 @@ def is_held(path: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
+        except OSError:
+            return time.time() - path.stat().st_mtime < STALE_S
     return holder["host"] != socket.gethostname() and time.time() - path.stat().st_mtime < STALE_S
 
 

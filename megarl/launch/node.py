@@ -48,7 +48,7 @@ def environment(launch: Mapping[str, Any], node: int) -> dict[str, str]:
     )
     wanted = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": " ", "OMP_NUM_THREADS": "1"}
     if interface is not None and len(launch["topology"]["trainers"]) > 1:
-        wanted |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+        wanted |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # NCCL takes prefixes
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
@@ -57,7 +57,7 @@ def main(words: list[str]) -> None:
     node = int(words[1] if len(words) > 1 else os.environ["SLURM_NODEID"])
     # torchrun would die of the signal that asks its ranks to stop; they listen to it themselves.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    if "SLURM_STEP_ID" not in os.environ:  # Slurm ends a step whose job is gone; else the kernel must tell
+    if launch["topology"]["job"] is None:  # Slurm ends a step whose job is gone; else the kernel must tell
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     os.environ.update(environment(launch, node))
     command = torchrun(launch, node)

@@ -7,6 +7,7 @@ The trainer sends the weights, also to a server that is back.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -19,7 +20,8 @@ from megarl import config_file
 from megarl.config import Config
 from megarl.config_flags import split_overrides
 from megarl.data.files import write_atomically
-from megarl.errors import MegarlError
+from megarl.errors import MegarlError, RolloutError
+from megarl.launch.files import end_file, ready_file
 from megarl.launch.topology import from_plain
 from megarl.rollout.sglang_fleet import Fleet, FleetSettings
 from megarl.rollout.sglang_http import key_named
@@ -43,8 +45,7 @@ def serve(config: Config, launch_file: Path, node: int) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the trainer's
     settings = FleetSettings(
         config.sglang.start_deadline_s,
-        # A server that takes new weights is silent; here nobody knows when.
-        hang_s=config.sglang.start_deadline_s,
+        hang_s=math.inf,  # a server that takes new weights is silent, and here nobody knows when
         max_restarts=config.sglang.max_restarts,
     )
     fleet = Fleet(
@@ -57,15 +58,11 @@ def serve(config: Config, launch_file: Path, node: int) -> None:
     try:
         fleet.start()
         write_atomically(ready_file(launch_file, node), json.dumps({"urls": urls, "pid": os.getpid()}).encode())
-        while not ended.wait(1.0) and os.getppid() == parent:
-            pass
+        while not ended.wait(1.0) and os.getppid() == parent and not end_file(launch_file, node).exists():
+            if fleet.given_up:
+                raise RolloutError(f"a server died more than {config.sglang.max_restarts} times; see {folder}")
     finally:
         fleet.close()
-
-
-def ready_file(launch_file: Path, node: int) -> Path:
-    """What is there when the servers of a node answer."""
-    return launch_file.with_name(f"servers{node}.json")
 
 
 def main(words: list[str]) -> int:

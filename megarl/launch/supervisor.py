@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,11 +26,14 @@ from megarl.data.files import write_atomically
 from megarl.data.run_lock import RunLock
 from megarl.errors import ConfigError, RolloutError
 from megarl.launch import topology
+from megarl.launch.files import end_file, ready_file
 from megarl.launch.steps import Step, srun
 from megarl.launch.topology import Topology
 from megarl.train.vitals import stop_file
 
 FINISHED, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75
+PYTHON = os.environ.get("MEGARL_STEP_PYTHON", sys.executable)
+"""The Python of the steps; in a container it may be another one than here."""
 KEY_VARIABLE = "MEGARL_API_KEY"
 ATTEMPT_VARIABLE = "MEGARL_ATTEMPT"
 """Names a start of the trainer in its status file."""
@@ -68,6 +72,9 @@ class Supervisor:
             self.launch_file = self.folder / "launch.json"
             try:
                 code = self._run()
+            except RolloutError as error:
+                self._tell(f"error: {error}")
+                code = FAILED
             finally:
                 self._stop_servers()
             self._says({0: "finished", 75: "stopped"}.get(code, "gave up"))
@@ -76,11 +83,13 @@ class Supervisor:
         return code
 
     def _run(self) -> int:
-        self._find()
-        if not self._start_servers():
-            return STOPPED if self._asked else FAILED
+        self._set_topology(topology.find(self.config, os.environ))
+        self._write("starting the servers")
+        self._servers = [self._server_step(node) for node in range(len(self.topology.servers))]
         fruitless = 0
         while True:
+            if not self._await_servers(give_up=fruitless == 0):
+                return STOPPED
             before = self._progress()
             code = self._train()
             status = self._status()
@@ -91,6 +100,7 @@ class Supervisor:
                 self._tell(f"asked to stop by {self._asked.name}; the trainer {saved}")
                 return STOPPED
             if status.get("state") == "stopped":
+                self._await_the_end()
                 return STOPPED
             failure = _read(self._logs_of_attempt / "failure.json")
             why = failure.get("message") or status.get("last_error") or f"exit code {code}"
@@ -102,9 +112,6 @@ class Supervisor:
                 self._tell(f"the trainer died {fruitless} times without a new checkpoint and is given up: {why}")
                 return FAILED
             self._tell(f"the trainer died ({why}); starting it again")
-
-    def _find(self) -> None:
-        self._set_topology(topology.find(self.config, os.environ, attempt=self._attempt))
 
     def _set_topology(self, found: Topology) -> None:
         self.topology = found
@@ -135,44 +142,41 @@ class Supervisor:
     def _train(self) -> int:
         """Start the trainer and stay until it has ended; its exit code."""
         self._attempt += 1
-        if self._attempt > 1:
-            servers = self.topology.server_ports
-            again = topology.find(self.config, os.environ, attempt=self._attempt)
-            # The servers stay where they are; the trainer meets at a port that nobody may still hold.
-            self.topology = topology.from_plain({**again.plain(), "server_ports": servers})
+        if self._attempt > 1:  # the trainer meets at a port that nobody may still hold; all else stays
+            number = int(os.environ.get("SLURM_JOB_ID", os.getpid()))
+            port = topology.free_ports(1, number, self._attempt)[0]
+            self.topology = replace(self.topology, master_port=port)
         self._logs_of_attempt.mkdir(parents=True, exist_ok=True)
         os.environ[ATTEMPT_VARIABLE] = f"{self.logs.name}-{self._attempt}"
         os.environ[FAILURE_VARIABLE] = str(self._logs_of_attempt / "failure.json")
         self._says("running")
         step = Step("trainer", self._trainer_words())
-        while step.code is None:
-            time.sleep(_POLL_S)
-            self._beat()
-            self._revive_servers()
-            if self._asked is not None:
-                # A file and not a signal, which would reach servers and reward workers too, and no rank that starts.
-                stop_file(self.folder).write_text(os.environ[ATTEMPT_VARIABLE])
-            if self._asked is not None and time.monotonic() > self._asked_at + self.config.launch.stop_grace_s:
-                self._tell(f"the trainer has not stopped within {self.config.launch.stop_grace_s:.0f} s: killed")
-                step.stop(grace_s=1.0)
-        return step.code
+        try:
+            while step.code is None:
+                time.sleep(_POLL_S)
+                self._beat()
+                self._revive_servers()
+                if self._asked is not None:
+                    # No signal: it would reach servers and reward workers too, and no rank that is still starting.
+                    with suppress(OSError):
+                        stop_file(self.folder).write_text(os.environ[ATTEMPT_VARIABLE])
+                if self._asked is not None and time.monotonic() > self._asked_at + self.config.launch.stop_grace_s:
+                    self._tell(f"the trainer has not stopped within {self.config.launch.stop_grace_s:.0f} s: killed")
+                    step.stop(grace_s=1.0)
+            return step.code
+        finally:
+            step.stop(grace_s=1.0)
 
     def _trainer_words(self) -> list[str]:
-        words = [sys.executable, "-m", "megarl.launch.node", str(self.launch_file)]
+        words = [PYTHON, "-m", "megarl.launch.node", str(self.launch_file)]
         if self.topology.job is None:
             return [*words, "0"]
         return [*srun(self.topology.trainers, het_group=0 if self.topology.het else None), *words]
 
-    def _start_servers(self) -> bool:
-        """Start the servers on nodes of their own and wait until all answer; False if asked to stop meanwhile.
+    def _await_servers(self, *, give_up: bool) -> bool:
+        """Wait until the servers of all nodes answer; False if asked to stop meanwhile.
 
-        RolloutError if one cannot be started."""
-        if not self.topology.servers:
-            return True
-        for node in range(len(self.topology.servers)):
-            self._ready_file(node).unlink(missing_ok=True)
-        self._write("starting the servers")
-        self._servers = [self._server_step(node) for node in range(len(self.topology.servers))]
+        RolloutError if they do not in time, and with ``give_up`` as soon as those of a node end."""
         until = time.monotonic() + self.config.sglang.start_deadline_s
         while not all(self._ready_file(node).exists() for node in range(len(self._servers))):
             time.sleep(_POLL_S)
@@ -180,11 +184,12 @@ class Supervisor:
             if self._asked is not None:
                 return False
             for node, step in enumerate(self._servers):
-                if step.code is not None:
+                if give_up and step.code is not None:
                     raise RolloutError(
                         f"the servers of node {self.topology.servers[node].name} ended with exit code {step.code} "
                         f"before they were ready; see {self._server_log(node)}"
                     )
+            self._revive_servers()
             if time.monotonic() > until:
                 raise RolloutError(
                     f"the servers were not ready after {self.config.sglang.start_deadline_s:.0f} s; see "
@@ -192,8 +197,16 @@ class Supervisor:
                 )
         return True
 
+    def _await_the_end(self) -> None:
+        """Ranks that somebody else has stopped: in a job that is Slurm, which ends or requeues this script too."""
+        until = time.monotonic() + self.config.launch.stop_grace_s
+        while self.topology.job is not None and self._asked is None and time.monotonic() < until:
+            time.sleep(_POLL_S)
+
     def _server_step(self, node: int) -> Step:
-        words = [sys.executable, "-m", "megarl.launch.serve", str(self.launch_file), str(node)]
+        for file in (self._ready_file(node), end_file(self.launch_file, node)):
+            file.unlink(missing_ok=True)
+        words = [PYTHON, "-m", "megarl.launch.serve", str(self.launch_file), str(node)]
         begin = srun([self.topology.servers[node]], het_group=1 if self.topology.het else None)
         return Step(f"servers of node {node}", [*begin, *words], self._server_log(node))
 
@@ -206,20 +219,26 @@ class Supervisor:
             self._server_restarts += 1
             name = self.topology.servers[node].name
             self._tell(f"the servers of node {name} ended with exit code {step.code}; starting them again")
-            self._ready_file(node).unlink(missing_ok=True)
             self._servers[node] = self._server_step(node)
             self._says("running")
 
     def _stop_servers(self) -> None:
+        """Through a file: srun passes SIGTERM on as SIGKILL, and servers would leave files with keys behind."""
+        for node in range(len(self._servers)):
+            with suppress(OSError):
+                end_file(self.launch_file, node).touch()
+        until = time.monotonic() + _SERVER_GRACE_S
+        while any(step.code is None for step in self._servers) and time.monotonic() < until:
+            time.sleep(_POLL_S)
         for step in self._servers:
-            step.stop(_SERVER_GRACE_S)
+            step.stop(grace_s=1.0)
         self._servers = []
 
     def _server_log(self, node: int) -> Path:
         return self.logs / f"servers{node}.log"
 
     def _ready_file(self, node: int) -> Path:
-        return self.folder / f"servers{node}.json"
+        return ready_file(self.launch_file, node)
 
     @property
     def _logs_of_attempt(self) -> Path:
@@ -238,7 +257,10 @@ class Supervisor:
         job = os.environ.get("SLURM_JOB_ID")
         if job is not None:
             self._tell(f"job {job} is requeued")
-            topology.ask_slurm(["scontrol", "requeue", job])
+            try:
+                topology.ask_slurm(["scontrol", "requeue", job])
+            except ConfigError as error:
+                return self._tell(f"error: {error}; submit the job again to continue")
             time.sleep(60.0)  # Slurm ends this script; an exit code of its own would count as the job's end
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
@@ -249,7 +271,8 @@ class Supervisor:
 
     def _beat(self) -> None:
         if time.monotonic() - self._beaten > 5.0:
-            self._lock.beat()
+            with suppress(OSError):
+                self._lock.beat()
             self._beaten = time.monotonic()
 
     def _tell(self, line: str) -> None:

@@ -213,5 +213,6 @@ def ask_slurm(words: Sequence[str]) -> str:
         return subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
     except FileNotFoundError:
         raise ConfigError(f"found a Slurm job but no command {words[0]}; add Slurm's commands to PATH") from None
-    except subprocess.CalledProcessError as error:
-        raise ConfigError(f"{' '.join(words)} failed: {error.stderr.strip()}") from None
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        said = (error.stderr or str(error)) if isinstance(error.stderr, str) else str(error)
+        raise ConfigError(f"{' '.join(words)} failed: {said.strip()}") from None

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.data.files import sync_folder
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, SaveError
 from megarl.megatron.checkpoint_versions import checkpoint_metadata, forked_queue, results_queue
 from megarl.megatron.distributed import is_main_rank
 from megarl.megatron.policy import Policy
@@ -106,7 +106,7 @@ class BackgroundSaver:
     def poll(self, *, wait: bool = False) -> Path | None:
         """The checkpoint that is complete now, on all ranks alike; None if none is. A collective call.
 
-        CheckpointError if it could not be written."""
+        SaveError if it could not be written."""
         if self._pending is None:
             return None
         path = self._pending
@@ -116,7 +116,7 @@ class BackgroundSaver:
         except _WRITE_ERRORS as error:
             self._pending = None
             reason = " ".join(str(error).split())
-            raise CheckpointError(f"{path} could not be written: {type(error).__name__}: {reason[-300:]}") from error
+            raise SaveError(f"{path} could not be written: {type(error).__name__}: {reason[-300:]}") from error
         self._pending = None
         _publish(path, self._keep)
         return path
@@ -147,7 +147,7 @@ def _cleared(folder: Path, step: int) -> Path:
     if is_main_rank():
         for stale in (path, *folder.glob("step_*.partial")):
             shutil.rmtree(stale, ignore_errors=True)
-        _partial(path).mkdir(parents=True)
+        _partial(path).mkdir(parents=True, exist_ok=True)
     dist.barrier()
     return path
 

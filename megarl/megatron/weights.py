@@ -202,9 +202,9 @@ def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[...] -> [group size, ...]."""
     if group.size() == 1:
         return tensor[None]
-    parts = [torch.empty_like(tensor) for _ in range(group.size())]
-    dist.all_gather(parts, tensor.contiguous(), group=group)
-    return torch.stack(parts)
+    found = torch.empty((group.size(), *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+    dist.all_gather(list(found.unbind()), tensor.contiguous(), group=group)  # into its place: no second copy
+    return found
 
 
 def save_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, source: str | Path, out: str | Path) -> None:

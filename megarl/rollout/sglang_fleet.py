@@ -214,6 +214,11 @@ class Fleet:
                 )
         return served
 
+    @property
+    def given_up(self) -> bool:
+        """Whether a server has died too often to be started again."""
+        return any(member.restarts > self.settings.max_restarts for member in self._members)
+
     def close(self) -> None:
         """Stop the servers that were started here, and wait for their processes to be gone."""
         self._ended.set()
@@ -260,7 +265,7 @@ class Fleet:
         try:
             server_info(member.url, self.api_key, timeout_s=5.0)
         except RolloutError as error:
-            return not isinstance(error.__cause__, httpx.ConnectError)
+            return not isinstance(error.__cause__, (httpx.ConnectError, httpx.ConnectTimeout))
         return True
 
     def _watch(self) -> None:

@@ -312,7 +312,8 @@ class Server:
         """Returns the last lines that the server has printed since its latest start."""
         with open(self.spec.log_file, "rb") as log:
             log.seek(self._log_start)
-            return "\n".join(log.read().decode("utf-8", errors="replace").splitlines()[-lines:])
+            text = "\n".join(log.read().decode("utf-8", errors="replace").splitlines()[-lines:])
+        return text.replace(self.spec.api_key, "***") if self.spec.api_key else text  # SGLang prints its arguments
 
     def _get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
         # No urllib: it would send a request to the loopback address through a proxy of the environment.

@@ -121,7 +121,8 @@ class Trainer:
 
     def _resume(self) -> int:
         """Load the newest checkpoint; returns the number of steps that are done."""
-        found = checkpoint.complete_checkpoints(checkpoint_folder(self.config))
+        # Asked for on one rank: file systems may show different folders to different nodes for a while.
+        found = distributed.from_main_rank(lambda: checkpoint.complete_checkpoints(checkpoint_folder(self.config)))
         if not found or not self.config.checkpoint.resume:
             self.log.truncate_after(-1)
             self._eval_is_due = bool(self.config.eval.every)
@@ -181,16 +182,25 @@ class Trainer:
                     self.log.write("minibatch", step + 1, metrics, minibatch=index)
         if dumps and self.traces is not None:
             self.traces.write(step + 1, drawn.mini_batches, minis)
-        if not config.rollout.one_step_off:
-            with self._saved_if_it_fails(step + 1):
-                self._sync(step + 1)
         if self.audit is not None:
             self.audit.trained(step + 1, weights, drawn.trained)
+        last = step + 1 == config.run.steps
+        self._eval_is_due = bool(config.eval.every) and ((step + 1) % config.eval.every == 0 or last)
         statistics = collect([drawn.metrics, *(mini.metrics for mini in minis)])
-        self._finish_step(step + 1, time.perf_counter() - started, statistics, metrics)
-        self.vitals.finished_step(step + 1)
-        if config.eval.every and ((step + 1) % config.eval.every == 0 or step + 1 == config.run.steps):
-            self._eval_is_due = True
+
+        def finish() -> None:
+            self._finish_step(step + 1, time.perf_counter() - started, statistics, metrics)
+            self.vitals.finished_step(step + 1)
+
+        try:
+            if not config.rollout.one_step_off:
+                self._sync(step + 1)
+        except _TOLD_TO_ALL:
+            finish()  # its record belongs to what is saved
+            self._save_before_the_end(step + 1)
+            raise
+        finish()
+        if self._eval_is_due:
             self._evaluate(step + 1)
         if config.checkpoint.every and ((step + 1) % config.checkpoint.every == 0 or step + 1 == config.run.steps):
             self._checkpoint(step + 1)
@@ -242,7 +252,7 @@ class Trainer:
             self._save_before_the_end(done)
 
     def _saved(self, done: int) -> bool:
-        found = checkpoint.complete_checkpoints(checkpoint_folder(self.config))
+        found = distributed.from_main_rank(lambda: checkpoint.complete_checkpoints(checkpoint_folder(self.config)))
         return done == 0 or bool(found and int(found[-1][0]) >= done)
 
     def _save(self, done: int, sampling: dict[str, Any] | None) -> bool:
@@ -309,7 +319,8 @@ class Trainer:
 
     def _moving(self, advance: Advance) -> Advance:
         def moved(count: int) -> None:
-            self.vitals.move()
+            if count:
+                self.vitals.move()
             advance(count)
 
         return moved

@@ -75,6 +75,8 @@ class Vitals:
         self._beat_s = beat_s or max(2.0, ranks / 50)
         self._main = rank == 0
         self._parent = os.getppid()
+        # Without torchrun the parent is a shell, which may well be left.
+        self._has_launcher = "TORCHELASTIC_RUN_ID" in os.environ
         self._lock: RunLock | None = None
         self._ask: Callable[[str], None] | None = None
         self._moved, self._told_of_hang = time.monotonic(), False
@@ -149,16 +151,22 @@ class Vitals:
 
     def _watch(self) -> None:
         while not self._ended.wait(self._beat_s):
-            if os.getppid() != self._parent:
+            if self._has_launcher and os.getppid() != self._parent:
                 self._end_orphan()
             self._write()
-            if self._lock is not None:
-                self._lock.beat()
-            if self._ask is not None and self._is_asked_to_stop():
-                self._ask("megarl launch")
-            if time.monotonic() - self._moved > self._hang_s and not self._told_of_hang:
-                self._told_of_hang = True
-                self._tell_of_hang()
+            try:
+                self._look_around()
+            except OSError as error:  # of a file system that is away for a moment
+                print(f"megarl: warning: {error}", file=sys.stderr, flush=True)
+
+    def _look_around(self) -> None:
+        if self._lock is not None:
+            self._lock.beat()
+        if self._ask is not None and self._is_asked_to_stop():
+            self._ask("megarl launch")
+        if time.monotonic() - self._moved > self._hang_s and not self._told_of_hang:
+            self._told_of_hang = True
+            self._tell_of_hang()
 
     def _is_asked_to_stop(self) -> bool:
         """The file names the start that it is for, so that one that is left behind stops nobody else."""

@@ -68,11 +68,11 @@ class Cluster:
         self._write_conf()
         try:
             self._start("munged", "--foreground", "--force", *self._munge_files())
-            _until(lambda: (self.folder / "munge.socket").exists(), "munged")
+            until(lambda: (self.folder / "munge.socket").exists(), "munged")
             self._start("slurmctld", "-D", "-i", "-f", str(self.folder / "slurm.conf"))
             for node in NODES:
                 self._start("slurmd", "-D", "-N", node, "-f", str(self.folder / "slurm.conf"))
-            _until(lambda: self.run("sinfo", "-h", "-N", "-o", "%t").split() == ["idle"] * len(NODES), "the nodes")
+            until(lambda: self.run("sinfo", "-h", "-N", "-o", "%t").split() == ["idle"] * len(NODES), "the nodes")
         except BaseException:
             self.__exit__()
             raise
@@ -114,7 +114,7 @@ class Cluster:
     def wait(self, job: str, timeout_s: float, states: tuple[str, ...] = ()) -> dict[str, str]:
         """Until a job has ended, or has one of the states."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
-        _until(lambda: self.job(job)["JobState"] in (states or ended), f"job {job}", timeout_s)
+        until(lambda: self.job(job)["JobState"] in (states or ended), f"job {job}", timeout_s)
         return self.job(job)
 
     def _munge_files(self) -> list[str]:
@@ -149,7 +149,7 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def _until(holds, what: str, timeout_s: float = 30.0) -> None:  # type: ignore[no-untyped-def]
+def until(holds, what: str, timeout_s: float = 30.0) -> None:  # type: ignore[no-untyped-def]
     until = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < until, f"{what}: not there after {timeout_s:.0f} s"

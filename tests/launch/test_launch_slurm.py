@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from launch_world import CONFIG, STEPS, World, assert_whole, processes_of, rank_pid, read_json
-from slurm_cluster import Cluster
+from slurm_cluster import Cluster, until
 
 from megarl.train.audit import check
 from megarl.train.status import read_status
@@ -43,6 +43,16 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         pytest.skip("slurmd needs root")
     with Cluster(tmp_path_factory.mktemp("slurm")) as running:
         yield running
+
+
+@pytest.fixture(autouse=True)
+def nodes_are_free_again(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that fails leaves no job to those after it."""
+    yield
+    if "cluster" in request.fixturenames:
+        cluster: Cluster = request.getfixturevalue("cluster")
+        cluster.run("scancel", "--user=root")
+        until(lambda: not cluster.run("squeue", "-h").strip(), "the queue is empty", 60.0)
 
 
 @dataclass
@@ -158,17 +168,17 @@ def test_a_second_submission_is_refused_or_waits_and_a_cancelled_job_leaves_nobo
     cluster: Cluster, world: World
 ) -> None:
     config = world.config("twice-slurm", TWO_NODES, steps=200)
-    first = submit(cluster, world, "colocated.sbatch", config, "--nodes=2", "--job-name=twice")
+    shared = ["--nodes=2", "--exclusive=user", "--mem=4000"]  # a second job of the same user may begin beside it
+    first = submit(cluster, world, "colocated.sbatch", config, *shared, "--job-name=twice")
     first.until_step(1)
-    refused = submit(cluster, world, "colocated.sbatch", config, "--nodes=2", "--job-name=other")
-    assert refused.ended() == "FAILED"
+    refused = submit(cluster, world, "colocated.sbatch", config, *shared, "--job-name=other")
+    assert refused.ended(60.0) == "FAILED"
     assert cluster.job(refused.id)["ExitCode"] == "2:0"
     assert f"Slurm job {first.id}" in first.said
-    waits = submit(
-        cluster, world, "colocated.sbatch", config, "--nodes=2", "--job-name=twice", "--dependency=singleton"
-    )
+    once = ["--job-name=twice", "--dependency=singleton"]
+    waits = submit(cluster, world, "colocated.sbatch", config, *shared, *once)
     time.sleep(3.0)
-    assert cluster.job(waits.id)["JobState"] == "PENDING"
+    assert (cluster.job(waits.id)["JobState"], cluster.job(waits.id)["Reason"]) == ("PENDING", "Dependency")
     cluster.run("scancel", waits.id)
     first.until_step(3)
     cluster.run("scancel", first.id)

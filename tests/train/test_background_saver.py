@@ -14,7 +14,7 @@ import pytest
 import torch
 from train_world import World, take_step, training, weights_of
 
-from megarl.errors import CheckpointError
+from megarl.errors import SaveError
 from megarl.megatron import checkpoint
 from megarl.megatron.checkpoint import BackgroundSaver, complete_checkpoints
 
@@ -73,7 +73,7 @@ def test_a_writer_that_is_killed_is_an_error_and_leaves_no_checkpoint(world: Wor
         saver.begin(1, step.policy, {})
         for writer in writers():
             os.kill(writer.pid, signal.SIGKILL)
-        with pytest.raises(CheckpointError, match="step_0000001 could not be written"):
+        with pytest.raises(SaveError, match="step_0000001 could not be written"):
             saver.poll(wait=True)
         assert complete_checkpoints(tmp_path) == []
         saver.begin(2, step.policy, {})

@@ -106,7 +106,8 @@ def test_a_rank_without_a_launcher_ends(tmp_path: Path) -> None:
     rank = "import sys, time; from pathlib import Path; from megarl.train.vitals import Vitals\n"
     rank += "with Vitals(Path(sys.argv[1]), 0, 1, steps=1, hang_s=60, beat_s=0.05):\n    time.sleep(60)"
     launcher = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', *sys.argv[1:]]); time.sleep(60)"
-    process = subprocess.Popen([sys.executable, "-c", launcher, rank, str(tmp_path)])
+    under_torchrun = {**os.environ, "TORCHELASTIC_RUN_ID": "1"}
+    process = subprocess.Popen([sys.executable, "-c", launcher, rank, str(tmp_path)], env=under_torchrun)
     until(lambda: rank_file(tmp_path, 0).exists())
     pid = json.loads(rank_file(tmp_path, 0).read_text())["pid"]
     process.kill()
