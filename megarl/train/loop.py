@@ -145,11 +145,12 @@ class Trainer:
         started = time.perf_counter()
         config = self.config
         begins_next = config.rollout.one_step_off and step + 1 < config.run.steps
-        # What a checkpoint of the steps before this one is to say, should the next one not begin.
-        sampling = self.sampler.state_dict() if begins_next else None
+        # What a checkpoint of the steps before this one is to say, should this one not be trained.
+        sampling = self.sampler.state_dict()
         try:
             with self._timed("rollout"), self.progress.rollout(self._responses_per_rank()) as advance:
                 drawn = self.sampler.sample_step(step, self.stop.checking(self._moving(advance)))
+            self._drop_if_asked()
             weights = self.engine.weight_version
             if begins_next:
                 self._sync(step)
@@ -251,6 +252,11 @@ class Trainer:
         if done < self.config.run.steps and self.stop.agreed():
             self._save_before_the_end(done)
 
+    def _drop_if_asked(self) -> None:
+        """What was drawn while the run was asked to stop is drawn again: the signal may have hit reward workers too."""
+        if self.stop.agreed():
+            raise StopError("asked to stop")
+
     def _saved(self, done: int) -> bool:
         found = distributed.from_main_rank(lambda: checkpoint.complete_checkpoints(checkpoint_folder(self.config)))
         return done == 0 or bool(found and int(found[-1][0]) >= done)
@@ -299,6 +305,7 @@ class Trainer:
                 self.progress.bar("evaluate", -(-total // dist.get_world_size())) as advance,
             ):
                 metrics = self.sampler.evaluate(done, self.stop.checking(self._moving(advance)))
+            self._drop_if_asked()
         self._eval_is_due = False
         seconds = time.perf_counter() - started
         self.log.write("eval", done, metrics | {"time/eval_s": seconds})

@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from launch_world import CONFIG, STEPS, Launch, World, assert_whole, processes_of, rank_pid, records_of
 
@@ -136,3 +138,19 @@ def test_checkpoints_written_beside_training_are_those_of_a_run_that_waits(world
     assert "resumed from" in run.log.read_text()
     assert_whole(run.folder, reference)
     assert not list((run.folder / "checkpoints").glob("*.partial"))
+
+
+def test_a_signal_that_kills_reward_workers_too_costs_no_sample(world: World, reference: Path) -> None:
+    """As Slurm sends it to every process of a step that it ends."""
+    run = Launch(world, world.config("all-signalled"))
+    run.until_step(3)
+    run.until(lambda: run.status().get("phase") == "rollout", "rollout")
+    ranks = [psutil.Process(rank_pid(run.folder, rank)) for rank in range(2)]
+    for process in [process for rank in ranks for process in (rank, *rank.children(recursive=True))]:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGTERM)
+    assert run.code(120.0) == 75, run.log.read_text()[-3000:]
+    assert "responses without a reward" not in run.log.read_text()
+    again = Launch(world, run.config)
+    assert again.code() == 0
+    assert_whole(run.folder, reference)
