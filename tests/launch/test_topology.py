@@ -97,6 +97,7 @@ def test_a_node_that_takes_its_own_name_for_the_loopback_address_is_asked_how_it
 def test_ports_that_somebody_listens_on_are_passed_over_and_jobs_begin_elsewhere() -> None:
     first = free_ports(3, job=5)
     with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a connection may just have left it
         taken.bind(("", first[0]))
         taken.listen()
         assert free_ports(3, job=5)[0] != first[0]
