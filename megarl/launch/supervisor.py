@@ -23,12 +23,13 @@ from typing import Any
 
 from megarl.config import Config
 from megarl.data.files import write_atomically
-from megarl.data.run_lock import RunLock
+from megarl.data.run_lock import BEAT_S, RunLock
 from megarl.errors import ConfigError, RolloutError
 from megarl.launch import topology
 from megarl.launch.files import end_file, ready_file
 from megarl.launch.steps import Step, srun
 from megarl.launch.topology import Topology
+from megarl.train.status import newest_checkpoint
 from megarl.train.vitals import stop_file
 
 FINISHED, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75
@@ -250,7 +251,7 @@ class Supervisor:
         return found if found.get("attempt") == os.environ[ATTEMPT_VARIABLE] else {}
 
     def _progress(self) -> str:
-        return max((path.name for path in self.folder.glob("checkpoints/step_???????")), default="")
+        return newest_checkpoint(self.folder) or ""
 
     def _requeue(self) -> None:
         """The job goes back into Slurm's queue, and this script is ended by it."""
@@ -270,7 +271,7 @@ class Supervisor:
             self._asked_at = -self.config.launch.stop_grace_s  # asked twice: no more patience
 
     def _beat(self) -> None:
-        if time.monotonic() - self._beaten > 5.0:
+        if time.monotonic() - self._beaten > BEAT_S:
             with suppress(OSError):
                 self._lock.beat()
             self._beaten = time.monotonic()

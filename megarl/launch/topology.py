@@ -78,14 +78,14 @@ def from_plain(data: Mapping[str, Any]) -> Topology:
     return Topology(**{**data, **nodes, "server_ports": tuple(data["server_ports"])})
 
 
-def find(config: Config, env: Mapping[str, str], ask: Ask | None = None, attempt: int = 0) -> Topology:
-    """The nodes of this Slurm job, or this machine alone; ``attempt`` gives other ports.
+def find(config: Config, env: Mapping[str, str], ask: Ask | None = None) -> Topology:
+    """The nodes of this Slurm job, or this machine alone.
 
     ConfigError if the job has not the nodes that [launch] says.
     """
     launch, ask = config.launch, ask or ask_slurm
     if launch.layout == "local":
-        ports = free_ports(1, os.getpid(), attempt)
+        ports = free_ports(1, os.getpid())
         here = Node(socket.gethostname(), "127.0.0.1")
         return Topology((here,), (), launch.ranks_per_node, ports[0], ())
     if "SLURM_JOB_ID" not in env:
@@ -103,7 +103,7 @@ def find(config: Config, env: Mapping[str, str], ask: Ask | None = None, attempt
             )
     addresses = addresses_of([*trainers, *servers], env, ask)
     wanted = launch.server_nodes * config.sglang.servers
-    ports = free_ports(1 + wanted, int(env["SLURM_JOB_ID"]), attempt)
+    ports = free_ports(1 + wanted, int(env["SLURM_JOB_ID"]))
     return Topology(
         tuple(Node(name, addresses[name]) for name in trainers),
         tuple(Node(name, addresses[name]) for name in servers),

@@ -38,16 +38,10 @@ def gpu_memory(config: Config, rank: RankMemory, engine: EngineMemory) -> GpuMem
         if config.launch.apart:
             check_gpu("a server's GPU", found.server, gib, "raise sglang.tp, or lower sglang.mem_fraction")
         return found
-    handed_over = is_handed_over(config)
-    found = GpuMemory(shared_gpu(rank, engine, handed_over), 0)
+    found = GpuMemory(shared_gpu(rank, engine, config.sglang.release_memory), 0)
     advice = "lower sglang.mem_fraction; " + _LESS
     check_gpu(f"a rank of stage {rank.stage} with a server on its GPU", found.trainer, gib, advice)
     return found
-
-
-def is_handed_over(config: Config) -> bool:
-    """Whether trainer and server give each other their memory."""
-    return config.sglang.release_memory
 
 
 def shared_gpu(rank: RankMemory, engine: EngineMemory, handed_over: bool) -> int:

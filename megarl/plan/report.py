@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from megarl.config import Config
-from megarl.plan.gpus import is_handed_over
 from megarl.plan.plan import Plan
 
 Row = tuple[str, str, str]
@@ -110,7 +109,7 @@ def _engine(found: Plan, config: Config) -> Iterator[Row]:
 def _gpu(found: Plan, config: Config) -> Iterator[Row]:
     limit = config.launch.gpu_memory_gib
     of = "no launch.gpu_memory_gib, nothing refused" if limit is None else f"of {limit:g} GiB"
-    shared = "handed over, " if is_handed_over(config) else ""
+    shared = "handed over, " if config.sglang.release_memory else ""
     yield "trainer's GPU, with reserves", size(found.gpu.trainer), shared + of
     if found.gpu.server:
         yield "server's GPU, with reserves", size(found.gpu.server), of

@@ -35,12 +35,17 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     if found["state"] in ("starting", "running") and not is_held(lock):
         found["state"] = "lost"
     found["silent_s"] = now - found["updated"]
-    found["checkpoint"] = max((path.name for path in run_dir.glob("checkpoints/step_???????")), default=None)
+    found["checkpoint"] = newest_checkpoint(run_dir)
     found["holder"] = read_holder(lock)
     found["where"] = whereabouts(read_signs(run_dir, found["ranks"]), now) if found["state"] != "finished" else None
     launch = run_dir / "launch.json"
     found["launch"] = json.loads(launch.read_text()) if launch.exists() else None
     return found
+
+
+def newest_checkpoint(run_dir: Path) -> str | None:
+    """Name of the newest complete checkpoint of a run, without importing what could read it."""
+    return max((path.name for path in run_dir.glob("checkpoints/step_???????")), default=None)
 
 
 def _lines(found: dict[str, Any]) -> list[str]:

@@ -6,11 +6,12 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megarl.errors import StopError
+from megarl.megatron.distributed import largest
 from megarl.train.progress import Advance
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
@@ -24,7 +25,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.reason: str | None = None
-        self._before: dict[signal.Signals, object] = {}
+        self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
@@ -35,7 +36,7 @@ class StopRequest:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)
 
     def ask(self, who: str) -> None:
         """Stop because ``who`` wants it; from any thread."""
@@ -57,9 +58,7 @@ class StopRequest:
 
     def agreed(self) -> bool:
         """Whether any rank was asked to stop; a collective call."""
-        asked = torch.tensor([int(self.reason is not None)], device=torch.cuda.current_device())
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-        return bool(asked)
+        return bool(largest(int(self.reason is not None), dist.group.WORLD))
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         self.reason = signal.Signals(number).name

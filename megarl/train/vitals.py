@@ -96,7 +96,6 @@ class Vitals:
     ) -> None:
         self._ended.set()
         self._thread.join()
-        faulthandler.cancel_dump_traceback_later()
         self._write()
 
     def keep(self, lock: RunLock) -> None:
@@ -115,8 +114,8 @@ class Vitals:
         yield
         self._enter(outer)  # not after an error: the phase is told with it
 
-    def move(self, count: int = 0) -> None:
-        """The rank goes on: a response is complete, a micro-batch is trained. ``count`` is not used."""
+    def move(self) -> None:
+        """The rank goes on: a response is complete, a micro-batch is trained."""
         self._moved, self._told_of_hang = time.monotonic(), False
 
     def begin(self, done: int) -> None:

@@ -10,7 +10,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -111,10 +111,10 @@ class Cluster:
         words = self.run("scontrol", "--oneliner", "show", "job", job).splitlines()[0].split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait(self, job: str, timeout_s: float, states: tuple[str, ...] = ()) -> dict[str, str]:
-        """Until a job has ended, or has one of the states."""
+    def wait(self, job: str, timeout_s: float) -> dict[str, str]:
+        """Until a job has ended."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
-        until(lambda: self.job(job)["JobState"] in (states or ended), f"job {job}", timeout_s)
+        until(lambda: self.job(job)["JobState"] in ended, f"job {job}", timeout_s)
         return self.job(job)
 
     def _munge_files(self) -> list[str]:
@@ -149,7 +149,7 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def until(holds, what: str, timeout_s: float = 30.0) -> None:  # type: ignore[no-untyped-def]
+def until(holds: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
     until = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < until, f"{what}: not there after {timeout_s:.0f} s"
