@@ -89,7 +89,7 @@ class Supervisor:
         self._servers = [self._server_step(node) for node in range(len(self.topology.servers))]
         fruitless = 0
         while True:
-            if not self._await_servers(give_up=fruitless == 0):
+            if not self._await_servers(give_up=self._attempt == 0):
                 return STOPPED
             before = self._progress()
             code = self._train()
@@ -179,6 +179,8 @@ class Supervisor:
 
         RolloutError if they do not in time, and with ``give_up`` as soon as those of a node end."""
         until = time.monotonic() + self.config.sglang.start_deadline_s
+        if not give_up:
+            self._revive_servers()
         while not all(self._ready_file(node).exists() for node in range(len(self._servers))):
             time.sleep(_POLL_S)
             self._beat()

@@ -90,8 +90,9 @@ class Engine(Protocol):
     ) -> list[Rollout]:
         """Samples one response for each request and returns them in the order of the requests.
 
-        ``on_finish(n)`` is called whenever ``n`` more responses are complete. Raises RolloutError for a request that
-        cannot be served or an answer that cannot be true, WeightSyncError while the weights are incomplete.
+        ``on_finish(n)`` is called whenever ``n`` more responses are complete, and may be called with 0 in between; what
+        it raises ends the sampling. Raises RolloutError for a request that cannot be served or an answer that cannot be
+        true, WeightSyncError while the weights are incomplete.
         """
         ...
 

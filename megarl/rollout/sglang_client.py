@@ -27,6 +27,9 @@ KEEP_CONNECTION_S = 3.0
 """SGLang closes a connection that has been idle for five seconds, also in the moment that a request goes out."""
 BUFFER_BYTES = 1 << 20
 
+TICK_S = 1.0
+"""Between two looks of the trainer at what it waits for."""
+
 
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
@@ -136,7 +139,20 @@ class _Round(SessionTasks):
         """Do not answer at the moment; those of them that are ``_down`` are not asked any more."""
         self._down: set[int] = set()
         self._returns: list[asyncio.Task[None]] = []
+        self._ticking: asyncio.Task[None] | None = None
         self._serving: dict[asyncio.Future[Rollout], asyncio.Task[None]] = {}
+
+    async def run_episodes(self, begin: Callable[[Session], None]) -> None:
+        """Run all episodes; ``on_finish(0)`` every second, so that the trainer may end the wait for long responses."""
+        async with self._tasks:
+            begin(self)
+            if self._episodes and self._on_finish is not None:
+                self._ticking = self._tasks.create_task(self._tick(self._on_finish))
+
+    async def _tick(self, on_finish: Callable[[int], None]) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            on_finish(0)
 
     async def sample(self, request: SampleRequest) -> Rollout:
         """See ``Session.sample``."""
@@ -157,6 +173,8 @@ class _Round(SessionTasks):
         if not self._episodes:
             for waiting in self._returns:  # nobody needs those servers any more
                 waiting.cancel()
+            if self._ticking is not None:
+                self._ticking.cancel()
 
     def _fill(self) -> None:
         """Give every server that can be asked as many requests as it may have."""
