@@ -49,6 +49,12 @@ def encode_rollouts(rollouts: Sequence[Rollout]) -> np.ndarray:
     return np.concatenate(parts)
 
 
+def encoded_bytes(rollouts: int, tokens: int, *, routed: bool) -> int:
+    """Length of ``encode_rollouts`` for that many rollouts and tokens; routed: they have a routed_mask."""
+    per_token = sum(np.dtype(dtype).itemsize for _, dtype in (*_ALWAYS, *_SOME[:routed]))
+    return 8 * _HEADER * (rollouts + 1) + per_token * tokens
+
+
 def decode_rollouts(data: np.ndarray) -> list[Rollout]:
     """Inverse of ``encode_rollouts``. RolloutError for bytes that are no whole encoding."""
     try:

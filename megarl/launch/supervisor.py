@@ -30,7 +30,7 @@ from megarl.launch.files import end_file, ready_file
 from megarl.launch.steps import Step, srun
 from megarl.launch.topology import Topology
 from megarl.train.status import newest_checkpoint
-from megarl.train.vitals import stop_file
+from megarl.train.vitals import read_signs, stop_file, whereabouts
 
 FINISHED, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75
 PYTHON = os.environ.get("MEGARL_STEP_PYTHON", sys.executable)
@@ -104,7 +104,7 @@ class Supervisor:
                 self._await_the_end()
                 return STOPPED
             failure = _read(self._logs_of_attempt / "failure.json")
-            why = failure.get("message") or status.get("last_error") or f"exit code {code}"
+            why = failure.get("message") or status.get("last_error") or f"exit code {code}; {self._last_seen()}"
             if failure.get("kind") in _BAD_INPUT:
                 self._tell(f"the trainer cannot go on: {why}")
                 return BAD_INPUT
@@ -251,6 +251,11 @@ class Supervisor:
         """What the trainer's main rank has said last; empty if it did not come so far."""
         found = _read(self.folder / "status.json")
         return found if found.get("attempt") == os.environ[ATTEMPT_VARIABLE] else {}
+
+    def _last_seen(self) -> str:
+        """Where the ranks were that have left no word: killed, or ended by NCCL, which aborts them on a time-out."""
+        signs = read_signs(self.folder, self.config.launch.ranks, os.environ[ATTEMPT_VARIABLE])
+        return f"last seen: {whereabouts(signs, now=None)}"
 
     def _progress(self) -> str:
         return newest_checkpoint(self.folder) or ""

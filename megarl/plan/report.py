@@ -140,6 +140,8 @@ def _traffic(found: Plan) -> Iterator[Row]:
     yield "step: tokens, log-probabilities", size(step.columns), "engine to trainer, before JSON"
     yield "step: routes", size(step.routes), "engine to trainer"
     yield "step: routes", size(step.routes_per_rank), "to one rank's routers"
+    yield "step: rollouts", size(step.rollouts_per_rank), "to one rank, from others of its model copy"
+    yield "step: rewards", size(step.rewards_per_rank), "to one rank, of all responses"
     yield "optimizer step: gradients", size(rank.gradients), "to one rank"
     yield "optimizer step: weights", size(rank.gathered_weights), "to one rank"
     yield "micro-batch: experts", size(rank.experts), "to one rank, ep and etp"

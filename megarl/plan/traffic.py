@@ -10,12 +10,18 @@ from dataclasses import dataclass
 from math import comb
 
 from megarl.config import Config, Layout
+from megarl.core.rollout_codec import encoded_bytes
 from megarl.megatron.shapes import ModelShape
 from megarl.plan.batches import Batches
 from megarl.plan.engine import weight_bytes
 from megarl.plan.layout import Stage, dense_ranks
 from megarl.plan.parameters import RankCount, count_model
 from megarl.plan.training import BUCKET_BYTES, ELEMENT, cut_of, largest_piece, route_bytes
+
+REWARD_BYTES = 88
+"""What all ranks know of a response: the columns of ``megarl.train.drawn``."""
+PLACEMENT_BYTES = 16
+"""Number and length of a sequence, of which a rank has the routes or needs them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +45,11 @@ class StepTraffic:
     routes: int
     """Routes from the engines, as they travel; 0 unless replay is r3."""
     routes_per_rank: int
-    """Routes that one rank's routers get from other ranks."""
+    """Routes that one rank's routers get from other ranks of its model copy, each of which draws a share."""
+    rollouts_per_rank: int
+    """Rollouts that one rank gets from those; with r3 also which rank has and which needs the routes of which."""
+    rewards_per_rank: int
+    """Rewards of all responses, which every rank gets; they alone grow with the number of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +104,15 @@ def step_traffic(config: Config, shape: ModelShape, layout: Layout, stage: Stage
     replayed = config.train.replay == "r3"
     remote = config.rollout.engine == "sglang"
     of_mini_batch = route_bytes(config, shape, layout, stage)
+    ranks, of_copy = layout.world_size // layout.dp, -(-batches.responses // layout.dp)
+    rollouts = encoded_bytes(of_copy, of_copy * batches.longest, routed=replayed)
+    placements = (ranks - 1) * (of_copy + of_copy // ranks) * PLACEMENT_BYTES if replayed else 0
     return StepTraffic(
         columns=8 * tokens if remote else 0,
         routes=tokens * (trace.wire_short if short else trace.wire_long) if replayed and remote else 0,
-        routes_per_rank=config.train.mini_batches * of_mini_batch if replayed else 0,
+        routes_per_rank=_over(ranks, config.train.mini_batches * of_mini_batch) if replayed else 0,
+        rollouts_per_rank=_over(ranks, rollouts) + placements,
+        rewards_per_rank=_over(layout.world_size, REWARD_BYTES * batches.responses),
     )
 
 

@@ -205,7 +205,7 @@ class Vitals:
                 rank_file(self._folder, self._rank).parent.mkdir(parents=True, exist_ok=True)
                 own = {"rank": self._rank, "host": self.status.host, "pid": self.status.pid, "step": self.status.step}
                 own |= {"phase": self.status.phase, "phase_since": self.status.phase_since, "beat": time.time()}
-                own |= {"beat_s": self._beat_s, "error": self.status.last_error}
+                own |= {"beat_s": self._beat_s, "error": self.status.last_error, "attempt": self.status.attempt}
                 _replace(rank_file(self._folder, self._rank), own)
                 if self._main:
                     _replace(self._folder / "status.json", asdict(self.status))
@@ -228,26 +228,32 @@ def stacks_file(folder: Path, rank: int) -> Path:
     return folder / "ranks" / f"{rank:05d}.stacks.txt"
 
 
-def read_signs(folder: Path, ranks: int) -> list[dict[str, Any]]:
-    """What each rank has said last; a rank without a file has step -1."""
+def read_signs(folder: Path, ranks: int, attempt: str | None = None) -> list[dict[str, Any]]:
+    """What each rank has said last, in this start of the trainer if one is named; a rank without a word has step -1."""
     signs = []
     for rank in range(ranks):
         try:
-            signs.append(json.loads(rank_file(folder, rank).read_text()))
+            sign = json.loads(rank_file(folder, rank).read_text())
         except (OSError, ValueError):
+            sign = {}
+        if sign and (attempt is None or sign["attempt"] == attempt):
+            signs.append(sign)
+        else:
             signs.append({"rank": rank, "host": "?", "pid": 0, "step": -1, "phase": "no sign of life", "beat": 0.0})
     return signs
 
 
-def whereabouts(signs: Sequence[Mapping[str, Any]], now: float) -> str:
+def whereabouts(signs: Sequence[Mapping[str, Any]], now: float | None) -> str:
     """Where ranks are, those first that the others may wait for: those that have ended or are silent, then the fewest.
+
+    ``now`` is None where all of them have ended: then the fewest come first.
 
     E.g. "rank 1: gone in train after step 3; ranks 0, 2-3: sync after step 3".
     """
     places: dict[tuple[int, str], list[int]] = {}
     for sign in signs:
-        state, rank = _state_of(sign, now)
-        text = f"{state}{sign['phase']} after step {sign['step']}"
+        state, rank = ("", 0) if now is None else _state_of(sign, now)
+        text = state + sign["phase"] + (f" after step {sign['step']}" if sign["step"] >= 0 else "")
         text += f" ({sign['error']})" if sign.get("error") else ""
         places.setdefault((rank, text), []).append(sign["rank"])
     ordered = sorted(places.items(), key=lambda item: (item[0][0], len(item[1])))

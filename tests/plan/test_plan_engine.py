@@ -115,20 +115,23 @@ def test_traces_are_as_large_as_planned(experts: int, topk: int, tmp_path: Path)
 
 
 def test_routes_travel_only_where_they_are_replayed(tmp_path: Path) -> None:
-    """By hand: 16 responses of 32 tokens; 3 MoE layers, top-2; base64 of int32 for 4 layers is 43 bytes a token."""
+    """By hand: 16 responses of 32 tokens; 3 MoE layers, top-2; base64 of int32 for 4 layers is 43 bytes a token.
+
+    Of two ranks each routes half of the tokens, and has drawn half of those.
+    """
     model = write_config(tmp_path, "qwen3_moe")
     shape = read_shape(model)
 
     def routes(**overrides: str | list[str]) -> tuple[int, int]:
-        settings = config(model, rollout__engine="sglang", **overrides)
-        layout = settings.check_world_size(1)
+        settings = config(model, rollout__engine="sglang", parallel__tp=2, **overrides)
+        layout = settings.check_world_size(2)
         stage = stages_of(settings, shape)[0]
         found = step_traffic(settings, shape, layout, stage, batches_of(settings, layout))
         return found.routes, found.routes_per_rank
 
     assert routes(train__replay="none") == (0, 0)
     assert routes(train__replay="r2") == (0, 0)
-    assert routes(sglang__urls=["http://a:1"]) == (16 * 32 * 43, 16 * 32 * 3 * 2)
+    assert routes(sglang__urls=["http://a:1"]) == (16 * 32 * 43, 16 * 32 * 3 * 2 // 4)
 
 
 def test_buckets_are_those_of_the_fleet() -> None:

@@ -50,7 +50,14 @@ class Counting:
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         self._ready.set()
         self._loop.run_forever()
+        self._loop.run_until_complete(self._drop_requests())
         self._loop.run_until_complete(runner.cleanup())
+
+    async def _drop_requests(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _generate(self, request: web.Request) -> web.Response:
         group = (await request.json())["group"]

@@ -77,7 +77,19 @@ def test_ranks_that_others_wait_for_come_first() -> None:
         "rank 1: gone in rollout after step 3; rank 4: silent for 60 s in sync after step 2; "
         "rank 5: train after step 3 (X: y); ranks 0, 2-3, 6: train after step 3"
     )
+    assert whereabouts(signs, now=None) == (
+        "rank 1: rollout after step 3; rank 4: sync after step 2; rank 5: train after step 3 (X: y); "
+        "ranks 0, 2-3, 6: train after step 3"
+    )
     assert read_signs(Path("/nowhere"), 1)[0]["phase"] == "no sign of life"
+
+
+def test_signs_of_an_earlier_start_are_not_those_of_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGARL_ATTEMPT", "7-0-1")
+    with vitals_of(tmp_path), vitals_of(tmp_path).phase("train"):
+        pass
+    assert read_signs(tmp_path, 1, "7-0-1")[0]["phase"] != "no sign of life"
+    assert whereabouts(read_signs(tmp_path, 1, "7-0-2"), now=None) == "rank 0: no sign of life"
 
 
 def test_a_rank_that_does_not_move_leaves_its_stacks_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
