@@ -8,18 +8,23 @@ layout; optimizer state in any with the same kind of experts (ep = 1 or ep > 1),
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 import re
 import shutil
 import signal
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
@@ -53,6 +58,8 @@ _READ_ERRORS = (
 """What a damaged or foreign checkpoint makes Megatron and torch raise."""
 _WRITE_ERRORS = (dist_checkpointing.core.CheckpointingException, CheckpointException, OSError, RuntimeError)
 _PR_SET_PDEATHSIG = 1
+_LOOK_S = 0.5
+"""Between two looks at the processes that write."""
 
 
 def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -132,9 +139,27 @@ class BackgroundSaver:
 
 
 def _until_parent_ends(write: Callable[..., None], *arguments: Any) -> None:
-    """In the forked process: a trainer that is killed takes it along."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    """In the forked process: a trainer that is killed takes it along, and the processes that Megatron's writer forks.
+
+    One of those that dies ends it, so that the save fails: Megatron waits for their results for ever."""
+    _end_with_parent()
+    os.register_at_fork(after_in_child=_end_with_parent)
+    threading.Thread(target=_end_with_a_child, daemon=True).start()
     write(*arguments)
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _end_with_a_child() -> None:
+    while True:
+        time.sleep(_LOOK_S)
+        for child in psutil.Process().children():
+            with suppress(ChildProcessError):  # Megatron has collected it
+                ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+                if ended is not None and ended.si_status != 0:
+                    os._exit(1)
 
 
 def _partial(path: Path) -> Path:

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from train_world import World, take_step, training, weights_of
 
 from megarl.errors import SaveError
@@ -83,3 +84,48 @@ def test_a_writer_that_is_killed_is_an_error_and_leaves_no_checkpoint(world: Wor
         saver.begin(3, step.policy, {})
         assert saver.poll(wait=True) == tmp_path / "step_0000003"
         assert [path.name for path in tmp_path.iterdir()] == ["step_0000003"]
+
+
+@pytest.fixture
+def slow_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a writer forks, which write, begin late."""
+    original = FileSystemWriterAsync.write_preloaded_data
+
+    def later(*arguments: Any, **named: Any) -> None:
+        time.sleep(60.0)
+        original(*arguments, **named)
+
+    monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", staticmethod(later))
+
+
+def below(writer: psutil.Process) -> list[psutil.Process]:
+    until = time.monotonic() + 20.0
+    while not writer.children():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    return writer.children()
+
+
+@pytest.mark.usefixtures("slow_below")
+def test_a_process_below_a_writer_that_is_killed_is_an_error_and_no_wait(world: World, tmp_path: Path) -> None:
+    with training(world.settings()) as step:
+        saver = BackgroundSaver(tmp_path, keep=1)
+        saver.begin(1, step.policy, {})
+        (writer,) = writers()
+        below(writer)[0].kill()
+        with pytest.raises(SaveError, match="step_0000001 could not be written"):
+            saver.poll(wait=True)
+        assert complete_checkpoints(tmp_path) == []
+
+
+@pytest.mark.usefixtures("slow_below")
+def test_a_writer_takes_those_below_it_along(world: World, tmp_path: Path) -> None:
+    with training(world.settings()) as step:
+        saver = BackgroundSaver(tmp_path, keep=1)
+        saver.begin(1, step.policy, {})
+        (writer,) = writers()
+        processes = below(writer)
+        saver.abandon()
+        gone, alive = psutil.wait_procs(processes, timeout=10.0)
+        assert gone
+        assert not alive
