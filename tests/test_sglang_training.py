@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -119,6 +120,8 @@ def test_one_step_off_samples_with_the_weights_of_the_step_before(home: Path, fp
     assert all(step["rollout/mixed_versions_fraction"] == 0.0 for step in steps)
     assert [record["step"] for record in records(home / "off", "eval")] == [0, 2, 4]
     assert "time/sync_s" in steps[1]
+    lines = [json.loads(line) for line in (home / "off" / "samples.jsonl").read_text().splitlines()]
+    assert [line["weights"] for line in lines if "weights" in line] == [0, 0, 1, 2]
     # Continued from the checkpoint, the first step samples with the weights that it trains.
     again = run(home, "off", fp32_server, *words[:1], "5", *words[2:])
     assert [step["rollout/staleness_max"] for step in again] == [0, 1, 1, 1, 0]

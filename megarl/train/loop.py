@@ -88,7 +88,8 @@ class Trainer:
         self.policy = Policy(config, schedule_of(config))
         self.engine = make_engine(config, self.progress.line)
         self.train_step = TrainStep(config, self.policy, self.objective)
-        self.sampler = Sampler(config, self.engine, self.objective, self.train_step)
+        waits = stop.checking(self._moving(lambda count: None))
+        self.sampler = Sampler(config, self.engine, self.objective, self.train_step, waits)
         self.traces = TraceDump(config.run_dir / "traces", self.policy) if config.log.traces_every else None
         self.saver = BackgroundSaver(checkpoint_folder(config), config.checkpoint.keep)
         self.seconds: dict[str, float] = {}
@@ -151,7 +152,6 @@ class Trainer:
             with self._timed("rollout"), self.progress.rollout(self._responses_per_rank()) as advance:
                 drawn = self.sampler.sample_step(step, self.stop.checking(self._moving(advance)))
             self._drop_if_asked()
-            weights = self.engine.weight_version
             if begins_next:
                 self._sync(step)
                 self.sampler.begin_step(step + 1)
@@ -184,7 +184,7 @@ class Trainer:
         if dumps and self.traces is not None:
             self.traces.write(step + 1, drawn.mini_batches, minis)
         if self.audit is not None:
-            self.audit.trained(step + 1, weights, drawn.trained)
+            self.audit.trained(step + 1, drawn.weights, drawn.trained)
         last = step + 1 == config.run.steps
         self._eval_is_due = bool(config.eval.every) and ((step + 1) % config.eval.every == 0 or last)
         statistics = collect([drawn.metrics, *(mini.metrics for mini in minis)])
@@ -295,9 +295,10 @@ class Trainer:
         self.progress.step_line(done, self.config.run.steps, metrics | shown)
 
     def _evaluate(self, done: int) -> None:
-        self.sampler.settle()
         total = len(self.sampler.heldout) * self.config.eval.samples
         with self._saved_if_it_fails(done):
+            self.sampler.settle()
+            self._drop_if_asked()
             self._sync(done)
             started = time.perf_counter()
             with (

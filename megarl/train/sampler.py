@@ -74,6 +74,11 @@ class StepRollouts:
     trained: list[Key]
     """All that trains, on any rank: (place of the prompt in the run's order, sample). No two steps share one."""
 
+    @property
+    def weights(self) -> int:
+        """How many steps the oldest weights had seen that drew any of this rank's rollouts."""
+        return min(int(rollout.weight_versions.min()) for part in self.mini_batches for rollout in part)
+
     def drop_routes(self) -> None:
         """Let go of the traces, once every rank has its rows of them."""
         for part in self.mini_batches:
@@ -100,9 +105,15 @@ class Sampler:
     """Prompts, engine, environment and reward of a run, on one rank."""
 
     def __init__(
-        self, config: Config, engine: Engine, objective: Objective, train_step: TrainStep | None = None
+        self,
+        config: Config,
+        engine: Engine,
+        objective: Objective,
+        train_step: TrainStep | None = None,
+        while_waiting: Advance | None = None,
     ) -> None:
-        """``train_step``: for rules that look at the policy, a value head's and GVM's."""
+        """``train_step``: for rules that look at the policy, a value head's and GVM's. ``while_waiting`` is called with
+        responses that no caller counts, and may be with 0; what it raises ends the sampling."""
         self.config = config
         self.engine = engine
         self.objective = objective
@@ -119,6 +130,7 @@ class Sampler:
         self._position = 0
         """Where the order of prompts stands, with refill; else it follows from the step."""
         self._ahead: _Begun | None = None
+        self._while_waiting = while_waiting
         self._allotment = self._make_allotment(train_step)
 
     def close(self) -> None:
@@ -154,7 +166,7 @@ class Sampler:
         """Wait until the engine is at rest; an error is kept for ``sample_step``."""
         if self._ahead is not None and self._ahead.drawing is not None:
             with suppress(MegarlError):
-                self._ahead.drawing.result()
+                self._ahead.drawing.result(self._while_waiting)
 
     def sample_step(self, step: int, on_finish: Advance | None = None) -> StepRollouts:
         """Draw the responses of a global step, judge them, and deal them out; a collective call."""
@@ -281,7 +293,7 @@ class Sampler:
         prompts = self._step_prompts(step)
         draw = self._drawing_of(Listed(keys), lambda number: prompts[number], PRESAMPLE, step)
         params = self._params(self.config.rollout.temperature, routes=True)
-        return self._together(lambda: self._conversed(draw, params, None))
+        return self._together(lambda: self._conversed(draw, params, self._while_waiting))
 
     def _step_prompts(self, step: int) -> list[Prompt]:
         """The prompts of a step that replaces none."""

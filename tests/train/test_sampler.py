@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from megarl.core.metrics import finalize
 from megarl.core.types import Rollout
 from megarl.data.tiny import EOS_ID
-from megarl.errors import ConfigError, DataError, RolloutError
+from megarl.errors import ConfigError, DataError, RolloutError, StopError
 from megarl.train.environments import stop_tokens
 from megarl.train.sampler import EVALUATE, TRAIN, Sampler, sampling_seed
 
@@ -385,3 +385,29 @@ def test_routes_of_other_weights_are_counted_or_refused(world: World) -> None:
             RolloutError, match="group 0 sample 0: the experts of token 0 were chosen by weight version"
         ):
             made.sample_step(1)
+
+
+@pytest.mark.parametrize("where", ["ahead", "given samples"])
+def test_a_request_to_stop_ends_waits_that_no_progress_bar_counts(world: World, where: str) -> None:
+    asked = False
+
+    def while_waiting(count: int) -> None:
+        if asked:
+            raise StopError("asked to stop")
+
+    with sampler(world) as first:
+        made = Sampler(first.config, first.engine, first.objective, while_waiting=while_waiting)
+        if where == "ahead":
+            made.begin_step(0)
+            made.settle()
+            assert made.sample_step(0).weights == first.engine.weight_version
+            asked = True
+            made.begin_step(1)
+            made.settle()  # not raised here: other ranks may not have heard of it
+            with pytest.raises(StopError):
+                made.sample_step(1)
+        else:
+            assert len(made._presampled(0, [(0, 0), (1, 0)])) == 2
+            asked = True
+            with pytest.raises(StopError):
+                made._presampled(0, [(0, 0), (1, 0)])
