@@ -5,6 +5,8 @@ PYTHON ?= $(shell command -v python3.11 || echo python3)
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 QUICKSTART_DIR ?= runs/quickstart
 TEST_WORKERS ?= 2
+# Servers and the tests of them wait for each other.
+TEST_SGLANG_WORKERS ?= 3
 
 BIN := .venv/bin
 STAMP := .venv/.setup-done
@@ -97,7 +99,7 @@ test-fast: $(STAMP)
 	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m "not gpu and not sglang" $(PYTEST_ARGS)
 
 test-sglang: $(STAMP) sglang-cpu
-	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m sglang $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -q -n $(TEST_SGLANG_WORKERS) --dist loadfile --no-loadscope-reorder -m sglang $(PYTEST_ARGS)
 
 check: $(STAMP)
 	@$(BIN)/ruff check --quiet . && echo "check: lint ok"

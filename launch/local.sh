@@ -5,8 +5,11 @@ set -euo pipefail
 
 if [[ -n "${MEGARL_SETUP:-}" ]]; then
     set +u # which modules and conda do not bear
+    megarl_words=("$@")
+    set -- # conda takes the words of the script that sources it for its own
     # shellcheck source=/dev/null
     source "$MEGARL_SETUP"
+    set -- "${megarl_words[@]}"
     set -u
 fi
 exec "${MEGARL_PYTHON:-python3}" -m megarl.cli launch "$@" --launch.layout local

@@ -62,7 +62,13 @@ def _parse_command(arguments: list[str], overrides: Mapping[str, Any]) -> Comman
     except SystemExit as stop:
         if stop.code:
             raise ConfigError(_one_line(complaint.getvalue())) from None
-        if arguments[0] in ("train", "sft", "eval", "plan"):  # the help of a command that takes a configuration
+        if arguments[0] in (
+            "train",
+            "launch",
+            "sft",
+            "eval",
+            "plan",
+        ):  # the help of a command that takes a configuration
             _print_keys()
         raise
 
@@ -375,11 +381,18 @@ def _print_keys() -> None:
 
 
 def _leave_word(error: MegarlError) -> None:
-    """For ``megarl launch``, which hears of its ranks only that they failed."""
-    path = os.environ.get("MEGARL_FAILURE")
-    if path is not None:
-        with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"kind": type(error).__name__, "message": " ".join(str(error).split())}))
+    """For ``megarl launch``, which hears of its ranks only that they failed. The first that knows why has the word."""
+    if "MEGARL_FAILURE" not in os.environ:
+        return
+    path = Path(os.environ["MEGARL_FAILURE"])
+    word = {"kind": type(error).__name__, "message": " ".join(str(error).split()), "second_hand": error.second_hand}
+    with contextlib.suppress(OSError, ValueError):
+        try:
+            with path.open("x") as file:
+                json.dump(word, file)
+        except FileExistsError:
+            if not error.second_hand and json.loads(path.read_text())["second_hand"]:
+                path.write_text(json.dumps(word))
 
 
 def _ranks_have_met() -> bool:

@@ -9,6 +9,9 @@ line and exits with code 2.
 class MegarlError(Exception):
     """Base of all errors below; the command line turns it into one line and exit code 2."""
 
+    second_hand = False
+    """Whether it only says that another rank has failed, which knows more."""
+
 
 class ConfigError(MegarlError, ValueError):
     """A setting is wrong, unknown, or does not go with another one."""
@@ -52,3 +55,5 @@ class StopError(MegarlError, RuntimeError):
 
 class PeerError(MegarlError, RuntimeError):
     """Another rank has died or did not come to a collective call; names the phase, and whom the others wait for."""
+
+    second_hand = True

@@ -28,8 +28,22 @@ settings.register_profile(
 settings.load_profile("megarl")
 
 
+LONG = (
+    "test_sglang_kills.py",
+    "test_launch_slurm.py",
+    "test_sglang_releases.py",
+    "test_sglang_training.py",
+    "test_launch_local.py",
+    "test_sglang_faults.py",
+    "test_tool_use.py",
+    "test_sglang_down.py",
+)
+"""Files of several minutes. They begin first, so that no worker is left alone with one at the end."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked gpu where there is no CUDA device."""
+    """Long files first. Tests marked gpu are skipped where there is no CUDA device."""
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -39,11 +39,15 @@ class RunLock:
     ) -> None:
         self._path, self._tell, self._wait_s, self._stale_s = path, tell, wait_s, stale_s
         self._file: int | None = None
+        self._owner: dict[str, Any] = {}
 
     def __enter__(self) -> RunLock:
         """ConfigError that names the holder if there is one."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ConfigError(f"run.dir: {self._path.parent} cannot be written: {error}") from None
         try:
             self._await_kernel(file)
             self._await_other_node()
@@ -52,16 +56,22 @@ class RunLock:
             raise
         self._file = file
         os.register_at_fork(after_in_child=self._forget)
-        self._write(_owner())
+        self._owner = _owner()
+        self._write(self._owner)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._file is not None:
-            self._write({})
+            if self._is_ours():
+                self._write({})
             os.close(self._file)
             self._file = None
+
+    def _is_ours(self) -> bool:
+        """What is not there, or not whole, is nobody else's."""
+        return read_holder(self._path) in (None, self._owner)
 
     def _forget(self) -> None:
         """In a forked process, which may outlive the holder and must not hold."""
@@ -70,8 +80,11 @@ class RunLock:
             self._file = None
 
     def beat(self) -> None:
-        """Say that the holder lives."""
+        """Say that the holder lives. ConfigError if another one has taken over, as two that begin on two nodes at once
+        may where the file system keeps locks to one node: the later one goes on."""
         if self._file is not None:
+            if not self._is_ours():
+                raise self._refusal()
             os.utime(self._file)
 
     def _await_kernel(self, file: int) -> None:
@@ -97,7 +110,7 @@ class RunLock:
         if holder is None or holder["host"] == socket.gethostname() or _is_former_self(holder):
             return
         beat, until = self._path.stat().st_mtime, time.monotonic() + self._stale_s
-        if time.time() - beat > self._stale_s:
+        if self._now() - beat > self._stale_s:
             return
         self._tell(
             f"{self._path} was left by {described(holder)}; waiting up to {self._stale_s:.0f} s for a sign of it"
@@ -106,6 +119,15 @@ class RunLock:
             if self._path.stat().st_mtime > beat:
                 raise self._refusal()
             time.sleep(min(1.0, self._stale_s / 10))
+
+    def _now(self) -> float:
+        """By the clock of the file system, which need not be this node's."""
+        probe = self._path.with_name(f".{self._path.name}.{socket.gethostname()}.{os.getpid()}")
+        probe.touch()
+        try:
+            return probe.stat().st_mtime
+        finally:
+            probe.unlink(missing_ok=True)
 
     def _refusal(self) -> ConfigError:
         holder = read_holder(self._path)
@@ -119,6 +141,7 @@ class RunLock:
         data = json.dumps(owner).encode()
         os.pwrite(self._file, data, 0)
         os.ftruncate(self._file, len(data))
+        os.fsync(self._file)  # other nodes are to see it
 
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)

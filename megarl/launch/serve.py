@@ -20,7 +20,7 @@ from megarl import config_file
 from megarl.config import Config
 from megarl.config_flags import split_overrides
 from megarl.data.files import write_atomically
-from megarl.errors import MegarlError, RolloutError
+from megarl.errors import ConfigError, MegarlError, RolloutError
 from megarl.launch.files import end_file, ready_file
 from megarl.launch.topology import from_plain
 from megarl.rollout.sglang_fleet import Fleet, FleetSettings
@@ -29,7 +29,7 @@ from megarl.train.engines import server_specs
 
 
 def serve(config: Config, launch_file: Path, node: int) -> None:
-    """Run the servers of a node until SIGTERM. MegarlError if one cannot be started."""
+    """Run the servers of a node until they are to end. MegarlError if one cannot be started."""
     launch = json.loads(launch_file.read_text())
     topology = from_plain(launch["topology"])
     urls, host = topology.urls_of(node), topology.servers[node].address
@@ -55,10 +55,17 @@ def serve(config: Config, launch_file: Path, node: int) -> None:
         settings=settings,
         tell=lambda line: print(f"servers of node {node}: {line}", file=sys.stderr, flush=True),
     )
+
+    def watch() -> None:
+        while not ended.wait(1.0):
+            if os.getppid() != parent or end_file(launch_file, node).exists():
+                ended.set()
+
+    threading.Thread(target=watch, daemon=True).start()
     try:
-        fleet.start()
+        fleet.start(ended)
         write_atomically(ready_file(launch_file, node), json.dumps({"urls": urls, "pid": os.getpid()}).encode())
-        while not ended.wait(1.0) and os.getppid() == parent and not end_file(launch_file, node).exists():
+        while not ended.wait(1.0):
             if fleet.given_up:
                 raise RolloutError(f"a server died more than {config.sglang.max_restarts} times; see {folder}")
     finally:
@@ -72,7 +79,7 @@ def main(words: list[str]) -> int:
         serve(config_file.load(Path(rest[-1]), overrides), launch_file, node)
     except MegarlError as error:
         print(f"megarl: error: servers of node {node}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        return 2
+        return 2 if isinstance(error, ConfigError) else 1
     return 0
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from megarl.errors import ConfigError
 from megarl.launch.topology import Node
 
 _POLL_S = 0.2
@@ -26,6 +27,8 @@ class Step:
             self._process = subprocess.Popen(
                 list(words), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
+        except OSError as error:
+            raise ConfigError(f"{name}: {words[0]} could not be started: {error}") from error
         finally:
             if output is not None:
                 output.close()
@@ -63,4 +66,10 @@ def srun(nodes: Sequence[Node], *, het_group: int | None = None) -> list[str]:
     words += ["--overlap", "--mem=0", "--cpu-bind=none", "--kill-on-bad-exit=1", "--export=ALL"]
     if het_group is not None:
         words.append(f"--het-group={het_group}")
-    return [*words, *shlex.split(os.environ.get("MEGARL_SRUN_ARGS", ""))]
+    more = os.environ.get("MEGARL_SRUN_ARGS", "")
+    try:
+        return [*words, *shlex.split(more)]
+    except ValueError as error:
+        raise ConfigError(
+            f"MEGARL_SRUN_ARGS: found {more!r}, words as a shell reads them are expected: {error}"
+        ) from None

@@ -8,6 +8,7 @@ trainer is drawn or computed again from its newest checkpoint.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import secrets
@@ -68,8 +69,7 @@ class Supervisor:
         with self._lock:
             job = os.environ.get("SLURM_JOB_ID", time.strftime("%Y%m%d-%H%M%S"))
             again = os.environ.get("SLURM_RESTART_COUNT", "0")
-            self.logs = self.folder / "logs" / f"{job}-{again}"
-            self.logs.mkdir(parents=True, exist_ok=True)
+            self.logs = _new_folder(self.folder / "logs", f"{job}-{again}")
             self.launch_file = self.folder / "launch.json"
             try:
                 code = self._run()
@@ -89,7 +89,7 @@ class Supervisor:
         self._servers = [self._server_step(node) for node in range(len(self.topology.servers))]
         fruitless = 0
         while True:
-            if not self._await_servers(give_up=self._attempt == 0):
+            if not self._await_servers(give_up=self._attempt == 0) or self._asked is not None:
                 return STOPPED
             before = self._progress()
             code = self._train()
@@ -138,7 +138,12 @@ class Supervisor:
 
     def _says(self, text: str) -> None:
         restarts = f", {self._server_restarts} restarts of server nodes" if self._server_restarts else ""
-        self._write(f"{text}, {self._attempt} starts of the trainer{restarts}")
+        try:
+            self._write(f"{text}, {self._attempt} starts of the trainer{restarts}")
+        except (
+            OSError
+        ) as error:  # of a full disk: what is only said must not end a trainer, or keep a job from its queue
+            self._tell(f"warning: {self.launch_file} is not up to date: {error}")
 
     def _train(self) -> int:
         """Start the trainer and stay until it has ended; its exit code."""
@@ -188,7 +193,8 @@ class Supervisor:
                 return False
             for node, step in enumerate(self._servers):
                 if give_up and step.code is not None:
-                    raise RolloutError(
+                    refusal = ConfigError if step.code == BAD_INPUT else RolloutError
+                    raise refusal(
                         f"the servers of node {self.topology.servers[node].name} ended with exit code {step.code} "
                         f"before they were ready; see {self._server_log(node)}"
                     )
@@ -205,6 +211,7 @@ class Supervisor:
         until = time.monotonic() + self.config.launch.stop_grace_s
         while self.topology.job is not None and self._asked is None and time.monotonic() < until:
             time.sleep(_POLL_S)
+            self._beat()
 
     def _server_step(self, node: int) -> Step:
         for file in (self._ready_file(node), end_file(self.launch_file, node)):
@@ -274,17 +281,31 @@ class Supervisor:
     def _heard(self, number: int, frame: FrameType | None) -> None:
         if self._asked is None:
             self._asked, self._asked_at = signal.Signals(number), time.monotonic()
-        elif number != signal.SIGUSR1 and time.monotonic() - self._asked_at > 1.0:
+            return
+        if number != signal.SIGUSR1:  # who cancels a job that is about to be requeued does not want it back
+            self._asked = signal.Signals(number)
+        if number != signal.SIGUSR1 and time.monotonic() - self._asked_at > 1.0:
             self._asked_at = -self.config.launch.stop_grace_s  # asked twice: no more patience
 
     def _beat(self) -> None:
         if time.monotonic() - self._beaten > BEAT_S:
+            self._beaten = time.monotonic()
             with suppress(OSError):
                 self._lock.beat()
-            self._beaten = time.monotonic()
 
     def _tell(self, line: str) -> None:
         print(f"megarl: {line}", file=sys.stderr, flush=True)
+
+
+def _new_folder(parent: Path, name: str) -> Path:
+    """One that was not there: starts of the trainer are named after it, and a Slurm job may launch a run twice."""
+    parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        path = parent / (name if number == 1 else f"{name}-{number}")
+        with suppress(FileExistsError):
+            path.mkdir()
+            break
+    return path
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -7,36 +7,28 @@ layout; optimizer state in any with the same kind of experts (ep = 1 or ep > 1),
 
 from __future__ import annotations
 
-import ctypes
-import os
+import errno
 import random
 import re
 import shutil
-import signal
-import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.data.files import sync_folder
-from megarl.errors import CheckpointError, SaveError
-from megarl.megatron.checkpoint_versions import checkpoint_metadata, forked_queue, results_queue
-from megarl.megatron.distributed import is_main_rank
+from megarl.errors import CheckpointError
+from megarl.megatron.checkpoint_versions import checkpoint_metadata, results_queue
+from megarl.megatron.distributed import is_main_rank, is_of_a_collective
 from megarl.megatron.policy import Policy
 from megarl.megatron.shapes import ModelShape
 from megarl.megatron.versions import for_stage
@@ -56,10 +48,9 @@ _READ_ERRORS = (
     ValueError,
 )
 """What a damaged or foreign checkpoint makes Megatron and torch raise."""
-_WRITE_ERRORS = (dist_checkpointing.core.CheckpointingException, CheckpointException, OSError, RuntimeError)
-_PR_SET_PDEATHSIG = 1
-_LOOK_S = 0.5
-"""Between two looks at the processes that write."""
+WRITE_ERRORS = (dist_checkpointing.core.CheckpointingException, CheckpointException, OSError, RuntimeError)
+_AWAY = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO)
+"""Of a file system over a network."""
 
 
 def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -76,108 +67,30 @@ def save(folder: Path, step: int, policy: Policy, loop: Mapping[str, Any], keep:
     ``loop`` is small, equal on all ranks and plain (numbers, strings, lists, dicts): what the training loop needs to
     go on.
     """
-    path = _cleared(folder, step)
-    _write(_whole_state(policy, step, loop), _partial(path))
-    _publish(path, keep)
+    path = cleared(folder, step)
+    _write(whole_state(policy, step, loop), partial_folder(path))
+    publish(path, keep)
     return path
 
 
-class BackgroundSaver:
-    """Writes checkpoints while training goes on: a forked process of each rank writes what memory held at its start.
-
-    One at a time. Like ``save``, it gives a checkpoint its name when every rank has written its part.
-    """
-
-    def __init__(self, folder: Path, keep: int) -> None:
-        self._folder, self._keep = folder, keep
-        self._calls = AsyncCallsQueue()
-        self._pending: Path | None = None
-
-    def begin(self, step: int, policy: Policy, loop: Mapping[str, Any]) -> None:
-        """Start to write checkpoint ``step``, after the one before is there; a collective call."""
-        self.poll(wait=True)
-        path = _cleared(self._folder, step)
-        filesystem_async._results_queue = forked_queue()
-        request = dist_checkpointing.save(
-            _whole_state(policy, step, loop),
-            str(_partial(path)),
-            async_sharded_save=True,
-            **checkpoint_metadata("content_metadata"),
-        )
-        writes = request.async_fn
-        self._calls.schedule_async_request(
-            request._replace(async_fn=None if writes is None else partial(_until_parent_ends, writes))
-        )
-        self._pending = path
-
-    def poll(self, *, wait: bool = False) -> Path | None:
-        """The checkpoint that is complete now, on all ranks alike; None if none is. A collective call.
-
-        SaveError if it could not be written."""
-        if self._pending is None:
-            return None
-        path = self._pending
-        try:
-            if not self._calls.maybe_finalize_async_calls(blocking=wait):
-                return None
-        except _WRITE_ERRORS as error:
-            self._pending = None
-            reason = " ".join(str(error).split())
-            raise SaveError(f"{path} could not be written: {type(error).__name__}: {reason[-300:]}") from error
-        self._pending = None
-        _publish(path, self._keep)
-        return path
-
-    def abandon(self) -> None:
-        """End what is under way, on this rank; what it has written is removed by the next start."""
-        for call in self._calls.async_calls:
-            if (writer := call.async_caller.process) is not None:
-                writer.kill()
-                writer.join()
-        self._calls.async_calls.clear()
-        self._pending = None
-
-
-def _until_parent_ends(write: Callable[..., None], *arguments: Any) -> None:
-    """In the forked process: a trainer that is killed takes it along, and the processes that Megatron's writer forks.
-
-    One of those that dies ends it, so that the save fails: Megatron waits for their results for ever."""
-    _end_with_parent()
-    os.register_at_fork(after_in_child=_end_with_parent)
-    threading.Thread(target=_end_with_a_child, daemon=True).start()
-    write(*arguments)
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _end_with_a_child() -> None:
-    while True:
-        time.sleep(_LOOK_S)
-        for child in psutil.Process().children():
-            with suppress(ChildProcessError):  # Megatron has collected it
-                ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-                if ended is not None and ended.si_status != 0:
-                    os._exit(1)
-
-
-def _partial(path: Path) -> Path:
+def partial_folder(path: Path) -> Path:
+    """Where a checkpoint is written before it has its name."""
     return path.with_name(f"{path.name}.partial")
 
 
-def _cleared(folder: Path, step: int) -> Path:
+def cleared(folder: Path, step: int) -> Path:
     """The path of checkpoint ``step``; its partial folder is there and empty. A collective call."""
     path = folder / f"step_{step:07d}"
     if is_main_rank():
         for stale in (path, *folder.glob("step_*.partial")):
             shutil.rmtree(stale, ignore_errors=True)
-        _partial(path).mkdir(parents=True, exist_ok=True)
+        partial_folder(path).mkdir(parents=True, exist_ok=True)
     dist.barrier()
     return path
 
 
-def _whole_state(policy: Policy, step: int, loop: Mapping[str, Any]) -> dict[str, Any]:
+def whole_state(policy: Policy, step: int, loop: Mapping[str, Any]) -> dict[str, Any]:
+    """All that a checkpoint holds, in Megatron's sharded form."""
     state = _sharded_state(policy, is_loading=False)
     state["loop"] = {
         **loop,
@@ -189,10 +102,10 @@ def _whole_state(policy: Policy, step: int, loop: Mapping[str, Any]) -> dict[str
     return state
 
 
-def _publish(path: Path, keep: int) -> None:
+def publish(path: Path, keep: int) -> None:
     """Give a written checkpoint its name and remove all but the newest ``keep``; a collective call."""
     if is_main_rank():
-        _partial(path).rename(path)
+        partial_folder(path).rename(path)
         sync_folder(path.parent)
         for _, old in complete_checkpoints(path.parent)[:-keep]:
             shutil.rmtree(old)
@@ -235,6 +148,7 @@ def load(path: Path, policy: Policy) -> dict[str, Any]:
         _separate_adam_steps(policy.optimizer)
         policy.scheduler.load_state_dict(state["scheduler"])
     except _READ_ERRORS as error:
+        _raise_unless_damage(error)
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"{path} does not load into this run: {type(error).__name__}: {reason[-300:]}. It is damaged, or was "
@@ -263,6 +177,7 @@ def read_weights(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
         for index, chunk in enumerate(chunks):
             unwrap(chunk).load_state_dict(state[f"model{index}"])
     except _READ_ERRORS as error:
+        _raise_unless_damage(error)
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"{path} does not load: {type(error).__name__}: {reason[-300:]}. It is damaged, or was written with "
@@ -276,9 +191,17 @@ def _written(path: Path, shape: ModelShape) -> dict[str, Any]:
         loop = dist_checkpointing.load_common_state_dict(str(path))["loop"]
         written_by, _ = loop["model"], loop["layout"]
     except _READ_ERRORS as error:
+        _raise_unless_damage(error)
         raise CheckpointError(f"{path} is not a complete checkpoint: {type(error).__name__}: {error}") from error
     _refuse_other_model(path, written_by, shape.describe())
     return loop
+
+
+def _raise_unless_damage(error: BaseException) -> None:
+    """A rank that died meanwhile and a file system that is away are no fault of the checkpoint: both pass."""
+    away = isinstance(error, OSError) and error.errno in _AWAY
+    if away or is_of_a_collective(error):
+        raise error
 
 
 def _read(wanted: dict[str, Any], path: Path) -> Any:

@@ -22,6 +22,8 @@ from megarl.errors import ConfigError, MegarlError, PeerError, RolloutError
 
 Result = TypeVar("Result")
 
+_OF_A_COLLECTIVE = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe")
+
 
 def initialize(config: Config, timeout_s: float | None = None) -> None:
     """Join the other ranks (torchrun's environment; alone without it), then lay out and seed Megatron's groups.
@@ -142,7 +144,15 @@ def fail_together(failure: MegarlError | None, what: str) -> None:
     if failure is not None:
         raise failure
     if int(failed):
-        raise RolloutError(f"{what} failed on {int(failed)} other ranks; their messages say why")
+        error = RolloutError(f"{what} failed on {int(failed)} other ranks; their messages say why")
+        error.second_hand = True
+        raise error
+
+
+def is_of_a_collective(error: BaseException) -> bool:
+    """Whether it is of a collective call that failed: torch has no class of its own for what gloo raises."""
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or any(word in text for word in _OF_A_COLLECTIVE)
 
 
 def from_main_rank(action: Callable[[], Result]) -> Result:

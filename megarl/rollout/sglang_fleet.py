@@ -105,8 +105,9 @@ class Fleet:
         self._updating = threading.Event()
         self._watcher: threading.Thread | None = None
 
-    def start(self) -> list[str]:
-        """Start what is to be started, wait until all answer; returns their URLs. RolloutError if one does not."""
+    def start(self, ended: threading.Event | None = None) -> list[str]:
+        """Start what is to be started, wait until all answer; returns their URLs. RolloutError if one does not, or if
+        another thread sets ``ended`` meanwhile."""
         own = [member for member in self._members if member.process is not None]
         try:
             for member in own:
@@ -114,7 +115,7 @@ class Fleet:
                 member.process.start()
             for member in self._members:
                 if member.process is not None:
-                    member.process.wait_ready(self.settings.start_deadline_s)
+                    member.process.wait_ready(self.settings.start_deadline_s, ended)
                     member.url = member.process.url
                 member.sender = self._connect(member.url)
         except BaseException:

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from megarl.config import Config
 from megarl.core.metrics import Stat, finalize
 from megarl.data.run_lock import RunLock
-from megarl.errors import RolloutError, StopError, WeightSyncError
+from megarl.errors import RolloutError, SaveError, StopError, WeightSyncError
 from megarl.megatron import checkpoint, distributed
-from megarl.megatron.checkpoint import BackgroundSaver
+from megarl.megatron.background_saver import BackgroundSaver
 from megarl.megatron.policy import Policy, schedule_of
 from megarl.megatron.refusals import as_config_error
 from megarl.megatron.resting import rest, wake
@@ -240,7 +240,10 @@ class Trainer:
     def _save_before_the_end(self, done: int, sampling: dict[str, Any] | None = None) -> None:
         """Keep the steps that are done when the engine cannot go on; StopError if that is because of a request."""
         asked = self.stop.agreed()
-        self.saver.poll(wait=True)
+        try:
+            self.saver.poll(wait=True)
+        except SaveError as error:  # on all ranks alike; there may be room again
+            self.progress.line(f"warning: {error}")
         saved = self._saved(done) or ((asked or self.config.checkpoint.every) and self._save(done, sampling))
         if saved:
             why = "asked to stop" if asked else "the engine cannot go on"

@@ -8,12 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch.distributed as dist
-
 from megarl.errors import MegarlError, PeerError, StopError
+from megarl.megatron.distributed import is_of_a_collective
 from megarl.train.vitals import Vitals, read_signs, whereabouts
 
-_OF_A_COLLECTIVE = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe")
 _SIGNS_ARE_OLD_S = 6.0
 """After so long a rank that has died is seen to be silent."""
 
@@ -30,7 +28,7 @@ def reported(vitals: Vitals, folder: Path, rank: int, ranks: int) -> Iterator[No
         vitals.end("failed", error)
         raise
     except Exception as error:
-        if ranks == 1 or not _is_of_a_collective(error):
+        if ranks == 1 or not is_of_a_collective(error):
             vitals.end("failed", error)
             raise
         status, traced = vitals.status, "".join(traceback.format_exception(error))
@@ -49,8 +47,3 @@ def reported(vitals: Vitals, folder: Path, rank: int, ranks: int) -> Iterator[No
         raise
     else:
         vitals.end("finished")
-
-
-def _is_of_a_collective(error: Exception) -> bool:
-    text = str(error).lower()
-    return isinstance(error, dist.DistError) or any(word in text for word in _OF_A_COLLECTIVE)

@@ -28,8 +28,13 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     path = run_dir / "status.json"
     try:
         found: dict[str, Any] = json.loads(path.read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
+        begun = _launched(run_dir)
+        if begun:
+            raise ConfigError(f"{run_dir}: no rank has said anything yet; the launcher says: {begun['says']}") from None
         raise ConfigError(f"found no {path}: {run_dir} is no folder of a run that has begun") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged ({error}); a run that goes on writes it anew every few seconds") from None
     now = time.time()
     lock = run_dir / "lock"
     if found["state"] in ("starting", "running") and not is_held(lock):
@@ -38,8 +43,19 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     found["checkpoint"] = newest_checkpoint(run_dir)
     found["holder"] = read_holder(lock)
     found["where"] = whereabouts(read_signs(run_dir, found["ranks"]), now) if found["state"] != "finished" else None
-    launch = run_dir / "launch.json"
-    found["launch"] = json.loads(launch.read_text()) if launch.exists() else None
+    found["launch"] = _launched(run_dir)
+    return found
+
+
+def _launched(run_dir: Path) -> dict[str, Any] | None:
+    """launch.json; None if there is none. "says" is what the launcher did last, if it is gone."""
+    try:
+        found: dict[str, Any] = json.loads((run_dir / "launch.json").read_text())
+    except (OSError, ValueError):
+        return None
+    ended = found["says"].startswith(("finished", "stopped", "gave up"))
+    if not ended and not is_held(run_dir / "launch.lock"):
+        found["says"] = f"gone; its last word: {found['says']}"
     return found
 
 

@@ -25,11 +25,12 @@ from types import TracebackType
 from typing import Any, Literal
 
 from megarl.data.run_lock import RunLock
+from megarl.errors import ConfigError
 
 State = Literal["starting", "running", "finished", "stopped", "failed"]
 BETWEEN = "between phases"
 _ORPHANED = 70
-"""Exit code of a rank whose launcher is gone (EX_SOFTWARE)."""
+"""Exit code of a rank whose launcher, or lock, is gone (EX_SOFTWARE)."""
 _SPEED_STEPS = 20
 _WRITE_AGAIN_S = 0.2
 """Phases that follow each other faster are not all written."""
@@ -151,10 +152,14 @@ class Vitals:
     def _watch(self) -> None:
         while not self._ended.wait(self._beat_s):
             if self._has_launcher and os.getppid() != self._parent:
-                self._end_orphan()
+                self.status.state, self.status.last_error = "failed", "the launcher of the ranks is gone"
+                self._write()  # it was killed and took nobody along
+                self._end_at_once("its launcher is gone")
             self._write()
             try:
                 self._look_around()
+            except ConfigError as error:  # what another run is doing in this folder is not to be spoilt
+                self._end_at_once(str(error))
             except OSError as error:  # of a file system that is away for a moment
                 print(f"megarl: warning: {error}", file=sys.stderr, flush=True)
 
@@ -190,11 +195,9 @@ class Vitals:
         status = self.status
         return f"rank {self._rank} on {status.host} is in phase {status.phase} after step {status.step}"
 
-    def _end_orphan(self) -> None:
-        """Its launcher was killed and took nobody along. What is saved is complete; the rest would go on unseen."""
-        print(f"megarl: error: rank {self._rank}: its launcher is gone; ending", file=sys.stderr, flush=True)
-        self.status.state, self.status.last_error = "failed", "the launcher of the ranks is gone"
-        self._write()
+    def _end_at_once(self, why: str) -> None:
+        """What is saved is complete; the rest would go on unseen."""
+        print(f"megarl: error: rank {self._rank}: {why}; ending", file=sys.stderr, flush=True)
         os._exit(_ORPHANED)
 
     def _write(self) -> None:
@@ -236,7 +239,7 @@ def read_signs(folder: Path, ranks: int, attempt: str | None = None) -> list[dic
             sign = json.loads(rank_file(folder, rank).read_text())
         except (OSError, ValueError):
             sign = {}
-        if sign and (attempt is None or sign["attempt"] == attempt):
+        if sign and (attempt is None or sign.get("attempt") == attempt):
             signs.append(sign)
         else:
             signs.append({"rank": rank, "host": "?", "pid": 0, "step": -1, "phase": "no sign of life", "beat": 0.0})

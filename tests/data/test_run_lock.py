@@ -115,6 +115,29 @@ def test_a_node_that_is_silent_has_lost_it(tmp_path: Path, monkeypatch: pytest.M
     assert time.monotonic() - started < 20.0
 
 
+def test_a_holder_notices_that_another_one_has_taken_over(tmp_path: Path) -> None:
+    """Two that begin at once where the file system keeps locks to one node."""
+    path = tmp_path / "lock"
+    with RunLock(path) as lock:
+        lock.beat()
+        foreign(path)
+        with pytest.raises(ConfigError, match="in use by process 12 on another-node"):
+            lock.beat()
+    assert read_holder(path) is not None  # and leaves it to that one
+
+
+def test_silence_is_by_the_clock_of_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "lock"
+    foreign(path)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 3600.0)  # this node's clock is wrong
+    told: list[str] = []
+    with RunLock(path, told.append, stale_s=1.0):
+        pass
+    assert "waiting up to 1 s" in told[0]
+    assert [file.name for file in tmp_path.iterdir()] == ["lock"]
+
+
 def test_a_holder_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     process = holder(path)

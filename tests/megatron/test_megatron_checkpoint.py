@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -121,6 +123,30 @@ def test_a_damaged_checkpoint_is_refused_by_name(damage: str, policy: Any, tmp_p
         (path / ".metadata").unlink()
     with pytest.raises(CheckpointError, match="step_0000001"):
         checkpoint.load(path, policy)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"),
+        OSError(errno.ESTALE, "Stale file handle"),
+    ],
+    ids=["a rank died", "the file system is away"],
+)
+def test_what_another_start_may_mend_is_not_called_damage(
+    error: Exception, policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint.save(tmp_path, 1, policy, {}, keep=2)
+
+    def fails(*rest: Any) -> None:
+        raise error
+
+    for place in ("load", "load_common_state_dict"):
+        with monkeypatch.context() as patched:
+            patched.setattr(checkpoint.dist_checkpointing, place, fails)
+            with pytest.raises(type(error), match=re.escape(str(error))) as raised:
+                checkpoint.load(path, policy)
+            assert not isinstance(raised.value, CheckpointError)
 
 
 def test_a_checkpoint_of_another_model_is_refused(policy: Any, models: dict[str, Path], tmp_path: Path) -> None:

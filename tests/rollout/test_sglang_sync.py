@@ -131,6 +131,21 @@ class TestAServerThatCannotStart:
         assert not any(member.process.members() for member in fleet._members if member.process)
         fleet.close()  # again: nothing to do
 
+    def test_a_start_that_is_not_wanted_any_more_ends_soon_and_leaves_no_key(self, tmp_path: Path):
+        slow = tmp_path / "slow"
+        slow.write_text("#!/bin/sh\nsleep 600\n")
+        slow.chmod(0o755)
+        fleet, ended = Fleet([ServerSpec(tmp_path, slow, "float32", tmp_path / "log", api_key="k")]), threading.Event()
+        threading.Timer(1.0, ended.set).start()
+        started = time.monotonic()
+        with pytest.raises(RolloutError, match="is not needed any more"):
+            fleet.start(ended)
+        assert time.monotonic() - started < 30.0
+        (member,) = fleet._members
+        assert member.process is not None
+        assert not member.process.members()
+        assert member.process._config_file is None
+
     def test_it_is_tried_so_often_and_then_given_up(self, fleet: Fleet, told: list[str]):
         (member,) = fleet._members
         assert member.process is not None

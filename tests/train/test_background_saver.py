@@ -16,20 +16,21 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from train_world import World, take_step, training, weights_of
 
 from megarl.errors import SaveError
-from megarl.megatron import checkpoint
-from megarl.megatron.checkpoint import BackgroundSaver, complete_checkpoints
+from megarl.megatron import background_saver, checkpoint
+from megarl.megatron.background_saver import BackgroundSaver
+from megarl.megatron.checkpoint import complete_checkpoints
 
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Writers begin when training has long gone on."""
-    original: Callable[..., None] = checkpoint._until_parent_ends
+    original: Callable[..., None] = background_saver._until_parent_ends
 
     def later(write: Callable[..., None], *arguments: Any) -> None:
         time.sleep(1.5)
         original(write, *arguments)
 
-    monkeypatch.setattr(checkpoint, "_until_parent_ends", later)
+    monkeypatch.setattr(background_saver, "_until_parent_ends", later)
 
 
 def writers() -> list[psutil.Process]:

@@ -1,0 +1,180 @@
+"""What the launcher decides from what trainers leave behind; here they are a few words of shell."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl import cli
+from megarl.config import Config
+from megarl.config_file import parse
+from megarl.errors import ConfigError, DataError, MegarlError, PeerError, RolloutError
+from megarl.launch import supervisor as module
+from megarl.launch.steps import Step, srun
+from megarl.launch.supervisor import Supervisor
+from megarl.launch.topology import Node
+from megarl.train.status import read_status
+
+ROOT = Path(__file__).parents[2]
+FINISHES = """echo '{"state": "finished", "attempt": "'$MEGARL_ATTEMPT'"}' > $RUN/status.json"""
+
+
+@pytest.fixture(autouse=True)
+def undone() -> Iterator[None]:
+    """Handlers and variables of a launcher go with its test."""
+    numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    environment = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+def config(folder: Path, **launch: Any) -> Config:
+    table = {
+        "run": {"steps": 1, "dir": str(folder / "run")},
+        "model": {"path": "m"},
+        "data": {"train": "t.jsonl", "max_prompt_tokens": 8},
+        "rollout": {"prompts_per_step": 8, "group_size": 2, "max_response_tokens": 8},
+        "optim": {"lr": 1e-3},
+    }
+    return parse({**table, "launch": launch})
+
+
+class Launched(Supervisor):
+    """Its trainer is a line of shell, with $RUN for the run's folder."""
+
+    trainer = "true"
+
+    def _trainer_words(self) -> list[str]:
+        return ["sh", "-c", self.trainer.replace("$RUN", str(self.folder))]
+
+
+def launched(folder: Path, trainer: str, **launch: Any) -> Launched:
+    made = Launched(config(folder, max_restarts=0, **launch), ["train", "c.toml"])
+    made.trainer = trainer
+    return made
+
+
+def test_what_an_earlier_launch_of_the_same_job_has_left_decides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    first = launched(tmp_path, f"{FINISHES}; echo $MEGARL_ATTEMPT > $RUN/stop")
+    assert first.run() == 0
+    second = launched(tmp_path, "test $(cat $RUN/stop) != $MEGARL_ATTEMPT || kill -9 $$; exit 3")
+    assert second.run() == 1  # it has said nothing, so it has not finished
+    assert "exit code 3; last seen: rank 0: no sign of life" in capsys.readouterr().err
+    assert first.logs != second.logs
+    failing = f'{sys.executable} -c \'import megarl.cli; megarl.cli.main(["status", "/nowhere"])\''
+    assert launched(tmp_path, f"{failing}; exit 3").run() == 2
+    assert launched(tmp_path, "exit 3").run() == 1  # that word was of another start
+
+
+def test_a_disk_that_is_full_at_the_end_changes_no_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, original = launched(tmp_path, FINISHES), module.write_atomically
+    written: list[Path] = []
+
+    def full(path: Path, data: bytes) -> None:
+        if written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(path)
+        original(path, data)
+
+    monkeypatch.setattr(module, "write_atomically", full)
+    assert made.run() == 0
+
+
+def test_a_stop_before_the_trainer_starts_none_and_a_cancelled_job_is_not_requeued(tmp_path: Path) -> None:
+    made = launched(tmp_path, "touch $RUN/began")
+    made._heard(signal.SIGUSR1, None)
+    assert made._asked == signal.SIGUSR1
+    made._heard(signal.SIGTERM, None)
+    assert made._asked == signal.SIGTERM
+    made._heard(signal.SIGUSR1, None)
+    assert made._asked == signal.SIGTERM
+    assert made.run() == 75
+    assert not (tmp_path / "run" / "began").exists()
+
+
+def test_a_launcher_whose_folder_is_taken_over_ends_its_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BEAT_S", 0.1)
+    other = '{"host": "another-node", "pid": 12, "since": "then"}'
+    made = launched(tmp_path, f"echo '{other}' > $RUN/launch.lock; sleep 60; touch $RUN/ended")
+    with pytest.raises(ConfigError, match="in use by process 12 on another-node"):
+        made.run()
+    assert json.loads((tmp_path / "run" / "launch.lock").read_text())["host"] == "another-node"
+    assert not (tmp_path / "run" / "ended").exists()
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_the_rank_that_knows_why_has_the_word(order: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "failure.json"
+    monkeypatch.setenv("MEGARL_FAILURE", str(path))
+    others = RolloutError("sampling failed on 1 other ranks")
+    others.second_hand = True
+    errors: list[MegarlError] = [DataError("line 3: no answer"), PeerError("rank 0 lost the others"), others]
+    for error in errors if order == 0 else reversed(errors):
+        cli._leave_word(error)
+    assert json.loads(path.read_text())["kind"] == "DataError"
+    cli._leave_word(ConfigError("later"))
+    assert json.loads(path.read_text())["message"] == "line 3: no answer"
+
+
+def test_words_for_srun_and_commands_that_do_not_exist_are_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGARL_SRUN_ARGS", "--container-image='a b'")
+    assert srun([Node("n1", "10.0.0.1")])[-1] == "--container-image=a b"
+    monkeypatch.setenv("MEGARL_SRUN_ARGS", "--container-image='a b")
+    with pytest.raises(ConfigError, match=r"MEGARL_SRUN_ARGS: found .* No closing quotation"):
+        srun([Node("n1", "10.0.0.1")])
+    with pytest.raises(ConfigError, match="trainer: /no/python could not be started"):
+        Step("trainer", ["/no/python"])
+
+
+def test_a_run_folder_that_cannot_be_is_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(ConfigError, match=r"run\.dir: .* cannot be written"):
+        launched(tmp_path, "true").run()
+
+
+def test_the_status_of_what_is_no_run_or_has_only_been_launched(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is no folder of a run"):
+        read_status(tmp_path / "file")
+    (tmp_path / "status.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"status\.json is damaged"):
+        read_status(tmp_path)
+    made = launched(tmp_path, "exit 3")
+    made.run()
+    with pytest.raises(ConfigError, match="no rank has said anything yet; the launcher says: gave up, 1 starts"):
+        read_status(tmp_path / "run")
+    made._write("running")
+    with pytest.raises(ConfigError, match="the launcher says: gone; its last word: running"):
+        read_status(tmp_path / "run")
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "launch").glob("*.s*")), ids=lambda path: path.name)
+def test_a_setup_file_cannot_change_the_words_of_a_script(script: Path, tmp_path: Path) -> None:
+    assert shutil.which("bash")
+    setup, python = tmp_path / "setup.sh", tmp_path / "python"
+    setup.write_text('[[ -z "$*" ]] || echo "saw $*"\nset -- replaced\nexport FROM_SETUP=1\n')
+    python.write_text('#!/bin/sh\necho "$FROM_SETUP $*"\n')
+    python.chmod(0o755)
+    env = {**os.environ, "MEGARL_SETUP": str(setup), "MEGARL_PYTHON": str(python)}
+    words = ["my config.toml", "--train.replay", "r2"]
+    done = subprocess.run(["bash", script, *words], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("1 -m megarl.cli launch my config.toml --train.replay r2 --launch.layout")
