@@ -89,9 +89,7 @@ class Job:
 def submit(cluster: Cluster, world: World, script: str, config: Path, *options: str) -> Job:
     log = config.with_suffix(".log")
     environment = world.environment(MEGARL_PYTHON=sys.executable)
-    job = cluster.submit(
-        "--dependency=", *options, f"--output={log}", SCRIPTS / script, config, env=environment, cwd=world.root
-    )
+    job = cluster.submit(*options, f"--output={log}", SCRIPTS / script, config, env=environment, cwd=world.root)
     return Job(cluster, world, config, job)
 
 
@@ -175,8 +173,7 @@ def test_a_second_submission_is_refused_or_waits_and_a_cancelled_job_leaves_nobo
     assert refused.ended(60.0) == "FAILED"
     assert cluster.job(refused.id)["ExitCode"] == "2:0"
     assert f"Slurm job {first.id}" in first.said
-    once = ["--job-name=twice", "--dependency=singleton"]
-    waits = submit(cluster, world, "colocated.sbatch", config, *shared, *once)
+    waits = submit(cluster, world, "colocated.sbatch", config, *shared, "--job-name=twice")
     time.sleep(3.0)
     assert (cluster.job(waits.id)["JobState"], cluster.job(waits.id)["Reason"]) == ("PENDING", "Dependency")
     cluster.run("scancel", waits.id)
