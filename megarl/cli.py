@@ -386,13 +386,17 @@ def _leave_word(error: MegarlError) -> None:
         return
     path = Path(os.environ["MEGARL_FAILURE"])
     word = {"kind": type(error).__name__, "message": " ".join(str(error).split()), "second_hand": error.second_hand}
-    with contextlib.suppress(OSError, ValueError):
+    own = path.with_name(f".{path.name}.{os.environ.get('RANK', '0')}")
+    with contextlib.suppress(OSError):
+        own.write_text(json.dumps(word))
         try:
-            with path.open("x") as file:
-                json.dump(word, file)
+            os.link(own, path)  # whole at once, and not over another's
         except FileExistsError:
             if not error.second_hand and json.loads(path.read_text())["second_hand"]:
-                path.write_text(json.dumps(word))
+                own.replace(path)
+        except OSError:  # a file system without links
+            own.replace(path)
+        own.unlink(missing_ok=True)
 
 
 def _ranks_have_met() -> bool:

@@ -44,6 +44,9 @@ class CheckpointError(MegarlError, RuntimeError):
 class SaveError(MegarlError, OSError):
     """A checkpoint could not be written."""
 
+    on_all_ranks = False
+    """Whether every rank knows of it, so that all of them may go on."""
+
 
 class NumericsError(MegarlError, FloatingPointError):
     """A value that must be finite is not; names the quantity and where it arose."""

@@ -14,6 +14,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,6 +23,7 @@ from megarl.errors import ConfigError
 
 BEAT_S = 5.0
 """How often a holder should ``beat``."""
+_GLANCE_S = 1.0
 STALE_S = 60.0
 """A holder on another node that was not heard of for so long is gone."""
 
@@ -44,34 +46,36 @@ class RunLock:
     def __enter__(self) -> RunLock:
         """ConfigError that names the holder if there is one."""
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._take()
         except OSError as error:
             raise ConfigError(f"run.dir: {self._path.parent} cannot be written: {error}") from None
+        return self
+
+    def _take(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             self._await_kernel(file)
             self._await_other_node()
+            self._file, self._owner = file, _owner()
+            self._write(self._owner)
         except BaseException:
+            self._file = None
             os.close(file)
             raise
-        self._file = file
         os.register_at_fork(after_in_child=self._forget)
-        self._owner = _owner()
-        self._write(self._owner)
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._file is not None:
-            if self._is_ours():
-                self._write({})
-            os.close(self._file)
-            self._file = None
-
-    def _is_ours(self) -> bool:
-        """What is not there, or not whole, is nobody else's."""
-        return read_holder(self._path) in (None, self._owner)
+            try:
+                with suppress(OSError):  # the outcome of what was done under the lock counts
+                    if read_holder(self._path) == self._owner:
+                        self._write({})
+            finally:
+                os.close(self._file)
+                self._file = None
 
     def _forget(self) -> None:
         """In a forked process, which may outlive the holder and must not hold."""
@@ -83,12 +87,16 @@ class RunLock:
         """Say that the holder lives. ConfigError if another one has taken over, as two that begin on two nodes at once
         may where the file system keeps locks to one node: the later one goes on."""
         if self._file is not None:
-            if not self._is_ours():
+            found = read_holder(self._path)
+            if found is None:  # two wrote at once: who is read after this is the holder
+                self._write(self._owner)
+            elif found != self._owner:
                 raise self._refusal()
             os.utime(self._file)
 
     def _await_kernel(self, file: int) -> None:
-        until, told = time.monotonic() + self._wait_s, False
+        # ``is_held`` takes it for a moment: no reason to be refused.
+        until, told = time.monotonic() + max(self._wait_s, _GLANCE_S), False
         while True:
             try:
                 return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -99,7 +107,7 @@ class RunLock:
                 if error.errno not in _NO_LOCKS:
                     raise
                 return None  # the holder's signs of life are all there is
-            if not told:
+            if not told and self._wait_s > _GLANCE_S:
                 self._tell(f"{self._path} is held by {described(read_holder(self._path))}; waiting for its end")
                 told = True
             time.sleep(0.2)

@@ -11,5 +11,5 @@ def ready_file(launch_file: Path, node: int) -> Path:
 
 
 def end_file(launch_file: Path, node: int) -> Path:
-    """There when the servers of a node are to end."""
+    """Holds the name of the launch whose servers on a node are to end; those of another launch stay."""
     return launch_file.with_name(f"servers{node}.end")

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -58,8 +59,9 @@ def serve(config: Config, launch_file: Path, node: int) -> None:
 
     def watch() -> None:
         while not ended.wait(1.0):
-            if os.getppid() != parent or end_file(launch_file, node).exists():
-                ended.set()
+            with suppress(OSError):  # there is no such file, or no file system for a moment
+                if os.getppid() != parent or end_file(launch_file, node).read_text() == launch["launch"]:
+                    ended.set()
 
     threading.Thread(target=watch, daemon=True).start()
     try:

@@ -43,6 +43,7 @@ FAILURE_VARIABLE = "MEGARL_FAILURE"
 """A file for the error that ends a rank; see ``megarl.cli``."""
 _POLL_S = 0.5
 _SERVER_GRACE_S = 30.0
+_FULL_DISK_S = 60.0
 _BAD_INPUT = ("ConfigError", "DataError", "CheckpointError")
 """Errors that another start would meet again."""
 
@@ -128,6 +129,7 @@ class Supervisor:
                 key = ["--sglang.api_key_env", KEY_VARIABLE]
         *words, path = self.command
         launch = {
+            "launch": self.logs.name,
             "topology": self.topology.plain(),
             "command": [*words, *key, *of_trainer, path],
             "server_command": [*words, *key, path],
@@ -140,10 +142,23 @@ class Supervisor:
         restarts = f", {self._server_restarts} restarts of server nodes" if self._server_restarts else ""
         try:
             self._write(f"{text}, {self._attempt} starts of the trainer{restarts}")
-        except (
-            OSError
-        ) as error:  # of a full disk: what is only said must not end a trainer, or keep a job from its queue
+        except OSError as error:
+            # Of a full disk: what is only said must not end a trainer, or keep a job from its queue.
             self._tell(f"warning: {self.launch_file} is not up to date: {error}")
+
+    def _announce(self) -> None:
+        """What the ranks of this start are to read; RolloutError if it cannot be written for a minute."""
+        until = time.monotonic() + _FULL_DISK_S
+        while True:
+            try:
+                self._logs_of_attempt.mkdir(parents=True, exist_ok=True)
+                return self._write(f"running, {self._attempt} starts of the trainer")
+            except OSError as error:
+                if time.monotonic() > until or self._asked is not None:
+                    raise RolloutError(f"{self.launch_file} cannot be written: {error}") from error
+                self._tell(f"warning: {self.launch_file} cannot be written: {error}; trying again")
+            time.sleep(min(5.0, _FULL_DISK_S / 10))
+            self._beat()
 
     def _train(self) -> int:
         """Start the trainer and stay until it has ended; its exit code."""
@@ -152,10 +167,9 @@ class Supervisor:
             number = int(os.environ.get("SLURM_JOB_ID", os.getpid()))
             port = topology.free_ports(1, number, self._attempt)[0]
             self.topology = replace(self.topology, master_port=port)
-        self._logs_of_attempt.mkdir(parents=True, exist_ok=True)
         os.environ[ATTEMPT_VARIABLE] = f"{self.logs.name}-{self._attempt}"
         os.environ[FAILURE_VARIABLE] = str(self._logs_of_attempt / "failure.json")
-        self._says("running")
+        self._announce()
         step = Step("trainer", self._trainer_words())
         try:
             while step.code is None:
@@ -199,6 +213,12 @@ class Supervisor:
                         f"before they were ready; see {self._server_log(node)}"
                     )
             self._revive_servers()
+            gone = [node for node, step in enumerate(self._servers) if step.code is not None]
+            if any(not self._ready_file(node).exists() for node in gone):
+                raise RolloutError(
+                    f"the servers of {len(gone)} nodes have ended and were started sglang.max_restarts = "
+                    f"{self.config.sglang.max_restarts} times; see {self._server_log(gone[0])}"
+                )
             if time.monotonic() > until:
                 raise RolloutError(
                     f"the servers were not ready after {self.config.sglang.start_deadline_s:.0f} s; see "
@@ -236,7 +256,7 @@ class Supervisor:
         """Through a file: srun passes SIGTERM on as SIGKILL, and servers would leave files with keys behind."""
         for node in range(len(self._servers)):
             with suppress(OSError):
-                end_file(self.launch_file, node).touch()
+                end_file(self.launch_file, node).write_text(self.logs.name)
         until = time.monotonic() + _SERVER_GRACE_S
         while any(step.code is None for step in self._servers) and time.monotonic() < until:
             time.sleep(_POLL_S)
@@ -282,8 +302,10 @@ class Supervisor:
         if self._asked is None:
             self._asked, self._asked_at = signal.Signals(number), time.monotonic()
             return
-        if number != signal.SIGUSR1:  # who cancels a job that is about to be requeued does not want it back
-            self._asked = signal.Signals(number)
+        if (
+            number == signal.SIGINT
+        ):  # who is at the keyboard wants no job to come back; Slurm's own TERM follows its USR1
+            self._asked = signal.SIGINT
         if number != signal.SIGUSR1 and time.monotonic() - self._asked_at > 1.0:
             self._asked_at = -self.config.launch.stop_grace_s  # asked twice: no more patience
 

@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.errors import SaveError
 from megarl.megatron.checkpoint import WRITE_ERRORS, cleared, partial_folder, publish, whole_state
-from megarl.megatron.checkpoint_versions import checkpoint_metadata, forked_queue
+from megarl.megatron.checkpoint_versions import checkpoint_metadata, forked_queue, write_errors_are_told_to_all
 from megarl.megatron.policy import Policy
 
 _PR_SET_PDEATHSIG = 1
@@ -52,14 +54,14 @@ class BackgroundSaver:
         )
         writes = request.async_fn
         self._calls.schedule_async_request(
-            request._replace(async_fn=None if writes is None else partial(_until_parent_ends, writes))
+            request._replace(async_fn=None if writes is None else partial(_until_parent_ends, os.getpid(), writes))
         )
         self._pending = path
 
     def poll(self, *, wait: bool = False) -> Path | None:
         """The checkpoint that is complete now, on all ranks alike; None if none is. A collective call.
 
-        SaveError if it could not be written."""
+        SaveError if it could not be written; its ``on_all_ranks`` says whether every rank has it."""
         if self._pending is None:
             return None
         path = self._pending
@@ -69,7 +71,10 @@ class BackgroundSaver:
         except WRITE_ERRORS as error:
             self._pending = None
             reason = " ".join(str(error).split())
-            raise SaveError(f"{path} could not be written: {type(error).__name__}: {reason[-300:]}") from error
+            failure = SaveError(f"{path} could not be written: {type(error).__name__}: {reason[-300:]}")
+            told_to_all = isinstance(error, CheckpointException) and write_errors_are_told_to_all()
+            failure.on_all_ranks = told_to_all or dist.get_world_size() == 1
+            raise failure from error
         self._pending = None
         publish(path, self._keep)
         return path
@@ -84,18 +89,20 @@ class BackgroundSaver:
         self._pending = None
 
 
-def _until_parent_ends(write: Callable[..., None], *arguments: Any) -> None:
+def _until_parent_ends(trainer: int, write: Callable[..., None], *arguments: Any) -> None:
     """In the forked process: a trainer that is killed takes it along, and the processes that Megatron's writer forks.
 
     One of those that dies ends it, so that the save fails: Megatron waits for their results for ever."""
-    _end_with_parent()
-    os.register_at_fork(after_in_child=_end_with_parent)
+    _end_with_parent(trainer)
+    os.register_at_fork(after_in_child=partial(_end_with_parent, os.getpid()))
     threading.Thread(target=_end_with_a_child, daemon=True).start()
     write(*arguments)
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before this was said
+        os._exit(1)
 
 
 def _end_with_a_child() -> None:

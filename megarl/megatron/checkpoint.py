@@ -199,9 +199,10 @@ def _written(path: Path, shape: ModelShape) -> dict[str, Any]:
 
 def _raise_unless_damage(error: BaseException) -> None:
     """A rank that died meanwhile and a file system that is away are no fault of the checkpoint: both pass."""
-    away = isinstance(error, OSError) and error.errno in _AWAY
-    if away or is_of_a_collective(error):
-        raise error
+    wrapped = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    for cause in wrapped:
+        if (isinstance(cause, OSError) and cause.errno in _AWAY) or is_of_a_collective(cause):
+            raise cause
 
 
 def _read(wanted: dict[str, Any], path: Path) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 from megatron.core.dist_checkpointing import exchange_utils
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_finalize
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint import filesystem
 
@@ -40,6 +41,11 @@ def results_queue() -> Any:
 def forked_queue() -> Any:
     """The same for a save that is not waited for."""
     return _ForkedQueue()
+
+
+def write_errors_are_told_to_all() -> bool:
+    """Whether all ranks hear of one whose background writer failed; since 0.14."""
+    return "failures_occurred" in save_state_dict_async_finalize.__code__.co_varnames
 
 
 class _ForkedQueue:

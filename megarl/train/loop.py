@@ -242,8 +242,10 @@ class Trainer:
         asked = self.stop.agreed()
         try:
             self.saver.poll(wait=True)
-        except SaveError as error:  # on all ranks alike; there may be room again
-            self.progress.line(f"warning: {error}")
+        except SaveError as error:
+            if not error.on_all_ranks:
+                raise
+            self.progress.line(f"warning: {error}")  # there may be room again
         saved = self._saved(done) or ((asked or self.config.checkpoint.every) and self._save(done, sampling))
         if saved:
             why = "asked to stop" if asked else "the engine cannot go on"

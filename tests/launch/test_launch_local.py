@@ -75,7 +75,7 @@ def test_ranks_that_are_killed_cost_the_steps_since_the_last_checkpoint(world: W
     assert " after step 5" in alone or " after step 6" in alone
     assert_whole(run.folder, reference)
     undone = [line for line in (run.folder / "samples.jsonl").read_text().splitlines() if "resumed_after" in line]
-    assert [json.loads(line)["resumed_after"] for line in undone] == [0, 2, 4]
+    assert [json.loads(line)["resumed_after"] for line in undone] in ([0, 2, 4], [0, 2, 6])
 
 
 def test_a_launcher_that_is_killed_leaves_nobody_behind_and_no_lock(world: World, reference: Path) -> None:

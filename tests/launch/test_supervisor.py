@@ -20,6 +20,7 @@ from megarl.config import Config
 from megarl.config_file import parse
 from megarl.errors import ConfigError, DataError, MegarlError, PeerError, RolloutError
 from megarl.launch import supervisor as module
+from megarl.launch.files import end_file
 from megarl.launch.steps import Step, srun
 from megarl.launch.supervisor import Supervisor
 from megarl.launch.topology import Node
@@ -85,12 +86,10 @@ def test_what_an_earlier_launch_of_the_same_job_has_left_decides_nothing(
 
 def test_a_disk_that_is_full_at_the_end_changes_no_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, original = launched(tmp_path, FINISHES), module.write_atomically
-    written: list[Path] = []
 
     def full(path: Path, data: bytes) -> None:
-        if written:
+        if b'"finished' in data:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        written.append(path)
         original(path, data)
 
     monkeypatch.setattr(module, "write_atomically", full)
@@ -101,10 +100,10 @@ def test_a_stop_before_the_trainer_starts_none_and_a_cancelled_job_is_not_requeu
     made = launched(tmp_path, "touch $RUN/began")
     made._heard(signal.SIGUSR1, None)
     assert made._asked == signal.SIGUSR1
-    made._heard(signal.SIGTERM, None)
-    assert made._asked == signal.SIGTERM
-    made._heard(signal.SIGUSR1, None)
-    assert made._asked == signal.SIGTERM
+    made._heard(signal.SIGTERM, None)  # Slurm's, where the limit comes before the end
+    assert made._asked == signal.SIGUSR1
+    made._heard(signal.SIGINT, None)
+    assert made._asked == signal.SIGINT
     assert made.run() == 75
     assert not (tmp_path / "run" / "began").exists()
 
@@ -119,6 +118,38 @@ def test_a_launcher_whose_folder_is_taken_over_ends_its_trainer(
         made.run()
     assert json.loads((tmp_path / "run" / "launch.lock").read_text())["host"] == "another-node"
     assert not (tmp_path / "run" / "ended").exists()
+
+
+def test_servers_are_ended_by_the_launch_that_started_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SERVER_GRACE_S", 0.1)
+    made = launched(tmp_path, FINISHES)
+    assert made.run() == 0
+    made._servers = [Step("servers", ["sleep", "60"])]
+    made._stop_servers()
+    name = json.loads((tmp_path / "run" / "launch.json").read_text())["launch"]
+    assert end_file(tmp_path / "run" / "launch.json", 0).read_text() == name == made.logs.name
+
+
+def test_a_trainer_begins_only_when_it_can_be_told_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "_FULL_DISK_S", 1.0)
+    made, original, failed = launched(tmp_path, FINISHES), module.write_atomically, [0]
+
+    def full(path: Path, data: bytes) -> None:
+        if b"running" in data and (failed[0] < 3 or always):
+            failed[0] += 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(path, data)
+
+    monkeypatch.setattr(module, "write_atomically", full)
+    always = False
+    assert made.run() == 0
+    assert failed == [3]
+    always = True
+    assert launched(tmp_path, f"touch $RUN/began; {FINISHES}").run() == 1
+    assert not (tmp_path / "run" / "began").exists()
+    assert "error: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("order", [0, 1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import Case, case
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from megarl.errors import CheckpointError
 from megarl.megatron import checkpoint
@@ -130,11 +130,12 @@ def test_a_damaged_checkpoint_is_refused_by_name(damage: str, policy: Any, tmp_p
     [
         RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"),
         OSError(errno.ESTALE, "Stale file handle"),
+        CheckpointException("read", {1: _wrap_exception(OSError(errno.EIO, "Input/output error"))}),
     ],
-    ids=["a rank died", "the file system is away"],
+    ids=["a rank died", "the file system is away", "for another rank"],
 )
 def test_what_another_start_may_mend_is_not_called_damage(
-    error: Exception, policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = checkpoint.save(tmp_path, 1, policy, {}, keep=2)
 
@@ -144,9 +145,10 @@ def test_what_another_start_may_mend_is_not_called_damage(
     for place in ("load", "load_common_state_dict"):
         with monkeypatch.context() as patched:
             patched.setattr(checkpoint.dist_checkpointing, place, fails)
-            with pytest.raises(type(error), match=re.escape(str(error))) as raised:
+            with pytest.raises((OSError, RuntimeError)) as raised:  # no CheckpointException, which is no Exception
                 checkpoint.load(path, policy)
             assert not isinstance(raised.value, CheckpointError)
+            assert str(raised.value) in str(error)
 
 
 def test_a_checkpoint_of_another_model_is_refused(policy: Any, models: dict[str, Path], tmp_path: Path) -> None:

@@ -26,9 +26,9 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Writers begin when training has long gone on."""
     original: Callable[..., None] = background_saver._until_parent_ends
 
-    def later(write: Callable[..., None], *arguments: Any) -> None:
+    def later(*arguments: Any) -> None:
         time.sleep(1.5)
-        original(write, *arguments)
+        original(*arguments)
 
     monkeypatch.setattr(background_saver, "_until_parent_ends", later)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from train_world import World, trainer_of
 
-from megarl.errors import StopError
+from megarl.errors import SaveError, StopError
 from megarl.megatron import checkpoint, distributed
 from megarl.train.audit import check
 from megarl.train.loop import train
@@ -63,3 +63,30 @@ def test_a_stop_in_the_middle_of_sampling_keeps_what_is_done_and_draws_the_rest_
     assert numbers(tmp_path / "asked") == numbers(tmp_path / "whole")
     size = check(tmp_path / "whole" / "samples.jsonl", 3)
     assert check(tmp_path / "asked" / "samples.jsonl", 3) == size > 0
+
+
+@pytest.mark.parametrize("on_all_ranks", [True, False])
+def test_a_stop_saves_although_an_earlier_save_beside_training_has_failed(
+    world: World, tmp_path: Path, on_all_ranks: bool
+) -> None:
+    settings = world.settings(run__dir=str(tmp_path), run__steps=2, eval__every=0, checkpoint__every=2)
+    distributed.initialize(settings)
+    trainer = trainer_of(settings)
+    failure = SaveError("step_0000001 could not be written")
+    failure.on_all_ranks = on_all_ranks
+
+    waited = 0
+
+    def poll(*, wait: bool = False) -> None:
+        nonlocal waited
+        waited += wait
+        if wait and waited == 1:
+            raise failure
+        trainer.stop.ask("a test")
+
+    trainer.saver.poll = poll  # type: ignore[method-assign, assignment]
+    with pytest.raises(StopError if on_all_ranks else SaveError):  # others may wait where this rank does not go
+        trainer.run()
+    trainer.log.close()
+    assert [step for step, _ in checkpoint.complete_checkpoints(tmp_path / "checkpoints")] == [1] * on_all_ranks
+    distributed.shutdown()
