@@ -149,16 +149,17 @@ class Supervisor:
     def _announce(self) -> None:
         """What the ranks of this start are to read; RolloutError if it cannot be written for a minute."""
         until = time.monotonic() + _FULL_DISK_S
-        while True:
+        while self._asked is None:
             try:
                 self._logs_of_attempt.mkdir(parents=True, exist_ok=True)
                 return self._write(f"running, {self._attempt} starts of the trainer")
             except OSError as error:
-                if time.monotonic() > until or self._asked is not None:
+                if time.monotonic() > until:
                     raise RolloutError(f"{self.launch_file} cannot be written: {error}") from error
                 self._tell(f"warning: {self.launch_file} cannot be written: {error}; trying again")
             time.sleep(min(5.0, _FULL_DISK_S / 10))
             self._beat()
+        return None
 
     def _train(self) -> int:
         """Start the trainer and stay until it has ended; its exit code."""
@@ -170,6 +171,8 @@ class Supervisor:
         os.environ[ATTEMPT_VARIABLE] = f"{self.logs.name}-{self._attempt}"
         os.environ[FAILURE_VARIABLE] = str(self._logs_of_attempt / "failure.json")
         self._announce()
+        if self._asked is not None:
+            return STOPPED
         step = Step("trainer", self._trainer_words())
         try:
             while step.code is None:
@@ -214,7 +217,7 @@ class Supervisor:
                     )
             self._revive_servers()
             gone = [node for node, step in enumerate(self._servers) if step.code is not None]
-            if any(not self._ready_file(node).exists() for node in gone):
+            if self._asked is None and any(not self._ready_file(node).exists() for node in gone):
                 raise RolloutError(
                     f"the servers of {len(gone)} nodes have ended and were started sglang.max_restarts = "
                     f"{self.config.sglang.max_restarts} times; see {self._server_log(gone[0])}"
