@@ -25,6 +25,7 @@ from megarl.config_flags import as_flag, split_overrides
 from megarl.errors import ConfigError, MegarlError, StopError
 
 USAGE_ERROR = 2
+_TAKE_A_CONFIGURATION = ("train", "launch", "sft", "eval", "plan")
 _FIRST_RANK_SPEAKS_S = 3.0
 INTERRUPTED = 130
 STOPPED = 75
@@ -62,13 +63,7 @@ def _parse_command(arguments: list[str], overrides: Mapping[str, Any]) -> Comman
     except SystemExit as stop:
         if stop.code:
             raise ConfigError(_one_line(complaint.getvalue())) from None
-        if arguments[0] in (
-            "train",
-            "launch",
-            "sft",
-            "eval",
-            "plan",
-        ):  # the help of a command that takes a configuration
+        if arguments[0] in _TAKE_A_CONFIGURATION:
             _print_keys()
         raise
 

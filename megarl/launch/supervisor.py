@@ -138,10 +138,13 @@ class Supervisor:
         }
         write_atomically(self.launch_file, json.dumps(launch, indent=1).encode())
 
-    def _says(self, text: str) -> None:
+    def _write_with_starts(self, text: str) -> None:
         restarts = f", {self._server_restarts} restarts of server nodes" if self._server_restarts else ""
+        self._write(f"{text}, {self._attempt} starts of the trainer{restarts}")
+
+    def _says(self, text: str) -> None:
         try:
-            self._write(f"{text}, {self._attempt} starts of the trainer{restarts}")
+            self._write_with_starts(text)
         except OSError as error:
             # Of a full disk: what is only said must not end a trainer, or keep a job from its queue.
             self._tell(f"warning: {self.launch_file} is not up to date: {error}")
@@ -152,7 +155,7 @@ class Supervisor:
         while self._asked is None:
             try:
                 self._logs_of_attempt.mkdir(parents=True, exist_ok=True)
-                return self._write(f"running, {self._attempt} starts of the trainer")
+                return self._write_with_starts("running")
             except OSError as error:
                 if time.monotonic() > until:
                     raise RolloutError(f"{self.launch_file} cannot be written: {error}") from error
@@ -305,9 +308,8 @@ class Supervisor:
         if self._asked is None:
             self._asked, self._asked_at = signal.Signals(number), time.monotonic()
             return
-        if (
-            number == signal.SIGINT
-        ):  # who is at the keyboard wants no job to come back; Slurm's own TERM follows its USR1
+        if number == signal.SIGINT:
+            # Who is at the keyboard wants no job to come back. A TERM may be Slurm's, which follows its USR1.
             self._asked = signal.SIGINT
         if number != signal.SIGUSR1 and time.monotonic() - self._asked_at > 1.0:
             self._asked_at = -self.config.launch.stop_grace_s  # asked twice: no more patience

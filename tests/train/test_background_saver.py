@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -107,13 +108,20 @@ def below(writer: psutil.Process) -> list[psutil.Process]:
     return writer.children()
 
 
-@pytest.mark.usefixtures("slow_below")
-def test_a_process_below_a_writer_that_is_killed_is_an_error_and_no_wait(world: World, tmp_path: Path) -> None:
+@contextmanager
+def saving(world: World, folder: Path) -> Iterator[tuple[BackgroundSaver, list[psutil.Process]]]:
+    """A save that is under way, and the processes below its writer."""
     with training(world.settings()) as step:
-        saver = BackgroundSaver(tmp_path, keep=1)
+        saver = BackgroundSaver(folder, keep=1)
         saver.begin(1, step.policy, {})
         (writer,) = writers()
-        below(writer)[0].kill()
+        yield saver, below(writer)
+
+
+@pytest.mark.usefixtures("slow_below")
+def test_a_process_below_a_writer_that_is_killed_is_an_error_and_no_wait(world: World, tmp_path: Path) -> None:
+    with saving(world, tmp_path) as (saver, processes):
+        processes[0].kill()
         with pytest.raises(SaveError, match="step_0000001 could not be written"):
             saver.poll(wait=True)
         assert complete_checkpoints(tmp_path) == []
@@ -121,11 +129,7 @@ def test_a_process_below_a_writer_that_is_killed_is_an_error_and_no_wait(world: 
 
 @pytest.mark.usefixtures("slow_below")
 def test_a_writer_takes_those_below_it_along(world: World, tmp_path: Path) -> None:
-    with training(world.settings()) as step:
-        saver = BackgroundSaver(tmp_path, keep=1)
-        saver.begin(1, step.policy, {})
-        (writer,) = writers()
-        processes = below(writer)
+    with saving(world, tmp_path) as (saver, processes):
         saver.abandon()
         gone, alive = psutil.wait_procs(processes, timeout=10.0)
         assert gone
