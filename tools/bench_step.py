@@ -29,7 +29,7 @@ from megarl.config_file import parse
 from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES, Policy, schedule_of
 from megarl.megatron.replay import RoutingReplay
-from megarl.megatron.replay_hooks import Hook
+from megarl.megatron.replay.hooks import Hook
 from megarl.rollout.local import LocalEngine
 from megarl.train.sampler import Sampler, StepRollouts
 from megarl.train.step import TrainStep

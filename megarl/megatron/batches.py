@@ -203,8 +203,8 @@ def local_routes(micro: MicroBatch, layers: Sequence[int], shape: ModelShape) ->
     """The rows of a micro-batch's ``routed_experts`` column that the routers of this rank use.
 
     ``layers`` are the 0-based global layers of the rank (``RoutingReplay.layers``). Missing rows and padding are marked
-    absent, so that they route natively. For batches that a rank has whole; ``route_exchange`` serves those whose routes
-    lie where they were sampled.
+    absent, so that they route natively. For batches that a rank has whole; ``replay.exchange`` serves those whose
+    routes lie where they were sampled.
     """
     batch = micro.batch
     if batch.routed_experts is None or batch.routed_mask is None:

@@ -29,7 +29,7 @@ from megarl.megatron.batches import MicroBatch
 from megarl.megatron.policy import Policy
 from megarl.megatron.reference import Reference
 from megarl.megatron.replay import MicroRoutes, Recording
-from megarl.megatron.route_exchange import deliver_routes
+from megarl.megatron.replay.exchange import deliver_routes
 from megarl.train.progress import Advance
 from megarl.train.token_advantages import Judged, with_token_advantages
 

@@ -18,7 +18,7 @@ from megarl.megatron import distributed
 from megarl.megatron.batches import local_routes, micro_batch, router_tokens, split_micro_batches
 from megarl.megatron.forward import _padding_mask
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
-from megarl.megatron.route_exchange import Placement, deliver_routes, reshard
+from megarl.megatron.replay.exchange import Placement, deliver_routes, reshard
 from megarl.megatron.weights import unwrap
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megarl.megatron.replay_hooks import Hook
+from megarl.megatron.replay.hooks import Hook
 
 AuxLoss = Literal["dispatch", "off"]
 _Method = Callable[..., Any]

@@ -20,8 +20,8 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megarl.errors import ReplayError
-from megarl.megatron.aux_loss import AuxLoss, count_dispatched, count_natively
-from megarl.megatron.replay_hooks import (
+from megarl.megatron.replay.balancing import AuxLoss, count_dispatched, count_natively
+from megarl.megatron.replay.hooks import (
     Bystander,
     Entry,
     Hook,
@@ -37,7 +37,6 @@ from megarl.megatron_fields import replay_blockers
 
 MOST_EXPERTS = 1 << 15
 """Expert numbers travel as int16, which torch indexes everywhere."""
-__all__ = ["AuxLoss", "MicroRoutes", "Recording", "RoutingReplay"]
 
 
 class RoutingReplay:

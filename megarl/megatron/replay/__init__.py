@@ -1,0 +1,10 @@
+"""Routing replay on Megatron-Core: the routers of a model use the experts that they are told to.
+
+A plugin user needs three names: ``RoutingReplay``, ``MicroRoutes`` and ``Recording``. ``exchange`` brings routes to the
+ranks that need them and belongs to megarl's own trainer.
+"""
+
+from megarl.megatron.replay.hooks import MicroRoutes, Recording
+from megarl.megatron.replay.routing_replay import AuxLoss, RoutingReplay
+
+__all__ = ["AuxLoss", "MicroRoutes", "Recording", "RoutingReplay"]
