@@ -7,7 +7,8 @@ a weighted sum per row, which is all that the result needs; the backward pass co
 vocabulary may be split over a tensor-parallel group: the reductions of all blocks and ranks combine exactly, with two
 small all-reduces in the forward pass and none in the backward pass.
 
-On a GPU the products stay in 16 bit with fp32 accumulation (``out_dtype``, torch 2.8); that path has not been run.
+On a GPU the products stay in 16 bit with fp32 accumulation (``out_dtype``, torch 2.8), and the host never waits for the
+GPU. That path has only been run on a CPU that refuses what CUDA refuses.
 Kernel libraries with a fused loss (Liger, cut-cross-entropy) have no split vocabulary, coefficient per token and
 entropy at once.
 """
@@ -37,6 +38,9 @@ def linear_logprobs(
     The gradient of ``hidden`` is this rank's part: summing it over ``group`` is the caller's communication (Megatron's
     copy or gather mapping in front of this function). Rows of ``weight`` beyond ``vocab_size`` pad the vocabulary and
     have probability 0.
+
+    The products take ``hidden`` in the dtype of ``weight``. Megatron's Float16Module makes fp32 of a 16-bit model's
+    hidden states, so going back is exact; the gradient keeps fp32, in which tensor parallelism then sums it.
     """
     return _LinearLogprobs.apply(hidden, weight, labels, temperature, vocab_size, group)  # type: ignore[no-any-return]
 
@@ -57,10 +61,13 @@ class _Shard:
             dist.all_reduce(tensor, op=op, group=self.group)
 
     def local_labels(self, labels: torch.Tensor, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rows whose label lies in the block, its column there)."""
-        local = labels - (self.first + start)
-        rows = ((local >= 0) & (local < end - start)).nonzero().squeeze(1)
-        return rows, local[rows]
+        """[R, 1] each: whether the label lies in the block, and its column there (of other labels, some column).
+
+        Picking the rows that are in the block would make the host wait for the GPU, once per block.
+        """
+        local = (labels - (self.first + start))[:, None]
+        column = local.clamp(0, end - start - 1)
+        return local == column, column
 
 
 def _operand(tensor: torch.Tensor) -> torch.Tensor:
@@ -84,7 +91,8 @@ class _LinearLogprobs(torch.autograd.Function):
         vocab_size: int,
         group: dist.ProcessGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        shard, scale = _Shard(weight, vocab_size, group), 1.0 / temperature
+        shard, scale, ctx.hidden_dtype = _Shard(weight, vocab_size, group), 1.0 / temperature, hidden.dtype
+        hidden = hidden.to(weight.dtype)
         shape, like = (hidden.size(0),), {"dtype": torch.float32, "device": hidden.device}
         largest = torch.full(shape, float("-inf"), **like)
         sums = torch.zeros(3, *shape, **like)  # sum exp(z - m), sum (z - m) exp(z - m), logit of the label
@@ -94,7 +102,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 rows = slice(top, top + ROWS)
                 logits = _product(_operand(hidden[rows]), block_weight.t()).mul_(scale)
                 hit, column = shard.local_labels(labels[rows], start, end)
-                sums[2, rows][hit] = logits[hit, column]
+                sums[2, rows] += torch.where(hit, logits.gather(1, column), 0.0).squeeze(1)
                 _fold(largest[rows], sums[:2, rows], logits)
         overall = largest.clone()
         shard.all_reduce(overall, dist.ReduceOp.MAX)
@@ -124,14 +132,14 @@ class _LinearLogprobs(torch.autograd.Function):
                 # d logprob / d z = onehot(label) - softmax(z)
                 by_logit = logits.sub_(log_sum[rows, None]).exp_().neg_()
                 hit, column = shard.local_labels(labels[rows], start, end)
-                by_logit[hit, column] += 1.0
+                by_logit.scatter_(1, column, by_logit.gather(1, column) + hit)
                 by_logit = by_logit.mul_(factor[rows]).to(block_weight.dtype)
                 grad_hidden[rows] += _product(by_logit, block_weight)
                 if grad_weight is not None:
                     block_grad += _product(by_logit.t(), block_hidden)
             if grad_weight is not None:
                 grad_weight[start:end] = block_grad
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
+        return grad_hidden.to(ctx.hidden_dtype), grad_weight, None, None, None, None
 
 
 def _fold(largest: torch.Tensor, sums: torch.Tensor, logits: torch.Tensor) -> None:

@@ -54,9 +54,9 @@ def input_bytes(shape: ModelShape, cut: Cut) -> int:
 
 
 def head_bytes(shape: ModelShape, cut: Cut) -> int:
-    """Final norm (8 H + 4) S', and what ``megatron.logprobs`` keeps: fp32 hidden states and 17 bytes for each slot."""
+    """Final norm (8 H + 4) S', and what ``megatron.logprobs`` keeps: hidden states and 17 bytes for each slot."""
     hidden = shape.fields["hidden_size"]
-    return (8 * hidden + 4) * cut.rows + (4 * hidden + 17) * cut.slots
+    return (8 * hidden + 4) * cut.rows + (cut.element * hidden + 17) * cut.slots
 
 
 def _norm(name: str, shape: ModelShape, cut: Cut, recompute: Collection[str]) -> Terms:
