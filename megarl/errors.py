@@ -49,7 +49,7 @@ class SaveError(MegarlError, OSError):
 
 
 class NumericsError(MegarlError, FloatingPointError):
-    """A value that must be finite is not; names the quantity and where it arose."""
+    """A value is not finite, or is a log-probability above 0; names the quantity and where it arose."""
 
 
 class StopError(MegarlError, RuntimeError):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.core.ratios import check_cu_seqlens, segment_sum, usable_mask
+from megarl.core.ratios import check_cu_seqlens, is_logprob, refused_logprob, segment_sum, usable_mask
 from megarl.core.types import TrainBatch
 from megarl.errors import NumericsError
 
@@ -116,9 +116,9 @@ class TokenState:
 def prepare(columns: TokenColumns) -> TokenState:
     """Check that every value on a loss token is admissible, and settle which tokens count.
 
-    Raises NumericsError naming column and first token for NaN or +inf, and for an infinite advantage.
+    Raises NumericsError naming column and first token for what ``refuse_impossible`` finds.
     """
-    refuse_non_finite(columns)
+    refuse_impossible(columns)
     wide = torch.float32
     if any(column.dtype == torch.float64 for column in columns.float_columns().values()):
         wide = torch.float64
@@ -134,23 +134,24 @@ def prepare(columns: TokenColumns) -> TokenState:
     )
 
 
-def refuse_non_finite(columns: TokenColumns) -> None:
-    """Raise NumericsError if a loss token holds NaN or +inf in any column, or -inf as its advantage."""
-    refused = {}
-    for name, column in columns.float_columns().items():
-        admissible = torch.isfinite(column)
-        if name != "advantages":
-            admissible = admissible | torch.isneginf(column)
-        refused[name] = columns.loss_mask & ~admissible
+def refuse_impossible(columns: TokenColumns) -> None:
+    """Raise NumericsError if a loss token has an advantage that is not finite, or no log-probability in another column:
+    NaN, +inf, or more than ``LOGPROB_TOLERANCE``."""
+    refused = {
+        name: columns.loss_mask & ~(torch.isfinite(column) if name == "advantages" else is_logprob(column))
+        for name, column in columns.float_columns().items()
+    }
     # One transfer to the host for all columns; which one it was is asked only when something is wrong.
     if not bool(torch.stack(list(refused.values())).any()):
         return
     for name, bad in refused.items():
-        if bool(bad.any()):
-            token = int(bad.nonzero()[0])
-            value = columns.float_columns()[name][token].item()
-            raise NumericsError(
-                f"{name} is {value} at token {token} of the packed batch ({int(bad.sum())} such loss tokens), "
-                f"expected a {'finite number' if name == 'advantages' else 'number or -inf'}: "
-                f"look at the pass that computed this column"
-            )
+        if not bool(bad.any()):
+            continue
+        column = columns.float_columns()[name]
+        if name != "advantages":
+            raise refused_logprob(name, column, bad)
+        token = int(bad.nonzero()[0])
+        raise NumericsError(
+            f"advantages is {column[token].item()} at token {token} of the packed batch ({int(bad.sum())} such loss "
+            "tokens), expected a finite number: look at the pass that computed this column"
+        )

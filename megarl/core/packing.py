@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megarl.core.advantages import Values
-from megarl.core.ratios import segment_expand, segment_lengths
+from megarl.core.ratios import LOGPROB_TOLERANCE, segment_expand, segment_lengths
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import NumericsError, RolloutError, TraceError
 
@@ -77,8 +77,8 @@ def pack(rollouts: Sequence[Rollout], advantages: Values | Sequence[np.ndarray])
 
     advantages: [N], the one of a sequence goes to each of its tokens; or a list of N arrays, [T_n], one per token.
     Routes of 16 bits become int16, which torch indexes everywhere. A mask of routes that lie elsewhere is kept. Raises
-    RolloutError or TraceError, naming group and sample, if a column does not fit its tokens or only some rollouts carry
-    routes.
+    RolloutError or TraceError, naming group and sample, if a column does not fit its tokens, only some rollouts carry
+    routes, or the log-probability of a loss token is above 0.
     """
     if not rollouts:
         raise ValueError("there are no rollouts to pack, expected at least one")
@@ -240,6 +240,13 @@ def _check_rollout(rollout: Rollout) -> None:
         raise RolloutError(
             f"{_name(rollout)}: its first token is marked as generated, but nothing before it predicts it; "
             f"prompts must not be empty"
+        )
+    above = rollout.loss_mask & (rollout.rollout_logprobs > LOGPROB_TOLERANCE)
+    if above.any():
+        token = int(above.argmax())
+        raise RolloutError(
+            f"{_name(rollout)}: rollout_logprobs is {rollout.rollout_logprobs[token]:g} at token {token}, expected a "
+            "log-probability, which is at most 0: these may be raw logits, or probabilities"
         )
     experts, mask = rollout.routed_experts, rollout.routed_mask
     if experts is not None and (experts.ndim != 3 or len(experts) != rollout.num_tokens):

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from megarl.core.parts import RatioKind
+from megarl.errors import NumericsError
 
 LOG_RATIO_BOUND = 20.0
 """Per-token log-ratios are clamped to plus/minus this, so that exp() stays finite in fp32 (verl's SAFETY_BOUND)."""
+LOGPROB_TOLERANCE = 1e-3
+"""A log-probability up to this is 0 but for rounding: fp32 is off by some 1e-7 times the size of the logits."""
 
 
 def widen(values: Tensor) -> Tensor:
@@ -26,6 +29,24 @@ def usable_mask(loss_mask: Tensor, rollout_logprobs: Tensor) -> Tensor:
     Such a token leaves the loss and every denominator; ``coefficients`` counts it as ``invalid_logprob``.
     """
     return loss_mask & ~torch.isneginf(rollout_logprobs)
+
+
+def is_logprob(column: Tensor) -> Tensor:
+    """Return bool, True where a value can be a log-probability: -inf, or a number up to ``LOGPROB_TOLERANCE``."""
+    return column <= LOGPROB_TOLERANCE
+
+
+def refused_logprob(name: str, column: Tensor, bad: Tensor) -> NumericsError:
+    """Return the error for a column [T] with impossible values where ``bad``, bool [T], is True at least once."""
+    token = int(bad.nonzero()[0])
+    value = column[token].item()
+    found = f"{name} is {value:g} at token {token} of the packed batch ({int(bad.sum())} such loss tokens), expected "
+    if 0 < value < float("inf"):
+        return NumericsError(
+            f"{found}a log-probability, which is at most 0: these may be raw logits (take the log-softmax over the "
+            "vocabulary at the sampled token), or probabilities (take their log)"
+        )
+    return NumericsError(f"{found}a number or -inf: look at the pass that computed this column")
 
 
 def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor, bound: float = LOG_RATIO_BOUND) -> Tensor:

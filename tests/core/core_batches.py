@@ -17,7 +17,7 @@ def random_columns(seed: int, lengths: list[int], masked: float = 0.3) -> TokenC
     """Packed columns of sequences with the given lengths; about a share `masked` of the tokens has no loss."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)
-    old = -3 * torch.rand(total, generator=generator, dtype=torch.float64) - 0.01
+    old = -3 * torch.rand(total, generator=generator, dtype=torch.float64) - 8.0  # far enough below 0 for any gap
     gap = torch.randn(2, total, generator=generator, dtype=torch.float64)
     per_sequence = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
     return TokenColumns(

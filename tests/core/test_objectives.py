@@ -370,6 +370,26 @@ class TestUnusualValues:
         with pytest.raises(NumericsError, match=rf"^{column} is .* at token 5 "):
             coefficients(OBJECTIVES["minirl"], columns)
 
+    @pytest.mark.parametrize("function", [coefficients, policy_loss])
+    @pytest.mark.parametrize("column", ["logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs"])
+    def test_raw_logits_are_refused_by_name(self, column, function):
+        columns = random_columns(5, [4, 3], masked=0)
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            logits = getattr(columns, column).to(dtype)
+            logits[5:] = 3.5
+            with pytest.raises(
+                NumericsError, match=rf"^{column} is 3.5 at token 5 .*\(2 such loss tokens\).*at most 0.*raw logits"
+            ):
+                function(OBJECTIVES["minirl"], dataclasses.replace(columns, **{column: logits}))
+
+    @pytest.mark.parametrize("column", ["logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs"])
+    def test_rounding_above_0_and_tokens_without_loss_are_no_logits(self, column):
+        columns = random_columns(5, [4, 3], masked=0)
+        getattr(columns, column)[1] = 1e-6
+        columns.loss_mask[2] = False
+        getattr(columns, column)[2] = 50.0
+        assert torch.isfinite(coefficients(OBJECTIVES["minirl"], columns).values).all()
+
     def test_infinite_advantage_is_refused(self):
         columns = random_columns(5, [4], masked=0)
         columns.advantages[1] = -math.inf

@@ -151,6 +151,18 @@ class TestPack:
                 r"rollout_logprobs is \[2\], expected \[3\]",
             ),
             (
+                [
+                    dataclasses.replace(
+                        rollout(0, 3),
+                        loss_mask=np.array([False, True, True]),
+                        rollout_logprobs=np.array([9.0, 1e-6, 4.5], np.float32),
+                    )
+                ],
+                [0.0],
+                RolloutError,
+                r"group 3 sample 0: rollout_logprobs is 4\.5 at token 2.*raw logits",
+            ),
+            (
                 [dataclasses.replace(rollout(0, 3), loss_mask=np.ones(3, bool))],
                 [0.0],
                 RolloutError,

@@ -37,10 +37,14 @@ def assert_equal(actual: torch.Tensor, expected: object, tolerance: float = 1e-9
     torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=torch.float64), rtol=0, atol=tolerance)
 
 
+OLD = -32.0
+"""log pi_old of the hand-made responses: no ratio below lifts a log-probability above 0."""
+
+
 def response(log_ratios, advantages, mask=None, ref=None) -> TokenColumns:
     """One response with the given log theta/old, on policy with the engine (mu = old)."""
     logs = torch.tensor(log_ratios, dtype=torch.float64)
-    old = torch.full_like(logs, -2.0)
+    old = torch.full_like(logs, OLD)
     size = len(log_ratios)
     values = torch.as_tensor(advantages, dtype=torch.float64)
     return TokenColumns(
@@ -94,7 +98,7 @@ class TestHandComputed:
         columns = response(RATIOS_OF_SECTION_A, 0.5)
         assert_equal(coefficients(objective, columns).values, [0.635, 0.46875, 0.5625])
         theta = torch.tensor([0.6, 0.3, 0.9], dtype=torch.float64).log()
-        shifted = dataclasses.replace(columns, logprobs=theta, old_logprobs=theta - columns.logprobs - 2.0)
+        shifted = dataclasses.replace(columns, logprobs=theta, old_logprobs=theta - columns.logprobs + OLD)
         assert_equal(-policy_loss(objective, shifted)[0], -0.9480018131767138)
         low = coefficients(objective, response([math.log(0.5)], 1.0)).values
         assert_equal(low, [0.8])
@@ -125,8 +129,6 @@ class TestHandComputed:
         """The last ratio lies on the bound, up to rounding, and passes."""
         signs = torch.tensor([1.0, 1, -1, 1, -1, 1], dtype=torch.float64)
         columns = response([math.log(x) for x in (1, 1.5, 1.5, 0.5, 0.5, 1.2)], signs)
-        old = torch.zeros(6, dtype=torch.float64)
-        columns = dataclasses.replace(columns, logprobs=columns.logprobs + 2, old_logprobs=old)
         values = coefficients(variant(name, aggregation="seq-mean-token-sum", eps_high=0.2 + 1e-12), columns).values
         assert_equal(values * signs, expected)
 

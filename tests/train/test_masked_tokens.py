@@ -54,7 +54,7 @@ def multi_turn_columns(dtype: torch.dtype, seed: int = 0) -> TokenColumns:
     def noise(scale: float) -> Tensor:
         return (scale * torch.randn(total, generator=generator)).to(dtype)
 
-    old = (-3 * torch.rand(total, generator=generator) - 0.01).to(dtype)
+    old = (-3 * torch.rand(total, generator=generator) - 2.0).to(dtype)
     per_sequence = torch.tensor([1.0, -1.5, 0.5, -0.25, 2.0], dtype=dtype)
     return TokenColumns(
         logprobs=old + noise(0.1),
