@@ -24,6 +24,7 @@ from megarl.config_table import Count, NonNegative, Table
 from megarl.core.credit import Credit
 from megarl.core.family import family_warning
 from megarl.core.parts import PARTS, TOKEN_ADVANTAGES, Objective
+from megarl.core.stopping import POSITIVE
 from megarl.core.table import OBJECTIVES
 from megarl.errors import ConfigError
 from megarl.megatron_fields import REPLAY_BLOCKERS, ReplayBlocker, replay_blockers
@@ -174,6 +175,8 @@ class RewardConfig(Table):
     """Processes of each rank that it runs in; exact_match needs none."""
     timeout_s: PositiveFloat = 30.0
     """Longest time for one response, which is then left out and counted; seconds."""
+    threshold: float = POSITIVE
+    """A response is correct (positive) if its reward is above this: for adaptive sampling, RAFT, and all pass rates."""
 
 
 class RolloutConfig(Table):

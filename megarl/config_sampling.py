@@ -41,8 +41,6 @@ class SamplingConfig(Table):
     proportion but at least one of each, or whatever comes; default balance."""
     keep: Literal["first", "random"] = "first"
     """Which responses of a class train, where there are more: the first that were asked for, or any, by the seed."""
-    threshold: float = POSITIVE
-    """A reward above this is positive."""
     refill: bool = False
     """DAPO's dynamic sampling: a prompt without contrast in its rewards gives its place to a new one."""
     max_prompts: PositiveInt | None = None
@@ -69,8 +67,10 @@ class SamplingConfig(Table):
         chosen_by_reward = self.rule.startswith("ada_") or self.train_size is not None
         return self.advantages == "credit" or (self.advantages is None and chosen_by_reward)
 
-    def rule_of(self, group_size: int) -> SamplingRule:
-        """The rule for groups of so many; not for those that allot. ConfigError if sizes do not go together."""
+    def rule_of(self, group_size: int, threshold: float = POSITIVE) -> SamplingRule:
+        """The rule for groups of so many, a reward above ``threshold`` being positive; not for those that allot.
+
+        ConfigError if sizes do not go together."""
         train_size = group_size if self.train_size is None else self.train_size
         if self.rule == "ada_seq_pos":
             return ada_seq_pos(
@@ -78,7 +78,7 @@ class SamplingConfig(Table):
                 positives=1 if self.positives is None else self.positives,
                 round_size=self.round_size,
                 max_samples=self.max_samples,
-                threshold=self.threshold,
+                threshold=threshold,
             )
         if self.rule == "ada_seq_balance":
             return ada_seq_balance(
@@ -87,12 +87,12 @@ class SamplingConfig(Table):
                 negatives=self.negatives,
                 round_size=self.round_size,
                 max_samples=self.max_samples,
-                threshold=self.threshold,
+                threshold=threshold,
             )
         assert self.rule == "uniform", "counts of the other rules are made for each step"
         if self.train_size is None:
-            return Uniform(group_size, threshold=self.threshold)
-        return Uniform(group_size, self.train_size, self.subsample or "balance", threshold=self.threshold)
+            return Uniform(group_size, threshold=threshold)
+        return Uniform(group_size, self.train_size, self.subsample or "balance", threshold=threshold)
 
     def check_credit(self, credit: Credit, group_size: int) -> None:
         """ConfigError if the credit is not used, or the responses that train may lack a class that it needs."""

@@ -236,10 +236,11 @@ def test_ranks_that_would_have_no_group_are_refused() -> None:
 class TestDefaults:
     def test_the_rule(self) -> None:
         def rule_of(**overrides: Any) -> Any:
-            return parsed(**overrides).sampling.rule_of(8)
+            config = parsed(**overrides)
+            return config.sampling.rule_of(8, config.reward.threshold)
 
         assert rule_of() == Uniform(8)
-        assert rule_of(sampling__train_size=4, sampling__threshold=0.5) == Uniform(8, 4, "balance", threshold=0.5)
+        assert rule_of(sampling__train_size=4, reward__threshold=0.5) == Uniform(8, 4, "balance", threshold=0.5)
         assert rule_of(sampling__train_size=4, sampling__subsample="any") == Uniform(8, 4, "any")
         # group_size is what trains, and half of it what ends a prompt
         assert rule_of(sampling__rule="ada_seq_balance") == Sequential(4, 4, 8, 32, 8, "balance", 0.7)
@@ -309,7 +310,6 @@ class TestDefaults:
             "positives": st.integers(1, 16),
             "negatives": st.integers(1, 16),
             "keep": st.sampled_from(["first", "random"]),
-            "threshold": st.floats(-1e6, 1e6),
             "advantages": st.sampled_from(["objective", "credit"]),
         },
     ),

@@ -60,7 +60,9 @@ NOTES = r"""## What the sources get wrong, or leave open
 - **Uniform groups** have advantage 0, but their tokens count in every denominator and so shrink the step, unless
   `selection = "mixed_groups"` takes them out.
 - **raft_pp**: a published form accepts the best response of each group, and so every response of an all-wrong group.
-  Here $R = 1$.
+  Here only what is correct, by `reward.threshold`.
+- **Log-probabilities above 0** on a loss token (beyond rounding, 1e-3) are refused in every column: most likely they
+  are raw logits.
 - **cispo**: runs without clipping that were cited against it used a cap of 5, not its bounds: it is untested by them.
 - **ctpo**: the printed formula, differentiated literally, gives a token the gradient of all later ratios
   (`prefix_grad = true`); the released code and the theory treat the ratio as a weight (`false`). The released
@@ -98,7 +100,7 @@ def advantage(o: Objective) -> str:
         "group_mean": r"(R-\bar R)",
         "grpo": r"\tfrac{R-\bar R}{\sigma}",
         "rloo": r"\tfrac{G}{G-1}(R-\bar R)",
-        "raft": r"1[R{=}1]",
+        "raft": r"1[\text{correct}]",
         "token_level_kl": r"\tfrac{R_t-\bar R_t}{\sigma_t}"
         r"\big|_{R_t=R-\frac{\beta}{H}\sum_{k\ge t}\log\frac{\pi_\theta}{\pi_{ref}}}",
     }[o.advantage]

@@ -15,7 +15,17 @@ import torch
 from torch import Tensor
 
 from megarl.core.parts import AdvantageName, PoolScale
-from megarl.core.ratios import check_cu_seqlens, log_ratio, positions, segment_cumsum, segment_expand, segment_sum
+from megarl.core.ratios import (
+    check_cu_seqlens,
+    is_logprob,
+    log_ratio,
+    positions,
+    refused_logprob,
+    segment_cumsum,
+    segment_expand,
+    segment_sum,
+)
+from megarl.core.stopping import POSITIVE
 from megarl.errors import NumericsError
 
 Values = Tensor | np.ndarray | Sequence[float]
@@ -56,14 +66,15 @@ def rloo(rewards: Values, groups: Values) -> Tensor:
     return (_centered(rewards.double(), inverse) * factors[inverse]).to(rewards.dtype)
 
 
-def raft(rewards: Values, groups: Values) -> Tensor:
-    """Return ``1[R = 1]``: correct responses are accepted, all others rejected, whatever their group.
+def raft(rewards: Values, groups: Values, threshold: float = POSITIVE) -> Tensor:
+    """Return ``1[R > threshold]``: correct responses are accepted, all others rejected, whatever their group.
 
     rewards: [N]; groups: integer [N], not used; result: [N]. Raises NumericsError if a reward is not finite. Source:
-    RAFT (arXiv 2304.06767). Accepting the best of a group instead would train on every response of an all-wrong one.
+    RAFT (arXiv 2304.06767), whose rewards are 0 and 1. Accepting the best of a group instead would train on every
+    response of an all-wrong one.
     """
     rewards, _ = _prepare(rewards, groups)
-    return (rewards == 1).to(rewards.dtype)
+    return (rewards > threshold).to(rewards.dtype)
 
 
 ADVANTAGES: Mapping[AdvantageName, Callable[..., Tensor]] = MappingProxyType(
@@ -136,7 +147,8 @@ def token_level_returns(
 
     rewards: [N]; logprobs, ref_logprobs: [T]; loss_mask: bool [T]; cu_seqlens: int64 [N+1]; result: [T] in fp32 (fp64
     if a column is), 0 where not loss_mask. Per-token log-ratios are clamped to +-20; a token with logprobs -inf counts
-    as if it were no loss token. Raises NumericsError if a reward or a log-probability of a loss token is NaN or +inf.
+    as if it were no loss token. Raises NumericsError if a reward is not finite, or a log-probability of a loss token is
+    NaN or above 0.
     """
     _check_columns(logprobs, ref_logprobs, loss_mask, cu_seqlens)
     if not beta >= 0 or (horizon is not None and horizon < 1):
@@ -224,7 +236,7 @@ def _integers(groups: Values) -> Tensor:
 
 
 def _check_columns(logprobs: Tensor, ref_logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> None:
-    """Refuse columns of different shapes, and NaN or +inf on a loss token."""
+    """Refuse columns of different shapes, and what is no log-probability on a loss token."""
     if not logprobs.shape == ref_logprobs.shape == loss_mask.shape or logprobs.dim() != 1:
         raise ValueError(
             f"logprobs {list(logprobs.shape)}, ref_logprobs {list(ref_logprobs.shape)} and loss_mask "
@@ -232,13 +244,9 @@ def _check_columns(logprobs: Tensor, ref_logprobs: Tensor, loss_mask: Tensor, cu
         )
     check_cu_seqlens(cu_seqlens, logprobs.numel())
     for name, column in (("logprobs", logprobs), ("ref_logprobs", ref_logprobs)):
-        bad = loss_mask & ~(torch.isfinite(column) | torch.isneginf(column))
+        bad = loss_mask & ~is_logprob(column)
         if bool(bad.any()):
-            token = int(bad.nonzero()[0])
-            raise NumericsError(
-                f"{name} is {column[token].item()} at token {token} of the packed batch, expected a number or -inf: "
-                f"look at the pass that computed this column"
-            )
+            raise refused_logprob(name, column, bad)
 
 
 def _standardized(values: Tensor, inverse: Tensor, ddof: int, eps: float) -> Tensor:

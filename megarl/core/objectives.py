@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.core.advantages import ADVANTAGES, Values, grpo, token_level_kl, uniform_groups
+from megarl.core.advantages import ADVANTAGES, Values, grpo, raft, token_level_kl, uniform_groups
 from megarl.core.columns import Denominators, TokenColumns, TokenState, prepare
 from megarl.core.metrics import Stat
 from megarl.core.parts import Objective
 from megarl.core.process_rewards import process_advantages
 from megarl.core.ratios import log_ratio, segment_cumsum, segment_expand, segment_sum
+from megarl.core.stopping import POSITIVE
 from megarl.core.table import OBJECTIVES
 from megarl.core.weights import Total, importance_weight, kl_penalty, outside_trust, shared_power
 from megarl.errors import ConfigError
@@ -54,11 +55,12 @@ class Coefficients:
     """Mergeable statistics; ``megarl.core.metrics`` merges and finalises them."""
 
 
-def sequence_advantages(objective: Objective, rewards: Values, groups: Values) -> Tensor:
+def sequence_advantages(objective: Objective, rewards: Values, groups: Values, threshold: float = POSITIVE) -> Tensor:
     """Return the objective's advantage of each response: rewards [N], groups integer [N] -> [N].
 
-    Raises ConfigError for "token_level_kl", which needs columns: see ``token_advantages``; and for "process", which
-    needs the rewards of steps: see ``step_advantages``.
+    threshold: a response is correct if its reward is above this; only "raft" asks. Raises ConfigError for
+    "token_level_kl", which needs columns: see ``token_advantages``; and for "process", which needs the rewards of
+    steps: see ``step_advantages``.
     """
     if objective.advantage == "process":
         raise ConfigError(
@@ -72,6 +74,8 @@ def sequence_advantages(objective: Objective, rewards: Values, groups: Values) -
         )
     if objective.advantage == "grpo":
         return grpo(rewards, groups, ddof=objective.std_ddof, eps=objective.std_eps)
+    if objective.advantage == "raft":
+        return raft(rewards, groups, threshold)
     return ADVANTAGES[objective.advantage](rewards, groups)
 
 
@@ -84,14 +88,15 @@ def token_advantages(
     ref_logprobs: Tensor | None,
     loss_mask: Tensor,
     cu_seqlens: Tensor,
+    threshold: float = POSITIVE,
 ) -> Tensor:
     """Return the objective's advantage of each token, whatever its kind: rewards, groups [N] -> [T].
 
     logprobs: [T], of the policy before the update; ref_logprobs: [T], None if the objective needs none (ConfigError
-    if it does); loss_mask: bool [T]; cu_seqlens: int64 [N+1], of whole groups.
+    if it does); loss_mask: bool [T]; cu_seqlens: int64 [N+1], of whole groups; threshold as in ``sequence_advantages``.
     """
     if objective.advantage != "token_level_kl":
-        values = sequence_advantages(objective, rewards, groups).to(cu_seqlens.device)
+        values = sequence_advantages(objective, rewards, groups, threshold).to(cu_seqlens.device)
         return segment_expand(values, cu_seqlens)
     if ref_logprobs is None:
         raise _missing_ref("advantage 'token_level_kl'")
@@ -137,17 +142,18 @@ def step_advantages(
     return found
 
 
-def selected_responses(objective: Objective, rewards: Values, groups: Values) -> Tensor:
+def selected_responses(objective: Objective, rewards: Values, groups: Values, threshold: float = POSITIVE) -> Tensor:
     """Return bool [N]: the responses that train and count in denominators, by ``objective.selection``.
 
-    Clear the loss_mask of the others before packing: advantages alone do not take a response out of a denominator.
+    threshold as in ``sequence_advantages``. Clear the loss_mask of the others before packing: advantages alone do not
+    take a response out of a denominator.
     """
     contrast = ~uniform_groups(rewards, groups)
     if objective.selection == "mixed_groups":
         ids = torch.as_tensor(groups)
         return contrast[torch.unique(ids, return_inverse=True)[1]]
     if objective.selection == "positive":
-        return sequence_advantages(objective, rewards, groups) > 0
+        return sequence_advantages(objective, rewards, groups, threshold) > 0
     return torch.ones(len(rewards), dtype=torch.bool, device=contrast.device)
 
 
@@ -167,8 +173,9 @@ def coefficients(
 
     Log-ratios are clamped to +-20 per token. A loss token with rollout_logprobs -inf leaves loss and denominators
     (``logprobs/invalid``); one with logprobs or old_logprobs -inf gets coefficient 0 and stands in no ratio of its
-    sequence (``logprobs/dropped``). Any other non-finite value on a loss token raises NumericsError with the column
-    and the first such token; a KL without ref_logprobs raises ConfigError.
+    sequence (``logprobs/dropped``). Any other non-finite value on a loss token, and a log-probability above 0 but for
+    rounding (as raw logits are), raises NumericsError with the column and the first such token; a KL without
+    ref_logprobs raises ConfigError.
     """
     state = prepare(columns)
     log_staleness = log_ratio(state.logprobs, state.old_logprobs, state.keep)

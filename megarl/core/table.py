@@ -94,7 +94,7 @@ TABLE: Mapping[str, Row] = MappingProxyType(
         ),
         "raft": Row(
             replace(_REINFORCE, advantage="raft", aggregation="seq-mean-token-mean"),
-            "RAFT, arXiv 2304.06767; accepts R = 1, not the best of an all-wrong group",
+            "RAFT, arXiv 2304.06767; accepts what is correct, not the best of an all-wrong group",
             "Rejection-sampling fine-tuning: only correct responses train. Loses entropy quickly.",
         ),
         "raft_pp": Row(

@@ -217,7 +217,7 @@ class Gvm:
 
     def _accepted(self, mine: Mapping[Key, Sample]) -> list[tuple[Key, Rollout]]:
         """The model copy's accepted responses, in their order; this rank's with routes."""
-        threshold = self._config.sampling.threshold
+        threshold = self._config.reward.threshold
         good = {
             key: sample.rollout
             for key, sample in mine.items()

@@ -57,13 +57,15 @@ class Drawn:
         """Samples with a reward."""
         return int(self.column("judged").sum())
 
-    def metrics(self, environment: bool) -> dict[str, Stat]:
-        """Means over all samples, equal on every rank: merging several copies leaves them as they are."""
+    def metrics(self, environment: bool, threshold: float) -> dict[str, Stat]:
+        """Means over all samples, equal on every rank: merging several copies leaves them as they are.
+
+        threshold: a larger reward counts in the pass rate."""
         judged = self.column("judged") > 0
         rewards = self.column("reward")[judged]
         found = {
             "reward/mean": _mean(rewards),
-            "reward/pass_rate": _mean(rewards > 0.5),
+            "reward/pass_rate": _mean(rewards > threshold),
             "reward/error_fraction": _mean(~judged & (self.column("episode_failed") == 0)),
             "reward/late_fraction": _mean(self.column("late_reward")),
             "response/length_mean": _mean(self.column("generated")),

@@ -209,7 +209,8 @@ def _save(
     """On the main rank. Responses are kept even if no reward could be had, but the benchmark is then not complete."""
     lines = sorted((line for part in gathered for line in part), key=lambda line: (line["prompt"], line["sample"]))
     first_error = next((line["error"] for line in lines if line["error"] is not None), None)
-    samples = folder.write_benchmark(plan.out, benchmark, plan.prompts[benchmark.name], lines)
+    threshold = request.config.reward.threshold
+    samples = folder.write_benchmark(plan.out, benchmark, plan.prompts[benchmark.name], lines, threshold)
     if not samples.num_valid.any():
         raise RolloutError(
             f"{benchmark.name}: no response has a reward, {benchmark.reward} or the environment failed; first: "
@@ -223,11 +224,12 @@ def _save(
 def _conclude(request: EvalRequest, plan: Plan, console: Console | None) -> None:
     """On the main rank: figures for the k of this call, eval.json, the table."""
     results: dict[str, Mapping[str, Any]] = {}
+    threshold = request.config.reward.threshold
     before = folder.complete_results(plan.out)
     for benchmark in request.benchmarks:
         name = benchmark.name
         known = {key: before[name][key] for key in ("weights_version", "first_error")}
-        samples = folder.read_samples(plan.out, name, len(plan.prompts[name]), request.samples)
+        samples = folder.read_samples(plan.out, name, len(plan.prompts[name]), request.samples, threshold)
         settings = plan.shared | plan.own[name]
         results[name] = folder.write_result(plan.out, benchmark, settings, known, samples, request.ks)
     folder.write_summary(plan.out, request, plan.shared)

@@ -1,7 +1,8 @@
 """The figures of an evaluation, from its rewards; every interval says which question it answers.
 
-A response is correct if its reward is above 0.5. One without a reward, because the reward function or the environment
-failed, is no sample: prompts count with the samples that are left, and not at all where there are too few.
+A response is correct if its reward is above ``reward.threshold``. One without a reward, because the reward function or
+the environment failed, is no sample: prompts count with the samples that are left, and not at all where there are too
+few.
 """
 
 from __future__ import annotations
@@ -17,12 +18,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from megarl.core.pass_at_k import Interval, fixed_prompts_interval, mean_interval, pass_at_k, wilson_interval
+from megarl.core.stopping import POSITIVE
 
 LEVEL = 0.95
 """Confidence of all intervals."""
 _WIDTH = 110
-CORRECT = 0.5
-"""A larger reward is a correct response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,8 @@ class Samples:
     """int64 [P, S], tokens of the response."""
     truncated: np.ndarray
     """bool [P, S], cut off at the longest response."""
+    threshold: float = POSITIVE
+    """A larger reward is a correct response."""
 
     @property
     def num_valid(self) -> np.ndarray:
@@ -44,7 +46,7 @@ class Samples:
     @property
     def num_correct(self) -> np.ndarray:
         """int64 [P]."""
-        return (np.nan_to_num(self.rewards, nan=0.0) > CORRECT).sum(axis=1)
+        return (np.nan_to_num(self.rewards, nan=0.0) > self.threshold).sum(axis=1)
 
 
 def figures(samples: Samples, ks: Sequence[int]) -> dict[str, Any]:

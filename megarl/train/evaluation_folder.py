@@ -53,6 +53,7 @@ def settings_of(request: EvalRequest, checkpoint: Path | None) -> Json:
         "rollout.top_p": rollout.top_p,
         "rollout.max_response_tokens": rollout.max_response_tokens,
         "eval.temperature": config.eval.temperature,
+        "reward.threshold": config.reward.threshold,
         "run.seed": config.run.seed,
         "[environment]": config.environment.model_dump(mode="json"),
     }
@@ -104,12 +105,13 @@ def write_benchmark(
     benchmark: Benchmark,
     prompts: Sequence[Prompt],
     responses: Sequence[Json],
+    threshold: float,
 ) -> Samples:
-    """Write what was drawn for a benchmark, and return it as arrays."""
+    """Write what was drawn for a benchmark, and return it as arrays. threshold: of a correct response's reward."""
     folder = out / benchmark.name
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "responses.jsonl", _lines(responses))
-    samples = _samples(responses, len(prompts))
+    samples = _samples(responses, len(prompts), threshold)
     rows = (
         {"prompt": p.index, "source": p.source, "answer": p.answer, **row, "text": p.text}
         for p, row in zip(prompts, prompt_rows(samples), strict=True)
@@ -118,13 +120,13 @@ def write_benchmark(
     return samples
 
 
-def read_samples(out: Path, name: str, num_prompts: int, num_samples: int) -> Samples:
+def read_samples(out: Path, name: str, num_prompts: int, num_samples: int, threshold: float) -> Samples:
     """What a complete benchmark was computed from; DataError if its responses are not all there."""
     path = out / name / "responses.jsonl"
     try:
         # Not splitlines, which also cuts at separators that a response may hold.
         responses = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-        found = _samples(responses, num_prompts)
+        found = _samples(responses, num_prompts, threshold)
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise DataError(f"{path}: {type(error).__name__}: {error}; remove {path.parent} to draw it again") from error
     if found.rewards.shape != (num_prompts, num_samples):
@@ -168,7 +170,7 @@ def write_summary(out: Path, request: EvalRequest, shared: Json) -> Json:
     return summary
 
 
-def _samples(responses: Sequence[Json], num_prompts: int) -> Samples:
+def _samples(responses: Sequence[Json], num_prompts: int, threshold: float) -> Samples:
     """[P, S] arrays of lines that are in order."""
     shape = (num_prompts, len(responses) // num_prompts)
     order = [(line["prompt"], line["sample"]) for line in responses]
@@ -177,7 +179,7 @@ def _samples(responses: Sequence[Json], num_prompts: int) -> Samples:
     rewards = np.array([np.nan if line["reward"] is None else line["reward"] for line in responses], dtype=np.float64)
     lengths = np.array([line["length"] for line in responses], dtype=np.int64)
     truncated = np.array([line["finish_reason"] == "length" for line in responses], dtype=bool)
-    return Samples(rewards.reshape(shape), lengths.reshape(shape), truncated.reshape(shape))
+    return Samples(rewards.reshape(shape), lengths.reshape(shape), truncated.reshape(shape), threshold)
 
 
 def _version(package: str) -> str | None:

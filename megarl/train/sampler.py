@@ -230,7 +230,7 @@ class Sampler:
         judged = drawn.column("reward")[drawn.column("judged") > 0]
         return {
             "eval/reward": float(judged.mean()),
-            "eval/pass_rate": float((judged > 0.5).mean()),
+            "eval/pass_rate": float((judged > self.config.reward.threshold).mean()),
             "eval/length_mean": float(drawn.column("generated").mean()),
             "eval/responses": float(len(judged)),
             "eval/reward_errors": float(total - len(judged)),
@@ -267,12 +267,12 @@ class Sampler:
         sampling, number = self.config.sampling, self.config.rollout.prompts_per_step
         position = self._position if sampling.refill else step * number
         place = sampling_place()
-        mini_batches = self.config.train.mini_batches
+        mini_batches, threshold = self.config.train.mini_batches, self.config.reward.threshold
         if self._allotment is not None:
             counts = self._allotment.counts(step, self._step_prompts(step))
-            rule: SamplingRule = Allotted(tuple(counts.tolist()), threshold=sampling.threshold)
+            rule: SamplingRule = Allotted(tuple(counts.tolist()), threshold=threshold)
             return _Begun(step, position, GroupPlan(rule, number, mini_batches, place))
-        rule = sampling.rule_of(self.config.rollout.group_size)
+        rule = sampling.rule_of(self.config.rollout.group_size, threshold)
         if sampling.fixed:
             assert isinstance(rule, Uniform)
             return _Begun(step, position, SequencePlan(rule, number, mini_batches, place))
@@ -352,8 +352,8 @@ class Sampler:
 
     def _advantages(self, selection: Selection) -> tuple[np.ndarray, np.ndarray]:
         """float64 [N], 0 where the objective has one per token; bool [N], which train and count in denominators."""
-        rewards, groups = selection.rewards, selection.prompts
-        counted = selected_responses(self.objective, rewards, groups).numpy()
+        rewards, groups, threshold = selection.rewards, selection.prompts, self.config.reward.threshold
+        counted = selected_responses(self.objective, rewards, groups, threshold).numpy()
         credit = self.config.credit_record
         if self.config.sampling.uses_credit:
             _require_rates(credit, selection)
@@ -364,7 +364,8 @@ class Sampler:
             return credited * weights, counted
         if self.objective.advantage in TOKEN_ADVANTAGES:
             return np.zeros(len(rewards)), counted
-        return sequence_advantages(self.objective, rewards, groups).double().numpy() * weights, counted
+        advantages = sequence_advantages(self.objective, rewards, groups, threshold)
+        return advantages.double().numpy() * weights, counted
 
     def _by_token(
         self, dealt: Dealt, selection: Selection, samples: Mapping[Key, Sample]
@@ -389,7 +390,7 @@ class Sampler:
     def _metrics(self, drawn: Drawn, selection: Selection, counted: np.ndarray) -> dict[str, Stat]:
         trained, groups = torch.from_numpy(selection.rewards), torch.from_numpy(selection.prompts)
         places = len(drawn.rows) if self.config.sampling.fixed else len(counted)
-        found = drawn.metrics(self.config.environment.function is not None) | {
+        found = drawn.metrics(self.config.environment.function is not None, self.config.reward.threshold) | {
             "prompts/effective_ratio": effective_prompt_ratio(trained, groups),
             "rollout/trains_fraction": Stat.mean((torch.arange(places) < int(counted.sum())).double()),
         }

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,9 @@ from megarl.core.advantages import (
     token_level_returns,
     uniform_groups,
 )
+from megarl.core.objectives import OBJECTIVES, selected_responses, sequence_advantages
+from megarl.core.pools import Pool
+from megarl.core.stopping import POSITIVE
 from megarl.errors import NumericsError
 
 batches = st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.3, 1.0, -2.5]), st.integers(-3, 3)), min_size=1, max_size=12)
@@ -60,8 +64,24 @@ def test_no_contrast_is_exactly_zero(reward, size, name):
 
 
 def test_raft_accepts_all_of_a_solved_group_and_none_of_an_unsolved_one():
-    assert raft([1.0, 1.0, 0.0, 0.0, 0.9], [0, 0, 1, 1, 2]).tolist() == [1, 1, 0, 0, 0]
+    assert raft([1.0, 1.0, 0.0, 0.0, 0.7], [0, 0, 1, 1, 2]).tolist() == [1, 1, 0, 0, 0]
     assert set(ADVANTAGES) == {"group_mean", "grpo", "rloo", "raft"}
+
+
+@given(
+    rewards=st.lists(st.floats(-2, 2, width=32), min_size=1, max_size=8),
+    threshold=st.none() | st.floats(-1, 1, width=32),
+)
+def test_raft_accepts_what_sampling_counts_as_positive(rewards, threshold):
+    given_threshold = {} if threshold is None else {"threshold": threshold}
+    pool = Pool(0, asked=[len(rewards)], rewards=dict(enumerate(rewards)))
+    positives = pool.classes(given_threshold.get("threshold", POSITIVE))[0]
+    groups = [0] * len(rewards)
+    assert raft(rewards, groups, **given_threshold).sum() == positives
+    for name in ("raft", "raft_pp"):
+        assert sequence_advantages(OBJECTIVES[name], rewards, groups, **given_threshold).sum() == positives
+    chosen = selected_responses(replace(OBJECTIVES["raft"], selection="positive"), rewards, groups, **given_threshold)
+    assert chosen.sum() == positives
 
 
 @settings(max_examples=40, deadline=None)
@@ -139,8 +159,8 @@ def packed(kl, beta=0.3):
     logs = torch.tensor([x for row in kl for x in row], dtype=torch.float64)
     cu_seqlens = torch.tensor([0, *(len(row) for row in kl)]).cumsum(0)
     return {
-        "logprobs": logs - 1,
-        "ref_logprobs": torch.full_like(logs, -1.0),
+        "logprobs": logs - 4,
+        "ref_logprobs": torch.full_like(logs, -4.0),
         "loss_mask": torch.ones_like(logs, dtype=torch.bool),
         "cu_seqlens": cu_seqlens,
         "beta": beta,
@@ -213,6 +233,9 @@ class TestTokenLevelKl:
         columns = packed(self.KL)
         columns["ref_logprobs"][4] = math.nan
         with pytest.raises(NumericsError, match="ref_logprobs is nan at token 4"):
+            token_level_kl(self.REWARDS, [0, 0, 0], **columns)
+        columns["ref_logprobs"][4] = 2.5
+        with pytest.raises(NumericsError, match=r"ref_logprobs is 2.5 at token 4 .*raw logits"):
             token_level_kl(self.REWARDS, [0, 0, 0], **columns)
         with pytest.raises(ValueError, match="2 rewards for 3 sequences"):
             token_level_returns([1.0, 0.0], **packed(self.KL))

@@ -22,6 +22,7 @@ from megarl.core.types import Rollout
 from megarl.data.prompts import PromptOrder
 from megarl.errors import CheckpointError, ConfigError, RolloutError
 from megarl.train.allotment import Gvm
+from megarl.train.drawn import Drawn
 from megarl.train.gradient_norms import gradient_norms
 from megarl.train.metrics import read_metrics, without_timing
 from megarl.train.sampler import Sampler
@@ -31,7 +32,7 @@ PROMPTS = 8
 COMMON: dict[str, Any] = {
     "reward__function": "train_rewards:flat_where_told",
     "rollout__prompts_per_step": PROMPTS,
-    "sampling__threshold": 0.3,
+    "reward__threshold": 0.3,
 }
 BALANCE = {
     **COMMON,
@@ -458,7 +459,7 @@ class TestFailures:
         for threshold in (-2.0, 2.0):
             overrides = {
                 **settings_of[rule],
-                "sampling__threshold": threshold,
+                "reward__threshold": threshold,
                 "reward__function": f"train_rewards:{reward}",
                 "credit__scale": "none",
             }
@@ -535,6 +536,34 @@ def test_no_contrast_under_refill_ends_the_run_and_says_what_to_do(world: World,
     expected = pytest.raises(RolloutError, match="step 0: none of 32 prompts had rewards that differ: take other")
     with sampler(world, **overrides) as (made, _), expected:
         made.sample_step(0)
+
+
+@pytest.mark.parametrize("threshold", [0.2, 0.6])
+def test_one_threshold_says_what_is_correct(world: World, threshold: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampling, RAFT and both pass rates count the same responses, with rewards between 0 and 1."""
+    overrides = {
+        "reward__threshold": threshold,
+        "train__objective": "raft",
+        "sampling__rule": "ada_seq_pos",
+        "sampling__advantages": "objective",
+        "data__train": data_of(world.folder / "correct", set(range(0, 64, 3))),
+        "reward__function": "train_rewards:flat_where_told",
+    }
+    with sampler(world, **overrides) as (made, _):
+        selections = recorded(made)
+        drawn = made.sample_step(0)
+        accepted = made._advantages(selections[0])[0]
+        found = finalize(drawn.metrics)
+        seen: list[Drawn] = []
+        original = Drawn.of_all_ranks
+        monkeypatch.setattr(Drawn, "of_all_ranks", lambda samples: seen.append(original(samples)) or seen[-1])
+        evaluated = made.evaluate(0)
+    (selection,) = selections
+    _, _, judged, positives = selection.drawn
+    assert 0 < positives.sum() < judged.sum()
+    assert found["reward/pass_rate"] == pytest.approx(positives.sum() / judged.sum())
+    assert accepted.tolist() == [float(reward > threshold) for reward in selection.rewards]
+    assert evaluated["eval/pass_rate"] == (seen[0].column("reward") > threshold).mean()
 
 
 @pytest.mark.parametrize("scale", ["rate", "root_rate"])

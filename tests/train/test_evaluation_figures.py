@@ -48,11 +48,19 @@ def test_rewards_that_failed_are_no_samples_and_prompts_without_enough_are_count
     assert found["truncated"] == 1 / 16
 
 
-def test_pass_at_k_is_unbiased_and_a_reward_of_one_half_is_no_pass() -> None:
-    found = figures(samples([1, 0.6, 0.5, 0], [0, 0, 0, 2]), (2, 3))
+def test_pass_at_k_is_unbiased_and_a_reward_at_the_threshold_is_no_pass() -> None:
+    found = figures(samples([1, 0.8, 0.7, 0], [0, 0, 0, 2]), (2, 3))
     assert found["pass"]["2"]["value"] == pytest.approx((1 - 1 / 6 + 1 - 3 / 6) / 2)
     assert found["pass"]["3"]["value"] == pytest.approx((1 + 1 - 1 / 4) / 2)
     assert found["avg"]["other_samples"] == pytest.approx(ends(fixed_prompts_interval([4, 4], [2, 1])))
+
+
+def test_what_counts_as_correct_can_be_set() -> None:
+    rewards, one = np.array([[1, 0.8, 0.5, 0]]), np.ones((1, 4), dtype=np.int64)
+    for threshold, correct in ((0.9, 1), (0.7, 2), (0.4, 3), (-1.0, 4)):
+        made = Samples(rewards, one, one == 0, threshold)
+        assert figures(made, (1,))["avg"]["value"] == correct / 4
+        assert prompt_rows(made)[0]["correct"] == correct
 
 
 def test_where_every_prompt_is_one_draw_the_interval_has_a_width() -> None:
@@ -108,8 +116,8 @@ def line(prompt: int, sample: int, text: str = "x", reward: float | None = 1.0) 
 def test_responses_read_back_whatever_they_hold(tmp_path: Path) -> None:
     prompts = [Prompt(0, np.array([1], np.int32), "q\u2028", "a", "here:1")]
     lines = [line(0, 0, "a\u2028b\x85c\n\x0bd\x1ce"), line(0, 1, "", None)]
-    written = folder.write_benchmark(tmp_path, Benchmark("b", "s"), prompts, lines)
-    read = folder.read_samples(tmp_path, "b", 1, 2)
+    written = folder.write_benchmark(tmp_path, Benchmark("b", "s"), prompts, lines, 0.7)
+    read = folder.read_samples(tmp_path, "b", 1, 2, 0.7)
     for name in ("rewards", "lengths", "truncated"):
         np.testing.assert_array_equal(getattr(read, name), getattr(written, name))
     assert np.isnan(read.rewards[0, 1])
@@ -117,13 +125,13 @@ def test_responses_read_back_whatever_they_hold(tmp_path: Path) -> None:
     assert json.loads(path.read_text().split("\n")[0])["response"] == lines[0]["response"]
     assert [p.name for p in sorted((tmp_path / "b").iterdir())] == ["prompts.jsonl", "responses.jsonl"]
     with pytest.raises(DataError, match="found 2 responses, expected 1 prompts \\* 3 samples"):
-        folder.read_samples(tmp_path, "b", 1, 3)
+        folder.read_samples(tmp_path, "b", 1, 3, 0.7)
     path.write_text(json.dumps(line(0, 1)) + "\n" + json.dumps(line(0, 0)) + "\n")
     with pytest.raises(DataError, match="not in the order of prompts and samples; remove"):
-        folder.read_samples(tmp_path, "b", 1, 2)
+        folder.read_samples(tmp_path, "b", 1, 2, 0.7)
     path.write_text(path.read_text()[:-9])
     with pytest.raises(DataError, match="JSONDecodeError"):
-        folder.read_samples(tmp_path, "b", 1, 2)
+        folder.read_samples(tmp_path, "b", 1, 2, 0.7)
 
 
 def test_other_settings_are_refused_with_what_to_remove(tmp_path: Path) -> None:
