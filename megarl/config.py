@@ -272,6 +272,9 @@ class TrainConfig(Table):
     max_missing_rows: float = Field(default=0.05, ge=0, le=1)
     """Largest share of tokens without a recorded route before the step is an error; fraction. The last token of a
     sequence does not count: no engine has processed it, and nothing is predicted from it."""
+    min_route_agreement: float = Field(default=0.5, ge=0, le=1)
+    """How far replayed experts must agree with the training routers' own choice in the first pass over a mini-batch,
+    beyond chance: 1 is all of them, 0 switches the check off. Rows of another batch agree by chance alone."""
     mixed_versions: Literal["allow", "refuse"] = "allow"
     """Whether a response may mix weight versions, in its tokens or between a token and its routes."""
     replay_aux_loss: Literal["dispatch", "off"] = "dispatch"

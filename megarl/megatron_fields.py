@@ -137,6 +137,11 @@ REPLAY_BLOCKERS: tuple[ReplayBlocker, ...] = (
         "router logits are replaced by random ones, so replayed experts get random gate weights",
     ),
     ReplayBlocker(
+        "moe_router_force_biased",
+        lambda settings: settings.get("moe_router_force_biased") is not None,
+        "router logits are biased at random (0.17 and later), so replayed experts get random gate weights",
+    ),
+    ReplayBlocker(
         "overlap_moe_expert_parallel_comm",
         _on("overlap_moe_expert_parallel_comm"),
         "the combined 1F1B schedule interleaves two micro-batches, so a pass no longer meets its rows in order",

@@ -219,8 +219,9 @@ def local_routes(micro: MicroBatch, layers: Sequence[int], shape: ModelShape) ->
 def routes_at(token: torch.Tensor, experts: torch.Tensor, batch: TrainBatch) -> MicroRoutes:
     """The experts [T_local, L_local, K] of the tokens of ``router_tokens``; missing rows and padding as absent."""
     assert batch.routed_mask is not None
-    present = (token >= 0) & batch.routed_mask[token.clamp(min=0)]
-    return MicroRoutes(experts, None if bool(present.all()) else present)
+    place = token.clamp(min=0)
+    present = (token >= 0) & batch.routed_mask[place]
+    return MicroRoutes(experts, None if bool(present.all()) else present, batch.tokens[place])
 
 
 def check_routes(rollouts: Sequence[Rollout], shape: ModelShape) -> None:

@@ -80,7 +80,8 @@ class Policy:
         self._connect_schedules()
         # Without replay the hook only watches, so a setting that bypasses it costs a metric and is no error.
         watched = config.train.replay != "none" or not megatron_fields.replay_blockers(vars(self.megatron_config))
-        self.replay = RoutingReplay(self.chunks, config.train.replay_aux_loss) if watched else None
+        train = config.train
+        self.replay = RoutingReplay(self.chunks, train.replay_aux_loss, train.min_route_agreement) if watched else None
 
     def _connect_schedules(self) -> None:
         """Tell Megatron's forward-backward functions how to finish gradients, and when not to communicate yet."""

@@ -238,7 +238,8 @@ class TrainStep:
             return nullcontext(Recording())
         compared = mini.rollout_routes if first_pass else None
         if mini.routes is not None:
-            return replay.replay(mini.routes, observe=first_pass and self.keeps_native_routes, compared=compared)
+            observe, min_agreement = first_pass and self.keeps_native_routes, None if first_pass else 0.0
+            return replay.replay(mini.routes, observe, compared, min_agreement)
         if not first_pass:
             return nullcontext(Recording())
         return replay.record(keep=self.config.train.replay == "r2" or self.keeps_native_routes, compared=compared)
@@ -258,7 +259,8 @@ class TrainStep:
         if self.policy.replay is None or mini.rollout_routes is None:
             return
         layers, shape = self.policy.replay.layers, self.policy.shape
-        nothing = [torch.zeros(len(rows.experts), 0, dtype=torch.uint8) for rows in mini.rollout_routes]
+        device = torch.cuda.current_device()  # what a stage without MoE layers sends travels like the others'
+        nothing = [torch.zeros(len(rows.experts), 0, dtype=torch.uint8, device=device) for rows in mini.rollout_routes]
         if self.keeps_native_routes:
             own = seen.native if replayed else seen.routes
             mini.native_routes = own if layers else mini.rollout_routes

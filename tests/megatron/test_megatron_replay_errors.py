@@ -117,8 +117,7 @@ def test_backward_outside_of_the_block_is_an_error(
 ) -> None:
     world = World(models["base"], kind)
     routes, losses = world.routes[:1], []
-    message = r"layer 0: 0 recomputations, expected 1, .* Likely the backward pass runs outside"
-    with pytest.raises(ReplayError, match=message), world.replay.replay(routes):
+    with world.replay.replay(routes):
         losses.append(world.loss())
     if between == "a native pass":
         world.run()
@@ -136,26 +135,11 @@ def test_backward_outside_of_the_block_is_an_error(
 
 
 def test_a_recorded_pass_with_gradients_goes_backward_in_its_block_too(recomputing: World) -> None:
-    with pytest.raises(ReplayError, match="0 recomputations, expected 1"), recomputing.replay.record():
-        recomputing.loss()
     with recomputing.replay.record():
+        late = recomputing.loss()
         recomputing.loss().backward()
-
-
-def test_another_passes_backward_inside_of_a_block_is_an_error(recomputing: World) -> None:
-    stranger = recomputing.loss()
-    block = recomputing.replay.replay(recomputing.routes[:1])
-    with pytest.raises(ReplayError, match="unknown forward pass: there is none to come in this block"), block:
-        stranger.backward()
-    stranger = recomputing.loss()
-    block = recomputing.replay.replay(recomputing.routes[:1])
-    with pytest.raises(ReplayError, match="unknown forward pass: there is none to come"), block:
-        _backward_first(stranger, recomputing.loss())  # the stranger takes the place of the own one
-
-
-def _backward_first(*losses: torch.Tensor) -> None:
-    for loss in losses:
-        loss.backward()
+    with pytest.raises(ReplayError, match="has closed"):
+        late.backward()
 
 
 def test_backward_inside_of_the_block_is_right(recomputing: World) -> None:
@@ -165,8 +149,8 @@ def test_backward_inside_of_the_block_is_right(recomputing: World) -> None:
 
 def test_a_fresh_pass_after_a_broken_block_is_native(recomputing: World) -> None:
     before = recomputing.run()
-    with pytest.raises(ReplayError), recomputing.replay.replay(recomputing.routes[:1]):
-        recomputing.loss()  # never goes backward
+    with pytest.raises(ReplayError, match="used the routes of 1"), recomputing.replay.replay(recomputing.routes[:1]):
+        pass
     recomputing.run(backward=True)  # its recomputations belong to itself
     assert recomputing.same(before)
 

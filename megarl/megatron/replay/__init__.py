@@ -4,7 +4,7 @@ A plugin user needs three names: ``RoutingReplay``, ``MicroRoutes`` and ``Record
 ranks that need them and belongs to megarl's own trainer.
 """
 
-from megarl.megatron.replay.hooks import MicroRoutes, Recording
+from megarl.megatron.replay.records import MicroRoutes, Recording
 from megarl.megatron.replay.routing_replay import AuxLoss, RoutingReplay
 
 __all__ = ["AuxLoss", "MicroRoutes", "Recording", "RoutingReplay"]

@@ -19,7 +19,7 @@ from megarl.core.types import Rollout
 from megarl.errors import TraceError
 from megarl.megatron.batches import MicroBatch, router_tokens, routes_at
 from megarl.megatron.distributed import gather_bytes, model_group
-from megarl.megatron.replay.hooks import MicroRoutes
+from megarl.megatron.replay.records import MicroRoutes
 from megarl.megatron.shapes import ModelShape
 
 

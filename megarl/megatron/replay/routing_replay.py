@@ -1,4 +1,4 @@
-"""Routing replay on Megatron-Core's native hook: the routers of a model use the experts that they are told to.
+"""The object that a training loop holds: it puts one hook per router, and opens blocks that record or replay.
 
 Megatron-Core 0.16, or an older release with the patch of ``patches/``, asks ``router.router_replay`` for the experts of
 a batch by ``get_replay_topk(scores, topk, ...)``. ``RoutingReplay`` puts one hook object there per router. A hook
@@ -14,29 +14,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megarl.errors import ReplayError
 from megarl.megatron.replay.balancing import AuxLoss, count_dispatched, count_natively
-from megarl.megatron.replay.hooks import (
-    Bystander,
-    Entry,
-    Hook,
-    MicroRoutes,
-    Recorder,
-    Recording,
-    Replayer,
-    untraced_rows,
+from megarl.megatron.replay.checks import (
+    check_chunks,
+    check_routers,
+    check_routes,
+    find_routers,
+    find_untraced_routers,
 )
-from megarl.megatron.versions import RELEASE
+from megarl.megatron.replay.hooks import Bystander, Hook, InputTap, untraced_rows
+from megarl.megatron.replay.passes import Block
+from megarl.megatron.replay.records import MicroRoutes, Recording
+from megarl.megatron.replay.sessions import Recorder, Replayer
 from megarl.megatron.weights import unwrap
-from megarl.megatron_fields import replay_blockers
 
-MOST_EXPERTS = 1 << 15
-"""Expert numbers travel as int16, which torch indexes everywhere."""
+MIN_AGREEMENT = 0.5
+"""Of replayed experts with the routers' own choice, beyond chance; engines that run one model agree in about 0.9."""
 
 
 class RoutingReplay:
@@ -47,7 +46,8 @@ class RoutingReplay:
     >>> with replay.replay(recording.routes): ...  # forward and backward, each micro-batch exactly once
 
     A rank without MoE layers, as a pipeline stage may be, has empty routes. Raises ReplayError if Megatron is too
-    old to ask the hook, or if a setting would bypass it (``megarl doctor`` lists them).
+    old to ask the hook, if a setting would bypass it (``megarl doctor`` lists them), if a MoE layer has a router that
+    is no TopKRouter, or if these are not all chunks of one model on this rank.
 
     Routers of multi-token-prediction layers share layer numbers with the decoder's and have no routes; they route
     natively, and ``Recording.untraced_rows`` counts their rows.
@@ -55,34 +55,43 @@ class RoutingReplay:
     ``aux_loss`` says what load-balancing losses do under replay. Megatron would count the experts that the router
     would have chosen; "dispatch" counts those that the tokens really go to, "off" leaves the losses out. The z-loss
     reads logits alone and stays as it is. Expert-bias updates count what was dispatched, by Megatron's own doing.
+
+    ``min_agreement`` in [0, 1]: how far the replayed experts must agree with what the routers would have chosen, beyond
+    chance (``agreement.py``); rows of another batch do not. 0 switches the check off.
     """
 
     def __init__(
-        self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module, aux_loss: AuxLoss = "dispatch"
+        self,
+        model_chunks: Sequence[torch.nn.Module] | torch.nn.Module,
+        aux_loss: AuxLoss = "dispatch",
+        min_agreement: float = MIN_AGREEMENT,
     ) -> None:
         if aux_loss not in get_args(AuxLoss):
             raise ReplayError(f"aux_loss = {aux_loss!r}, expected one of {', '.join(get_args(AuxLoss))}")
+        self._min_agreement = _checked_agreement(min_agreement)
         self._hooks: list[Hook] = []
-        self._routers: list[TopKRouter] = []
         self._bystanders: list[tuple[TopKRouter, Bystander]] = []
-        for chunk in map(unwrap, _as_list(model_chunks)):
-            routers = list(_routers(chunk))
-            for router in routers:
-                _refuse_bypass(router)
-                _refuse_while_in_use(router)
-            entry = Entry(chunk.decoder) if routers else None
-            for router in routers:
-                assert entry is not None
-                hook = Hook(router.layer_number - 1, len(self._hooks), entry)
-                if isinstance(router.router_replay, Hook):
-                    router.router_replay.entry.remove()
-                router.router_replay = hook
-                count_dispatched(router, hook, aux_loss)
-                self._hooks.append(hook)
-                self._routers.append(router)
-            for router in _untraced_routers(chunk):
+        chunks = [unwrap(chunk) for chunk in _as_list(model_chunks)]
+        routers = [find_routers(chunk) for chunk in chunks]
+        check_chunks(chunks)
+        check_routers([router for of_chunk in routers for router in of_chunk])
+        for chunk, of_chunk in zip(chunks, routers, strict=True):
+            hooks = [self._attach(router, aux_loss) for router in of_chunk]
+            if hooks:
+                hooks[0].tap = InputTap(chunk, hooks[0])
+            for router in find_untraced_routers(chunk):
                 router.router_replay = Bystander()
                 self._bystanders.append((router, router.router_replay))
+
+    def _attach(self, router: TopKRouter, aux_loss: AuxLoss) -> Hook:
+        older = router.router_replay if isinstance(router.router_replay, Hook) else None
+        if older is not None and older.tap is not None:
+            older.tap.remove()
+        hook = Hook(router, len(self._hooks), None if older is None else older.log)
+        router.router_replay = hook
+        count_dispatched(router, hook, aux_loss)
+        self._hooks.append(hook)
+        return hook
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -91,11 +100,12 @@ class RoutingReplay:
 
     def detach(self) -> None:
         """Give the routers back to Megatron: no hook remains of this object; those of a newer one stay."""
-        for router, hook in zip(self._routers, self._hooks, strict=True):
-            hook.entry.remove()
-            if router.router_replay is hook:
-                router.router_replay = None
-                count_natively(router)
+        for hook in self._hooks:
+            if hook.tap is not None:
+                hook.tap.remove()
+            if hook.router.router_replay is hook:
+                hook.router.router_replay = None
+                count_natively(hook.router)
         for router, bystander in self._bystanders:
             if router.router_replay is bystander:
                 router.router_replay = None
@@ -119,24 +129,24 @@ class RoutingReplay:
         routes: Recording | Sequence[MicroRoutes | torch.Tensor],
         observe: bool = False,
         compared: Sequence[MicroRoutes] | None = None,
+        min_agreement: float | None = None,
     ) -> Iterator[Recording]:
         """Use ``routes``, one entry per micro-batch in the order of the forward passes; a tensor has all rows present.
 
-        On closing, every router must have used every micro-batch once, and once more for each pass that activation
-        checkpointing repeats; ReplayError names layer, micro-batch and pass. So a backward pass belongs into the block
-        of its forward pass, and a pass without one under ``torch.no_grad()``. With ``observe`` the Recording holds the
-        experts that the routers would have chosen; with ``compared`` how many experts those in use, and those, have in
-        common with other routes of the same micro-batches.
+        ReplayError on opening if routes cannot be of this model; on closing if a router did not use every micro-batch
+        once, or if rows are of other tokens than the model got (``MicroRoutes.token_ids``) or agree too little with
+        the routers (``min_agreement``, default as of this object). A recomputation uses the experts of its own first
+        pass, in whatever order backward passes run, or raises: so a backward pass under activation checkpointing
+        belongs into the block of its forward pass.
+
+        With ``observe`` the Recording holds the experts that the routers would have chosen; with ``compared`` how many
+        experts those in use, and those, have in common with other routes of the same micro-batches.
         """
         entries = routes.routes if isinstance(routes, Recording) else routes
         given = [MicroRoutes(entry) if isinstance(entry, torch.Tensor) else entry for entry in entries]
-        for micro, entry in enumerate(given):
-            if entry.experts.dim() != 3 or entry.experts.size(1) != len(self._hooks):
-                raise ReplayError(
-                    f"micro-batch {micro}: routes of shape {tuple(entry.experts.shape)}, expected "
-                    f"[tokens, {len(self._hooks)} MoE layers of this rank, top-k]"
-                )
-        session = Replayer(given, self._hooks, observe, given if compared is entries else compared)
+        checked = check_routes(given, self._hooks, contents=not isinstance(routes, Recording))
+        limit = self._min_agreement if min_agreement is None else _checked_agreement(min_agreement)
+        session = Replayer(checked, self._hooks, observe, checked if compared is entries else compared, limit)
         recording = Recording()
         with self._open(session, recording):
             yield recording
@@ -144,13 +154,14 @@ class RoutingReplay:
 
     @contextmanager
     def _open(self, session: Recorder | Replayer, recording: Recording) -> Iterator[None]:
-        for router, hook in zip(self._routers, self._hooks, strict=True):
-            if router.router_replay is not hook:
+        for hook in self._hooks:
+            if hook.router.router_replay is not hook:
                 raise ReplayError(f"layer {hook.layer}: the router's hook was replaced; use the newest RoutingReplay")
             if hook.session is not None:
                 raise ReplayError(f"layer {hook.layer}: already recording or replaying; blocks do not nest")
+        block = Block()
         for hook in self._hooks:
-            hook.begin(session)
+            hook.begin(session, block)
         bystanders = [bystander for _, bystander in self._bystanders]
         before = untraced_rows(bystanders)
         try:
@@ -165,35 +176,7 @@ def _as_list(chunks: Sequence[torch.nn.Module] | torch.nn.Module) -> list[torch.
     return [chunks] if isinstance(chunks, torch.nn.Module) else list(chunks)
 
 
-def _routers(model: Any) -> Iterator[TopKRouter]:
-    """Routers of the decoder layers in layer order."""
-    decoder = getattr(model, "decoder", None)
-    if decoder is None:
-        raise ReplayError(f"{type(model).__name__} has no decoder; expected a Megatron GPTModel")
-    for layer in decoder.layers:
-        yield from (module for module in layer.modules() if isinstance(module, TopKRouter))
-
-
-def _untraced_routers(model: Any) -> Iterator[TopKRouter]:
-    """Routers outside the decoder, which are those of multi-token-prediction layers."""
-    traced = set(_routers(model))
-    yield from (m for m in model.modules() if isinstance(m, TopKRouter) and m not in traced)
-
-
-def _refuse_while_in_use(router: TopKRouter) -> None:
-    hook = router.router_replay
-    if isinstance(hook, Hook) and hook.session is not None:
-        raise ReplayError(f"layer {hook.layer}: another RoutingReplay is recording or replaying on this model")
-
-
-def _refuse_bypass(router: TopKRouter) -> None:
-    if not hasattr(router, "router_replay"):
-        raise ReplayError(
-            f"this Megatron-Core has no replay hook: found {RELEASE} without the patch, expected 0.16.0 or later; run "
-            "`python tools/patch.py apply`, or install megatron-core 0.16.1"
-        )
-    if (router.config.num_moe_experts or 0) > MOST_EXPERTS:
-        raise ReplayError(f"{router.config.num_moe_experts} experts, expected at most {MOST_EXPERTS}: rows are 16 bits")
-    for blocker in replay_blockers(vars(router.config)):
-        found = getattr(router.config, blocker.setting, None)
-        raise ReplayError(f"{blocker.setting} = {found!r}: replay cannot hold, because {blocker.reason}")
+def _checked_agreement(value: float) -> float:
+    if not 0.0 <= value <= 1.0:
+        raise ReplayError(f"min_agreement = {value!r}, expected a number from 0 (no check) to 1")
+    return value

@@ -1,0 +1,263 @@
+"""Are these the routes of this batch? Token ids are compared exactly, experts with what the routers would have chosen.
+
+Routes of the batch agree with the routers of the training engine in most experts, because the two engines run the same
+model; rows that are shifted, transposed, of another micro-batch, layer or model agree by chance, in ``K / E`` of them.
+Agreement is measured beyond chance:
+
+    kappa = (agreement - K / E) / (1 - K / E)
+
+and is too low if kappa plus two standard errors is below ``min_agreement``. Both checks read the device once, when the
+block closes, and then try the usual mistakes and name the one that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megarl.errors import ReplayError
+from megarl.megatron.replay.records import MicroRoutes
+
+MOST_SAMPLED = 128
+"""Rows of a micro-batch in which the routers are asked for their own choice."""
+MOST_SHIFT = 2
+"""Rows; farther shifts are not tried."""
+WRONG_ROWS_TRIED = 8
+"""Micro-batches on which mistakes are tried."""
+
+
+def sample_rows(routes: MicroRoutes) -> torch.Tensor:
+    """int64, up to MOST_SAMPLED present rows, evenly spaced; on the host."""
+    num_rows = routes.experts.size(0)
+    present = torch.arange(num_rows) if routes.present is None else routes.present.nonzero()[:, 0]
+    if len(present) <= MOST_SAMPLED:
+        return present
+    return present[torch.arange(MOST_SAMPLED) * len(present) // MOST_SAMPLED]
+
+
+@dataclass(frozen=True, slots=True)
+class _Mistake:
+    """A way in which rows may have been put in another order."""
+
+    what: str
+    order: np.ndarray
+    """int64 [T]: where the row of each token lies instead; -1 where it is lost."""
+
+
+def _mistakes(num_rows: int) -> Iterator[_Mistake]:
+    rows = np.arange(num_rows)
+    for shift in (one for size in range(1, MOST_SHIFT + 1) for one in (size, -size)):
+        order = rows + shift
+        where = "early" if shift < 0 else "late"
+        yield _Mistake(
+            f"rows shifted: each lies {abs(shift)} place{'s' if abs(shift) > 1 else ''} too {where} (row t holds the "
+            "experts of the token that goes in at t)",
+            np.where((order >= 0) & (order < num_rows), order, -1),
+        )
+    for size in range(2, num_rows // 2 + 1):
+        if num_rows % size == 0:
+            yield _Mistake(
+                f"rows transposed: [{num_rows // size}, {size}] in place of [{size}, {num_rows // size}] (routers see "
+                "[s, b], so transpose a [b, s] column before it is flattened)",
+                rows.reshape(num_rows // size, size).T.ravel(),
+            )
+
+
+def check_tokens(routes: Sequence[MicroRoutes], seen: Mapping[int, torch.Tensor]) -> int:
+    """The number of micro-batches whose token ids were compared; ReplayError if one is not what the model got."""
+    compared = [micro for micro, given in enumerate(routes) if given.token_ids is not None and micro in seen]
+    if not compared:
+        return 0
+    for micro in compared:
+        expected = len(routes[micro].experts)
+        if len(seen[micro]) != expected:
+            raise ReplayError(
+                f"micro-batch {micro}: the model gets {len(seen[micro])} tokens, but its routers see {expected} rows, "
+                "so token_ids cannot be compared; leave them out of MicroRoutes for such a model"
+            )
+    got = torch.cat([seen[micro] for micro in compared]).cpu().split([len(seen[micro]) for micro in compared])
+    inputs = {micro: ids.numpy() for micro, ids in zip(compared, got, strict=True)}
+    for micro, found in inputs.items():
+        given, present = _given_tokens(routes[micro])
+        wrong = np.flatnonzero((given != found) & present)
+        if len(wrong):
+            raise ReplayError(
+                f"micro-batch {micro}: {len(wrong)} of {int(present.sum())} routes are of other tokens than the model "
+                f"gets (row {wrong[0]}: token {given[wrong[0]]}, expected {found[wrong[0]]}). "
+                f"{_explain_tokens(micro, found, routes)}"
+            )
+    return len(compared)
+
+
+def _given_tokens(routes: MicroRoutes) -> tuple[np.ndarray, np.ndarray]:
+    assert routes.token_ids is not None
+    present = np.ones(len(routes.experts), bool) if routes.present is None else routes.present.cpu().numpy()
+    return routes.token_ids.cpu().numpy().astype(np.int64), present
+
+
+def _explain_tokens(micro: int, found: np.ndarray, routes: Sequence[MicroRoutes]) -> str:
+    for other, candidate in enumerate(routes):
+        if other != micro and candidate.token_ids is not None and len(candidate.experts) == len(found):
+            given, present = _given_tokens(candidate)
+            if (given == found)[present].all():
+                return _likely(_swapped(other))
+    given, present = _given_tokens(routes[micro])
+    for mistake in _mistakes(len(found)):
+        known = (mistake.order >= 0) & present[mistake.order]
+        if known.any() and (given[mistake.order] == found)[known].all():
+            return _likely(mistake.what)
+    return "No shift, transposition or swap within the block explains it: likely routes of another batch or rank"
+
+
+def check_agreement(
+    routes: Sequence[MicroRoutes],
+    sampled: Sequence[torch.Tensor],
+    own: Sequence[torch.Tensor],
+    layers: Sequence[int],
+    num_experts: int,
+    min_agreement: float,
+) -> np.ndarray:
+    """float64 [micro-batches, L_local]: the share of replayed experts that the routers chose too, in the sampled rows.
+
+    ``own`` [S, L_local, K] per micro-batch are the routers' choices in ``sampled`` [S]. ReplayError, with the likely
+    mistake, where a micro-batch or a layer agrees too little.
+    """
+    chosen = _to_host(own)
+    replayed = _to_host(
+        [
+            given.experts.index_select(0, rows.to(given.experts.device))
+            for given, rows in zip(routes, sampled, strict=True)
+        ]
+    )
+    found = [_agreement(a, b) for a, b in zip(chosen, replayed, strict=True)]
+    with np.errstate(invalid="ignore"):
+        shares = np.array([of_micro.mean(0) if len(of_micro) else np.full(len(layers), np.nan) for of_micro in found])
+    chance = replayed[0].shape[2] / num_experts if replayed else 1.0
+    if chance >= 1.0:
+        return shares
+    wrong = [micro for micro, of_micro in enumerate(found) if _too_low(of_micro, chance, min_agreement)]
+    all_rows = np.concatenate(found) if found else np.empty((0, len(layers)))
+    columns = [column for column in range(len(layers)) if _too_low(all_rows[:, [column]], chance, min_agreement)]
+    if not wrong and not columns:
+        return shares
+    if wrong:
+        place, share = f"micro-batch {wrong[0]}", float(found[wrong[0]].mean())
+    else:
+        place, share = f"layer {layers[columns[0]]}", float(all_rows[:, columns[0]].mean())
+    trial = _Trial(routes, sampled, chosen, list(layers), chance, min_agreement)
+    raise ReplayError(
+        f"{place}: the router itself would have chosen {share:.0%} of the replayed experts, {chance:.0%} would be "
+        f"chance, expected at least {chance + min_agreement * (1 - chance):.0%} (min_agreement = {min_agreement:g}). "
+        f"{len(wrong)} of {len(routes)} micro-batches and {len(columns)} of {len(layers)} layers are below. "
+        f"{trial.explain(wrong or range(len(routes)))}"
+    )
+
+
+def _to_host(parts: Sequence[torch.Tensor]) -> list[np.ndarray]:
+    """All parts [S, L, K] in one transfer."""
+    if not parts:
+        return []
+    joined = torch.cat([part.to(torch.int16) for part in parts]).cpu()
+    return [part.numpy() for part in joined.split([len(part) for part in parts])]
+
+
+def _agreement(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """float64 [S, L]: the share of experts that rows [S, L, K] have in common."""
+    return (left[..., :, None] == right[..., None, :]).any(-1).mean(-1)
+
+
+def _kappa(agreement: np.ndarray, chance: float) -> float:
+    return (float(agreement.mean()) - chance) / (1 - chance)
+
+
+def _too_low(agreement: np.ndarray, chance: float, min_agreement: float) -> bool:
+    """Whether shares of [S, L] rows are clearly below; two standard errors are left to chance."""
+    if not agreement.size:
+        return False
+    share = float(agreement.mean())
+    error = (share * (1 - share) / agreement.size) ** 0.5 / (1 - chance)
+    return _kappa(agreement, chance) + 2 * error < min_agreement
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """Tries the usual mistakes on rows that do not agree."""
+
+    routes: Sequence[MicroRoutes]
+    sampled: Sequence[torch.Tensor]
+    chosen: Sequence[np.ndarray]
+    """int16 [S, L, K] per micro-batch: what the routers chose in the sampled rows."""
+    layers: list[int]
+    chance: float
+    min_agreement: float
+
+    def explain(self, wrong: Sequence[int]) -> str:
+        """The mistake under which the rows of these micro-batches agree best, if they then agree enough."""
+        tried = sorted(wrong, key=lambda micro: -len(self.sampled[micro]))[:WRONG_ROWS_TRIED]
+        fits = [*self._orders(tried), *self._swaps(tried), *self._layer_orders(tried)]
+        best, what = max(fits, default=(0.0, ""), key=lambda fit: fit[0])
+        if best < self.min_agreement:
+            return (
+                "No shift, transposition, swap of micro-batches or order of layers makes them agree: likely routes of "
+                "another model, of much older weights, or of another rank's tokens"
+            )
+        return f"{_likely(what)}; so put, {self.chance + best * (1 - self.chance):.0%} agree"
+
+    def _orders(self, tried: Sequence[int]) -> Iterator[tuple[float, str]]:
+        """Row orders that all tried micro-batches of one length share."""
+        length = len(self.routes[tried[0]].experts)
+        alike = [micro for micro in tried if len(self.routes[micro].experts) == length]
+        for mistake in _mistakes(length):
+            yield self._fit(alike, lambda micro, order=mistake.order: (micro, order)), mistake.what
+
+    def _swaps(self, tried: Sequence[int]) -> Iterator[tuple[float, str]]:
+        for micro in tried:
+            for other in range(len(self.routes)):
+                if other != micro:
+                    order = np.arange(len(self.routes[micro].experts))
+                    order[len(self.routes[other].experts) :] = -1
+                    yield self._fit([micro], lambda _, to=other, order=order: (to, order)), _swapped(other, micro)
+
+    def _layer_orders(self, tried: Sequence[int]) -> Iterator[tuple[float, str]]:
+        if len(self.layers) < 2:
+            return
+        own = np.concatenate([self.chosen[micro] for micro in tried])
+        given = np.concatenate([self._rows(micro, self.sampled[micro].numpy()) for micro in tried])
+        match = np.array(
+            [
+                [_agreement(own[:, i], given[:, j]).mean() for j in range(len(self.layers))]
+                for i in range(len(self.layers))
+            ]
+        )
+        best = match.argmax(1)
+        if len(set(best)) == len(best) and (best != np.arange(len(best))).any():
+            order = ", ".join(f"layer {self.layers[i]} in column {j}" for i, j in enumerate(best) if i != j)
+            fit = float((match[np.arange(len(best)), best].mean() - self.chance) / (1 - self.chance))
+            yield fit, f"layers in another order than RoutingReplay.layers: {order}"
+
+    def _fit(self, micros: Sequence[int], place: Callable[[int], tuple[int, np.ndarray]]) -> float:
+        """Kappa if the rows of each micro-batch lie where ``place`` says."""
+        shares = []
+        for micro in micros:
+            where, order = place(micro)
+            rows = order[self.sampled[micro].numpy()]
+            known = rows >= 0
+            if known.any():
+                shares.append(_agreement(self.chosen[micro][known], self._rows(where, rows[known])))
+        return _kappa(np.concatenate(shares), self.chance) if shares else 0.0
+
+    def _rows(self, micro: int, rows: np.ndarray) -> np.ndarray:
+        experts = self.routes[micro].experts
+        return experts.index_select(0, torch.from_numpy(rows).to(experts.device)).to(torch.int16).cpu().numpy()
+
+
+def _likely(what: str) -> str:
+    return f"Likely {what}"
+
+
+def _swapped(other: int, micro: int | None = None) -> str:
+    first = "they" if micro is None else f"the rows of micro-batch {micro}"
+    return f"micro-batches swapped: {first} are in entry {other}, so give routes in the order of the data iterator"

@@ -1,0 +1,165 @@
+"""What a RoutingReplay and its blocks accept, checked before a router is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+
+from megarl.errors import ReplayError
+from megarl.megatron.replay.hooks import Hook
+from megarl.megatron.replay.records import MicroRoutes
+from megarl.megatron.versions import RELEASE
+from megarl.megatron_fields import replay_blockers
+
+MOST_EXPERTS = 1 << 15
+"""Expert numbers travel as int16, which torch indexes everywhere."""
+
+
+def find_routers(chunk: Any) -> list[TopKRouter]:
+    """Routers of the decoder layers in layer order; ReplayError if a MoE layer has none that asks the hook."""
+    decoder = getattr(chunk, "decoder", None)
+    if decoder is None:
+        raise ReplayError(f"{type(chunk).__name__} has no decoder; expected a Megatron GPTModel")
+    found = []
+    for layer in decoder.layers:
+        routers = [module for module in layer.modules() if isinstance(module, TopKRouter)]
+        _check_layer(layer, routers, isinstance(chunk, GPTModel))
+        found += routers
+    return found
+
+
+def _check_layer(layer: Any, routers: Sequence[TopKRouter], by_frequency: bool) -> None:
+    """A MoE layer, by its class or by ``moe_layer_freq``, must have one TopKRouter."""
+    strangers = [
+        type(module.router).__name__
+        for module in layer.modules()
+        if isinstance(module, BaseMoELayer) and not isinstance(module.router, TopKRouter)
+    ]
+    number = getattr(layer, "layer_number", 0)
+    if strangers:
+        raise ReplayError(
+            f"layer {number - 1}: its router is a {strangers[0]}, expected a TopKRouter (or a subclass of it), which "
+            "asks router_replay for its experts; replay would leave this layer out"
+        )
+    expected = int(_is_moe(layer.config, number)) if by_frequency else len(routers)
+    if len(routers) != expected:
+        raise ReplayError(
+            f"layer {number - 1}: found {len(routers)} routers, expected {expected} by moe_layer_freq = "
+            f"{layer.config.moe_layer_freq!r}; a MoE layer of another class than Megatron's cannot be replayed"
+        )
+
+
+def _is_moe(config: Any, number: int) -> bool:
+    """Whether the layer with this 1-based number has experts, as Megatron's ``moe_layer_freq`` says."""
+    if not config.num_moe_experts:
+        return False
+    frequency = config.moe_layer_freq
+    return bool(frequency[number - 1]) if isinstance(frequency, list) else (number - 1) % frequency == 0
+
+
+def find_untraced_routers(chunk: Any) -> Iterator[TopKRouter]:
+    """Routers outside the decoder, which are those of multi-token-prediction layers."""
+    traced = {module for layer in chunk.decoder.layers for module in layer.modules()}
+    yield from (m for m in chunk.modules() if isinstance(m, TopKRouter) and m not in traced)
+
+
+def check_routers(routers: Sequence[Any]) -> None:
+    """ReplayError if one would not ask the hook, belongs to a block that is open, or shares its layer with another."""
+    layers = [router.layer_number - 1 for router in routers]
+    twice = sorted({layer for layer in layers if layers.count(layer) > 1})
+    if twice:
+        raise ReplayError(f"layer {twice[0]} is there twice: make one RoutingReplay per model")
+    for router in routers:
+        _check_router(router)
+
+
+def _check_router(router: Any) -> None:
+    if not hasattr(router, "router_replay"):
+        raise ReplayError(
+            f"this Megatron-Core has no replay hook: found {RELEASE} without the patch, expected 0.16.0 or later; run "
+            "`python tools/patch.py apply`, or install megatron-core 0.16.1"
+        )
+    if (router.config.num_moe_experts or 0) > MOST_EXPERTS:
+        raise ReplayError(f"{router.config.num_moe_experts} experts, expected at most {MOST_EXPERTS}: rows are 16 bits")
+    for blocker in replay_blockers(vars(router.config)):
+        found = getattr(router.config, blocker.setting, None)
+        raise ReplayError(f"{blocker.setting} = {found!r}: replay cannot hold, because {blocker.reason}")
+    hook = router.router_replay
+    if isinstance(hook, Hook) and hook.session is not None:
+        raise ReplayError(f"layer {hook.layer}: another RoutingReplay is recording or replaying on this model")
+
+
+def check_chunks(chunks: Sequence[Any]) -> None:
+    """ReplayError unless these are all model chunks of this rank, and of one model."""
+    config = chunks[0].config if chunks else None
+    expected = getattr(config, "virtual_pipeline_model_parallel_size", None)
+    if expected is None and parallel_state.model_parallel_is_initialized():
+        expected = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    if len(chunks) != (expected or 1):
+        raise ReplayError(
+            f"found {len(chunks)} model chunks, expected {expected or 1} "
+            f"(virtual_pipeline_model_parallel_size = {expected}): give RoutingReplay all chunks of one model on this "
+            "rank, and make one RoutingReplay per model"
+        )
+
+
+def check_routes(routes: Sequence[MicroRoutes], hooks: Sequence[Hook], contents: bool) -> list[MicroRoutes]:
+    """The routes as blocks use them, ``present`` on the host; ReplayError naming the first that cannot be replayed.
+
+    With ``contents`` the experts themselves are looked at, which costs one pass over them.
+    """
+    return [_checked(f"micro-batch {micro}", one, hooks, contents) for micro, one in enumerate(routes)]
+
+
+def _checked(label: str, routes: MicroRoutes, hooks: Sequence[Hook], contents: bool) -> MicroRoutes:
+    experts, present, token_ids = routes.experts, routes.present, routes.token_ids
+    if experts.dim() != 3 or experts.size(1) != len(hooks):
+        raise ReplayError(
+            f"{label}: routes of shape {tuple(experts.shape)}, expected [tokens, {len(hooks)} MoE layers of this rank, "
+            "top-k]"
+        )
+    if not _holds_integers(experts):
+        raise ReplayError(f"{label}: experts are {experts.dtype}, expected integers")
+    if hooks and experts.size(2) != hooks[0].topk:
+        raise ReplayError(
+            f"{label}: {experts.size(2)} experts per token, expected {hooks[0].topk}, the top-k of the model's routers"
+        )
+    for name, column in (("present", present), ("token_ids", token_ids)):
+        if column is not None and tuple(column.shape) != (len(experts),):
+            raise ReplayError(f"{label}: {name} of shape {tuple(column.shape)}, expected [{len(experts)}], one per row")
+    if present is not None and present.dtype is not torch.bool:
+        raise ReplayError(f"{label}: present is {present.dtype}, expected bool")
+    if token_ids is not None and not _holds_integers(token_ids):
+        raise ReplayError(f"{label}: token_ids are {token_ids.dtype}, expected integers")
+    present = None if present is None else present.cpu()
+    if contents and hooks:
+        _check_experts(label, experts, present, hooks)
+    return MicroRoutes(experts, present, token_ids)
+
+
+def _holds_integers(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+
+
+def _check_experts(label: str, experts: torch.Tensor, present: torch.Tensor | None, hooks: Sequence[Hook]) -> None:
+    """Every present row must name different experts of the model. One read of the device, if they are there."""
+    num_experts = hooks[0].num_experts
+    wrong = ((experts < 0) | (experts >= num_experts)).any(2)
+    for slot in range(1, experts.size(2)):
+        wrong |= (experts[..., :slot] == experts[..., slot : slot + 1]).any(2)
+    if present is not None:
+        wrong &= present.to(wrong.device)[:, None]
+    if not bool(wrong.any()):
+        return
+    row, column = wrong.nonzero()[0].tolist()
+    found = experts[row, column].tolist()
+    raise ReplayError(
+        f"{label}, row {row}, layer {hooks[column].layer}: experts {found}, expected {len(found)} different ones of 0 "
+        f"to {num_experts - 1}; mark a row that is missing as not present instead of filling it"
+    )

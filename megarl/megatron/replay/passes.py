@@ -1,0 +1,173 @@
+"""Which forward pass a router's call belongs to, whatever the order of backward passes.
+
+Activation checkpointing runs a layer a second time inside of the backward pass, and the router must then use the
+experts of that layer's own first pass. Nothing is counted here; the autograd graph identifies each recomputation:
+
+- *Reentrant* checkpointing (Megatron's, Transformer Engine's, torch's with ``use_reentrant=True``) is an autograd node.
+  Nodes of a thread are numbered as they are made, and the node of a checkpoint is made just before its first pass. So
+  the first pass that a router saw after the node's number was the node's own.
+- *Non-reentrant* checkpointing (torch's default) keeps a frame object per region, which is found in the hooks for saved
+  tensors in both passes.
+
+A recomputation whose first pass ran outside of every block routes natively, as it did then. One whose block has closed,
+and one that cannot be identified, is a ReplayError.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from megarl.errors import ReplayError
+
+KEPT_BLOCKS = 256
+"""Closed blocks whose late recomputations are told apart from native ones; older graphs are refused."""
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """The time between the opening and the closing of a ``record()`` or ``replay()``."""
+
+    thread: int = field(default_factory=threading.get_ident)
+    opened: int = field(default_factory=torch.autograd._get_sequence_nr)
+    """Nodes of this thread from this number on are made in the block, or after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a router is called for."""
+
+    micro: int | None
+    """Micro-batch of the open block; None for a pass of no block."""
+    first: bool
+    """Whether this is a forward pass and no recomputation."""
+    checkpointed: bool
+    """Whether the layer may be recomputed from this pass."""
+
+
+class PassLog:
+    """The passes of one router. It stays with the router when a newer RoutingReplay takes over."""
+
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
+        self.forwarded = 0
+        """Forward passes in the open block."""
+        self._block: Block | None = None
+        self._marks: list[int] = []  # ascending node numbers at passes without a graph, in the block
+        self._micros: list[int] = []  # whose passes those were
+        self._frames: WeakKeyDictionary[Any, tuple[Block, list[int]]] = WeakKeyDictionary()
+        self._closed: deque[tuple[int, int]] = deque(maxlen=KEPT_BLOCKS)
+        self._forgotten = 0  # older nodes may be of a block that is not in _closed any more
+        self._threads: set[int] = set()  # on which passes outside of blocks may have left checkpoints
+        self._region: tuple[object, int] = (None, 0)  # the recomputation under way, and its calls so far
+
+    def open(self, block: Block) -> None:
+        """Number the forward passes from 0 on."""
+        self._block, self.forwarded = block, 0
+        self._marks, self._micros = [], []
+
+    def close(self) -> None:
+        """Recomputations of the block's passes are refused from now on."""
+        assert self._block is not None
+        if len(self._closed) == KEPT_BLOCKS:
+            self._forgotten = self._closed[0][1]
+        self._closed.append((self._block.opened, torch.autograd._get_sequence_nr()))
+        self._block = None
+        self._marks, self._micros = [], []
+
+    def identify(self, training: bool) -> Call:
+        """What the router is called for now; ``training`` as of the module. ReplayError if that cannot be known."""
+        frame, again = _checkpoint_frame()
+        first = not again and torch._C._current_graph_task_id() == -1
+        if again:
+            micro = self._micro_of_frame(frame)
+        elif first:
+            micro = None if self._block is None else self.forwarded
+            self.forwarded += 1
+        else:
+            micro = self._micro_of_node(torch._C._current_autograd_node())
+        self._keep(micro, None if again else frame, training)
+        return Call(micro, first, frame is not None or (training and not torch.is_grad_enabled()))
+
+    def _keep(self, micro: int | None, frame: object, training: bool) -> None:
+        without_graph = not torch.is_grad_enabled()
+        if micro is None or self._block is None:
+            if without_graph and training:
+                self._threads.add(threading.get_ident())
+            return
+        if frame is not None:
+            self._frames.setdefault(frame, (self._block, []))[1].append(micro)
+        if without_graph:
+            if threading.get_ident() != self._block.thread:
+                raise self._unknown("the pass runs on another thread than the block was opened on")
+            self._marks.append(torch.autograd._get_sequence_nr())
+            self._micros.append(micro)
+
+    def _micro_of_frame(self, frame: object) -> int | None:
+        block, micros = self._frames.get(frame, (None, []))
+        if block is None:
+            return None
+        if block is not self._block:
+            raise self._unknown("the block of its forward pass has closed")
+        return micros[self._calls_before((torch._C._current_graph_task_id(), id(frame)), len(micros))]
+
+    def _micro_of_node(self, node: Any) -> int | None:
+        is_checkpoint = isinstance(node, torch.autograd.function.BackwardCFunction) and (
+            hasattr(node, "run_function") or _top_hooks(True) is None
+        )
+        if not is_checkpoint and self._block is None:
+            return None  # a fresh forward pass that a backward hook has started
+        if not is_checkpoint:
+            raise self._unknown("it runs inside of a backward pass, and no known checkpoint has started it")
+        number = node._sequence_nr()
+        block = self._block
+        if block is not None and number >= block.opened:
+            if self._threads - {block.thread}:
+                raise self._unknown(
+                    "earlier passes outside of blocks ran on another thread; make a new RoutingReplay after them"
+                )
+            at = bisect_right(self._marks, number)
+            at += self._calls_before((torch._C._current_graph_task_id(), number), len(self._marks) - at)
+            return self._micros[at]
+        if number < self._forgotten or any(opened <= number < closed for opened, closed in self._closed):
+            raise self._unknown("the block of its forward pass has closed")
+        return None
+
+    def _calls_before(self, region: object, most: int) -> int:
+        """How often this recomputation has called the router: a region may hold two passes of it."""
+        calls = self._region[1] + 1 if self._region[0] == region else 0
+        self._region = (region, calls)
+        if calls >= most:
+            raise self._unknown("the router was called more often than in the first pass")
+        return calls
+
+    def _unknown(self, why: str) -> ReplayError:
+        return ReplayError(
+            f"layer {self.layer}: recomputation of an unknown forward pass: {why}; run the backward pass inside the "
+            "same block as its forward pass, on the thread that opened it"
+        )
+
+
+def _checkpoint_frame() -> tuple[object, bool]:
+    """(frame of the innermost non-reentrant checkpoint or None, whether it is being recomputed)."""
+    hooks = _top_hooks(True)
+    if hooks is None:
+        return None, False
+    pack: Any = hooks[0]
+    while hasattr(pack, "__wrapped__"):  # torch guards it against compilation
+        pack = pack.__wrapped__
+    cells = getattr(pack, "__closure__", None) or ()
+    held = (
+        {name: cell.cell_contents for name, cell in zip(pack.__code__.co_freevars, cells, strict=True)} if cells else {}
+    )
+    if "target_frame_ref" in held:
+        return held["target_frame_ref"](), True
+    frame = held.get("frame")
+    return (frame if isinstance(frame, torch.utils.checkpoint._CheckpointFrame) else None), False

@@ -1,0 +1,249 @@
+"""What is open while a block runs: a Recorder keeps what the routers choose, a Replayer tells them what to choose.
+
+A router call does no host-device synchronisation. The routes of a micro-batch go to the device in one piece, layer by
+layer, and stay there until its last recomputation; what is counted is read when the block closes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megarl.errors import ReplayError
+from megarl.megatron.replay.agreement import check_agreement, check_tokens, sample_rows
+from megarl.megatron.replay.hooks import Hook, Question
+from megarl.megatron.replay.passes import Call
+from megarl.megatron.replay.records import MicroRoutes, Recording
+
+
+class _Columns:
+    """One tensor per router and micro-batch."""
+
+    def __init__(self, hooks: Sequence[Hook]) -> None:
+        self._of: dict[int, list[torch.Tensor]] = {hook.column: [] for hook in hooks}
+
+    def add(self, hook: Hook, found: torch.Tensor) -> None:
+        self._of[hook.column].append(found.detach())
+
+    def get(self, hook: Hook, micro: int) -> torch.Tensor:
+        return self._of[hook.column][micro]
+
+    def stacked(self, hooks: Sequence[Hook]) -> list[torch.Tensor]:
+        """Per micro-batch [T_local, L_local, ...]; ReplayError if the routers saw different numbers of them."""
+        counts = {hook.layer: len(self._of[hook.column]) for hook in hooks}
+        if len(set(counts.values())) > 1:
+            raise ReplayError(
+                f"routers saw different numbers of micro-batches, by layer {counts}; expected equal numbers"
+            )
+        # In memory layer by layer, which is how routers ask for them when they are replayed.
+        return [torch.stack(of_micro).transpose(0, 1) for of_micro in zip(*self._of.values(), strict=True)]
+
+
+def _narrow(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
+    return experts.to(torch.uint8 if num_experts <= 256 else torch.int16)
+
+
+def _shared(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """uint8 [T]: experts that two rows [T, K], each without duplicates, have in common."""
+    return (left[:, :, None] == right[:, None, :]).any(2).sum(1).to(torch.uint8)
+
+
+class _Table:
+    """The routes of one micro-batch on the device of its routers."""
+
+    def __init__(self, routes: MicroRoutes, sampled: torch.Tensor | None, device: torch.device) -> None:
+        by_layer = routes.experts.transpose(0, 1)
+        absent = None if routes.present is None else (~routes.present).nonzero()[:, 0]
+        self.num_absent = 0 if absent is None else len(absent)
+        asked = [part for part in (absent, sampled) if part is not None]
+        self.asked = _upload(torch.cat([torch.empty(0, dtype=torch.int64), *asked]), device)
+        """int64, the rows in which the router is asked itself: absent ones, then sampled ones."""
+        owned = by_layer.clone(memory_format=torch.contiguous_format) if self.num_absent else by_layer.contiguous()
+        self.experts = _upload(owned, device)
+        """[L_local, T_local, K], narrow."""
+        self.filled: set[int] = set()
+        """Columns in which the router has chosen for the absent rows."""
+        self.forwarded = self.awaited = 0
+
+    def fill(self, column: int, experts: torch.Tensor) -> None:
+        """Put the router's own choice [R, K] in place of the absent rows."""
+        rows = self.experts[column]
+        rows.index_copy_(0, self.asked[: self.num_absent], experts.to(rows.dtype))
+        self.filled.add(column)
+
+
+def _upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+class _Rows:
+    """Routes of micro-batches, handed out router by router."""
+
+    def __init__(self, routes: Sequence[MicroRoutes], num_hooks: int, sampled: Sequence[torch.Tensor] = ()) -> None:
+        self.routes = routes
+        self._num_hooks = num_hooks
+        self._sampled = sampled
+        self._tables: dict[int, _Table] = {}
+
+    def of(self, hook: Hook, micro: int, kind: str, scores: torch.Tensor) -> _Table:
+        """The table of a micro-batch, which must have a row for each of the scores."""
+        if micro >= len(self.routes):
+            raise ReplayError(
+                f"layer {hook.layer}: {kind} of micro-batch {micro + 1}, but there are routes for {len(self.routes)}; "
+                "likely the data iterator and the routes were cut differently, or another pass ran in the same block"
+            )
+        found = self.routes[micro].experts.size(0)
+        if found != scores.size(0):
+            raise ReplayError(
+                f"layer {hook.layer}, {kind} of micro-batch {micro}: the router sees {scores.size(0)} tokens, the "
+                f"routes have {found}; likely sequence-parallel slices or alignment padding differ"
+            )
+        if micro not in self._tables:
+            sampled = self._sampled[micro] if self._sampled else None
+            self._tables[micro] = _Table(self.routes[micro], sampled, scores.device)
+        return self._tables[micro]
+
+    def done(self, micro: int, call: Call) -> None:
+        """Let go of a table that all routers have used, and no recomputation waits for."""
+        table = self._tables[micro]
+        table.forwarded += call.first
+        table.awaited += call.checkpointed if call.first else -1
+        if table.forwarded >= self._num_hooks and table.awaited <= 0:
+            del self._tables[micro]
+
+
+class Recorder:
+    """Session that routes natively; keeps the choice, or only what it shares with other routes."""
+
+    replays = False
+
+    def __init__(self, hooks: Sequence[Hook], keep: bool, compared: Sequence[MicroRoutes] | None) -> None:
+        self._kept = _Columns(hooks) if keep else None
+        self._shared = _Columns(hooks)
+        self._compared = None if compared is None else _Rows(compared, len(hooks))
+        self._tokens: dict[int, torch.Tensor] = {}
+
+    def see_tokens(self, micro: int, token_ids: torch.Tensor) -> None:
+        if self._kept is not None:
+            self._tokens.setdefault(micro, token_ids)
+
+    def choose(self, hook: Hook, call: Call, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
+        assert call.micro is not None
+        if not call.first and self._kept is not None:
+            return question.at(self._kept.get(hook, call.micro).long())
+        experts = question.preferred()
+        if call.first and self._kept is not None:
+            self._kept.add(hook, _narrow(experts, hook.num_experts))
+        if call.first and self._compared is not None:
+            table = self._compared.of(hook, call.micro, "forward", question.scores)
+            self._shared.add(hook, _shared(experts, table.experts[hook.column].long()))
+            self._compared.done(call.micro, Call(call.micro, True, False))
+        return question.at(experts)
+
+    def close(self, hooks: Sequence[Hook], recording: Recording) -> None:
+        if self._kept is not None:
+            recording.routes = [
+                MicroRoutes(experts, token_ids=self._tokens_of(micro, len(experts)))
+                for micro, experts in enumerate(self._kept.stacked(hooks))
+            ]
+        recording.shared = self._shared.stacked(hooks)
+
+    def _tokens_of(self, micro: int, num_rows: int) -> torch.Tensor | None:
+        ids = self._tokens.get(micro)
+        return ids if ids is not None and len(ids) == num_rows else None
+
+
+class Replayer:
+    """Session that hands out the given experts, micro-batch by micro-batch."""
+
+    replays = True
+
+    def __init__(
+        self,
+        routes: Sequence[MicroRoutes],
+        hooks: Sequence[Hook],
+        observe: bool,
+        compared: Sequence[MicroRoutes] | None,
+        min_agreement: float,
+    ) -> None:
+        self._min_agreement = min_agreement
+        self._sampled = [sample_rows(micro) for micro in routes] if min_agreement > 0 else []
+        self._rows = _Rows(routes, len(hooks), self._sampled)
+        self._own = _Columns(hooks)  # the routers' choice in the sampled rows
+        self._native = _Columns(hooks) if observe else None
+        self._shared, self._native_shared = _Columns(hooks), _Columns(hooks)
+        # Comparing with the very routes that are replayed needs no second copy of them.
+        same = compared is routes
+        self._compared = None if compared is None else self._rows if same else _Rows(compared, len(hooks))
+        self._tokens: dict[int, torch.Tensor] = {}
+
+    def see_tokens(self, micro: int, token_ids: torch.Tensor) -> None:
+        self._tokens.setdefault(micro, token_ids)
+
+    def choose(self, hook: Hook, call: Call, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
+        assert call.micro is not None
+        table = self._rows.of(hook, call.micro, "forward" if call.first else "recomputation", question.scores)
+        compares = call.first and (self._native is not None or self._compared is not None)
+        if compares:
+            question.preferred()  # of all rows at once
+        self._ask_router(hook, call, table, question)
+        experts = table.experts[hook.column].long()
+        if compares:
+            self._compare(hook, call.micro, experts, question)
+        self._rows.done(call.micro, call)
+        return question.at(experts)
+
+    def _ask_router(self, hook: Hook, call: Call, table: _Table, question: Question) -> None:
+        """Let the router choose for absent rows, once, and in the first pass for the sampled ones."""
+        fills = table.num_absent > 0 and hook.column not in table.filled
+        samples = call.first and bool(self._sampled)
+        if not (fills or samples):
+            return
+        own = question.preferred_at(table.asked if samples else table.asked[: table.num_absent])
+        if fills:
+            table.fill(hook.column, own[: table.num_absent])
+        if samples:
+            self._own.add(hook, _narrow(own[table.num_absent :], hook.num_experts))
+
+    def _compare(self, hook: Hook, micro: int, experts: torch.Tensor, question: Question) -> None:
+        preferred = question.preferred()
+        if self._native is not None:
+            self._native.add(hook, _narrow(preferred, hook.num_experts))
+        if self._compared is None:
+            return
+        other = experts
+        if self._compared is not self._rows:
+            table = self._compared.of(hook, micro, "comparison", question.scores)
+            other = table.experts[hook.column].long()
+            self._compared.done(micro, Call(micro, True, False))
+        self._shared.add(hook, _shared(experts, other))
+        self._native_shared.add(hook, _shared(preferred, other))
+
+    def close(self, hooks: Sequence[Hook], recording: Recording) -> None:
+        routes = self._rows.routes
+        for hook in hooks:
+            if hook.log.forwarded != len(routes):
+                raise ReplayError(
+                    f"layer {hook.layer}: {hook.log.forwarded} forward passes used the routes of {len(routes)} "
+                    "micro-batches; each must be used once. Likely this router was bypassed, or the block closed too "
+                    "early"
+                )
+        recording.compared_tokens = check_tokens(routes, self._tokens)
+        if self._sampled and hooks:
+            recording.agreement = check_agreement(
+                routes,
+                self._sampled,
+                self._own.stacked(hooks),
+                [hook.layer for hook in hooks],
+                hooks[0].num_experts,
+                self._min_agreement,
+            )
+        recording.native_rows = sum(
+            len(hooks) * int((~micro.present).sum()) for micro in routes if micro.present is not None
+        )
+        if self._native is not None:
+            recording.native = [MicroRoutes(experts) for experts in self._native.stacked(hooks)]
+        recording.shared, recording.native_shared = self._shared.stacked(hooks), self._native_shared.stacked(hooks)

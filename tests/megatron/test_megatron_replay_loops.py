@@ -1,0 +1,225 @@
+"""Replay holds in loops of any order: each recomputation uses the experts of its own first pass, or raises."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases_loops import CHECKPOINTS, FROZEN, MODES, ORDERS, A, B, Passes, World, all_points, largest_difference
+from matrix_world import gradients
+from ranks import Case, case
+from torch.utils.checkpoint import checkpoint
+
+from megarl.errors import ReplayError
+from megarl.megatron.replay import MicroRoutes, RoutingReplay
+from megarl.megatron.replay.passes import KEPT_BLOCKS
+from megarl.megatron.weights import unwrap
+
+TOLERANCE = 2e-5
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World({})
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_acceptance_gradients_are_those_without_recomputation(
+    kind: str, mode: str, world: World, one_rank: None
+) -> None:
+    errors = {point: world.error(*point) for point in all_points() if point[1:3] == (kind, mode)}
+    assert len(errors) >= len(ORDERS) - 1
+    assert {point: error for point, error in errors.items() if not error < TOLERANCE} == {}
+
+
+def test_the_loops_can_tell_micro_batches_apart(world: World, one_rank: None) -> None:
+    """The gradients that come of the routes of another micro-batch are far from the right ones."""
+    graphs = Graphs(world, "none")
+    rows = min(len(routes.experts) for routes in graphs.routes)
+    other = [MicroRoutes(routes.experts[:rows]) for routes in graphs.routes]
+    found = []
+    for first in (A, B):
+        fitted = torch.cat([other[first].experts, graphs.routes[A].experts[rows:]])
+        with graphs.replay.replay([fitted]):
+            found.append(graphs.gradients(graphs.passes.loss(A)))
+    assert largest_difference(*found) > 1000 * TOLERANCE
+
+
+POINTS = tuple(
+    (order, kind, mode, frozen)
+    for order, frozen in (("joint", "nothing"), ("lifo", "nothing"), ("no_grad_first", "nothing"), ("fifo", "routers"))
+    for kind in ("uniform", "moe", "layers not reentrant")
+    for mode in MODES
+)
+CASES = [case(2, "cases_loops:loops", layout, points=POINTS) for layout in ("ep2", "tp2 ep2 etp1")]
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("case", CASES, ids=["ep2", "tp2-ep2-etp1"])
+def test_acceptance_gradients_are_those_without_recomputation_on_two_ranks(
+    case: Case, outcome: dict[str, float]
+) -> None:
+    assert len(outcome) == len(POINTS)
+    assert {point: error for point, error in outcome.items() if not error < TOLERANCE} == {}
+
+
+class Graphs:
+    """Gradients of graphs that were made at one time and go backward at another."""
+
+    def __init__(self, world: World, kind: str) -> None:
+        self.model, self.replay = world.model(kind)
+        self.passes = Passes(self.model, world.micros)
+        self.routes = world.routes(self.model, self.replay)
+
+    def gradients(self, loss: torch.Tensor) -> dict[str, np.ndarray]:
+        for chunk in self.model.chunks:
+            chunk.zero_grad_buffer()
+        loss.backward()
+        return gradients(self.model.chunks)
+
+
+KINDS = ["uniform", "moe", "layers not reentrant"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_older_graph_goes_backward_natively_inside_of_a_block(kind: str, world: World, one_rank: None) -> None:
+    graphs, plain = Graphs(world, kind), Graphs(world, "none")
+    expected = plain.gradients(plain.passes.loss(B))
+    with plain.replay.replay(plain.routes[:1]):
+        expected_own = plain.gradients(plain.passes.loss(A))
+    older = graphs.passes.loss(B)
+    with graphs.replay.replay(graphs.routes[:1]):
+        own = graphs.passes.loss(A)
+        assert largest_difference(graphs.gradients(older), expected) < TOLERANCE
+        assert largest_difference(graphs.gradients(own), expected_own) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("again", ["outside", "in a block", "in a block of a newer RoutingReplay"])
+def test_a_graph_of_a_closed_block_is_refused(kind: str, again: str, world: World, one_rank: None) -> None:
+    graphs = Graphs(world, kind)
+    with graphs.replay.replay(graphs.routes[:1]):
+        late = graphs.passes.loss(A)
+    replay = graphs.replay
+    if again == "in a block of a newer RoutingReplay":
+        replay = RoutingReplay(graphs.model.chunks, min_agreement=0.0)
+    try:
+        if again == "outside":
+            with pytest.raises(ReplayError, match="the block of its forward pass has closed; run the backward pass"):
+                late.backward()
+        else:
+            with replay.record():
+                graphs.passes.loss(B).backward()
+                with pytest.raises(ReplayError, match="the block of its forward pass has closed"):
+                    late.backward()
+    finally:
+        world.forget(kind)
+
+
+def test_blocks_are_remembered_for_long_and_then_refused_by_their_age(world: World, one_rank: None) -> None:
+    graphs = Graphs(world, "uniform")
+    with graphs.replay.record():
+        late = graphs.passes.loss(A)
+    for _ in range(KEPT_BLOCKS + 1):
+        with graphs.replay.record():
+            pass
+    with pytest.raises(ReplayError, match="has closed"):
+        late.backward()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_recomputation_that_never_comes_is_no_error(mode: str, world: World, one_rank: None) -> None:
+    """Nothing in front of the checkpointed layers needs gradients, so autograd never runs them again."""
+    frozen = [
+        p
+        for name, p in world.model("uniform")[0].chunks[0].named_parameters()
+        if "layers." in name or "embedding" in name
+    ]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    try:
+        found = world.gradients(ORDERS["joint"], "uniform", mode)
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+    assert any(np.abs(one).max() > 0 for name, one in found.items() if "final" in name or "output" in name)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_region_with_two_passes_of_a_router(reentrant: bool, world: World, one_rank: None) -> None:
+    graphs = Graphs(world, "none")
+
+    def both(scale: torch.Tensor) -> torch.Tensor:
+        return scale * (graphs.passes.loss(A) - 2.0 * graphs.passes.loss(B))
+
+    scale = torch.ones((), requires_grad=True)
+    with graphs.replay.replay(graphs.routes[:2]):
+        expected = graphs.gradients(both(scale))
+    with graphs.replay.replay(graphs.routes[:2]):
+        found = graphs.gradients(checkpoint(both, scale, use_reentrant=reentrant))
+    assert largest_difference(found, expected) < TOLERANCE
+
+
+def test_a_checkpoint_on_another_thread_is_refused(world: World, one_rank: None) -> None:
+    graphs, raised = Graphs(world, "uniform"), []
+
+    def forward() -> None:
+        try:
+            graphs.passes.loss(A)
+        except ReplayError as error:
+            raised.append(str(error))
+
+    with pytest.raises(ReplayError, match="used the routes of 1"), graphs.replay.replay(graphs.routes[:1]):
+        _in_a_thread(forward)
+    assert "another thread than the block was opened on" in raised[0]
+
+
+def test_checkpoints_of_other_threads_make_a_recomputation_unknown(world: World, one_rank: None) -> None:
+    graphs = Graphs(world, "uniform")
+    _in_a_thread(lambda: graphs.passes.loss(A))
+    with graphs.replay.replay(graphs.routes[:1]), pytest.raises(ReplayError, match="ran on another thread"):
+        graphs.passes.loss(A).backward()
+    world.forget("uniform")
+
+
+def test_a_pass_that_a_backward_hook_starts_is_refused_in_a_block_and_native_outside(
+    world: World, one_rank: None
+) -> None:
+    graphs = Graphs(world, "none")
+
+    def starting_a_pass() -> torch.Tensor:
+        loss = graphs.passes.loss(A)
+        scaled = loss * 2.0
+        scaled.register_hook(lambda _: graphs.passes.score(B))
+        return scaled
+
+    starting_a_pass().backward()
+    with graphs.replay.record(), pytest.raises(ReplayError, match="no known checkpoint has started it"):
+        starting_a_pass().backward()
+
+
+def _in_a_thread(function: Any) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+def test_frames_of_graphs_that_are_gone_are_not_kept(world: World, one_rank: None) -> None:
+    graphs = Graphs(world, "layers not reentrant")
+    for _ in range(3):
+        with graphs.replay.record():
+            graphs.passes.loss(A)
+    gc.collect()
+    router = unwrap(graphs.model.chunks[0]).decoder.layers[0].mlp.router
+    assert len(router.router_replay.log._frames) <= 1
+
+
+def test_every_frozen_part_is_a_part(world: World) -> None:
+    names = [name for name, _ in world.model("none")[0].chunks[0].named_parameters()]
+    for part, frozen in FROZEN.items():
+        assert (0 < sum(map(frozen, names)) < len(names)) == (part != "nothing")
