@@ -59,6 +59,8 @@ def decode_rollouts(data: np.ndarray) -> list[Rollout]:
     """Inverse of ``encode_rollouts``. RolloutError for bytes that are no whole encoding."""
     try:
         number = int(data[: 8 * _HEADER].view(np.int64)[0])
+        if not 0 <= number < len(data) // (8 * _HEADER):
+            raise ValueError(f"their header says {number} sequences")
         header = data[: 8 * _HEADER * (number + 1)].view(np.int64).reshape(number + 1, _HEADER)[1:]
         found, position = _columns(data, header, 8 * _HEADER * (number + 1))
     except (ValueError, IndexError) as error:
@@ -85,6 +87,10 @@ def decode_rollouts(data: np.ndarray) -> list[Rollout]:
 
 def _columns(data: np.ndarray, header: np.ndarray, position: int) -> tuple[dict[str, dict[int, Any]], int]:
     """Column name -> index of a sequence -> its values; and where they end."""
+    wrong = (header[:, 2] < 0) | (header[:, 3] < 0) | (header[:, 3] >= len(_REASONS))
+    if wrong.any():
+        index = int(wrong.argmax())
+        raise ValueError(f"sequence {index} has {header[index, 2]} tokens and finish reason {header[index, 3]}")
     found: dict[str, dict[int, Any]] = {}
     for bit, (name, dtype) in enumerate((*_ALWAYS, *_SOME), start=-len(_ALWAYS)):
         found[name] = {}

@@ -25,8 +25,10 @@ from megarl.errors import TraceError
 
 MAGIC = b"MRLT"
 VERSION = 1
-MAX_UNBACKED_EXPERTS = 1 << 28
-"""Experts of tokens that cost no payload (missing rows, K = E), so that a header alone cannot ask for all memory."""
+MAX_MISSING_BYTES = 1 << 28
+"""Bytes that the experts of missing rows may take in memory: they cost no payload but a bit or a run of the mask."""
+MAX_FREE_BYTES = 1 << 24
+"""The same where no row costs payload (K = 0, K = E, no layers), so that a header alone asks for little memory."""
 _HEADER = struct.Struct("<4sBBxxIIIQQI")
 _CRC = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _CRC.size
@@ -77,12 +79,15 @@ class _Shape:
 
     def check_unbacked(self, num_present: int, label: str) -> None:
         """Raise if more than a bounded part of the trace is backed by nothing but the header."""
-        unbacked = self.num_tokens - (num_present if self.num_layers * self.row_bits else 0)
-        found = unbacked * max(1, self.num_layers * self.top_k)
-        if found > MAX_UNBACKED_EXPERTS:
+        free = not self.num_layers * self.row_bits
+        unbacked = self.num_tokens - (0 if free else num_present)
+        # Without experts a row still takes a byte where rows are checked, so that no factor may be 0.
+        found = unbacked * max(1, self.num_layers) * max(1, self.top_k) * self.expert_dtype.itemsize
+        limit = MAX_FREE_BYTES if free else MAX_MISSING_BYTES
+        if found > limit:
             raise TraceError(
                 f"{label}: {unbacked} tokens of {self.num_layers} layers, top-{self.top_k}, hold no route, expected at "
-                f"most {MAX_UNBACKED_EXPERTS} experts without one: cut the sequence, or leave its missing rows out"
+                f"most {limit} bytes of experts without one: cut the sequence, or leave its missing rows out"
             )
 
     def check_rows(self, num_present: int, num_bytes: int, label: str) -> None:

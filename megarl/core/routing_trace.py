@@ -72,13 +72,12 @@ class RoutingTrace:
         )
 
     def _check_duplicates(self, experts: np.ndarray, present: np.ndarray | None) -> None:
-        ordered = np.sort(experts, axis=2)
+        ordered = np.sort(experts if present is None else experts[present], axis=2)
         doubled = (ordered[:, :, 1:] == ordered[:, :, :-1]).any(axis=2)
-        if present is not None:
-            doubled &= present[:, None]
         if not doubled.any():
             return
         row, layer = np.argwhere(doubled)[0]
+        row = row if present is None else np.flatnonzero(present)[row]
         raise TraceError(
             f"{self.label}: row {row}, layer {layer} names an expert twice: {experts[row, layer].tolist()}; "
             f"{np.count_nonzero(doubled)} such rows. Zero or constant padding looks like this: mark rows that the "

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.core.packing import without_routes
@@ -64,3 +65,43 @@ def test_bytes_that_were_cut_or_a_column_that_is_too_short_are_refused() -> None
             decode_rollouts(wrong)
     with pytest.raises(RolloutError, match="group 1 sample 1: loss_mask has 9 entries, expected 10"):
         encode_rollouts([replace(rollout(10, 1), loss_mask=np.ones(9, bool))])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=3),
+    st.lists(
+        st.tuples(st.integers(0, 23), st.sampled_from([-(2**63), -2, -1, 0, 1, 3, 20, 2**40, 2**63 - 1])),
+        min_size=1,
+        max_size=3,
+    ),
+)
+def test_a_header_that_lies_costs_an_error_and_no_memory(lengths: list[int], lies: list[tuple[int, int]]) -> None:
+    data = encode_rollouts([rollout(length, seed) for seed, length in enumerate(lengths)])
+    header = data[: 48 * (len(lengths) + 1)].view(np.int64)
+    for place, value in lies:
+        header[place % len(header)] = value
+    tracemalloc.start()
+    try:
+        found = decode_rollouts(data)
+        assert encode_rollouts(found).nbytes == len(data)
+    except RolloutError:
+        pass
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 2**20
+
+
+def test_sequences_of_negative_length_do_not_read_the_same_bytes_again() -> None:
+    data = encode_rollouts([rollout(20, seed) for seed in range(3)])
+    header = data[: 48 * 4].view(np.int64).reshape(4, 6)
+    header[2, 2] = -20
+    with pytest.raises(RolloutError, match="are no rollouts: sequence 1 has -20 tokens and finish reason 1"):
+        decode_rollouts(data)
+    header[2, 2:4] = (20, 3)
+    with pytest.raises(RolloutError, match="sequence 1 has 20 tokens and finish reason 3"):
+        decode_rollouts(data)
+    header[0, 0] = -2
+    with pytest.raises(RolloutError, match="their header says -2 sequences"):
+        decode_rollouts(data)

@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import math
 import struct
+import tracemalloc
 import zlib
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.core import routing_codec
 from megarl.core.routing import RoutingTrace, compare, decode, encode
 from megarl.core.routing_codec import HEADER_BYTES
 from megarl.errors import TraceError
@@ -162,6 +165,10 @@ RUNS = struct.pack("<3I", 2, 1, 4_000_000_000)
         (packet(b"", tokens=2**60, layers=0), "hold no route"),
         (packet(b"", tokens=2**40, top_k=4), "hold no route"),
         (packet(b"", tokens=2**40, top_k=0), "hold no route"),
+        (packet(b"", tokens=2**14, layers=2**14, top_k=0), "hold no route"),
+        (packet(b"", tokens=1, layers=2**28, top_k=0, flags=1), "hold no route"),
+        (packet(b"\0", tokens=8, layers=2**28, top_k=0, flags=4), "hold no route"),
+        (packet(b"", tokens=2**23, top_k=4), "hold no route"),
         (packet(b"\0", tokens=2**60, flags=4), "for the mask of"),
         (packet(b"", tokens=1, flags=8), "expected 4 for the mask alone"),
         (packet(struct.pack("<I", 2**32 - 1), flags=8), "for the mask alone"),
@@ -188,6 +195,61 @@ RUNS = struct.pack("<3I", 2, 1, 4_000_000_000)
 def test_a_lying_header_costs_an_error_and_no_memory(data, message):
     with pytest.raises(TraceError, match=message):
         decode(data)
+
+
+COUNTS = [0, 1, 2, 3, 8, 65, 256, 257, 2**16, 2**16 + 1, 2**28, 2**32 - 1]
+PAYLOADS = st.one_of(
+    st.binary(max_size=200),
+    st.sampled_from([zlib.compress(bytes(2000)), zlib.compress(bytes(10**5)), b"\xff" * 200]),
+    st.lists(st.sampled_from([0, 1, 2, 7, 2**16, 2**32 - 1]), max_size=5).map(
+        lambda runs: struct.pack(f"<{len(runs) + 1}I", len(runs), *runs)
+    ),
+)
+
+
+@st.composite
+def forged(draw) -> bytes:
+    """A written trace with some header fields and perhaps the payload replaced, and both checksums right."""
+    trace, compress = draw(traces()), draw(st.booleans())
+    data = encode(trace, ordered=draw(st.booleans()), compress=compress)
+    _, _, flags, layers, top_k, experts, tokens, _, _ = struct.unpack_from(FIELDS, data)
+    fields = {"flags": flags, "layers": layers, "top_k": top_k, "experts": experts, "tokens": tokens}
+    changes = {"flags": st.integers(0, 31), "tokens": st.sampled_from([*COUNTS, 2**63, 2**64 - 1])}
+    for name in draw(st.sets(st.sampled_from(sorted(fields)))):
+        fields[name] = draw(changes.get(name, st.sampled_from(COUNTS)))
+    payload = bytearray(draw(st.just(data[HEADER_BYTES:]) | PAYLOADS))
+    for position in draw(st.lists(st.integers(0, 200), max_size=3)):
+        payload[position : position + 1] = draw(st.binary(max_size=2))
+    return packet(bytes(payload), **fields)
+
+
+def inflated(payload: bytes) -> int:
+    try:
+        return len(zlib.decompress(payload))
+    except zlib.error:
+        return len(payload)
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=forged())
+def test_whatever_has_right_checksums_is_a_trace_or_an_error_and_takes_no_more_memory_than_it_has_bytes(data):
+    """A byte stands for at most 74 experts of one byte (7 bits for 64 of 65); 32 MiB are the tables of binomials."""
+    with (
+        mock.patch.object(routing_codec, "MAX_MISSING_BYTES", 1 << 16),
+        mock.patch.object(routing_codec, "MAX_FREE_BYTES", 1 << 16),
+    ):
+        tracemalloc.start()
+        try:
+            trace = decode(data)
+        except TraceError:
+            trace = None
+        finally:
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        assert peak < 2**25 + 6 * 74 * inflated(data[HEADER_BYTES:])
+        if trace is not None:
+            ordered = bool(data[5] & 1)
+            assert_equal(decode(encode(trace, ordered=ordered)), trace, ordered=ordered)
 
 
 def test_what_cannot_be_written_is_refused():
