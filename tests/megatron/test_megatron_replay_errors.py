@@ -156,7 +156,7 @@ def test_a_fresh_pass_after_a_broken_block_is_native(recomputing: World) -> None
 
 
 def test_an_older_replay_that_is_detached_leaves_the_newer_one_alone(world: World) -> None:
-    older, newer = world.replay, RoutingReplay(world.policy.chunks)
+    older, newer = world.replay, RoutingReplay(world.policy.chunks, min_agreement=0.0)
     older.detach()
     with newer.replay(world.routes):
         world.run()
@@ -185,7 +185,7 @@ def test_blocks_do_not_nest(world: World) -> None:
 
 
 def test_an_older_replay_of_the_same_model_is_refused(world: World) -> None:
-    newer = RoutingReplay(world.policy.chunks)
+    newer = RoutingReplay(world.policy.chunks, min_agreement=0.0)
     with pytest.raises(ReplayError, match="use the newest"), world.replay.record():
         pytest.fail("the block must not run")
     with newer.replay(world.routes):
@@ -330,6 +330,7 @@ BLOCKING: dict[str, Any] = {
     "moe_router_load_balancing_type": "sinkhorn",
     "moe_expert_capacity_factor": 1.0,
     "moe_router_force_load_balancing": True,
+    "moe_router_force_biased": 0.5,
     "overlap_moe_expert_parallel_comm": True,
     "cuda_graph_impl": "local",
     "enable_cuda_graph": True,

@@ -1,0 +1,311 @@
+"""Routes of another batch are noticed, and the likely mistake is named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matrix_world import VOCAB, MatrixModel, Variant, build, settings_of
+from tiny_world import join
+
+from megarl.errors import ReplayError
+from megarl.megatron.replay import MicroRoutes, RoutingReplay
+from megarl.megatron.replay.agreement import MOST_SAMPLED, check_agreement, sample_rows
+from megarl.megatron.weights import unwrap
+
+B, S = 4, 16
+
+
+class Loop:
+    """A loop over [b, s] batches, and the routes that an engine with slightly other weights has recorded."""
+
+    def __init__(self, router: str = "softmax", noise: float = 0.02, shape: tuple[int, int] = (B, S)) -> None:
+        variant = Variant(router=router)
+        settings = settings_of({}, variant)
+        join(settings)
+        self.model: MatrixModel = build(settings, variant)
+        source = torch.Generator().manual_seed(0)
+        self.batches = [torch.randint(0, VOCAB, shape, generator=source) for _ in range(3)]
+        self.replay = RoutingReplay(self.model.chunks)
+        weights = [p for p in self.model.chunks[0].parameters()]
+        kept = [p.detach().clone() for p in weights]
+        with torch.no_grad():
+            for weight in weights:
+                weight.mul_(1.0 + noise * torch.randn(weight.shape, generator=source))
+            with self.replay.record() as recording:
+                self.run()
+            for weight, old in zip(weights, kept, strict=True):
+                weight.copy_(old)
+        self.routes = recording.routes
+        self.bare = [MicroRoutes(one.experts) for one in self.routes]
+        """Without token ids."""
+
+    def run(self, batches: Sequence[torch.Tensor] | None = None) -> None:
+        for tokens in self.batches if batches is None else batches:
+            with torch.no_grad():
+                self.model.chunks[0](input_ids=tokens, position_ids=torch.zeros_like(tokens), attention_mask=None)
+
+    def replayed(self, routes: Sequence[MicroRoutes], **options: Any) -> Any:
+        with self.replay.replay(routes, **options) as seen:
+            self.run()
+        return seen
+
+
+@pytest.fixture
+def loop(one_rank: None) -> Loop:
+    return Loop()
+
+
+def _each(change: Any) -> Any:
+    """A mistake that is made in every micro-batch; with token ids too, if they go with the rows."""
+
+    def make(routes: Sequence[MicroRoutes]) -> list[MicroRoutes]:
+        return [
+            MicroRoutes(change(one.experts), token_ids=None if one.token_ids is None else change(one.token_ids))
+            for one in routes
+        ]
+
+    return make
+
+
+def _transposed(rows: torch.Tensor) -> torch.Tensor:
+    return rows.unflatten(0, (S, B)).transpose(0, 1).flatten(0, 1)
+
+
+MISTAKES: dict[str, tuple[Any, str]] = {
+    "transposed": (_each(_transposed), rf"Likely rows transposed: \[{B}, {S}\] in place of \[{S}, {B}\]"),
+    "shifted": (_each(lambda rows: rows.roll(-1, 0)), "Likely rows shifted: each lies 1 place too early"),
+    "shifted late": (_each(lambda rows: rows.roll(2, 0)), "Likely rows shifted: each lies 2 places too late"),
+    "swapped": (lambda routes: [routes[0], routes[2], routes[1]], "Likely micro-batches swapped: .* in entry 2"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("carried", ["token ids carried", "experts alone"])
+def test_a_typical_mistake_is_caught_and_named(mistake: str, carried: str, loop: Loop) -> None:
+    make, message = MISTAKES[mistake]
+    routes = make(loop.bare if carried == "experts alone" else loop.routes)
+    with pytest.raises(ReplayError, match=message) as raised:
+        loop.replayed(routes)
+    about = "would have chosen" if carried == "experts alone" else "are of other tokens than the model gets"
+    assert about in str(raised.value)
+
+
+@pytest.mark.parametrize("router", ["softmax", "grouped", "every_other", "top3"])
+def test_layers_in_another_order_are_caught_and_named(router: str, one_rank: None) -> None:
+    loop = Loop(router)
+    layers = loop.replay.layers
+    order = [1, 0, *range(2, len(layers))]
+    routes = [MicroRoutes(one.experts[:, order], token_ids=one.token_ids) for one in loop.routes]
+    wanted = f"layer {layers[0]} in column 1, layer {layers[1]} in column 0"
+    with pytest.raises(ReplayError, match=f"Likely layers in another order than RoutingReplay.layers: {wanted}"):
+        loop.replayed(routes)
+
+
+def test_another_top_k_is_caught_and_named(loop: Loop) -> None:
+    for wrong, found in ((lambda e: e[..., :1], 1), (lambda e: torch.cat([e, e], 2), 4)):
+        routes = [MicroRoutes(wrong(one.experts)) for one in loop.routes]
+        with pytest.raises(ReplayError, match=f"micro-batch 0: {found} experts per token, expected 2, the top-k"):
+            loop.replayed(routes)
+
+
+def test_routes_of_another_model_are_caught(loop: Loop) -> None:
+    source = torch.Generator().manual_seed(1)
+    random = [
+        MicroRoutes(torch.rand((*one.experts.shape[:2], 8), generator=source).argsort(2)[..., :2])
+        for one in loop.routes
+    ]
+    with pytest.raises(ReplayError, match=r"No shift, transposition, swap .* routes of another model") as raised:
+        loop.replayed(random)
+    assert "25% would be chance, expected at least 62% (min_agreement = 0.5)" in str(raised.value)
+    assert "3 of 3 micro-batches and 4 of 4 layers are below" in str(raised.value)
+    assert loop.replayed(random, min_agreement=0.0).agreement is None
+
+
+def test_token_ids_of_another_batch_are_caught(loop: Loop) -> None:
+    foreign = [replace(one, token_ids=torch.full((B * S,), 3)) for one in loop.routes]
+    with pytest.raises(ReplayError, match=r"row \d+: token 3, expected \d+\)\. No shift, transposition or swap"):
+        loop.replayed(foreign)
+
+
+def test_routes_of_the_batch_pass_and_say_how_far_they_agree(loop: Loop) -> None:
+    seen = loop.replayed(loop.routes)
+    assert seen.compared_tokens == 3
+    assert seen.agreement.shape == (3, 4)
+    native = loop.replayed(loop.routes, observe=True).native
+    for micro in range(3):
+        same = (native[micro].experts[:, :, :, None] == loop.routes[micro].experts[:, :, None, :]).any(3)
+        np.testing.assert_allclose(seen.agreement[micro], same.double().mean((0, 2)), atol=1e-12)
+    assert 0.7 < seen.agreement.min() < seen.agreement.mean() < 1.0  # the engine is another
+
+
+def test_the_threshold_can_be_set(loop: Loop) -> None:
+    with pytest.raises(ReplayError, match=r"min_agreement = 0\.999"):
+        loop.replayed(loop.bare, min_agreement=0.999)
+    strict = RoutingReplay(loop.model.chunks, min_agreement=0.999)
+    with pytest.raises(ReplayError, match=r"min_agreement = 0\.999"), strict.replay(loop.bare):
+        loop.run()
+    for value in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ReplayError, match="expected a number from 0"):
+            RoutingReplay(loop.model.chunks, min_agreement=value)
+
+
+def test_rows_that_are_not_present_are_not_compared(loop: Loop) -> None:
+    present = torch.arange(B * S) % 3 > 0
+    routes = [
+        MicroRoutes(
+            torch.where(present[:, None, None], one.experts, 200),
+            present,
+            torch.where(present, one.token_ids, -1),
+        )
+        for one in loop.routes
+    ]
+    seen = loop.replayed(routes)
+    assert seen.agreement.min() > 0.7
+    assert seen.native_rows == 3 * 4 * int((~present).sum())
+    nothing = [MicroRoutes(one.experts, torch.zeros(B * S, dtype=torch.bool)) for one in loop.routes]
+    assert np.isnan(loop.replayed(nothing).agreement).all()
+
+
+def test_a_recording_is_refused_for_other_micro_batches(loop: Loop) -> None:
+    with loop.replay.record() as recording:
+        loop.run()
+    with (
+        pytest.raises(ReplayError, match="Likely micro-batches swapped: they are in entry 1"),
+        loop.replay.replay(recording),
+    ):
+        loop.run([loop.batches[1], loop.batches[0], loop.batches[2]])
+
+
+def test_input_that_is_changed_in_place_later_is_compared_as_it_was(loop: Loop) -> None:
+    buffer = torch.empty_like(loop.batches[0])
+    with loop.replay.replay(loop.routes) as seen:
+        for tokens in loop.batches:
+            loop.run([buffer.copy_(tokens)])
+    assert seen.compared_tokens == 3
+
+
+def test_ids_are_not_compared_where_the_model_gets_none(loop: Loop) -> None:
+    chunk = unwrap(loop.model.chunks[0])
+    embed = chunk.embedding
+    with loop.replay.replay(loop.routes) as seen, torch.no_grad():
+        for tokens in loop.batches:
+            positions = torch.zeros_like(tokens)
+            chunk(None, positions, None, decoder_input=embed(input_ids=tokens, position_ids=positions))
+    assert seen.compared_tokens == 0
+
+
+@pytest.mark.parametrize(("num_rows", "expected"), [(1, 1), (MOST_SAMPLED, MOST_SAMPLED), (1000, MOST_SAMPLED)])
+def test_sampled_rows_are_present_and_spread(num_rows: int, expected: int) -> None:
+    present = torch.ones(2 * num_rows, dtype=torch.bool)
+    present[::2] = False
+    rows = sample_rows(MicroRoutes(torch.zeros(2 * num_rows, 1, 1), present))
+    assert len(rows) == len(set(rows.tolist())) == expected
+    assert present[rows].all()
+    assert rows[0] < 2 * num_rows / expected
+    assert rows[-1] >= 2 * num_rows * (1 - 1 / expected) - 1
+
+
+class TestThreshold:
+    """kappa = (a - c) / (1 - c), two standard errors sqrt(a (1 - a) / n) / (1 - c) left to chance; by hand."""
+
+    def check(self, agreeing: int, rows: int, min_agreement: float, experts: int = 4) -> np.ndarray:
+        """One expert of four per row, which agrees in some rows: chance is 1/4."""
+        given = torch.zeros(rows, 1, 1, dtype=torch.uint8)
+        own = torch.ones(rows, 1, 1, dtype=torch.uint8)
+        own[:agreeing] = 0
+        return check_agreement([MicroRoutes(given)], [torch.arange(rows)], [own], [0], experts, min_agreement)
+
+    def test_by_hand(self) -> None:
+        # a = 0.52, kappa = 0.36, standard error = sqrt(0.52 * 0.48 / 100) / 0.75 = 0.06661
+        assert self.check(52, 100, 0.493).tolist() == [[0.52]]
+        with pytest.raises(ReplayError, match=r"would have chosen 52%.*25% would be chance.*at least 62%"):
+            self.check(52, 100, 0.494)
+
+    def test_few_rows_leave_room(self) -> None:
+        assert self.check(1, 2, 0.9).tolist() == [[0.5]]
+        with pytest.raises(ReplayError, match="would have chosen 0%"):
+            self.check(0, 2, 0.1)
+
+    def test_where_all_experts_are_chosen_nothing_can_be_told(self) -> None:
+        assert self.check(0, 10, 1.0, experts=1).tolist() == [[0.0]]
+
+
+def test_what_a_block_is_given_is_checked_before_it_opens(loop: Loop) -> None:
+    one = loop.bare[0]
+    rows = len(one.experts)
+    repeated, beyond, negative = one.experts.clone(), one.experts.clone(), one.experts.to(torch.int64)
+    repeated[5, 1] = 3
+    beyond[6, 2, 0] = 8
+    negative[7, 3, 1] = -1
+    half = torch.arange(rows) < 6
+    wrong: list[tuple[MicroRoutes, str]] = [
+        (MicroRoutes(one.experts.float()), "experts are torch.float32, expected integers"),
+        (MicroRoutes(one.experts > 3), "experts are torch.bool, expected integers"),
+        (MicroRoutes(one.experts[0]), r"routes of shape \(4, 2\), expected \[tokens, 4 MoE layers"),
+        (MicroRoutes(one.experts[:, :3]), "expected .tokens, 4 MoE layers"),
+        (MicroRoutes(one.experts, torch.ones(1, dtype=torch.bool)), rf"present of shape \(1,\), expected \[{rows}\]"),
+        (MicroRoutes(one.experts, torch.ones(rows, 1).bool()), rf"present of shape \({rows}, 1\)"),
+        (MicroRoutes(one.experts, torch.ones(rows)), "present is torch.float32, expected bool"),
+        (MicroRoutes(one.experts, token_ids=torch.zeros(3).long()), r"token_ids of shape \(3,\)"),
+        (MicroRoutes(one.experts, token_ids=torch.zeros(rows)), "token_ids are torch.float32, expected integers"),
+        (MicroRoutes(repeated), r"row 5, layer 1: experts \[3, 3\], expected 2 different ones of 0 to 7"),
+        (MicroRoutes(beyond), r"row 6, layer 2: experts \[8, \d\]"),
+        (MicroRoutes(negative), r"row 7, layer 3: experts \[\d, -1\]"),
+        (MicroRoutes(repeated, half), "row 5, layer 1"),
+    ]
+    for entry, message in wrong:
+        with pytest.raises(ReplayError, match=f"micro-batch 1.*{message}"), loop.replay.replay([one, entry]):
+            pytest.fail("the block must not open")
+    loop.replayed([MicroRoutes(beyond, half), *loop.bare[1:]])
+    loop.replayed([MicroRoutes(one.experts.long()), *loop.bare[1:]])
+    loop.replayed([one.experts, *loop.bare[1:]])
+
+
+class TestRouters:
+    """RoutingReplay finds every router that Megatron's config promises, or says which one is missing."""
+
+    def test_a_router_of_another_class(self, loop: Loop) -> None:
+        layer = unwrap(loop.model.chunks[0]).decoder.layers[2]
+        layer.mlp.router = torch.nn.Linear(2, 2)
+        with pytest.raises(ReplayError, match="layer 2: its router is a Linear, expected a TopKRouter"):
+            RoutingReplay(loop.model.chunks)
+
+    def test_a_moe_layer_of_another_class(self, loop: Loop) -> None:
+        layer = unwrap(loop.model.chunks[0]).decoder.layers[1]
+        layer.mlp = torch.nn.Linear(2, 2)
+        with pytest.raises(ReplayError, match="layer 1: found 0 routers, expected 1 by moe_layer_freq"):
+            RoutingReplay(loop.model.chunks)
+
+    @pytest.mark.parametrize(("frequency", "layers"), [(1, (0, 1, 2, 3)), (2, (0, 2)), ([0, 1, 1, 0], (1, 2))])
+    def test_the_frequency_of_moe_layers(self, frequency: Any, layers: tuple[int, ...], one_rank: None) -> None:
+        settings = settings_of({}, Variant())
+        join(settings)
+        model = build(settings, Variant(), moe_layer_freq=frequency)
+        assert RoutingReplay(model.chunks).layers == layers
+        unwrap(model.chunks[0]).decoder.layers[0].config.moe_layer_freq = [1, 1, 1, 1] if layers != (0, 1, 2, 3) else 2
+        with pytest.raises(ReplayError, match="by moe_layer_freq"):
+            RoutingReplay(model.chunks)
+
+    def test_some_of_the_chunks(self, loop: Loop) -> None:
+        config = unwrap(loop.model.chunks[0]).config
+        config.virtual_pipeline_model_parallel_size = 2
+        with pytest.raises(ReplayError, match=r"found 1 model chunks, expected 2 .* give RoutingReplay all chunks"):
+            RoutingReplay(loop.model.chunks)
+        with pytest.raises(ReplayError, match="layer 0 is there twice: make one RoutingReplay per model"):
+            RoutingReplay([*loop.model.chunks, *loop.model.chunks])
+
+    def test_two_models(self, loop: Loop) -> None:
+        with pytest.raises(ReplayError, match=r"found 2 model chunks, expected 1"):
+            RoutingReplay([*loop.model.chunks, *loop.model.chunks])
+
+    def test_a_refused_model_keeps_its_hooks(self, loop: Loop) -> None:
+        config = unwrap(loop.model.chunks[0]).config
+        config.virtual_pipeline_model_parallel_size = 2
+        with pytest.raises(ReplayError):
+            RoutingReplay(loop.model.chunks)
+        loop.replayed(loop.routes)
