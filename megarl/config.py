@@ -383,7 +383,9 @@ class CheckpointConfig(Table):
     """[checkpoint]: what a killed run can start again from."""
 
     every: Count = 0
-    """Global steps between checkpoints; 0 = none but for one when the run is asked to stop."""
+    """Global steps between checkpoints; 0 = none in between. A run that is asked to stop (Ctrl-C) saves itself."""
+    at_end: bool = True
+    """Save the last step, whatever every is; false for a benchmark that needs no weights."""
     keep: PositiveInt = 2
     """Newest checkpoints that stay on disk."""
     asynchronous: bool = False

@@ -82,7 +82,8 @@ def train(config: Path, run: Path, seed: int, steps: int, words: tuple[str, ...]
     megarl(
         "train", config, "--run.dir", str(partial), "--run.seed", str(seed), "--run.steps", str(steps),
         "--parallel.ep", "1", "--rollout.prompts_per_step", str(PROMPTS), "--train.mini_batches", "1",
-        "--eval.every", str(max(1, steps // 32)), "--checkpoint.every", "0", "--optim.decay_style", "constant", *words,
+        "--eval.every", str(max(1, steps // 32)), "--optim.decay_style", "constant", "--checkpoint.at_end", "false",
+        *words,
     )  # fmt: skip
     partial.rename(run)
 

@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,9 +117,9 @@ class Trainer:
             # Some settings are only found out when they are used.
             with as_config_error("train", config.megatron) if step == first and config.megatron else nullcontext():
                 self._step(step)
-            self.saver.poll()
+            self._poll_saver()
             self._end_if_asked(step + 1)
-        self.saver.poll(wait=True)
+        self._poll_saver(wait=True)
 
     def _resume(self) -> int:
         """Load the newest checkpoint; returns the number of steps that are done."""
@@ -203,7 +204,8 @@ class Trainer:
         finish()
         if self._eval_is_due:
             self._evaluate(step + 1)
-        if config.checkpoint.every and ((step + 1) % config.checkpoint.every == 0 or step + 1 == config.run.steps):
+        every = config.checkpoint.every
+        if (last and config.checkpoint.at_end) or (every and (step + 1) % every == 0):
             self._checkpoint(step + 1)
 
     def _sync(self, version: int) -> None:
@@ -225,9 +227,18 @@ class Trainer:
                 "eval_is_due": self._eval_is_due,
             }
             if self.config.checkpoint.asynchronous:
+                self._poll_saver(wait=True)
                 self.saver.begin(done, self.policy, state)
             else:
-                checkpoint.save(checkpoint_folder(self.config), done, self.policy, state, self.config.checkpoint.keep)
+                folder, keep = checkpoint_folder(self.config), self.config.checkpoint.keep
+                self._tell_saved(checkpoint.save(folder, done, self.policy, state, keep))
+
+    def _poll_saver(self, *, wait: bool = False) -> None:
+        self._tell_saved(self.saver.poll(wait=wait))
+
+    def _tell_saved(self, path: Path | None) -> None:
+        if path is not None:
+            self.progress.line(f"saved {path}")
 
     @contextmanager
     def _saved_if_it_fails(self, done: int) -> Iterator[None]:
@@ -241,17 +252,20 @@ class Trainer:
         """Keep the steps that are done when the engine cannot go on; StopError if that is because of a request."""
         asked = self.stop.agreed()
         try:
-            self.saver.poll(wait=True)
+            self._poll_saver(wait=True)
         except SaveError as error:
             if not error.on_all_ranks:
                 raise
             self.progress.line(f"warning: {error}")  # there may be room again
-        saved = self._saved(done) or ((asked or self.config.checkpoint.every) and self._save(done, sampling))
-        if saved:
-            why = "asked to stop" if asked else "the engine cannot go on"
-            self.progress.line(f"{why}; step {done} is saved, start the run again to continue")
+        wanted = asked or self.config.checkpoint.every or self.config.checkpoint.at_end
+        if wanted and not self._saved(done):
+            self._checkpoint(done, sampling)
+            self._poll_saver(wait=True)
+        kept = f"step {done} is saved in {checkpoint_folder(self.config)}" if done else "no step was finished"
         if asked:
-            raise StopError(f"asked to stop; step {done} is saved, start the run again to continue")
+            raise StopError(f"asked to stop; {kept}, start the run again to continue")
+        if wanted:
+            self.progress.line(f"the engine cannot go on; {kept}, start the run again to continue")
 
     def _end_if_asked(self, done: int) -> None:
         if done < self.config.run.steps and self.stop.agreed():
@@ -265,11 +279,6 @@ class Trainer:
     def _saved(self, done: int) -> bool:
         found = distributed.from_main_rank(lambda: checkpoint.complete_checkpoints(checkpoint_folder(self.config)))
         return done == 0 or bool(found and int(found[-1][0]) >= done)
-
-    def _save(self, done: int, sampling: dict[str, Any] | None) -> bool:
-        self._checkpoint(done, sampling)
-        self.saver.poll(wait=True)
-        return True
 
     def _passes_before_updates(self, minis: list[MiniBatch], judged: Judged) -> None:
         """What the objective needs to know of the weights before the step's updates, and of the reference's."""

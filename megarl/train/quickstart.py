@@ -117,7 +117,12 @@ def _torchrun(command: str, config: Path, *overrides: str) -> None:
     words += ["-m", "megarl.cli", command, str(config), *overrides]
     # One thread per rank: more of them than cores slow each other down a hundredfold.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    code = subprocess.run(words, env=environment, check=False).returncode
+    with subprocess.Popen(words, env=environment) as process:
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            process.wait()  # the ranks have heard it too, and save what they have finished
+            raise
     if code:
         raise RolloutError(f"`megarl {command}` ended with exit code {code}; its messages are above")
 

@@ -91,18 +91,19 @@ class World:
 
 @dataclass
 class Launch:
-    """A ``megarl launch`` that runs."""
+    """A ``megarl launch`` that runs, or another command that trains."""
 
     world: World
     config: Path
     words: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
+    command: Sequence[str] = ("-m", "megarl.cli", "launch")
 
     def __post_init__(self) -> None:
         self.log = self.config.with_suffix(".log")
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "megarl.cli", "launch", str(self.config), *self.words],
+                [sys.executable, *self.command, str(self.config), *self.words],
                 env=self.world.environment(**self.environment),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

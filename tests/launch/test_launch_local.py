@@ -59,6 +59,31 @@ def test_a_run_that_is_asked_to_stop_saves_itself_and_goes_on_as_if_nothing_had_
     assert_whole(run.folder, reference)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_saves_what_is_finished_and_the_run_goes_on(world: World, reference: Path, ranks: int) -> None:
+    """torchrun passes the signal on to its ranks, and waits for them before it ends."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if ranks == 2 else []
+    words = {"words": ["--parallel.ep", str(ranks)], "command": [*launcher, "-m", "megarl.cli", "train"]}
+    run = Launch(world, world.config(f"keyboard{ranks}"), **words)
+    run.until_step(3)
+    run.process.send_signal(signal.SIGINT)
+    assert run.code(60.0) == (1 if ranks == 2 else 75), run.log.read_text()[-3000:]
+    status = read_status(run.folder)
+    assert status["state"] == "stopped"
+    assert 3 <= status["step"] < STEPS
+    assert status["checkpoint"] == f"step_{status['step']:07d}"
+    said = run.log.read_text()
+    assert said.count("megarl: stopping; finished steps are saved first") == 1
+    assert ("torchrun waits 30 s" in said) == (ranks == 2)
+    assert f"saved {run.folder}/checkpoints/{status['checkpoint']}" in said
+    assert f"step {status['step']} is saved in {run.folder}/checkpoints, start the run again" in said
+    assert not processes_of(run.folder)
+    assert Launch(world, run.config, **words).code() == 0
+    assert f"resumed from {run.folder}/checkpoints/{status['checkpoint']}" in run.log.read_text()
+    if ranks == 2:
+        assert_whole(run.folder, reference)
+
+
 def test_ranks_that_are_killed_cost_the_steps_since_the_last_checkpoint(world: World, reference: Path) -> None:
     run = Launch(world, world.config("killed-rank"))
     run.until_step(3)

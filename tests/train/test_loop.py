@@ -15,6 +15,7 @@ from megarl.config import Config
 from megarl.config_file import parse
 from megarl.errors import CheckpointError, ConfigError, MegarlError, RolloutError
 from megarl.megatron import distributed
+from megarl.megatron.checkpoint import complete_checkpoints
 from megarl.megatron.hf_files import HFCheckpoint
 from megarl.megatron.weights import export_hf, save_hf
 from megarl.rollout.local import LocalEngine
@@ -97,6 +98,22 @@ def test_the_reward_rises(world: World, tmp_path: Path) -> None:
     )
     rewards = [record["reward/mean"] for record in of_kind(run(settings), "step")]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2
+
+
+@pytest.mark.parametrize("more", [{}, {"checkpoint__asynchronous": True}, {"checkpoint__every": 2}])
+def test_the_last_step_is_saved_by_default_and_the_console_says_where(
+    world: World, tmp_path: Path, more: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(world.settings(run__dir=str(tmp_path), run__steps=3, **more))
+    expected = [2, 3] if "checkpoint__every" in more else [3]
+    assert [step for step, _ in complete_checkpoints(tmp_path / "checkpoints")] == expected
+    said = capsys.readouterr().out
+    assert all(f"saved {tmp_path}/checkpoints/step_{step:07d}" in said for step in expected)
+
+
+def test_a_run_that_wants_no_checkpoint_writes_none(world: World, tmp_path: Path) -> None:
+    run(world.settings(run__dir=str(tmp_path), checkpoint__at_end=False))
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_more_steps_continue_a_finished_run_exactly(world: World, tmp_path: Path) -> None:

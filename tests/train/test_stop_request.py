@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,66 @@ def test_a_signal_is_a_request_and_the_old_handlers_come_back() -> None:
             stop.checking(counted.append)(3)
         assert counted == [3]
     assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_second_ctrl_c_ends_at_once_unless_it_is_the_first_one_passed_on(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("megarl.train.stopping.time.monotonic", lambda: now)
+    with StopRequest() as stop:
+        interrupt()
+        now += 0.5
+        interrupt()  # the terminal's and the launcher's
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.reason == "SIGINT"
+        assert capfd.readouterr().err.count("a second Ctrl-C ends at once") == 1
+        now += 1.0
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
+
+
+def test_a_forked_writer_leaves_ctrl_c_to_the_process_it_serves(capfd: pytest.CaptureFixture[str]) -> None:
+    with StopRequest() as stop:
+        stop._interrupted_at = -10.0  # long ago
+        child = os.fork()
+        if not child:
+            with suppress(BaseException):
+                interrupt()
+                os._exit(7)
+            os._exit(8)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert "Ctrl-C" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_finishes_the_step_and_saves_it_with_default_settings_but_a_second_one_saves_nothing(
+    world: World, tmp_path: Path, times: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = world.settings(run__dir=str(tmp_path), run__steps=3)
+    distributed.initialize(settings)
+    trainer = trainer_of(settings)
+    update = trainer.train_step.update
+
+    def pressed(*arguments: Any) -> Any:
+        for time in range(times if trainer.stop.reason is None else 0):
+            trainer.stop._interrupted_at = -10.0 if time else None  # long ago
+            interrupt()
+        return update(*arguments)
+
+    trainer.train_step.update = pressed  # type: ignore[method-assign]
+    saved = re.escape(f"step 1 is saved in {tmp_path}/checkpoints")
+    ends = pytest.raises(StopError, match=saved) if times == 1 else pytest.raises(KeyboardInterrupt)
+    with trainer.stop, ends:
+        trainer.run()
+    trainer.log.close()
+    assert [step for step, _ in checkpoint.complete_checkpoints(tmp_path / "checkpoints")] == [1] * (times == 1)
+    assert (f"saved {tmp_path}/checkpoints/step_0000001" in capsys.readouterr().out) == (times == 1)
+    distributed.shutdown()
 
 
 @pytest.mark.parametrize("where", ["rollout", "evaluate"])
