@@ -56,8 +56,9 @@ class _Table:
         by_layer = routes.experts.transpose(0, 1)
         absent = None if routes.present is None else (~routes.present).nonzero()[:, 0]
         self.num_absent = 0 if absent is None else len(absent)
-        asked = [part for part in (absent, sampled) if part is not None]
-        self.asked = _upload(torch.cat([torch.empty(0, dtype=torch.int64), *asked]), device)
+        asked = [part for part in (absent, sampled) if part is not None and len(part)]
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        self.asked = _upload(torch.cat(asked), device) if asked else nothing
         """int64, the rows in which the router is asked itself: absent ones, then sampled ones."""
         owned = by_layer.clone(memory_format=torch.contiguous_format) if self.num_absent else by_layer.contiguous()
         self.experts = _upload(owned, device)
