@@ -234,25 +234,111 @@ def test_a_folder_without_megatron_core(tmp_path: Path, core_tree: Callable[...,
     assert "this Python has no megatron-core" in done.stderr
 
 
-def test_a_version_without_a_patch_names_the_nearest_and_can_be_forced(core_tree: Callable[..., Path]) -> None:
-    root = core_tree("0.15.3")
-    edit(root / "megatron/core/package_info.py", "PATCH = 3", "PATCH = 1")
+def rename(root: Path, version: str) -> None:
+    """Make the tree say that it is another version, for instance 0.16.0rc0."""
+    info = root / "megatron/core/package_info.py"
+    major, minor, micro, pre = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)(\w*)", version).groups()  # type: ignore[union-attr]
+    for name, value in {"MAJOR": major, "MINOR": minor, "PATCH": micro, "PRE_RELEASE": f"'{pre}'"}.items():
+        info.write_text(re.sub(rf"^{name} = .*$", f"{name} = {value}", info.read_text(), flags=re.MULTILINE))
+
+
+def remove_hook(root: Path) -> None:
+    """As in mainline between 0.15 and 0.16: the guard of 0.16.1 fits, but routers pass nothing on."""
+    edit(root / FILES[0], "return router_replay.get_replay_topk(", "return _compute_topk(")
+    edit(root / FILES[1], "                router_replay=self.router_replay,\n", "")
+
+
+@pytest.mark.parametrize(
+    ("source", "version", "patch"),
+    [
+        ("0.12.3", "0.12.0", "0.12.3"),
+        ("0.13.1", "0.14.0rc5", "0.13.1"),
+        ("0.14.0", "0.15.0rc0", "0.15.3"),
+        ("0.15.3", "0.15.1", "0.15.3"),
+        ("0.15.3", "0.16.0rc0", "0.15.3"),  # mainline before the hook: 0.16.1.patch is nearer, fits, and adds none
+        ("0.16.1", "0.16.0rc0", "0.16.1"),  # mainline after it
+        ("0.16.1", "0.17.0", "0.16.1"),
+    ],
+)
+def test_another_version_gets_the_nearest_patch_that_fits_and_leaves_the_hook(
+    source: str, version: str, patch: str, core_tree: Callable[..., Path]
+) -> None:
+    root = core_tree(source)
+    rename(root, version)
     before = contents(root)
-    for command in ("check", "apply", "revert", "status"):
-        told = refuse(command, root)
-        assert "no patch for Megatron-Core 0.15.1, expected one of 0.12.3, 0.13.1, 0.14.0, 0.15.3, 0.16.1" in told
-        assert "--version 0.15.3 tries the nearest" in told
+    said = f"megatron-core {version} in {root}: {patch}.patch"
+    for command, word in (("status", "not in"), ("check", "applies"), ("revert", "not in")):
+        told = succeed(command, root)
+        assert said in told
+        assert f"moe_utils.py: {word}\n" in told
     assert contents(root) == before
-    assert "expected one of" in refuse("check", root, "--version", "0.15")
-    assert f"megatron-core 0.15.1 in {root}: 0.15.3.patch" in succeed("apply", root, "--version", "0.15.3")
-    succeed("revert", root, "--version", "0.15.3")
+    assert "moe_utils.py: patched" in succeed("apply", root)
+    assert tool.has_hook(root)
+    for command, word in (("apply", "already in"), ("status", "in"), ("revert", "restored")):
+        told = succeed(command, root)
+        assert said in told
+        assert f"moe_utils.py: {word}\n" in told
     assert contents(root) == before
 
 
-@pytest.mark.parametrize(("version", "nearest"), [("0.11.0", "0.12.3"), ("0.16.0rc0", "0.16.1"), ("1.0.0", "0.16.1")])
-def test_the_nearest_patch(version: str, nearest: str) -> None:
-    with pytest.raises(tool.PatchError, match=rf"--version {re.escape(nearest)} tries the nearest"):
-        tool.choose(version)
+@pytest.mark.parametrize("version", ["0.16.0rc0", "0.16.1"])
+@pytest.mark.parametrize("words", [(), ("--version", "0.16.1")])
+def test_a_guard_without_a_hook_is_refused(
+    version: str, words: tuple[str, ...], core_tree: Callable[..., Path]
+) -> None:
+    root = core_tree("0.16.1")
+    remove_hook(root)
+    rename(root, version)
+    before = contents(root)
+    for command in ("check", "apply"):
+        told = refuse(command, root, *words)
+        if words or version == "0.16.1":
+            assert (
+                f"0.16.1.patch fits Megatron-Core {version} in {root}, but leaves routers that do not pass on" in told
+            )
+        else:
+            assert f"no patch fits Megatron-Core 0.16.0rc0 in {root}: it has no hook (router_replay)" in told
+            assert "none of 0.15.3, 0.14.0, 0.13.1, 0.12.3, 0.16.1 brings it in" in told
+            assert re.search(r"0\.15\.3\.patch: \S+moe_utils\.py:\d+: hunk \d expects", told)
+        assert "nothing was changed" in told
+    assert contents(root) == before
+
+
+def test_a_guard_that_was_put_in_without_a_hook_is_named_and_comes_out(core_tree: Callable[..., Path]) -> None:
+    root = core_tree("0.15.3")
+    rename(root, "0.16.0rc0")
+    before = contents(root)
+    git(root, "apply", str(tool.PATCHES / "0.16.1.patch"))
+    assert "0.16.1.patch is in, which only guards one; take that out first: revert --version 0.16.1" in refuse(
+        "apply", root
+    )
+    succeed("revert", root, "--version", "0.16.1")
+    assert contents(root) == before
+    assert "0.15.3.patch" in succeed("apply", root)
+
+
+def test_a_tree_that_has_the_hook_and_that_nothing_fits_needs_nothing(core_tree: Callable[..., Path]) -> None:
+    root = core_tree("0.16.1")
+    rename(root, "0.18.0")
+    edit(root / FILES[0], "    HAVE_TE = False\n", "    HAVE_TE = None\n")
+    assert (
+        f"no patch fits Megatron-Core 0.18.0 in {root}, which has the hook already: nothing to do for megarl"
+        in refuse("apply", root)
+    )
+
+
+def test_a_choice_of_experts_that_does_not_ask_the_hook_is_seen(core_tree: Callable[..., Path]) -> None:
+    root = core_tree("0.15.3")
+    with (root / FILES[1]).open("a") as file:
+        file.write("\n\ndef ours(logits):\n    return topk_routing_with_score_function(logits, 2)\n")
+    before = contents(root)
+    assert "leaves routers that do not pass on a hook (router_replay)" in refuse("apply", root)
+    assert contents(root) == before
+
+
+def test_a_release_that_has_no_patch_cannot_be_asked_for(core_tree: Callable[..., Path]) -> None:
+    told = refuse("check", core_tree("0.15.3"), "--version", "0.15")
+    assert "no patch for Megatron-Core 0.15, expected one of 0.12.3, 0.13.1, 0.14.0, 0.15.3, 0.16.1" in told
 
 
 def test_the_patch_of_another_release_is_refused(core_tree: Callable[..., Path]) -> None:

@@ -3,8 +3,9 @@
     python tools/patch.py check | apply | revert | status [TARGET] [--version V] [--dry-run]
 
 TARGET is a folder that contains megatron/core: a site-packages, a source tree, or a git checkout of a fork. Without it,
-the megatron-core of this Python is meant; it is found, not imported. ``--version`` takes the patch of another release
-than the target says it is; ``--dry-run`` prints the difference to the real files and changes nothing.
+the megatron-core of this Python is meant; it is found, not imported. A release gets the patch of its own; any other
+version gets the nearest one that fits and leaves a tree with the hook. ``--version`` takes the patch of this release
+instead; ``--dry-run`` prints the difference to the real files and changes nothing.
 
 Where somebody has edited the lines that a hunk expects, the file is merged 3-way, if the target's git repository has
 the file that the patch was made from. What fits in neither way is refused with exit code 2, naming the line. All files
@@ -39,6 +40,8 @@ WORDS = {
     "status": {"out": "not in", "in": "in", "unfit": "neither in nor out"},
 }
 """What a file's state means to each command."""
+_MOE = "megatron/core/transformer/moe/"
+_ROUTER = f"{_MOE}router.py"
 
 
 class PatchError(Exception):
@@ -89,17 +92,6 @@ def version_of(root: Path) -> str:
     return ".".join(said.get(name, "?") for name in ("MAJOR", "MINOR", "PATCH")) + said.get("PRE_RELEASE", "")
 
 
-def choose(version: str) -> str:
-    """The release whose patch is for this version."""
-    if version in versions():
-        return version
-    nearest = min(versions(), key=lambda known: abs(_position(known) - _position(version)))
-    raise PatchError(
-        f"no patch for Megatron-Core {version}, expected one of {', '.join(versions())} (from 0.16.0 on the hook is "
-        f"there without one); --version {nearest} tries the nearest"
-    )
-
-
 def git(folder: Path, *words: str) -> bytes | None:
     """What git prints, None where it fails or is not installed. No variable of the caller points it elsewhere."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
@@ -128,13 +120,17 @@ def _encode(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
-def examine(root: Path, patch: FilePatch, reverting: bool) -> FileState:
-    """Whether the patch is in one file of the target, and what the file would become."""
-    file = root / patch.path
+def _content(file: Path) -> bytes:
     if file.is_symlink() or not file.is_file():
         kind = "a symbolic link" if file.is_symlink() else "missing"
         raise PatchError(f"{file} is {kind}, expected a file of the target itself; nothing was changed")
-    before = file.read_bytes()
+    return file.read_bytes()
+
+
+def examine(root: Path, patch: FilePatch, reverting: bool) -> FileState:
+    """Whether the patch is in one file of the target, and what the file would become."""
+    file = root / patch.path
+    before = _content(file)
     carriage_returns = before.count(b"\r\n") == before.count(b"\n") > 0
     text = _decode(before.replace(b"\r\n", b"\n") if carriage_returns else before)
     state, other, notes = _state(file, text, patch, reverting)
@@ -182,6 +178,65 @@ def three_way(file: Path, text: str, patch: FilePatch) -> tuple[tuple[str, str] 
     if applied is None or reverted is None:
         return None, "a 3-way merge conflicts"
     return None, "git can merge, but revert could not undo it"
+
+
+def has_hook(root: Path, changes: Sequence[FileState] = ()) -> bool:
+    """Whether routers pass the hook on wherever they choose experts, and it is asked; with these changes made."""
+    after = {change.patch.path: change.after for change in changes if change.state == "out"}
+    asks, router = (_decode(after.get(name) or _content(root / name)) for name in (f"{_MOE}moe_utils.py", _ROUTER))
+    calls = len(re.findall(r"\b(?:topk_softmax_with_capacity|topk_routing_with_score_function)\(", router))
+    return "router_replay.get_replay_topk(" in asks and 0 < calls == router.count("router_replay=self.router_replay")
+
+
+def choose(root: Path, version: str, asked: str | None, reverting: bool) -> tuple[str, list[FileState]]:
+    """The release whose patch is for this tree, and what the patch would do to it; PatchError if there is none.
+
+    That of the release that is asked for, or that the tree says it is. Otherwise the nearest that fits, in or out, and
+    leaves a tree with the hook. Those that bring the hook come first: they contain the guard's hunks.
+    """
+    release = asked or version
+    if asked or release in versions():
+        if release not in versions():
+            raise PatchError(f"no patch for Megatron-Core {release}, expected one of {', '.join(versions())}")
+        return release, _examine_all(root, release, reverting)
+    nearest = sorted(versions(), key=lambda known: abs(_position(known) - _position(version)))
+    nearest.sort(key=_only_guards)
+    tried = {release: _examine_all(root, release, reverting) for release in nearest}
+    for release, states in tried.items():
+        if not _unfit(states) and has_hook(root, states):
+            return release, states
+    raise PatchError(_no_fit(root, version, tried))
+
+
+def _examine_all(root: Path, release: str, reverting: bool) -> list[FileState]:
+    return [examine(root, patch, reverting) for patch in read_patch(PATCHES / f"{release}.patch")]
+
+
+def _unfit(states: Sequence[FileState]) -> list[FileState]:
+    return [state for state in states if state.state == "unfit"]
+
+
+def _only_guards(release: str) -> bool:
+    """Whether the patch is for trees that have the hook already: it does not touch the router."""
+    return all(patch.path != _ROUTER for patch in read_patch(PATCHES / f"{release}.patch"))
+
+
+def _no_fit(root: Path, version: str, tried: dict[str, list[FileState]]) -> str:
+    found = f"no patch fits Megatron-Core {version} in {root}"
+    if has_hook(root):
+        return f"{found}, which has the hook already: nothing to do for megarl; nothing was changed"
+    for release, states in tried.items():
+        if _only_guards(release) and all(state.state == "in" for state in states):
+            return (
+                f"{found}: it has no hook (router_replay), and {release}.patch is in, which only guards one; take that "
+                f"out first: revert --version {release}; nothing was changed"
+            )
+    release, states = next(iter(tried.items()))
+    return (
+        f"{found}: it has no hook (router_replay), and none of {', '.join(tried)} brings it in. Put the change of the "
+        f"nearest in by hand, or use a release that has a patch or the hook. {release}.patch: "
+        f"{_unfit(states)[0].notes[0]}; nothing was changed"
+    )
 
 
 def replace_files(root: Path, changes: Sequence[FileState]) -> None:
@@ -232,9 +287,14 @@ def run(command: str, target: Path | None, version: str | None, dry_run: bool) -
     """Carry out one command; raises PatchError, and OSError where a file cannot be read."""
     root = (target or installed()).resolve()
     says = version_of(root)
-    release = choose(version or says)
-    states = [examine(root, patch, command == "revert") for patch in read_patch(PATCHES / f"{release}.patch")]
-    unfit = [state for state in states if state.state == "unfit"]
+    release, states = choose(root, says, version, command == "revert")
+    unfit = _unfit(states)
+    if command in ("check", "apply") and not unfit and not has_hook(root, states):
+        raise PatchError(
+            f"{release}.patch fits Megatron-Core {says} in {root}, but leaves routers that do not pass on a hook "
+            "(router_replay), expected one at every choice of experts: put it in by hand, or take a patch that brings "
+            "it (--version); nothing was changed"
+        )
     changes = [state for state in states if state.state == {"apply": "out", "revert": "in"}.get(command)]
     if changes and not unfit and not dry_run:
         # A router that passes the hook on to a function that does not know it is the worse half.
