@@ -93,10 +93,11 @@ def run(chunks: list[DistributedDataParallel], micros: list[toy.Batch], forward_
 def rollout_routes(batch: toy.Batch, layers: tuple[int, ...]) -> MicroRoutes:
     # Routers see [s, b, h] flattened, and with sequence parallelism a tensor-parallel rank's contiguous share of s.
     size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-    experts, present = (
-        batch[name].transpose(0, 1).chunk(size)[rank].flatten(0, 1) for name in ("routed_experts", "routed_mask")
+    experts, present, token_ids = (
+        batch[name].transpose(0, 1).chunk(size)[rank].flatten(0, 1)
+        for name in ("routed_experts", "routed_mask", "tokens")
     )
-    return MicroRoutes(experts[:, [toy.MOE_LAYERS.index(layer) for layer in layers]], present)
+    return MicroRoutes(experts[:, [toy.MOE_LAYERS.index(layer) for layer in layers]], present, token_ids)
 
 
 def main() -> int:
@@ -105,7 +106,7 @@ def main() -> int:
     args = parser.parse_args()
     toy.join(args)
     chunks, optimizer = build(args)
-    replay, routes = RoutingReplay(chunks), []
+    replay, routes = RoutingReplay(chunks, min_agreement=0.0), []  # only because toy routes are random
     watch, batches = DispatchWatch(chunks), []
     for step in range(args.steps):
         mini_batches = toy.sample(step)

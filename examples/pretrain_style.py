@@ -42,6 +42,7 @@ def add_megarl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     without_reference = sorted(name for name, objective in OBJECTIVES.items() if objective.kl == "none")
     group = parser.add_argument_group(title="megarl")
     group.add_argument("--routing-replay", choices=("none", "r2", "r3"), default="none")
+    group.add_argument("--min-route-agreement", type=float, default=0.5)
     group.add_argument("--policy-objective", choices=without_reference, default="minirl")
     return parser
 
@@ -91,10 +92,11 @@ def token_columns(batch: toy.Batch, logprobs: torch.Tensor) -> TokenColumns:
 def rollout_routes(batch: toy.Batch, layers: tuple[int, ...]) -> MicroRoutes:
     """The engine's experts as the routers of this rank see their rows: docs/plugin.md, "Which rows"."""
     size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-    experts, present = (
-        batch[name].transpose(0, 1).chunk(size)[rank].flatten(0, 1) for name in ("routed_experts", "routed_mask")
+    experts, present, token_ids = (
+        batch[name].transpose(0, 1).chunk(size)[rank].flatten(0, 1)
+        for name in ("routed_experts", "routed_mask", "tokens")
     )
-    return MicroRoutes(experts[:, [toy.MOE_LAYERS.index(layer) for layer in layers]], present)
+    return MicroRoutes(experts[:, [toy.MOE_LAYERS.index(layer) for layer in layers]], present, token_ids)
 
 
 # ---- megatron/training/arguments.py ----
@@ -149,7 +151,9 @@ def get_args() -> argparse.Namespace:
     parser.add_argument("--moe-router-load-balancing-type", nargs="+", default=["none"])
     parser.add_argument("--moe-expert-capacity-factor", type=float)
     parser.add_argument("--cuda-graph-impl", choices=("none", "local", "transformer_engine"), default="none")
+    parser.add_argument("--moe-router-force-biased", type=float)  # from 0.17 on
     args = add_megarl_args(parser).parse_args()
+    args.min_route_agreement = 0.0  # of the toy alone: its routes are random
     if args.routing_replay != "none":
         for blocker in replay_blockers(vars(args)):  # the names of arguments are those of the config's fields
             name = blocker.setting.replace("_", "-")
@@ -254,7 +258,8 @@ def train_step(step: ForwardStep, batches: list[toy.Batch], model: Model, optimi
 
 def train(step: ForwardStep, model: Model, optimizer: MegatronOptimizer) -> int:
     args = get_args()
-    replay = None if args.routing_replay == "none" else RoutingReplay(model)  # megarl 1
+    off = args.routing_replay == "none"
+    replay = None if off else RoutingReplay(model, min_agreement=args.min_route_agreement)  # megarl 1
     watch, seen = DispatchWatch(model), []
     for iteration in range(args.train_iters):
         rollouts = toy.sample(iteration)

@@ -41,6 +41,10 @@ FROM_OTHER_CONFIGS = frozenset(
 )
 
 
+FROM_LATER_RELEASES = frozenset({"--moe-router-force-biased"})
+"""Made from fields that TransformerConfig has from megatron-core 0.17 on."""
+
+
 def made_from_transformer_config() -> set[str]:
     """Megatron-LM's rule: the field's name with hyphens, "no" or "disable" before what is on; metadata goes first."""
     names: set[str] = set()
@@ -54,4 +58,4 @@ def made_from_transformer_config() -> set[str]:
 
 
 def known() -> set[str]:
-    return made_from_transformer_config() | WRITTEN_BY_HAND | FROM_OTHER_CONFIGS
+    return made_from_transformer_config() | WRITTEN_BY_HAND | FROM_OTHER_CONFIGS | FROM_LATER_RELEASES

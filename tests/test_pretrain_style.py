@@ -14,7 +14,7 @@ from megarl.megatron_fields import REPLAY_BLOCKERS
 
 SCRIPT = ROOT / "examples" / "pretrain_style.py"
 PAGE = (ROOT / "docs" / "megatron_lm.md").read_text()
-OWN = {"--routing-replay", "--policy-objective"}
+OWN = {"--routing-replay", "--min-route-agreement", "--policy-objective"}
 """What ``add_megarl_args`` adds."""
 
 TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
