@@ -22,7 +22,7 @@ from megarl.core.routing import RoutingTrace
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import ConfigError, TraceError
 from megarl.megatron.attention import PackedSequences
-from megarl.megatron.distributed import largest
+from megarl.megatron.distributed import fail_together, largest
 from megarl.megatron.replay import MicroRoutes
 from megarl.megatron.shapes import ModelShape
 
@@ -69,14 +69,17 @@ def split_micro_batches(
     max_tokens *= cp
     lengths = segment_lengths(padded_cu_seqlens(batch.cu_seqlens, _sequence_multiple(cp))).tolist()
     group = parallel_state.get_data_parallel_group()
+    bins, failure = [], None
     try:
         bins = partition(lengths, max_tokens)
     except ValueError as error:
-        raise ConfigError(f"train.micro_batch_tokens: {error}") from error
+        failure = ConfigError(f"train.micro_batch_tokens: {error}")
+    fail_together(failure, "the cut into micro-batches")
     wanted = -(-largest(len(bins), group) // multiple_of) * multiple_of
-    if wanted > len(lengths):
+    fewest = -largest(-len(lengths), group)
+    if wanted > fewest:
         raise ConfigError(
-            f"a mini-batch gives this rank {len(lengths)} sequences, but the schedule needs {wanted} micro-batches "
+            f"a mini-batch gives a rank {fewest} sequences, but the schedule needs {wanted} micro-batches "
             "of at least one; lower train.mini_batches or raise rollout.prompts_per_step"
         )
     bins = partition(lengths, max_tokens, min_bins=wanted)

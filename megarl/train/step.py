@@ -23,7 +23,7 @@ from megarl.core.objectives import Objective, coefficients, mini_batch_power
 from megarl.core.packing import pack, without_routes
 from megarl.core.routing import Disagreement
 from megarl.core.types import Rollout, TrainBatch
-from megarl.errors import MegarlError, TraceError
+from megarl.errors import MegarlError, RolloutError, TraceError
 from megarl.megatron import batches, distributed, forward
 from megarl.megatron.batches import MicroBatch
 from megarl.megatron.policy import Policy
@@ -103,6 +103,11 @@ class TrainStep:
         recorded = all(rollout.routed_mask is not None for rollout in bare)
         failure: MegarlError | None = None
         try:
+            if not rollouts:
+                raise RolloutError(
+                    "this rank has no sequence of the mini-batch, expected one or more on every data-parallel rank; "
+                    "lower train.mini_batches or raise rollout.prompts_per_step"
+                )
             if r3 or recorded:
                 batches.check_routes(rollouts, self.policy.shape)
             batch = pack(bare, advantages)

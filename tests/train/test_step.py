@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -35,7 +35,9 @@ from megarl.config import Config
 from megarl.config_file import parse
 from megarl.core.types import Rollout
 from megarl.data.tiny import write_tiny_model
-from megarl.errors import ConfigError, NumericsError, TraceError
+from megarl.errors import ConfigError, NumericsError, ReplayError, RolloutError, TraceError
+from megarl.megatron.replay import Recording
+from megarl.train import step as train_step
 from megarl.train.step import TrainStep
 
 
@@ -226,6 +228,55 @@ def test_corrupted_traces_are_refused_and_named(world: World) -> None:
     _refused(world.settings(), shorter, "group 5 sample 0")
 
 
+def _with_routes(rollouts: list[Rollout], change: Callable[[np.ndarray], np.ndarray]) -> list[Rollout]:
+    return [replace(rollout, routed_experts=change(rollout.routed_experts)) for rollout in rollouts]
+
+
+@pytest.mark.parametrize(("rows", "message"), [(1, "1 place too late"), (-1, "1 place too early")])
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_routes_that_are_shifted_are_refused_and_named(
+    world: World, rows: int, message: str, mini_batches: int
+) -> None:
+    shifted = _with_routes(world.rollouts(), lambda experts: np.roll(experts, rows, 0))
+    _refused(world.settings(train__mini_batches=mini_batches), shifted, f"Likely rows shifted.*{message}", ReplayError)
+
+
+def test_routes_of_another_rollout_are_refused(world: World) -> None:
+    rollouts = world.rollouts()
+    other = [next(o for o in rollouts if o is not r and o.num_tokens >= r.num_tokens) for r in rollouts[:-1]]
+    experts = [o.routed_experts[: r.num_tokens] for o, r in zip(other, rollouts, strict=False)]
+    swapped = [replace(r, routed_experts=e) for r, e in zip(rollouts, experts, strict=False)]
+    message = "would have chosen .* of the replayed experts, 25% would be chance"
+    _refused(world.settings(), [*swapped, rollouts[-1]], message, ReplayError)
+    lax = step_on(world.settings(train__min_route_agreement=0.0), [*swapped, rollouts[-1]]).step
+    assert lax["router/native/flip"] > 0.5
+
+
+def test_a_rank_without_sequences_is_an_error_on_all_ranks(world: World) -> None:
+    with training(world.settings()) as step, pytest.raises(RolloutError, match="no sequence of the mini-batch"):
+        step.prepare([], np.empty(0))
+
+
+def test_a_stage_without_moe_layers_sends_its_counts_from_the_device_of_the_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[torch.Tensor] = []
+
+    def gather(counts: list[torch.Tensor], *_: Any) -> list[np.ndarray]:
+        sent.extend(counts)
+        return [np.zeros((1, 1), np.int64)]
+
+    with training(world.settings()) as step:
+        mini = prepare(step, world.rollouts(), fixed_advantages())[0]
+        assert step.policy.replay is not None
+        monkeypatch.setattr(step.policy.replay, "_hooks", [])
+        monkeypatch.setattr(train_step.batches, "shared_with_rollout", gather)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
+        step._routing_metrics(mini, Recording(), replayed=True)
+    assert len(sent) == 2 * len(mini.micro_batches)
+    assert all(counts.is_meta for counts in sent)
+
+
 def test_values_that_are_not_finite_end_the_step_and_leave_the_weights(world: World) -> None:
     rollouts = world.rollouts()
     for bad in (np.nan, np.inf):
@@ -340,7 +391,7 @@ def test_every_objective_takes_a_step_also_with_one_mini_batch(world: World, nam
 
 
 def test_the_reference_is_another_model_that_never_moves_and_never_replays(world: World) -> None:
-    settings = {**ROWS["minirl k3"], "optim__lr": 0.02, "train__mini_batches": 1}
+    settings = {**ROWS["minirl k3"], "optim__lr": 0.02, "train__mini_batches": 1, "train__min_route_agreement": 0.0}
     columns = {}
     for replay in ("none", "r3"):
         with training(world.settings(train__replay=replay, **settings)) as step:
