@@ -126,7 +126,7 @@ def test_replay_that_ends_before_the_backward_pass_is_an_error_and_not_another_r
     chunk.train()
     inputs = {"input_ids": micro.input_ids, "position_ids": micro.input_ids, "attention_mask": None}
     losses = []
-    with pytest.raises(ReplayError, match="backward pass runs outside"), setup.replay.replay(setup.routes[:1]):
+    with setup.replay.replay(setup.routes[:1]):
         losses.append(chunk(**inputs, packed_seq_params=micro.packing).sum())
     with pytest.raises(ReplayError, match="the block of its forward pass has closed"):
         losses[0].backward()
