@@ -189,7 +189,8 @@ def test_the_rows_of_packed_sequences_are_as_the_page_computes_them(tp: int, cp:
 
 def test_minirl_of_equal_micro_batches_averages_to_the_whole_batch() -> None:
     draw = torch.Generator().manual_seed(0)
-    columns = [torch.randn(4, 6, generator=draw).double() for _ in range(4)]
+    # Log-probabilities far below 0, then advantages.
+    columns = [torch.randn(4, 6, generator=draw).double() - shift for shift in (6, 6, 6, 0)]
     mask = torch.rand(4, 6, generator=draw) < 0.6
     mask[:, 1] = True
 

@@ -77,8 +77,8 @@ def pack(rollouts: Sequence[Rollout], advantages: Values | Sequence[np.ndarray])
 
     advantages: [N], the one of a sequence goes to each of its tokens; or a list of N arrays, [T_n], one per token.
     Routes of 16 bits become int16, which torch indexes everywhere. A mask of routes that lie elsewhere is kept. Raises
-    RolloutError or TraceError, naming group and sample, if a column does not fit its tokens, only some rollouts carry
-    routes, or the log-probability of a loss token is above 0.
+    RolloutError or TraceError, naming group and sample, if a column does not fit its tokens or only some rollouts carry
+    routes; NumericsError if the log-probability of a loss token is NaN or above 0, or an advantage is not finite.
     """
     if not rollouts:
         raise ValueError("there are no rollouts to pack, expected at least one")
@@ -241,10 +241,10 @@ def _check_rollout(rollout: Rollout) -> None:
             f"{_name(rollout)}: its first token is marked as generated, but nothing before it predicts it; "
             f"prompts must not be empty"
         )
-    above = rollout.loss_mask & (rollout.rollout_logprobs > LOGPROB_TOLERANCE)
-    if above.any():
-        token = int(above.argmax())
-        raise RolloutError(
+    wrong = rollout.loss_mask & ~(rollout.rollout_logprobs <= LOGPROB_TOLERANCE)  # NaN too
+    if wrong.any():
+        token = int(wrong.argmax())
+        raise NumericsError(
             f"{_name(rollout)}: rollout_logprobs is {rollout.rollout_logprobs[token]:g} at token {token}, expected a "
             "log-probability, which is at most 0: these may be raw logits, or probabilities"
         )

@@ -159,7 +159,7 @@ class TestPack:
                     )
                 ],
                 [0.0],
-                RolloutError,
+                NumericsError,
                 r"group 3 sample 0: rollout_logprobs is 4\.5 at token 2.*raw logits",
             ),
             (
