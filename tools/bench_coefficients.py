@@ -49,7 +49,7 @@ def random_columns(num_tokens: int) -> TokenColumns:
     while (rest := num_tokens - sum(lengths)) > 0:
         drawn = int(torch.randint(10, 2001, (), generator=generator))
         lengths.append(min(drawn, rest))
-    old = -3 * torch.rand(num_tokens, generator=generator)
+    old = -3 * torch.rand(num_tokens, generator=generator) - 1
     noise = torch.randn(3, num_tokens, generator=generator)
     advantages = torch.randn(len(lengths), generator=generator)
     return TokenColumns(
