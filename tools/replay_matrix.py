@@ -2,6 +2,7 @@
 
     python tools/replay_matrix.py --out docs/replay_matrix.md  # every point, about an hour on two cores
     python tools/replay_matrix.py --layouts "pp2 vpp2" cp2  # some layouts, printed
+    python tools/replay_matrix.py --loops --out docs/replay_loops.md  # orders of passes, minutes
 
 Each point is a layout, a kind of activation recomputation, a token dispatcher, a router and a precision. What is
 measured, and what must hold, is in ``tests/megatron/cases_matrix.py`` and ``matrix_points.py``: a probe at the token
@@ -28,9 +29,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "megatron"))
 
+import cases_loops
 from matrix_points import AXES, Point, cases, complaints, full
 from matrix_world import LAYOUTS, ROUTERS, Variant
-from ranks import launch
+from ranks import Case, launch
 
 POINTS_PER_LAUNCH = 20
 ROOT = Path(__file__).parent.parent
@@ -174,18 +176,103 @@ def _fields(fields: Mapping[str, Any]) -> str:
     return ", ".join(f"{name.removeprefix('moe_')} = {value}" for name, value in fields.items()) or "as said"
 
 
+LOOP_LAYOUTS = ("single", "ep2", "tp2 ep2 etp1")
+LOOP_TOLERANCE = 2e-5
+
+
+def measure_loops() -> dict[tuple[str, str, str], dict[str, float]]:
+    """(layout, kind of checkpoint, mode) -> point -> gradient error; NaN for points of a launch that failed."""
+    cases = {}
+    for layout in LOOP_LAYOUTS:
+        for kind in cases_loops.CHECKPOINTS:
+            for mode in cases_loops.MODES:
+                points = tuple(point for point in cases_loops.all_points() if point[1:3] == (kind, mode))
+                ranks, table = LAYOUTS[layout]
+                cases[layout, kind, mode] = Case(ranks, "cases_loops:loops", table, (("points", points),))
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = launch(list(cases.values()), Path(folder) / "run")
+    found = {}
+    for key, case in cases.items():
+        outcome = outcomes[case]
+        if outcome.error is not None:
+            print(f"{key}: {outcome.error}", file=sys.stderr)
+        nothing = {"|".join(point): float("nan") for point in dict(case.arguments)["points"]}
+        found[key] = outcome.value if outcome.error is None else nothing
+    return found
+
+
+def loops_table(found: Mapping[tuple[str, str, str], Mapping[str, float]]) -> str:
+    """A row per kind of checkpoint: points that held, and the largest error in each layout."""
+    lines = [
+        "| recomputation | points | held | " + " | ".join(LOOP_LAYOUTS) + " |",
+        "|---" * (3 + len(LOOP_LAYOUTS)) + "|",
+    ]
+    for kind in cases_loops.CHECKPOINTS:
+        by_layout = [
+            [error for key, errors in found.items() if key[:2] == (layout, kind) for error in errors.values()]
+            for layout in LOOP_LAYOUTS
+        ]
+        errors = [error for of_layout in by_layout for error in of_layout]
+        held = sum(error < LOOP_TOLERANCE for error in errors)
+        worst = " | ".join(f"{max(of_layout):.1e}" for of_layout in by_layout)
+        lines.append(f"| {kind} | {len(errors)} | {held} | {worst} |")
+    return "\n".join(lines)
+
+
+def loops_page(found: Mapping[tuple[str, str, str], Mapping[str, float]], seconds: float) -> str:
+    errors = [error for of_key in found.values() for error in of_key.values()]
+    held = sum(error < LOOP_TOLERANCE for error in errors)
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core"))
+    return f"""# Replay in loops of other orders, as it ran
+
+Written by `python tools/replay_matrix.py --loops --out docs/replay_loops.md`; code of commit {_commit()}. {versions},
+Python {platform.python_version()}, gloo, fp32, {os.cpu_count()} cores, no GPU; {seconds / 60:.0f} minutes.
+
+**{held:,} of {len(errors):,} points held**: each parameter's gradient is that of the same loop without recomputation,
+within {LOOP_TOLERANCE:.0e} (norm of the difference over norm). A point is a layout, a kind of recomputation and
+
+- a loop: {", ".join(cases_loops.ORDERS)} (`tests/megatron/cases_loops.py` has each in a few lines);
+- what is around it: replay of other routes per micro-batch, `record()`, or hooks alone;
+- in two of the loops also frozen parts: {", ".join(part for part in cases_loops.FROZEN if part != "nothing")}.
+
+The table shows the largest gradient difference by layout. "uniform", "block" and "moe" are Megatron's own
+recomputation, which is reentrant; "layers" and "experts" are wrapped by `torch.utils.checkpoint`, some of them inside of one another.
+
+{loops_table(found)}
+
+Left out: gradients of single weights by `torch.autograd.grad` where a checkpoint is reentrant, and frozen first layers
+where whole layers are. There reentrant checkpoints carry no gradient, with megarl or without.
+"""
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    os.replace(part, path)
+
+
+def _run_loops(out: Path | None) -> int:
+    started = time.perf_counter()
+    found = measure_loops()
+    print(loops_table(found))
+    if out is not None:
+        _write(out, loops_page(found, time.perf_counter() - started))
+    return 0 if all(error < LOOP_TOLERANCE for of_key in found.values() for error in of_key.values()) else 1
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="*", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--out", type=Path, help="write the page there")
     parser.add_argument("--cache", type=Path, help="JSON with the points that have been measured")
+    parser.add_argument("--loops", action="store_true", help="orders of passes instead of layouts")
     arguments = parser.parse_args()
+    if arguments.loops:
+        return _run_loops(arguments.out)
     run = measure([point for point in full() if point[0] in arguments.layouts], arguments.cache)
     print(table(run.points))
     if arguments.out is not None:
-        part = arguments.out.with_suffix(".part")
-        part.write_text(page(run))
-        os.replace(part, arguments.out)
+        _write(arguments.out, page(run))
     failed = sum(bool(one["complaints"]) for one in run.points.values())
     print(f"{len(run.points) - failed} of {len(run.points)} points held")
     return 1 if failed else 0
