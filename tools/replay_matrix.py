@@ -236,7 +236,8 @@ within {LOOP_TOLERANCE:.0e} (norm of the difference over norm). A point is a lay
 - in two of the loops also frozen parts: {", ".join(part for part in cases_loops.FROZEN if part != "nothing")}.
 
 The table shows the largest gradient difference by layout. "uniform", "block" and "moe" are Megatron's own
-recomputation, which is reentrant; "layers" and "experts" are wrapped by `torch.utils.checkpoint`, some of them inside of one another.
+recomputation, which is reentrant; "layers" and "experts" are wrapped by `torch.utils.checkpoint`, some of
+them inside of one another.
 
 {loops_table(found)}
 
