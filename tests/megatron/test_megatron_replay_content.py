@@ -11,6 +11,7 @@ import pytest
 import torch
 from matrix_world import VOCAB, MatrixModel, Variant, build, settings_of
 from tiny_world import join
+from torch.utils.checkpoint import checkpoint
 
 from megarl.errors import ReplayError
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
@@ -23,11 +24,13 @@ B, S = 4, 16
 class Loop:
     """A loop over [b, s] batches, and the routes that an engine with slightly other weights has recorded."""
 
-    def __init__(self, router: str = "softmax", noise: float = 0.02, shape: tuple[int, int] = (B, S)) -> None:
-        variant = Variant(router=router)
+    def __init__(
+        self, router: str = "softmax", noise: float = 0.02, shape: tuple[int, int] = (B, S), **more: Any
+    ) -> None:
+        variant = Variant(router=router if not more else "softmax")
         settings = settings_of({}, variant)
         join(settings)
-        self.model: MatrixModel = build(settings, variant)
+        self.model: MatrixModel = build(settings, variant, **more)
         source = torch.Generator().manual_seed(0)
         self.batches = [torch.randint(0, VOCAB, shape, generator=source) for _ in range(3)]
         self.replay = RoutingReplay(self.model.chunks)
@@ -181,12 +184,49 @@ def test_a_recording_is_refused_for_other_micro_batches(loop: Loop) -> None:
         loop.run([loop.batches[1], loop.batches[0], loop.batches[2]])
 
 
-def test_input_that_is_changed_in_place_later_is_compared_as_it_was(loop: Loop) -> None:
-    buffer = torch.empty_like(loop.batches[0])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_input_that_is_changed_in_place_later_is_compared_as_it_was(dtype: torch.dtype, one_rank: None) -> None:
+    loop = Loop(shape=(1, S))
+    buffer = torch.empty_like(loop.batches[0], dtype=dtype)
     with loop.replay.replay(loop.routes) as seen:
         for tokens in loop.batches:
             loop.run([buffer.copy_(tokens)])
     assert seen.compared_tokens == 3
+
+
+def test_a_whole_model_in_one_checkpoint_shows_its_tokens_once(loop: Loop) -> None:
+    """Its recomputation calls the model a second time, between the passes of other micro-batches."""
+    scale = torch.ones((), requires_grad=True)
+
+    def run(scale: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return scale * loop.model.chunks[0](tokens, torch.zeros_like(tokens), None).sum()
+
+    with loop.replay.replay(loop.routes) as seen:
+        for tokens in loop.batches:
+            checkpoint(run, scale, tokens, use_reentrant=True).backward()
+    assert seen.compared_tokens == 3
+
+
+def test_swapped_micro_batches_are_named_although_rows_are_missing(loop: Loop) -> None:
+    present = torch.arange(B * S) % 5 > 0
+    holes = [MicroRoutes(one.experts, present, torch.where(present, one.token_ids, 0)) for one in loop.routes]
+    with pytest.raises(ReplayError, match="Likely micro-batches swapped: they are in entry 1"):
+        loop.replayed([holes[1], holes[0], holes[2]])
+
+
+@pytest.mark.parametrize("router", ["softmax", "one layer"])
+@pytest.mark.parametrize("laid_out", ["by token", "by layer"])
+def test_what_a_block_is_given_is_not_written_to(router: str, laid_out: str, one_rank: None) -> None:
+    """Missing rows are filled in a copy, however the given experts lie in memory."""
+    loop = Loop() if router == "softmax" else Loop(router, moe_layer_freq=[0, 0, 1, 0])
+    present = torch.arange(B * S) % 5 > 0
+    given = [torch.where(present[:, None, None], one.experts, 77) for one in loop.routes]
+    if laid_out == "by layer":
+        given = [one.transpose(0, 1).contiguous().transpose(0, 1) for one in given]
+    kept = [one.clone() for one in given]
+    for _ in range(2):
+        loop.replayed([MicroRoutes(one, present) for one in given])
+    assert all(torch.equal(one, other) for one, other in zip(given, kept, strict=True))
 
 
 def test_ids_are_not_compared_where_the_model_gets_none(loop: Loop) -> None:

@@ -84,25 +84,25 @@ class PassLog:
 
     def identify(self, training: bool) -> Call:
         """What the router is called for now; ``training`` as of the module. ReplayError if that cannot be known."""
-        frame, again = _checkpoint_frame()
-        first = not again and torch._C._current_graph_task_id() == -1
-        if again:
-            micro = self._micro_of_frame(frame)
+        entered, recomputed = _checkpoint_frames()
+        first = recomputed is None and torch._C._current_graph_task_id() == -1
+        if recomputed is not None:
+            micro = self._micro_of_frame(recomputed)
         elif first:
             micro = None if self._block is None else self.forwarded
             self.forwarded += 1
         else:
             micro = self._micro_of_node(torch._C._current_autograd_node())
-        self._keep(micro, None if again else frame, training)
-        return Call(micro, first, frame is not None or (training and not torch.is_grad_enabled()))
+        self._keep(micro, entered, training)
+        return Call(micro, first, bool(entered) or (training and not torch.is_grad_enabled()))
 
-    def _keep(self, micro: int | None, frame: object, training: bool) -> None:
+    def _keep(self, micro: int | None, entered: list[object], training: bool) -> None:
         without_graph = not torch.is_grad_enabled()
         if micro is None or self._block is None:
             if without_graph and training:
                 self._threads.add(threading.get_ident())
             return
-        if frame is not None:
+        for frame in entered:
             self._frames.setdefault(frame, (self._block, []))[1].append(micro)
         if without_graph:
             if threading.get_ident() != self._block.thread:
@@ -155,18 +155,35 @@ class PassLog:
         )
 
 
-def _checkpoint_frame() -> tuple[object, bool]:
-    """(frame of the innermost non-reentrant checkpoint or None, whether it is being recomputed)."""
-    hooks = _top_hooks(True)
-    if hooks is None:
-        return None, False
-    pack: Any = hooks[0]
+def _checkpoint_frames() -> tuple[list[object], object]:
+    """(frames of the non-reentrant checkpoints that are in their first pass, the frame that is recomputed or None).
+
+    Both lie on torch's stack of hooks for saved tensors, maybe below others. Frames below the recomputed one do not
+    count.
+    """
+    taken: list[tuple[Any, Any]] = []
+    entered: list[object] = []
+    recomputed = None
+    while recomputed is None and (hooks := _top_hooks(True)) is not None:
+        frame, again = _frame_of(hooks[0])
+        if again:
+            recomputed = frame
+        elif frame is not None:
+            entered.append(frame)
+        taken.append(hooks)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    for hooks in reversed(taken):
+        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+    return entered, recomputed
+
+
+def _frame_of(pack: Any) -> tuple[object, bool]:
+    """(frame or None, whether it is being recomputed) that a hook for saved tensors belongs to."""
     while hasattr(pack, "__wrapped__"):  # torch guards it against compilation
         pack = pack.__wrapped__
     cells = getattr(pack, "__closure__", None) or ()
-    held = (
-        {name: cell.cell_contents for name, cell in zip(pack.__code__.co_freevars, cells, strict=True)} if cells else {}
-    )
+    names = pack.__code__.co_freevars if cells else ()
+    held = {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
     if "target_frame_ref" in held:
         return held["target_frame_ref"](), True
     frame = held.get("frame")
