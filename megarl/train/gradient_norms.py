@@ -92,7 +92,9 @@ def _backward(train_step: TrainStep, mini: MiniBatch, index: int) -> None:
         return counted, {}
 
     replay, routes = train_step.policy.replay, mini.routes
-    with nullcontext() if replay is None or routes is None else replay.replay([routes[index]] * num):
+    # One response at a time is too little to tell whether routes are its own.
+    given = None if routes is None else [routes[index]] * num
+    with nullcontext() if replay is None or given is None else replay.replay(given, min_agreement=0.0):
         forward.run(
             train_step.policy.chunks,
             [mini.micro_batches[index]] * num,

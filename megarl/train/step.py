@@ -6,8 +6,8 @@ The three replay modes differ in one thing only, where the routes come from: now
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,7 +23,7 @@ from megarl.core.objectives import Objective, coefficients, mini_batch_power
 from megarl.core.packing import pack, without_routes
 from megarl.core.routing import Disagreement
 from megarl.core.types import Rollout, TrainBatch
-from megarl.errors import MegarlError, RolloutError, TraceError
+from megarl.errors import MegarlError, ReplayError, RolloutError, TraceError
 from megarl.megatron import batches, distributed, forward
 from megarl.megatron.batches import MicroBatch
 from megarl.megatron.policy import Policy
@@ -235,7 +235,23 @@ class TrainStep:
             on_micro_batch=None if on_micro_batch is None else lambda: on_micro_batch(1),
         )
 
-    def _context(self, mini: MiniBatch) -> AbstractContextManager[Recording]:
+    @contextmanager
+    def _context(self, mini: MiniBatch) -> Iterator[Recording]:
+        """Around a pass over a mini-batch; what is wrong when it closes is an error on all ranks. A collective call."""
+        failure: MegarlError | None = None
+        ran = False
+        try:
+            with self._block(mini) as seen:
+                yield seen
+                ran = True
+        except ReplayError as error:
+            if not ran:  # in the middle of the pass, where other ranks wait for something else
+                raise
+            failure = error
+        if self.policy.replay is not None:
+            distributed.fail_together(failure, "replay")
+
+    def _block(self, mini: MiniBatch) -> AbstractContextManager[Recording]:
         """Replay if there are routes; in the first pass over a mini-batch, compare the routers with the rollout."""
         replay = self.policy.replay
         first_pass = mini.old_logprobs is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megarl.errors import ReplayError
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
-from megarl.megatron.replay.agreement import MOST_SAMPLED, check_agreement, sample_rows
+from megarl.megatron.replay.agreement import LEAST_JUDGED, MOST_SAMPLED, check_agreement, sample_rows
 from megarl.megatron.weights import unwrap
 
 B, S = 4, 16
@@ -124,7 +125,7 @@ def test_routes_of_another_model_are_caught(loop: Loop) -> None:
     ]
     with pytest.raises(ReplayError, match=r"No shift, transposition, swap .* routes of another model") as raised:
         loop.replayed(random)
-    assert "25% would be chance, expected at least 62% (min_agreement = 0.5)" in str(raised.value)
+    assert re.search(r"2[4-8]% would be chance, expected at least 6[2-4]% \(min_agreement = 0\.5\)", str(raised.value))
     assert "3 of 3 micro-batches and 4 of 4 layers are below" in str(raised.value)
     assert loop.replayed(random, min_agreement=0.0).agreement is None
 
@@ -251,28 +252,62 @@ def test_sampled_rows_are_present_and_spread(num_rows: int, expected: int) -> No
 
 
 class TestThreshold:
-    """kappa = (a - c) / (1 - c), two standard errors sqrt(a (1 - a) / n) / (1 - c) left to chance; by hand."""
+    """Agreement p = (x + 2) / (n + 4) with 2 sqrt(p (1 - p) / (n + 4)) on top, beyond chance; all by hand."""
 
     def check(self, agreeing: int, rows: int, min_agreement: float, experts: int = 4) -> np.ndarray:
-        """One expert of four per row, which agrees in some rows: chance is 1/4."""
+        """One expert of four per row, always the same, which the router chooses in some rows."""
         given = torch.zeros(rows, 1, 1, dtype=torch.uint8)
         own = torch.ones(rows, 1, 1, dtype=torch.uint8)
         own[:agreeing] = 0
         return check_agreement([MicroRoutes(given)], [torch.arange(rows)], [own], [0], experts, min_agreement)
 
     def test_by_hand(self) -> None:
-        # a = 0.52, kappa = 0.36, standard error = sqrt(0.52 * 0.48 / 100) / 0.75 = 0.06661
-        assert self.check(52, 100, 0.493).tolist() == [[0.52]]
-        with pytest.raises(ReplayError, match=r"would have chosen 52%.*25% would be chance.*at least 62%"):
-            self.check(52, 100, 0.494)
+        # p = 22 / 44, on top 2 sqrt(0.25 / 44) = 0.15076: (0.65076 - 0.25) / 0.75 = 0.53435
+        assert self.check(20, 40, 0.534).tolist() == [[0.5]]
+        with pytest.raises(ReplayError, match=r"would have chosen 50%.*25% would be chance.*at least 65%"):
+            self.check(20, 40, 0.535)
 
-    def test_few_rows_leave_room(self) -> None:
-        assert self.check(1, 2, 0.9).tolist() == [[0.5]]
-        with pytest.raises(ReplayError, match="would have chosen 0%"):
-            self.check(0, 2, 0.1)
+    def test_chance_is_what_other_rows_agree_by_and_half_at_most(self) -> None:
+        # p = 54 / 104, on top 2 sqrt(p (1 - p) / 104) = 0.09798: (0.61721 - 0.5) / 0.5 = 0.23442
+        assert self.check(52, 100, 0.234).tolist() == [[0.52]]
+        with pytest.raises(ReplayError, match=r"would have chosen 52%.*50% would be chance.*at least 62%"):
+            self.check(52, 100, 0.235)
+
+    def test_few_rows_prove_little(self) -> None:
+        assert self.check(0, LEAST_JUDGED - 1, 1.0).tolist() == [[0.0]]
+        # p = 2 / 12, on top 2 sqrt(p (1 - p) / 12) = 0.21517: (0.38184 - 0.25) / 0.75 = 0.17578
+        assert self.check(0, LEAST_JUDGED, 0.175).tolist() == [[0.0]]
+        with pytest.raises(ReplayError, match=r"would have chosen 0%.*No shift, transposition, swap"):
+            self.check(0, LEAST_JUDGED, 0.176)
 
     def test_where_all_experts_are_chosen_nothing_can_be_told(self) -> None:
         assert self.check(0, 10, 1.0, experts=1).tolist() == [[0.0]]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_caught_although_few_experts_take_most_tokens(mistake: str, loop: Loop) -> None:
+    """Other tokens' rows then agree far more than K / E."""
+    source = torch.Generator().manual_seed(2)
+    scores = torch.rand(3, B * S, 4, 8, generator=source) + torch.tensor([0.6, 0.4, 0.2, 0, 0, 0, 0, 0])
+    own = [one.topk(2).indices.to(torch.uint8) for one in scores]
+    given = MISTAKES[mistake][0]([MicroRoutes(one) for one in own])
+    rows = [sample_rows(one) for one in given]
+    arguments = (rows, [one[at] for one, at in zip(own, rows, strict=True)], [0, 1, 2, 3], 8, 0.5)
+    with pytest.raises(ReplayError, match=MISTAKES[mistake][1]) as raised:
+        check_agreement(given, *arguments)
+    assert int(re.findall(r"chosen (\d+)%", str(raised.value))[0]) > 33
+    assert check_agreement([MicroRoutes(one) for one in own], *arguments).min() == 1.0
+
+
+@pytest.mark.parametrize("topk", [1, 8])
+@pytest.mark.parametrize("rows", [1, 2, 4, 16])
+def test_engines_that_disagree_in_a_tenth_are_not_refused(topk: int, rows: int) -> None:
+    """Of 128 experts; a whole row disagrees, in all of its layers."""
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        given = torch.from_numpy(random.random((rows, 4, 128)).argsort(2)[..., :topk])
+        own = torch.where(torch.from_numpy(random.random(rows) < 0.1)[:, None, None], 127 - given, given)
+        check_agreement([MicroRoutes(given)], [torch.arange(rows)], [own], [0, 1, 2, 3], 128, 0.5)
 
 
 def test_what_a_block_is_given_is_checked_before_it_opens(loop: Loop) -> None:
@@ -302,8 +337,52 @@ def test_what_a_block_is_given_is_checked_before_it_opens(loop: Loop) -> None:
         with pytest.raises(ReplayError, match=f"micro-batch 1.*{message}"), loop.replay.replay([one, entry]):
             pytest.fail("the block must not open")
     loop.replayed([MicroRoutes(beyond, half), *loop.bare[1:]])
-    loop.replayed([MicroRoutes(one.experts.long()), *loop.bare[1:]])
+    for dtype in (torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64):
+        loop.replayed([MicroRoutes(one.experts.to(dtype)), *loop.bare[1:]])
     loop.replayed([one.experts, *loop.bare[1:]])
+    for several in (one, one.experts):
+        with pytest.raises(ReplayError, match="expected a list with one per micro-batch"):
+            loop.replayed(several)
+    for nothing in (None, one.experts.numpy()):
+        with pytest.raises(
+            ReplayError, match=r"micro-batch 0: routes are a .*, expected MicroRoutes or a torch.Tensor"
+        ):
+            loop.replayed([nothing])
+    with pytest.raises(ReplayError, match="micro-batch 0: 1 experts per token"):
+        loop.replayed(loop.bare, compared=[MicroRoutes(one.experts[..., :1])] * 3)
+    with loop.replay.record() as recording:
+        loop.run()
+    assert len(loop.replayed(loop.bare, compared=recording).shared) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
+def test_missing_rows_go_backward_in_every_integer_type(dtype: torch.dtype, loop: Loop) -> None:
+    present = torch.arange(B * S) % 5 > 0
+    with loop.replay.replay([MicroRoutes(one.experts.to(dtype), present) for one in loop.routes]):
+        for tokens in loop.batches:
+            loop.model.chunks[0](tokens, torch.zeros_like(tokens), None).sum().backward()
+
+
+def test_ids_of_a_pass_that_failed_are_forgotten(loop: Loop) -> None:
+    attention = unwrap(loop.model.chunks[0]).decoder.layers[0].self_attention
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    with loop.replay.replay(loop.routes) as seen:
+        handle = attention.register_forward_pre_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            loop.run([loop.batches[2]])
+        handle.remove()
+        loop.run()
+    assert seen.compared_tokens == 3
+
+
+def test_an_entry_without_rows_fits_nothing(loop: Loop) -> None:
+    shifted = replace(loop.routes[0], token_ids=loop.routes[0].token_ids.roll(1))
+    empty = replace(loop.routes[1], present=torch.zeros(B * S, dtype=torch.bool))
+    with pytest.raises(ReplayError, match="Likely rows shifted"):
+        loop.replayed([shifted, empty, loop.routes[2]])
 
 
 class TestRouters:

@@ -204,6 +204,52 @@ def test_a_pass_that_a_backward_hook_starts_is_refused_in_a_block_and_native_out
         starting_a_pass().backward()
 
 
+def test_a_newer_replay_forgets_the_threads_of_earlier_passes(world: World, one_rank: None) -> None:
+    graphs = Graphs(world, "uniform")
+    _in_a_thread(lambda: graphs.passes.loss(A))
+    newer = RoutingReplay(graphs.model.chunks, min_agreement=0.0)
+    with newer.replay(graphs.routes[:1]):
+        graphs.passes.loss(A).backward()
+    world.forget("uniform")
+
+
+@pytest.mark.parametrize("again", ["after a pass in evaluation mode", "twice"])
+def test_missing_rows_keep_the_experts_of_the_first_pass(again: str, world: World, one_rank: None) -> None:
+    """Also where the routers would choose others by then, as they may where sums are not deterministic."""
+    graphs = Graphs(world, "experts reentrant")
+    routes = [MicroRoutes(graphs.routes[A].experts, torch.arange(len(graphs.routes[A].experts)) % 3 > 0)]
+    used: list[torch.Tensor] = []
+    routers = [layer.mlp.router for layer in unwrap(graphs.model.chunks[0]).decoder.layers]
+    taps = [router.register_forward_hook(lambda _, __, out: used.append(out[1].clone())) for router in routers]
+    chunk = graphs.model.chunks[0]
+    chunk.train(again == "twice")
+    try:
+        with graphs.replay.replay(routes):
+            loss = graphs.passes.loss(A)
+            chunk.train()
+            for times in (1, 2) if again == "twice" else (1,):
+                with torch.no_grad():
+                    for router in routers:
+                        router.weight.neg_()
+                loss.backward(retain_graph=times == 1)
+                assert len(used) == 4 * (times + 1)
+                assert all(torch.equal(a, b) for a, b in zip(used[:4], reversed(used[-4:]), strict=True))
+    finally:
+        chunk.train()
+        for tap in taps:
+            tap.remove()
+        world.forget("experts reentrant")
+
+
+def test_hooks_are_not_taken_away_inside_of_a_block(world: World, one_rank: None) -> None:
+    graphs = Graphs(world, "none")
+    with graphs.replay.record(), pytest.raises(ReplayError, match="layer 0: recording or replaying; detach after"):
+        graphs.replay.detach()
+    with graphs.replay.record() as recording:
+        graphs.passes.score(A)
+    assert len(recording.routes) == 1
+
+
 def _in_a_thread(function: Any) -> None:
     thread = threading.Thread(target=function)
     thread.start()

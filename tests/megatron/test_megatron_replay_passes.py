@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -199,40 +201,76 @@ def test_more_calls_than_in_the_first_pass_are_refused() -> None:
 
 
 class _Checkpoint(torch.autograd.Function):
-    """Somebody's own checkpoint, which keeps its function under another name than torch does."""
+    """Somebody's own checkpoint, which keeps its function under the name that torch uses, or another."""
 
     @staticmethod
-    def forward(ctx, function, x):  # type: ignore[no-untyped-def, override]
-        ctx.own = function
+    def forward(ctx, function, x, name, graph):  # type: ignore[no-untyped-def, override]
+        setattr(ctx, name, function)
+        ctx.name = name
         ctx.save_for_backward(x)
-        with torch.no_grad():
-            return function(x)
+        with torch.set_grad_enabled(graph):
+            return function(x).detach()
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def, override]
         with torch.enable_grad():
             x = ctx.saved_tensors[0].detach().requires_grad_()
-            ctx.own(x).backward(grad)
-        return None, x.grad
+            getattr(ctx, ctx.name)(x).backward(grad)
+        return None, x.grad, None, None
 
 
 @pytest.mark.parametrize("hooked", [False, True])
-def test_a_checkpoint_of_ones_own_is_identified_unless_hooks_for_saved_tensors_hide_it(hooked: bool) -> None:
+def test_a_checkpoint_of_ones_own_is_identified_by_its_run_function(hooked: bool) -> None:
     router = Router()
     x = torch.ones(2, requires_grad=True)
     router.log.open(Block())
-    graphs = [_Checkpoint.apply(router.region(), x) for _ in range(2)]
-    for graph in graphs:
-        if not hooked:
-            graph.sum().backward()
-            continue
-        with (
-            torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
-            pytest.raises(ReplayError, match="no known checkpoint has started it"),
-        ):
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t) if hooked else nullcontext()
+    graphs = [_Checkpoint.apply(router.region(), x, "run_function", False) for _ in range(2)]
+    with hooks:
+        for graph in graphs:
             graph.sum().backward()
     assert router.mistakes() == []
-    assert len(router.again) == (0 if hooked else 2)
+    assert len(router.again) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "graph", "message"),
+    [
+        ("function", False, "no known checkpoint has started it .an autograd function that keeps run_function"),
+        ("run_function", True, "its checkpoint has no first pass without a graph"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_identified_is_refused(name: str, graph: bool, message: str) -> None:
+    """Another pass without a graph stands behind its own, and must not be taken for it."""
+    router = Router()
+    x = torch.ones(2, requires_grad=True)
+    router.log.open(Block())
+    loss = _Checkpoint.apply(router.region(), x, name, graph).sum()
+    forward(router, "no_grad", x)
+    with pytest.raises(ReplayError, match=message):
+        loss.backward()
+
+
+def test_a_block_closes_on_the_thread_that_opened_it() -> None:
+    router, raised = Router(), []
+    x = torch.ones(2, requires_grad=True)
+    block = Block()
+    router.log.open(block)
+    loss = forward(router, "reentrant", x)
+    assert loss is not None
+
+    def close() -> None:
+        router.log.close()
+        with pytest.raises(ReplayError, match="closes on another thread than it was opened on"):
+            block.check_thread()
+        raised.append(True)
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    thread.join()
+    assert raised
+    with pytest.raises(ReplayError, match="has closed"):
+        loss.sum().backward()
 
 
 def test_hooks_for_saved_tensors_do_not_hide_the_checkpoints_of_torch() -> None:

@@ -137,3 +137,14 @@ def _same_coefficients(alone: dict[int, np.ndarray], found: dict[int, np.ndarray
     two = np.concatenate([found[sequence] for sequence in sorted(alone)])
     rel = 2e-5 if first else 5e-3
     np.testing.assert_allclose(two, one, rtol=rel, atol=rel * float(np.abs(one).max()))
+
+
+@pytest.mark.multirank
+def test_wrong_routes_of_one_rank_end_the_step_on_all_of_them(
+    world: World, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    job = Job("misrouted", 2, "train_jobs:misrouted", {"world": world, "dp_rank": 1})
+    first, second = run_jobs([job], tmp_path_factory.mktemp("misrouted"))["misrouted"].checked()
+    assert first == "RolloutError: replay failed on 1 other ranks; their messages say why"
+    assert second.startswith("ReplayError: ")
+    assert "Likely rows shifted" in second

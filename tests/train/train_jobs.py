@@ -6,6 +6,8 @@ import os
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from transformers import AutoConfig
 from megarl.config import Config
 from megarl.core.collector import Selection
 from megarl.core.metrics import Stat, finalize
+from megarl.errors import MegarlError
 from megarl.megatron import checkpoint, distributed
 from megarl.megatron.frozen import FrozenModel
 from megarl.megatron.weights import save_hf
@@ -25,6 +28,7 @@ from megarl.train.evaluation import evaluate
 from megarl.train.evaluation_request import eval_request
 from megarl.train.loop import train
 from megarl.train.metrics import MetricsLog
+from megarl.train.plans import owned_sequences
 from megarl.train.sampler import Sampler, StepRollouts
 from megarl.train.step import TrainStep, collect
 
@@ -36,6 +40,23 @@ def steps(world: World, variants: Mapping[str, Mapping[str, Any]]) -> dict[str, 
         with training(world.settings(**overrides)) as step:
             found[name] = take_step(step, world.rollouts())
     return found
+
+
+def misrouted(world: World, dp_rank: int) -> list[str]:
+    """What each rank is told where the routes of one data-parallel rank are shifted by one token."""
+    rollouts = world.rollouts()
+    with training(world.settings()) as step:
+        for sequence in chain(*owned_sequences(NUM_SEQUENCES, 2, dp_rank, distributed.dp_size())):
+            experts = rollouts[sequence].routed_experts
+            rollouts[sequence] = replace(rollouts[sequence], routed_experts=np.roll(experts, 1, 0))
+        try:
+            take_step(step, rollouts)
+            told = "trained"
+        except MegarlError as error:
+            told = f"{type(error).__name__}: {error}"
+        by_rank = [""] * dist.get_world_size()
+        dist.all_gather_object(by_rank, told)
+    return by_rank
 
 
 def rows(world: World, variants: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Taken | None]]:

@@ -1,13 +1,15 @@
 """Are these the routes of this batch? Token ids are compared exactly, experts with what the routers would have chosen.
 
 Routes of the batch agree with the routers of the training engine in most experts, because the two engines run the same
-model; rows that are shifted, transposed, of another micro-batch, layer or model agree by chance, in ``K / E`` of them.
-Agreement is measured beyond chance:
+model. Rows that are shifted, transposed, of another micro-batch, layer or model agree by chance. Agreement is measured
+beyond chance (Cohen's kappa):
 
-    kappa = (agreement - K / E) / (1 - K / E)
+    kappa = (agreement - chance) / (1 - chance)
 
-and is too low if kappa plus two standard errors is below ``min_agreement``. Both checks read the device once, when the
-block closes, and then try the usual mistakes and name the one that fits.
+Chance is ``K / E``, or what the same layer's rows of other tokens agree by, if that is more; at most MOST_CHANCE, lest
+the disagreement of engines count as much as a mistake. Few rows prove little: agreement is taken with two standard
+errors on top (Agresti and Coull 1998), and of fewer than LEAST_JUDGED rows nothing is said. Both checks read the device
+once, when the block closes, and then try the usual mistakes and name the one that fits.
 """
 
 from __future__ import annotations
@@ -27,6 +29,11 @@ MOST_SHIFT = 2
 """Rows; farther shifts are not tried."""
 WRONG_ROWS_TRIED = 8
 """Micro-batches on which mistakes are tried."""
+LEAST_JUDGED = 8
+"""Rows without which nothing is called too low, and no mistake is named: chance alone fits a few rows."""
+MOST_CHANCE = 0.5
+LEAST_FOR_CHANCE = 64
+"""Sampled rows of a layer without which chance is not measured."""
 
 
 def sample_rows(routes: MicroRoutes) -> torch.Tensor:
@@ -98,17 +105,21 @@ def _given_tokens(routes: MicroRoutes) -> tuple[np.ndarray, np.ndarray]:
     return routes.token_ids.cpu().numpy().astype(np.int64), present
 
 
+def _enough(known: np.ndarray) -> bool:
+    return int(known.sum()) >= LEAST_JUDGED
+
+
 def _explain_tokens(micro: int, found: np.ndarray, routes: Sequence[MicroRoutes]) -> str:
     for other, candidate in enumerate(routes):
         if other != micro and candidate.token_ids is not None and len(candidate.experts) == len(found):
             given, present = _given_tokens(candidate)
-            if (given == found)[present].all():
-                return _likely(_swapped(other))
+            if _enough(present) and (given == found)[present].all():
+                return f"Likely {_swapped(other)}"
     given, present = _given_tokens(routes[micro])
     for mistake in _mistakes(len(found)):
         known = (mistake.order >= 0) & present[mistake.order]
-        if known.any() and (given[mistake.order] == found)[known].all():
-            return _likely(mistake.what)
+        if _enough(known) and (given[mistake.order] == found)[known].all():
+            return f"Likely {mistake.what}"
     return "No shift, transposition or swap within the block explains it: likely routes of another batch or rank"
 
 
@@ -133,27 +144,36 @@ def check_agreement(
         ]
     )
     found = [_agreement(a, b) for a, b in zip(chosen, replayed, strict=True)]
-    with np.errstate(invalid="ignore"):
-        shares = np.array([of_micro.mean(0) if len(of_micro) else np.full(len(layers), np.nan) for of_micro in found])
-    chance = replayed[0].shape[2] / num_experts if replayed else 1.0
-    if chance >= 1.0:
-        return shares
-    wrong = [micro for micro, of_micro in enumerate(found) if _too_low(of_micro, chance, min_agreement)]
+    shares = np.array([one.mean(0) if len(one) else np.full(len(layers), np.nan) for one in found])
     all_rows = np.concatenate(found) if found else np.empty((0, len(layers)))
-    columns = [column for column in range(len(layers)) if _too_low(all_rows[:, [column]], chance, min_agreement)]
-    if not wrong and not columns:
+    chance = _chance(chosen, replayed, num_experts)
+    if not len(all_rows) or chance.min() >= 1.0:  # no rows, or all experts are chosen
         return shares
-    if wrong:
-        place, share = f"micro-batch {wrong[0]}", float(found[wrong[0]].mean())
-    else:
-        place, share = f"layer {layers[columns[0]]}", float(all_rows[:, columns[0]].mean())
-    trial = _Trial(routes, sampled, chosen, list(layers), chance, min_agreement)
-    raise ReplayError(
-        f"{place}: the router itself would have chosen {share:.0%} of the replayed experts, {chance:.0%} would be "
-        f"chance, expected at least {chance + min_agreement * (1 - chance):.0%} (min_agreement = {min_agreement:g}). "
-        f"{len(wrong)} of {len(routes)} micro-batches and {len(columns)} of {len(layers)} layers are below. "
-        f"{trial.explain(wrong or range(len(routes)))}"
-    )
+    wrong = [micro for micro, one in enumerate(found) if _too_low(one.mean(1), chance.mean(), min_agreement)]
+    columns = [one for one in range(len(layers)) if _too_low(all_rows[:, one], chance[one], min_agreement)]
+    if wrong or columns:
+        place = f"micro-batch {wrong[0]}" if wrong else f"layer {layers[columns[0]]}"
+        share = found[wrong[0]].mean() if wrong else all_rows[:, columns[0]].mean()
+        by_chance = float(chance.mean() if wrong else chance[columns[0]])
+        trial = _Trial(routes, sampled, chosen, list(layers), float(chance.mean()), min_agreement)
+        expected = by_chance + min_agreement * (1 - by_chance)
+        raise ReplayError(
+            f"{place}: the router itself would have chosen {share:.0%} of the replayed experts, {by_chance:.0%} would "
+            f"be chance, expected at least {expected:.0%} (min_agreement = {min_agreement:g}). {len(wrong)} of "
+            f"{len(routes)} micro-batches and {len(columns)} of {len(layers)} layers are below. "
+            f"{trial.explain(wrong or range(len(routes)))}"
+        )
+    return shares
+
+
+def _chance(chosen: Sequence[np.ndarray], replayed: Sequence[np.ndarray], num_experts: int) -> np.ndarray:
+    """float64 [L]: how far rows [S, L, K] of other tokens agree, by layer."""
+    least = chosen[0].shape[2] / num_experts if chosen else 1.0
+    own, given = np.concatenate(chosen), np.concatenate(replayed)
+    if len(own) < LEAST_FOR_CHANCE:
+        return np.full(own.shape[1], least)
+    measured = _agreement(own, np.roll(given, len(given) // 3 + 1, 0)).mean(0)
+    return measured.clip(least, max(least, MOST_CHANCE))
 
 
 def _to_host(parts: Sequence[torch.Tensor]) -> list[np.ndarray]:
@@ -173,13 +193,12 @@ def _kappa(agreement: np.ndarray, chance: float) -> float:
     return (float(agreement.mean()) - chance) / (1 - chance)
 
 
-def _too_low(agreement: np.ndarray, chance: float, min_agreement: float) -> bool:
-    """Whether shares of [S, L] rows are clearly below; two standard errors are left to chance."""
-    if not agreement.size:
-        return False
-    share = float(agreement.mean())
-    error = (share * (1 - share) / agreement.size) ** 0.5 / (1 - chance)
-    return _kappa(agreement, chance) + 2 * error < min_agreement
+def _too_low(by_row: np.ndarray, chance: float, min_agreement: float) -> bool:
+    """Whether the agreement of [S] rows is clearly below: also with two standard errors on top."""
+    count = len(by_row) + 4
+    share = (float(by_row.sum()) + 2) / count
+    highest = share + 2 * (share * (1 - share) / count) ** 0.5
+    return len(by_row) >= LEAST_JUDGED and (highest - chance) / (1 - chance) < min_agreement
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +223,7 @@ class _Trial:
                 "No shift, transposition, swap of micro-batches or order of layers makes them agree: likely routes of "
                 "another model, of much older weights, or of another rank's tokens"
             )
-        return f"{_likely(what)}; so put, {self.chance + best * (1 - self.chance):.0%} agree"
+        return f"Likely {what}; so put, {self.chance + best * (1 - self.chance):.0%} agree"
 
     def _orders(self, tried: Sequence[int]) -> Iterator[tuple[float, str]]:
         """Row orders that all tried micro-batches of one length share."""
@@ -233,7 +252,7 @@ class _Trial:
             ]
         )
         best = match.argmax(1)
-        if len(set(best)) == len(best) and (best != np.arange(len(best))).any():
+        if len(own) >= LEAST_JUDGED and len(set(best)) == len(best) and (best != np.arange(len(best))).any():
             order = ", ".join(f"layer {self.layers[i]} in column {j}" for i, j in enumerate(best) if i != j)
             fit = float((match[np.arange(len(best)), best].mean() - self.chance) / (1 - self.chance))
             yield fit, f"layers in another order than RoutingReplay.layers: {order}"
@@ -247,15 +266,12 @@ class _Trial:
             known = rows >= 0
             if known.any():
                 shares.append(_agreement(self.chosen[micro][known], self._rows(where, rows[known])))
-        return _kappa(np.concatenate(shares), self.chance) if shares else 0.0
+        rows = sum(len(one) for one in shares)
+        return _kappa(np.concatenate(shares), self.chance) if rows >= LEAST_JUDGED else 0.0
 
     def _rows(self, micro: int, rows: np.ndarray) -> np.ndarray:
         experts = self.routes[micro].experts
         return experts.index_select(0, torch.from_numpy(rows).to(experts.device)).to(torch.int16).cpu().numpy()
-
-
-def _likely(what: str) -> str:
-    return f"Likely {what}"
 
 
 def _swapped(other: int, micro: int | None = None) -> str:

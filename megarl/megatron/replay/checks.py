@@ -109,7 +109,9 @@ def check_chunks(chunks: Sequence[Any]) -> None:
         )
 
 
-def check_routes(routes: Sequence[MicroRoutes], hooks: Sequence[Hook], contents: bool) -> list[MicroRoutes]:
+def check_routes(
+    routes: Sequence[MicroRoutes | torch.Tensor], hooks: Sequence[Hook], contents: bool
+) -> list[MicroRoutes]:
     """The routes as blocks use them, ``present`` on the host; ReplayError naming the first that cannot be replayed.
 
     With ``contents`` the experts themselves are looked at, which costs one pass over them.
@@ -117,8 +119,11 @@ def check_routes(routes: Sequence[MicroRoutes], hooks: Sequence[Hook], contents:
     return [_checked(f"micro-batch {micro}", one, hooks, contents) for micro, one in enumerate(routes)]
 
 
-def _checked(label: str, routes: MicroRoutes, hooks: Sequence[Hook], contents: bool) -> MicroRoutes:
-    experts, present, token_ids = routes.experts, routes.present, routes.token_ids
+def _checked(label: str, routes: MicroRoutes | torch.Tensor, hooks: Sequence[Hook], contents: bool) -> MicroRoutes:
+    given = MicroRoutes(routes) if isinstance(routes, torch.Tensor) else routes
+    if not isinstance(given, MicroRoutes):
+        raise ReplayError(f"{label}: routes are a {type(given).__name__}, expected MicroRoutes or a torch.Tensor")
+    experts, present, token_ids = given.experts, given.present, given.token_ids
     if experts.dim() != 3 or experts.size(1) != len(hooks):
         raise ReplayError(
             f"{label}: routes of shape {tuple(experts.shape)}, expected [tokens, {len(hooks)} MoE layers of this rank, "
@@ -138,6 +143,8 @@ def _checked(label: str, routes: MicroRoutes, hooks: Sequence[Hook], contents: b
     if token_ids is not None and not _holds_integers(token_ids):
         raise ReplayError(f"{label}: token_ids are {token_ids.dtype}, expected integers")
     present = None if present is None else present.cpu()
+    if experts.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch computes with hardly any of these
+        experts = experts.to(torch.int64)
     if contents and hooks:
         _check_experts(label, experts, present, hooks)
     return MicroRoutes(experts, present, token_ids)

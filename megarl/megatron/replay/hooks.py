@@ -77,7 +77,7 @@ class Hook:
         self.router = router
         self.topk: int = router.topk
         self.num_experts: int = router.config.num_moe_experts
-        self.log = PassLog(self.layer) if log is None else log
+        self.log = PassLog(self.layer) if log is None else log.take_over()
         self.session: Session | None = None
         self.tap: InputTap | None = None
         """Of the first router of a chunk."""
@@ -126,7 +126,9 @@ class InputTap:
     def _see(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = kwargs.get("input_ids", args[0] if args else None)
         session = self._hook.session
-        if session is None or ids is None or ids.dim() != 2 or torch._C._current_graph_task_id() != -1:
+        if session is None or torch._C._current_graph_task_id() != -1:
+            return
+        if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.dim() != 2:
             return
         by_row = ids.transpose(0, 1)  # hidden states are [s, b, h]
         if self._split:

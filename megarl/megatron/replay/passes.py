@@ -3,9 +3,10 @@
 Activation checkpointing runs a layer a second time inside of the backward pass, and the router must then use the
 experts of that layer's own first pass. Nothing is counted here; the autograd graph identifies each recomputation:
 
-- *Reentrant* checkpointing (Megatron's, Transformer Engine's, torch's with ``use_reentrant=True``) is an autograd node.
-  Nodes of a thread are numbered as they are made, and the node of a checkpoint is made just before its first pass. So
-  the first pass that a router saw after the node's number was the node's own.
+- *Reentrant* checkpointing (Megatron's, Transformer Engine's, torch's with ``use_reentrant=True``) is an autograd node
+  that keeps a ``run_function``. Nodes of a thread are numbered as they are made, and the node of a checkpoint is made
+  just before its first pass, which has no graph. So the first pass that a router saw after the node's number was the
+  node's own.
 - *Non-reentrant* checkpointing (torch's default) keeps a frame object per region, which is found in the hooks for saved
   tensors in both passes.
 
@@ -15,6 +16,7 @@ and one that cannot be identified, is a ReplayError.
 
 from __future__ import annotations
 
+import sys
 import threading
 from bisect import bisect_right
 from collections import deque
@@ -39,6 +41,11 @@ class Block:
     opened: int = field(default_factory=torch.autograd._get_sequence_nr)
     """Nodes of this thread from this number on are made in the block, or after it."""
 
+    def check_thread(self) -> None:
+        """ReplayError on another thread than the block was opened on: nodes are numbered by thread."""
+        if threading.get_ident() != self.thread:
+            raise ReplayError("the block closes on another thread than it was opened on; close it where it was opened")
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -60,8 +67,8 @@ class PassLog:
         self.forwarded = 0
         """Forward passes in the open block."""
         self._block: Block | None = None
-        self._marks: list[int] = []  # ascending node numbers at passes without a graph, in the block
-        self._micros: list[int] = []  # whose passes those were
+        self._marks: list[int] = []  # ascending node numbers at the passes of the block
+        self._micros: list[int | None] = []  # whose passes those were; None for one with a graph
         self._frames: WeakKeyDictionary[Any, tuple[Block, list[int]]] = WeakKeyDictionary()
         self._closed: deque[tuple[int, int]] = deque(maxlen=KEPT_BLOCKS)
         self._forgotten = 0  # older nodes may be of a block that is not in _closed any more
@@ -77,10 +84,16 @@ class PassLog:
         """Recomputations of the block's passes are refused from now on."""
         assert self._block is not None
         if len(self._closed) == KEPT_BLOCKS:
-            self._forgotten = self._closed[0][1]
-        self._closed.append((self._block.opened, torch.autograd._get_sequence_nr()))
+            self._forgotten = max(self._forgotten, self._closed[0][1])
+        elsewhere = threading.get_ident() != self._block.thread
+        self._closed.append((self._block.opened, sys.maxsize if elsewhere else torch.autograd._get_sequence_nr()))
         self._block = None
         self._marks, self._micros = [], []
+
+    def take_over(self) -> PassLog:
+        """This log for a newer RoutingReplay, whose user says by making it that other threads are done."""
+        self._threads.clear()
+        return self
 
     def identify(self, training: bool) -> Call:
         """What the router is called for now; ``training`` as of the module. ReplayError if that cannot be known."""
@@ -93,10 +106,10 @@ class PassLog:
             self.forwarded += 1
         else:
             micro = self._micro_of_node(torch._C._current_autograd_node())
-        self._keep(micro, entered, training)
+        self._keep(micro, first, entered, training)
         return Call(micro, first, bool(entered) or (training and not torch.is_grad_enabled()))
 
-    def _keep(self, micro: int | None, entered: list[object], training: bool) -> None:
+    def _keep(self, micro: int | None, first: bool, entered: list[object], training: bool) -> None:
         without_graph = not torch.is_grad_enabled()
         if micro is None or self._block is None:
             if without_graph and training:
@@ -104,11 +117,11 @@ class PassLog:
             return
         for frame in entered:
             self._frames.setdefault(frame, (self._block, []))[1].append(micro)
-        if without_graph:
-            if threading.get_ident() != self._block.thread:
-                raise self._unknown("the pass runs on another thread than the block was opened on")
+        if without_graph and threading.get_ident() != self._block.thread:
+            raise self._unknown("the pass runs on another thread than the block was opened on")
+        if (first or without_graph) and threading.get_ident() == self._block.thread:
             self._marks.append(torch.autograd._get_sequence_nr())
-            self._micros.append(micro)
+            self._micros.append(micro if without_graph else None)
 
     def _micro_of_frame(self, frame: object) -> int | None:
         block, micros = self._frames.get(frame, (None, []))
@@ -119,13 +132,13 @@ class PassLog:
         return micros[self._calls_before((torch._C._current_graph_task_id(), id(frame)), len(micros))]
 
     def _micro_of_node(self, node: Any) -> int | None:
-        is_checkpoint = isinstance(node, torch.autograd.function.BackwardCFunction) and (
-            hasattr(node, "run_function") or _top_hooks(True) is None
-        )
-        if not is_checkpoint and self._block is None:
-            return None  # a fresh forward pass that a backward hook has started
-        if not is_checkpoint:
-            raise self._unknown("it runs inside of a backward pass, and no known checkpoint has started it")
+        if not hasattr(node, "run_function"):
+            if self._block is None:
+                return None  # a fresh forward pass that a backward hook has started
+            raise self._unknown(
+                "it runs inside of a backward pass, and no known checkpoint has started it (an autograd function that "
+                "keeps run_function, as those of torch, Megatron and Transformer Engine do)"
+            )
         number = node._sequence_nr()
         block = self._block
         if block is not None and number >= block.opened:
@@ -135,6 +148,8 @@ class PassLog:
                 )
             at = bisect_right(self._marks, number)
             at += self._calls_before((torch._C._current_graph_task_id(), number), len(self._marks) - at)
+            if self._micros[at] is None:
+                raise self._unknown("its checkpoint has no first pass without a graph")
             return self._micros[at]
         if number < self._forgotten or any(opened <= number < closed for opened, closed in self._closed):
             raise self._unknown("the block of its forward pass has closed")
@@ -164,16 +179,18 @@ def _checkpoint_frames() -> tuple[list[object], object]:
     taken: list[tuple[Any, Any]] = []
     entered: list[object] = []
     recomputed = None
-    while recomputed is None and (hooks := _top_hooks(True)) is not None:
-        frame, again = _frame_of(hooks[0])
-        if again:
-            recomputed = frame
-        elif frame is not None:
-            entered.append(frame)
-        taken.append(hooks)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-    for hooks in reversed(taken):
-        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+    try:
+        while recomputed is None and (hooks := _top_hooks(True)) is not None:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            taken.append(hooks)
+            frame, again = _frame_of(hooks[0])
+            if again:
+                recomputed = frame
+            elif frame is not None:
+                entered.append(frame)
+    finally:
+        for hooks in reversed(taken):
+            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
     return entered, recomputed
 
 
@@ -181,10 +198,8 @@ def _frame_of(pack: Any) -> tuple[object, bool]:
     """(frame or None, whether it is being recomputed) that a hook for saved tensors belongs to."""
     while hasattr(pack, "__wrapped__"):  # torch guards it against compilation
         pack = pack.__wrapped__
-    cells = getattr(pack, "__closure__", None) or ()
-    names = pack.__code__.co_freevars if cells else ()
-    held = {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
-    if "target_frame_ref" in held:
-        return held["target_frame_ref"](), True
-    frame = held.get("frame")
+    names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
+    if "target_frame_ref" in names:
+        return pack.__closure__[names.index("target_frame_ref")].cell_contents(), True
+    frame = pack.__closure__[names.index("frame")].cell_contents if "frame" in names else None
     return (frame if isinstance(frame, torch.utils.checkpoint._CheckpointFrame) else None), False

@@ -38,6 +38,10 @@ MIN_AGREEMENT = 0.5
 """Of replayed experts with the routers' own choice, beyond chance; engines that run one model agree in about 0.9."""
 
 
+Routes = Recording | Sequence[MicroRoutes | torch.Tensor]
+"""One entry per micro-batch; a tensor has all rows present."""
+
+
 class RoutingReplay:
     """Record and replay the expert choice of all routers of a model's chunks on this rank.
 
@@ -99,7 +103,13 @@ class RoutingReplay:
         return tuple(hook.layer for hook in self._hooks)
 
     def detach(self) -> None:
-        """Give the routers back to Megatron: no hook remains of this object; those of a newer one stay."""
+        """Give the routers back to Megatron: no hook remains of this object; those of a newer one stay.
+
+        Call it when no graph of a block is left: without hooks, a late recomputation routes natively.
+        """
+        for hook in self._hooks:
+            if hook.session is not None:
+                raise ReplayError(f"layer {hook.layer}: recording or replaying; detach after the block")
         for hook in self._hooks:
             if hook.tap is not None:
                 hook.tap.remove()
@@ -111,14 +121,14 @@ class RoutingReplay:
                 router.router_replay = None
 
     @contextmanager
-    def record(self, keep: bool = True, compared: Sequence[MicroRoutes] | None = None) -> Iterator[Recording]:
+    def record(self, keep: bool = True, compared: Routes | None = None) -> Iterator[Recording]:
         """Route natively and keep every choice; ``recording.routes`` holds one MicroRoutes per forward micro-batch.
 
         With ``compared``, routes of the same micro-batches, ``recording.shared`` says how many experts they have in
         common with the choice; without ``keep`` that is all that is kept.
         """
         recording = Recording()
-        session = Recorder(self._hooks, keep, compared)
+        session = Recorder(self._hooks, keep, None if compared is None else self._checked(compared, contents=False))
         with self._open(session, recording):
             yield recording
             session.close(self._hooks, recording)
@@ -126,31 +136,38 @@ class RoutingReplay:
     @contextmanager
     def replay(
         self,
-        routes: Recording | Sequence[MicroRoutes | torch.Tensor],
+        routes: Routes,
         observe: bool = False,
-        compared: Sequence[MicroRoutes] | None = None,
+        compared: Routes | None = None,
         min_agreement: float | None = None,
     ) -> Iterator[Recording]:
-        """Use ``routes``, one entry per micro-batch in the order of the forward passes; a tensor has all rows present.
+        """Use ``routes``, one entry per micro-batch in the order of the forward passes.
 
         ReplayError on opening if routes cannot be of this model; on closing if a router did not use every micro-batch
         once, or if rows are of other tokens than the model got (``MicroRoutes.token_ids``) or agree too little with
         the routers (``min_agreement``, default as of this object). A recomputation uses the experts of its own first
         pass, in whatever order backward passes run, or raises: so a backward pass under activation checkpointing
-        belongs into the block of its forward pass.
+        belongs in the block of its forward pass.
 
         With ``observe`` the Recording holds the experts that the routers would have chosen; with ``compared`` how many
         experts those in use, and those, have in common with other routes of the same micro-batches.
         """
-        entries = routes.routes if isinstance(routes, Recording) else routes
-        given = [MicroRoutes(entry) if isinstance(entry, torch.Tensor) else entry for entry in entries]
-        checked = check_routes(given, self._hooks, contents=not isinstance(routes, Recording))
+        checked = self._checked(routes, contents=not isinstance(routes, Recording))
+        others = (
+            checked if compared is routes else None if compared is None else self._checked(compared, contents=False)
+        )
         limit = self._min_agreement if min_agreement is None else _checked_agreement(min_agreement)
-        session = Replayer(checked, self._hooks, observe, checked if compared is entries else compared, limit)
+        session = Replayer(checked, self._hooks, observe, others, limit)
         recording = Recording()
         with self._open(session, recording):
             yield recording
             session.close(self._hooks, recording)
+
+    def _checked(self, routes: Routes, contents: bool) -> list[MicroRoutes]:
+        entries = routes.routes if isinstance(routes, Recording) else routes
+        if isinstance(entries, (MicroRoutes, torch.Tensor)):
+            raise ReplayError(f"routes are one {type(entries).__name__}, expected a list with one per micro-batch")
+        return check_routes(entries, self._hooks, contents)
 
     @contextmanager
     def _open(self, session: Recorder | Replayer, recording: Recording) -> Iterator[None]:
@@ -166,6 +183,7 @@ class RoutingReplay:
         before = untraced_rows(bystanders)
         try:
             yield
+            block.check_thread()
         finally:
             recording.untraced_rows = untraced_rows(bystanders) - before
             for hook in self._hooks:

@@ -40,8 +40,12 @@ class _Columns:
         return [torch.stack(of_micro).transpose(0, 1) for of_micro in zip(*self._of.values(), strict=True)]
 
 
+def _width(num_experts: int) -> torch.dtype:
+    return torch.uint8 if num_experts <= 256 else torch.int16
+
+
 def _narrow(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
-    return experts.to(torch.uint8 if num_experts <= 256 else torch.int16)
+    return experts.to(_width(num_experts))
 
 
 def _shared(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -52,25 +56,27 @@ def _shared(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 class _Table:
     """The routes of one micro-batch on the device of its routers."""
 
-    def __init__(self, routes: MicroRoutes, sampled: torch.Tensor | None, device: torch.device) -> None:
-        by_layer = routes.experts.transpose(0, 1)
+    def __init__(
+        self, routes: MicroRoutes, sampled: torch.Tensor | None, num_experts: int, device: torch.device
+    ) -> None:
         absent = None if routes.present is None else (~routes.present).nonzero()[:, 0]
         self.num_absent = 0 if absent is None else len(absent)
         asked = [part for part in (absent, sampled) if part is not None and len(part)]
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         self.asked = _upload(torch.cat(asked), device) if asked else nothing
         """int64, the rows in which the router is asked itself: absent ones, then sampled ones."""
-        owned = by_layer.clone(memory_format=torch.contiguous_format) if self.num_absent else by_layer.contiguous()
+        by_layer = routes.experts.transpose(0, 1)
+        # A copy in any case: absent rows are filled in, and the caller may use its memory for something else.
+        owned = torch.empty(by_layer.shape, dtype=_width(num_experts), device=by_layer.device).copy_(by_layer)
         self.experts = _upload(owned, device)
         """[L_local, T_local, K], narrow."""
         self.filled: set[int] = set()
-        """Columns in which the router has chosen for the absent rows."""
+        """Columns whose absent rows are filled in."""
         self.forwarded = self.awaited = 0
 
     def fill(self, column: int, experts: torch.Tensor) -> None:
         """Put the router's own choice [R, K] in place of the absent rows."""
-        rows = self.experts[column]
-        rows.index_copy_(0, self.asked[: self.num_absent], experts.to(rows.dtype))
+        self.experts[column].index_copy_(0, self.asked[: self.num_absent], experts)
         self.filled.add(column)
 
 
@@ -104,7 +110,9 @@ class _Rows:
             )
         if micro not in self._tables:
             sampled = self._sampled[micro] if self._sampled else None
-            self._tables[micro] = _Table(self.routes[micro], sampled, scores.device)
+            self._tables[micro] = _Table(self.routes[micro], sampled, hook.num_experts, scores.device)
+            if kind == "recomputation":  # one that was not awaited: of all routers, as far as can be known
+                self._tables[micro].forwarded = self._tables[micro].awaited = self._num_hooks
         return self._tables[micro]
 
     def done(self, micro: int, call: Call) -> None:
@@ -129,7 +137,7 @@ class Recorder:
 
     def see_tokens(self, micro: int, token_ids: torch.Tensor) -> None:
         if self._kept is not None:
-            self._tokens.setdefault(micro, token_ids)
+            self._tokens[micro] = token_ids
 
     def choose(self, hook: Hook, call: Call, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
         assert call.micro is not None
@@ -174,6 +182,7 @@ class Replayer:
         self._sampled = [sample_rows(micro) for micro in routes] if min_agreement > 0 else []
         self._rows = _Rows(routes, len(hooks), self._sampled)
         self._own = _Columns(hooks)  # the routers' choice in the sampled rows
+        self._fills: dict[tuple[int, int], torch.Tensor] = {}  # that in absent rows, by micro-batch and column
         self._native = _Columns(hooks) if observe else None
         self._shared, self._native_shared = _Columns(hooks), _Columns(hooks)
         # Comparing with the very routes that are replayed needs no second copy of them.
@@ -182,7 +191,7 @@ class Replayer:
         self._tokens: dict[int, torch.Tensor] = {}
 
     def see_tokens(self, micro: int, token_ids: torch.Tensor) -> None:
-        self._tokens.setdefault(micro, token_ids)
+        self._tokens[micro] = token_ids
 
     def choose(self, hook: Hook, call: Call, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
         assert call.micro is not None
@@ -198,16 +207,21 @@ class Replayer:
         return question.at(experts)
 
     def _ask_router(self, hook: Hook, call: Call, table: _Table, question: Question) -> None:
-        """Let the router choose for absent rows, once, and in the first pass for the sampled ones."""
-        fills = table.num_absent > 0 and hook.column not in table.filled
+        """Let the router choose for absent rows, in the first pass alone, and there for the sampled ones too."""
+        assert call.micro is not None
+        key = call.micro, hook.column
+        asks = table.num_absent > 0 and key not in self._fills
         samples = call.first and bool(self._sampled)
-        if not (fills or samples):
-            return
-        own = question.preferred_at(table.asked if samples else table.asked[: table.num_absent])
-        if fills:
-            table.fill(hook.column, own[: table.num_absent])
-        if samples:
-            self._own.add(hook, _narrow(own[table.num_absent :], hook.num_experts))
+        if asks or samples:
+            own = _narrow(
+                question.preferred_at(table.asked if samples else table.asked[: table.num_absent]), hook.num_experts
+            )
+            if asks:
+                self._fills[key] = own[: table.num_absent]
+            if samples:
+                self._own.add(hook, own[table.num_absent :])
+        if table.num_absent and hook.column not in table.filled:
+            table.fill(hook.column, self._fills[key])
 
     def _compare(self, hook: Hook, micro: int, experts: torch.Tensor, question: Question) -> None:
         preferred = question.preferred()
