@@ -172,8 +172,10 @@ def test_tables_go_when_their_last_use_is_over() -> None:
     assert set(session._rows._tables) == {1}
 
 
-def test_closing_reads_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many micro-batches and routers: one read for agreement, one for token ids."""
+@pytest.mark.parametrize("recorded", [False, True])
+def test_closing_reads_the_device_once(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many micro-batches and routers: one read for agreement, one for the model's token ids, and one each for
+    routes and their ids if these are on the device too."""
     reads = []
     original = torch.Tensor.cpu
 
@@ -185,7 +187,9 @@ def test_closing_reads_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.Tensor, "cpu", cpu)
     routers = Routers()
-    routes = [MicroRoutes(one.experts, None, torch.zeros(T, dtype=torch.int64)) for one in routes_of(False)]
+    device = "meta" if recorded else "cpu"
+    ids = torch.zeros(T, dtype=torch.int64, device=device)
+    routes = [MicroRoutes(one.experts.to(device), None, ids) for one in routes_of(False)]
     session = Replayer(routes, routers.hooks, False, None, 0.01)
     routers.open(session)
     for micro in range(2):
@@ -193,4 +197,4 @@ def test_closing_reads_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
         for hook in routers.hooks:
             routers.call(hook)
     session.close(routers.hooks, Recording())
-    assert reads == [(2 * T,), (2 * T, L, K)]
+    assert reads == ([(2 * T,), (2 * T,)] + 2 * [(2 * T, L, K)] if recorded else [(2 * T,), (2 * T, L, K)])

@@ -85,40 +85,38 @@ def check_tokens(routes: Sequence[MicroRoutes], seen: Mapping[int, torch.Tensor]
                 f"micro-batch {micro}: the model gets {len(seen[micro])} tokens, but its routers see {expected} rows, "
                 "so token_ids cannot be compared; leave them out of MicroRoutes for such a model"
             )
-    got = torch.cat([seen[micro] for micro in compared]).cpu().split([len(seen[micro]) for micro in compared])
-    inputs = {micro: ids.numpy() for micro, ids in zip(compared, got, strict=True)}
-    for micro, found in inputs.items():
-        given, present = _given_tokens(routes[micro])
-        wrong = np.flatnonzero((given != found) & present)
+    got = _to_host([seen[micro] for micro in compared])
+    carried = _to_host([ids for micro in compared if (ids := routes[micro].token_ids) is not None])
+    given = {micro: (ids, _present(routes[micro])) for micro, ids in zip(compared, carried, strict=True)}
+    for micro, found in zip(compared, got, strict=True):
+        ids, present = given[micro]
+        wrong = np.flatnonzero((ids != found) & present)
         if len(wrong):
             raise ReplayError(
                 f"micro-batch {micro}: {len(wrong)} of {int(present.sum())} routes are of other tokens than the model "
-                f"gets (row {wrong[0]}: token {given[wrong[0]]}, expected {found[wrong[0]]}). "
-                f"{_explain_tokens(micro, found, routes)}"
+                f"gets (row {wrong[0]}: token {ids[wrong[0]]}, expected {found[wrong[0]]}). "
+                f"{_explain_tokens(micro, found, given)}"
             )
     return len(compared)
 
 
-def _given_tokens(routes: MicroRoutes) -> tuple[np.ndarray, np.ndarray]:
-    assert routes.token_ids is not None
-    present = np.ones(len(routes.experts), bool) if routes.present is None else routes.present.cpu().numpy()
-    return routes.token_ids.cpu().numpy().astype(np.int64), present
+def _present(routes: MicroRoutes) -> np.ndarray:
+    return np.ones(len(routes.experts), bool) if routes.present is None else routes.present.numpy()
 
 
 def _enough(known: np.ndarray) -> bool:
     return int(known.sum()) >= LEAST_JUDGED
 
 
-def _explain_tokens(micro: int, found: np.ndarray, routes: Sequence[MicroRoutes]) -> str:
-    for other, candidate in enumerate(routes):
-        if other != micro and candidate.token_ids is not None and len(candidate.experts) == len(found):
-            given, present = _given_tokens(candidate)
-            if _enough(present) and (given == found)[present].all():
-                return f"Likely {_swapped(other)}"
-    given, present = _given_tokens(routes[micro])
+def _explain_tokens(micro: int, found: np.ndarray, given: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> str:
+    """The mistake after which the tokens of one micro-batch are where they were found; ``given`` (ids, present)."""
+    for other, (ids, present) in given.items():
+        if other != micro and len(ids) == len(found) and _enough(present) and (ids == found)[present].all():
+            return f"Likely {_swapped(other)}"
+    ids, present = given[micro]
     for mistake in _mistakes(len(found)):
         known = (mistake.order >= 0) & present[mistake.order]
-        if _enough(known) and (given[mistake.order] == found)[known].all():
+        if _enough(known) and (ids[mistake.order] == found)[known].all():
             return f"Likely {mistake.what}"
     return "No shift, transposition or swap within the block explains it: likely routes of another batch or rank"
 
@@ -177,10 +175,8 @@ def _chance(chosen: Sequence[np.ndarray], replayed: Sequence[np.ndarray], num_ex
 
 
 def _to_host(parts: Sequence[torch.Tensor]) -> list[np.ndarray]:
-    """All parts [S, L, K] in one transfer."""
-    if not parts:
-        return []
-    joined = torch.cat([part.to(torch.int16) for part in parts]).cpu()
+    """All parts [S, ...] as int32, in one transfer."""
+    joined = torch.cat([part.to(parts[0].device, torch.int32) for part in parts]).cpu()
     return [part.numpy() for part in joined.split([len(part) for part in parts])]
 
 
@@ -208,7 +204,7 @@ class _Trial:
     routes: Sequence[MicroRoutes]
     sampled: Sequence[torch.Tensor]
     chosen: Sequence[np.ndarray]
-    """int16 [S, L, K] per micro-batch: what the routers chose in the sampled rows."""
+    """int32 [S, L, K] per micro-batch: what the routers chose in the sampled rows."""
     layers: list[int]
     chance: float
     min_agreement: float
