@@ -182,14 +182,17 @@ def test_closing_reads_the_device_once(recorded: bool, monkeypatch: pytest.Monke
     def cpu(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_meta:
             reads.append(tuple(tensor.shape))
-            return torch.zeros(tensor.shape, dtype=tensor.dtype)
+            return torch.arange(tensor.shape[-1], dtype=tensor.dtype).expand(tensor.shape)
         return original(tensor)
 
     monkeypatch.setattr(torch.Tensor, "cpu", cpu)
     routers = Routers()
     device = "meta" if recorded else "cpu"
-    ids = torch.zeros(T, dtype=torch.int64, device=device)
-    routes = [MicroRoutes(one.experts.to(device), None, ids) for one in routes_of(False)]
+    ids = torch.arange(2 * T, device=device)  # both micro-batches in one, as they are read
+    routes = [
+        MicroRoutes(one.experts.to(device), None, part)
+        for one, part in zip(routes_of(False), ids.split(T), strict=True)
+    ]
     session = Replayer(routes, routers.hooks, False, None, 0.01)
     routers.open(session)
     for micro in range(2):

@@ -181,8 +181,16 @@ def _to_host(parts: Sequence[torch.Tensor]) -> list[np.ndarray]:
 
 
 def _agreement(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """float64 [S, L]: the share of experts that rows [S, L, K] have in common."""
-    return (left[..., :, None] == right[..., None, :]).any(-1).mean(-1)
+    """float64 [S, L]: the share of experts that rows [S, L, K], each without duplicates, have in common."""
+    topk = left.shape[-1]
+    a, b = (
+        np.ascontiguousarray(np.moveaxis(one, -1, 0)) for one in (left, right)
+    )  # slot by slot: few, long operations
+    shared = np.zeros(left.shape[:-1], np.int32)
+    for i in range(topk):
+        for j in range(topk):
+            shared += a[i] == b[j]
+    return shared / topk
 
 
 def _kappa(agreement: np.ndarray, chance: float) -> float:

@@ -157,9 +157,11 @@ def _holds_integers(tensor: torch.Tensor) -> bool:
 def _check_experts(label: str, experts: torch.Tensor, present: torch.Tensor | None, hooks: Sequence[Hook]) -> None:
     """Every present row must name different experts of the model. One read of the device, if they are there."""
     num_experts = hooks[0].num_experts
-    wrong = ((experts < 0) | (experts >= num_experts)).any(2)
-    for slot in range(1, experts.size(2)):
-        wrong |= (experts[..., :slot] == experts[..., slot : slot + 1]).any(2)
+    slots = experts.permute(2, 0, 1).contiguous()  # few, long operations
+    wrong = (slots.amin(0) < 0) | (slots.amax(0) >= num_experts)
+    for slot in range(1, len(slots)):
+        for other in range(slot):
+            wrong |= slots[slot] == slots[other]
     if present is not None:
         wrong &= present.to(wrong.device)[:, None]
     if not bool(wrong.any()):
