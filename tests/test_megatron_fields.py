@@ -40,7 +40,8 @@ def test_named_settings_exist_in_megatron():
     known = {field for owner in megatron_fields.fields().values() for field in owner}
     assert set(megatron_fields.DERIVED) <= known
     transformer = megatron_fields.fields()["TransformerConfig"]
-    assert {blocker.setting for blocker in megatron_fields.REPLAY_BLOCKERS} <= set(transformer)
+    later = {"moe_router_force_biased"}  # from 0.17 on
+    assert {blocker.setting for blocker in megatron_fields.REPLAY_BLOCKERS} - later <= set(transformer)
 
 
 def test_derived_keys_exist_in_megarl():
