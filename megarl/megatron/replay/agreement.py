@@ -131,8 +131,8 @@ def check_agreement(
 ) -> np.ndarray:
     """float64 [micro-batches, L_local]: the share of replayed experts that the routers chose too, in the sampled rows.
 
-    ``own`` [S, L_local, K] per micro-batch are the routers' choices in ``sampled`` [S]. ReplayError, with the likely
-    mistake, where a micro-batch or a layer agrees too little.
+    ``own`` [S, L_local, K] per micro-batch, at least one, are the routers' choices in ``sampled`` [S]. ReplayError,
+    with the likely mistake, where a micro-batch or a layer agrees too little.
     """
     chosen = _to_host(own)
     replayed = _to_host(
@@ -143,7 +143,7 @@ def check_agreement(
     )
     found = [_agreement(a, b) for a, b in zip(chosen, replayed, strict=True)]
     shares = np.array([one.mean(0) if len(one) else np.full(len(layers), np.nan) for one in found])
-    all_rows = np.concatenate(found) if found else np.empty((0, len(layers)))
+    all_rows = np.concatenate(found)
     chance = _chance(chosen, replayed, num_experts)
     if not len(all_rows) or chance.min() >= 1.0:  # no rows, or all experts are chosen
         return shares
@@ -166,7 +166,7 @@ def check_agreement(
 
 def _chance(chosen: Sequence[np.ndarray], replayed: Sequence[np.ndarray], num_experts: int) -> np.ndarray:
     """float64 [L]: how far rows [S, L, K] of other tokens agree, by layer."""
-    least = chosen[0].shape[2] / num_experts if chosen else 1.0
+    least = chosen[0].shape[2] / num_experts
     own, given = np.concatenate(chosen), np.concatenate(replayed)
     if len(own) < LEAST_FOR_CHANCE:
         return np.full(own.shape[1], least)
@@ -183,9 +183,8 @@ def _to_host(parts: Sequence[torch.Tensor]) -> list[np.ndarray]:
 def _agreement(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """float64 [S, L]: the share of experts that rows [S, L, K], each without duplicates, have in common."""
     topk = left.shape[-1]
-    a, b = (
-        np.ascontiguousarray(np.moveaxis(one, -1, 0)) for one in (left, right)
-    )  # slot by slot: few, long operations
+    # Slot by slot: few, long operations.
+    a, b = (np.ascontiguousarray(np.moveaxis(one, -1, 0)) for one in (left, right))
     shared = np.zeros(left.shape[:-1], np.int32)
     for i in range(topk):
         for j in range(topk):
@@ -193,8 +192,8 @@ def _agreement(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return shared / topk
 
 
-def _kappa(agreement: np.ndarray, chance: float) -> float:
-    return (float(agreement.mean()) - chance) / (1 - chance)
+def _kappa(share: float, chance: float) -> float:
+    return (share - chance) / (1 - chance)
 
 
 def _too_low(by_row: np.ndarray, chance: float, min_agreement: float) -> bool:
@@ -202,7 +201,7 @@ def _too_low(by_row: np.ndarray, chance: float, min_agreement: float) -> bool:
     count = len(by_row) + 4
     share = (float(by_row.sum()) + 2) / count
     highest = share + 2 * (share * (1 - share) / count) ** 0.5
-    return len(by_row) >= LEAST_JUDGED and (highest - chance) / (1 - chance) < min_agreement
+    return len(by_row) >= LEAST_JUDGED and _kappa(highest, chance) < min_agreement
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +257,7 @@ class _Trial:
         best = match.argmax(1)
         if len(own) >= LEAST_JUDGED and len(set(best)) == len(best) and (best != np.arange(len(best))).any():
             order = ", ".join(f"layer {self.layers[i]} in column {j}" for i, j in enumerate(best) if i != j)
-            fit = float((match[np.arange(len(best)), best].mean() - self.chance) / (1 - self.chance))
+            fit = _kappa(float(match.max(1).mean()), self.chance)
             yield fit, f"layers in another order than RoutingReplay.layers: {order}"
 
     def _fit(self, micros: Sequence[int], place: Callable[[int], tuple[int, np.ndarray]]) -> float:
@@ -271,11 +270,11 @@ class _Trial:
             if known.any():
                 shares.append(_agreement(self.chosen[micro][known], self._rows(where, rows[known])))
         rows = sum(len(one) for one in shares)
-        return _kappa(np.concatenate(shares), self.chance) if rows >= LEAST_JUDGED else 0.0
+        return _kappa(float(np.concatenate(shares).mean()), self.chance) if rows >= LEAST_JUDGED else 0.0
 
     def _rows(self, micro: int, rows: np.ndarray) -> np.ndarray:
         experts = self.routes[micro].experts
-        return experts.index_select(0, torch.from_numpy(rows).to(experts.device)).to(torch.int16).cpu().numpy()
+        return _to_host([experts.index_select(0, torch.from_numpy(rows).to(experts.device))])[0]
 
 
 def _swapped(other: int, micro: int | None = None) -> str:

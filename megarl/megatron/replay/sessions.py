@@ -115,6 +115,12 @@ class _Rows:
                 self._tables[micro].forwarded = self._tables[micro].awaited = self._num_hooks
         return self._tables[micro]
 
+    def take_once(self, hook: Hook, micro: int, kind: str, scores: torch.Tensor) -> torch.Tensor:
+        """int64 [T_local, K] of one router, to look at once in a forward pass."""
+        experts = self.of(hook, micro, kind, scores).experts[hook.column].long()
+        self.done(micro, Call(micro, first=True, checkpointed=False))
+        return experts
+
     def done(self, micro: int, call: Call) -> None:
         """Let go of a table that all routers have used, and no recomputation waits for."""
         table = self._tables[micro]
@@ -147,9 +153,8 @@ class Recorder:
         if call.first and self._kept is not None:
             self._kept.add(hook, _narrow(experts, hook.num_experts))
         if call.first and self._compared is not None:
-            table = self._compared.of(hook, call.micro, "forward", question.scores)
-            self._shared.add(hook, _shared(experts, table.experts[hook.column].long()))
-            self._compared.done(call.micro, Call(call.micro, True, False))
+            others = self._compared.take_once(hook, call.micro, "forward", question.scores)
+            self._shared.add(hook, _shared(experts, others))
         return question.at(experts)
 
     def close(self, hooks: Sequence[Hook], recording: Recording) -> None:
@@ -229,13 +234,10 @@ class Replayer:
             self._native.add(hook, _narrow(preferred, hook.num_experts))
         if self._compared is None:
             return
-        other = experts
-        if self._compared is not self._rows:
-            table = self._compared.of(hook, micro, "comparison", question.scores)
-            other = table.experts[hook.column].long()
-            self._compared.done(micro, Call(micro, True, False))
-        self._shared.add(hook, _shared(experts, other))
-        self._native_shared.add(hook, _shared(preferred, other))
+        same = self._compared is self._rows
+        others = experts if same else self._compared.take_once(hook, micro, "comparison", question.scores)
+        self._shared.add(hook, _shared(experts, others))
+        self._native_shared.add(hook, _shared(preferred, others))
 
     def close(self, hooks: Sequence[Hook], recording: Recording) -> None:
         routes = self._rows.routes
