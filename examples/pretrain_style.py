@@ -30,9 +30,9 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megarl.config.megatron_fields import replay_blockers
 from megarl.core.objectives import OBJECTIVES, TokenColumns, policy_loss
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
-from megarl.megatron_fields import replay_blockers
 
 # ---- pretrain_gpt.py ----
 

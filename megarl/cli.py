@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 import tyro
 
-from megarl import config_file
 from megarl.config import Config
-from megarl.config_flags import as_flag, split_overrides
+from megarl.config import file as config_file
+from megarl.config.flags import as_flag, split_overrides
 from megarl.errors import ConfigError, MegarlError, StopError
 
 USAGE_ERROR = 2
@@ -255,12 +255,12 @@ def _sft(config: Config) -> int:
 
 
 def _eval(path: Path, overrides: Mapping[str, Any], asked: Mapping[str, Any]) -> int:
-    from megarl.train.evaluation_request import WITHOUT_TRAINING, eval_request
+    from megarl.evaluate.request import WITHOUT_TRAINING, eval_request
 
     request = eval_request(config_file.load(path, {**WITHOUT_TRAINING, **overrides}), **asked)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     request.layout(world_size)
-    from megarl.train.evaluation import evaluate
+    from megarl.evaluate.evaluation import evaluate
 
     evaluate(request, world_size)
     return 0
@@ -286,7 +286,7 @@ def _doctor(path: Path | None, overrides: Mapping[str, Any]) -> int:
 
 def _report(run_dir: Path, overrides: Mapping[str, Any]) -> int:
     _refuse_overrides("report", overrides)
-    from megarl.train.report import write_report
+    from megarl.report.report import write_report
 
     print(f"report: {write_report(run_dir)}")
     return 0
@@ -294,7 +294,7 @@ def _report(run_dir: Path, overrides: Mapping[str, Any]) -> int:
 
 def _status(run_dir: Path, as_json: bool, overrides: Mapping[str, Any]) -> int:
     _refuse_overrides("status", overrides)
-    from megarl.train.status import show
+    from megarl.run.status import show
 
     return show(run_dir, as_json)
 
@@ -306,7 +306,7 @@ def _trace(action: str, files: Sequence[Path], out: Path | None, overrides: Mapp
         raise ConfigError(f"megarl trace {action}: found {len(files)} files, expected {expected}")
     if out is not None and action != "diff":
         raise ConfigError(f"megarl trace {action} draws nothing: remove --out, which belongs to megarl trace diff")
-    from megarl.train import trace_report
+    from megarl.report import traces as trace_report
 
     if action == "inspect":
         trace_report.inspect(files[0])
@@ -348,8 +348,8 @@ def _convert(
     _refuse_overrides("convert", overrides)
     if not 0 < shard_gib < float("inf"):
         raise ConfigError(f"--shard-gib: found {shard_gib}, expected more than 0")
-    from megarl.megatron.conversion import Options
-    from megarl.megatron.convert import DTYPES, convert, installed_layers
+    from megarl.convert.command import DTYPES, convert, installed_layers
+    from megarl.convert.conversion import Options
 
     dtype, layers, verify = choices
     named = installed_layers() if layers == "installed" else layers
@@ -360,7 +360,7 @@ def _convert(
 
 def _quickstart(out: Path, overrides: Mapping[str, Any]) -> int:
     _refuse_overrides("quickstart", overrides)
-    from megarl.train.quickstart import quickstart
+    from megarl.quickstart import quickstart
 
     quickstart(out)
     return 0

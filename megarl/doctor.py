@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megarl import config_file, megatron_fields
-from megarl.config import Config, SGLangConfig
+from megarl.config import Config, SGLangConfig, megatron_fields
+from megarl.config import file as config_file
+from megarl.config.megatron_fields import REPLAY_BLOCKERS
 from megarl.errors import ConfigError, MegarlError
-from megarl.megatron_fields import REPLAY_BLOCKERS
-from megarl.rollout.sglang_versions import CAPABILITIES, FAULTS, NEWEST, OLDEST, dotted, installed_release
+from megarl.rollout.sglang.versions import CAPABILITIES, FAULTS, NEWEST, OLDEST, dotted, installed_release
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ def _releases_table() -> Table:
 
 def _print_servers(console: Console, config: Config) -> bool:
     """Whether a run would accept all its SGLang servers."""
-    from megarl.rollout.sglang_check import examine  # needs psutil and httpx, whose absence is told above
+    from megarl.rollout.sglang.check import examine  # needs psutil and httpx, whose absence is told above
 
     table = Table(title="SGLang servers", box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
     for heading in ("", "where", "release", "can"):

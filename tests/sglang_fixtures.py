@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megarl.data.tiny import write_tiny_model
-from megarl.rollout.sglang_server import Server, ServerSpec
+from megarl.rollout.sglang.server import Server, ServerSpec
 
 START_DEADLINE_S = 300.0
 """A start is 20 s of imports on an idle machine and minutes on a busy one."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl import cli
-from megarl.config_flags import split_overrides
+from megarl.config.flags import split_overrides
 from megarl.errors import ConfigError, DataError
 
 CONFIG = """

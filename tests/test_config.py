@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from megarl import config_file
 from megarl.config import OBJECTIVE_PARTS, OBJECTIVES, Config
-from megarl.config_table import Table
+from megarl.config import file as config_file
+from megarl.config.table import Table
 from megarl.errors import ConfigError
 
 SMALLEST: dict[str, Any] = {
@@ -310,7 +310,7 @@ def test_files_that_cannot_be_read(tmp_path):
 
 def test_nothing_heavy_is_imported():
     heavy = ("torch", "numpy", "megatron", "transformers")
-    code = f"import sys, megarl.config_file; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, megarl.config.file; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl import config_file
 from megarl.config import Config
-from megarl.core.credit import Credit
-from megarl.core.stopping import Sequential, Uniform
+from megarl.config import file as config_file
+from megarl.core.choices.credit import Credit
+from megarl.core.choices.stopping import Sequential, Uniform
 from megarl.errors import ConfigError
 
 SMALLEST: dict[str, Any] = {

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megarl import doctor, megatron_fields
+from megarl import doctor
+from megarl.config import megatron_fields
+from megarl.config.megatron_fields import REPLAY_BLOCKERS
 from megarl.errors import ConfigError
-from megarl.megatron_fields import REPLAY_BLOCKERS
-from megarl.rollout.sglang_versions import CAPABILITIES, FAULTS
+from megarl.rollout.sglang.versions import CAPABILITIES, FAULTS
 
 CONFIG = """
 [run]

@@ -15,7 +15,7 @@ import pytest
 import tomli_w
 
 from megarl.data.tiny import write_sort_task, write_tiny_model
-from megarl.train.metrics import read_metrics
+from megarl.run.metrics_log import read_metrics
 
 pytestmark = pytest.mark.multirank
 Result = subprocess.CompletedProcess[str]

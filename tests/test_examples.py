@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarl.config.megatron_fields import REPLAY_BLOCKERS
 from megarl.core.objectives import OBJECTIVES, Denominators, TokenColumns, policy_loss
-from megarl.megatron_fields import REPLAY_BLOCKERS
 
 ROOT = Path(__file__).parent.parent
 PLAIN, PLUGGED = ROOT / "examples" / "plain_loop.py", ROOT / "examples" / "plugged_in.py"

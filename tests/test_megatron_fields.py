@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megarl import megatron_fields
+from megarl.config import megatron_fields
 from megarl.errors import ConfigError
 
 
@@ -45,7 +45,7 @@ def test_named_settings_exist_in_megatron():
 
 
 def test_derived_keys_exist_in_megarl():
-    from megarl import config_file
+    from megarl.config import file as config_file
 
     assert set(megatron_fields.DERIVED.values()) <= set(config_file.keys())
 

@@ -18,10 +18,10 @@ import tomli_w
 from sglang_fixtures import START_DEADLINE_S
 from test_end_to_end import REWARDS, call, records, settings
 
-from megarl.config_file import load
+from megarl import quickstart
+from megarl.config.file import load
 from megarl.data.tiny import write_sort_task, write_tiny_model
-from megarl.rollout.sglang_server import Server, ServerSpec
-from megarl.train import quickstart
+from megarl.rollout.sglang.server import Server, ServerSpec
 
 pytestmark = [pytest.mark.sglang, pytest.mark.multirank]
 

@@ -12,8 +12,8 @@ import pytest
 from megarl import cli
 from megarl.core.routing import RoutingTrace
 from megarl.data.traces import TracedSequence, TraceInfo, read_traces, write_traces
-from megarl.train import trace_heatmap
-from megarl.train.trace_report import compare_files
+from megarl.report import heatmap as trace_heatmap
+from megarl.report.traces import compare_files
 
 INFO = TraceInfo("tiny", layers=(1, 2), num_experts=4, top_k=2)
 A = [[[0, 1], [2, 3]], [[0, 1], [1, 3]], [[2, 3], [0, 1]]]

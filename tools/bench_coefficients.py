@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.config_file import parse
+from megarl.config.file import parse
 from megarl.core.objectives import OBJECTIVES, Objective, TokenColumns, coefficients
 from megarl.core.types import TrainBatch
 from megarl.data.tiny import write_tiny_model

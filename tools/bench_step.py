@@ -25,12 +25,12 @@ from transformers import AutoConfig
 
 from megarl.cli import split_overrides
 from megarl.config import Config
-from megarl.config_file import parse
+from megarl.config.file import parse
 from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES, Policy, schedule_of
 from megarl.megatron.replay import RoutingReplay
 from megarl.megatron.replay.hooks import Hook
-from megarl.rollout.local import LocalEngine
+from megarl.rollout.local.engine import LocalEngine
 from megarl.train.sampler import Sampler, StepRollouts
 from megarl.train.step import TrainStep
 

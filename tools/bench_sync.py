@@ -17,11 +17,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megarl.config_file import parse
+from megarl.config.file import parse
 from megarl.data.tiny import write_tiny_model
 from megarl.megatron import distributed
 from megarl.megatron.policy import Policy, schedule_of
-from megarl.rollout.sglang_server import Server, ServerSpec
+from megarl.rollout.sglang.server import Server, ServerSpec
 from megarl.train.engines import make_engine
 
 WAYS = ("tensor", "distributed", "disk")

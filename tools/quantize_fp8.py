@@ -19,12 +19,12 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
+from megarl.convert.job import Ranks
+from megarl.convert.quantization import Options, Quantized, quantize
+from megarl.convert.quantization_plan import is_misread
 from megarl.errors import MegarlError
-from megarl.megatron.conversion_job import Ranks
-from megarl.megatron.hf_files import some
-from megarl.megatron.hf_output import FP8_ERRORS
-from megarl.megatron.quantization import Options, Quantized, quantize
-from megarl.megatron.quantization_plan import is_misread
+from megarl.models.hf_files import some
+from megarl.models.hf_output import FP8_ERRORS
 
 NUM_WORST = 5
 HEADER = ("rel. error", "max error", "of block", "underflow", "zero blocks", "saturated")

@@ -9,10 +9,10 @@ import matplotlib as mpl
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from megarl.train import report_draw as draw
-from megarl.train.metrics import read_metrics
-from megarl.train.report_panels import STYLE
-from megarl.train.report_series import Series
+from megarl.report import plots as draw
+from megarl.report.panels import STYLE
+from megarl.report.series import Series
+from megarl.run.metrics_log import read_metrics
 
 PARTS = (
     ("Pass rate", draw.draw_reward),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 
-from megarl.config_file import parse
+from megarl.config.file import parse
 from megarl.core.metrics import finalize, merge
 from megarl.megatron import distributed
 from megarl.megatron.policy import Policy, schedule_of

@@ -15,8 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-from megarl.train.audit import check
-from megarl.train.metrics import read_metrics
+from megarl.run.audit import check
+from megarl.run.metrics_log import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "launch"))

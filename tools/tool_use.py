@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megarl.data.tiny import write_tiny_model
 from megarl.data.tool_task import write_tool_task
-from megarl.train.metrics import read_metrics
+from megarl.run.metrics_log import read_metrics
 
 CONFIG = """\
 [run]

@@ -38,7 +38,7 @@ from release_checks import (
 )
 from train_world import World, make_world
 
-from megarl.train.metrics import read_metrics, without_timing
+from megarl.run.metrics_log import read_metrics, without_timing
 
 Row = dict[str, Any]
 EXAMPLES = (
@@ -157,7 +157,7 @@ EXPLAINED = """\
 
 Up to 0.14.0 checkpoints hold optimizer state in another form (`fully_sharded_model_space`), and are written by a forked
 process. Checkpoints of one release were not loaded into another: stay on the release that a run began with. All ran
-with the torch and numpy above, which are newer than these releases ask for; `megarl/megatron/checkpoint_versions.py`
+with the torch and numpy above, which are newer than these releases ask for; `megarl/megatron/checkpoints/versions.py`
 says what that takes. CUDA, NCCL and Transformer Engine were not run on any release.
 """
 

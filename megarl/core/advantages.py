@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.core.parts import AdvantageName, PoolScale
+from megarl.core.choices.parts import AdvantageName, PoolScale
+from megarl.core.choices.stopping import POSITIVE
 from megarl.core.ratios import (
     check_cu_seqlens,
     is_logprob,
@@ -25,7 +26,6 @@ from megarl.core.ratios import (
     segment_expand,
     segment_sum,
 )
-from megarl.core.stopping import POSITIVE
 from megarl.errors import NumericsError
 
 Values = Tensor | np.ndarray | Sequence[float]

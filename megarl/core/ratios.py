@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.core.parts import RatioKind
+from megarl.core.choices.parts import RatioKind
 from megarl.errors import NumericsError
 
 LOG_RATIO_BOUND = 20.0

@@ -20,8 +20,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from megarl.core.provenance import row_sources, row_versions
 from megarl.core.routing import RoutingTrace, decode, encode
+from megarl.core.routing.provenance import row_sources, row_versions
 from megarl.core.types import Rollout, RowSource
 from megarl.errors import ConfigError, TraceError
 

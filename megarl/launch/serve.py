@@ -17,15 +17,15 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from megarl import config_file
 from megarl.config import Config
-from megarl.config_flags import split_overrides
+from megarl.config import file as config_file
+from megarl.config.flags import split_overrides
 from megarl.data.files import write_atomically
 from megarl.errors import ConfigError, MegarlError, RolloutError
 from megarl.launch.files import end_file, ready_file
 from megarl.launch.topology import from_plain
-from megarl.rollout.sglang_fleet import Fleet, FleetSettings
-from megarl.rollout.sglang_http import key_named
+from megarl.rollout.sglang.fleet import Fleet, FleetSettings
+from megarl.rollout.sglang.http import key_named
 from megarl.train.engines import server_specs
 
 

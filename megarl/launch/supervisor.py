@@ -24,14 +24,14 @@ from typing import Any
 
 from megarl.config import Config
 from megarl.data.files import write_atomically
-from megarl.data.run_lock import BEAT_S, RunLock
 from megarl.errors import ConfigError, RolloutError
 from megarl.launch import topology
 from megarl.launch.files import end_file, ready_file
 from megarl.launch.steps import Step, srun
 from megarl.launch.topology import Topology
-from megarl.train.status import newest_checkpoint
-from megarl.train.vitals import read_signs, stop_file, whereabouts
+from megarl.run.lock import BEAT_S, RunLock
+from megarl.run.status import newest_checkpoint
+from megarl.run.vitals import read_signs, stop_file, whereabouts
 
 FINISHED, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75
 PYTHON = os.environ.get("MEGARL_STEP_PYTHON", sys.executable)

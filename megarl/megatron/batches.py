@@ -24,7 +24,7 @@ from megarl.errors import ConfigError, TraceError
 from megarl.megatron.attention import PackedSequences
 from megarl.megatron.distributed import fail_together, largest
 from megarl.megatron.replay import MicroRoutes
-from megarl.megatron.shapes import ModelShape
+from megarl.models.shapes import ModelShape
 
 
 @dataclass(frozen=True, slots=True)

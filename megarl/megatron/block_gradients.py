@@ -20,8 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.errors import ConfigError
 from megarl.megatron.distributed import largest, model_group
+from megarl.megatron.hf_weights import unwrap
 from megarl.megatron.policy import Policy
-from megarl.megatron.weights import unwrap
 
 EMBEDDING, OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
 

@@ -23,9 +23,9 @@ from megarl.core.metrics import Stat
 from megarl.core.parallel import sequence_parallel_slice
 from megarl.core.types import TrainBatch
 from megarl.megatron.batches import MicroBatch, router_tokens, to_slots, to_tokens
+from megarl.megatron.hf_weights import unwrap
 from megarl.megatron.logprobs import linear_logprobs
 from megarl.megatron.versions import copy_to_tensor_parallel, padding_argument
-from megarl.megatron.weights import unwrap
 
 CoefficientFn = Callable[[int, TrainBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, Stat]]]
 """(index of the micro-batch, its columns, logprobs [T], entropies [T]; both detached) -> (coefficients [T], metrics).

@@ -8,14 +8,13 @@ from pathlib import Path
 import torch
 from megatron.core.transformer.module import Float16Module
 
-from megarl import megatron_fields
-from megarl.config import Config
-from megarl.megatron import checkpoint
+from megarl.config import Config, megatron_fields
+from megarl.megatron.checkpoints import checkpoint
+from megarl.megatron.hf_weights import export_hf
 from megarl.megatron.model import build_model, transformer_config
 from megarl.megatron.policy import DTYPES, layout_fields
 from megarl.megatron.refusals import as_config_error
-from megarl.megatron.shapes import read_shape
-from megarl.megatron.weights import export_hf
+from megarl.models.shapes import read_shape
 
 
 class FrozenModel:

@@ -18,8 +18,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megarl.errors import ConfigError
 from megarl.megatron.attention import LatentNorm, NormOverHeads, PackedAttention, RMSNorm
-from megarl.megatron.shapes import ModelShape
 from megarl.megatron.versions import TAKES_PADDING_MASK, for_stage, refuse_missing
+from megarl.models.shapes import ModelShape
 
 HAVE_TE = importlib.util.find_spec("transformer_engine") is not None
 

@@ -14,14 +14,13 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl import megatron_fields
-from megarl.config import Config
+from megarl.config import Config, megatron_fields
 from megarl.errors import NumericsError
+from megarl.megatron.hf_weights import export_hf, load_hf
 from megarl.megatron.model import build_model, transformer_config
 from megarl.megatron.refusals import as_config_error
 from megarl.megatron.replay import RoutingReplay
-from megarl.megatron.shapes import ModelShape, read_shape
-from megarl.megatron.weights import export_hf, load_hf
+from megarl.models.shapes import ModelShape, read_shape
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

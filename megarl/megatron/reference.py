@@ -12,10 +12,10 @@ from megatron.core.transformer.module import Float16Module
 from megarl.errors import ConfigError
 from megarl.megatron import forward
 from megarl.megatron.batches import MicroBatch
+from megarl.megatron.hf_weights import load_hf
 from megarl.megatron.model import build_model
 from megarl.megatron.policy import Policy
-from megarl.megatron.shapes import read_shape
-from megarl.megatron.weights import load_hf
+from megarl.models.shapes import read_shape
 
 
 class Reference:

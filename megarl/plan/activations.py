@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from megarl.megatron.shapes import ModelShape
+from megarl.models.shapes import ModelShape
 
 Terms = dict[str, int]
 """Module -> bytes that one layer keeps for it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megarl.config import Config, Layout
 from megarl.core.fp8 import BLOCK
 from megarl.errors import ConfigError
-from megarl.megatron.shapes import ModelShape
+from megarl.models.shapes import ModelShape
 from megarl.plan.engine import EngineMemory, cut_widths, fp8_widths
 
 TRAINER_RESERVE = 3 << 30

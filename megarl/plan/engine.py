@@ -8,8 +8,8 @@ from math import prod
 
 from megarl.config import Config
 from megarl.core.fp8 import BLOCK, grid_of, is_fp8_weight
-from megarl.megatron.name_map import Rule, dimensions, rules_of
-from megarl.megatron.shapes import ModelShape
+from megarl.models.names import Rule, dimensions, rules_of
+from megarl.models.shapes import ModelShape
 from megarl.plan.training import ELEMENT
 
 DEFAULT_MEM_FRACTION = 0.85

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megarl.config import Config, Layout
 from megarl.errors import ConfigError
-from megarl.megatron.shapes import ModelShape
+from megarl.models.shapes import ModelShape
 
 _UNKNOWN = (
     "pipeline_model_parallel_layout",

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from math import prod
 
 from megarl.config import Layout
-from megarl.megatron.name_map import Rule, dimensions, rules_of
-from megarl.megatron.shapes import ModelShape
+from megarl.models.names import Rule, dimensions, rules_of
+from megarl.models.shapes import ModelShape
 from megarl.plan.layout import Stage
 
 _WHOLE = ("linear_q_down_proj", "linear_kv_down_proj")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megarl.config import Config, Layout
 from megarl.errors import ConfigError
-from megarl.megatron.shapes import ModelShape, read_shape
+from megarl.models.shapes import ModelShape, read_shape
 from megarl.plan.batches import Batches, batches_of
 from megarl.plan.checks import check_division, check_engine, check_servers
 from megarl.plan.engine import EngineMemory, engine_memory, weight_bytes

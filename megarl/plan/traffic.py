@@ -11,7 +11,7 @@ from math import comb
 
 from megarl.config import Config, Layout
 from megarl.core.rollout_codec import encoded_bytes
-from megarl.megatron.shapes import ModelShape
+from megarl.models.shapes import ModelShape
 from megarl.plan.batches import Batches
 from megarl.plan.engine import weight_bytes
 from megarl.plan.layout import Stage, dense_ranks

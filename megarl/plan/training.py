@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from megarl.config import Config, Layout
 from megarl.errors import ConfigError
 from megarl.megatron.logprobs import COLUMNS, ROWS
-from megarl.megatron.name_map import rules_of
-from megarl.megatron.shapes import ModelShape
+from megarl.models.names import rules_of
+from megarl.models.shapes import ModelShape
 from megarl.plan.activations import Cut, head_bytes, input_bytes, layer_bytes, routed_rows
 from megarl.plan.layout import Stage, dense_ranks
 from megarl.plan.parameters import RankCount, count_rank, numel

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from megarl.core.collector import Ask
+from megarl.core.sampling.collector import Ask
 from megarl.core.types import SampleRequest
 from megarl.data.prompts import Prompt
 from megarl.rollout.engine import Session
@@ -17,7 +17,7 @@ RequestOf = Callable[[int, int], tuple[SampleRequest, Prompt]]
 
 
 class Asker(Protocol):
-    """What to draw next; ``megarl.core.collector.Collector`` is one."""
+    """What to draw next; ``megarl.core.sampling.collector.Collector`` is one."""
 
     def start(self) -> Sequence[Ask]:
         """The first samples."""

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from megarl.config import Config
-from megarl.core.allocation import ada_est_weights, allocate, allocate_by_weights
-from megarl.core.gvm import NormMean, gvm_allocate, gvm_estimates
 from megarl.core.metrics import Stat
 from megarl.core.packing import without_routes
-from megarl.core.pass_rates import PassRateCounts
+from megarl.core.sampling.allocation import ada_est_weights, allocate, allocate_by_weights
+from megarl.core.sampling.gvm import NormMean, gvm_allocate, gvm_estimates
+from megarl.core.sampling.pass_rates import PassRateCounts
 from megarl.core.types import Rollout
 from megarl.data.prompts import Prompt
 from megarl.errors import CheckpointError, ConfigError

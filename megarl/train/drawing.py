@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
-from megarl.train.progress import Advance
+from megarl.run.progress import Advance
 
 T = TypeVar("T")
 

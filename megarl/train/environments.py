@@ -11,7 +11,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from megarl.config import Config
-from megarl.config_sampling import EnvironmentConfig
+from megarl.config.sampling import EnvironmentConfig
 from megarl.data.judge import Judge
 from megarl.errors import ConfigError
 from megarl.rollout.episodes import EpisodeLimits

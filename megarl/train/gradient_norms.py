@@ -1,4 +1,4 @@
-"""Gradient norms of single samples, which GVM weighs prompts by (``megarl.core.gvm``)."""
+"""Gradient norms of single samples, which GVM weighs prompts by (``megarl.core.sampling.gvm``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.errors import NumericsError
 from megarl.megatron import forward
 from megarl.megatron.block_gradients import block_parameters, local_square, on_block
 from megarl.megatron.distributed import dp_size, fail_together, largest, model_group
-from megarl.megatron.shapes import ModelShape
+from megarl.models.shapes import ModelShape
 from megarl.train.step import MiniBatch, TrainStep
 
 

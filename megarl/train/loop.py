@@ -25,25 +25,26 @@ import torch.distributed as dist
 
 from megarl.config import Config
 from megarl.core.metrics import Stat, finalize
-from megarl.data.run_lock import RunLock
 from megarl.errors import RolloutError, SaveError, StopError, WeightSyncError
-from megarl.megatron import checkpoint, distributed
-from megarl.megatron.background_saver import BackgroundSaver
+from megarl.megatron import distributed
+from megarl.megatron.checkpoints import checkpoint
+from megarl.megatron.checkpoints.background_saver import BackgroundSaver
 from megarl.megatron.policy import Policy, schedule_of
 from megarl.megatron.refusals import as_config_error
 from megarl.megatron.resting import rest, wake
-from megarl.train.audit import Audit
+from megarl.run.audit import Audit
+from megarl.run.folder import checkpoint_folder, claim
+from megarl.run.lock import RunLock
+from megarl.run.metrics_log import MetricsLog
+from megarl.run.progress import Advance, StepProgress
+from megarl.run.reporting import reported
+from megarl.run.stop_request import StopRequest
+from megarl.run.vitals import Vitals
 from megarl.train.engines import make_engine
-from megarl.train.metrics import MetricsLog
-from megarl.train.progress import Advance, StepProgress
-from megarl.train.reporting import reported
-from megarl.train.run_dir import checkpoint_folder, claim
 from megarl.train.sampler import Sampler
 from megarl.train.step import MiniBatch, TrainStep, collect
-from megarl.train.stopping import StopRequest
 from megarl.train.token_advantages import Judged
 from megarl.train.trace_dump import TraceDump
-from megarl.train.vitals import Vitals
 
 
 def train(config: Config) -> None:

@@ -17,10 +17,10 @@ from typing import Protocol
 
 import numpy as np
 
-from megarl.core.collector import Ask, Collector, Selection
+from megarl.core.choices.stopping import Allotted, SamplingRule, Uniform
 from megarl.core.metrics import merge
 from megarl.core.packing import partition_into
-from megarl.core.stopping import Allotted, SamplingRule, Uniform
+from megarl.core.sampling.collector import Ask, Collector, Selection
 from megarl.errors import ConfigError
 from megarl.rollout.draw import Asker
 
@@ -44,7 +44,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Refill:
-    """DAPO's dynamic sampling; see ``megarl.core.collector``."""
+    """DAPO's dynamic sampling; see ``megarl.core.sampling.collector``."""
 
     max_prompts: int
     """That all ranks together may begin."""

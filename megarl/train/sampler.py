@@ -19,16 +19,16 @@ import torch.distributed as dist
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.config import Config
-from megarl.core.collector import Selection
-from megarl.core.credit import Credit
-from megarl.core.credit_assignment import assign
+from megarl.core.choices.credit import Credit
+from megarl.core.choices.parts import TOKEN_ADVANTAGES
+from megarl.core.choices.stopping import Allotted, SamplingRule, Uniform
 from megarl.core.diagnostics import effective_prompt_ratio
 from megarl.core.metrics import Stat
 from megarl.core.objectives import Objective, selected_responses, sequence_advantages, step_advantages
 from megarl.core.packing import without_routes
-from megarl.core.parts import TOKEN_ADVANTAGES
-from megarl.core.provenance import provenance_metrics, refuse_mixed_versions
-from megarl.core.stopping import Allotted, SamplingRule, Uniform
+from megarl.core.routing.provenance import provenance_metrics, refuse_mixed_versions
+from megarl.core.sampling.collector import Selection
+from megarl.core.sampling.credit_assignment import assign
 from megarl.core.types import Rollout, SampleRequest
 from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt, PromptOrder, load_prompts
@@ -37,12 +37,12 @@ from megarl.megatron import distributed
 from megarl.rollout.draw import Asker, Draw
 from megarl.rollout.engine import Engine, SamplingParams
 from megarl.rollout.player import Sample
+from megarl.run.progress import Advance
 from megarl.train.allotment import AdaEst, Allotment, Gvm
 from megarl.train.drawing import Drawing
 from megarl.train.drawn import Drawn
 from megarl.train.environments import make_player, turn_ends
 from megarl.train.plans import GroupPlan, Key, Listed, Place, Plan, Refill, SequencePlan
-from megarl.train.progress import Advance
 from megarl.train.step import TrainStep
 from megarl.train.token_advantages import Judged
 

@@ -14,18 +14,18 @@ import torch
 from transformers import AutoTokenizer
 
 from megarl.config import Config, SftConfig
-from megarl.core.columns import Denominators
 from megarl.core.metrics import Stat, finalize
+from megarl.core.objectives.columns import Denominators
 from megarl.core.packing import pack
 from megarl.core.types import Rollout, TrainBatch
 from megarl.data.prompts import Demonstration, PromptOrder, load_demonstrations
 from megarl.errors import ConfigError
 from megarl.megatron import batches, distributed, forward
+from megarl.megatron.hf_weights import save_hf
 from megarl.megatron.policy import Policy, Schedule
 from megarl.megatron.refusals import as_config_error
-from megarl.megatron.shapes import read_shape
-from megarl.megatron.weights import save_hf
-from megarl.train.progress import StepProgress
+from megarl.models.shapes import read_shape
+from megarl.run.progress import StepProgress
 from megarl.train.step import collect, over_ranks
 
 _LINE_EVERY_S = 5.0

@@ -16,8 +16,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 
 from megarl.core.sampling import Sequential, expected_samples, stopping_law
-from megarl.train.report_draw import BLUE, GREY, MUTED, ORANGE, PURPLE, RED, TEAL
-from megarl.train.report_panels import STYLE
+from megarl.report.panels import STYLE
+from megarl.report.plots import BLUE, GREY, MUTED, ORANGE, PURPLE, RED, TEAL
 from megarl.train.simulate_exact import Exact
 from megarl.train.simulate_fit import BetaMixture
 from megarl.train.simulate_outcome import Outcome

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.core.sampling import Sequential, StoppingLaw, Uniform, stopping_law, unbiased_rates
-from megarl.core.subsampling import positives_to_keep
+from megarl.core.sampling.subsampling import positives_to_keep
 from megarl.train.simulate_fit import BetaMixture
 from megarl.train.simulate_rules import Arm
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megarl.core.choices.stopping import POSITIVE, Keep
 from megarl.core.sampling import (
     Collector,
     SamplingRule,
@@ -23,7 +24,6 @@ from megarl.core.sampling import (
     stopping_law,
     tier_cost,
 )
-from megarl.core.stopping import POSITIVE, Keep
 from megarl.train.simulate_fit import BetaMixture, fit
 from megarl.train.simulate_rules import SimulatedRewards, drive
 

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.config import Config
-from megarl.core.columns import Denominators, TokenColumns
 from megarl.core.diagnostics import entropy_stat, mismatch_metrics
 from megarl.core.metrics import Stat, merge
 from megarl.core.objectives import Objective, coefficients, mini_batch_power
+from megarl.core.objectives.columns import Denominators, TokenColumns
 from megarl.core.packing import pack, without_routes
 from megarl.core.routing import Disagreement
 from megarl.core.types import Rollout, TrainBatch
@@ -30,7 +30,7 @@ from megarl.megatron.policy import Policy
 from megarl.megatron.reference import Reference
 from megarl.megatron.replay import MicroRoutes, Recording
 from megarl.megatron.replay.exchange import deliver_routes
-from megarl.train.progress import Advance
+from megarl.run.progress import Advance
 from megarl.train.token_advantages import Judged, with_token_advantages
 
 

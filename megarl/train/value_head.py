@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.core.packing import pack
-from megarl.core.pass_rates import Integers, pass_rate_loss
+from megarl.core.sampling.pass_rates import Integers, pass_rate_loss
 from megarl.core.types import Rollout
 from megarl.errors import CheckpointError, ConfigError, NumericsError
 from megarl.megatron import batches, distributed, forward

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import torch
 from hypothesis import strategies as st
+from oracles import reference_objectives
 from torch import Tensor
 
-from megarl.core import reference_objectives
 from megarl.core.objectives import Objective, TokenColumns
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from megarl.core.collector import Ask, Collector, Selection
-from megarl.core.stopping import SamplingRule
+from megarl.core.choices.stopping import SamplingRule
+from megarl.core.sampling.collector import Ask, Collector, Selection
 
 
 def drive(

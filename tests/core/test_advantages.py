@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import reference
 
-from megarl.core import reference
 from megarl.core.advantages import (
     ADVANTAGES,
     group_mean,
@@ -21,9 +21,9 @@ from megarl.core.advantages import (
     token_level_returns,
     uniform_groups,
 )
+from megarl.core.choices.stopping import POSITIVE
 from megarl.core.objectives import OBJECTIVES, selected_responses, sequence_advantages
-from megarl.core.pools import Pool
-from megarl.core.stopping import POSITIVE
+from megarl.core.sampling.pools import Pool
 from megarl.errors import NumericsError
 
 batches = st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.3, 1.0, -2.5]), st.integers(-3, 3)), min_size=1, max_size=12)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megarl.core.allocation import (
+from megarl.core.sampling.allocation import (
     ada_est_weights,
     allocate,
     allocate_by_weights,

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_driver import drive, table
 
-from megarl.core.collector import Ask, Collector
+from megarl.core.choices.stopping import Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos
 from megarl.core.metrics import finalize
-from megarl.core.stopping import Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos
-from megarl.core.stopping_law import stopping_law
+from megarl.core.sampling.collector import Ask, Collector
+from megarl.core.sampling.stopping_law import stopping_law
 from megarl.errors import ConfigError, NumericsError
 
 RULES = [

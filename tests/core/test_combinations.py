@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from megarl.core.combinations import Combinations
+from megarl.core.routing.combinations import Combinations
 
 
 def as_integers(limbs: np.ndarray, limb_bits: int) -> list[int]:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.core.credit import Credit
+from megarl.core.choices.credit import Credit
 from megarl.errors import ConfigError
 
 

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_driver import drive, table
 
-from megarl.core.allocation import objective_slope
-from megarl.core.collector import Collector
-from megarl.core.credit import Credit
-from megarl.core.credit_assignment import assign
-from megarl.core.expectations import balanced_slope
-from megarl.core.stopping import Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos
+from megarl.core.choices.credit import Credit
+from megarl.core.choices.stopping import Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos
+from megarl.core.sampling.allocation import objective_slope
+from megarl.core.sampling.collector import Collector
+from megarl.core.sampling.credit_assignment import assign
+from megarl.core.sampling.expectations import balanced_slope
 from megarl.errors import ConfigError
 
 HARD = np.array([[0.0] * 30 + [1.0] * 2])

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from core_batches import random_columns
+from oracles import reference
 
-from megarl.core import reference
 from megarl.core.diagnostics import (
     RatioSpread,
     chi2,

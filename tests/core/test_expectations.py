@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.core.expectations import (
+from megarl.core.sampling.expectations import (
     balanced_slope,
     expected_samples,
     inverse_sampling_mean,

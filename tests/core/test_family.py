@@ -9,7 +9,7 @@ from core_batches import random_columns
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.core.family import family_warning, in_family, weight_function
+from megarl.core.choices.family import family_warning, in_family, weight_function
 from megarl.core.objectives import OBJECTIVES, coefficients
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.core.gvm import gvm_allocate, gvm_estimates, gvm_raft_weights
+from megarl.core.sampling.gvm import gvm_allocate, gvm_estimates, gvm_raft_weights
 
 G, P = [1, 2, 1, 3, 5], [0.125, 0.5, 1, 0, 0.25]
 

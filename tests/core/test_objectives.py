@@ -11,8 +11,8 @@ import torch
 from core_batches import lengths_strategy, random_columns, rows, seed_strategy, slow_coefficients, take, with_logprobs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import reference_objectives as reference
 
-from megarl.core import reference_objectives as reference
 from megarl.core.metrics import finalize, merge
 from megarl.core.objectives import (
     OBJECTIVES,

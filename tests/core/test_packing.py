@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import reference
 
-from megarl.core import reference
 from megarl.core.packing import TOKEN_COLUMNS, pack, partition, partition_into, select
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import NumericsError, RolloutError, TraceError

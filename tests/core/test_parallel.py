@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import reference
 
-from megarl.core import reference
 from megarl.core.parallel import (
     inverse_permutation,
     padded_cu_seqlens,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.core.pass_at_k import fixed_prompts_interval, mean_interval, pass_at_k, wilson_interval
+from megarl.core.sampling.pass_at_k import fixed_prompts_interval, mean_interval, pass_at_k, wilson_interval
 
 
 @settings(max_examples=60, deadline=None)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.core.pass_rates import PassRateCounts, pass_rate_loss
+from megarl.core.sampling.pass_rates import PassRateCounts, pass_rate_loss
 from megarl.errors import CheckpointError, ConfigError
 
 

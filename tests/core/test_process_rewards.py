@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.core.advantages import group_mean, grpo
-from megarl.core.process_rewards import process_advantages
+from megarl.core.objectives.process_rewards import process_advantages
 from megarl.errors import NumericsError
 
 Response = tuple[int, int, list[tuple[int, float]]]

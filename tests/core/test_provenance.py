@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megarl.core.metrics import finalize
-from megarl.core.provenance import provenance_metrics, refuse_mixed_versions, row_sources, row_versions
+from megarl.core.routing.provenance import provenance_metrics, refuse_mixed_versions, row_sources, row_versions
 from megarl.core.types import Rollout, RowSource
 from megarl.errors import RolloutError
 

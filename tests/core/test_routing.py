@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import reference
 
-from megarl.core import reference
 from megarl.core.metrics import finalize, merge
 from megarl.core.routing import RoutingTrace, compare
 from megarl.errors import TraceError

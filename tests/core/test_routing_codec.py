@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.core import routing_codec
 from megarl.core.routing import RoutingTrace, compare, decode, encode
-from megarl.core.routing_codec import HEADER_BYTES
+from megarl.core.routing import codec as routing_codec
+from megarl.core.routing.codec import HEADER_BYTES
 from megarl.errors import TraceError
 
 SHAPES = {"qwen3-30b-a3b": (48, 8, 128), "qwen3-235b-a22b": (94, 8, 128), "deepseek-v3": (58, 8, 256)}

@@ -11,10 +11,10 @@ import torch
 from core_batches import lengths_strategy, rows, seed_strategy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.reference_objectives import kind_sum
 
-from megarl.core.parts import RatioKind
+from megarl.core.choices.parts import RatioKind
 from megarl.core.ratios import aggregate_log_ratio, positions, segment_cumsum, segment_total
-from megarl.core.reference_objectives import kind_sum
 
 LOGS = (0.02, 0.05, -0.01, 0.10)
 KINDS = get_args(RatioKind)

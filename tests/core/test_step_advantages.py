@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.core.objectives import OBJECTIVES, selected_responses, sequence_advantages, step_advantages
-from megarl.core.process_rewards import process_advantages
+from megarl.core.objectives.process_rewards import process_advantages
 from megarl.errors import ConfigError
 
 PROCESS = replace(OBJECTIVES["grpo"], advantage="process", std_ddof=0, std_eps=1e-4)

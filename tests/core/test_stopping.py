@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from megarl.core.stopping import Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos
+from megarl.core.choices.stopping import Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos
 from megarl.errors import ConfigError
 
 
@@ -75,7 +75,7 @@ def test_refusals(make, message):
 
 def test_records_that_a_configuration_makes_load_nothing_heavy():
     code = (
-        "import sys, megarl.core.stopping, megarl.core.credit, megarl.core.nonlinear\n"
+        "import sys, megarl.core.choices.stopping, megarl.core.choices.credit, megarl.core.choices.nonlinear\n"
         "sys.exit(any(name in sys.modules for name in ('numpy', 'torch')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

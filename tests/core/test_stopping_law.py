@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_driver import play
 
-from megarl.core.expectations import expected_samples, inverse_sampling_mean, inverse_sampling_rate
-from megarl.core.stopping import Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos
-from megarl.core.stopping_law import stopping_law, unbiased_rates
+from megarl.core.choices.stopping import Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos
+from megarl.core.sampling.expectations import expected_samples, inverse_sampling_mean, inverse_sampling_rate
+from megarl.core.sampling.stopping_law import stopping_law, unbiased_rates
 
 RULES = [
     ada_seq_balance(),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.core.subsampling import subsample
+from megarl.core.sampling.subsampling import subsample
 from megarl.errors import ConfigError, NumericsError
 
 pools = st.lists(st.sampled_from([0.0, 0.2, 0.7, 0.71, 1.0]), max_size=20)

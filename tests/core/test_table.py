@@ -12,8 +12,8 @@ import torch
 from core_batches import random_columns, rows, seed_strategy, take, with_logprobs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import reference_objectives as literal
 
-from megarl.core import reference_objectives as literal
 from megarl.core.metrics import finalize
 from megarl.core.objectives import (
     OBJECTIVES,
@@ -27,7 +27,7 @@ from megarl.core.objectives import (
     sequence_advantages,
     token_advantages,
 )
-from megarl.core.weights import adaptive_power
+from megarl.core.objectives.weights import adaptive_power
 from megarl.errors import ConfigError, NumericsError
 
 REINFORCE = OBJECTIVES["reinforce"]

@@ -11,7 +11,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from megarl.config import Config
-from megarl.config_file import parse
+from megarl.config.file import parse
 from megarl.data import benchmarks
 from megarl.data.benchmarks import BENCHMARKS, BOXED, choose
 from megarl.data.rewards import load_reward

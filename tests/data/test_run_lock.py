@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from megarl.data.run_lock import RunLock, is_held, read_holder
 from megarl.errors import ConfigError
+from megarl.run.lock import RunLock, is_held, read_holder
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from megarl.data.run_lock import RunLock
+from megarl.run.lock import RunLock
 with RunLock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

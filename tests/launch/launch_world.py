@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 
 from megarl.data.tiny import write_sort_task, write_tiny_model
-from megarl.train.audit import check
-from megarl.train.metrics import read_metrics, without_timing
+from megarl.run.audit import check
+from megarl.run.metrics_log import read_metrics, without_timing
 
 STEPS = 8
 CONFIG = """\

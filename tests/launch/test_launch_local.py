@@ -15,8 +15,8 @@ import psutil
 import pytest
 from launch_world import CONFIG, STEPS, Launch, World, assert_whole, processes_of, rank_pid, records_of
 
-from megarl.train.audit import check
-from megarl.train.status import read_status
+from megarl.run.audit import check
+from megarl.run.status import read_status
 
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
 

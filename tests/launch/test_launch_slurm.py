@@ -18,8 +18,8 @@ import pytest
 from launch_world import CONFIG, STEPS, World, assert_whole, processes_of, rank_pid, read_json
 from slurm_cluster import Cluster, until
 
-from megarl.train.audit import check
-from megarl.train.status import read_status
+from megarl.run.audit import check
+from megarl.run.status import read_status
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "launch"

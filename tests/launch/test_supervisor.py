@@ -17,14 +17,14 @@ import pytest
 
 from megarl import cli
 from megarl.config import Config
-from megarl.config_file import parse
+from megarl.config.file import parse
 from megarl.errors import ConfigError, DataError, MegarlError, PeerError, RolloutError
 from megarl.launch import supervisor as module
 from megarl.launch.files import end_file
 from megarl.launch.steps import Step, srun
 from megarl.launch.supervisor import Supervisor
 from megarl.launch.topology import Node
-from megarl.train.status import read_status
+from megarl.run.status import read_status
 
 ROOT = Path(__file__).parents[2]
 FINISHES = """echo '{"state": "finished", "attempt": "'$MEGARL_ATTEMPT'"}' > $RUN/status.json"""

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from megarl.config import Config
-from megarl.config_file import parse
-from megarl.config_flags import split_overrides
+from megarl.config.file import parse
+from megarl.config.flags import split_overrides
 from megarl.errors import ConfigError
 from megarl.launch import node
 from megarl.launch.supervisor import Supervisor

@@ -9,7 +9,7 @@ from cases_training import forward_backward
 from tiny_world import MODELS, config, exported, local_batch, policy_of
 
 from megarl.config import Config
-from megarl.megatron import checkpoint
+from megarl.megatron.checkpoints import checkpoint
 from megarl.megatron.policy import Policy
 
 SCHEDULE: dict[str, Any] = {

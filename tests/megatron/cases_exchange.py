@@ -17,9 +17,9 @@ from megarl.errors import TraceError
 from megarl.megatron import distributed
 from megarl.megatron.batches import local_routes, micro_batch, router_tokens, split_micro_batches
 from megarl.megatron.forward import _padding_mask
+from megarl.megatron.hf_weights import unwrap
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
 from megarl.megatron.replay.exchange import Placement, deliver_routes, reshard
-from megarl.megatron.weights import unwrap
 
 
 def delivered(layout: dict[str, Any], router: str = "dense_first", num_experts: int = NUM_EXPERTS) -> dict[str, Any]:

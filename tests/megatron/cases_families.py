@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from tiny_world import MODELS, config, policy_of, safetensors_of
 
-from megarl.megatron import checkpoint
-from megarl.megatron.conversion import Options, to_hf, to_megatron
-from megarl.megatron.conversion_job import Ranks
+from megarl.convert.conversion import Options, to_hf, to_megatron
+from megarl.convert.job import Ranks
+from megarl.megatron.checkpoints import checkpoint
 from megarl.megatron.policy import Policy
 
 

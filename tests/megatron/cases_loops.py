@@ -18,8 +18,8 @@ from tiny_world import join, micro_batches, pack_own, rollouts
 from torch.utils.checkpoint import checkpoint
 
 from megarl.megatron.batches import MicroBatch, local_routes, one_by_one
+from megarl.megatron.hf_weights import unwrap
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
-from megarl.megatron.weights import unwrap
 
 A, B, C = range(3)
 """Micro-batches."""

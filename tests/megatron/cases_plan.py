@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from tiny_families import write_family
 from tiny_world import config, policy_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -19,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 from megarl.config import Config
 from megarl.core.packing import pack
 from megarl.core.types import Rollout, TrainBatch
-from megarl.data.tiny_families import write_family
 from megarl.megatron import forward
 from megarl.megatron.batches import split_micro_batches
 from megarl.megatron.policy import Policy

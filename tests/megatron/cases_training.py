@@ -25,8 +25,8 @@ from megarl.core.types import TrainBatch
 from megarl.megatron import distributed
 from megarl.megatron.batches import MicroBatch, local_routes
 from megarl.megatron.forward import MicroOutput, run
+from megarl.megatron.hf_weights import save_hf
 from megarl.megatron.policy import Policy
-from megarl.megatron.weights import save_hf
 
 Layout = dict[str, int]
 

@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 
 from megarl.core.types import Rollout
 from megarl.megatron.batches import MicroBatch
-from megarl.megatron.weights import unwrap
+from megarl.megatron.hf_weights import unwrap
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,11 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tiny_world import config
 
-from megarl import megatron_fields
-from megarl.config import Config
+from megarl.config import Config, megatron_fields
+from megarl.megatron.hf_weights import unwrap
 from megarl.megatron.model import build_model, transformer_config
 from megarl.megatron.policy import layout_fields
-from megarl.megatron.shapes import ModelShape
-from megarl.megatron.weights import unwrap
+from megarl.models.shapes import ModelShape
 
 NUM_LAYERS, NUM_EXPERTS, VOCAB = 4, 8, 32
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

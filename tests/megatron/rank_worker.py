@@ -66,7 +66,7 @@ def run_case(case: Any, stem: Path) -> None:
 def main() -> None:
     import torch
 
-    import megarl.megatron.checkpoint  # noqa: F401  (before the ranks are forked, so that it costs once)
+    import megarl.megatron.checkpoints.checkpoint  # noqa: F401  (before the ranks are forked, so that it costs once)
 
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])

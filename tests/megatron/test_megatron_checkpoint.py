@@ -20,7 +20,7 @@ from ranks import Case, case
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from megarl.errors import CheckpointError
-from megarl.megatron import checkpoint
+from megarl.megatron.checkpoints import checkpoint
 
 INTERRUPTED = "cases_checkpoint:interrupted"
 

@@ -18,19 +18,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_disks import mounted
+from tiny_families import FAMILIES, write_family
 from tiny_world import safetensors_of
 
 from megarl import cli
+from megarl.convert.conversion import HF_FOLDER, Options, same_bits, to_hf, to_megatron, torch_dist_folder
+from megarl.convert.job import MANIFEST, ConversionJob, Ranks
+from megarl.convert.megatron_files import MegatronCheckpoint, units_of
+from megarl.convert.torch_dist import Chunk, Keys, TorchDistReader, TorchDistWriter
 from megarl.core.fp8 import quantize_fp8
-from megarl.data.tiny_families import FAMILIES, write_family
 from megarl.errors import CheckpointError, ConfigError, NumericsError
-from megarl.megatron.conversion import HF_FOLDER, Options, same_bits, to_hf, to_megatron, torch_dist_folder
-from megarl.megatron.conversion_job import MANIFEST, ConversionJob, Ranks
-from megarl.megatron.hf_files import INDEX
-from megarl.megatron.megatron_files import MegatronCheckpoint, units_of
-from megarl.megatron.name_map import LAYOUTS
-from megarl.megatron.shapes import read_shape
-from megarl.megatron.torch_dist import Chunk, Keys, TorchDistReader, TorchDistWriter
+from megarl.models.hf_files import INDEX
+from megarl.models.names import LAYOUTS
+from megarl.models.shapes import read_shape
 
 ALONE = Ranks()
 LOCAL = Options(layers="local")
@@ -175,7 +175,7 @@ class TestNamesOfMegatron:
         assert "decoder.layers.1.mlp.experts.experts.linear_fc1.weight" in found
 
     def test_grouped_gemm_parameters_have_rules(self, source: Path) -> None:
-        from megarl.megatron.name_map import rules_of
+        from megarl.models.names import rules_of
 
         names = [name for rule in rules_of(read_shape(source)) for name in rule.megatron]
         assert "decoder.layers.{layer}.mlp.experts.linear_fc1.weight{expert}" in names
@@ -367,13 +367,13 @@ def test_a_flipped_bit_is_found_by_the_checksums(source: Path, tmp_path: Path) -
 def test_a_wrong_map_is_found_by_the_verification(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megarl.megatron import name_map
+    from megarl.models import names as name_map
 
     def swapped(tensors: Any, rank: int, size: int, shape: Any) -> torch.Tensor:
         return torch.cat([tensors[1], tensors[0]])
 
     layouts = {**LAYOUTS, "gate_up": name_map.Layout(swapped, LAYOUTS["gate_up"].join)}
-    monkeypatch.setattr("megarl.megatron.conversion.LAYOUTS", layouts)
+    monkeypatch.setattr("megarl.convert.conversion.LAYOUTS", layouts)
     with pytest.raises(CheckpointError, match=r"gate_proj.weight.*came out different"):
         to_megatron(source, tmp_path / "out", LOCAL, ALONE)
     assert not (tmp_path / "out").exists()
@@ -553,7 +553,7 @@ class TestCommand:
         assert self.run(copy, tmp_path / "megatron", "--layers", "local") == 0
         config = json.loads((tmp_path / "megatron" / HF_FOLDER / "config.json").read_text())
         config["routed_scaling_factor"] = 1.0
-        from megarl.megatron.conversion_check import compare_logits
+        from megarl.convert.check import compare_logits
 
         (tmp_path / "megatron" / HF_FOLDER / "config.json").write_text(json.dumps(config))
         with pytest.raises(CheckpointError, match="logits of Megatron and transformers differ"):
@@ -638,7 +638,7 @@ class TestWhatMustNotBeLost:
             except CheckpointError as error:
                 refused.append(str(error))
 
-        monkeypatch.setattr("megarl.megatron.conversion_job.sync_folder", another)
+        monkeypatch.setattr("megarl.convert.job.sync_folder", another)
         to_megatron(source, tmp_path / "out", LOCAL, ALONE)
         assert "another process writes" in refused[0]
         monkeypatch.undo()
@@ -650,7 +650,7 @@ class TestWhatMustNotBeLost:
             (tmp_path / "out").mkdir()
             (tmp_path / "out" / "precious").write_text("mine")
 
-        monkeypatch.setattr("megarl.megatron.conversion_job.sync_folder", appear)
+        monkeypatch.setattr("megarl.convert.job.sync_folder", appear)
         with pytest.raises(CheckpointError, match="has appeared meanwhile"):
             to_megatron(source, tmp_path / "out", LOCAL, ALONE)
         assert (tmp_path / "out" / "precious").read_text() == "mine"

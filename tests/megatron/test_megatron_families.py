@@ -12,12 +12,12 @@ import pytest
 import torch
 from ranks import Case, case
 from test_megatron_layouts import assert_gradients, assert_logprobs_of_transformers, reference_gradients
+from tiny_families import FAMILIES, write_family
 from tiny_world import safetensors_of
 
-from megarl.data.tiny_families import FAMILIES, write_family
 from megarl.errors import CheckpointError, ConfigError
-from megarl.megatron.name_map import hf_shapes
-from megarl.megatron.shapes import SHAPES, read_shape
+from megarl.models.names import hf_shapes
+from megarl.models.shapes import SHAPES, read_shape
 
 __all__ = ["reference_gradients"]  # a fixture
 

@@ -26,7 +26,7 @@ from megarl.errors import ReplayError, TraceError
 from megarl.megatron.batches import check_routes, local_routes, micro_batch
 from megarl.megatron.forward import run
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
-from megarl.megatron.shapes import read_shape
+from megarl.models.shapes import read_shape
 
 
 class Setup:

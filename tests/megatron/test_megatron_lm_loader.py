@@ -14,11 +14,11 @@ from megatron.core.models.gpt import GPTModel
 from tiny_world import config, join
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megarl.megatron.checkpoint import read_weights
-from megarl.megatron.conversion import Options, to_megatron
-from megarl.megatron.conversion_job import Ranks
+from megarl.convert.conversion import Options, to_megatron
+from megarl.convert.job import Ranks
+from megarl.megatron.checkpoints.checkpoint import read_weights
 from megarl.megatron.model import build_model, transformer_config
-from megarl.megatron.shapes import ModelShape, read_shape
+from megarl.models.shapes import ModelShape, read_shape
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "megatron_lm.md").read_text()
 

@@ -11,8 +11,7 @@ from typing import Any
 import cases_plan
 import pytest
 from ranks import Case, case
-
-from megarl.data.tiny_families import FAMILIES
+from tiny_families import FAMILIES
 
 WITHIN = 0.10
 LATE = 0.3

@@ -19,10 +19,10 @@ from fp8_worlds import BLOCK, matrices, same_tensors, write_plain
 from small_disks import mounted
 from tiny_world import safetensors_of
 
+from megarl.convert import quantization
+from megarl.convert.job import Ranks
+from megarl.convert.quantization import Options, Quantized, quantize
 from megarl.errors import CheckpointError, ConfigError, NumericsError
-from megarl.megatron import quantization
-from megarl.megatron.conversion_job import Ranks
-from megarl.megatron.quantization import Options, Quantized, quantize
 
 ROOT = Path(__file__).parents[2]
 ONE_FILE = 2000
@@ -239,8 +239,8 @@ def test_ranks_divide_the_files(source: Path, tmp_path: Path) -> None:
 _MEMORY = """
 import sys, threading, time
 from pathlib import Path
-from megarl.megatron.conversion_job import Ranks
-from megarl.megatron.quantization import Options, quantize
+from megarl.convert.job import Ranks
+from megarl.convert.quantization import Options, quantize
 
 def private():
     line = next(one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("RssAnon"))

@@ -17,13 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, FP8Experts, FP8Linear
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
+from megarl.convert import conversion
+from megarl.convert.job import Ranks
+from megarl.convert.quantization import Options, Quantized, quantize, read_errors
+from megarl.convert.quantization_plan import is_misread
 from megarl.core.fp8 import is_fp8_weight, quantize_fp8
 from megarl.errors import ConfigError
-from megarl.megatron import conversion
-from megarl.megatron.conversion_job import Ranks
-from megarl.megatron.hf_files import HFCheckpoint
-from megarl.megatron.quantization import Options, Quantized, quantize, read_errors
-from megarl.megatron.quantization_plan import is_misread
+from megarl.models.hf_files import HFCheckpoint
 
 
 @pytest.fixture(scope="module")

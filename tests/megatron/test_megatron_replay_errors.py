@@ -17,14 +17,14 @@ from dispatch_probe import DispatchProbe
 from megatron.core.transformer.moe.router import TopKRouter
 from tiny_world import coefficients_of, config, local_batch, micro_batches, policy_of, rollouts
 
+from megarl.config.megatron_fields import REPLAY_BLOCKERS
 from megarl.core.types import TrainBatch
 from megarl.errors import ReplayError, TraceError
 from megarl.megatron.batches import MicroBatch, check_routes, local_routes, micro_batch
 from megarl.megatron.forward import run
 from megarl.megatron.policy import Policy
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
-from megarl.megatron.shapes import read_shape
-from megarl.megatron_fields import REPLAY_BLOCKERS
+from megarl.models.shapes import read_shape
 
 
 class World:

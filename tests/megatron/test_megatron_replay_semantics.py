@@ -21,10 +21,10 @@ from megarl.core.types import TrainBatch
 from megarl.errors import ConfigError, ReplayError
 from megarl.megatron.batches import MicroBatch, local_routes
 from megarl.megatron.forward import run
+from megarl.megatron.hf_weights import unwrap
 from megarl.megatron.model import layer_spec
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
 from megarl.megatron.versions import TAKES_PADDING_MASK
-from megarl.megatron.weights import unwrap
 
 PLAIN = Variant()
 AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5}

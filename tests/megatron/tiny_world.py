@@ -12,13 +12,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from tiny_families import FAMILIES, write_family
 
 from megarl.config import Config
-from megarl.config_file import parse
+from megarl.config.file import parse
 from megarl.core.packing import pack
 from megarl.core.types import Rollout, TrainBatch
 from megarl.data.tiny import write_tiny_model
-from megarl.data.tiny_families import FAMILIES, write_family
 from megarl.megatron import distributed
 from megarl.megatron.batches import MicroBatch, split_micro_batches
 from megarl.megatron.policy import Policy, schedule_of

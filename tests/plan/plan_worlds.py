@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tiny_families import FAMILIES
+
 from megarl.config import Config
-from megarl.config_file import parse
-from megarl.data.tiny_families import FAMILIES
+from megarl.config.file import parse
 
 ROOT = Path(__file__).parents[2]
 MODELS, RECIPES = ROOT / "launch/models", ROOT / "launch/recipes"

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 import torch
 from plan_worlds import MODELS, config, write_config
+from tiny_families import FAMILIES, write_family
 
 from megarl.core.routing import RoutingTrace, encode
-from megarl.data.tiny_families import FAMILIES, write_family
-from megarl.megatron.name_map import hf_shapes
-from megarl.megatron.shapes import ModelShape, read_shape
+from megarl.models.names import hf_shapes
+from megarl.models.shapes import ModelShape, read_shape
 from megarl.plan.batches import batches_of
 from megarl.plan.engine import cache_bytes_per_token, engine_memory, weight_bytes
 from megarl.plan.layout import stages_of
 from megarl.plan.parameters import count_rank
 from megarl.plan.traffic import step_traffic, sync_traffic, trace_of
 from megarl.plan.training import BUCKET_BYTES
-from megarl.rollout import sglang_fleet
-from megarl.rollout.sglang_buckets import WeightForm, buckets
-from megarl.rollout.weight_folder import WeightFolder
+from megarl.rollout.sglang import fleet as sglang_fleet
+from megarl.rollout.sglang.buckets import WeightForm, buckets
+from megarl.rollout.sglang.weight_folder import WeightFolder
 
 
 def tensors_of(shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from plan_worlds import MODELS, config, write_config
+from tiny_families import FAMILIES
 
-from megarl.data.tiny_families import FAMILIES
-from megarl.megatron.name_map import hf_shapes
-from megarl.megatron.shapes import read_shape
+from megarl.models.names import hf_shapes
+from megarl.models.shapes import read_shape
 from megarl.plan.layout import stages_of
 from megarl.plan.parameters import count_model, count_rank
 

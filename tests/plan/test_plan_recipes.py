@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from plan_worlds import MODELS, RECIPES, ROOT
 
-from megarl import cli, config_file
+from megarl import cli
+from megarl.config import file as config_file
 from megarl.data.tiny import write_tiny_model
-from megarl.megatron.shapes import read_shape
+from megarl.models.shapes import read_shape
 from megarl.plan.plan import plan
-from megarl.train.quickstart import CONFIG, RANKS
+from megarl.quickstart import CONFIG, RANKS
 
 NAMES = sorted(path.stem for path in RECIPES.glob("*.toml"))
 LARGE = [name for name in NAMES if name != "cpu-quickstart"]

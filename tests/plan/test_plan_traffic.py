@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from plan_worlds import config, write_config
 
-from megarl.megatron.shapes import read_shape
+from megarl.models.shapes import read_shape
 from megarl.plan.layout import stages_of
 from megarl.plan.parameters import count_rank
 from megarl.plan.traffic import RankTraffic, rank_traffic, sync_traffic

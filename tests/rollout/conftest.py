@@ -9,7 +9,7 @@ from rollout_oracle import Oracle
 from transformers import AutoModelForCausalLM
 
 from megarl.data.tiny import write_tiny_model
-from megarl.rollout.local import LocalEngine
+from megarl.rollout.local.engine import LocalEngine
 
 
 @pytest.fixture(scope="session")

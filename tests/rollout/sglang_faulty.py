@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megarl.core.types import Rollout, SampleRequest
-from megarl.rollout.sglang_server import Server
+from megarl.rollout.sglang.server import Server
 
 
 def check_complete(requests: Sequence[SampleRequest], rollouts: Sequence[Rollout], finished: Sequence[int]) -> None:

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, Glm4MoeConfig, MixtralConfig, Qwe
 
 from megarl.errors import RolloutError, TraceError
 from megarl.rollout.engine import SamplingParams
-from megarl.rollout.local import LocalEngine
-from megarl.rollout.recorder import RouteRecorder
+from megarl.rollout.local.engine import LocalEngine
+from megarl.rollout.local.recorder import RouteRecorder
 
 SMALL: dict[str, Any] = {
     "vocab_size": 32,

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.errors import ConfigError, NumericsError, RolloutError
-from megarl.rollout.distribution import Noise, draw, sampling_logprobs
 from megarl.rollout.engine import SamplingParams
+from megarl.rollout.local.distribution import Noise, draw, sampling_logprobs
 
 
 def nucleus_by_brute_force(logits: list[float], temperature: float, top_p: float) -> list[float]:

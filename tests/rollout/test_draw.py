@@ -14,19 +14,19 @@ import pytest
 from aiohttp import web
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from megarl.core.collector import Ask, Collector, Selection
-from megarl.core.stopping import SamplingRule, Sequential, Uniform
+from megarl.core.choices.stopping import SamplingRule, Sequential, Uniform
+from megarl.core.sampling.collector import Ask, Collector, Selection
 from megarl.core.types import Rollout, SampleRequest
 from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt
 from megarl.errors import RolloutError
-from megarl.rollout.batches import Batches
 from megarl.rollout.draw import Draw
 from megarl.rollout.engine import SamplingParams, Session
 from megarl.rollout.episodes import EpisodeLimits
-from megarl.rollout.local import LocalEngine
+from megarl.rollout.local.engine import LocalEngine
+from megarl.rollout.local.session import Batches
 from megarl.rollout.player import Player
-from megarl.rollout.sglang_client import ClientSettings, SGLangClient
+from megarl.rollout.sglang.client import ClientSettings, SGLangClient
 
 TIMEOUT_S = 30.0
 Key = tuple[int, int]

@@ -29,7 +29,7 @@ from megarl.data.prompts import Prompt
 from megarl.errors import ConfigError, RolloutError
 from megarl.rollout.engine import SamplingParams, Session
 from megarl.rollout.episodes import EpisodeLimits, Played, play, turn_seed
-from megarl.rollout.local import LocalEngine
+from megarl.rollout.local.engine import LocalEngine
 from megarl.rollout.player import Player
 from megarl.rollout.tools.protocol import ModelTurn, Observation
 

@@ -16,9 +16,9 @@ from transformers import AutoConfig
 from megarl.core.fp8 import is_fp8_weight, round_through_fp8
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import NumericsError, RolloutError, WeightSyncError
-from megarl.rollout.distribution import sampling_logprobs
 from megarl.rollout.engine import Engine, SamplingParams
-from megarl.rollout.local import LocalEngine
+from megarl.rollout.local.distribution import sampling_logprobs
+from megarl.rollout.local.engine import LocalEngine
 
 PARAMS = SamplingParams(max_response_tokens=9, stop_token_ids=(1, 5))
 """Two stop tokens, so that some responses end early and some at the limit."""

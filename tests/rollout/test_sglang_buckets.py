@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megarl.core.fp8 import dequantize_fp8, round_through_fp8
 from megarl.errors import WeightSyncError
-from megarl.rollout.sglang_buckets import Bucket, Stopwatch, WeightForm, buckets, each_exactly_once
+from megarl.rollout.sglang.buckets import Bucket, Stopwatch, WeightForm, buckets, each_exactly_once
 
 SHAPES = {"a.weight": (2, 3), "b.weight": (4,), "c.weight": (1, 5)}
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)

@@ -17,7 +17,7 @@ from aiohttp import web
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError, StopError
 from megarl.rollout.engine import one_each
-from megarl.rollout.sglang_client import ClientSettings, SGLangClient
+from megarl.rollout.sglang.client import ClientSettings, SGLangClient
 
 
 class Counting:

@@ -15,10 +15,10 @@ import pytest
 
 from megarl.core.routing import RoutingTrace, encode
 from megarl.errors import TraceError
-from megarl.rollout.moe_shape import MoeShape
-from megarl.rollout.sglang_plugin.compact import HEADER, Ask, compact, is_compact
-from megarl.rollout.sglang_server import PLUGIN
-from megarl.rollout.sglang_wire import decode_routes
+from megarl.models.moe_shape import MoeShape
+from megarl.rollout.sglang.plugin.compact import HEADER, Ask, compact, is_compact
+from megarl.rollout.sglang.server import PLUGIN
+from megarl.rollout.sglang.wire import decode_routes
 
 ASK = Ask(num_layers=4, dense_layers=(0, 2), num_experts=16, topk=3)
 SHAPE = MoeShape(num_layers=4, moe_layers=(1, 3), num_experts=16, topk=3)
@@ -153,7 +153,7 @@ def test_the_plugin_finds_megarl_alone_and_loads_no_torch(tmp_path: Path) -> Non
         "assert importlib.util.find_spec('megarl') is None\n"
         "import megarl_routes_plugin\n"
         "path = list(sys.path); megarl_routes_plugin.import_megarl(); assert sys.path == path\n"
-        "from megarl.rollout.sglang_plugin.compact import Ask\n"
+        "from megarl.rollout.sglang.plugin.compact import Ask\n"
         "print('torch' in sys.modules, 'httpx' in sys.modules, Ask(2, (), 4, 1).moe_layers)"
     )
     done = subprocess.run(

@@ -30,14 +30,14 @@ from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.data.tiny import write_tiny_model
-from megarl.rollout import sglang_engine
 from megarl.rollout.engine import SamplingParams, Session
 from megarl.rollout.episodes import EpisodeLimits, play
-from megarl.rollout.sglang_buckets import WeightForm
-from megarl.rollout.sglang_client import ClientSettings
-from megarl.rollout.sglang_engine import SGLangEngine
-from megarl.rollout.sglang_fleet import Fleet, FleetSettings
-from megarl.rollout.sglang_server import Server, ServerSpec
+from megarl.rollout.sglang import engine as sglang_engine
+from megarl.rollout.sglang.buckets import WeightForm
+from megarl.rollout.sglang.client import ClientSettings
+from megarl.rollout.sglang.engine import SGLangEngine
+from megarl.rollout.sglang.fleet import Fleet, FleetSettings
+from megarl.rollout.sglang.server import Server, ServerSpec
 from megarl.rollout.tools.protocol import ModelTurn, Observation
 
 pytestmark = pytest.mark.sglang

@@ -16,13 +16,13 @@ from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_se
 
 from megarl.data.tiny import write_tiny_model
 from megarl.errors import ConfigError
-from megarl.rollout import sglang_fleet
 from megarl.rollout.engine import SamplingParams
-from megarl.rollout.sglang_buckets import WeightForm
-from megarl.rollout.sglang_engine import SGLangEngine
-from megarl.rollout.sglang_fleet import Fleet
-from megarl.rollout.sglang_server import Server, ServerSpec
-from megarl.rollout.weight_folder import write_fp8_model
+from megarl.rollout.sglang import fleet as sglang_fleet
+from megarl.rollout.sglang.buckets import WeightForm
+from megarl.rollout.sglang.engine import SGLangEngine
+from megarl.rollout.sglang.fleet import Fleet
+from megarl.rollout.sglang.server import Server, ServerSpec
+from megarl.rollout.sglang.weight_folder import write_fp8_model
 
 PLUGIN = Path(__file__).parents[1] / "fp8_without_kernels"
 PARAMS = SamplingParams(max_response_tokens=8)

@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from sglang_fixtures import START_DEADLINE_S
 from sglang_oracle import CLOSE, Weights, oracle_of
 
+from megarl.convert import conversion
+from megarl.convert.job import Ranks
+from megarl.convert.quantization import Options, quantize
 from megarl.core.fp8 import is_fp8_weight, round_through_fp8
 from megarl.data.tiny import write_tiny_model
-from megarl.megatron import conversion
-from megarl.megatron.conversion_job import Ranks
-from megarl.megatron.quantization import Options, quantize
-from megarl.rollout.sglang_server import Server, ServerSpec
+from megarl.rollout.sglang.server import Server, ServerSpec
 
 PLUGIN = Path(__file__).parents[1] / "fp8_without_kernels"
 KEEP = ("*.layers.0.self_attn.*", "*.layers.1.mlp.experts.*")

@@ -17,15 +17,16 @@ from sglang_fixtures import START_DEADLINE_S
 from sglang_oracle import CLOSE, logprob_gap, noisy, oracle_of, same_sets
 
 from megarl.errors import WeightSyncError
-from megarl.rollout import sglang_fleet, sglang_sync
 from megarl.rollout.engine import SamplingParams
-from megarl.rollout.sglang_buckets import Bucket, WeightForm
-from megarl.rollout.sglang_engine import SGLangEngine
-from megarl.rollout.sglang_fleet import Fleet, FleetSettings
-from megarl.rollout.sglang_group import BroadcastGroup
-from megarl.rollout.sglang_server import Server, ServerSpec
-from megarl.rollout.sglang_sync import WeightSender
-from megarl.rollout.sglang_versions import parse_version
+from megarl.rollout.sglang import fleet as sglang_fleet
+from megarl.rollout.sglang import sync as sglang_sync
+from megarl.rollout.sglang.buckets import Bucket, WeightForm
+from megarl.rollout.sglang.engine import SGLangEngine
+from megarl.rollout.sglang.fleet import Fleet, FleetSettings
+from megarl.rollout.sglang.group import BroadcastGroup
+from megarl.rollout.sglang.server import Server, ServerSpec
+from megarl.rollout.sglang.sync import WeightSender
+from megarl.rollout.sglang.versions import parse_version
 
 PARAMS = SamplingParams(max_response_tokens=8)
 

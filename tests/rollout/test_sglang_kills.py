@@ -18,13 +18,13 @@ from sglang_faulty import check_complete, in_background, kill_9
 from sglang_fixtures import START_DEADLINE_S
 from sglang_oracle import CLOSE, logprob_gap, noisy, oracle_of, same_sets
 
-from megarl.rollout import sglang_sync
 from megarl.rollout.engine import SamplingParams
-from megarl.rollout.sglang_buckets import WeightForm
-from megarl.rollout.sglang_client import ClientSettings
-from megarl.rollout.sglang_engine import SGLangEngine
-from megarl.rollout.sglang_fleet import Fleet, FleetSettings
-from megarl.rollout.sglang_server import Server, ServerSpec
+from megarl.rollout.sglang import sync as sglang_sync
+from megarl.rollout.sglang.buckets import WeightForm
+from megarl.rollout.sglang.client import ClientSettings
+from megarl.rollout.sglang.engine import SGLangEngine
+from megarl.rollout.sglang.fleet import Fleet, FleetSettings
+from megarl.rollout.sglang.server import Server, ServerSpec
 
 pytestmark = pytest.mark.sglang
 

@@ -23,15 +23,15 @@ from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_se
 from megarl.core.turns import join, known_rows
 from megarl.core.types import SampleRequest
 from megarl.errors import RolloutError
+from megarl.models.moe_shape import MoeShape
 from megarl.rollout.engine import SamplingParams
-from megarl.rollout.moe_shape import MoeShape
-from megarl.rollout.sglang_buckets import WeightForm
-from megarl.rollout.sglang_client import ClientSettings
-from megarl.rollout.sglang_engine import SGLangEngine
-from megarl.rollout.sglang_fleet import Fleet
-from megarl.rollout.sglang_plugin.compact import Ask, is_compact
-from megarl.rollout.sglang_server import Server, ServerSpec, environment
-from megarl.rollout.sglang_wire import decode_routes
+from megarl.rollout.sglang.buckets import WeightForm
+from megarl.rollout.sglang.client import ClientSettings
+from megarl.rollout.sglang.engine import SGLangEngine
+from megarl.rollout.sglang.fleet import Fleet
+from megarl.rollout.sglang.plugin.compact import Ask, is_compact
+from megarl.rollout.sglang.server import Server, ServerSpec, environment
+from megarl.rollout.sglang.wire import decode_routes
 
 pytestmark = pytest.mark.sglang
 

@@ -22,8 +22,8 @@ from sglang_fixtures import START_DEADLINE_S
 from transformers import AutoModelForCausalLM
 
 from megarl.errors import ConfigError, RolloutError
-from megarl.rollout import sglang_server
-from megarl.rollout.sglang_server import (
+from megarl.rollout.sglang import server as sglang_server
+from megarl.rollout.sglang.server import (
     CPU_SHIM,
     PLUGIN,
     Server,
@@ -165,7 +165,7 @@ def test_kill_9_of_the_parent_takes_the_server_down(tmp_path: Path):
     script = f"""
 import time
 from megarl.rollout import sglang_server
-from megarl.rollout.sglang_server import Server, ServerSpec
+from megarl.rollout.sglang.server import Server, ServerSpec
 sglang_server.command = lambda spec, config: [spec.python, "-c", {STUBBORN!r}]
 server = Server(ServerSpec("model", {sys.executable!r}, "float32", {str(tmp_path / "log")!r}, api_key="secret"))
 server.start()
@@ -250,7 +250,7 @@ def test_kill_9_of_the_parent_takes_a_real_server_down(sglang_spec: ServerSpec, 
     fields |= {"model_path": str(sglang_spec.model_path), "python": str(sglang_spec.python)}
     script = f"""
 import json, sys, time
-from megarl.rollout.sglang_server import Server, ServerSpec
+from megarl.rollout.sglang.server import Server, ServerSpec
 server = Server(ServerSpec(**json.loads({json.dumps(fields)!r}), log_file={str(tmp_path / "log")!r}))
 server.start()
 while len(server.members()) < 5:  # watchdog, launcher, resource tracker, scheduler, detokenizer

@@ -18,14 +18,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 from megarl.data.tiny import write_tiny_model
 from megarl.errors import ConfigError, RolloutError, WeightSyncError
-from megarl.rollout import sglang_server
-from megarl.rollout.checkpoint_views import checkpoint_shapes
-from megarl.rollout.sglang_buckets import Bucket, WeightForm, buckets
-from megarl.rollout.sglang_engine import SGLangEngine
-from megarl.rollout.sglang_fleet import Fleet, FleetSettings
-from megarl.rollout.sglang_server import Server, ServerSpec
-from megarl.rollout.sglang_sync import WeightSender
-from megarl.rollout.weight_folder import WeightFolder
+from megarl.rollout.local.checkpoint_views import checkpoint_shapes
+from megarl.rollout.sglang import server as sglang_server
+from megarl.rollout.sglang.buckets import Bucket, WeightForm, buckets
+from megarl.rollout.sglang.engine import SGLangEngine
+from megarl.rollout.sglang.fleet import Fleet, FleetSettings
+from megarl.rollout.sglang.server import Server, ServerSpec
+from megarl.rollout.sglang.sync import WeightSender
+from megarl.rollout.sglang.weight_folder import WeightFolder
 
 SHAPES = {"a.weight": (2, 3), "b.weight": (4,), "c.weight": (1, 5)}
 

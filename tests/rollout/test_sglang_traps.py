@@ -19,13 +19,13 @@ from sglang_fixtures import START_DEADLINE_S
 from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_sets
 
 from megarl.core.types import Rollout, SampleRequest
-from megarl.rollout import sglang_server
-from megarl.rollout.moe_shape import MoeShape
-from megarl.rollout.sglang_buckets import Bucket
-from megarl.rollout.sglang_server import Server, ServerSpec
-from megarl.rollout.sglang_sync import WeightSender
-from megarl.rollout.sglang_versions import parse_version
-from megarl.rollout.sglang_wire import rollout_of
+from megarl.models.moe_shape import MoeShape
+from megarl.rollout.sglang import server as sglang_server
+from megarl.rollout.sglang.buckets import Bucket
+from megarl.rollout.sglang.server import Server, ServerSpec
+from megarl.rollout.sglang.sync import WeightSender
+from megarl.rollout.sglang.versions import parse_version
+from megarl.rollout.sglang.wire import rollout_of
 
 pytestmark = pytest.mark.sglang
 

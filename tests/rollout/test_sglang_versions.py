@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.errors import ConfigError, RolloutError
-from megarl.rollout.sglang_versions import (
+from megarl.rollout.sglang.versions import (
     CAPABILITIES,
     FAULTS,
     arguments_of,

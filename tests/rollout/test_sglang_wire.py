@@ -12,8 +12,8 @@ from transformers import DeepseekV3Config, Glm4MoeConfig, MixtralConfig, OlmoeCo
 
 from megarl.core.types import SampleRequest
 from megarl.errors import ConfigError, RolloutError, TraceError
-from megarl.rollout.moe_shape import MoeShape
-from megarl.rollout.sglang_wire import decode_routes, rollout_of
+from megarl.models.moe_shape import MoeShape
+from megarl.rollout.sglang.wire import decode_routes, rollout_of
 
 SHAPE = MoeShape(num_layers=4, moe_layers=(1, 2, 3), num_experts=8, topk=2)
 REQUEST = SampleRequest(np.array([5, 6, 7], np.int32), group=4, sample=1, seed=0)

@@ -15,12 +15,12 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from megarl.config_sampling import EnvironmentConfig
+from megarl.config.sampling import EnvironmentConfig
 from megarl.core.types import FinishReason, Rollout, SampleRequest
 from megarl.errors import ConfigError
-from megarl.rollout.batches import Batches
 from megarl.rollout.engine import Session
 from megarl.rollout.episodes import EpisodeLimits, Played, play
+from megarl.rollout.local.session import Batches
 from megarl.rollout.tools.calculator import CalculatorTool
 from megarl.rollout.tools.environment import Block, Hermes, ToolEnvironment
 from megarl.rollout.tools.protocol import Environment, ModelTurn, Observation, ToolResult

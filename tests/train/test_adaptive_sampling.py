@@ -16,15 +16,15 @@ from forks import Job, run_jobs
 from train_jobs import adaptive, recorded, sampler_of, trained_on
 from train_world import GROUP_SIZE, World, training
 
-from megarl.core.gvm import gvm_allocate
 from megarl.core.metrics import finalize
+from megarl.core.sampling.gvm import gvm_allocate
 from megarl.core.types import Rollout
 from megarl.data.prompts import PromptOrder
 from megarl.errors import CheckpointError, ConfigError, RolloutError
+from megarl.run.metrics_log import read_metrics, without_timing
 from megarl.train.allotment import Gvm
 from megarl.train.drawn import Drawn
 from megarl.train.gradient_norms import gradient_norms
-from megarl.train.metrics import read_metrics, without_timing
 from megarl.train.sampler import Sampler
 from megarl.train.step import TrainStep
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import DataError
-from megarl.train.audit import Audit, check, used
+from megarl.run.audit import Audit, check, used
 
 
 def test_steps_that_a_resumption_has_undone_do_not_count(tmp_path: Path) -> None:

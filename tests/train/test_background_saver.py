@@ -17,9 +17,9 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from train_world import World, take_step, training, weights_of
 
 from megarl.errors import SaveError
-from megarl.megatron import background_saver, checkpoint
-from megarl.megatron.background_saver import BackgroundSaver
-from megarl.megatron.checkpoint import complete_checkpoints
+from megarl.megatron.checkpoints import background_saver, checkpoint
+from megarl.megatron.checkpoints.background_saver import BackgroundSaver
+from megarl.megatron.checkpoints.checkpoint import complete_checkpoints
 
 
 @pytest.fixture

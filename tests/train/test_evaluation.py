@@ -16,11 +16,11 @@ from forks import Ended, Job, run_jobs
 from train_world import World
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import megarl.train.evaluation as evaluation
+import megarl.evaluate.evaluation as evaluation
 from megarl import cli
-from megarl.core.pass_at_k import pass_at_k
-from megarl.train.evaluation_draw import response_seed
-from megarl.train.metrics import read_metrics
+from megarl.core.sampling.pass_at_k import pass_at_k
+from megarl.evaluate.sampling import response_seed
+from megarl.run.metrics_log import read_metrics
 from megarl.train.sampler import EVALUATE, sampling_seed
 
 Megarl = Callable[..., int]

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from megarl.core.pass_at_k import fixed_prompts_interval, mean_interval, wilson_interval
+from megarl.core.sampling.pass_at_k import fixed_prompts_interval, mean_interval, wilson_interval
 from megarl.data.benchmarks import Benchmark
 from megarl.data.prompts import Prompt
 from megarl.errors import ConfigError, DataError
-from megarl.train import evaluation_folder as folder
-from megarl.train.evaluation_figures import Samples, console_of, figures, print_table, prompt_rows
+from megarl.evaluate import folder
+from megarl.evaluate.figures import Samples, console_of, figures, print_table, prompt_rows
 
 NAN = float("nan")
 

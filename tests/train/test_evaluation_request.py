@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from megarl.config import Config
-from megarl.config_file import parse
+from megarl.config.file import parse
 from megarl.errors import ConfigError
-from megarl.train.evaluation_request import eval_request
+from megarl.evaluate.request import eval_request
 
 
 def config(**tables: Any) -> Config:
@@ -49,6 +49,6 @@ def test_without_a_checkpoint_any_number_of_ranks_will_do() -> None:
 
 
 def test_a_wrong_option_is_found_before_anything_heavy_is_imported() -> None:
-    code = "import sys, megarl.train.evaluation_request; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    code = "import sys, megarl.evaluate.request; print([m for m in ('torch', 'numpy') if m in sys.modules])"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert told.stdout.strip() == "[]"

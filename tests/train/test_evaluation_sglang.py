@@ -12,7 +12,7 @@ import tomli_w
 from megarl import cli
 from megarl.data.tiny import write_sort_task
 from megarl.megatron import distributed
-from megarl.rollout.sglang_server import Server
+from megarl.rollout.sglang.server import Server
 
 pytestmark = pytest.mark.sglang
 

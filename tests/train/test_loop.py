@@ -12,15 +12,15 @@ import torch
 from train_world import NUM_SEQUENCES, ROWS, World, hf_config, trainer_of
 
 from megarl.config import Config
-from megarl.config_file import parse
+from megarl.config.file import parse
 from megarl.errors import CheckpointError, ConfigError, MegarlError, RolloutError
 from megarl.megatron import distributed
-from megarl.megatron.checkpoint import complete_checkpoints
-from megarl.megatron.hf_files import HFCheckpoint
-from megarl.megatron.weights import export_hf, save_hf
-from megarl.rollout.local import LocalEngine
+from megarl.megatron.checkpoints.checkpoint import complete_checkpoints
+from megarl.megatron.hf_weights import export_hf, save_hf
+from megarl.models.hf_files import HFCheckpoint
+from megarl.rollout.local.engine import LocalEngine
+from megarl.run.metrics_log import read_metrics, without_timing
 from megarl.train.loop import Trainer, train
-from megarl.train.metrics import read_metrics, without_timing
 
 
 def run(settings: Config) -> list[dict[str, Any]]:

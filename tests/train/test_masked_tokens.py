@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from train_world import World, fixed_advantages, take_step, training, weights_of
 
-from megarl.core.columns import Denominators, TokenColumns
+from megarl.core.choices.parts import Objective
+from megarl.core.choices.table import OBJECTIVES
 from megarl.core.metrics import Stat
 from megarl.core.objectives import Coefficients, coefficients, mini_batch_power, policy_loss
-from megarl.core.parts import Objective
-from megarl.core.table import OBJECTIVES
+from megarl.core.objectives.columns import Denominators, TokenColumns
 from megarl.core.types import Rollout
 
 ROWS = sorted(name for name, objective in OBJECTIVES.items() if not objective.needs_ref_logprobs)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megarl.errors import ConfigError, DataError
-from megarl.train.metrics import MetricsLog, read_metrics, without_timing
+from megarl.run.metrics_log import MetricsLog, read_metrics, without_timing
 
 
 def write_steps(run_dir: Path, steps: range, **options: bool) -> None:
@@ -157,7 +157,7 @@ def test_wall_time_goes_on_after_a_resume(tmp_path: Path) -> None:
 def test_records_survive_a_kill_without_close(tmp_path: Path) -> None:
     code = f"""
         import os, signal
-        from megarl.train.metrics import MetricsLog
+        from megarl.run.metrics_log import MetricsLog
         log = MetricsLog({str(tmp_path)!r}, tensorboard=False)
         log.write("step", 0, {{"a": 1.0}})
         log.write("minibatch", 1, {{"loss": 2.0}}, minibatch=0)

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.core.collector import Collector, Selection
+from megarl.core.choices.stopping import Allotted, SamplingRule, Sequential, Uniform, ada_seq_balance, ada_seq_pos
 from megarl.core.metrics import finalize
-from megarl.core.stopping import Allotted, SamplingRule, Sequential, Uniform, ada_seq_balance, ada_seq_pos
+from megarl.core.sampling.collector import Collector, Selection
 from megarl.errors import ConfigError
 from megarl.train.plans import GroupPlan, Key, Listed, Place, Plan, Refill, SequencePlan, deal, owned_sequences
 

@@ -14,7 +14,7 @@ from forks import Ended
 from release_checks import RELEASES, VARIANTS, prepared, trained
 from train_world import World
 
-from megarl.train.metrics import read_metrics, without_timing
+from megarl.run.metrics_log import read_metrics, without_timing
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 

@@ -11,12 +11,12 @@ from PIL import Image
 from train_world import World
 
 from megarl.errors import DataError, MegarlError
+from megarl.report.panels import PANELS, render
+from megarl.report.plots import PHASES, draw_time
+from megarl.report.report import write_report
+from megarl.report.series import Curve, Series, layer_curves, smooth
+from megarl.run.metrics_log import MetricsLog, read_metrics
 from megarl.train.loop import train
-from megarl.train.metrics import MetricsLog, read_metrics
-from megarl.train.report import write_report
-from megarl.train.report_draw import PHASES, draw_time
-from megarl.train.report_panels import PANELS, render
-from megarl.train.report_series import Curve, Series, layer_curves, smooth
 
 CONFIG = """
 [run]

@@ -10,8 +10,8 @@ import pytest
 from forks import Ended, Job, run_jobs
 from train_world import World
 
-from megarl.megatron.checkpoint import complete_checkpoints
-from megarl.train.metrics import read_metrics, without_timing
+from megarl.megatron.checkpoints.checkpoint import complete_checkpoints
+from megarl.run.metrics_log import read_metrics, without_timing
 
 KILLS: dict[str, tuple[str, int, int | None]] = {
     "mid_step": ("minibatch", 3, 0),

@@ -322,7 +322,7 @@ def test_a_vocabulary_larger_than_the_tokenizer_still_gets_rewards(world: World,
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from megarl.data.tiny import write_tiny_model
-    from megarl.rollout.local import LocalEngine
+    from megarl.rollout.local.engine import LocalEngine
 
     source = write_tiny_model(tmp_path / "small", hidden_size=32, num_layers=2, num_experts=8, expert_width=16)
     config = AutoConfig.from_pretrained(source)

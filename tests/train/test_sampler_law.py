@@ -22,14 +22,14 @@ from train_rewards import starts_in_answer
 from train_world import World, layout
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megarl.core.collector import Selection
-from megarl.core.expectations import balanced_slope
+from megarl.core.choices.stopping import Sequential, ada_seq_balance, ada_seq_pos
 from megarl.core.metrics import finalize
-from megarl.core.stopping import Sequential, ada_seq_balance, ada_seq_pos
-from megarl.core.stopping_law import StoppingLaw, stopping_law
-from megarl.core.subsampling import positives_to_keep
+from megarl.core.sampling.collector import Selection
+from megarl.core.sampling.expectations import balanced_slope
+from megarl.core.sampling.stopping_law import StoppingLaw, stopping_law
+from megarl.core.sampling.subsampling import positives_to_keep
 from megarl.data.tiny import write_tiny_model
-from megarl.rollout.local import LocalEngine
+from megarl.rollout.local.engine import LocalEngine
 from megarl.train.sampler import Sampler, StepRollouts
 
 WANTED = (0.05, 0.1, 0.3, 0.5, 0.8, 0.95)

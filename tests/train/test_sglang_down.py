@@ -14,7 +14,7 @@ import tomli_w
 from sglang_fixtures import START_DEADLINE_S
 
 from megarl.data.tiny import write_sort_task, write_tiny_model
-from megarl.train.metrics import read_metrics
+from megarl.run.metrics_log import read_metrics
 
 pytestmark = pytest.mark.sglang
 
@@ -73,9 +73,7 @@ def test_a_run_without_a_server_ends_with_a_checkpoint_and_continues(run_file: P
         while len(steps_of(run_file)) < 2:
             assert run.poll() is None, run.communicate()
             time.sleep(0.02)
-        killed = [
-            p for p in psutil.Process(run.pid).children(recursive=True) if "sglang_watchdog" not in str(p.cmdline())
-        ]
+        killed = [p for p in psutil.Process(run.pid).children(recursive=True) if "watchdog" not in str(p.cmdline())]
         for process in killed:
             process.kill()
         out, err = run.communicate(timeout=120.0)

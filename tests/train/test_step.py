@@ -32,7 +32,7 @@ from train_world import (
 )
 
 from megarl.config import Config
-from megarl.config_file import parse
+from megarl.config.file import parse
 from megarl.core.types import Rollout
 from megarl.data.tiny import write_tiny_model
 from megarl.errors import ConfigError, NumericsError, ReplayError, RolloutError, TraceError

@@ -1,4 +1,4 @@
-"""The whole training half against transformers, autograd and the loops of ``megarl.core.reference_objectives``."""
+"""The whole training half against transformers, autograd and the loops of ``oracles.reference_objectives``."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from oracles.reference import token_level_kl
+from oracles.reference_objectives import coefficients
 from train_world import NUM_SEQUENCES, ROWS, World, fixed_advantages, look, prepare, training
 from transformers import AutoModelForCausalLM
 
 from megarl.config import Config
 from megarl.core.metrics import finalize
-from megarl.core.reference import token_level_kl
-from megarl.core.reference_objectives import coefficients
 from megarl.core.types import Rollout
-from megarl.megatron.weights import save_hf
+from megarl.megatron.hf_weights import save_hf
 from megarl.train.step import collect
 
 

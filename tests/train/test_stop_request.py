@@ -12,11 +12,12 @@ import pytest
 from train_world import World, trainer_of
 
 from megarl.errors import SaveError, StopError
-from megarl.megatron import checkpoint, distributed
-from megarl.train.audit import check
+from megarl.megatron import distributed
+from megarl.megatron.checkpoints import checkpoint
+from megarl.run.audit import check
+from megarl.run.metrics_log import read_metrics, without_timing
+from megarl.run.stop_request import StopRequest
 from megarl.train.loop import train
-from megarl.train.metrics import read_metrics, without_timing
-from megarl.train.stopping import StopRequest
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
@@ -45,7 +46,7 @@ def test_a_second_ctrl_c_ends_at_once_unless_it_is_the_first_one_passed_on(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     now = 100.0
-    monkeypatch.setattr("megarl.train.stopping.time.monotonic", lambda: now)
+    monkeypatch.setattr("megarl.run.stop_request.time.monotonic", lambda: now)
     with StopRequest() as stop:
         interrupt()
         now += 0.5

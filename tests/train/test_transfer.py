@@ -9,7 +9,7 @@ import pytest
 from forks import Job, run_jobs
 from train_world import GROUP_SIZE, NUM_GROUPS, NUM_MOE_LAYERS, TOP_K, World
 
-from megarl.megatron.shapes import read_shape
+from megarl.models.shapes import read_shape
 from megarl.plan.batches import batches_of
 from megarl.plan.layout import stages_of
 from megarl.plan.traffic import REWARD_BYTES, step_traffic

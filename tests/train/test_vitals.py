@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.data.run_lock import RunLock
 from megarl.errors import ConfigError, PeerError, RolloutError, StopError
-from megarl.train.reporting import reported
-from megarl.train.status import read_status, show
-from megarl.train.vitals import Vitals, rank_file, read_signs, stacks_file, stop_file, whereabouts
+from megarl.run.lock import RunLock
+from megarl.run.reporting import reported
+from megarl.run.status import read_status, show
+from megarl.run.vitals import Vitals, rank_file, read_signs, stacks_file, stop_file, whereabouts
 
 
 def vitals_of(folder: Path, rank: int = 0, ranks: int = 1, hang_s: float = 60.0) -> Vitals:
@@ -115,7 +115,7 @@ def test_a_request_to_stop_is_for_the_start_that_it_names(tmp_path: Path, monkey
 
 
 def test_a_rank_without_a_launcher_ends(tmp_path: Path) -> None:
-    rank = "import sys, time; from pathlib import Path; from megarl.train.vitals import Vitals\n"
+    rank = "import sys, time; from pathlib import Path; from megarl.run.vitals import Vitals\n"
     rank += "with Vitals(Path(sys.argv[1]), 0, 1, steps=1, hang_s=60, beat_s=0.05):\n    time.sleep(60)"
     launcher = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', *sys.argv[1:]]); time.sleep(60)"
     under_torchrun = {**os.environ, "TORCHELASTIC_RUN_ID": "1"}
@@ -150,7 +150,7 @@ def fail(vitals: Vitals, folder: Path, error: Exception) -> None:
 
 
 def test_a_failed_collective_call_names_phase_and_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.train.reporting._SIGNS_ARE_OLD_S", 0.1)
+    monkeypatch.setattr("megarl.run.reporting._SIGNS_ARE_OLD_S", 0.1)
     gone = {"rank": 1, "host": socket.gethostname(), "pid": 2**22 + 1, "step": 4, "phase": "sync", "beat": 0.0}
     vitals = vitals_of(tmp_path, 0, 2)
     vitals.begin(4)

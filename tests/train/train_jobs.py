@@ -17,17 +17,18 @@ from train_world import NUM_GROUPS, NUM_SEQUENCES, Taken, World, layout, take_st
 from transformers import AutoConfig
 
 from megarl.config import Config
-from megarl.core.collector import Selection
 from megarl.core.metrics import Stat, finalize
+from megarl.core.sampling.collector import Selection
 from megarl.errors import MegarlError
-from megarl.megatron import checkpoint, distributed
+from megarl.evaluate.evaluation import evaluate
+from megarl.evaluate.request import eval_request
+from megarl.megatron import distributed
+from megarl.megatron.checkpoints import checkpoint
 from megarl.megatron.frozen import FrozenModel
-from megarl.megatron.weights import save_hf
-from megarl.rollout.local import LocalEngine
-from megarl.train.evaluation import evaluate
-from megarl.train.evaluation_request import eval_request
+from megarl.megatron.hf_weights import save_hf
+from megarl.rollout.local.engine import LocalEngine
+from megarl.run.metrics_log import MetricsLog
 from megarl.train.loop import train
-from megarl.train.metrics import MetricsLog
 from megarl.train.plans import owned_sequences
 from megarl.train.sampler import Sampler, StepRollouts
 from megarl.train.step import TrainStep, collect

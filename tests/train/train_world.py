@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 import megarl.train.step as train_step
 from megarl.config import OBJECTIVES, Config
-from megarl.config_file import parse
+from megarl.config.file import parse
 from megarl.core.metrics import Stat, finalize
 from megarl.core.types import Rollout, SampleRequest
 from megarl.data.prompts import load_prompts
@@ -27,14 +27,14 @@ from megarl.data.tiny import write_sort_task, write_tiny_model
 from megarl.megatron import distributed
 from megarl.megatron.policy import Policy, schedule_of
 from megarl.rollout.engine import SamplingParams
-from megarl.rollout.local import LocalEngine
+from megarl.rollout.local.engine import LocalEngine
+from megarl.run.metrics_log import MetricsLog
+from megarl.run.stop_request import StopRequest
+from megarl.run.vitals import Vitals
 from megarl.train.loop import Trainer
-from megarl.train.metrics import MetricsLog
 from megarl.train.plans import owned_sequences
 from megarl.train.step import MiniBatch, TrainStep, collect
-from megarl.train.stopping import StopRequest
 from megarl.train.token_advantages import Judged
-from megarl.train.vitals import Vitals
 
 NUM_GROUPS, GROUP_SIZE, MAX_RESPONSE = 8, 4, 8
 NUM_SEQUENCES = NUM_GROUPS * GROUP_SIZE

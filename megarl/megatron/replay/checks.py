@@ -11,11 +11,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 
+from megarl.config.megatron_fields import replay_blockers
 from megarl.errors import ReplayError
 from megarl.megatron.replay.hooks import Hook
 from megarl.megatron.replay.records import MicroRoutes
 from megarl.megatron.versions import RELEASE
-from megarl.megatron_fields import replay_blockers
 
 MOST_EXPERTS = 1 << 15
 """Expert numbers travel as int16, which torch indexes everywhere."""

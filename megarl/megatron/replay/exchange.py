@@ -20,7 +20,7 @@ from megarl.errors import TraceError
 from megarl.megatron.batches import MicroBatch, router_tokens, routes_at
 from megarl.megatron.distributed import gather_bytes, model_group
 from megarl.megatron.replay.records import MicroRoutes
-from megarl.megatron.shapes import ModelShape
+from megarl.models.shapes import ModelShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megarl.errors import ReplayError
+from megarl.megatron.hf_weights import unwrap
 from megarl.megatron.replay.balancing import AuxLoss, count_dispatched, count_natively
 from megarl.megatron.replay.checks import (
     check_chunks,
@@ -32,7 +33,6 @@ from megarl.megatron.replay.hooks import Bystander, Hook, InputTap, untraced_row
 from megarl.megatron.replay.passes import Block
 from megarl.megatron.replay.records import MicroRoutes, Recording
 from megarl.megatron.replay.sessions import Recorder, Replayer
-from megarl.megatron.weights import unwrap
 
 MIN_AGREEMENT = 0.5
 """Of replayed experts with the routers' own choice, beyond chance; engines that run one model agree in about 0.9."""

@@ -1,0 +1,110 @@
+"""Reading a configuration: a TOML file, values from the command line on top, and one clear line when it is wrong."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from megarl.config import Config
+from megarl.config.table import Table
+from megarl.errors import ConfigError
+
+
+def load(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Read a TOML file; overrides (dotted key -> value) win over it. ConfigError, one line, if anything is wrong."""
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as a configuration file: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    return parse(table, overrides, source=str(path))
+
+
+def parse(table: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, *, source: str = "config") -> Config:
+    """Validate nested tables, overrides (dotted key -> value) applied first; ConfigError names `source` and the key."""
+    merged = _copy(table)
+    for dotted, value in (overrides or {}).items():
+        *parents, leaf = dotted.split(".")
+        node: Any = merged
+        for parent in parents:
+            node = node.setdefault(parent, {}) if isinstance(node, dict) else None
+        if not isinstance(node, dict):
+            raise ConfigError(f"{source}: {dotted}: found a value where a table was expected, above this key")
+        node[leaf] = value
+    try:
+        config = Config.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {_one_line(error)}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
+    if config.run.dir is None:  # resolved, so that the saved file says where the run lies
+        config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(config.run_dir)})})
+    return config
+
+
+def _copy(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _copy(value) if isinstance(value, dict) else value for key, value in table.items()}
+
+
+def _table_class(annotation: Any) -> type[Table] | None:
+    """The table that an annotation such as ``SftConfig | None`` holds, if it holds one."""
+    options = (annotation, *get_args(annotation))
+    return next((option for option in options if isinstance(option, type) and issubclass(option, Table)), None)
+
+
+def annotation_of(dotted: str) -> Any:
+    """Type of a dotted key such as "rollout.temperature"; Any below a free table; None if there is no such key."""
+    annotation: Any = Config
+    for part in dotted.split("."):
+        table = _table_class(annotation)
+        if table is None:
+            return Any if get_origin(annotation) is dict else None
+        if part not in table.model_fields:
+            return None
+        annotation = table.model_fields[part].annotation
+    return annotation
+
+
+def keys() -> dict[str, FieldInfo]:
+    """Every dotted key with pydantic's description of it, in file order; "megatron.*" stands for the free table."""
+    found: dict[str, FieldInfo] = {}
+    for name, info in Config.model_fields.items():
+        table = _table_class(info.annotation)
+        found |= {f"{name}.{key}": inner for key, inner in table.model_fields.items()} if table else {f"{name}.*": info}
+    return found
+
+
+def unknown_key(dotted: str) -> str:
+    """What to say about a dotted key that does not exist."""
+    same_name = [key for key in keys() if key.rpartition(".")[2] == dotted.rpartition(".")[2]]
+    close = same_name or difflib.get_close_matches(dotted, keys(), n=1)
+    return "unknown key; " + (f"did you mean {' or '.join(close)}?" if close else "remove it")
+
+
+def _one_line(error: ValidationError) -> str:
+    """The first problem, with its dotted key, and how many more there are."""
+    problems = error.errors(include_url=False)
+    first = problems[0]
+    dotted = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        text = f"{dotted}: {unknown_key(dotted)}"
+    elif first["type"] == "model_type":
+        text = f"{dotted}: found {first['input']!r}, expected a table [{dotted}]"
+    elif first["type"] == "missing":
+        what = f"pass --{dotted}" if "." in dotted else f"see megarl train --help for the keys of the table [{dotted}]"
+        text = f"{dotted}: missing, but needed; add it to the file or {what}"
+    elif first["type"] == "value_error":
+        message = str(first["ctx"]["error"]) if "ctx" in first else first["msg"]
+        text = f"{dotted}.{message}" if dotted else message
+    else:
+        text = f"{dotted}: found {first['input']!r}, expected: {first['msg'][0].lower()}{first['msg'][1:]}"
+    more = len(problems) - 1
+    text = " ".join(text.split())
+    return text + (f" (and {more} more problem{'s' if more > 1 else ''})" if more else "")

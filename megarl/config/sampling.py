@@ -1,0 +1,283 @@
+"""The tables of a configuration that say what is sampled, how much of it, and how it is credited."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from megarl.config.table import Count, NonNegative, Table
+from megarl.core.choices.credit import Combination, Credit, Statistics, Weigh
+from megarl.core.choices.nonlinear import parse_objective
+from megarl.core.choices.parts import PoolScale
+from megarl.core.choices.stopping import POSITIVE, SamplingRule, Uniform, ada_seq_balance, ada_seq_pos
+from megarl.errors import ConfigError
+
+Rule = Literal["uniform", "ada_seq_pos", "ada_seq_balance", "ada_est", "gvm"]
+
+_SEQUENTIAL = ("ada_seq_pos", "ada_seq_balance")
+_ADVANTAGE_PARTS = ("statistics", "scale", "ddof", "floor", "rate_eps", "combination")
+_ALLOTTED = ("ada_est", "gvm")
+
+
+class SamplingConfig(Table):
+    """[sampling]: how many responses a prompt gets, and which of them train; see docs/sampling.md."""
+
+    rule: Rule = "uniform"
+    """uniform: group_size each; ada_seq_pos, ada_seq_balance: rounds until a prompt has its positives (and negatives);
+    ada_est, gvm: by estimates, prompts_per_step * group_size in all (see [estimate] and [gvm])."""
+    train_size: PositiveInt | None = None
+    """Responses to a prompt that train, where it has more; default group_size with ada_seq_*, all with uniform."""
+    round_size: PositiveInt = 8
+    """Responses to a prompt in each round of ada_seq_*."""
+    max_samples: PositiveInt = 32
+    """Most responses to a prompt: after so many ada_seq_* gives up, and ada_est allots no more."""
+    positives: Count | None = None
+    """Positive responses that end a prompt; default 1 with ada_seq_pos, half of train_size with ada_seq_balance."""
+    negatives: Count | None = None
+    """Negative ones that ada_seq_balance needs besides; default the other half."""
+    subsample: Literal["balance", "pos", "any"] | None = None
+    """Which responses train with uniform and a train_size: half of each class as far as there are, in the pool's
+    proportion but at least one of each, or whatever comes; default balance."""
+    keep: Literal["first", "random"] = "first"
+    """Which responses of a class train, where there are more: the first that were asked for, or any, by the seed."""
+    refill: bool = False
+    """DAPO's dynamic sampling: a prompt without contrast in its rewards gives its place to a new one."""
+    max_prompts: PositiveInt | None = None
+    """Most prompts of a step with refill; default 4 * prompts_per_step."""
+    spare: Count = 0
+    """Prompts drawn ahead with refill: a shorter wait at the end of a step, for responses that may be lost."""
+    advantages: Literal["objective", "credit"] | None = None
+    """Whose advantages: the objective's, from the responses that train, or those of [credit], from all that were drawn;
+    default credit with ada_* and with train_size, else objective. Weights of [credit] go with either."""
+
+    @property
+    def fixed(self) -> bool:
+        """Whether it is known beforehand what is sampled, and all of it trains."""
+        return self.rule == "uniform" and self.train_size is None and not self.refill
+
+    @property
+    def allotted(self) -> bool:
+        """Whether counts per prompt are decided from estimates, before a step."""
+        return self.rule in _ALLOTTED
+
+    @property
+    def uses_credit(self) -> bool:
+        """Whether advantages are those of [credit]: ``advantages`` with its default resolved."""
+        chosen_by_reward = self.rule.startswith("ada_") or self.train_size is not None
+        return self.advantages == "credit" or (self.advantages is None and chosen_by_reward)
+
+    def rule_of(self, group_size: int, threshold: float = POSITIVE) -> SamplingRule:
+        """The rule for groups of so many, a reward above ``threshold`` being positive; not for those that allot.
+
+        ConfigError if sizes do not go together."""
+        train_size = group_size if self.train_size is None else self.train_size
+        if self.rule == "ada_seq_pos":
+            return ada_seq_pos(
+                train_size,
+                positives=1 if self.positives is None else self.positives,
+                round_size=self.round_size,
+                max_samples=self.max_samples,
+                threshold=threshold,
+            )
+        if self.rule == "ada_seq_balance":
+            return ada_seq_balance(
+                train_size,
+                positives=self.positives,
+                negatives=self.negatives,
+                round_size=self.round_size,
+                max_samples=self.max_samples,
+                threshold=threshold,
+            )
+        assert self.rule == "uniform", "counts of the other rules are made for each step"
+        if self.train_size is None:
+            return Uniform(group_size, threshold=threshold)
+        return Uniform(group_size, self.train_size, self.subsample or "balance", threshold=threshold)
+
+    def check_credit(self, credit: Credit, group_size: int) -> None:
+        """ConfigError if the credit is not used, or the responses that train may lack a class that it needs."""
+        if not self.uses_credit:
+            unused = [name for name in _ADVANTAGE_PARTS if getattr(credit, name) != getattr(Credit(), name)]
+            if unused:
+                raise ConfigError(
+                    f"credit.{unused[0]}: found {getattr(credit, unused[0])!r}, but advantages are the objective's; "
+                    'set sampling.advantages = "credit", or remove it'
+                )
+        if self.allotted or not self.uses_credit or credit.combination != "unbiased":
+            return
+        size, chosen = self.rule_of(group_size).train_size, self.rule in _SEQUENTIAL or self.subsample != "any"
+        if size is None or (size > 1 and (chosen or size == group_size)):
+            return
+        raise ConfigError(
+            f'credit.combination: found "unbiased" with sampling.rule = "{self.rule}", which trains on {size} '
+            "responses of a prompt that may be all of one class, but it needs both where both were drawn; leave "
+            'sampling.train_size out, or set 2 or more, and not sampling.subsample = "any"'
+        )
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        sequential = self.rule in _SEQUENTIAL
+        for key, fits in (
+            ("positives", sequential),
+            ("negatives", self.rule == "ada_seq_balance"),
+            ("train_size", not self.allotted),
+            ("subsample", self.rule == "uniform" and self.train_size is not None),
+            ("round_size", sequential),
+            ("max_samples", sequential or self.rule == "ada_est"),
+            ("keep", sequential or self.train_size is not None),
+        ):
+            if getattr(self, key) != SamplingConfig.model_fields[key].default and not fits:
+                raise ValueError(
+                    f'{key}: found {getattr(self, key)} with rule = "{self.rule}", which has no use for it here'
+                )
+        if self.refill and self.allotted:
+            raise ValueError(f'refill: found true with rule = "{self.rule}", which chooses its prompts before the step')
+        for key in ("max_prompts", "spare"):
+            if getattr(self, key) and not self.refill:
+                raise ValueError(f"{key}: found {getattr(self, key)} without refill = true; set that or remove this")
+        return self
+
+
+class EstimateConfig(Table):
+    """[estimate]: pass rates for sampling.rule = "ada_est", and the counts that follow from them."""
+
+    by: Literal["counts", "value_head"] = "counts"
+    """Fading counts of each prompt, or a head on the policy's last hidden state of a prompt, which also has an estimate
+    for prompts that were never drawn."""
+    objective: str = "ada_est"
+    """Which counts: "ada_est" in proportion to 1 / sqrt(p + eps), or those of least variance for the objective "log",
+    "raft", "linear", "arcsin" or "power:A"."""
+    eps: PositiveFloat = 1e-3
+    """Of "ada_est"."""
+    min_samples: Count = 1
+    """Least responses to a prompt; the most are sampling.max_samples."""
+    decay: float = Field(default=0.9, ge=0, le=1)
+    """What is left of a prompt's counts when it is drawn again."""
+    prior_positives: PositiveFloat = 1.0
+    """Positive responses that each prompt has beforehand, so to speak: alpha of a Beta prior."""
+    prior_negatives: PositiveFloat = 1.0
+    """Negative ones: beta."""
+    head_lr: PositiveFloat = 0.1
+    """Learning rate of the value head: about how far one of its 8 steps per update moves a logit."""
+
+    @model_validator(mode="after")
+    def _known_objective(self) -> Self:
+        if self.objective != "ada_est":
+            try:
+                parse_objective(self.objective)
+            except ConfigError as error:
+                raise ValueError(f'objective: {error}, or "ada_est"') from error
+        return self
+
+
+class GvmConfig(Table):
+    """[gvm]: the first stage of sampling.rule = "gvm", and the counts that follow from it."""
+
+    pre_samples: PositiveInt = 8
+    """Responses to each prompt in the first stage; they do not train."""
+    refresh_every: PositiveInt = 10
+    """Steps between first stages; each one looks at the prompts of all steps up to the next."""
+    alpha: NonNegative = 1e-3
+    """How soon hopeless prompts are given up."""
+    beta: float = Field(default=2.0, ge=2)
+    """Exponent of the pass rate in that."""
+    block: str = "embedding"
+    """Parameters whose gradient is measured: "embedding", "output_layer", or a regular expression on their names."""
+    average: Literal["mean", "rms"] = "mean"
+    """Over a prompt's accepted responses: mean as the released code, rms as the theory."""
+    solved_above: float = Field(default=1.0, ge=0, le=1)
+    """Prompts with a higher acceptance rate get nothing; 1 = off."""
+    min_accepted: NonNegative = 0.0
+    """Prompts with fewer expected accepted responses get nothing; 0 = off."""
+
+
+class CreditConfig(Table):
+    """[credit]: advantages and weights of what adaptive sampling selected; see docs/sampling.md."""
+
+    statistics: Statistics = "pool"
+    """Whose mean and standard deviation: of all that was drawn of a prompt, or of what trains."""
+    scale: PoolScale | None = None
+    """What divides: none, std, rate or root_rate of that; default root_rate with ada_est, else none."""
+    ddof: Literal[0, 1] = 1
+    """Of the standard deviation: 1 unbiased, 0 population."""
+    floor: PositiveFloat = 1e-6
+    """Least standard deviation to divide by."""
+    rate_eps: NonNegative | None = None
+    """Added to a pass rate before it divides; default estimate.eps with ada_est, else 0."""
+    combination: Combination = "plain"
+    """unbiased: take out what the choice by rewards does to the gradient, which is then that of the pass rate."""
+    objective: str | None = None
+    """Weigh prompts by f'(p) of "log", "raft", "arcsin" or "power:A", where sampling does not follow it by itself."""
+    weigh: Weigh = "sample"
+    """What counts alike: each response that trains, or each prompt."""
+
+    def record(self, rule: Rule, eps: float) -> Credit:
+        """The credit with its defaults resolved; ConfigError if its parts do not go together."""
+        estimated = rule == "ada_est" and self.combination == "plain"
+        return Credit(
+            statistics=self.statistics,
+            scale=self.scale or ("root_rate" if estimated else "none"),
+            ddof=self.ddof,
+            floor=self.floor,
+            rate_eps=(eps if estimated else 0.0) if self.rate_eps is None else self.rate_eps,
+            combination=self.combination,
+            objective=self.objective,
+            weigh=self.weigh,
+        )
+
+
+class EnvironmentConfig(Table):
+    """[environment]: rollouts of several turns, with tools; see docs/environments.md."""
+
+    function: str | None = None
+    """"tools" for those below, or "package.module:factory"; default none: a response is one turn."""
+    options: dict[str, Any] = {}
+    """Keywords for that factory."""
+    tools: list[str] = []
+    """What the model may call: "calculator", "python" or "package.module:factory"."""
+    format: Literal["block", "hermes"] = "block"
+    """How it calls: text between call_open and call_close, for one tool; or JSON in <tool_call> tags, as Qwen."""
+    call_open: str = "<tool>"
+    """What begins a call of the format block."""
+    call_close: str = "</tool>"
+    """What ends it; what follows is not read."""
+    observation: str | None = None
+    """What is appended for a call, {output} being the tool's; default depends on the format."""
+    stop: list[str] = []
+    """Texts of one token each that end a turn, besides the end token."""
+    max_turns: PositiveInt = 8
+    """Most turns of the model; rollout.max_response_tokens bounds all turns and observations together."""
+    max_turn_tokens: PositiveInt | None = None
+    """Longest turn; default what is left."""
+    step_s: PositiveFloat = 60.0
+    """Longest answer of the environment; seconds."""
+    episode_s: PositiveFloat = 1800.0
+    """Longest time from the end of a rollout's first turn to its end, sampling included; seconds. A later one does not
+    train, and is counted."""
+    concurrency: PositiveInt = 4
+    """Answers that each rank has the environment work on at a time."""
+    python_s: PositiveFloat = 10.0
+    """Wall and CPU time of a call of the Python tool; seconds."""
+    python_memory_mb: PositiveInt = 1024
+    """Memory of each of its processes."""
+    python_output_kb: PositiveInt = 16
+    """Most that it may print."""
+    python_processes: int = Field(default=8, ge=-1)
+    """Processes and threads that it may have beside the first one; -1 = no limit, with python_limits_alone only."""
+    python_limits_alone: bool = False
+    """Run it without isolation, under resource limits alone, where bubblewrap does not work: the model's code then has
+    the network, and reads and writes what the user can."""
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        if (self.function == "tools") != bool(self.tools):
+            raise ValueError(
+                f'tools: found {self.tools} with function = {self.function!r}; name tools, with function = "tools"'
+            )
+        if self.format == "block" and len(self.tools) > 1:
+            raise ValueError('tools: found several with format = "block", which names none; use format = "hermes"')
+        if self.observation is not None and "{output}" not in self.observation:
+            raise ValueError(f"observation: found {self.observation!r}, expected {{output}} in it")
+        if self.function is None and self != EnvironmentConfig.model_construct():
+            raise ValueError("function: missing beside other keys; it says what the environment is")
+        return self

@@ -1,0 +1,152 @@
+"""Which tensors of a model become FP8 blocks, and how its config says so to transformers and SGLang.
+
+Both take every linear module for FP8 that ``modules_to_not_convert`` does not name. transformers 5.12 takes a name for
+a regular expression that matches the beginning of a module's name, or for its end; SGLang 0.5.23 for whole parts of it,
+some earlier releases for any part. Both hold the experts of a layer as one module, SGLang some projections too.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megarl.core.fp8 import fp8_config, grid_of, is_fp8_weight
+from megarl.errors import ConfigError
+from megarl.models.hf_files import some
+
+_WEIGHT = ".weight"
+_EXPERTS = re.compile(r"(.*\.experts)\.")
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+"""Projections of one module that engines hold as one matrix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor of the source, without its content."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def module(self) -> str:
+        """The module of an engine that holds it."""
+        experts = _EXPERTS.match(self.name)
+        return experts[1] if experts else self.name.removesuffix(_WEIGHT)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What becomes FP8."""
+
+    quantized: set[str]
+    """Names of tensors."""
+    config: dict[str, Any]
+    """``quantization_config`` of the result."""
+
+
+def plan_of(tensors: Sequence[Tensor], keep: Sequence[str], block: tuple[int, int]) -> Plan:
+    """Decide by name and shape; ``keep`` are globs of names, with or without ``.weight``, that stay as they are.
+
+    Raises ConfigError for blocks that are none, globs that match nothing, weights that cannot be quantised, and for a
+    choice that engines would not understand.
+    """
+    if min(block) < 1:
+        raise ConfigError(f"blocks of {block[0]} x {block[1]} are none, expected two numbers from 1 on")
+    kept = _matched(tensors, keep)
+    matrices = [one for one in tensors if len(one.shape) == 2 and is_fp8_weight(one.name)]
+    quantized = {one.name for one in matrices} - kept
+    if not quantized:
+        raise ConfigError("no linear weight is left to be quantised: the model has none, or --keep names all of them")
+    _require_floats([one for one in tensors if one.name in quantized])
+    _require_single_experts([one for one in tensors if one.name not in kept])
+    _require_whole_matrices(matrices, quantized)
+    modules = _modules_to_keep([one for one in tensors if one.name not in quantized])
+    _require_distinct(modules, list(dict.fromkeys(one.module for one in matrices if one.name in quantized)))
+    return Plan(quantized, fp8_config(modules, block))
+
+
+def is_misread(shape: Sequence[int], block: tuple[int, int]) -> bool:
+    """Whether transformers 5.12 takes other blocks when it dequantises a matrix of this shape, or refuses it.
+
+    It divides rows and columns evenly by the number of scales.
+    """
+    axes = zip(shape, block, grid_of(shape, block), strict=True)
+    return any(number > 1 and size % length for size, length, number in axes)
+
+
+def _matched(tensors: Sequence[Tensor], keep: Sequence[str]) -> set[str]:
+    kept: set[str] = set()
+    for pattern in keep:
+        globs = (pattern, pattern + _WEIGHT)
+        matched = {one.name for one in tensors if any(fnmatch.fnmatchcase(one.name, glob) for glob in globs)}
+        if not matched:
+            raise ConfigError(f"--keep {pattern!r} matches no tensor of the model, such as {tensors[-1].name}")
+        kept |= matched
+    return kept
+
+
+def _require_floats(chosen: Sequence[Tensor]) -> None:
+    high = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    quantized = [f"{one.name} ({one.dtype})" for one in chosen if one.dtype not in high]
+    if quantized:
+        raise ConfigError(f"{some(quantized)} are quantised already, expected weights in high precision")
+
+
+def _require_single_experts(tensors: Sequence[Tensor]) -> None:
+    joined = [one.name for one in tensors if len(one.shape) > 2 and _EXPERTS.match(one.name)]
+    if joined:
+        raise ConfigError(
+            f"{some(joined)} hold all experts of a layer, expected one matrix per expert; to leave them in high "
+            "precision, --keep them"
+        )
+
+
+def _require_whole_matrices(matrices: Sequence[Tensor], quantized: set[str]) -> None:
+    """What engines hold as one matrix is in one precision."""
+    groups: dict[tuple[str, Any], list[str]] = defaultdict(list)
+    for one in matrices:
+        parent, _, leaf = one.name.removesuffix(_WEIGHT).rpartition(".")
+        if _EXPERTS.match(one.name):
+            groups[one.module, None].append(one.name)
+            continue
+        for fused in _FUSED:
+            if leaf in fused:
+                groups[parent, fused].append(one.name)
+    for (module, _), names in groups.items():
+        high = [name for name in names if name not in quantized]
+        if high and len(high) < len(names):
+            others = some(sorted(quantized & set(names)))
+            raise ConfigError(
+                f"--keep leaves {some(high)} in high precision, but not {others}: engines hold them as one matrix of "
+                f"{module}, so --keep all of them or none"
+            )
+
+
+def _modules_to_keep(tensors: Sequence[Tensor]) -> list[str]:
+    """Modules of the matrices that stay, in the order of the model; a tied ``lm_head`` has no tensor."""
+    matrices = (one for one in tensors if len(one.shape) > 1)
+    modules = [one.module for one in matrices if one.name.endswith(_WEIGHT) or _EXPERTS.match(one.name)]
+    return list(dict.fromkeys(["lm_head", *modules]))
+
+
+def _require_distinct(kept: Sequence[str], quantized: Sequence[str]) -> None:
+    for name in kept:
+        pattern = re.compile(name)
+        taken = [module for module in quantized if pattern.match(module) or name in module]
+        if taken:
+            raise ConfigError(
+                f"{name} stays in high precision, and by its name engines would take {some(taken)} for such a module "
+                f"too: --keep {taken[0]!r} as well"
+            )

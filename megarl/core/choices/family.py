@@ -1,0 +1,69 @@
+"""Whether a weight function lies in the family that interpolates between no correction and importance sampling.
+
+    f non-decreasing,  min(rho, 1) <= f(rho) <= max(rho, 1)
+
+Members are rho, 1, clip(rho), min(rho, c) with c >= 1, and rho^q with 0 <= q <= 1. Outside of it an objective is still
+valid, but its weights point further from 1 than the ratio itself, or fall where the ratio rises. Imports no torch, so
+that a configuration can warn. Source: reconstructed from the prose of "Token-Level KL-Regularized Policy Gradient and
+GRPO", whose formulas are lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from megarl.core.choices.parts import Objective
+
+
+def in_family(f: Callable[[float], float], largest: float = 1e4, points: int = 2001) -> bool:
+    """Return whether f is non-decreasing and between min(rho, 1) and max(rho, 1).
+
+    Checked on ``points`` values of rho from 1/largest to largest, evenly spaced in log rho, 1 among them; rounding of
+    1e-12 is forgiven. A violation between two of the values goes unseen.
+    """
+    if not (largest > 1 and points >= 3 and points % 2):
+        raise ValueError(f"largest is {largest}, points {points}; expected more than 1, and an odd number from 3 on")
+    half = points // 2
+    previous = -math.inf
+    for step in range(-half, half + 1):
+        rho = math.exp(step / half * math.log(largest))
+        value, slack = float(f(rho)), 1e-12 * max(rho, 1.0)
+        # Written so that NaN fails.
+        if not (min(rho, 1.0) - slack <= value <= max(rho, 1.0) + slack and value >= previous - slack):
+            return False
+        previous = value
+    return True
+
+
+def weight_function(objective: Objective) -> Callable[[float], float]:
+    """Return the objective's weight as a function of its ratio rho, without mask and gap factor.
+
+    With a cap on old/mu alone (``tis_on``) it is that of theta/old. "adaptive_power" stands for its middle, q = 1/2:
+    its family membership is the same for every q.
+    """
+    if objective.weight == "none":
+        return lambda rho: 1.0
+    cap = math.inf if objective.cap is None or objective.decoupled else objective.cap
+    low, high = 1 - objective.eps_low, 1 + objective.eps_high
+    functions: dict[str, Callable[[float], float]] = {
+        "identity": lambda rho: rho,
+        "power": lambda rho: rho**objective.power,
+        "adaptive_power": math.sqrt,
+        "upper_clip": lambda rho: min(rho, high),
+        "clip": lambda rho: min(max(rho, low), high),
+    }
+    chosen = functions[objective.weight_fn]
+    return lambda rho: min(chosen(rho), cap)
+
+
+def family_warning(objective: Objective) -> str | None:
+    """Return one sentence on how the objective's weight leaves the family, or None if it does not."""
+    f = weight_function(objective)
+    if in_family(f) and not (objective.decoupled and objective.cap is not None and objective.cap < 1):
+        return None
+    at = ", ".join(f"{rho:g} -> {f(rho):.4g}" for rho in (0.1, 1.0, 10.0))
+    return (
+        f"objective: the weight ({objective.weight_fn!r}, power {objective.power:g}, cap {objective.cap}) is not "
+        f"between 1 and the ratio everywhere (ratio -> weight: {at}); a cap of at least 1 and a power of at most 1 are"
+    )

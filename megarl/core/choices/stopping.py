@@ -1,0 +1,210 @@
+"""How many samples a prompt gets: rules that are asked once all that was asked for before has arrived.
+
+A rule sees one prompt at a time, and only counts: how many samples were asked for, how many of them are positive and
+how many negative. So no prompt waits for another (rounds are each prompt's own), the answer does not depend on the
+order in which responses finish, and the exact law of its stopping can be computed from the rule object itself
+(``megarl.core.sampling.stopping_law``).
+
+Imports neither torch nor numpy, so that a configuration can make the rule that it describes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+from megarl.errors import ConfigError
+
+Keep = Literal["balance", "pos", "any"]
+"""Which samples train where not all do; see ``megarl.core.sampling.subsampling``."""
+
+POSITIVE = 0.7
+"""A reward above this is positive (as in the released code of Reinforce-Ada); rewards need not be 0 and 1."""
+
+
+class SamplingRule(Protocol):
+    """What ``megarl.core.sampling.collector`` drives; frozen and hashable."""
+
+    @property
+    def threshold(self) -> float:
+        """A reward above this is positive."""
+        ...
+
+    @property
+    def train_size(self) -> int | None:
+        """Samples of a prompt that train, where it has as many; None for all."""
+        ...
+
+    def next_samples(self, prompt: int, asked: int, positives: int, negatives: int) -> int:
+        """Return how many more samples the prompt gets; 0 ends it.
+
+        asked: samples so far, all of which have arrived; positives + negatives is less where some failed.
+        """
+        ...
+
+    def resolved(self, positives: int, negatives: int) -> bool:
+        """Return whether a prompt that ended with these counts has what the rule looked for."""
+        ...
+
+    def keeps(self, positives: int, negatives: int) -> Keep:
+        """Return which samples of a prompt that ended with these counts train, where ``train_size`` is less."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """The same number of samples for each prompt; with ``train_size`` fewer of them train."""
+
+    num_samples: int
+    """Samples per prompt."""
+    train_size: int | None = None
+    """Samples per prompt that train; None for all."""
+    keep: Keep = "any"
+    """Which ones; see ``subsample``."""
+    threshold: float = POSITIVE
+    """A reward above this is positive."""
+
+    def __post_init__(self) -> None:
+        _check_counts("Uniform", num_samples=self.num_samples)
+        _check_train_size("Uniform", self.train_size, self.num_samples, self.keep)
+
+    def next_samples(self, prompt: int, asked: int, positives: int, negatives: int) -> int:
+        """All at once."""
+        return self.num_samples if asked == 0 else 0
+
+    def resolved(self, positives: int, negatives: int) -> bool:
+        """Always: it looks for nothing."""
+        return True
+
+    def keeps(self, positives: int, negatives: int) -> Keep:
+        """``keep``, whatever the counts."""
+        return self.keep
+
+
+@dataclass(frozen=True, slots=True)
+class Allotted:
+    """A number of samples per prompt that was decided before, from estimates (Ada-Est, GVM); all train.
+
+    Groups then differ in size, and one of a single sample has no contrast: its advantage is 0, not its reward. (verl
+    gives such a group the mean 0 and the standard deviation 1.)
+    """
+
+    counts: tuple[int, ...]
+    """Samples of each prompt, 0 for none; see ``megarl.core.sampling.allocation``."""
+    threshold: float = POSITIVE
+    """A reward above this is positive."""
+
+    def __post_init__(self) -> None:
+        if any(count < 0 for count in self.counts):
+            raise ConfigError(f"Allotted: a count is {min(self.counts)}, expected 0 or more")
+
+    def next_samples(self, prompt: int, asked: int, positives: int, negatives: int) -> int:
+        """All at once; ValueError for a prompt without a count."""
+        if not 0 <= prompt < len(self.counts):
+            raise ValueError(f"prompt {prompt} has no count, there are {len(self.counts)}: allot to all prompts")
+        return self.counts[prompt] if asked == 0 else 0
+
+    @property
+    def train_size(self) -> None:
+        """None: all train."""
+        return None
+
+    def resolved(self, positives: int, negatives: int) -> bool:
+        """Always: it looks for nothing."""
+        return True
+
+    def keeps(self, positives: int, negatives: int) -> Keep:
+        """Any: all train."""
+        return "any"
+
+
+@dataclass(frozen=True, slots=True)
+class Sequential:
+    """Rounds of ``round_size`` samples until there are enough of each class, or ``max_samples``.
+
+    A whole round is drawn and pooled before the exit is tested. A prompt with pass rate 0 or 1 never exits, so the cap
+    is no option. Source: Reinforce-Ada (arXiv 2510.04996), "Ada-Seq"; ``ada_seq_pos`` and ``ada_seq_balance`` are its
+    two variants.
+    """
+
+    positives: int
+    """Positive samples needed to exit."""
+    negatives: int
+    """Negative samples needed to exit; 0 for none."""
+    round_size: int = 8
+    """Samples M of a round; the last one is shorter where the cap says so."""
+    max_samples: int = 32
+    """Samples after which an unresolved prompt gives up."""
+    train_size: int | None = 4
+    """Samples n per prompt that train; None for all."""
+    fallback: Keep = "balance"
+    """Which samples train where the prompt gave up; where it exited they are balanced."""
+    threshold: float = POSITIVE
+    """A reward above this is positive."""
+
+    def __post_init__(self) -> None:
+        _check_counts("Sequential", round_size=self.round_size, max_samples=self.max_samples)
+        if min(self.positives, self.negatives) < 0 or not 1 <= self.positives + self.negatives <= self.max_samples:
+            raise ConfigError(
+                f"Sequential: {self.positives} positives and {self.negatives} negatives to exit, expected at least one "
+                f"and at most max_samples = {self.max_samples} of them together"
+            )
+        _check_train_size("Sequential", self.train_size, self.max_samples, self.fallback)
+
+    def next_samples(self, prompt: int, asked: int, positives: int, negatives: int) -> int:
+        """Another round, or 0 after exit or at the cap."""
+        return 0 if self.resolved(positives, negatives) else min(self.round_size, self.max_samples - asked)
+
+    def resolved(self, positives: int, negatives: int) -> bool:
+        """Whether there are enough of each class."""
+        return positives >= self.positives and negatives >= self.negatives
+
+    def keeps(self, positives: int, negatives: int) -> Keep:
+        """Balanced after an exit, else by ``fallback``.
+
+        Where one class is absent, all are of the other: a group without contrast, whose advantages are 0.
+        """
+        return "balance" if self.resolved(positives, negatives) else self.fallback
+
+
+def ada_seq_pos(
+    train_size: int = 4, *, positives: int = 1, round_size: int = 8, max_samples: int = 32, threshold: float = POSITIVE
+) -> Sequential:
+    """Return Ada-Seq-Pos: sample until there are ``positives`` positives.
+
+    The defaults are those of the released code. The sources disagree on ``positives``: the code exits at the first one,
+    the paper's third version prints a K_pos such as 16 (with rounds of 16 and a cap of 128), the posts say "K".
+    """
+    return Sequential(positives, 0, round_size, max_samples, train_size, "pos", threshold)
+
+
+def ada_seq_balance(
+    train_size: int = 4,
+    *,
+    positives: int | None = None,
+    negatives: int | None = None,
+    round_size: int = 8,
+    max_samples: int = 32,
+    threshold: float = POSITIVE,
+) -> Sequential:
+    """Return Ada-Seq-Balance: sample until half of ``train_size`` is positive and the rest negative.
+
+    The defaults are those of the released code: ``train_size // 2`` positives, and as many negatives as complete
+    ``train_size``. ("Balance-4" is 2 + 2; a post's k = 4 means 4 + 4.) Larger thresholds sharpen the pool's statistics.
+    """
+    positives = train_size // 2 if positives is None else positives
+    negatives = train_size - train_size // 2 if negatives is None else negatives
+    return Sequential(positives, negatives, round_size, max_samples, train_size, "balance", threshold)
+
+
+def _check_counts(name: str, **counts: int) -> None:
+    for key, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"{name}: {key} is {count}, expected at least 1")
+
+
+def _check_train_size(name: str, train_size: int | None, num_samples: int, keep: Keep) -> None:
+    if keep not in get_args(Keep):
+        raise ConfigError(f"{name}: {keep!r} is no way to choose; expected one of {get_args(Keep)}")
+    if train_size is not None and not 1 <= train_size <= num_samples:
+        raise ConfigError(f"{name}: train_size is {train_size}, expected 1 to {num_samples}, the samples of a prompt")

@@ -1,0 +1,35 @@
+"""Objectives: from the columns of a batch to one coefficient per token.
+
+The way through: ``columns`` (inputs, checked) -> ``weights`` (importance weight, trust mask, KL) -> ``loss`` (the one
+equation). ``process_rewards`` are advantages per step of a response. The records themselves (``Objective``, its parts,
+the named rows) are in ``megarl.core.choices``, which imports no torch.
+"""
+
+from megarl.core.choices.parts import Objective
+from megarl.core.choices.table import OBJECTIVES
+from megarl.core.objectives.columns import Denominators, TokenColumns
+from megarl.core.objectives.loss import (
+    Coefficients,
+    coefficients,
+    mini_batch_power,
+    policy_loss,
+    selected_responses,
+    sequence_advantages,
+    step_advantages,
+    token_advantages,
+)
+
+__all__ = [
+    "OBJECTIVES",
+    "Coefficients",
+    "Denominators",
+    "Objective",
+    "TokenColumns",
+    "coefficients",
+    "mini_batch_power",
+    "policy_loss",
+    "selected_responses",
+    "sequence_advantages",
+    "step_advantages",
+    "token_advantages",
+]

@@ -1,0 +1,11 @@
+"""Routing traces: which experts each token used.
+
+``trace`` is the record, ``codec`` writes and reads it, ``disagreement`` compares two, ``provenance`` says which weights
+and which engine produced a row. ``combinations`` numbers the sets of experts for the codec.
+"""
+
+from megarl.core.routing.codec import decode, encode
+from megarl.core.routing.disagreement import Disagreement, common_rows, compare, shared_experts
+from megarl.core.routing.trace import RoutingTrace
+
+__all__ = ["Disagreement", "RoutingTrace", "common_rows", "compare", "decode", "encode", "shared_experts"]

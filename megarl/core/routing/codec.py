@@ -1,0 +1,279 @@
+"""Routing traces as bytes: ceil(log2 C(E, K)) bits per token and layer, or the experts themselves in their order.
+
+    header   magic, version, flags, L, K, E, T, payload length, CRC32 of the payload, CRC32 of the header so far
+    payload  which tokens have a row | the rows of those tokens, token by token, layer by layer
+
+Numbers are little-endian. An unordered row is the number of its set among the C(E, K) ones (``combinations``), rows
+back to back, lowest bit first; an ordered row is K bytes (E <= 256) or K 16-bit words. Which tokens have a row is
+written only if the trace has a mask: as one bit per token or, where that is shorter, as the number of runs and their
+lengths, 32-bit words, of tokens with and without a row in turn. A compressed payload is a zlib stream of the same.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+from enum import IntFlag
+from functools import lru_cache
+
+import numpy as np
+
+from megarl.core.routing.combinations import MAX_TOP_K, Combinations
+from megarl.core.routing.trace import RoutingTrace
+from megarl.errors import TraceError
+
+MAGIC = b"MRLT"
+VERSION = 1
+MAX_MISSING_BYTES = 1 << 28
+"""Bytes that the experts of missing rows may take in memory: they cost no payload but a bit or a run of the mask."""
+MAX_FREE_BYTES = 1 << 24
+"""The same where no row costs payload (K = 0, K = E, no layers), so that a header alone asks for little memory."""
+_HEADER = struct.Struct("<4sBBxxIIIQQI")
+_CRC = struct.Struct("<I")
+HEADER_BYTES = _HEADER.size + _CRC.size
+
+
+class _Flag(IntFlag):
+    ORDERED = 1
+    COMPRESSED = 2
+    MASK_AS_BITS = 4
+    MASK_AS_RUNS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What the header says about the trace."""
+
+    num_tokens: int
+    num_layers: int
+    top_k: int
+    num_experts: int
+    ordered: bool
+
+    @property
+    def row_bits(self) -> int:
+        """Bits of one token in one layer."""
+        if self.ordered:
+            return 8 * self.top_k * self.expert_dtype.itemsize
+        return _combinations(self.num_experts, self.top_k).bits
+
+    @property
+    def expert_dtype(self) -> np.dtype:
+        return np.dtype("u1" if self.num_experts <= 256 else "<u2")
+
+    def rows_bytes(self, num_present: int) -> int:
+        return -(-num_present * self.num_layers * self.row_bits // 8)
+
+    def check(self, label: str) -> None:
+        if not (1 <= self.num_experts <= 65536 and self.top_k <= self.num_experts):
+            raise TraceError(
+                f"{label}: the header says top-{self.top_k} of {self.num_experts} experts, expected 1..65536 experts "
+                f"and a top-k up to their number: the data is damaged"
+            )
+        if not self.ordered and self.top_k > MAX_TOP_K:
+            raise TraceError(
+                f"{label}: top-{self.top_k} of {self.num_experts} experts, expected at most top-{MAX_TOP_K} for an "
+                f"unordered trace: encode it with ordered=True"
+            )
+
+    def check_unbacked(self, num_present: int, label: str) -> None:
+        """Raise if more than a bounded part of the trace is backed by nothing but the header."""
+        free = not self.num_layers * self.row_bits
+        unbacked = self.num_tokens - (0 if free else num_present)
+        # Without experts a row still takes a byte where rows are checked, so that no factor may be 0.
+        found = unbacked * max(1, self.num_layers) * max(1, self.top_k) * self.expert_dtype.itemsize
+        limit = MAX_FREE_BYTES if free else MAX_MISSING_BYTES
+        if found > limit:
+            raise TraceError(
+                f"{label}: {unbacked} tokens of {self.num_layers} layers, top-{self.top_k}, hold no route, expected at "
+                f"most {limit} bytes of experts without one: cut the sequence, or leave its missing rows out"
+            )
+
+    def check_rows(self, num_present: int, num_bytes: int, label: str) -> None:
+        """Raise unless the rows of the present tokens fill ``num_bytes``; comes before anything large is allocated."""
+        expected = self.rows_bytes(num_present)
+        if num_bytes != expected:
+            raise TraceError(
+                f"{label}: {num_bytes} bytes of routes, expected {expected} for {num_present} tokens of "
+                f"{self.num_layers} layers, top-{self.top_k} of {self.num_experts}: the data is damaged"
+            )
+        self.check_unbacked(num_present, label)
+
+
+def encode(trace: RoutingTrace, *, ordered: bool = False, compress: bool = False) -> bytes:
+    """Write a trace as bytes; its label is not written.
+
+    Unordered: ceil(log2 C(E, K)) bits per present token and layer, K at most 64 (else TraceError). ``ordered`` keeps
+    the order of each row for one byte per expert (E <= 256) or two. ``compress`` runs zlib over the payload and keeps
+    the result if it is smaller: worth its time for ordered traces; unordered ones have little left to save unless
+    tokens repeat each other's experts.
+    """
+    num_tokens, num_layers, top_k = trace.experts.shape
+    shape = _Shape(num_tokens, num_layers, top_k, trace.num_experts, ordered)
+    shape.check(trace.label)
+    shape.check_unbacked(num_tokens - trace.num_missing, trace.label)
+    flags, mask = _write_mask(trace.present)
+    flags |= _Flag.ORDERED if ordered else _Flag(0)
+    experts = trace.experts if trace.present is None else trace.experts[trace.present]
+    rows = experts.reshape(len(experts) * num_layers, top_k)
+    payload = mask + (_write_ordered if ordered else _write_unordered)(rows, shape)
+    if compress and len(smaller := zlib.compress(payload)) < len(payload):
+        flags, payload = flags | _Flag.COMPRESSED, smaller
+    header = _HEADER.pack(
+        MAGIC, VERSION, flags, num_layers, top_k, trace.num_experts, num_tokens, len(payload), zlib.crc32(payload)
+    )
+    return b"".join((header, _CRC.pack(zlib.crc32(header)), payload))
+
+
+def decode(data: bytes | bytearray | memoryview, label: str = "routing trace") -> RoutingTrace:
+    """Read what ``encode`` wrote; the rows of an unordered trace come in ascending order.
+
+    Raises TraceError, naming ``label``, what was found and what was expected, if the data is cut off, damaged, of
+    another format or version, or contradicts its own header. Reserves no memory that the length of the data does not
+    justify, up to a fixed bound for tokens without routes.
+    """
+    data = memoryview(data).cast("B")
+    shape, flags, payload = _read_header(data, label)
+    if flags & _Flag.COMPRESSED:
+        payload = _decompress(payload, -(-shape.num_tokens // 8) + shape.rows_bytes(shape.num_tokens), label)
+    present, rest = _read_mask(payload, flags, shape, label)
+    num_present = shape.num_tokens if present is None else int(np.count_nonzero(present))
+    stream = np.frombuffer(rest, dtype=np.uint8)
+    rows = _read_ordered(stream, shape) if shape.ordered else _read_unordered(stream, num_present, shape, label)
+    experts = rows.reshape(num_present, shape.num_layers, shape.top_k)
+    if present is not None:
+        scattered = np.zeros((shape.num_tokens, shape.num_layers, shape.top_k), dtype=experts.dtype)
+        scattered[present] = experts
+        experts = scattered
+    return RoutingTrace(experts, shape.num_experts, present=present, label=label)
+
+
+@lru_cache(maxsize=4)
+def _combinations(num_experts: int, top_k: int) -> Combinations:
+    return Combinations(num_experts, top_k)
+
+
+def _write_ordered(rows: np.ndarray, shape: _Shape) -> bytes:
+    return rows.astype(shape.expert_dtype, copy=False).tobytes()
+
+
+def _read_ordered(stream: np.ndarray, shape: _Shape) -> np.ndarray:
+    return stream.view(shape.expert_dtype).astype(shape.expert_dtype.newbyteorder("="))
+
+
+def _write_unordered(rows: np.ndarray, shape: _Shape) -> bytes:
+    sets = _combinations(shape.num_experts, shape.top_k)
+    blocks = (rows[start : start + sets.block_rows] for start in range(0, len(rows), sets.block_rows))
+    return b"".join(sets.pack(sets.rank(np.sort(block, axis=1))).tobytes() for block in blocks)
+
+
+def _read_unordered(stream: np.ndarray, num_present: int, shape: _Shape, label: str) -> np.ndarray:
+    sets = _combinations(shape.num_experts, shape.top_k)
+    num_rows = num_present * shape.num_layers
+    rows = np.empty((num_rows, shape.top_k), dtype=shape.expert_dtype.newbyteorder("="))
+    for start in range(0, num_rows, sets.block_rows):
+        size = min(sets.block_rows, num_rows - start)
+        first = sets.num_bytes(start)  # a whole number of bytes: blocks are multiples of 8 rows
+        ranks = sets.unpack(stream[first : first + sets.num_bytes(size)], size)
+        wrong = sets.first_too_large(ranks)
+        if wrong is not None:
+            token, layer = divmod(start + wrong, shape.num_layers)
+            raise TraceError(
+                f"{label}: present row {token}, layer {layer} holds a number that is not below C({shape.num_experts}, "
+                f"{shape.top_k}) = {sets.count}: the data is damaged or was not written by megarl"
+            )
+        rows[start : start + size] = sets.unrank(ranks, rows.dtype)
+    return rows
+
+
+def _write_mask(present: np.ndarray | None) -> tuple[_Flag, bytes]:
+    if present is None:
+        return _Flag(0), b""
+    edges = np.flatnonzero(present[1:] != present[:-1]) + 1 if len(present) else np.empty(0, dtype=np.intp)
+    starts_without = len(present) > 0 and not present[0]
+    bounds = np.concatenate([[0], [0] if starts_without else [], edges, [len(present)]]).astype(np.int64)
+    lengths = np.diff(bounds)
+    runs = np.concatenate([[len(lengths)], lengths]).astype("<u4").tobytes()
+    bits = np.packbits(present, bitorder="little").tobytes()
+    if len(present) < 1 << 32 and len(runs) < len(bits):
+        return _Flag.MASK_AS_RUNS, runs
+    return _Flag.MASK_AS_BITS, bits
+
+
+def _read_mask(payload: memoryview, flags: _Flag, shape: _Shape, label: str) -> tuple[np.ndarray | None, memoryview]:
+    """The mask, bool [T] or None, and the rest of the payload, which is found to be of the right length."""
+    if flags & _Flag.MASK_AS_RUNS:
+        return _read_runs(payload, shape, label)
+    if not flags & _Flag.MASK_AS_BITS:
+        shape.check_rows(shape.num_tokens, len(payload), label)
+        return None, payload
+    length = -(-shape.num_tokens // 8)
+    if len(payload) < length:
+        raise TraceError(
+            f"{label}: a payload of {len(payload)} bytes, expected {length} for the mask of {shape.num_tokens} tokens "
+            f"alone: the data is damaged"
+        )
+    bits = np.unpackbits(np.frombuffer(payload[:length], dtype=np.uint8), bitorder="little")
+    present = bits[: shape.num_tokens].astype(bool)
+    shape.check_rows(int(np.count_nonzero(present)), len(payload) - length, label)
+    return present, payload[length:]
+
+
+def _read_runs(payload: memoryview, shape: _Shape, label: str) -> tuple[np.ndarray, memoryview]:
+    length = 4 + 4 * int.from_bytes(payload[:4], "little")
+    if len(payload) < length:
+        raise TraceError(
+            f"{label}: a payload of {len(payload)} bytes, expected {length} for the mask alone: the data is damaged"
+        )
+    runs = np.frombuffer(payload[4:length], dtype="<u4").astype(np.int64)
+    if int(runs.sum()) != shape.num_tokens:
+        raise TraceError(
+            f"{label}: a mask of {int(runs.sum())} tokens, expected {shape.num_tokens}: the data is damaged"
+        )
+    shape.check_rows(int(runs[::2].sum()), len(payload) - length, label)
+    return np.repeat(np.arange(len(runs)) % 2 == 0, runs), payload[length:]
+
+
+def _read_header(data: memoryview, label: str) -> tuple[_Shape, _Flag, memoryview]:
+    if len(data) < HEADER_BYTES:
+        raise TraceError(
+            f"{label}: {len(data)} bytes, expected at least the {HEADER_BYTES} of a header: the data is cut off, or is "
+            f"no routing trace"
+        )
+    magic, version, flags, num_layers, top_k, num_experts, num_tokens, length, crc = _HEADER.unpack_from(data)
+    if magic != MAGIC:
+        raise TraceError(f"{label}: begins with {magic!r}, expected {MAGIC!r}: this is no encoded routing trace")
+    if version != VERSION:
+        raise TraceError(f"{label}: format version {version}, expected {VERSION}: another megarl wrote it")
+    (header_crc,) = _CRC.unpack_from(data, _HEADER.size)
+    if zlib.crc32(data[: _HEADER.size]) != header_crc:
+        raise TraceError(f"{label}: the header does not match its checksum: the data is damaged, fetch it again")
+    unknown = flags & ~int(sum(_Flag))
+    if unknown or (flags & _Flag.MASK_AS_BITS and flags & _Flag.MASK_AS_RUNS):
+        raise TraceError(f"{label}: flags {flags:#04x}, expected a combination that megarl writes: the data is damaged")
+    shape = _Shape(num_tokens, num_layers, top_k, num_experts, bool(flags & _Flag.ORDERED))
+    shape.check(label)
+    payload = data[HEADER_BYTES:]
+    if len(payload) != length:
+        raise TraceError(
+            f"{label}: {len(payload)} bytes follow the header, expected {length}: the data is cut off or has others "
+            f"behind it"
+        )
+    if zlib.crc32(payload) != crc:
+        raise TraceError(f"{label}: the payload does not match its checksum: the data is damaged, fetch it again")
+    return shape, _Flag(flags), payload
+
+
+def _decompress(payload: memoryview, most: int, label: str) -> memoryview:
+    """At most ``most`` bytes, however much the stream would give."""
+    stream = zlib.decompressobj()
+    try:
+        raw = stream.decompress(payload, most + 1)
+    except (zlib.error, OverflowError) as error:
+        raise TraceError(f"{label}: the compressed payload cannot be read ({error}): the data is damaged") from error
+    if len(raw) > most or not stream.eof or stream.unused_data:
+        raise TraceError(
+            f"{label}: the compressed payload is not one stream of at most {most} bytes: the data is damaged"
+        )
+    return memoryview(raw)

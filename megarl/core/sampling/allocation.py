@@ -1,0 +1,166 @@
+"""How a budget of samples is shared out among prompts whose pass rates are estimated.
+
+Maximising ``E[f(p)]`` has the gradient ``E[f'(p) grad p]``, and a prompt with n samples adds ``f'(p)^2 p (1 - p) / n``
+to its variance, which for a given total is least for ``n ~ f'(p) sqrt(p (1 - p))``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megarl.core.choices.nonlinear import parse_objective
+
+Numbers = Sequence[float] | np.ndarray
+
+
+def allocate(
+    pass_rates: Numbers,
+    total: int,
+    objective: str,
+    low: int = 1,
+    high: int | None = None,
+    *,
+    num_samples: int | None = None,
+) -> np.ndarray:
+    """Return how many samples each prompt gets: ``n ~ f'(p) sqrt(p (1 - p))``, of least variance, in whole numbers.
+
+    objective: "linear" f = p; "log" f = ln p; "raft" the same without a baseline, whose noise is p, so ``n ~ 1 /
+    sqrt(p)``; "power:A" f = p^A; "arcsin" f = 2 arcsin sqrt(p), the same n for all. pass_rates: [B], 0 to 1; low, high:
+    bounds of each count; total: what the counts add up to, exactly. num_samples: how many samples an estimate is from;
+    estimates are clamped to 1 / (2 num_samples) from 0 and 1. None takes the mean count, clamps only 0 and 1 themselves
+    and keeps them outermost. result: int64 [B]. Raises ValueError if the bounds cannot hold, ConfigError for an unknown
+    objective.
+
+    What the sources mix up: a post prints sqrt((1 - p) / p) for "log" and for "raft", and says that p = 0.01 then gets
+    ten times as many as p = 1. That holds for "raft", 1 / sqrt(p); under "log" a solved prompt gets the least of all.
+    "power:A" favours hard prompts (p to 0) only for A below 1/2; it is its f' that does so for A below 1.
+    """
+    rates = clamp_rates(pass_rates, num_samples, default=max(1, -(-total // max(len(pass_rates), 1))))
+    noise = rates if objective == "raft" else rates * (1 - rates)
+    return allocate_by_weights(objective_slope(rates, objective) * np.sqrt(noise), total, low, high)
+
+
+def allocate_by_weights(weights: Numbers, total: int, low: int = 1, high: int | None = None) -> np.ndarray:
+    """Return whole numbers near ``clip(s * weights, low, high)`` that add up to ``total``; s is solved for.
+
+    Rounding is down, and what is missing goes to the largest remainders, ties to the first. Prompts of weight 0 get
+    ``low``, and more only where all others are at ``high``; if all weights are 0 the shares are equal. weights: [B], 0
+    or more; result: int64 [B]. Raises ValueError if ``B low <= total <= B high`` does not hold.
+    """
+    values = _weights(weights, "weight")
+    size, top = values.size, total if high is None else high
+    if not 0 <= low <= top and size:
+        raise ValueError(f"a prompt gets {low} to {top} samples, expected 0 <= low <= high <= total = {total}")
+    if not size * low <= total <= size * top:
+        raise ValueError(
+            f"{size} prompts with {low} to {top} samples each take {size * low} to {size * top} in all, not {total}: "
+            "change the total or the bounds"
+        )
+    some = values > 0
+    shares = np.full(size, float(low))
+    at_most = int(some.sum()) * top
+    if at_most + (size - int(some.sum())) * low < total:
+        shares[some] = top
+        shares[~some] = (total - at_most) / (size - int(some.sum()))
+    elif some.any():
+        shares[some] = _boxed(values[some], total - low * float((~some).sum()), low, top)
+    return _whole(shares, total, top)
+
+
+def objective_slope(pass_rates: Numbers, objective: str) -> np.ndarray:
+    """Return f'(p): the weight of a prompt's gradient where sampling does not follow the objective by itself.
+
+    "linear" 1; "log" and "raft" 1 / p; "power:A" A p^(A - 1); "arcsin" 1 / sqrt(p (1 - p)). pass_rates: [B], clamped
+    off 0 and 1 where this would be infinite (``clamp_rates``); result: float64 [B]. ConfigError for an unknown name.
+    """
+    rates = np.asarray(pass_rates, dtype=np.float64)
+    kind, exponent = parse_objective(objective)
+    if kind == "linear":
+        return np.ones_like(rates)
+    if kind == "arcsin":
+        return 1 / np.sqrt(rates * (1 - rates))
+    if kind == "power":
+        return exponent * rates ** (exponent - 1)
+    return 1 / rates
+
+
+def gradient_variance(pass_rates: Numbers, counts: Numbers, objective: str) -> float:
+    """Return ``sum f'(p)^2 noise / n``, what ``allocate`` makes small; noise is p (1 - p), or p for "raft".
+
+    pass_rates: [B], more than 0 and less than 1; counts: [B], more than 0.
+    """
+    rates = np.asarray(pass_rates, dtype=np.float64)
+    noise = rates if objective == "raft" else rates * (1 - rates)
+    return float(np.sum(objective_slope(rates, objective) ** 2 * noise / np.asarray(counts, dtype=np.float64)))
+
+
+def ada_est_weights(pass_rates: Numbers, eps: float = 1e-3) -> np.ndarray:
+    """Return ``1 / sqrt(p + eps)``, float64 [B], for ``allocate_by_weights``.
+
+    Source: Ada-Est (arXiv 2510.04996, third version); its eps and bounds are not printed, these are ours: 1e-3, and 1
+    to 32 samples.
+    """
+    rates = _rates(pass_rates)
+    if not eps > 0:
+        raise ValueError(f"eps is {eps}, expected more than 0: a pass rate may be 0")
+    return 1 / np.sqrt(rates + eps)
+
+
+def clamp_rates(pass_rates: Numbers, num_samples: int | None, default: int = 1) -> np.ndarray:
+    """Return pass rates off 0 and 1, float64 [B]: at least 1 / (2 num_samples) away from both.
+
+    num_samples None: only 0 and 1 themselves move, to ``1 / (2 default)`` or as near as the nearest other estimate.
+    """
+    rates = _rates(pass_rates)
+    if num_samples is not None:
+        if num_samples < 1:
+            raise ValueError(f"estimates from {num_samples} samples, expected at least 1")
+        return np.clip(rates, 0.5 / num_samples, 1 - 0.5 / num_samples)
+    margins = np.minimum(rates, 1 - rates)
+    margin = min(0.5 / default, margins[margins > 0].min(initial=0.5))
+    return np.where(rates == 0, margin, np.where(rates == 1, 1 - margin, rates))
+
+
+def _boxed(values: np.ndarray, total: float, low: float, high: float) -> np.ndarray:
+    """clip(s * values, low, high) with the sum ``total``: the sum is linear in s between neighbouring kinks."""
+    kinks = np.unique(np.concatenate([low / values, high / values]))
+    first, last = 0, kinks.size - 1
+    while last - first > 1:  # bisection: the sum grows with s
+        middle = (first + last) // 2
+        if np.clip(kinks[middle] * values, low, high).sum() <= total:
+            first = middle
+        else:
+            last = middle
+    below, above = (np.clip(kinks[i] * values, low, high) for i in (first, last))
+    rise = above.sum() - below.sum()
+    part = 0.0 if rise == 0 else min(max((total - below.sum()) / rise, 0.0), 1.0)
+    return below + part * (above - below)
+
+
+def _whole(shares: np.ndarray, total: int, high: int) -> np.ndarray:
+    counts = np.floor(shares).astype(np.int64)
+    missing = total - int(counts.sum())
+    # Rounded, or ties would be broken by noise. A share of 3 that is computed as 2.9999999999 has the remainder 1.
+    remainders = np.where(counts < high, np.round(shares - counts, 9), -1.0)
+    counts[np.argsort(-remainders, kind="stable")[:missing]] += 1
+    assert int(counts.sum()) == total, f"{shares} became {counts}, which do not add up to {total}"
+    return counts
+
+
+def _rates(pass_rates: Numbers) -> np.ndarray:
+    rates = _weights(pass_rates, "pass rate")
+    if (rates > 1).any():
+        raise ValueError(f"pass rate {int(rates.argmax())} is {rates.max()}, expected 0 to 1")
+    return rates
+
+
+def _weights(values: Numbers, what: str) -> np.ndarray:
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != 1:
+        raise ValueError(f"one {what} per prompt is expected, [B], got {list(array.shape)}")
+    bad = ~(np.isfinite(array) & (array >= 0))
+    if bad.any():
+        raise ValueError(f"{what} {int(bad.argmax())} is {array[bad.argmax()]}, expected a number of 0 or more")
+    return array

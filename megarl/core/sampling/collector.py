@@ -1,0 +1,233 @@
+"""The samples of one step, collected as they arrive: what to ask for next, and in the end what trains.
+
+    collector = Collector(ada_seq_balance(), num_prompts=512, seed=step)
+    asks = collector.start()
+    while not collector.done:
+        ...  # have the engine draw what is asked for; whatever finishes next:
+        asks = collector.add(prompt, sample, reward)
+    selection = collector.select()
+    advantages, weights = assign(Credit(), selection)  # megarl.core.sampling.credit_assignment
+
+Prompts and samples are numbers, counted as they are asked for: prompt 3 is the fourth one begun, sample 9 of it its
+tenth. No prompt waits for another, and what trains depends on the rewards of (prompt, sample), not on when they came.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megarl.core.choices.stopping import Allotted, SamplingRule
+from megarl.core.metrics import Stat
+from megarl.core.sampling.pools import Pool
+from megarl.core.sampling.subsampling import subsample
+from megarl.errors import ConfigError, NumericsError
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Samples to draw now."""
+
+    prompt: int
+    """Index of the prompt; one above all before begins a new one."""
+    samples: range
+    """Indices of the samples."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Selection:
+    """What trains, in the order of (prompt, sample), and what was drawn to find it."""
+
+    prompts: np.ndarray
+    """int64 [N]."""
+    samples: np.ndarray
+    """int64 [N]."""
+    rewards: np.ndarray
+    """float64 [N]."""
+    pools: tuple[Pool, ...]
+    """Those of the prompts that take a place in the batch, also where nothing of them trains; ascending."""
+    rule: SamplingRule
+    """What drew them."""
+    drawn: np.ndarray
+    """int64 [4, A]: prompt, samples asked for, samples with a reward and positive ones, of all prompts that ended,
+    those that were replaced among them: what estimates of pass rates learn from."""
+    metrics: dict[str, Stat]
+    """Costs and outcomes, ``sampling/...``."""
+
+    @property
+    def keys(self) -> list[tuple[int, int]]:
+        """(prompt, sample) of each that trains."""
+        return list(zip(self.prompts.tolist(), self.samples.tolist(), strict=True))
+
+
+class Collector:
+    """Drives one rule over the prompts of one step.
+
+    ``refill`` is DAPO's dynamic sampling (arXiv 2503.14476), with any rule: a prompt without contrast gives its place
+    to a new one, begun at once, until ``num_prompts`` prompts with contrast fill the batch or ``max_prompts`` were
+    begun. (With a baseline, what it replaces has advantages of 0 anyway: the step is scaled, not turned.) The batch is
+    the first such prompts in the order of their numbers: those that come from waves of prompts, without their barrier.
+    ``spare`` prompts are drawn ahead; they shorten the wait at the end, and are lost if not needed, so that costs
+    depend on the order of arrival (what trains does not). ``seed``: which samples train is drawn at random; None keeps
+    the first. Raises ConfigError if these do not go together.
+    """
+
+    def __init__(
+        self,
+        rule: SamplingRule,
+        num_prompts: int,
+        *,
+        refill: bool = False,
+        spare: int = 0,
+        max_prompts: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        limit = num_prompts if max_prompts is None else max_prompts
+        if num_prompts < 1 or spare < 0 or limit < num_prompts:
+            raise ConfigError(
+                f"{num_prompts} prompts, {spare} spare ones, at most {max_prompts}: expected at least one, 0 or more, "
+                "and a limit that is not below the prompts of a step"
+            )
+        if refill != (max_prompts is not None) or (spare and not refill):
+            raise ConfigError(
+                f"refill = {refill}, max_prompts = {max_prompts}, spare = {spare}: refill needs max_prompts, for the "
+                "prompts may all be solved; without it nothing is replaced"
+            )
+        if isinstance(rule, Allotted) and (refill or len(rule.counts) != num_prompts):
+            raise ConfigError(
+                f"{len(rule.counts)} prompts were allotted samples and {num_prompts} take part, refill = {refill}: "
+                "allot to each prompt, and replace none"
+            )
+        self.rule, self.seed = rule, seed
+        self._num_prompts, self._refill, self._limit, self._spare = num_prompts, refill, limit, spare
+        self._pools: list[Pool] = []
+        self._fit: list[bool] = []  # by prompt: it may take a place, as far as is known
+        self._front = 0  # all prompts below have ended
+        self._places = 0  # taken by them
+
+    def start(self) -> list[Ask]:
+        """Return the first samples to draw; to be called once."""
+        assert not self._pools, "a collector is for one step"
+        return self._begin(self._num_prompts + self._spare)
+
+    def add(self, prompt: int, sample: int, reward: float | None) -> list[Ask]:
+        """Take in a sample and return what to draw because of it.
+
+        reward: None for a sample that failed; it counts as drawn, and for nothing else. Raises ValueError if the
+        sample was not asked for or is there already, NumericsError if the reward is not finite.
+        """
+        if not 0 <= prompt < len(self._pools) or not 0 <= sample < self._pools[prompt].num_asked:
+            raise ValueError(f"prompt {prompt} sample {sample} was not asked for")
+        pool = self._pools[prompt]
+        if sample in pool.rewards:
+            raise ValueError(f"prompt {prompt} sample {sample} arrived twice")
+        if reward is not None and not math.isfinite(reward):
+            raise NumericsError(
+                f"prompt {prompt} sample {sample}: the reward is {reward}, expected a finite number, or None for a "
+                "sample that failed"
+            )
+        pool.rewards[sample] = reward
+        return [] if pool.waits else self._after_round(pool)
+
+    @property
+    def done(self) -> bool:
+        """Whether it is known what trains."""
+        if self._refill and self._places == self._num_prompts:
+            return True
+        return bool(self._pools) and self._front == len(self._pools)
+
+    def outstanding(self) -> list[tuple[int, int]]:
+        """(prompt, sample) of all that was asked for and has not arrived; once ``done``, not needed any more."""
+        return [(p.prompt, i) for p in self._pools for i in range(p.num_asked) if i not in p.rewards]
+
+    def select(self) -> Selection:
+        """Return what trains; ValueError before ``done``.
+
+        With ``refill``, fewer than ``num_prompts`` prompts if ``max_prompts`` held no more with contrast
+        (``sampling/missing_prompts``).
+        """
+        if not self.done:
+            raise ValueError(f"{len(self.outstanding())} samples are still to arrive: select once all is done")
+        tried = self._pools[: self._front]
+        placed = tuple(pool for pool in tried if self._fit[pool.prompt])
+        rows = [self._chosen(pool) for pool in placed]
+        counts = [
+            [p.prompt, p.num_asked, sum(p.classes(self.rule.threshold)), p.classes(self.rule.threshold)[0]]
+            for p in self._pools
+            if p.ended
+        ]
+        return Selection(
+            prompts=np.repeat([pool.prompt for pool in placed], [len(samples) for samples, _ in rows]).astype(np.int64),
+            samples=np.concatenate([np.zeros(0, np.int64), *(samples for samples, _ in rows)]),
+            rewards=np.concatenate([np.zeros(0), *(rewards for _, rewards in rows)]),
+            pools=placed,
+            rule=self.rule,
+            drawn=np.array(counts, dtype=np.int64).reshape(-1, 4).T,
+            metrics=self._metrics(placed, sum(len(samples) for samples, _ in rows)),
+        )
+
+    def _begin(self, number: int) -> list[Ask]:
+        """Begin so many new prompts, or as many as the limit leaves."""
+        asks: list[Ask] = []
+        for _ in range(number):
+            if len(self._pools) == self._limit:
+                break
+            pool = Pool(prompt=len(self._pools))
+            self._pools.append(pool)
+            self._fit.append(True)
+            asks += self._after_round(pool)
+        return asks
+
+    def _after_round(self, pool: Pool) -> list[Ask]:
+        """What a prompt that waits for nothing leads to: its next round, or its end and perhaps another prompt."""
+        if self.done and pool.asked:
+            # Nothing more is needed, and a prompt that was cut short must not look as if it had ended.
+            return []
+        begin = pool.num_asked
+        more = self.rule.next_samples(pool.prompt, begin, *pool.classes(self.rule.threshold))
+        if more:
+            pool.asked.append(more)
+            return [Ask(pool.prompt, range(begin, begin + more))]
+        pool.ended = True
+        self._fit[pool.prompt] = not self._refill or pool.has_contrast()
+        while self._front < len(self._pools) and self._pools[self._front].ended and not self.done:
+            self._places += self._fit[self._front]
+            self._front += 1
+        enough = self._fit[pool.prompt] or (self._refill and self._places == self._num_prompts)
+        return [] if enough else self._begin(1)
+
+    def _chosen(self, pool: Pool) -> tuple[np.ndarray, np.ndarray]:
+        """Indices and rewards of the samples of one prompt that train."""
+        samples, values = pool.samples(), pool.values()
+        size, threshold = self.rule.train_size, self.rule.threshold
+        if size is None:
+            return samples, values
+        seed = None if self.seed is None else (self.seed, pool.prompt)
+        keep = self.rule.keeps(*pool.classes(threshold))
+        chosen = subsample(values, size, keep, threshold=threshold, seed=seed)
+        return samples[chosen], values[chosen]
+
+    def _metrics(self, placed: tuple[Pool, ...], trained: int) -> dict[str, Stat]:
+        ended = [pool for pool in self._pools if pool.ended]
+        size, threshold = self.rule.train_size, self.rule.threshold
+        failed = sum(reward is None for pool in self._pools for reward in pool.rewards.values())
+        short = [size is not None and len(pool.samples()) < size for pool in placed]
+        per_prompt = {
+            "sampling/samples_per_prompt": [float(pool.num_asked) for pool in ended],
+            "sampling/rounds": [float(len(pool.asked)) for pool in ended],
+            "sampling/contrast_fraction": [float(pool.has_contrast()) for pool in ended],
+            "sampling/resolved_fraction": [float(self.rule.resolved(*pool.classes(threshold))) for pool in ended],
+        }
+        totals = {
+            "sampling/samples": sum(pool.num_asked for pool in self._pools),
+            "sampling/failed": failed,
+            "sampling/trained": trained,
+            "sampling/short_prompts": sum(short),
+            "sampling/replaced_prompts": self._front - len(placed),
+            "sampling/missing_prompts": self._num_prompts - len(placed),
+        }
+        means = {name: Stat.mean(torch.tensor(values, dtype=torch.float64)) for name, values in per_prompt.items()}
+        return means | {name: Stat.total(torch.tensor(float(value))) for name, value in totals.items()}

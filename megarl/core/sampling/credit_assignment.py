@@ -1,0 +1,83 @@
+"""Advantages and weights of what adaptive sampling selected."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megarl.core.advantages import pooled
+from megarl.core.choices.credit import Credit
+from megarl.core.choices.stopping import SamplingRule
+from megarl.core.sampling.allocation import clamp_rates, objective_slope
+from megarl.core.sampling.collector import Selection
+from megarl.core.sampling.pools import Pool
+from megarl.core.sampling.stopping_law import unbiased_rates
+from megarl.errors import ConfigError
+
+
+def assign(credit: Credit, selection: Selection, trains: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Return (advantages, weights), float64 [N] each, of the selected samples; the gradient has their product.
+
+    trains: bool [N], which of them an objective leaves in, as RAFT the positive ones: weights per prompt count these.
+    None for all.
+
+    They are apart so that a weight also goes with other advantages of the same samples, such as those of an objective
+    that has one per token. Weights have no fixed mean. Raises ConfigError where "unbiased" meets a rule that trains on
+    one class only of a pool that has both.
+    """
+    weights = np.ones(len(selection.prompts))
+    rows = {pool.prompt: selection.prompts == pool.prompt for pool in selection.pools} if _by_prompt(credit) else {}
+    if credit.weigh == "prompt":
+        kept = np.ones_like(weights, dtype=bool) if trains is None else trains
+        groups = [row & kept for row in rows.values() if (row & kept).any()]
+        for row in groups:
+            weights[row] = kept.sum() / len(groups) / row.sum()
+    if credit.objective is not None:
+        for pool in selection.pools:
+            weights[rows[pool.prompt]] *= _slope(pool, selection.rule.threshold, credit.objective)
+    if credit.combination == "unbiased":
+        advantages = np.zeros(len(weights))
+        for pool in selection.pools:
+            row = rows[pool.prompt]
+            advantages[row] = _unbiased(pool, selection.rewards[row], selection.rule)
+        return advantages, weights
+    return _plain(credit, selection), weights
+
+
+def _by_prompt(credit: Credit) -> bool:
+    return credit.weigh == "prompt" or credit.objective is not None or credit.combination == "unbiased"
+
+
+def _plain(credit: Credit, selection: Selection) -> np.ndarray:
+    rewards, prompts = selection.rewards, selection.prompts
+    if not len(rewards):
+        return np.zeros(0)
+    if credit.statistics == "trained":
+        pool_rewards, pool_prompts = rewards, prompts
+    else:
+        pool_rewards = np.concatenate([pool.values() for pool in selection.pools])
+        pool_prompts = np.repeat([p.prompt for p in selection.pools], [len(p.samples()) for p in selection.pools])
+    scaling = {"scale": credit.scale, "ddof": credit.ddof, "floor": credit.floor, "rate_eps": credit.rate_eps}
+    return pooled(rewards, prompts, pool_rewards, pool_prompts, **scaling).numpy()
+
+
+def _slope(pool: Pool, threshold: float, objective: str) -> float:
+    positives, negatives = pool.classes(threshold)
+    drawn = positives + negatives
+    if not drawn:
+        return 1.0
+    return float(objective_slope(clamp_rates([positives / drawn], drawn), objective)[0])
+
+
+def _unbiased(pool: Pool, rewards: np.ndarray, rule: SamplingRule) -> np.ndarray:
+    """Advantages of one prompt's trained samples: ``n v (mean over positives - mean over negatives)``."""
+    positive = rewards > rule.threshold
+    num_positive, num_negative = int(positive.sum()), int((~positive).sum())
+    if not all(pool.classes(rule.threshold)):
+        return np.zeros(len(rewards))
+    if not num_positive or not num_negative:
+        raise ConfigError(
+            f'credit: combination "unbiased" needs both classes of prompt {pool.prompt}, but the rule chose '
+            f'{num_positive} positives and {num_negative} negatives: let it keep "balance" and train on two or more'
+        )
+    product = unbiased_rates(rule, pool.asked, pool.drawn(), pool.classes(rule.threshold)[0], pool.prompt).product
+    return product * len(rewards) * np.where(positive, 1 / num_positive, -1 / num_negative)

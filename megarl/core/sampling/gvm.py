@@ -1,0 +1,130 @@
+"""GVM: samples where the gradient of rejection sampling is noisiest (Yao et al., arXiv 2505.02391).
+
+A first stage draws a few samples of each prompt (8, or 32) to estimate its acceptance rate p and the norm G of its
+gradient; they are not trained on. The second stage draws ``gvm_allocate``'s counts, which are refreshed every few steps
+(10 in the paper). GVM-RAFT trains on what is accepted, GVM-GRPO on all, with advantages within groups of unequal size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from megarl.core.sampling.allocation import Numbers
+
+NormMean = Literal["mean", "rms"]
+
+
+def gvm_allocate(
+    pass_rates: Numbers,
+    grad_norms: Numbers,
+    total: int,
+    alpha: float = 1e-3,
+    beta: float = 2.0,
+    *,
+    solved_above: float = 1.0,
+    min_accepted: float = 0.0,
+) -> np.ndarray:
+    """Return ``n = total * w / sum(w)`` in whole numbers, with ``w = G / sqrt(p + alpha / p^(beta - 1))``.
+
+    This minimises ``sum G^2 / (p n) / (1 + alpha / p^beta)``. The weight grows as p falls, down to
+    ``p = (alpha (beta - 1))^(1 / beta)``, 0.032 by default, and below that goes to 0: what is never accepted teaches
+    nothing. Prompts with p = 0 or G = 0 get none. ``solved_above``: nor do those with a larger p (1 is off);
+    ``min_accepted``: nor those whose expected number of accepted samples ``p n``, before this filter, is less. If that
+    leaves no prompt, as where nothing was accepted, all get the same: there is nothing to go by.
+
+    Rounds half to even; what is then missing or too much is mended by one each at the largest or smallest residuals.
+    (The released code mends at most one per prompt, which unnormalised shares could overrun, down to negative counts.)
+    pass_rates, grad_norms: [B]; result: int64 [B], adding up to ``total``. Raises ValueError for other input.
+    """
+    rates, weights = np.asarray(pass_rates, dtype=np.float64), _weights(pass_rates, grad_norms, alpha, beta)
+    if total < 0 or (total and not weights.size):
+        raise ValueError(
+            f"{total} samples for {weights.size} prompts: expected 0 or more, and prompts to draw them for"
+        )
+    filtered = np.where(rates <= solved_above, weights, 0.0)
+    expected = rates * filtered * (total / weights.sum() if weights.any() else 0.0)
+    filtered = np.where(expected >= min_accepted, filtered, 0.0)
+    if not filtered.any():
+        filtered = np.ones_like(filtered)
+    return _rounded(filtered / max(filtered.sum(), np.finfo(np.float64).tiny) * total, total, filtered > 0)
+
+
+def gvm_estimates(
+    prompts: Sequence[int] | np.ndarray,
+    accepted: Sequence[bool] | np.ndarray,
+    grad_norms: Numbers,
+    num_prompts: int,
+    average: NormMean = "mean",
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (acceptance rates, gradient norms), float64 [B] each, from the samples of the first stage.
+
+    A prompt's norm is the mean over its accepted samples of ``||grad log pi(y)||_2``, of the whole response and not per
+    token, on one block of parameters (the released code takes the embedding); 0 if none was accepted. The theory has
+    the root mean square instead: ``average = "rms"``. prompts: integer [N], 0..B-1; accepted: bool [N]; grad_norms:
+    [N], read where accepted. Raises ValueError for other input, also for a prompt without a sample.
+    """
+    index, good = np.asarray(prompts, dtype=np.int64), np.asarray(accepted, dtype=bool)
+    norms = np.where(good, np.asarray(grad_norms, dtype=np.float64), 0.0)
+    if average not in ("mean", "rms") or not index.shape == good.shape == norms.shape or index.ndim != 1:
+        raise ValueError(
+            f"prompts {list(index.shape)}, accepted {list(good.shape)}, norms {list(norms.shape)}, "
+            f'average {average!r}: expected [N] each, and "mean" or "rms"'
+        )
+    if not (np.isfinite(norms) & (norms >= 0)).all():
+        raise ValueError("a gradient norm of an accepted sample is negative or not finite")
+    drawn = np.bincount(index, minlength=num_prompts)
+    if drawn.size != num_prompts or not drawn.all():
+        raise ValueError(f"{num_prompts} prompts have {drawn.tolist()} samples; the first stage draws some for each")
+    kept = np.bincount(index[good], minlength=num_prompts)
+    power = 2 if average == "rms" else 1
+    sums = np.bincount(index, weights=norms**power, minlength=num_prompts)
+    return kept / drawn, (sums / np.maximum(kept, 1)) ** (1 / power)
+
+
+def gvm_raft_weights(
+    prompts: Sequence[int] | np.ndarray, accepted: Sequence[bool] | np.ndarray, pass_rates: Numbers | None = None
+) -> np.ndarray:
+    """Return what each sample of the second stage weighs in GVM-RAFT; 0 for a rejected one.
+
+    One over the number of accepted samples of its prompt, as the paper's algorithm; with ``pass_rates``, [B] by prompt,
+    one over ``n p``, its Lemma 1, which is unbiased where p is. prompts: integer [N]; accepted: bool [N]; result:
+    float64 [N]. (Its eq. 8, read literally, accepts the best responses of an all-wrong prompt: do not.)
+    """
+    index, good = np.asarray(prompts, dtype=np.int64), np.asarray(accepted, dtype=bool)
+    if index.shape != good.shape or index.ndim != 1:
+        raise ValueError(f"prompts {list(index.shape)} and accepted {list(good.shape)} must both be [N]")
+    if pass_rates is None:
+        counts = np.bincount(index[good], minlength=int(index.max(initial=-1)) + 1).astype(np.float64)
+    else:
+        counts = np.bincount(index, minlength=len(pass_rates)) * np.asarray(pass_rates, dtype=np.float64)
+    shares = counts[index]
+    if (good & (shares <= 0)).any():
+        raise ValueError("a sample was accepted for a prompt of pass rate 0: estimates of 0 get no samples")
+    return np.where(good, 1 / np.where(shares > 0, shares, 1.0), 0.0)
+
+
+def _weights(pass_rates: Numbers, grad_norms: Numbers, alpha: float, beta: float) -> np.ndarray:
+    rates, norms = np.asarray(pass_rates, dtype=np.float64), np.asarray(grad_norms, dtype=np.float64)
+    if rates.shape != norms.shape or rates.ndim != 1 or not alpha >= 0 or not beta >= 2:
+        raise ValueError(
+            f"pass rates {list(rates.shape)} and norms {list(norms.shape)} must both be [B], "
+            f"alpha = {alpha} at least 0, beta = {beta} at least 2"
+        )
+    if not ((rates >= 0) & (rates <= 1)).all() or not (np.isfinite(norms) & (norms >= 0)).all():
+        raise ValueError("expected pass rates from 0 to 1, and finite norms of 0 or more")
+    safe = np.where(rates > 0, rates, 1.0)
+    return np.where(rates > 0, norms / np.sqrt(safe + alpha / safe ** (beta - 1)), 0.0)
+
+
+def _rounded(shares: np.ndarray, total: int, some: np.ndarray) -> np.ndarray:
+    """Whole numbers near the shares that add up to ``total``; 0 stays 0, and none becomes negative."""
+    counts = np.round(shares).astype(np.int64)
+    while (error := total - int(counts.sum())) != 0:
+        step = 1 if error > 0 else -1
+        order = np.argsort(-step * np.round(shares - counts, 9), kind="stable")
+        usable = order[some[order] & (counts[order] + step >= 0)]
+        counts[usable[: abs(error)]] += step
+    return counts

@@ -1,0 +1,131 @@
+"""The exact law of a sampling rule: what it costs, and what its pools say about the pass rate.
+
+Everything here asks the rule object itself what it does after each round, so there is no second copy of any rule.
+Samples of a prompt are independent and positive with probability p, its pass rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megarl.core.choices.stopping import SamplingRule
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoppingLaw:
+    """Where a prompt's sampling ends: one row per possible end."""
+
+    samples: np.ndarray
+    """int64 [S], samples drawn."""
+    positives: np.ndarray
+    """int64 [S], positive ones among them."""
+    probabilities: np.ndarray
+    """float64 [S], adds up to 1."""
+
+    @property
+    def expected_samples(self) -> float:
+        """E[n], what the prompt costs."""
+        return float(self.probabilities @ self.samples)
+
+    @property
+    def contrast(self) -> float:
+        """Probability of a pool with both classes: of a prompt that teaches something."""
+        mixed = (self.positives > 0) & (self.positives < self.samples)
+        return float(self.probabilities[mixed].sum())
+
+    @property
+    def expected_rate(self) -> float:
+        """E[positives / samples]: not p where the rule looks at what it draws. 0 samples count as rate 0."""
+        return float(self.probabilities @ (self.positives / np.maximum(self.samples, 1)))
+
+    def probability(self, positives: int, negatives: int) -> float:
+        """Probability of a pool with at least so many of each class."""
+        enough = (self.positives >= positives) & (self.samples - self.positives >= negatives)
+        return float(self.probabilities[enough].sum())
+
+
+def stopping_law(rule: SamplingRule, pass_rate: float, prompt: int = 0) -> StoppingLaw:
+    """Return the law of what ``rule`` draws for a prompt with that pass rate.
+
+    For rounds of M this gives ``E[n] = M * sum_r P(not done after r rounds)``. Raises ValueError unless
+    0 <= pass_rate <= 1.
+    """
+    check_rate(pass_rate)
+    pending: dict[int, np.ndarray] = {0: np.ones(1)}
+    ends: dict[tuple[int, int], float] = {}
+    while pending:
+        asked = min(pending)
+        for positives, probability in enumerate(pending.pop(asked)):
+            if probability == 0:
+                continue
+            more = rule.next_samples(prompt, asked, positives, asked - positives)
+            if not more:
+                ends[asked, positives] = probability
+                continue
+            after = pending.setdefault(asked + more, np.zeros(asked + more + 1))
+            after[positives : positives + more + 1] += probability * binomial(more, pass_rate)
+    points = np.array(list(ends), dtype=np.int64)
+    return StoppingLaw(points[:, 0], points[:, 1], np.array(list(ends.values())))
+
+
+@dataclass(frozen=True, slots=True)
+class UnbiasedRates:
+    """Estimates from one pool, right on average over all ways in which its rule may end."""
+
+    rate: float
+    """Of p."""
+    product: float
+    """Of p (1 - p); 0 if the first round holds fewer than two samples, from which it cannot be estimated."""
+
+
+def unbiased_rates(
+    rule: SamplingRule, asked: Sequence[int], drawn: Sequence[int], positives: int, prompt: int = 0
+) -> UnbiasedRates:
+    """Return unbiased estimates of p and p (1 - p) from a pool that ``rule`` ended.
+
+    The share of positives in a pool is biased when the rule looks at it. The first round has a fixed size, so its own
+    mean and sample variance are unbiased; here they are averaged over all histories of the same rule that end with as
+    many rounds and positives (Girshick, Mosteller and Savage, 1946). With rounds of one sample and k positives to exit
+    this is the ``(k - 1) / (n - 1)`` of inverse sampling.
+
+    asked: samples asked for in each round; drawn: those that did not fail, at most as many; positives: in all. Failures
+    must not depend on the reward. Raises ValueError if the rule has no such history.
+    """
+    if len(asked) != len(drawn) or not asked or any(not 0 <= d <= a for a, d in zip(asked, drawn, strict=True)):
+        raise ValueError(f"rounds of {list(asked)} samples of which {list(drawn)} arrived: expected as many, at most")
+    first, total = drawn[0], sum(drawn)
+    # Which history is likely, given its end, does not depend on p; near the share of positives nothing underflows.
+    nominal = min(max(positives / max(total, 1), 0.5 / max(total, 1)), 1 - 0.5 / max(total, 1))
+    ways = np.diag(binomial(first, nominal))  # [positives in the first round, positives so far]
+    sum_asked, sum_drawn = asked[0], first
+    for size, arrived in zip(asked[1:], drawn[1:], strict=True):
+        goes_on = [rule.next_samples(prompt, sum_asked, s, sum_drawn - s) == size for s in range(sum_drawn + 1)]
+        step = binomial(arrived, nominal)
+        ways = np.stack([np.convolve(row, step) for row in np.where(goes_on, ways, 0.0)])
+        sum_asked, sum_drawn = sum_asked + size, sum_drawn + arrived
+    weights = ways[:, positives] if 0 <= positives <= total else np.zeros(1)
+    if not weights.sum() > 0:
+        raise ValueError(f"{rule} cannot end with {positives} positives in rounds of {list(drawn)} samples")
+    weights = weights / weights.sum()
+    counts = np.arange(first + 1)
+    rate = float(weights @ counts) / max(first, 1)
+    product = float(weights @ (counts * (first - counts))) / (first * (first - 1)) if first > 1 else 0.0
+    return UnbiasedRates(rate, product)
+
+
+def check_rate(pass_rate: float) -> None:
+    """Raise ValueError unless 0 <= pass_rate <= 1."""
+    if not 0 <= pass_rate <= 1:
+        raise ValueError(f"the pass rate is {pass_rate}, expected 0 to 1")
+
+
+def binomial(size: int, rate: float) -> np.ndarray:
+    """Return float64 [size + 1], the probabilities of 0..size positives among ``size`` samples."""
+    if size == 0:
+        return np.ones(1)
+    half = binomial(size // 2, rate)
+    whole = np.convolve(half, half)
+    return np.convolve(whole, [1 - rate, rate]) if size % 2 else whole

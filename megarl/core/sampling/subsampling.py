@@ -1,0 +1,64 @@
+"""Which of a prompt's samples train, when more were drawn than are to be trained on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from megarl.core.choices.stopping import POSITIVE, Keep
+from megarl.errors import ConfigError, NumericsError
+
+
+def subsample(
+    rewards: Sequence[float] | np.ndarray,
+    n: int,
+    rule: Keep,
+    *,
+    threshold: float = POSITIVE,
+    seed: int | Sequence[int] | None = None,
+) -> np.ndarray:
+    """Return the indices of the ``n`` samples of one prompt that train, ascending; all of them if there are fewer.
+
+    rewards: [P] in the order in which the samples were asked for; positive is above ``threshold``. rule:
+
+    - "balance": ``min(n // 2, positives)`` positives, and negatives for the rest;
+    - "pos": as many positives as is their share of all, ``ceil(n * positives / P)``, but at least one of either class;
+      for a pool that gave up before it had enough positives;
+    - "any": whatever the class.
+
+    A class that is short is filled up from the other one. Within a class the first samples are kept, or with ``seed``
+    a random choice. "First" is the order of asking, never that of finishing, which would prefer short responses.
+    result: int64 [min(n, P)]. Raises NumericsError for a NaN, ValueError for ``n`` below 1, ConfigError for an unknown
+    rule. Source: Reinforce-Ada (arXiv 2510.04996), its released code; the choice by seed is ours.
+    """
+    values = np.asarray(rewards, dtype=np.float64)
+    if values.ndim != 1 or n < 1:
+        raise ValueError(f"subsample needs rewards [P] and n of at least 1, got {list(values.shape)} and {n}")
+    if np.isnan(values).any():
+        raise NumericsError(
+            f"reward {int(np.isnan(values).argmax())} is NaN: leave failed samples out of what is chosen from"
+        )
+    order = np.arange(values.size) if seed is None else np.random.default_rng(seed).permutation(values.size)
+    positive = values[order] > threshold
+    take = min(n, values.size)
+    if rule == "any":
+        return np.sort(order[:take])
+    num_positive = positives_to_keep(int(positive.sum()), int((~positive).sum()), n, rule)
+    chosen = [order[positive][:num_positive], order[~positive][: take - num_positive]]
+    return np.sort(np.concatenate(chosen))
+
+
+def positives_to_keep(positives: int, negatives: int, n: int, rule: Keep) -> int:
+    """Return how many positives are among the ``min(n, positives + negatives)`` samples that ``subsample`` keeps."""
+    take = min(n, positives + negatives)
+    if rule == "balance":
+        wanted = n // 2
+    elif rule == "pos":
+        share = math.ceil(n * positives / max(positives + negatives, 1))
+        wanted = max(min(share, take - 1), 1)
+    else:
+        raise ConfigError(f'rule {rule!r} does not count classes; expected "balance" or "pos"')
+    wanted = min(wanted, positives)
+    return max(wanted, take - negatives)

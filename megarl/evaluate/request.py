@@ -1,0 +1,77 @@
+"""What ``megarl eval`` is asked for, checked before anything heavy is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.config import Config, ParallelConfig
+from megarl.config.sampling import SamplingConfig
+from megarl.data.benchmarks import Benchmark, choose
+from megarl.errors import ConfigError
+
+WITHOUT_TRAINING = {"train.micro_batch_tokens": 2**20 * 3 * 5 * 7}
+"""Overrides below the user's: responses may be longer than training could hold. Divides by any likely parallel.tp."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRequest:
+    """One evaluation: which weights, on which benchmarks, how often."""
+
+    config: Config
+    """As the user wrote it."""
+    benchmarks: tuple[Benchmark, ...]
+    """In the order of the command line; no name twice."""
+    samples: int
+    """Responses to each prompt."""
+    ks: tuple[int, ...]
+    """The k of pass@k, ascending, none above samples."""
+    checkpoint: Path | None = None
+    """Step folder, or the run or checkpoints folder whose newest is meant; None: the weights in model.path."""
+    out: Path | None = None
+    """Where results go; None: below run.dir."""
+
+    def layout(self, world_size: int) -> Config:
+        """The configuration for so many ranks; ConfigError if the layout of a checkpoint does not divide them.
+
+        Without a checkpoint there is no layout. Nothing trains, so batches need not divide.
+        """
+        config = self.config
+        parallel = ParallelConfig() if self.checkpoint is None else config.parallel
+        rollout = config.rollout.model_copy(update={"prompts_per_step": world_size, "group_size": 1})
+        train = config.train.model_copy(update={"mini_batches": 1})
+        unused = {"sampling": SamplingConfig(), "sft": None}
+        found = config.model_copy(update={"parallel": parallel, "rollout": rollout, "train": train, **unused})
+        found.check_world_size(world_size)
+        return found
+
+
+def eval_request(
+    config: Config,
+    *,
+    data: Sequence[str] = (),
+    samples: int | None = None,
+    ks: Sequence[int] = (),
+    template: str | None = None,
+    checkpoint: Path | None = None,
+    out: Path | None = None,
+) -> EvalRequest:
+    """Check a command line against itself and the configuration; ConfigError if they do not go together.
+
+    samples: default ``eval.samples``; ks: default the powers of 4 up to samples, and samples.
+    """
+    number = config.eval.samples if samples is None else samples
+    flag = "eval.samples" if samples is None else "--samples"
+    if number < 1:
+        raise ConfigError(f"{flag}: found {number}, expected at least 1")
+    if config.eval.temperature == 0 and number > 1:
+        raise ConfigError(
+            f"{flag}: found {number} with eval.temperature = 0, which gives the same response every time; set 1, or a "
+            "temperature"
+        )
+    chosen = sorted({*ks} or {*(4**power for power in range(16) if 4**power <= number), number})
+    if chosen[0] < 1 or chosen[-1] > number:
+        wrong = chosen[0] if chosen[0] < 1 else chosen[-1]
+        raise ConfigError(f"--k: found {wrong}, expected 1 to {flag} = {number}: pass@k needs k samples of a prompt")
+    return EvalRequest(config, choose(data, config, template), number, tuple(chosen), checkpoint, out)

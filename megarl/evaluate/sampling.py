@@ -1,0 +1,83 @@
+"""How an evaluation draws: one rank's samples of a benchmark, judged, as the lines that are saved of them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from megarl.config import Config
+from megarl.core.types import SampleRequest
+from megarl.data.benchmarks import HELDOUT, Benchmark
+from megarl.data.judge import Judge
+from megarl.data.prompts import Prompt
+from megarl.rollout.draw import Draw
+from megarl.rollout.engine import Engine, SamplingParams
+from megarl.rollout.player import Sample
+from megarl.run.progress import Advance
+from megarl.train.environments import make_player, turn_ends
+from megarl.train.plans import Key, Listed
+from megarl.train.sampler import EVALUATE, sampling_seed
+
+
+def draw_lines(
+    engine: Engine,
+    config: Config,
+    benchmark: Benchmark,
+    prompts: Sequence[Prompt],
+    keys: Sequence[Key],
+    tokenizer: PreTrainedTokenizerBase,
+    on_finish: Advance | None = None,
+) -> list[dict[str, Any]]:
+    """Draw the samples ``keys``, (prompt, sample) each, by the environment that the configuration has, if any.
+
+    Returns a line of responses.jsonl for each, in no particular order. Not a collective call. What a reward or an
+    environment fails at is in the line; errors of the engine are raised.
+    """
+
+    def request_of(prompt: int, sample: int) -> tuple[SampleRequest, Prompt]:
+        seed = response_seed(config.run.seed, benchmark.name, prompt, sample)
+        return SampleRequest(prompts[prompt].tokens, group=prompt, sample=sample, seed=seed), prompts[prompt]
+
+    with Judge(benchmark.reward, workers=config.reward.workers, timeout_s=config.reward.timeout_s) as judge:
+        draw = Draw(Listed(keys), request_of, make_player(config, tokenizer, judge))
+        engine.converse(draw.begin, sampling_params(config, tokenizer), on_finish)
+    return [_line(key, sample, tokenizer) for key, sample in draw.samples.items()]
+
+
+def response_seed(run_seed: int, benchmark: str, prompt: int, sample: int) -> int:
+    """Seed of one response: it depends on the benchmark's name, so that others in the same call do not change it.
+
+    For the held-out prompts it is that of the trainer's own evaluation, whose figures thus come out again.
+    """
+    number = 0 if benchmark == HELDOUT else zlib.crc32(benchmark.encode())
+    return sampling_seed(run_seed, EVALUATE, number, prompt, sample)
+
+
+def sampling_params(config: Config, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
+    """Those of the trainer's own evaluation."""
+    return SamplingParams(
+        temperature=config.eval.temperature,
+        top_p=config.rollout.top_p,
+        max_response_tokens=config.rollout.max_response_tokens,
+        stop_token_ids=turn_ends(config, tokenizer),
+        return_routed_experts=False,
+    )
+
+
+def _line(key: Key, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """``length`` counts the model's own tokens; the response has the environment's in it too, as the reward saw it."""
+    prompt, number = key
+    rollout = sample.rollout
+    return {
+        "prompt": prompt,
+        "sample": number,
+        "reward": sample.reward,
+        "error": sample.reward_error or sample.episode_error,
+        "finish_reason": "abort" if rollout is None else rollout.finish_reason,
+        "length": 0 if rollout is None else int(rollout.loss_mask.sum()),
+        "turns": sample.turns,
+        "response": "" if rollout is None else tokenizer.decode(rollout.response_tokens, skip_special_tokens=True),
+    }

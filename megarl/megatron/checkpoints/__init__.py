@@ -1,0 +1,1 @@
+"""Checkpoints of a run: written, verified, found again, saved in the background."""

@@ -1,0 +1,115 @@
+"""Checkpoints that are written while training goes on."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megarl.errors import SaveError
+from megarl.megatron.checkpoints.checkpoint import WRITE_ERRORS, cleared, partial_folder, publish, whole_state
+from megarl.megatron.checkpoints.versions import checkpoint_metadata, forked_queue, write_errors_are_told_to_all
+from megarl.megatron.policy import Policy
+
+_PR_SET_PDEATHSIG = 1
+_LOOK_S = 0.5
+"""Between two looks at the processes that write."""
+
+
+class BackgroundSaver:
+    """Writes checkpoints while training goes on: a forked process of each rank writes what memory held at its start.
+
+    One at a time. Like ``save``, it gives a checkpoint its name when every rank has written its part.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self._folder, self._keep = folder, keep
+        self._calls = AsyncCallsQueue()
+        self._pending: Path | None = None
+
+    def begin(self, step: int, policy: Policy, loop: Mapping[str, Any]) -> None:
+        """Start to write checkpoint ``step``, after the one before is there; a collective call."""
+        self.poll(wait=True)
+        path = cleared(self._folder, step)
+        filesystem_async._results_queue = forked_queue()
+        request = dist_checkpointing.save(
+            whole_state(policy, step, loop),
+            str(partial_folder(path)),
+            async_sharded_save=True,
+            **checkpoint_metadata("content_metadata"),
+        )
+        writes = request.async_fn
+        self._calls.schedule_async_request(
+            request._replace(async_fn=None if writes is None else partial(_until_parent_ends, os.getpid(), writes))
+        )
+        self._pending = path
+
+    def poll(self, *, wait: bool = False) -> Path | None:
+        """The checkpoint that is complete now, on all ranks alike; None if none is. A collective call.
+
+        SaveError if it could not be written; its ``on_all_ranks`` says whether every rank has it."""
+        if self._pending is None:
+            return None
+        path = self._pending
+        try:
+            if not self._calls.maybe_finalize_async_calls(blocking=wait):
+                return None
+        except WRITE_ERRORS as error:
+            self._pending = None
+            reason = " ".join(str(error).split())
+            failure = SaveError(f"{path} could not be written: {type(error).__name__}: {reason[-300:]}")
+            told_to_all = isinstance(error, CheckpointException) and write_errors_are_told_to_all()
+            failure.on_all_ranks = told_to_all or dist.get_world_size() == 1
+            raise failure from error
+        self._pending = None
+        publish(path, self._keep)
+        return path
+
+    def abandon(self) -> None:
+        """End what is under way, on this rank; what it has written is removed by the next start."""
+        for call in self._calls.async_calls:
+            if (writer := call.async_caller.process) is not None:
+                writer.kill()
+                writer.join()
+        self._calls.async_calls.clear()
+        self._pending = None
+
+
+def _until_parent_ends(trainer: int, write: Callable[..., None], *arguments: Any) -> None:
+    """In the forked process: a trainer that is killed takes it along, and the processes that Megatron's writer forks.
+
+    One of those that dies ends it, so that the save fails: Megatron waits for their results for ever."""
+    _end_with_parent(trainer)
+    os.register_at_fork(after_in_child=partial(_end_with_parent, os.getpid()))
+    threading.Thread(target=_end_with_a_child, daemon=True).start()
+    write(*arguments)
+
+
+def _end_with_parent(parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before this was said
+        os._exit(1)
+
+
+def _end_with_a_child() -> None:
+    while True:
+        time.sleep(_LOOK_S)
+        for child in psutil.Process().children():
+            with suppress(ChildProcessError):  # Megatron has collected it
+                ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+                if ended is not None and ended.si_status != 0:
+                    os._exit(1)

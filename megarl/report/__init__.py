@@ -1,0 +1,1 @@
+"""Reports: HTML pages of a run, and of two routing traces."""

@@ -1,0 +1,201 @@
+"""``megarl report RUN_DIR``: the curves of a run as PNGs, and as one HTML page that needs no network.
+
+The page stands alone: images are embedded, the style sheet is inside. Panels whose metrics the run did not
+record are left out and named.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import math
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.data.files import write_atomically
+from megarl.errors import DataError
+from megarl.report.panels import PANELS, Panel, render
+from megarl.report.series import Curve, Series
+from megarl.run.metrics_log import read_metrics
+
+NOT_RECORDED = "not recorded"
+HOW_TO_READ = (
+    "Bands span the mini-batches of a step, from the lowest to the highest. In runs of 40 steps and more, bold lines "
+    "are centred moving averages, pale lines the values themselves; held-out dots are never averaged."
+)
+TILES = ("Held-out pass rate, first", "Held-out pass rate, last", "Steps", "Wall time", "Tokens per second (median)")
+"""Rows of the headline that are also shown large."""
+
+CSS = """
+:root { color-scheme: light; --ink: #1f2933; --muted: #5b6673; --line: #e3e7ec; --accent: #2563a8; }
+* { box-sizing: border-box; }
+body { margin: 0; background: #f5f6f8; color: var(--ink);
+  font: 15px/1.5 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+main { max-width: 1180px; margin: 0 auto; padding: 32px 20px 56px; }
+h1 { margin: 0; font-size: 26px; letter-spacing: -0.01em; }
+.sub { margin: 2px 0 22px; color: var(--muted); overflow-wrap: anywhere; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(168px, 1fr)); gap: 12px; margin-bottom: 14px; }
+.tile, .card, table { background: #fff; border: 1px solid var(--line); border-radius: 10px; }
+.tile { padding: 12px 16px; }
+.tile .value { font-size: 24px; font-weight: 650; font-variant-numeric: tabular-nums; }
+.tile .label { color: var(--muted); font-size: 13px; }
+table { width: 100%; border-spacing: 0; margin-bottom: 26px; overflow: hidden; }
+th, td { padding: 7px 16px; text-align: left; border-top: 1px solid var(--line); font-variant-numeric: tabular-nums; }
+tr:first-child th, tr:first-child td { border-top: 0; }
+th { width: 34%; color: var(--muted); font-weight: 500; }
+.panels { display: grid; grid-template-columns: 1fr 1fr; gap: 16px; grid-auto-flow: dense; }
+.card { padding: 14px 16px 10px; margin: 0; display: flex; flex-direction: column; }
+.card.wide { grid-column: 1 / -1; }
+.card h2 { margin: 0; font-size: 16px; }
+.card figcaption { margin: 0 0 8px; color: var(--muted); font-size: 13px; }
+.card img { width: 100%; height: auto; display: block; margin-top: auto; }
+.absent { margin-top: 22px; color: var(--muted); font-size: 14px; }
+@media (max-width: 820px) { .panels { grid-template-columns: 1fr; } }
+"""
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Draws run_dir/metrics.jsonl into run_dir/report/*.png and run_dir/report/index.html; returns the path of the
+    page.
+
+    Each file is written as a whole or not at all; a PNG of an earlier report that this run has no metrics for is
+    removed.
+
+    Raises DataError: metrics.jsonl is missing, empty or broken; config.toml is broken (a missing one is said in the
+    page).
+    """
+    run_dir = Path(run_dir)
+    records = read_metrics(run_dir / "metrics.jsonl")
+    if not records:
+        raise DataError(f"{run_dir / 'metrics.jsonl'}: the file is empty: the run has not finished its first step")
+    series = Series.of(records)
+    config = _read_config(run_dir / "config.toml")
+    report_dir = run_dir / "report"
+    report_dir.mkdir(exist_ok=True)
+    images: list[tuple[Panel, bytes]] = []
+    absent: list[Panel] = []
+    for panel in PANELS:
+        path = report_dir / f"{panel.key}.png"
+        if panel.is_recorded(series):
+            images.append((panel, render(panel, series)))
+            write_atomically(path, images[-1][1])
+            continue
+        path.unlink(missing_ok=True)
+        if not panel.optional:
+            absent.append(panel)
+    name = str(_setting(config, "run", "name") or run_dir.resolve().name)
+    page = _page(name, run_dir.resolve(), headline(series, config), images, absent)
+    write_atomically(report_dir / "index.html", page.encode())
+    return report_dir / "index.html"
+
+
+def headline(series: Series, config: dict[str, Any] | None) -> dict[str, str]:
+    """The table at the top of the page: label -> value, "not recorded" where the run did not say."""
+    rows: dict[str, str] = {}
+    pass_rate = series.find("eval/pass_rate")
+    if pass_rate is None:
+        rows["Held-out pass rate"] = NOT_RECORDED
+    else:
+        finite = np.isfinite(pass_rate.y)
+        steps, values = pass_rate.x[finite], pass_rate.y[finite]
+        for label, point in (("first", 0), ("best", int(values.argmax())), ("last", -1)):
+            rows[f"Held-out pass rate, {label}"] = f"{values[point]:.1%} (step {steps[point]:.0f})"
+    rows["Steps"] = _steps(series)
+    rows["Wall time"] = _duration(
+        max(float(c["wall_s"].y.max()) for c in (series.step, series.minibatch, series.eval) if c)
+    )
+    speed = series.find("speed/tokens_per_s")
+    rows["Tokens per second (median)"] = NOT_RECORDED if speed is None else f"{np.median(speed.finite):,.0f}"
+    rows["Rewards that failed"] = _mean_share(series.find("reward/error_fraction"))
+    if (failed := series.find("episode/failed_fraction")) is not None:
+        rows["Episodes that failed"] = _mean_share(failed)
+    rows["Objective"] = str(_setting(config, "train", "objective") or NOT_RECORDED)
+    rows["Routing replay"] = str(_setting(config, "train", "replay") or NOT_RECORDED)
+    rows["Layout"] = _layout(config)
+    return rows
+
+
+def _read_config(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: broken TOML ({error}); the run wrote it, so something changed it since") from error
+
+
+def _setting(config: dict[str, Any] | None, table: str, key: str) -> Any:
+    section = (config or {}).get(table)
+    return section.get(key) if isinstance(section, dict) else None
+
+
+def _layout(config: dict[str, Any] | None) -> str:
+    if not isinstance((config or {}).get("parallel"), dict):
+        return NOT_RECORDED
+    parts = []
+    for key in ("tp", "pp", "vpp", "cp", "ep", "etp"):
+        value = _setting(config, "parallel", key)
+        if isinstance(value, int):
+            parts.append(f"{key.upper()} {value}")
+    return " · ".join(parts) or NOT_RECORDED
+
+
+def _steps(series: Series) -> str:
+    done = series.find("time/step_s") or next(iter(series.step.values()), None)
+    return NOT_RECORDED if done is None else f"{len(np.unique(done.x))}"
+
+
+def _mean_share(curve: Curve | None) -> str:
+    """Of all responses: every step has equally many."""
+    if curve is None:
+        return NOT_RECORDED
+    mean = float(curve.finite.mean())
+    return f"{100.0 * mean:.3g}% of responses" if mean else "none"
+
+
+def _duration(seconds: float) -> str:
+    """Seconds in the two units that fit: 42.3 s, 3 min 20 s, 5 h 07 min."""
+    if not math.isfinite(seconds) or seconds < 60:
+        return f"{seconds:.1f} s"
+    if seconds < 3600:
+        return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
+    return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
+
+
+def _page(
+    name: str, run_dir: Path, rows: dict[str, str], images: list[tuple[Panel, bytes]], absent: list[Panel]
+) -> str:
+    """The whole page as text; everything that comes from the run is escaped."""
+    tiles = "".join(
+        f'<div class="tile"><div class="value">{html.escape(value.split(" (")[0])}</div>'
+        f'<div class="label">{html.escape(label)}</div></div>'
+        for label, value in rows.items()
+        if value != NOT_RECORDED and label in TILES
+    )
+    table = "".join(
+        f"<tr><th>{html.escape(label)}</th><td>{html.escape(value)}</td></tr>" for label, value in rows.items()
+    )
+    cards = "".join(_card(panel, png) for panel, png in images)
+    missing = ", ".join(f"{panel.title.lower()} ({', '.join(panel.needs)})" for panel in absent)
+    note = f'<p class="absent">Not recorded in this run: {html.escape(missing)}.</p>' if absent else ""
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(name)} - megarl report</title><style>{CSS}</style></head><body><main>"
+        f'<h1>{html.escape(name)}</h1><p class="sub">{html.escape(str(run_dir))}</p>'
+        f'<div class="tiles">{tiles}</div><table>{table}</table><div class="panels">{cards}</div>'
+        f'<p class="absent">{HOW_TO_READ}</p>{note}'
+        f"</main></body></html>\n"
+    )
+
+
+def _card(panel: Panel, png: bytes) -> str:
+    data = base64.b64encode(png).decode("ascii")
+    return (
+        f'<figure class="card{" wide" if panel.wide else ""}" id="{panel.key}"><h2>{html.escape(panel.title)}</h2>'
+        f"<figcaption>{html.escape(panel.caption)}</figcaption>"
+        f'<img alt="{html.escape(panel.title)}" src="data:image/png;base64,{data}"></figure>'
+    )

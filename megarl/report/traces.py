@@ -1,0 +1,228 @@
+"""``megarl trace inspect | stats | diff``: what a file of routing traces holds, and how two of them differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megarl.core.routing import Disagreement, RoutingTrace, common_rows, shared_experts
+from megarl.core.types import RowSource
+from megarl.data.files import write_atomically
+from megarl.data.traces import TracedSequence, TraceFile, TraceInfo, read_traces
+from megarl.errors import ConfigError, TraceError
+
+MAX_BINS = 64
+"""Columns of the heat map at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileDifference:
+    """Two files compared on the sequences that both hold."""
+
+    total: Disagreement
+    shared: np.ndarray
+    """int64 [L], sum of |A and B| over tokens."""
+    flips: np.ndarray
+    """int64 [L, bins], tokens with different expert sets, by layer and position in the sequence."""
+    counts: np.ndarray
+    """int64 [bins], tokens compared at these positions."""
+    bin_tokens: int
+    """Positions in a bin: bin b holds b * bin_tokens <= position < (b + 1) * bin_tokens."""
+    num_sequences: int
+    only_in: tuple[int, int]
+    """Sequences of the first and of the second file that the other one lacks."""
+
+
+def inspect(path: Path, console: Console | None = None) -> None:
+    """Print what the file holds; decodes every sequence, so a damaged one raises TraceError."""
+    file = read_traces(path)
+    info = file.info
+    missing, sources = 0, np.zeros(len(RowSource), dtype=np.int64)
+    for sequence in file:
+        missing += sequence.trace.num_missing
+        if sequence.row_sources is not None:
+            sources += np.bincount(sequence.row_sources, minlength=len(sources))
+    rows = {
+        "model": info.model or "not said",
+        "fingerprint": info.fingerprint or "not said",
+        "MoE layers": f"{len(info.layers)}: {_ranges(info.layers)}",
+        "experts": f"top-{info.top_k} of {info.num_experts}",
+        "weight versions": _ranges(file.weight_versions) if file.weight_versions else "not said",
+        "per token besides routes": ", ".join(file.columns) or "nothing",
+        "sequences": f"{len(file):,}",
+        "tokens": f"{file.num_tokens:,}" + (f", longest sequence {file.lengths.max():,}" if len(file) else ""),
+        "missing rows": f"{missing:,}" + (f" ({missing / file.num_tokens:.2%})" if file.num_tokens else ""),
+    }
+    if sources.any():
+        rows["row sources"] = ", ".join(f"{sources[s]:,} {s.name.lower()}" for s in RowSource if sources[s])
+    rows |= _sizes(file)
+    table = _table()
+    for what, value in rows.items():
+        table.add_row(what, escape(value))
+    _print(console or Console(), str(path), table)
+
+
+def stats(path: Path, console: Console | None = None) -> None:
+    """Print how evenly each layer uses its experts."""
+    file = read_traces(path)
+    counts = expert_counts((sequence.trace for sequence in file), file.info)
+    tokens = counts.sum(axis=1)
+    if not tokens.any():  # nor if there are no layers
+        raise TraceError(f"{path}: no token has routes, so there is no load to count")
+    table = _table("layer", "max / mean", "min / mean", "unused", "entropy (bits)", "effective experts")
+    share = counts / tokens[:, None]
+    entropy = -np.where(counts > 0, share * np.log2(np.where(counts > 0, share, 1.0)), 0.0).sum(axis=1)
+    most, least = share.max(axis=1) * file.info.num_experts, share.min(axis=1) * file.info.num_experts
+    unused = np.count_nonzero(counts == 0, axis=1)
+    columns = zip(most, least, unused, entropy, strict=True)
+    for layer, (high, low, idle, bits) in zip(file.info.layers, columns, strict=True):
+        table.add_row(str(layer), f"{high:.2f}", f"{low:.2f}", str(idle), f"{bits:.3f}", f"{2**bits:.1f}")
+    table.add_section()
+    mean_bits = float(entropy.mean())
+    table.add_row(
+        "all", f"{most.max():.2f}", f"{least.min():.2f}", str(unused.sum()), f"{mean_bits:.3f}", f"{2**mean_bits:.1f}"
+    )
+    num_experts, top_k = file.info.num_experts, file.info.top_k
+    _print(
+        console or Console(),
+        f"{path}: expert load by layer",
+        table,
+        f"{tokens[0] // top_k:,} tokens, top-{top_k} of {num_experts} experts; even load has max / mean 1 and entropy "
+        f"{math.log2(num_experts):.3f} bits.",
+        "Last row: highest, lowest, sum, means.",
+    )
+
+
+def diff(first: Path, second: Path, out: Path | None = None, console: Console | None = None) -> None:
+    """Print how far two files agree, by layer, and draw layers against token positions into the PNG ``out``."""
+    if out is not None and (out.suffix != ".png" or not out.parent.is_dir()):
+        raise ConfigError(f"--out: found {out}, expected a .png file in a folder that exists")
+    a, b = read_traces(first), read_traces(second)
+    found = compare_files(a, b)
+    table = _table("layer", "flip", "overlap")
+    by_layer = found.shared / (found.total.num_tokens * found.total.top_k)
+    for layer, flip, overlap in zip(a.info.layers, found.total.per_layer_flip, by_layer, strict=True):
+        table.add_row(str(layer), f"{flip:.3%}", f"{overlap:.3%}")
+    table.add_section()
+    table.add_row("all", f"{found.total.flip:.3%}", f"{found.total.overlap:.3%}")
+    notes = [
+        f"{found.total.num_tokens:,} tokens of {found.num_sequences:,} sequences compared; "
+        f"only in the first file {found.only_in[0]:,}, only in the second {found.only_in[1]:,}.",
+        f"{found.total.token_any:.3%} of the tokens differ in at least one layer, "
+        f"{found.total.layers_per_token:.3f} layers per token on average.",
+        "flip: share of tokens with another set of experts. overlap: share of the experts that both have.",
+    ]
+    if (a.info.model, a.info.fingerprint) != (b.info.model, b.info.fingerprint):
+        notes.insert(0, f"The models differ: {_model(a.info)} against {_model(b.info)}.")
+    console = console or Console()
+    _print(console, f"{first} against {second}", table, *notes)
+    if out is not None:
+        from megarl.report.heatmap import draw  # matplotlib takes a second and is not always needed
+
+        write_atomically(out, draw(found, a.info.layers, f"{first.name} against {second.name}"))
+        console.print(f"heat map: {escape(str(out))}", highlight=False, soft_wrap=True)
+
+
+def expert_counts(traces: Iterable[RoutingTrace], info: TraceInfo) -> np.ndarray:
+    """int64 [L, E], how many of the present tokens use each expert."""
+    counts = np.zeros((len(info.layers), info.num_experts), dtype=np.int64)
+    for trace in traces:
+        experts = trace.experts if trace.present is None else trace.experts[trace.present]
+        for layer, layer_counts in enumerate(counts):
+            layer_counts += np.bincount(experts[:, layer].reshape(-1), minlength=info.num_experts)
+    return counts
+
+
+def compare_files(a: TraceFile, b: TraceFile) -> FileDifference:
+    """Compare the sequences of one name. Raises TraceError if the models' shapes, or tokens of one name, differ."""
+    for what in ("layers", "num_experts", "top_k"):
+        if getattr(a.info, what) != getattr(b.info, what):
+            raise TraceError(
+                f"{a.path} has {what} {getattr(a.info, what)}, {b.path} has {getattr(b.info, what)}: only traces of "
+                f"models of one shape compare"
+            )
+    names = [name for name in a.names if name in b]
+    if not names:
+        raise TraceError(
+            f"{a.path} and {b.path} have no sequence of the same name; they begin with {a.names[:2]} and {b.names[:2]}"
+        )
+    longest = max(1, int(a.lengths.max()))
+    bin_tokens = -(-longest // MAX_BINS)
+    bins = -(-longest // bin_tokens)
+    num_layers = len(a.info.layers)
+    total = Disagreement.of(np.empty((0, num_layers), dtype=np.int64), a.info.top_k)
+    shared_sum = np.zeros(num_layers, dtype=np.int64)
+    flips, counts = np.zeros((num_layers, bins), dtype=np.int64), np.zeros(bins, dtype=np.int64)
+    for name in names:
+        positions, shared = _compare_sequences(a[name], b[name])
+        total += Disagreement.of(shared, a.info.top_k)
+        shared_sum += shared.sum(axis=0)
+        np.add.at(flips.T, positions // bin_tokens, shared < a.info.top_k)
+        counts += np.bincount(positions // bin_tokens, minlength=bins)
+    if not total.num_tokens or not num_layers:
+        raise TraceError(f"{a.path} and {b.path}: no token has routes in both files")
+    only_in = (len(a) - len(names), len(b) - len(names))
+    return FileDifference(total, shared_sum, flips, counts, bin_tokens, len(names), only_in)
+
+
+def _compare_sequences(a: TracedSequence, b: TracedSequence) -> tuple[np.ndarray, np.ndarray]:
+    """Positions [P] that both hold, and |A and B| there, int64 [P, L]."""
+    both = common_rows(a.trace, b.trace)
+    if a.tokens is not None and b.tokens is not None and (a.tokens != b.tokens).any():
+        at = int((a.tokens != b.tokens).argmax())
+        raise TraceError(
+            f"{a.name}: token {at} is {a.tokens[at]} in one file and {b.tokens[at]} in the other; only routes of "
+            f"one text compare"
+        )
+    return np.flatnonzero(both), shared_experts(a.trace.experts[both], b.trace.experts[both])
+
+
+def _sizes(file: TraceFile) -> dict[str, str]:
+    size = {"bytes of routes": f"{file.num_route_bytes:,}"}
+    if file.num_tokens:
+        per_token = file.num_route_bytes / file.num_tokens
+        width = 1 if file.info.num_experts <= 256 else 2
+        plain = len(file.info.layers) * file.info.top_k * width
+        bound = len(file.info.layers) * math.log2(math.comb(file.info.num_experts, file.info.top_k)) / 8
+        size["bytes per token"] = f"{per_token:.1f}; log2 C(E, K) is {bound:.1f}"
+        if plain:
+            size[f"against uint{8 * width}"] = f"{per_token / plain:.3f} of {plain} bytes per token"
+    return size
+
+
+def _model(info: TraceInfo) -> str:
+    return f"{info.model} ({info.fingerprint})" if info.fingerprint else info.model
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """3, 4, 5, 9 -> 3-5, 9."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number])
+    return ", ".join("-".join(map(str, part)) for part in parts)
+
+
+def _table(*headings: str) -> Table:
+    """Numbers stand to the right; without headings it is two columns of text."""
+    table = Table(box=box.SIMPLE_HEAD, show_header=bool(headings))
+    for heading in headings or ("", ""):
+        table.add_column(heading, justify="right" if headings else "left", overflow="fold")
+    return table
+
+
+def _print(console: Console, title: str, table: Table, *notes: str) -> None:
+    console.print(escape(title), style="bold", highlight=False, soft_wrap=True)
+    console.print(table)
+    for note in notes:
+        console.print(escape(note), style="dim", highlight=False, soft_wrap=True)

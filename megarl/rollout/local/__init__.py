@@ -1,0 +1,1 @@
+"""The engine for one process: transformers on this device, without a server."""

@@ -1,0 +1,74 @@
+"""What can be said of the servers of a configuration before a run: their release, and whether megarl can use them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megarl.config import Config
+from megarl.errors import MegarlError
+from megarl.rollout.sglang.http import key_named, server_info
+from megarl.rollout.sglang.server import ServerSpec, command
+from megarl.rollout.sglang.versions import CAPABILITIES, arguments_of, can, check_server, installed_release
+
+ASK_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """One environment that servers are started in, or one server that runs."""
+
+    where: str
+    """Path of the interpreter, or URL."""
+    release: str | None = None
+    """None: it could not be found out."""
+    able: tuple[str, ...] = ()
+    """Names of the table's capabilities."""
+    warnings: tuple[str, ...] = ()
+    problem: str | None = None
+    """Why a run would refuse it, and what to do; None: it would not."""
+
+
+def examine(config: Config) -> list[Examined]:
+    """Ask each server of sglang.urls, or else the interpreter sglang.python; nothing is started."""
+    settings = config.sglang
+    if not settings.urls:
+        return [_checked(config, Examined(str(settings.python)), partial(_planned, config))]
+    return [_checked(config, Examined(url), partial(_running, config, url)) for url in settings.urls]
+
+
+def _planned(config: Config) -> Mapping[str, Any]:
+    """What /server_info of a server with these settings will say, as far as its command line tells."""
+    settings = config.sglang
+    spec = ServerSpec(
+        model_path=config.model.path,
+        python=settings.python,
+        dtype="auto",
+        log_file=os.devnull,
+        tp=settings.tp,
+        gpus=tuple(settings.gpus[: settings.tp]) or None,
+        extra_args=tuple(settings.arguments),
+    )
+    return {**arguments_of(command(spec)), "version": installed_release(Path(settings.python))}
+
+
+def _running(config: Config, url: str) -> Mapping[str, Any]:
+    return server_info(url, key_named(config.sglang.api_key_env), ASK_S)
+
+
+def _checked(config: Config, found: Examined, ask: Callable[[], Mapping[str, Any]]) -> Examined:
+    try:
+        info = ask()
+        found = replace(found, release=str(info.get("version")))
+        version, warnings = check_server(info, config.sglang.tp)
+    except MegarlError as error:
+        return replace(found, problem=str(error))
+    able = tuple(entry.name for entry in CAPABILITIES if can(version, entry.name))
+    problem = None
+    if config.sglang.checksums and info.get("device") == "cpu" and not can(version, "checksums_on_cpu"):
+        problem = f"SGLang {found.release} gives no checksums on a CPU: take a later one, or sglang.checksums = false"
+    return replace(found, able=able, warnings=tuple(warnings), problem=problem)

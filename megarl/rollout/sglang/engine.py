@@ -1,0 +1,206 @@
+"""Sampling with SGLang servers: the engine protocol over HTTP.
+
+Every rank of the trainer sends its own requests to the same servers; one rank, the leader, sends the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megarl.core.types import Rollout, SampleRequest
+from megarl.errors import ConfigError, MegarlError, RolloutError, WeightSyncError
+from megarl.models.moe_shape import MoeShape
+from megarl.rollout.engine import SamplingParams, Session, one_each, response_limit
+from megarl.rollout.sglang.buckets import WeightForm
+from megarl.rollout.sglang.client import ClientSettings, SGLangClient
+from megarl.rollout.sglang.fleet import Fleet
+from megarl.rollout.sglang.plugin.compact import Ask
+from megarl.rollout.sglang.wire import rollout_of
+
+
+class SGLangEngine:
+    """Implements ``megarl.rollout.engine.Engine`` on servers that run at ``urls``.
+
+    A response depends on its seed only where the server samples deterministically, which needs GPU attention backends:
+    two runs draw different responses.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        config: Mapping[str, Any],
+        *,
+        fleet: Fleet | None,
+        agree: Callable[[MegarlError | None], None] | None = None,
+        settings: ClientSettings | None = None,
+        form: WeightForm | None = None,
+    ) -> None:
+        """``config`` is the model's config.json. ``fleet`` is given to one of the ranks that share the servers, which
+        sends the weights in ``form`` (None: bf16); ``agree`` lets the others wait for it, and raises on all of them if
+        it could not."""
+        settings = settings or ClientSettings()
+        self._shape = MoeShape.of(config)
+        self._client = SGLangClient(urls, settings, Ask.of(self._shape).header() if settings.compact_routes else None)
+        _check_model(config, self._shape)
+        self._positions = int(config.get("max_position_embeddings") or 1 << 30)
+        self._vocabulary = int(config.get("vocab_size") or 1 << 31)
+        self._fleet, self._agree = fleet, agree or _raise
+        self._form = form or WeightForm(torch.bfloat16)
+        self._sync_seconds: dict[str, float] = {}
+        self._sampling = False
+        self._version = -1
+        self._complete = False
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights in the servers; -1 before the first update."""
+        return self._version
+
+    @property
+    def sync_seconds(self) -> Mapping[str, float]:
+        """See ``Engine.sync_seconds``: gather, quantise, send; empty on ranks that send nothing."""
+        return self._sync_seconds
+
+    def generate(
+        self,
+        requests: Sequence[SampleRequest],
+        params: SamplingParams,
+        on_finish: Callable[[int], None] | None = None,
+    ) -> list[Rollout]:
+        """See ``Engine.generate``. ConfigError for top_p below 1; WeightSyncError while an update is incomplete."""
+        return one_each(lambda begin: self.converse(begin, params, on_finish), requests)
+
+    def converse(
+        self,
+        begin: Callable[[Session], None],
+        params: SamplingParams,
+        on_finish: Callable[[int], None] | None = None,
+    ) -> None:
+        """See ``Engine.converse``; errors as in ``generate``. No request waits for another one."""
+        if not self._complete:
+            raise WeightSyncError("the servers have no complete weights: update_weights first, and look for its error")
+        if params.top_p < 1.0:
+            raise ConfigError(
+                f"top_p = {params.top_p} with SGLang, expected 1: its log-probabilities are those of the whole "
+                "vocabulary, not of the nucleus that is sampled from, so importance weights would be wrong"
+            )
+        shape = self._shape if params.return_routed_experts else None
+
+        def body(request: SampleRequest) -> dict[str, Any]:
+            return self._body(request, params)
+
+        def decode(request: SampleRequest, answer: Any) -> Rollout:
+            return self._of_this_version(rollout_of(request, answer, self._version, shape))
+
+        self._sampling = True
+        try:
+            self._client.converse(begin, body, decode, on_finish, version=str(self._version))
+        finally:
+            self._sampling = False
+
+    def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """See ``Engine.update_weights``; a collective call of all ranks that share the servers.
+
+        Waits for every rank to call it, for the requests of one that still samples would be aborted. WeightSyncError on
+        all while the ``generate`` of one is under way in another thread.
+        """
+        busy = "responses are being sampled: wait for generate to return before the weights change"
+        self._agree(WeightSyncError(busy) if self._sampling else None)
+        self._complete = False
+        failure: MegarlError | None = None
+        outstanding = iter(tensors)
+        if self._fleet is not None:
+            try:
+                self._sync_seconds = self._fleet.update(outstanding, version, self._form)
+            except (RolloutError, WeightSyncError) as error:
+                failure = error
+        for _ in outstanding:  # the gathering of a sharded model needs every rank, also where nothing is sent
+            pass
+        self._agree(failure)
+        self._version, self._complete = version, True
+
+    def rest(self) -> None:
+        """Give the servers' memory back until the next update of the weights; a collective call, as that is."""
+        self._complete, self._version = False, -1
+        failure: MegarlError | None = None
+        if self._fleet is not None:
+            try:
+                self._fleet.rest()
+            except (RolloutError, WeightSyncError) as error:
+                failure = error
+        self._agree(failure)
+
+    def close(self) -> None:
+        """Stop the servers that this rank has started."""
+        if self._fleet is not None:
+            self._fleet.close()
+
+    def _body(self, request: SampleRequest, params: SamplingParams) -> dict[str, Any]:
+        prompt = request.prompt_tokens.tolist()
+        self._check_tokens(prompt, request, params)
+        room = self._positions - len(prompt) - 1
+        if room < 1:
+            raise RolloutError(
+                f"group {request.group} sample {request.sample}: a prompt of {len(prompt)} tokens leaves no room in "
+                f"the model's {self._positions} positions"
+            )
+        return {
+            "input_ids": prompt,
+            "sampling_params": {
+                # Named one by one, because a server otherwise takes what the model's generation_config.json says.
+                "temperature": params.temperature,
+                "top_p": 1.0,
+                "top_k": -1,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
+                "max_new_tokens": min(response_limit(request, params), room),
+                "stop_token_ids": list(params.stop_token_ids),
+                "ignore_eos": not params.stop_token_ids,  # else the server stops at the model's own eos too
+                "skip_special_tokens": False,
+            },
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "return_routed_experts": params.return_routed_experts,
+            "routed_experts_start_len": request.known_rows,
+            "stream": False,
+        }
+
+    def _check_tokens(self, prompt: list[int], request: SampleRequest, params: SamplingParams) -> None:
+        """A token outside of the vocabulary ends the server, and an empty prompt is refused only by some releases."""
+        label = f"group {request.group} sample {request.sample}"
+        if not prompt:
+            raise RolloutError(f"{label}: the prompt is empty, expected at least one token")
+        if min(prompt) < 0 or max(prompt) >= self._vocabulary:
+            raise RolloutError(f"{label}: the prompt has a token outside of 0..{self._vocabulary - 1}")
+        if not 0 <= request.known_rows <= len(prompt):
+            raise RolloutError(f"{label}: known_rows is {request.known_rows}, expected 0..{len(prompt)}, the prompt")
+        if any(token >= self._vocabulary for token in params.stop_token_ids):
+            raise RolloutError(f"stop_token_ids {params.stop_token_ids} leave the vocabulary of {self._vocabulary}")
+
+    def _of_this_version(self, rollout: Rollout) -> Rollout:
+        found = set(rollout.weight_versions.tolist())
+        if found != {self._version}:
+            raise RolloutError(
+                f"group {rollout.group} sample {rollout.sample}: made with weight versions {sorted(found)}, expected "
+                f"{self._version} alone"
+            )
+        return rollout
+
+
+def _check_model(config: Mapping[str, Any], shape: MoeShape) -> None:
+    if config.get("model_type") in ("qwen2_moe", "qwen3_moe") and len(shape.moe_layers) < shape.num_layers:
+        raise ConfigError(
+            f"only layers {shape.moe_layers} of {shape.num_layers} have experts: SGLang's Qwen models have experts in "
+            "every layer and would compute something else (mlp_only_layers, decoder_sparse_step); set rollout.engine = "
+            '"local", or take a model without dense layers'
+        )
+
+
+def _raise(failure: MegarlError | None) -> None:
+    if failure is not None:
+        raise failure

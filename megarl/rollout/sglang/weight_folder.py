@@ -1,0 +1,88 @@
+"""A folder with the weights of one version, as servers load them: safetensors shards and the files of the model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from megarl.core.fp8 import fp8_config
+from megarl.data.files import model_files
+from megarl.errors import ConfigError, WeightSyncError
+from megarl.rollout.sglang.buckets import Bucket
+
+
+class WeightFolder:
+    """Writes ``folder/version_<n>``, one shard per bucket; it has its name, and older versions go, when it is complete.
+
+    ``source`` is a checkpoint folder whose config and tokenizer files are taken over. All methods raise WeightSyncError
+    if the disk refuses.
+    """
+
+    def __init__(self, folder: Path, source: Path, version: int) -> None:
+        self._folder, self._source, self._version = folder, source, version
+        self._target = folder / f"version_{version:07d}"
+        self._part = self._target.with_suffix(".part")
+        self._where: dict[str, str] = {}
+        self._shards = 0
+        self._bytes = 0
+        with self._errors():
+            for stale in (self._part, self._target):
+                shutil.rmtree(stale, ignore_errors=True)
+            self._part.mkdir(parents=True)
+
+    def add(self, bucket: Bucket) -> None:
+        """One more shard."""
+        name = f"model-{self._shards:05d}.safetensors"
+        with self._errors():
+            save_file(dict(bucket.cpu().tensors()), self._part / name, metadata={"format": "pt"})
+        self._where |= dict.fromkeys(bucket.names, name)
+        self._shards += 1
+        self._bytes += bucket.flat.numel()
+
+    def finish(self) -> Path:
+        """Returns the folder."""
+        listing = {"metadata": {"total_size": self._bytes}, "weight_map": self._where}
+        with self._errors():
+            (self._part / "model.safetensors.index.json").write_text(json.dumps(listing))
+            _copy_model_files(self._source, self._part)
+            self._part.rename(self._target)
+            for old in self._folder.glob("version_*"):
+                if old != self._target:
+                    shutil.rmtree(old)
+        return self._target
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise WeightSyncError(
+                f"{self._folder}: the weights of version {self._version} could not be written ({error})"
+            ) from error
+
+
+def write_fp8_model(source: Path, folder: Path) -> Path:
+    """Make ``folder`` the model in ``source`` as a server loads it that computes in FP8, without weights: those come
+    with the first update. Returns ``folder``; ConfigError for a model that is quantised already."""
+    config = json.loads((source / "config.json").read_text())
+    if "quantization_config" in config:
+        raise ConfigError(
+            f"{source}/config.json names a quantization_config, expected a model in high precision: training reads its "
+            "weights, and servers get them in FP8"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    _copy_model_files(source, folder)
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": fp8_config(["lm_head"])}, indent=2))
+    return folder
+
+
+def _copy_model_files(source: Path, folder: Path) -> None:
+    """Everything but weights: config, tokenizer, code."""
+    for file in model_files(source):
+        shutil.copy2(file, folder / file.name)

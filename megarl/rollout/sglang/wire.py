@@ -1,0 +1,190 @@
+"""What an SGLang server answers, as rollouts: decoded, checked and narrowed before anything else sees it.
+
+The server sends the experts of every token that it has processed, prompt included, for every layer, dense ones too, as
+base64 of raw int32; with our plugin (``plugin``) in a short form, without dense layers. The last generated token
+was never processed, so it has no row.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from megarl.core.routing import RoutingTrace, decode
+from megarl.core.types import FinishReason, Rollout, SampleRequest
+from megarl.errors import RolloutError, TraceError
+from megarl.models.moe_shape import MoeShape
+from megarl.rollout.sglang.plugin.compact import is_compact
+
+_FINISH: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
+
+
+def decode_routes(text: str, num_rows: int, shape: MoeShape, label: str, known_rows: int = 0) -> np.ndarray:
+    """uint8 (E <= 256) or uint16 [num_rows - known_rows, L, K]: the routes of the MoE layers but for the known rows.
+
+    ``text`` is base64 of int32 [rows, all layers, K], or of the plugin's short form. A server before 0.5.12 sends the
+    known rows too: they are cut off. Raises TraceError for text that is cut short or damaged, another number of rows,
+    layers or experts, and routes in a dense layer.
+    """
+    try:
+        raw = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise TraceError(f"{label}: routed_experts are no base64 ({error}); the answer was cut short") from error
+    experts = _short_form(raw, shape, label) if is_compact(raw) else _long_form(raw, num_rows, known_rows, shape, label)
+    if len(experts) not in (num_rows, num_rows - known_rows):
+        raise TraceError(
+            f"{label}: routes of {len(experts)} rows, expected {num_rows - known_rows}: the server lost part of them"
+        )
+    return experts[len(experts) - (num_rows - known_rows) :]
+
+
+def _short_form(raw: bytes, shape: MoeShape, label: str) -> np.ndarray:
+    trace = decode(raw, label)
+    found = (*trace.experts.shape[1:], trace.num_experts)
+    expected = (len(shape.moe_layers), shape.topk, shape.num_experts)
+    if found != expected or trace.present is not None:
+        raise TraceError(
+            f"{label}: routes of {found[0]} layers, top-{found[1]} of {found[2]} experts, expected {expected[0]} "
+            f"layers, top-{expected[1]} of {expected[2]} and every row: the server's plugin is not megarl's"
+        )
+    return trace.experts
+
+
+def _long_form(raw: bytes, num_rows: int, known_rows: int, shape: MoeShape, label: str) -> np.ndarray:
+    per_row = 4 * shape.num_layers * shape.topk
+    if len(raw) not in (num_rows * per_row, (num_rows - known_rows) * per_row):
+        rows = f"{len(raw) // per_row} rows" if len(raw) % per_row == 0 else "no whole number of rows"
+        raise TraceError(
+            f"{label}: routes of {len(raw)} bytes, {rows} of {shape.num_layers} layers with top-{shape.topk}; expected "
+            f"{num_rows - known_rows} rows: the server runs another model, or lost part of the routes"
+        )
+    whole = np.frombuffer(raw, "<i4").reshape(-1, shape.num_layers, shape.topk)
+    dense = list(shape.dense_layers)
+    if dense:
+        if whole[:, dense].any():
+            layer = dense[int(whole[:, dense].any(axis=(0, 2)).argmax())]
+            raise TraceError(f"{label}: the dense layer {layer} has routes: the server runs another model")
+        whole = whole[:, list(shape.moe_layers)]
+    return RoutingTrace(whole, shape.num_experts, label=label).experts
+
+
+def rollout_of(
+    request: SampleRequest,
+    answer: Any,
+    version: int,
+    shape: MoeShape | None,
+) -> Rollout:
+    """The rollout that a ``/generate`` answer describes.
+
+    ``version`` is that of the weights which the server had during the whole request; an answer that names another one
+    keeps the server's. With ``shape`` the answer must hold routes, but for the request's ``known_rows``. Raises
+    RolloutError for an answer that contradicts itself, is not what SGLang sends, or was aborted, TraceError for wrong
+    routes.
+    """
+    label = f"group {request.group} sample {request.sample}"
+    try:
+        return _rollout_of(request, answer, version, shape, label)
+    except (RolloutError, TraceError):
+        raise
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:  # of whatever JSON may hold
+        raise RolloutError(f"{label}: the server's answer cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _rollout_of(
+    request: SampleRequest, answer: Mapping[str, Any], version: int, shape: MoeShape | None, label: str
+) -> Rollout:
+    meta = answer.get("meta_info")
+    if not isinstance(meta, Mapping) or "output_ids" not in answer:
+        raise RolloutError(f"{label}: the server's answer has keys {sorted(answer)}, expected output_ids and meta_info")
+    output = np.asarray(answer["output_ids"], np.int32)
+    prompt = np.asarray(request.prompt_tokens, np.int32)
+    _check_counts(meta, len(prompt), len(output), label)
+    num_tokens = len(prompt) + len(output)
+    logprobs = np.zeros(num_tokens, np.float32)
+    logprobs[len(prompt) :] = _logprobs(meta, output, label)
+    versions = _versions(meta, len(prompt), len(output), version, label)
+    experts = mask = None
+    if shape is not None:
+        experts, mask = _routes(meta, num_tokens, request.known_rows, shape, label)
+    return Rollout(
+        group=request.group,
+        sample=request.sample,
+        tokens=np.concatenate([prompt, output]),
+        loss_mask=np.arange(num_tokens) >= len(prompt),
+        rollout_logprobs=logprobs,
+        routed_experts=experts,
+        routed_mask=mask,
+        weight_versions=versions,
+        finish_reason=_finish_reason(meta, label),
+    )
+
+
+def _finish_reason(meta: Mapping[str, Any], label: str) -> FinishReason:
+    reason = meta.get("finish_reason")
+    kind = reason.get("type") if isinstance(reason, Mapping) else reason
+    if kind not in _FINISH:
+        raise RolloutError(f"{label}: the server finished with {reason}, expected stop or length")
+    return _FINISH[kind]
+
+
+def _check_counts(meta: Mapping[str, Any], prompt: int, output: int, label: str) -> None:
+    if not output:
+        raise RolloutError(f"{label}: the server generated no token")
+    for name, expected in (("prompt_tokens", prompt), ("completion_tokens", output)):
+        if meta.get(name) != expected:
+            raise RolloutError(f"{label}: the server counts {name} = {meta.get(name)}, the tokens are {expected}")
+
+
+def _logprobs(meta: Mapping[str, Any], output: np.ndarray, label: str) -> np.ndarray:
+    """float32 [output], log-probabilities under the distribution that was sampled from."""
+    entries = meta.get("output_token_logprobs")
+    if not isinstance(entries, list) or len(entries) != len(output):
+        found = len(entries) if isinstance(entries, list) else entries
+        raise RolloutError(f"{label}: {found} output_token_logprobs for {len(output)} tokens")
+    if [entry[1] for entry in entries] != output.tolist():
+        raise RolloutError(f"{label}: output_token_logprobs are of other tokens than output_ids")
+    found = np.array([np.nan if entry[0] is None else entry[0] for entry in entries], np.float32)
+    wrong = ~(np.isfinite(found) & (found <= 1e-6))
+    if wrong.any():
+        token = int(wrong.argmax())
+        raise RolloutError(f"{label}: the log-probability of response token {token} is {found[token]}")
+    return np.minimum(found, 0.0)
+
+
+def _versions(meta: Mapping[str, Any], prompt: int, output: int, version: int, label: str) -> np.ndarray:
+    """int32 [prompt + output]; ``weight_versions`` of newer servers say which tokens each version has made."""
+    found = np.full(prompt + output, version, np.int32)
+    spans = meta.get("weight_versions") or []
+    try:
+        if spans:
+            found[prompt:] = -1  # a token that no span names has no version
+        for span in spans:
+            found[prompt + int(span["start"]) : prompt + int(span["end"])] = int(span["version"])
+        if not spans and meta.get("weight_version") is not None:
+            found[:] = int(meta["weight_version"])
+    except (KeyError, TypeError, ValueError) as error:
+        named = spans or meta.get("weight_version")
+        raise RolloutError(f"{label}: weight versions {named} are not those that megarl has set") from error
+    return found
+
+
+def _routes(
+    meta: Mapping[str, Any], num_tokens: int, known_rows: int, shape: MoeShape, label: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Experts [T, L, K] and mask [T]; the last token and the known prefix have no row."""
+    text = meta.get("routed_experts")
+    if not isinstance(text, str):
+        raise TraceError(
+            f"{label}: the answer has no routed_experts although they were asked for: start the server with "
+            "--enable-return-routed-experts (SGLang 0.5.7 or later)"
+        )
+    rows = decode_routes(text, num_tokens - 1, shape, label, known_rows)
+    experts = np.zeros((num_tokens, *rows.shape[1:]), rows.dtype)
+    experts[known_rows : num_tokens - 1] = rows
+    mask = np.zeros(num_tokens, bool)
+    mask[known_rows : num_tokens - 1] = True
+    return experts, mask

@@ -1,0 +1,64 @@
+"""The folder of a run: its resolved configuration, and whether a start there is new, a resumption or a mistake."""
+
+from __future__ import annotations
+
+import shutil
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from megarl.config import Config
+from megarl.data.files import write_atomically
+from megarl.errors import ConfigError
+from megarl.megatron.checkpoints.checkpoint import complete_checkpoints
+
+_FREE = {"checkpoint", "launch", "log", "eval", "sft"}
+"""Tables that may change between a run and its resumption; so may, in [sglang], everything but fp8."""
+_FREE_KEYS = {("run", "steps"), ("run", "collective_timeout_s")}
+
+
+def claim(config: Config) -> None:
+    """Prepare the run folder on the main rank and save the resolved configuration there.
+
+    ConfigError if the folder holds a run that this configuration does not continue: with other settings, or with
+    ``checkpoint.resume`` off. More steps than before are fine.
+    """
+    folder = config.run_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    saved = folder / "config.toml"
+    if saved.exists() and (folder / "metrics.jsonl").exists():
+        if not config.checkpoint.resume:
+            raise ConfigError(
+                f"{folder} holds a run and checkpoint.resume is off; choose another run.dir or remove the folder"
+            )
+        difference = _first_difference(tomllib.loads(saved.read_text()), tomllib.loads(config.to_toml()))
+        if difference:
+            key, before, now = difference
+            raise ConfigError(
+                f"{folder} holds a run with {key} = {before!r}, this one has {now!r}; choose another run.dir, remove "
+                "the folder, or set the old value to continue it"
+            )
+    write_atomically(saved, config.to_toml().encode())
+    metrics = folder / "metrics.jsonl"
+    if metrics.exists() and metrics.stat().st_size and not complete_checkpoints(checkpoint_folder(config)):
+        # Without a checkpoint the run begins again, and its records with it: the earlier ones are kept beside them.
+        number = len(list(folder.glob("metrics.earlier-*.jsonl"))) + 1
+        shutil.copy2(metrics, folder / f"metrics.earlier-{number}.jsonl")
+
+
+def _first_difference(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, Any, Any] | None:
+    for table in sorted({*before, *now} - _FREE):
+        old, new = before.get(table, {}), now.get(table, {})
+        for key in sorted({*old, *new}):
+            if (
+                (table, key) not in _FREE_KEYS
+                and not (table == "sglang" and key != "fp8")
+                and old.get(key) != new.get(key)
+            ):
+                return f"{table}.{key}", old.get(key), new.get(key)
+    return None
+
+
+def checkpoint_folder(config: Config) -> Path:
+    """Where the checkpoints of a run lie."""
+    return config.run_dir / "checkpoints"

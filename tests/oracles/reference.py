@@ -1,0 +1,148 @@
+"""The mathematics of ``megarl.core`` as slow, obvious loops in float64: the oracle of the tests.
+
+Written from the formulas, not from the fast code, and sharing none of it. Sequences are lists of lists, tokens are
+visited one at a time, and every sum is spelled out. Objectives are in ``oracles.reference_objectives``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+Floats = Sequence[float]
+
+
+def group_mean(rewards: Floats, groups: Sequence[int]) -> list[float]:
+    """R minus the mean reward of all responses to the same prompt."""
+    advantages = []
+    for reward, group in zip(rewards, groups, strict=True):
+        members = [r for r, g in zip(rewards, groups, strict=True) if g == group]
+        uniform = all(r == members[0] for r in members)
+        advantages.append(0.0 if uniform else reward - math.fsum(members) / len(members))
+    return advantages
+
+
+def grpo(rewards: Floats, groups: Sequence[int], ddof: int = 1, eps: float = 1e-6) -> list[float]:
+    """R minus the group's mean, divided by the group's standard deviation plus eps."""
+    advantages = []
+    for reward, group in zip(rewards, groups, strict=True):
+        members = [r for r, g in zip(rewards, groups, strict=True) if g == group]
+        if all(r == members[0] for r in members):
+            advantages.append(0.0)
+            continue
+        mean = math.fsum(members) / len(members)
+        variance = math.fsum((r - mean) ** 2 for r in members) / (len(members) - ddof)
+        advantages.append((reward - mean) / (math.sqrt(variance) + eps))
+    return advantages
+
+
+def rloo(rewards: Floats, groups: Sequence[int]) -> list[float]:
+    """R minus the mean of the other rewards of the group."""
+    advantages = []
+    for i, group in enumerate(groups):
+        others = [r for j, (r, g) in enumerate(zip(rewards, groups, strict=True)) if g == group and j != i]
+        advantages.append(rewards[i] - math.fsum(others) / len(others) if others else 0.0)
+    return advantages
+
+
+def token_level_kl(
+    rewards: Floats,
+    groups: Sequence[int],
+    kl: Sequence[Floats],
+    beta: float,
+    ddof: int,
+    eps: float,
+    horizon: int | None,
+) -> list[list[float]]:
+    """Returns to go of each response's loss tokens, standardised per position; kl holds loss tokens only."""
+    returns = []
+    for reward, row in zip(rewards, kl, strict=True):
+        length = len(row) if horizon is None else horizon
+        returns.append([reward - beta / length * math.fsum(row[j:]) for j in range(len(row))])
+    advantages = []
+    for row, group in zip(returns, groups, strict=True):
+        same = [other for other, g in zip(returns, groups, strict=True) if g == group]
+        values = []
+        for j, value in enumerate(row):
+            valid = [other[j] for other in same if len(other) > j]
+            mean = math.fsum(valid) / len(valid)
+            spread = math.fsum((x - mean) ** 2 for x in valid) / max(len(valid) - ddof, 1)
+            values.append((value - mean) / (math.sqrt(spread) + eps))
+        advantages.append(values)
+    return advantages
+
+
+def entropy(logits: Floats) -> float:
+    """-sum p log p of softmax(logits)."""
+    largest = max(logits)
+    weights = [math.exp(x - largest) for x in logits]
+    total = math.fsum(weights)
+    return -math.fsum(w / total * math.log(w / total) for w in weights if w > 0)
+
+
+def mismatch(old_logprobs: Floats, rollout_logprobs: Floats, tau: float = 2.0) -> dict[str, float]:
+    """KL, chi-squared, effective sample size and extreme tokens of rho = pi_old / mu, over loss tokens."""
+    rho = [math.exp(old - mu) for old, mu in zip(old_logprobs, rollout_logprobs, strict=True)]
+    n = len(rho)
+    return {
+        "rollout/k1": sum(mu - old for old, mu in zip(old_logprobs, rollout_logprobs, strict=True)) / n,
+        "rollout/k3": sum(x - 1 - math.log(x) for x in rho) / n,
+        "rollout/chi2_token": sum(x * x for x in rho) / n - 1,
+        "rollout/ess": sum(rho) ** 2 / sum(x * x for x in rho),
+        f"rollout/extreme_{tau:g}": sum(1 for x in rho if max(x, 1 / x) > tau) / n,
+        "rollout/ppl_ratio": math.exp(-sum(math.log(x) for x in rho) / n),
+    }
+
+
+def disagreement(
+    a: Sequence[Sequence[Sequence[int]]], b: Sequence[Sequence[Sequence[int]]]
+) -> dict[str, float | list[float]]:
+    """Compare routes [T][L][K] as sets, token by token and layer by layer."""
+    num_tokens, num_layers, top_k = len(a), len(a[0]), len(a[0][0])
+    by_layer = [0] * num_layers
+    shared = differing_tokens = 0
+    for row_a, row_b in zip(a, b, strict=True):
+        differing = 0
+        for layer in range(num_layers):
+            experts_a, experts_b = set(row_a[layer]), set(row_b[layer])
+            shared += len(experts_a & experts_b)
+            if experts_a != experts_b:
+                differing += 1
+                by_layer[layer] += 1
+        differing_tokens += differing > 0
+    return {
+        "flip": sum(by_layer) / (num_tokens * num_layers),
+        "overlap": shared / (num_tokens * num_layers * top_k),
+        "token_any": differing_tokens / num_tokens,
+        "layers_per_token": sum(by_layer) / num_tokens,
+        "per_layer_flip": [count / num_tokens for count in by_layer],
+    }
+
+
+def zigzag(lengths: Sequence[int], cp_size: int, cp_rank: int) -> list[int]:
+    """The packed tokens of a context-parallel rank: chunks cp_rank and 2 cp - 1 - cp_rank of every sequence."""
+    held = []
+    start = 0
+    for length in lengths:
+        chunk = length // (2 * cp_size)
+        for number in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            for token in range(number * chunk, (number + 1) * chunk):
+                held.append(start + token)
+        start += length
+    return held
+
+
+def fewest_bins(lengths: Sequence[int], max_tokens: int) -> int:
+    """The smallest number of bins of max_tokens that hold all sequences, by trying every placement."""
+
+    def place(index: int, loads: list[int], best: int) -> int:
+        if len(loads) >= best:
+            return best
+        if index == len(lengths):
+            return len(loads)
+        for i in range(len(loads)):
+            if loads[i] + lengths[index] <= max_tokens:
+                best = place(index + 1, [*loads[:i], loads[i] + lengths[index], *loads[i + 1 :]], best)
+        return place(index + 1, [*loads, lengths[index]], best)
+
+    return place(0, [], len(lengths) + 1)
