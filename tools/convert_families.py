@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from tiny_families import FAMILIES, write_family
-
 from megarl.data.files import write_atomically
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from tiny_families import FAMILIES, write_family
 
 _LARGE = {"hidden_size": 1024, "moe_intermediate_size": 768, "num_experts": 64, "mlp_only_layers": []}
 _LARGE_LAYER_GIB = 64 * 3 * 1024 * 768 * 2 / 2**30
