@@ -17,7 +17,7 @@ from megarl.core.metrics import finalize, merge
 from megarl.megatron import distributed
 from megarl.megatron.policy import Policy, schedule_of
 from megarl.train.engines import make_engine
-from megarl.train.sampler import Sampler
+from megarl.train.sampling.sampler import Sampler
 from megarl.train.step import TrainStep
 
 PRECISIONS = (

@@ -18,8 +18,8 @@ from megarl.rollout.engine import Engine, SamplingParams
 from megarl.rollout.player import Sample
 from megarl.run.progress import Advance
 from megarl.train.environments import make_player, turn_ends
-from megarl.train.plans import Key, Listed
-from megarl.train.sampler import EVALUATE, sampling_seed
+from megarl.train.sampling.assignment import Key, Listed
+from megarl.train.sampling.sampler import EVALUATE, sampling_seed
 
 
 def draw_lines(

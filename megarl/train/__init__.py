@@ -1,0 +1,11 @@
+"""Training: the loop of a run, the steps of the optimizer, and the supervised cold start.
+
+- ``loop``: a run, step by step: sample, train, sync the engine, log, evaluate, checkpoint.
+- ``sampling``: which samples a step consists of, and which rank draws and trains each of them.
+- ``step``: the forward passes and optimizer updates of a step; ``token_advantages`` for objectives that need a pass.
+- ``engines``, ``environments``: build what the configuration names.
+- ``trace_dump``: writes the routes of a step to files.
+- ``sft``: the supervised cold start.
+
+May import everything below it: ``run``, ``rollout``, ``megatron``, ``data``, ``config``, ``core``.
+"""

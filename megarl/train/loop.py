@@ -41,7 +41,7 @@ from megarl.run.reporting import reported
 from megarl.run.stop_request import StopRequest
 from megarl.run.vitals import Vitals
 from megarl.train.engines import make_engine
-from megarl.train.sampler import Sampler
+from megarl.train.sampling.sampler import Sampler
 from megarl.train.step import MiniBatch, TrainStep, collect
 from megarl.train.token_advantages import Judged
 from megarl.train.trace_dump import TraceDump

@@ -18,9 +18,9 @@ from train_world import World, take_step, training, weights_of
 from megarl.core.packing import without_routes
 from megarl.core.types import Rollout
 from megarl.megatron import distributed
-from megarl.train.gradient_norms import gradient_norms
+from megarl.train.sampling.gradient_norms import gradient_norms
+from megarl.train.sampling.value_head import ValueHead, prompt_features
 from megarl.train.step import TrainStep
-from megarl.train.value_head import ValueHead, prompt_features
 
 BLOCKS = {
     "embedding": ["model.embed_tokens.weight"],

@@ -22,10 +22,10 @@ from megarl.core.types import Rollout
 from megarl.data.prompts import PromptOrder
 from megarl.errors import CheckpointError, ConfigError, RolloutError
 from megarl.run.metrics_log import read_metrics, without_timing
-from megarl.train.allotment import Gvm
-from megarl.train.drawn import Drawn
-from megarl.train.gradient_norms import gradient_norms
-from megarl.train.sampler import Sampler
+from megarl.train.sampling.allotment import Gvm
+from megarl.train.sampling.gradient_norms import gradient_norms
+from megarl.train.sampling.sample_table import Drawn
+from megarl.train.sampling.sampler import Sampler
 from megarl.train.step import TrainStep
 
 PROMPTS = 8

@@ -19,7 +19,7 @@ from train_world import World, training
 
 from megarl.core.types import Rollout
 from megarl.errors import ConfigError, NumericsError
-from megarl.train.gradient_norms import gradient_norms
+from megarl.train.sampling.gradient_norms import gradient_norms
 
 NUM = 5
 REPLAYED: dict[str, Any] = {"train__replay": "r3"}

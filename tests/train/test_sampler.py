@@ -23,7 +23,7 @@ from megarl.core.types import Rollout
 from megarl.data.tiny import EOS_ID
 from megarl.errors import ConfigError, DataError, RolloutError, StopError
 from megarl.train.environments import stop_tokens
-from megarl.train.sampler import EVALUATE, TRAIN, Sampler, sampling_seed
+from megarl.train.sampling.sampler import EVALUATE, TRAIN, Sampler, sampling_seed
 
 
 def test_sampling_seeds_are_all_different() -> None:

@@ -14,7 +14,7 @@ from test_step_oracle import model_at
 from train_world import World
 
 from megarl.errors import CheckpointError, ConfigError, NumericsError
-from megarl.train.value_head import ValueHead, prompt_features
+from megarl.train.sampling.value_head import ValueHead, prompt_features
 
 ALONE = Case({}, ())
 LAYOUTS = {

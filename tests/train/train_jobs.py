@@ -29,8 +29,8 @@ from megarl.megatron.hf_weights import save_hf
 from megarl.rollout.local.engine import LocalEngine
 from megarl.run.metrics_log import MetricsLog
 from megarl.train.loop import train
-from megarl.train.plans import owned_sequences
-from megarl.train.sampler import Sampler, StepRollouts
+from megarl.train.sampling.assignment import owned_sequences
+from megarl.train.sampling.sampler import Sampler, StepRollouts
 from megarl.train.step import TrainStep, collect
 
 

@@ -32,7 +32,7 @@ from megarl.run.metrics_log import MetricsLog
 from megarl.run.stop_request import StopRequest
 from megarl.run.vitals import Vitals
 from megarl.train.loop import Trainer
-from megarl.train.plans import owned_sequences
+from megarl.train.sampling.assignment import owned_sequences
 from megarl.train.step import MiniBatch, TrainStep, collect
 from megarl.train.token_advantages import Judged
 

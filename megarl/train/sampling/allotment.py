@@ -20,10 +20,10 @@ from megarl.errors import CheckpointError, ConfigError
 from megarl.megatron import distributed
 from megarl.megatron.block_gradients import block_parameters
 from megarl.rollout.player import Sample
-from megarl.train.gradient_norms import gradient_norms
-from megarl.train.plans import Key
+from megarl.train.sampling.assignment import Key
+from megarl.train.sampling.gradient_norms import gradient_norms
+from megarl.train.sampling.value_head import ValueHead
 from megarl.train.step import TrainStep
-from megarl.train.value_head import ValueHead
 
 Presample = Callable[[int, Sequence[Key]], dict[Key, Sample]]
 """(step, samples) -> those of them that this rank drew, of the step's prompts; a collective call."""

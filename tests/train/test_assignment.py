@@ -16,7 +16,17 @@ from megarl.core.choices.stopping import Allotted, SamplingRule, Sequential, Uni
 from megarl.core.metrics import finalize
 from megarl.core.sampling.collector import Collector, Selection
 from megarl.errors import ConfigError
-from megarl.train.plans import GroupPlan, Key, Listed, Place, Plan, Refill, SequencePlan, deal, owned_sequences
+from megarl.train.sampling.assignment import (
+    GroupPlan,
+    Key,
+    Listed,
+    Place,
+    Plan,
+    Refill,
+    SequencePlan,
+    deal,
+    owned_sequences,
+)
 
 Reward = Callable[[int, int], float | None]
 RULES: list[SamplingRule] = [

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.core.types import Rollout
 from megarl.errors import RolloutError
-from megarl.train.drawing import Drawing
+from megarl.train.sampling.background import Drawing
 
 
 def rollout(sample: int) -> Rollout:

@@ -11,7 +11,7 @@ import torch
 from megarl.core.metrics import Stat
 from megarl.megatron import distributed
 from megarl.rollout.player import Sample
-from megarl.train.plans import Key
+from megarl.train.sampling.assignment import Key
 
 _COLUMNS = (
     "prompt",

@@ -1,6 +1,6 @@
 """The sampling half of a step: which responses this rank draws, their rewards, and who trains on them.
 
-``megarl.train.plans`` says who draws and trains what. The ranks that hold one copy of the model exchange the rollouts
+``megarl.train.sampling.assignment`` says who draws and trains what. The ranks of one model copy exchange the rollouts
 that they train on, but not the routes, of which every rank needs other rows: those stay on the rank that drew them
 until the step is cut into micro-batches. Only rewards, a few numbers each, are known everywhere: advantages need whole
 groups, which may span ranks.
@@ -38,11 +38,11 @@ from megarl.rollout.draw import Asker, Draw
 from megarl.rollout.engine import Engine, SamplingParams
 from megarl.rollout.player import Sample
 from megarl.run.progress import Advance
-from megarl.train.allotment import AdaEst, Allotment, Gvm
-from megarl.train.drawing import Drawing
-from megarl.train.drawn import Drawn
 from megarl.train.environments import make_player, turn_ends
-from megarl.train.plans import GroupPlan, Key, Listed, Place, Plan, Refill, SequencePlan
+from megarl.train.sampling.allotment import AdaEst, Allotment, Gvm
+from megarl.train.sampling.assignment import GroupPlan, Key, Listed, Place, Plan, Refill, SequencePlan
+from megarl.train.sampling.background import Drawing
+from megarl.train.sampling.sample_table import Drawn
 from megarl.train.step import TrainStep
 from megarl.train.token_advantages import Judged
 
