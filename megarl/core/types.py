@@ -29,8 +29,6 @@ class RowSource(IntEnum):
     """The sampling engine's own, from the pass that produced or read the token."""
     NATIVE = 2
     """The training routers' own choice."""
-    REPREFILLED = 3
-    """Taken from a later pass of the sampling engine over the finished text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ class TracedSequence:
 
     def _check_sources(self, sources: np.ndarray) -> None:
         present = np.ones(len(sources), dtype=bool) if self.trace.present is None else self.trace.present
-        claims_row = (sources == RowSource.CAPTURED) | (sources == RowSource.REPREFILLED)
+        claims_row = sources == RowSource.CAPTURED
         wrong = (sources > max(RowSource)) | (present & (sources == RowSource.MISSING)) | (~present & claims_row)
         if wrong.any():
             token = int(wrong.argmax())

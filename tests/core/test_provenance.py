@@ -41,12 +41,11 @@ def test_metrics_count_sources_mixtures_and_rows_of_other_weights() -> None:
     again = replace(
         rollout([2, 2], [True, True]),
         route_versions=np.array([3, 2], np.int32),
-        route_sources=np.array([RowSource.REPREFILLED, RowSource.NATIVE], np.uint8),
+        route_sources=np.array([RowSource.CAPTURED, RowSource.NATIVE], np.uint8),
     )
     found = finalize(provenance_metrics([plain, mixed, again], trainer_version=4))
     assert found["rollout/missing_rows_fraction"] == pytest.approx(0.1)
-    assert found["routes/captured_fraction"] == pytest.approx(0.7)
-    assert found["routes/reprefilled_fraction"] == pytest.approx(0.1)
+    assert found["routes/captured_fraction"] == pytest.approx(0.8)
     assert found["routes/native_fraction"] == pytest.approx(0.1)
     assert found["routes/stale_rows_fraction"] == pytest.approx(0.1)
     assert found["rollout/mixed_versions_fraction"] == pytest.approx(1 / 3)

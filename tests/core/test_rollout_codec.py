@@ -27,7 +27,7 @@ def rollout(length: int, seed: int, *, routed: bool = True, versions: bool = Fal
         weight_versions=random.integers(0, 9, length).astype(np.int32),
         finish_reason=("stop", "length", "abort")[seed % 3],  # type: ignore[arg-type]
         route_versions=random.integers(0, 9, length).astype(np.int32) if versions else None,
-        route_sources=random.integers(0, 4, length).astype(np.uint8) if sources else None,
+        route_sources=random.integers(0, 3, length).astype(np.uint8) if sources else None,
     )
 
 

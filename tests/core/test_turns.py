@@ -71,10 +71,10 @@ def test_rows_that_neither_turn_has_stay_missing() -> None:
 
 
 def test_sources_are_kept_where_one_turn_names_them() -> None:
-    source = np.full(4, RowSource.REPREFILLED, np.uint8)
+    source = np.full(4, RowSource.NATIVE, np.uint8)
     whole = join(replace(FIRST, route_sources=source), turn(prompt=6, size=9, version=5, rows=range(3, 8)))
     assert whole.route_sources is not None
-    assert whole.route_sources.tolist() == [3] * 3 + [1] * 5 + [0]
+    assert whole.route_sources.tolist() == [2] * 3 + [1] * 5 + [0]
 
 
 def test_turns_without_routes_join_too() -> None:

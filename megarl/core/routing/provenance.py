@@ -41,7 +41,6 @@ def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dic
         "rollout/mixed_versions_fraction": mixed,
         "routes/captured_fraction": sources == RowSource.CAPTURED,
         "routes/native_fraction": sources == RowSource.NATIVE,
-        "routes/reprefilled_fraction": sources == RowSource.REPREFILLED,
         "routes/stale_rows_fraction": stale,
     }
     ages = trainer_version - torch.from_numpy(
