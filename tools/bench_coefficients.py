@@ -26,7 +26,9 @@ from megarl.config.file import parse
 from megarl.core.objectives import OBJECTIVES, Objective, TokenColumns, coefficients
 from megarl.core.types import TrainBatch
 from megarl.data.tiny import write_tiny_model
-from megarl.megatron import batches, distributed, forward
+from megarl.megatron import distributed
+from megarl.megatron.passes import forward
+from megarl.megatron.passes.micro_batches import split_micro_batches
 from megarl.megatron.policy import Policy, schedule_of
 
 LIMIT = 0.05
@@ -88,7 +90,7 @@ def forward_pass(folder: Path, num_tokens: int) -> Callable[[], object]:
         rollout_logprobs=torch.zeros(num_tokens),
         advantages=torch.zeros(num_tokens),
     )
-    micro_batches = batches.split_micro_batches(batch, MICRO_BATCH_TOKENS)
+    micro_batches = split_micro_batches(batch, MICRO_BATCH_TOKENS)
     return lambda: forward.run(policy.chunks, micro_batches, temperature=1.0, vocab_size=policy.shape.vocab_size)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.megatron.logprobs import linear_logprobs
+from megarl.megatron.passes.logprobs import linear_logprobs
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 

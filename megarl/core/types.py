@@ -5,7 +5,7 @@ Shape legend, used everywhere: ``N`` sequences, ``T`` packed tokens, ``L`` MoE l
 
 Every per-token column is aligned with the token itself: ``rollout_logprobs[t]`` is the log-probability of token
 ``t`` given the tokens before it, ``routed_experts[t]`` are the experts that were used while token ``t`` was the
-input. Nothing is shifted by one until the model is called (``megarl.megatron.batches``).
+input. Nothing is shifted by one until the model is called (``megarl.megatron.passes.micro_batches``).
 """
 
 from __future__ import annotations

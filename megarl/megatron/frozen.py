@@ -10,10 +10,10 @@ from megatron.core.transformer.module import Float16Module
 
 from megarl.config import Config, megatron_fields
 from megarl.megatron.checkpoints import checkpoint
+from megarl.megatron.config_errors import as_config_error
 from megarl.megatron.hf_weights import export_hf
 from megarl.megatron.model import build_model, transformer_config
 from megarl.megatron.policy import DTYPES, layout_fields
-from megarl.megatron.refusals import as_config_error
 from megarl.models.shapes import read_shape
 
 

@@ -29,7 +29,7 @@ def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: t
 
     Fusions are off without Transformer Engine. The router computes in fp32, and there is no dropout, because
     log-probabilities of two passes over one batch must agree. What Megatron refuses is as it raises it (see
-    ``refusals``).
+    ``config_errors``).
     """
     defaults: dict[str, Any] = {
         "params_dtype": dtype,

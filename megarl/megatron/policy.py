@@ -16,9 +16,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config import Config, megatron_fields
 from megarl.errors import NumericsError
+from megarl.megatron.config_errors import as_config_error
 from megarl.megatron.hf_weights import export_hf, load_hf
 from megarl.megatron.model import build_model, transformer_config
-from megarl.megatron.refusals import as_config_error
 from megarl.megatron.replay import RoutingReplay
 from megarl.models.shapes import ModelShape, read_shape
 

@@ -10,10 +10,10 @@ import torch
 from megatron.core.transformer.module import Float16Module
 
 from megarl.errors import ConfigError
-from megarl.megatron import forward
-from megarl.megatron.batches import MicroBatch
 from megarl.megatron.hf_weights import load_hf
 from megarl.megatron.model import build_model
+from megarl.megatron.passes import forward
+from megarl.megatron.passes.micro_batches import MicroBatch
 from megarl.megatron.policy import Policy
 from megarl.models.shapes import read_shape
 

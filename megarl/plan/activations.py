@@ -54,7 +54,7 @@ def input_bytes(shape: ModelShape, cut: Cut) -> int:
 
 
 def head_bytes(shape: ModelShape, cut: Cut) -> int:
-    """Final norm (8 H + 4) S', and what ``megatron.logprobs`` keeps: hidden states and 17 bytes for each slot."""
+    """Final norm (8 H + 4) S', and what ``linear_logprobs`` keeps: hidden states and 17 bytes for each slot."""
     hidden = shape.fields["hidden_size"]
     return (8 * hidden + 4) * cut.rows + (cut.element * hidden + 17) * cut.slots
 

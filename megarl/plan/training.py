@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megarl.config import Config, Layout
 from megarl.errors import ConfigError
-from megarl.megatron.logprobs import COLUMNS, ROWS
+from megarl.megatron.passes.logprobs import COLUMNS, ROWS
 from megarl.models.names import rules_of
 from megarl.models.shapes import ModelShape
 from megarl.plan.activations import Cut, head_bytes, input_bytes, layer_bytes, routed_rows
@@ -183,7 +183,7 @@ def _rows(config: Config, shape: ModelShape, layout: Layout, stage: Stage) -> in
 
 
 def _head(config: Config, shape: ModelShape, layout: Layout, stage: Stage) -> int:
-    """What the last stage keeps between loss and backward pass, and takes for both; blocks as in ``megatron.logprobs``.
+    """What the last stage keeps between loss and backward pass, and takes for both; blocks as in ``linear_logprobs``.
 
     ``head_bytes``, gradients of hidden states and output layer, rows of that in fp32, three blocks of logits.
     """

@@ -29,8 +29,8 @@ from megarl.errors import RolloutError, SaveError, StopError, WeightSyncError
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints import checkpoint
 from megarl.megatron.checkpoints.background_saver import BackgroundSaver
+from megarl.megatron.config_errors import as_config_error
 from megarl.megatron.policy import Policy, schedule_of
-from megarl.megatron.refusals import as_config_error
 from megarl.megatron.resting import rest, wake
 from megarl.run.audit import Audit
 from megarl.run.folder import checkpoint_folder, claim

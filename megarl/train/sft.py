@@ -20,10 +20,12 @@ from megarl.core.packing import pack
 from megarl.core.types import Rollout, TrainBatch
 from megarl.data.prompts import Demonstration, PromptOrder, load_demonstrations
 from megarl.errors import ConfigError
-from megarl.megatron import batches, distributed, forward
+from megarl.megatron import distributed
+from megarl.megatron.config_errors import as_config_error
 from megarl.megatron.hf_weights import save_hf
+from megarl.megatron.passes import forward
+from megarl.megatron.passes.micro_batches import split_micro_batches
 from megarl.megatron.policy import Policy, Schedule
-from megarl.megatron.refusals import as_config_error
 from megarl.models.shapes import read_shape
 from megarl.run.progress import StepProgress
 from megarl.train.step import collect, over_ranks
@@ -75,7 +77,7 @@ def _step(config: Config, policy: Policy, demonstrations: list[Demonstration]) -
     batch = pack([_as_rollout(d) for d in demonstrations], np.zeros(len(demonstrations)))
     total = over_ranks(Denominators.of(batch.loss_mask, batch.cu_seqlens)).num_tokens
     parallel = config.parallel
-    micro_batches = batches.split_micro_batches(
+    micro_batches = split_micro_batches(
         batch, config.train.micro_batch_tokens, parallel.equal_micro_batches, parallel.micro_batch_multiple
     )
 

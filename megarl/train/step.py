@@ -24,8 +24,15 @@ from megarl.core.packing import pack, without_routes
 from megarl.core.routing import Disagreement
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import MegarlError, ReplayError, RolloutError, TraceError
-from megarl.megatron import batches, distributed, forward
-from megarl.megatron.batches import MicroBatch
+from megarl.megatron import distributed
+from megarl.megatron.passes import forward
+from megarl.megatron.passes.micro_batches import (
+    MicroBatch,
+    check_routes,
+    shared_with_rollout,
+    split_by_sequence,
+    split_micro_batches,
+)
 from megarl.megatron.policy import Policy
 from megarl.megatron.reference import Reference
 from megarl.megatron.replay import MicroRoutes, Recording
@@ -109,7 +116,7 @@ class TrainStep:
                     "lower train.mini_batches or raise rollout.prompts_per_step"
                 )
             if r3 or recorded:
-                batches.check_routes(rollouts, self.policy.shape)
+                check_routes(rollouts, self.policy.shape)
             batch = pack(bare, advantages)
             if r3:
                 self._check_missing(batch)
@@ -117,9 +124,9 @@ class TrainStep:
             failure = error
         distributed.fail_together(failure, "the check of rollouts")
         if one_by_one:
-            micro_batches = batches.one_by_one(batch, self._padded)
+            micro_batches = split_by_sequence(batch, self._padded)
         else:
-            micro_batches = batches.split_micro_batches(
+            micro_batches = split_micro_batches(
                 batch, self.config.train.micro_batch_tokens, self._padded, self._multiple
             )
         mini = MiniBatch(
@@ -286,7 +293,7 @@ class TrainStep:
             own = seen.native if replayed else seen.routes
             mini.native_routes = own if layers else mini.rollout_routes
         for prefix, counts in (("router", seen.shared), ("router/native", seen.native_shared))[: 1 + replayed]:
-            shared = batches.shared_with_rollout(counts if layers else nothing, mini.micro_batches, layers)
+            shared = shared_with_rollout(counts if layers else nothing, mini.micro_batches, layers)
             stats = Disagreement.of(np.concatenate(shared), shape.topk).stats(prefix)
             mini.metrics = merge([mini.metrics, stats])
 

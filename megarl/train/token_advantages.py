@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megarl.core.metrics import Stat
 from megarl.core.objectives import Objective, token_advantages
 from megarl.core.ratios import log_ratio, segment_expand, segment_sum, usable_mask
-from megarl.megatron.batches import MicroBatch
+from megarl.megatron.passes.micro_batches import MicroBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from tiny_world import batch_of, join, micro_batches, own_share, rollouts
 from megarl.core.packing import select
 from megarl.errors import TraceError
 from megarl.megatron import distributed
-from megarl.megatron.batches import local_routes, micro_batch, router_tokens, split_micro_batches
-from megarl.megatron.forward import _padding_mask
 from megarl.megatron.hf_weights import unwrap
+from megarl.megatron.passes.forward import _padding_mask
+from megarl.megatron.passes.micro_batches import local_routes, micro_batch, router_tokens, split_micro_batches
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
 from megarl.megatron.replay.exchange import Placement, deliver_routes, reshard
 

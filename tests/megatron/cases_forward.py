@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from tiny_world import config, join
 
-from megarl.megatron.logprobs import linear_logprobs
+from megarl.megatron.passes.logprobs import linear_logprobs
 
 NUM_ROWS, WIDTH = 9, 6
 

@@ -17,8 +17,8 @@ from megatron.core.distributed import finalize_model_grads
 from tiny_world import join, micro_batches, pack_own, rollouts
 from torch.utils.checkpoint import checkpoint
 
-from megarl.megatron.batches import MicroBatch, local_routes, one_by_one
 from megarl.megatron.hf_weights import unwrap
+from megarl.megatron.passes.micro_batches import MicroBatch, local_routes, split_by_sequence
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
 
 A, B, C = range(3)
@@ -200,7 +200,7 @@ class World:
         join(settings)
         batch = pack_own(rollouts(30, 4, 8, 2))
         micros = micro_batches(settings, batch)
-        self.micros = (micros if len(micros) > 2 else one_by_one(batch))[:3]
+        self.micros = (micros if len(micros) > 2 else split_by_sequence(batch))[:3]
 
     def model(self, kind: str) -> tuple[MatrixModel, RoutingReplay]:
         if kind not in self._models:

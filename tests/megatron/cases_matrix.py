@@ -18,8 +18,8 @@ from matrix_world import MatrixModel, Variant, build, gradients, settings_of
 from tiny_world import coefficients_of, gather_sequences, join, micro_batches, pack_own, rollouts
 
 from megarl.core.types import Rollout, TrainBatch
-from megarl.megatron.batches import local_routes
-from megarl.megatron.forward import MicroOutput, run
+from megarl.megatron.passes.forward import MicroOutput, run
+from megarl.megatron.passes.micro_batches import local_routes
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
 
 REFERENCES = Path("references")

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 from megarl.config import Config
 from megarl.core.packing import pack
 from megarl.core.types import Rollout, TrainBatch
-from megarl.megatron import forward
-from megarl.megatron.batches import split_micro_batches
+from megarl.megatron.passes import forward
+from megarl.megatron.passes.micro_batches import split_micro_batches
 from megarl.megatron.policy import Policy
 from megarl.plan.activations import head_bytes
 from megarl.plan.layout import stages_of

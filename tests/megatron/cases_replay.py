@@ -13,8 +13,8 @@ from tiny_world import MODELS, coefficients_of, config, local_batch, micro_batch
 
 from megarl.core.types import TrainBatch
 from megarl.megatron import distributed
-from megarl.megatron.batches import MicroBatch, local_routes, shared_with_rollout
-from megarl.megatron.forward import run
+from megarl.megatron.passes.forward import run
+from megarl.megatron.passes.micro_batches import MicroBatch, local_routes, shared_with_rollout
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},

@@ -23,9 +23,9 @@ from tiny_world import (
 from megarl.config import Config
 from megarl.core.types import TrainBatch
 from megarl.megatron import distributed
-from megarl.megatron.batches import MicroBatch, local_routes
-from megarl.megatron.forward import MicroOutput, run
 from megarl.megatron.hf_weights import save_hf
+from megarl.megatron.passes.forward import MicroOutput, run
+from megarl.megatron.passes.micro_batches import MicroBatch, local_routes
 from megarl.megatron.policy import Policy
 
 Layout = dict[str, int]

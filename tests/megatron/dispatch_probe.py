@@ -17,8 +17,8 @@ import torch
 from megatron.core import parallel_state
 
 from megarl.core.types import Rollout
-from megarl.megatron.batches import MicroBatch
 from megarl.megatron.hf_weights import unwrap
+from megarl.megatron.passes.micro_batches import MicroBatch
 
 
 @dataclass(frozen=True)

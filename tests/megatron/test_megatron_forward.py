@@ -15,9 +15,9 @@ from tiny_world import config, join, local_batch, rollouts
 from megarl.core.packing import pack
 from megarl.errors import ConfigError
 from megarl.megatron import distributed
-from megarl.megatron import logprobs as blocks
-from megarl.megatron.batches import micro_batch, split_micro_batches, to_tokens
-from megarl.megatron.logprobs import linear_logprobs
+from megarl.megatron.passes import logprobs as blocks
+from megarl.megatron.passes.logprobs import linear_logprobs
+from megarl.megatron.passes.micro_batches import micro_batch, split_micro_batches, to_tokens
 
 VOCABULARY = "cases_forward:vocabulary"
 

@@ -23,8 +23,8 @@ from tiny_world import coefficients_of, config, local_batch, micro_batches, poli
 
 from megarl.core.types import TrainBatch
 from megarl.errors import ReplayError, TraceError
-from megarl.megatron.batches import check_routes, local_routes, micro_batch
-from megarl.megatron.forward import run
+from megarl.megatron.passes.forward import run
+from megarl.megatron.passes.micro_batches import check_routes, local_routes, micro_batch
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
 from megarl.models.shapes import read_shape
 

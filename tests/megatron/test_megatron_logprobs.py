@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.core.metrics import Stat
 from megarl.core.types import TrainBatch
-from megarl.megatron import forward
-from megarl.megatron import logprobs as blocks
-from megarl.megatron.logprobs import linear_logprobs
+from megarl.megatron.passes import forward
+from megarl.megatron.passes import logprobs as blocks
+from megarl.megatron.passes.logprobs import linear_logprobs
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

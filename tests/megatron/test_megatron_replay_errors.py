@@ -20,8 +20,8 @@ from tiny_world import coefficients_of, config, local_batch, micro_batches, poli
 from megarl.config.megatron_fields import REPLAY_BLOCKERS
 from megarl.core.types import TrainBatch
 from megarl.errors import ReplayError, TraceError
-from megarl.megatron.batches import MicroBatch, check_routes, local_routes, micro_batch
-from megarl.megatron.forward import run
+from megarl.megatron.passes.forward import run
+from megarl.megatron.passes.micro_batches import MicroBatch, check_routes, local_routes, micro_batch
 from megarl.megatron.policy import Policy
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
 from megarl.models.shapes import read_shape

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from megarl.errors import ReplayError
 from megarl.megatron.hf_weights import unwrap
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
-from megarl.megatron.replay.passes import KEPT_BLOCKS
+from megarl.megatron.replay.pass_log import KEPT_BLOCKS
 
 TOLERANCE = 2e-5
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.megatron.replay import MicroRoutes, Recording
 from megarl.megatron.replay.hooks import Hook
-from megarl.megatron.replay.passes import Block
+from megarl.megatron.replay.pass_log import Block
 from megarl.megatron.replay.sessions import Recorder, Replayer
 
 T, L, K, E = 12, 3, 2, 8

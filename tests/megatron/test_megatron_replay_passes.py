@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from megarl.errors import ReplayError
-from megarl.megatron.replay.passes import KEPT_BLOCKS, Block, PassLog
+from megarl.megatron.replay.pass_log import KEPT_BLOCKS, Block, PassLog
 
 
 @dataclass

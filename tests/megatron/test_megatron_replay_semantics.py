@@ -19,10 +19,10 @@ from tiny_world import batch_of, coefficients_of, join, micro_batches, rollouts
 
 from megarl.core.types import TrainBatch
 from megarl.errors import ConfigError, ReplayError
-from megarl.megatron.batches import MicroBatch, local_routes
-from megarl.megatron.forward import run
 from megarl.megatron.hf_weights import unwrap
 from megarl.megatron.model import layer_spec
+from megarl.megatron.passes.forward import run
+from megarl.megatron.passes.micro_batches import MicroBatch, local_routes
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
 from megarl.megatron.versions import TAKES_PADDING_MASK
 
@@ -61,7 +61,7 @@ class Setup:
 
 
 def _with_padding(micro: MicroBatch) -> MicroBatch:
-    from megarl.megatron.batches import micro_batch
+    from megarl.megatron.passes.micro_batches import micro_batch
 
     return micro_batch(micro.batch, micro.num_slots + 3)
 

@@ -20,7 +20,7 @@ from megarl.core.packing import pack
 from megarl.core.types import Rollout, TrainBatch
 from megarl.data.tiny import write_tiny_model
 from megarl.megatron import distributed
-from megarl.megatron.batches import MicroBatch, split_micro_batches
+from megarl.megatron.passes.micro_batches import MicroBatch, split_micro_batches
 from megarl.megatron.policy import Policy, schedule_of
 
 MODELS = Path("models")

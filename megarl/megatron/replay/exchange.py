@@ -17,8 +17,8 @@ from megatron.core import parallel_state
 
 from megarl.core.types import Rollout
 from megarl.errors import TraceError
-from megarl.megatron.batches import MicroBatch, router_tokens, routes_at
 from megarl.megatron.distributed import gather_bytes, model_group
+from megarl.megatron.passes.micro_batches import MicroBatch, router_tokens, routes_at
 from megarl.megatron.replay.records import MicroRoutes
 from megarl.models.shapes import ModelShape
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from megatron.core import parallel_state
 
-from megarl.megatron.replay.passes import Block, Call, PassLog
+from megarl.megatron.replay.pass_log import Block, Call, PassLog
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 

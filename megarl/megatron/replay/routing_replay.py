@@ -30,7 +30,7 @@ from megarl.megatron.replay.checks import (
     find_untraced_routers,
 )
 from megarl.megatron.replay.hooks import Bystander, Hook, InputTap, untraced_rows
-from megarl.megatron.replay.passes import Block
+from megarl.megatron.replay.pass_log import Block
 from megarl.megatron.replay.records import MicroRoutes, Recording
 from megarl.megatron.replay.sessions import Recorder, Replayer
 

@@ -13,7 +13,7 @@ import torch
 from megarl.errors import ReplayError
 from megarl.megatron.replay.agreement import check_agreement, check_tokens, sample_rows
 from megarl.megatron.replay.hooks import Hook, Question
-from megarl.megatron.replay.passes import Call
+from megarl.megatron.replay.pass_log import Call
 from megarl.megatron.replay.records import MicroRoutes, Recording
 
 

@@ -14,9 +14,9 @@ from megatron.core import parallel_state
 from megarl.core.metrics import Stat
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import NumericsError
-from megarl.megatron import forward
 from megarl.megatron.block_gradients import block_parameters, local_square, on_block
 from megarl.megatron.distributed import dp_size, fail_together, largest, model_group
+from megarl.megatron.passes import forward
 from megarl.models.shapes import ModelShape
 from megarl.train.step import MiniBatch, TrainStep
 

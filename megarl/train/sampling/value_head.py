@@ -26,7 +26,9 @@ from megarl.core.packing import pack
 from megarl.core.sampling.pass_rates import Integers, pass_rate_loss
 from megarl.core.types import Rollout
 from megarl.errors import CheckpointError, ConfigError, NumericsError
-from megarl.megatron import batches, distributed, forward
+from megarl.megatron import distributed
+from megarl.megatron.passes import forward
+from megarl.megatron.passes.micro_batches import split_micro_batches
 from megarl.megatron.policy import Policy
 
 BETAS, EPS = (0.9, 0.99), 1e-8
@@ -165,7 +167,7 @@ def prompt_features(policy: Policy, prompts: Sequence[np.ndarray], micro_batch_t
     parallel = policy.config.parallel
     mine = _share(prompts, parallel.micro_batch_multiple)
     batch = pack([_as_rollout(prompts[index]) for index, _ in mine], np.zeros(len(mine)))
-    micro_batches = batches.split_micro_batches(
+    micro_batches = split_micro_batches(
         batch, micro_batch_tokens, parallel.equal_micro_batches, parallel.micro_batch_multiple
     )
     found = forward.last_hidden_states(policy.chunks, micro_batches)

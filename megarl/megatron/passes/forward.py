@@ -22,9 +22,9 @@ from megatron.core.tensor_parallel.mappings import (
 from megarl.core.metrics import Stat
 from megarl.core.parallel import sequence_parallel_slice
 from megarl.core.types import TrainBatch
-from megarl.megatron.batches import MicroBatch, router_tokens, to_slots, to_tokens
 from megarl.megatron.hf_weights import unwrap
-from megarl.megatron.logprobs import linear_logprobs
+from megarl.megatron.passes.logprobs import linear_logprobs
+from megarl.megatron.passes.micro_batches import MicroBatch, router_tokens, to_slots, to_tokens
 from megarl.megatron.versions import copy_to_tensor_parallel, padding_argument
 
 CoefficientFn = Callable[[int, TrainBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, Stat]]]

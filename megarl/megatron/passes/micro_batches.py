@@ -95,7 +95,7 @@ def split_micro_batches(
     ]
 
 
-def one_by_one(batch: TrainBatch, padded_to_max: bool = False) -> list[MicroBatch]:
+def split_by_sequence(batch: TrainBatch, padded_to_max: bool = False) -> list[MicroBatch]:
     """A micro-batch for each sequence of this rank, for passes of their own; a collective call.
 
     Their slots are as few as the layout allows; with ``padded_to_max`` as many as the longest of any rank needs.

@@ -12,7 +12,7 @@ from train_world import World
 import megarl.train.step as train_step
 from megarl import cli
 from megarl.errors import ConfigError
-from megarl.megatron.refusals import as_config_error
+from megarl.megatron.config_errors import as_config_error
 from megarl.train.loop import train
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
