@@ -57,7 +57,7 @@ def _status(key: str) -> int:
 
 
 def once(loss: Loss, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[float, int]:
-    """(seconds, bytes at the peak above the start); gradients exist already, so that they are no part of it."""
+    """Return (seconds, peak bytes above the start). Gradient buffers exist before, so they do not count."""
     before, started = reset_peak(hidden.device.type), time.perf_counter()
     logprobs, _ = loss(hidden, weight, labels)
     logprobs.sum().backward()

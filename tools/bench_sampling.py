@@ -3,9 +3,9 @@
     .venv/bin/python tools/bench_sampling.py OUT [--seeds 5] [--samples 16384]
 
 The problems are those of the quickstart (sort six digits), but the cold start solves those with a first digit of 0 or 1
-nearly always, those with 7 or more hardly ever. Every arm starts from the same weights, draws 32 prompts a step, takes
-one optimizer step on them, and stops at the first step after ``--samples`` responses. Figures are medians over seeds,
-with the least and the largest; the seed changes prompts and noise.
+nearly always and those with 7 or more almost never. Every arm starts from the same weights, draws 32 prompts per
+step, takes one optimizer step on them, and stops after the first step that reaches ``--samples`` responses. Figures
+are medians over seeds, with minimum and maximum. The seed changes prompts and noise.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ARMS: dict[str, tuple[str, ...]] = {
 
 
 def main() -> None:
-    """Train every arm with every seed, what is there already left as it is, then print and write the table."""
+    """Train every arm with every seed, skip runs that are complete, then print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", type=int, default=5)
@@ -70,13 +70,13 @@ def prepare(out: Path) -> None:
 
 
 def steps(arm: str, samples: int) -> int:
-    """Enough to draw so many; the adaptive arm draws at least 8 of each prompt."""
+    """Return enough steps to draw ``samples`` responses. The adaptive arm draws at least 8 per prompt."""
     each = {"grpo, 4 each": 4, "grpo, 16 each": 16}.get(arm, 8)
     return -(-samples // (PROMPTS * each))
 
 
 def train(config: Path, run: Path, seed: int, steps: int, words: tuple[str, ...]) -> None:
-    """One run in a folder that appears when it is complete."""
+    """Train one run. Its folder appears when the run is complete."""
     partial = run.with_name(run.name + ".partial")
     subprocess.run(["rm", "-rf", str(partial)], check=True)
     megarl(
@@ -101,7 +101,7 @@ def megarl(command: str, config: Path, *words: str) -> None:
 
 
 def figures(records: list[dict[str, Any]], samples: int) -> dict[str, float]:
-    """What a run had come to after so many drawn responses."""
+    """Return the figures of a run after a number of drawn responses."""
     drawn: dict[int, float] = {0: 0.0}
     rewards, effective, tried = 0.0, [], []
     total = 0.0

@@ -3,10 +3,10 @@
     python tools/bench_step.py --model MODEL --prompts FILE.jsonl [--repeats 10] [any --table.key value]
     torchrun --nproc-per-node 2 tools/bench_step.py ... --parallel.ep 2
 
-Both variants train on the same rollouts with the same model object, turn by turn, so that whatever else the machine
-does hits both alike. A step is everything behind the sampling: checks, packing, old log-probabilities, N updates. The
-learning rate is negligible, so every repetition does the same work. "unhooked" is Megatron with no megarl hook on its
-routers.
+Both variants train on the same rollouts with the same model object, alternating, so that other load on the machine
+affects both equally. A step is everything after sampling: checks, packing, old log-probabilities, N updates. The
+learning rate is negligible, so every repetition does the same work. "unhooked" is Megatron with no megarl hook on
+its routers.
 """
 
 from __future__ import annotations

@@ -2,9 +2,13 @@
 
     torchrun --nproc-per-node 2 tools/bench_sync.py --python .venv-sglang/bin/python [--rounds 5] [--hidden 256]
 
-One server of a random Qwen3-MoE in fp32, started here; all ways take turns in every round. gather: from the ranks of
-the trainer; quantise: rounding through FP8 blocks and casting; send: all that the server has to do with, the pause, the
-transfer, the flush and the verification. Medians, with the smallest and the largest, seconds.
+Starts one server of a random Qwen3-MoE in fp32. Every round measures all ways in turn.
+
+- gather: from the ranks of the trainer
+- quantise: rounding through FP8 blocks, and casting
+- send: what involves the server (pause, transfer, flush, verification)
+
+Prints medians with minimum and maximum, in seconds.
 """
 
 from __future__ import annotations

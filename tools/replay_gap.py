@@ -1,11 +1,14 @@
-"""How far training is from sampling, with and without replay, on the same rollouts.
+"""Measure the gap between sampling and training, with and without replay, on the same rollouts.
 
     python tools/replay_gap.py --model MODEL --prompts FILE.jsonl [--steps 8] [--server URL --server-dtype bf16]
 
-The engine is the local one, or with --server an SGLang server of that precision which runs already. For each pair of
-precisions (engine, training) it samples once, then runs the old-log-prob pass natively and under R3 on those very
-rollouts. flip: share of (token, layer) pairs with other experts, in use; native: had the routers chosen; k1, k3:
-estimates of KL[rollout || old], nats per token; F(2): share of tokens off by more than a factor of 2.
+The engine is the local one or, with --server, a running SGLang server of that precision. For each pair of precisions
+(engine, training), the tool samples once. It then runs the old-log-prob pass on these rollouts natively and under R3.
+
+- flip: share of (token, layer) pairs that use other experts than the rollout
+- native: the same if the routers had chosen
+- k1, k3: estimates of KL[rollout || old], nats per token
+- F(2): share of tokens whose probabilities differ by more than a factor of 2
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def page(run: Run) -> str:
     routers = "\n".join(f"- `{name}`: {_fields(fields)}" for name, fields in ROUTERS.items())
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core"))
     failed = [f"- {key}: {'; '.join(one['complaints'])}" for key, one in found.items() if one["complaints"]]
-    return f"""# The replay matrix, as it ran
+    return f"""# The replay matrix: measured results
 
 Written by `python tools/replay_matrix.py --out docs/replay_matrix.md`; code of commit {run.code}. {versions}, Python
 {platform.python_version()}, gloo, {os.cpu_count()} cores, no GPU, no Transformer Engine; {run.seconds / 60:.0f}
@@ -149,21 +149,23 @@ minutes.
 **{held:,} of {len(found):,} points held.** A point is a layout, a recomputation ({", ".join(AXES[1])}), a dispatcher
 ({", ".join(AXES[2])}), a router and a precision ({", ".join(AXES[4])}). At each one
 
-- a probe at the token dispatcher, which knows nothing of the replay hook, saw every token go to the experts of its
-  rollout in every layer, micro-batch and pass, forward and recomputed, once each; and where the rollout has no row, to
-  those that the router's definition chooses;
-- gate weights were those of the router's definition at these experts (within 1e-5), and every router got a gradient;
-- log-probabilities and gradients were those of one rank without recomputation on the same packed rollouts: in fp32
-  each parameter's gradient within 2e-5 (norm of the difference over norm), in bf16 all gradients together within 3e-2;
-- one row that was tampered with on its way was noticed.
+- A probe at the token dispatcher, which does not know the replay hook, saw each token go to the experts of its
+  rollout, once per layer, micro-batch and pass (forward and recomputation). Tokens without a row went to the
+  experts that the router's definition chooses.
+- The gate weights were those of the router's definition at these experts (within 1e-5), and every router got a
+  gradient.
+- Log-probabilities and gradients equalled those of one rank without recomputation on the same packed rollouts. In
+  fp32, each parameter's gradient is within 2e-5 (norm of the difference over norm); in bf16, all gradients together
+  are within 3e-2.
+- A row that was changed on its way was detected.
 
-"routings checked" counts calls of routers. "moe+" recomputes moe, core_attn and layernorm; "others" core_attn,
+"routings checked" counts router calls. "moe+" recomputes moe, core_attn and layernorm; "others" core_attn,
 layernorm and mlp, which leave the router alone. DeepEP (`flex` dispatcher), Transformer Engine's layers and CUDA need
 GPUs and were not run.
 
 {table(found)}
 
-Routers, as fields of Megatron's TransformerConfig (8 experts, top-2, softmax after top-k, fp32 unless said otherwise):
+Routers, as fields of Megatron's TransformerConfig (8 experts, top-2, softmax after top-k, fp32 unless stated):
 
 {routers}
 
@@ -173,7 +175,7 @@ Routers, as fields of Megatron's TransformerConfig (8 experts, top-2, softmax af
 
 
 def _fields(fields: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name.removeprefix('moe_')} = {value}" for name, value in fields.items()) or "as said"
+    return ", ".join(f"{name.removeprefix('moe_')} = {value}" for name, value in fields.items()) or "the default"
 
 
 LOOP_LAYOUTS = ("single", "ep2", "tp2 ep2 etp1")
@@ -223,7 +225,7 @@ def loops_page(found: Mapping[tuple[str, str, str], Mapping[str, float]], second
     errors = [error for of_key in found.values() for error in of_key.values()]
     held = sum(error < LOOP_TOLERANCE for error in errors)
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core"))
-    return f"""# Replay in loops of other orders, as it ran
+    return f"""# Replay in other orders of passes: measured results
 
 Written by `python tools/replay_matrix.py --loops --out docs/replay_loops.md`; code of commit {_commit()}. {versions},
 Python {platform.python_version()}, gloo, fp32, {os.cpu_count()} cores, no GPU; {seconds / 60:.0f} minutes.
@@ -231,18 +233,18 @@ Python {platform.python_version()}, gloo, fp32, {os.cpu_count()} cores, no GPU; 
 **{held:,} of {len(errors):,} points held**: each parameter's gradient is that of the same loop without recomputation,
 within {LOOP_TOLERANCE:.0e} (norm of the difference over norm). A point is a layout, a kind of recomputation and
 
-- a loop: {", ".join(cases_loops.ORDERS)} (`tests/megatron/cases_loops.py` has each in a few lines);
-- what is around it: replay of other routes per micro-batch, `record()`, or hooks alone;
-- in two of the loops also frozen parts: {", ".join(part for part in cases_loops.FROZEN if part != "nothing")}.
+- an order of passes: {", ".join(cases_loops.ORDERS)} (each is a few lines of `tests/megatron/cases_loops.py`);
+- a context: replay with different routes per micro-batch, `record()`, or installed hooks without a context;
+- for two of the orders, frozen parts: {", ".join(part for part in cases_loops.FROZEN if part != "nothing")}.
 
-The table shows the largest gradient difference by layout. "uniform", "block" and "moe" are Megatron's own
-recomputation, which is reentrant; "layers" and "experts" are wrapped by `torch.utils.checkpoint`, some of
-them inside of one another.
+The table shows the largest gradient difference per layout. "uniform", "block" and "moe" are Megatron's own
+recomputation, which is reentrant. "layers" and "experts" are wrapped in `torch.utils.checkpoint`; some checkpoints
+are nested.
 
 {loops_table(found)}
 
-Left out: gradients of single weights by `torch.autograd.grad` where a checkpoint is reentrant, and frozen first layers
-where whole layers are. There reentrant checkpoints carry no gradient, with megarl or without.
+Two cases are left out, because reentrant checkpoints carry no gradient there, with or without megarl: gradients of
+single weights by `torch.autograd.grad`, and frozen first layers if whole layers are checkpointed.
 """
 
 

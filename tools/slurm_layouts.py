@@ -2,8 +2,8 @@
 
     make quickstart sglang-cpu && .venv/bin/python tools/slurm_layouts.py OUT [--steps 20] [--layouts local colocated]
 
-The nodes are two daemons on this machine, which needs root, Slurm and munge. Prints held-out pass rates, what the
-sampling engine and the trainer disagree about, and how many samples the audit log says were trained.
+The nodes are two daemons on this machine, which needs root, Slurm and munge. Prints held-out pass rates, the
+disagreement between sampling engine and trainer, and how many samples the audit log says were trained.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def train(cluster: Cluster, layout: str, out: Path, steps: int) -> str:
-    """Run it as a user would; how it ended."""
+    """Submit the run as a user would, and return how it ended."""
     python = ROOT / ".venv-sglang/bin/python"
     words = [RECIPE, "--run.dir", str(out / layout), "--run.steps", str(steps), "--eval.every", str(max(steps // 2, 1))]
     words += ["--rollout.engine", "sglang", "--sglang.python", str(python), "--sglang.max_total_tokens", "8192"]
@@ -67,7 +67,7 @@ def train(cluster: Cluster, layout: str, out: Path, steps: int) -> str:
 
 
 def tell(layout: str, run: Path, steps: int, ended: str) -> None:
-    """One line about a run that has ended."""
+    """Print one line about a finished run."""
     records = list(read_metrics(run / "metrics.jsonl"))
     rates = " -> ".join(f"{record['eval/pass_rate']:.1%}" for record in records if record["kind"] == "eval")
     last = [record for record in records if record["kind"] == "step"][-1]

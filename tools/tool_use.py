@@ -1,9 +1,9 @@
-"""Trains a tiny MoE to use a calculator, with several objectives, and says what came of it.
+"""Train a tiny MoE to use a calculator, with several objectives, and print the results.
 
     .venv/bin/python tools/tool_use.py OUT [--objectives ctpo grpo gspo] [--steps 40] [--ranks 2]
 
-What the calculator writes is part of the sequence, but of no loss and no ratio. ``OUT/tool_use.toml`` is an ordinary
-configuration; docs/environments.md explains it.
+The calculator's output is part of the sequence, but not of the loss or of any ratio. ``OUT/tool_use.toml`` is an
+ordinary configuration; docs/environments.md explains it.
 """
 
 from __future__ import annotations

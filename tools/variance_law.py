@@ -1,8 +1,10 @@
-"""Plots how weights of whole sequences explode: python tools/variance_law.py OUT.png [--samples 20000] [--seed 0]
+"""Plot how importance weights of whole sequences explode.
+
+    python tools/variance_law.py OUT.png [--samples 20000] [--seed 0]
 
 For independent token ratios with log rho ~ N(-sigma^2/2, sigma^2), the product over H tokens has variance
-e^(H sigma^2) - 1 and an effective sample size of e^(-H sigma^2) per sample. Lines are the law, crosses a simulation.
-Where the crosses leave the line, the few samples that carry the mean were not drawn.
+e^(H sigma^2) - 1 and an effective sample size of e^(-H sigma^2) per sample. Lines show the law, crosses a simulation.
+A cross leaves the line if the few samples that dominate the mean were not drawn.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def simulate(samples: int, seed: int) -> Simulations:
     return {(s, length): simulated_variance(s, length, samples, generator) for s in SIGMAS for length in LENGTHS}
 
 
-def draw(simulated: Simulations, samples: int) -> Figure:
+def plot(simulated: Simulations, samples: int) -> Figure:
     """Two panels: variance, and effective sample size, against the number of tokens."""
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
@@ -68,7 +70,7 @@ def main() -> None:
             f"{sigma:5g} {length:7d} {law.variance:14.5g} {spread.variance:12.5g} "
             f"{law.ess_fraction:10.5f} {spread.ess_fraction:12.5f}"
         )
-    draw(simulated, options.samples).savefig(options.out, dpi=110)
+    plot(simulated, options.samples).savefig(options.out, dpi=110)
 
 
 if __name__ == "__main__":
