@@ -18,7 +18,7 @@ from megarl.rollout.engine import Engine, SamplingParams
 from megarl.rollout.player import Sample
 from megarl.run.progress import Advance
 from megarl.train.environments import make_player, turn_ends
-from megarl.train.sampling.assignment import Key, Listed
+from megarl.train.sampling.assignment import FixedSamples, Key
 from megarl.train.sampling.sampler import EVALUATE, sampling_seed
 
 
@@ -42,7 +42,7 @@ def draw_lines(
         return SampleRequest(prompts[prompt].tokens, group=prompt, sample=sample, seed=seed), prompts[prompt]
 
     with Judge(benchmark.reward, workers=config.reward.workers, timeout_s=config.reward.timeout_s) as judge:
-        draw = Draw(Listed(keys), request_of, make_player(config, tokenizer, judge))
+        draw = Draw(FixedSamples(keys), request_of, make_player(config, tokenizer, judge))
         engine.converse(draw.begin, sampling_params(config, tokenizer), on_finish)
     return [_line(key, sample, tokenizer) for key, sample in draw.samples.items()]
 

@@ -24,7 +24,7 @@ from megarl.errors import CheckpointError, ConfigError, RolloutError
 from megarl.run.metrics_log import read_metrics, without_timing
 from megarl.train.sampling.allotment import Gvm
 from megarl.train.sampling.gradient_norms import gradient_norms
-from megarl.train.sampling.sample_table import Drawn
+from megarl.train.sampling.sample_table import SampleTable
 from megarl.train.sampling.sampler import Sampler
 from megarl.train.step import TrainStep
 
@@ -554,9 +554,9 @@ def test_one_threshold_says_what_is_correct(world: World, threshold: float, monk
         drawn = made.sample_step(0)
         accepted = made._advantages(selections[0])[0]
         found = finalize(drawn.metrics)
-        seen: list[Drawn] = []
-        original = Drawn.of_all_ranks
-        monkeypatch.setattr(Drawn, "of_all_ranks", lambda samples: seen.append(original(samples)) or seen[-1])
+        seen: list[SampleTable] = []
+        original = SampleTable.gather
+        monkeypatch.setattr(SampleTable, "gather", lambda samples: seen.append(original(samples)) or seen[-1])
         evaluated = made.evaluate(0)
     (selection,) = selections
     _, _, judged, positives = selection.drawn

@@ -17,15 +17,15 @@ from megarl.core.metrics import finalize
 from megarl.core.sampling.collector import Collector, Selection
 from megarl.errors import ConfigError
 from megarl.train.sampling.assignment import (
-    GroupPlan,
+    Assignment,
+    FixedSamples,
     Key,
-    Listed,
-    Place,
-    Plan,
+    PromptAssignment,
+    RankCoordinates,
     Refill,
-    SequencePlan,
-    deal,
-    owned_sequences,
+    SequenceAssignment,
+    split_prompts,
+    split_sequences,
 )
 
 Reward = Callable[[int, int], float | None]
@@ -47,33 +47,35 @@ def rewards_of(seed: int, rate: float, failing: float = 0.0, prompts: int = 128)
 
 @dataclass
 class Ranks:
-    """All ranks of a layout: their plans, by copy and rank."""
+    """All ranks of a layout: their assignments, by copy and rank."""
 
-    plans: list[list[Plan]]
+    assignments: list[list[Assignment]]
 
     @classmethod
-    def of(cls, make: Callable[[Place], Plan], copies: int, ranks: int) -> Ranks:
-        return cls([[make(Place(copy, copies, rank, ranks)) for rank in range(ranks)] for copy in range(copies)])
+    def of(cls, make: Callable[[RankCoordinates], Assignment], copies: int, ranks: int) -> Ranks:
+        return cls(
+            [[make(RankCoordinates(copy, copies, rank, ranks)) for rank in range(ranks)] for copy in range(copies)]
+        )
 
     def draw(self, reward: Reward, seed: int) -> list[list[dict[Key, float | None]]]:
         """What each rank has when its asker is content; samples arrive in a random order."""
         rng = np.random.default_rng(seed)
-        return [[_drawn(plan, reward, rng) for plan in copy] for copy in self.plans]
+        return [[_drawn(assignment, reward, rng) for assignment in copy] for copy in self.assignments]
 
     def agreed(self, drawn: list[list[dict[Key, float | None]]]) -> tuple[Selection, list[list[list[Key]]]]:
         """The selection, and what each copy trains on by mini-batch; all ranks must find the same."""
         known = {key: reward for copy in drawn for rank in copy for key, reward in rank.items()}
-        found = [[plan.selection(known) for plan in copy] for copy in self.plans]
+        found = [[assignment.select(known) for assignment in copy] for copy in self.assignments]
         for each in (selection for copy in found for selection in copy):
             same(each, found[0][0])
-        owned = [[plan.own(found[0][0]) for plan in copy] for copy in self.plans]
+        owned = [[assignment.own_keys(found[0][0]) for assignment in copy] for copy in self.assignments]
         for of_copy in owned:
             assert all(own == of_copy[0] for own in of_copy)
         return found[0][0], [of_copy[0] for of_copy in owned]
 
 
-def _drawn(plan: Plan, reward: Reward, rng: np.random.Generator) -> dict[Key, float | None]:
-    asker, got, waiting = plan.asker(), {}, []
+def _drawn(assignment: Assignment, reward: Reward, rng: np.random.Generator) -> dict[Key, float | None]:
+    asker, got, waiting = assignment.asker(), {}, []
 
     def ask(asks: Any) -> None:
         waiting.extend((each.prompt, sample) for each in asks for sample in each.samples)
@@ -112,7 +114,7 @@ def driven(collector: Collector, reward: Reward) -> Selection:
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 4))
 def test_owned_sequences_are_a_partition_of_equal_contiguous_shares(mini_batches: int, ranks: int, share: int) -> None:
     total = mini_batches * ranks * share
-    parts = [owned_sequences(total, mini_batches, rank, ranks) for rank in range(ranks)]
+    parts = [split_sequences(total, mini_batches, rank, ranks) for rank in range(ranks)]
     per_mini = total // mini_batches
     for n in range(mini_batches):
         joined = [s for rank in range(ranks) for s in parts[rank][n]]
@@ -124,19 +126,19 @@ def test_owned_sequences_are_a_partition_of_equal_contiguous_shares(mini_batches
 def test_shares_that_do_not_come_out_even_are_refused(total: int, mini_batches: int, ranks: int) -> None:
     if total % (mini_batches * ranks):
         with pytest.raises(ConfigError, match="do not divide"):
-            owned_sequences(total, mini_batches, 0, ranks)
+            split_sequences(total, mini_batches, 0, ranks)
     else:
-        assert len(owned_sequences(total, mini_batches, 0, ranks)) == mini_batches
+        assert len(split_sequences(total, mini_batches, 0, ranks)) == mini_batches
 
 
-class TestDeal:
+class TestSplitPrompts:
     @given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 6), st.integers(0, 20))
     def test_equal_sizes_make_mini_batches_that_no_layout_changes(
         self, mini_batches: int, copies: int, size: int, more: int
     ) -> None:
         prompts = mini_batches * copies + more
-        alone = deal([size] * prompts, mini_batches, 1)
-        dealt = deal([size] * prompts, mini_batches, copies)
+        alone = split_prompts([size] * prompts, mini_batches, 1)
+        dealt = split_prompts([size] * prompts, mini_batches, copies)
         assert [list(chain(*mini)) for mini in dealt] == [mini[0] for mini in alone]
         assert list(chain(*(mini[0] for mini in alone))) == list(range(prompts))
         sizes = [len(part) for mini in dealt for part in mini]
@@ -150,7 +152,7 @@ class TestDeal:
         some = [prompt for prompt, size in enumerate(sizes) if size]
         if not some:
             return
-        dealt = deal(sizes, mini_batches, copies)
+        dealt = split_prompts(sizes, mini_batches, copies)
         assert len(dealt) == mini_batches
         assert {len(mini) for mini in dealt} == {copies}
         parts = [part for mini in dealt for part in mini]
@@ -179,7 +181,7 @@ class TestSequencePlan:
     ) -> None:
         prompts *= mini_batches * copies
         rule = Uniform(size)
-        layout = Ranks.of(lambda place: SequencePlan(rule, prompts, mini_batches, place), copies, ranks)
+        layout = Ranks.of(lambda at: SequenceAssignment(rule, prompts, mini_batches, at), copies, ranks)
         reward = rewards_of(seed, 0.5, failing=0.2)
         drawn = layout.draw(reward, seed)
         everything = [(prompt, sample) for prompt in range(prompts) for sample in range(size)]
@@ -221,12 +223,12 @@ class TestGroupPlan:
     ) -> None:
         prompts = mini_batches * copies + more
         reward = rewards_of(seed, 0.4, failing)
-        layout = Ranks.of(lambda place: GroupPlan(rule, prompts, mini_batches, place, seed=chosen_by), copies, ranks)
+        layout = Ranks.of(lambda at: PromptAssignment(rule, prompts, mini_batches, at, seed=chosen_by), copies, ranks)
         drawn = layout.draw(reward, seed)
         selection, owned = layout.agreed(drawn)
         same(selection, driven(Collector(rule, prompts, seed=chosen_by), reward))
         _drawn_by_one_rank_and_trained_by_one_copy(drawn, selection, owned)
-        alone = Ranks.of(lambda place: GroupPlan(rule, prompts, mini_batches, place, seed=chosen_by), 1, 1)
+        alone = Ranks.of(lambda at: PromptAssignment(rule, prompts, mini_batches, at, seed=chosen_by), 1, 1)
         _, (whole,) = alone.agreed(alone.draw(reward, seed + 1))
         assert [sorted(key for own in owned for key in own[n]) for n in range(mini_batches)] == whole
 
@@ -241,7 +243,7 @@ class TestGroupPlan:
     def test_allotted_counts(self, counts: list[int], mini_batches: int, copies: int, ranks: int, seed: int) -> None:
         counts += [1] * (mini_batches * copies)
         rule, reward = Allotted(tuple(counts)), rewards_of(seed, 0.5, failing=0.1)
-        layout = Ranks.of(lambda place: GroupPlan(rule, len(counts), mini_batches, place), copies, ranks)
+        layout = Ranks.of(lambda at: PromptAssignment(rule, len(counts), mini_batches, at), copies, ranks)
         drawn = layout.draw(reward, seed)
         selection, owned = layout.agreed(drawn)
         same(selection, driven(Collector(rule, len(counts)), reward))
@@ -252,29 +254,29 @@ class TestGroupPlan:
 
     def test_more_ranks_in_a_copy_than_prompts_leave_some_idle(self) -> None:
         for refill in (None, Refill(12, 2)):
-            layout = Ranks.of(lambda place, refill=refill: GroupPlan(Uniform(2), 2, 1, place, refill=refill), 1, 3)
+            layout = Ranks.of(lambda at, refill=refill: PromptAssignment(Uniform(2), 2, 1, at, refill=refill), 1, 3)
             drawn = layout.draw(rewards_of(0, 0.5), 0)
             if refill is not None:  # and leave no prompt to them
                 flat = layout.draw(lambda prompt, sample: 1.0, 0)
                 assert sorted({prompt for rank in flat[0] for prompt, _ in rank}) == list(range(12))
             assert [bool(rank) for rank in drawn[0]] == [True, True, False]
-            assert isinstance(layout.plans[0][2].asker(), Listed)
+            assert isinstance(layout.assignments[0][2].asker(), FixedSamples)
             selection, (own,) = layout.agreed(drawn)
             assert len(np.unique(selection.prompts)) == 2
             assert own == [keys_of(selection)]
 
     def test_a_copy_without_prompts_draws_a_sample_for_company_that_nobody_trains_on(self) -> None:
         rule = Allotted((0, 6, 0))
-        busy, idle = (GroupPlan(rule, 3, 2, Place(copy, 2, 0, 1)) for copy in (0, 1))
+        busy, idle = (PromptAssignment(rule, 3, 2, RankCoordinates(copy, 2, 0, 1)) for copy in (0, 1))
         assert [(ask.prompt, ask.samples) for ask in busy.asker().start()] == [(1, range(6))]
         assert [(ask.prompt, ask.samples) for ask in idle.asker().start()] == [(1, range(7, 8))]
         rewards: dict[Key, float | None] = {(1, sample): float(sample % 2) for sample in (*range(6), 7)}
-        for plan in (busy, idle):
-            selection = plan.selection(rewards)
+        for assignment in (busy, idle):
+            selection = assignment.select(rewards)
             assert keys_of(selection) == [(1, sample) for sample in range(6)]
-        assert [len(part) for part in busy.own(selection)] == [6, 0]
-        assert idle.own(selection) == [[], []]
-        other = GroupPlan(rule, 3, 2, Place(1, 2, 1, 2))  # one rank of a copy is enough
+        assert [len(part) for part in busy.own_keys(selection)] == [6, 0]
+        assert idle.own_keys(selection) == [[], []]
+        other = PromptAssignment(rule, 3, 2, RankCoordinates(1, 2, 1, 2))  # one rank of a copy is enough
         assert not list(other.asker().start())
 
 
@@ -322,7 +324,7 @@ class TestRefill:
         refill = Refill(prompts + limit, spare)
         reward = rewards_of(seed, rate, failing=0.1)
         layout = Ranks.of(
-            lambda place: GroupPlan(rule, prompts, mini_batches, place, refill=refill, seed=chosen_by), copies, ranks
+            lambda at: PromptAssignment(rule, prompts, mini_batches, at, refill=refill, seed=chosen_by), copies, ranks
         )
         found = []
         for order in (seed, seed + 1):
@@ -352,7 +354,7 @@ class TestRefill:
         self, copies: int, ranks: int
     ) -> None:
         reward = rewards_of(3, 0.5)
-        layout = Ranks.of(lambda place: GroupPlan(Uniform(4), 12, 2, place, refill=Refill(96, 4)), copies, ranks)
+        layout = Ranks.of(lambda at: PromptAssignment(Uniform(4), 12, 2, at, refill=Refill(96, 4)), copies, ranks)
         selection, owned = layout.agreed(layout.draw(reward, 0))
         assert len(np.unique(selection.prompts)) == 12
         assert len(selection.prompts) == 48
@@ -360,7 +362,7 @@ class TestRefill:
         assert finalize(selection.metrics)["sampling/missing_prompts"] == 0
 
     def test_no_contrast_at_all_draws_up_to_the_limit_and_selects_nothing(self) -> None:
-        layout = Ranks.of(lambda place: GroupPlan(Uniform(2), 4, 2, place, refill=Refill(11, 0)), 2, 1)
+        layout = Ranks.of(lambda at: PromptAssignment(Uniform(2), 4, 2, at, refill=Refill(11, 0)), 2, 1)
         drawn = layout.draw(lambda prompt, sample: 1.0, 0)
         assert sorted({prompt for copy in drawn for rank in copy for prompt, _ in rank}) == list(range(11))
         selection, owned = layout.agreed(drawn)
@@ -372,7 +374,7 @@ class TestRefill:
 
     def test_one_copy_without_contrast_leaves_its_own_places_empty(self) -> None:
         """Ranks ask no other one, so that places do not wander between them."""
-        layout = Ranks.of(lambda place: GroupPlan(Uniform(2), 4, 2, place, refill=Refill(8, 0)), 2, 1)
+        layout = Ranks.of(lambda at: PromptAssignment(Uniform(2), 4, 2, at, refill=Refill(8, 0)), 2, 1)
         mine = {prompt for prompt, _ in layout.draw(lambda p, s: 1.0, 0)[1][0]}
         drawn = layout.draw(lambda prompt, sample: 1.0 if prompt in mine else float(sample), 0)
         selection, owned = layout.agreed(drawn)
@@ -383,7 +385,7 @@ class TestRefill:
     def test_samples_of_a_class_are_chosen_at_random_per_rank_and_alike_everywhere(self) -> None:
         def chosen(seed: int | None) -> list[Key]:
             layout = Ranks.of(
-                lambda place: GroupPlan(Uniform(8, 2), 6, 1, place, refill=Refill(24, 0), seed=seed), 2, 1
+                lambda at: PromptAssignment(Uniform(8, 2), 6, 1, at, refill=Refill(24, 0), seed=seed), 2, 1
             )
             return keys_of(layout.agreed(layout.draw(rewards_of(1, 0.5), 0))[0])
 
@@ -394,7 +396,7 @@ class TestRefill:
 
 
 def _places_of_ranks(prompts: int, mini_batches: int, copies: int, ranks: int) -> list[list[int]]:
-    dealt = deal([1] * prompts, mini_batches, copies)
+    dealt = split_prompts([1] * prompts, mini_batches, copies)
     sizes = [sum(len(mini[copy]) for mini in dealt) for copy in range(copies)]
     return [[len(range(size)[rank::ranks]) for rank in range(ranks)] for size in sizes]
 
@@ -418,7 +420,7 @@ def _first_with_contrast(rule: SamplingRule, rank: dict[Key, float | None], rewa
 
 
 def test_listed_keys_are_asked_for_whatever_comes() -> None:
-    listed = Listed([(3, 1), (0, 0)])
+    listed = FixedSamples([(3, 1), (0, 0)])
     assert [(ask.prompt, list(ask.samples)) for ask in listed.start()] == [(3, [1]), (0, [0])]
     assert listed.add(3, 1, 0.0) == []
     assert not listed.done

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.core.types import Rollout
 from megarl.errors import RolloutError
-from megarl.train.sampling.background import Drawing
+from megarl.train.sampling.background import BackgroundSampling
 
 
 def rollout(sample: int) -> Rollout:
@@ -36,7 +36,7 @@ def test_it_begins_at_once_and_every_response_is_counted_once():
         on_finish(1)
         return [rollout(sample) for sample in range(3)]
 
-    drawing = Drawing(draw)
+    sampling = BackgroundSampling(draw)
     assert first_done.wait(10.0)  # nobody has asked for it yet
     seen: list[int] = []
 
@@ -44,16 +44,16 @@ def test_it_begins_at_once_and_every_response_is_counted_once():
         seen.append(number)
         go_on.set()
 
-    assert [r.sample for r in drawing.result(count)] == [0, 1, 2]
+    assert [r.sample for r in sampling.result(count)] == [0, 1, 2]
     assert seen == [2, 1]
-    assert len(drawing.result()) == 3  # and again
+    assert len(sampling.result()) == 3  # and again
 
 
 def test_an_error_is_raised_where_the_result_is_asked_for():
     def draw(on_finish):
         raise RolloutError("all servers are down")
 
-    drawing = Drawing(draw)
+    sampling = BackgroundSampling(draw)
     for _ in range(2):
         with pytest.raises(RolloutError, match="all servers are down"):
-            drawing.result()
+            sampling.result()

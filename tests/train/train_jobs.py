@@ -29,7 +29,7 @@ from megarl.megatron.hf_weights import save_hf
 from megarl.rollout.local.engine import LocalEngine
 from megarl.run.metrics_log import MetricsLog
 from megarl.train.loop import train
-from megarl.train.sampling.assignment import owned_sequences
+from megarl.train.sampling.assignment import split_sequences
 from megarl.train.sampling.sampler import Sampler, StepRollouts
 from megarl.train.step import TrainStep, collect
 
@@ -47,7 +47,7 @@ def misrouted(world: World, dp_rank: int) -> list[str]:
     """What each rank is told where the routes of one data-parallel rank are shifted by one token."""
     rollouts = world.rollouts()
     with training(world.settings()) as step:
-        for sequence in chain(*owned_sequences(NUM_SEQUENCES, 2, dp_rank, distributed.dp_size())):
+        for sequence in chain(*split_sequences(NUM_SEQUENCES, 2, dp_rank, distributed.dp_size())):
             experts = rollouts[sequence].routed_experts
             rollouts[sequence] = replace(rollouts[sequence], routed_experts=np.roll(experts, 1, 0))
         try:

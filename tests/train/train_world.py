@@ -32,7 +32,7 @@ from megarl.run.metrics_log import MetricsLog
 from megarl.run.stop_request import StopRequest
 from megarl.run.vitals import Vitals
 from megarl.train.loop import Trainer
-from megarl.train.sampling.assignment import owned_sequences
+from megarl.train.sampling.assignment import split_sequences
 from megarl.train.step import MiniBatch, TrainStep, collect
 from megarl.train.token_advantages import Judged
 
@@ -213,7 +213,7 @@ class Taken:
 
 
 def owned_by_this_rank(step: TrainStep) -> list[list[int]]:
-    return owned_sequences(NUM_SEQUENCES, step.config.train.mini_batches, distributed.dp_rank(), distributed.dp_size())
+    return split_sequences(NUM_SEQUENCES, step.config.train.mini_batches, distributed.dp_rank(), distributed.dp_size())
 
 
 def prepare(step: TrainStep, rollouts: Sequence[Rollout], advantages: np.ndarray) -> list[MiniBatch]:

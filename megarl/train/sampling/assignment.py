@@ -1,11 +1,13 @@
-"""Who draws which samples of a step, and who trains on what is selected.
+"""Which rank draws which samples of a step, and which rank trains on those that are selected.
 
-Prompts of a step are numbered 0..B-1 in the order of the data, with refill on beyond that. What all ranks know after
-drawing is the reward of every (prompt, sample); from that each of them finds the whole selection by itself.
+The prompts of a step are numbered 0..B-1 in the order of the data; refill continues with B, B+1, ... After sampling,
+all ranks know the reward of every (prompt, sample). Each rank computes the whole selection from these.
 
-Where it is known beforehand what is sampled, single sequences are dealt: sequence ``s = prompt * G + sample`` belongs
-to mini-batch ``s // (B * G / N)``, in which the data-parallel ranks hold equal, contiguous shares. A rule that looks at
-rewards needs whole prompts on one rank: these are dealt, to mini-batches, to model copies, and to a copy's ranks.
+- ``SequenceAssignment``, for a fixed number of samples per prompt, assigns single sequences. Sequence
+  ``s = prompt * G + sample`` belongs to mini-batch ``s // (B * G / N)``, of which each data-parallel rank has an equal,
+  contiguous share.
+- ``PromptAssignment``, for rules that look at rewards, assigns whole prompts: to mini-batches, to model copies, and to
+  the ranks of a copy.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from megarl.rollout.draw import Asker
 Key = tuple[int, int]
 """(prompt, sample)."""
 Rewards = Mapping[Key, float | None]
-"""Of all samples that any rank has drawn; None where there is no reward."""
+"""The reward of each sample that any rank has drawn; None if it failed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """This rank among those that sample: ranks of a model copy train on the same, copies on different sequences."""
+class RankCoordinates:
+    """Where a rank is. The ranks of one model copy train on the same sequences, different copies on different ones."""
 
     copy: int
     copies: int
@@ -44,140 +46,133 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Refill:
-    """DAPO's dynamic sampling; see ``megarl.core.sampling.collector``."""
+    """DAPO's dynamic sampling; see ``megarl.core.sampling.collector``. Both numbers are over all ranks."""
 
     max_prompts: int
-    """That all ranks together may begin."""
+    """Prompts that may be begun."""
     spare: int
-    """Prompts that all ranks together draw ahead."""
+    """Prompts that are drawn ahead."""
 
 
-class Plan(Protocol):
-    """A step's division of work; equal on all ranks but for what is this rank's own."""
+class Assignment(Protocol):
+    """Who draws and trains what in one step. Every rank has one, for its own coordinates."""
 
     def asker(self) -> Asker:
-        """What this rank draws."""
+        """Return what asks for the samples that this rank draws."""
         ...
 
-    def selection(self, rewards: Rewards) -> Selection:
-        """What trains."""
+    def select(self, rewards: Rewards) -> Selection:
+        """Return the samples that train, equal on all ranks."""
         ...
 
-    def own(self, selection: Selection) -> list[list[Key]]:
-        """What this model copy trains on, by mini-batch."""
+    def own_keys(self, selection: Selection) -> list[list[Key]]:
+        """Return the samples that this model copy trains on, by mini-batch."""
         ...
 
 
-def owned_sequences(num_sequences: int, mini_batches: int, rank: int, ranks: int) -> list[list[int]]:
-    """The sequences of data-parallel rank ``rank`` of ``ranks``, by mini-batch: a partition of 0..num_sequences-1."""
-    per_mini, rest = divmod(num_sequences, mini_batches)
-    share, uneven = divmod(per_mini, ranks)
-    if rest or uneven:
-        raise ConfigError(
-            f"{num_sequences} responses of a step do not divide into {mini_batches} mini-batches of {ranks} equal parts"
-        )
-    return [list(range(n * per_mini + rank * share, n * per_mini + (rank + 1) * share)) for n in range(mini_batches)]
+class SequenceAssignment:
+    """Assigns single sequences. All of them train, and all prompts have the same number of samples."""
 
-
-class SequencePlan:
-    """For a fixed number of samples of each prompt, all of which train."""
-
-    def __init__(self, rule: Uniform, num_prompts: int, mini_batches: int, place: Place) -> None:
+    def __init__(self, rule: Uniform, num_prompts: int, mini_batches: int, at: RankCoordinates) -> None:
         self._rule, self._num_prompts = rule, num_prompts
-        owned = owned_sequences(num_prompts * rule.num_samples, mini_batches, place.copy, place.copies)
-        self._owned = [[divmod(s, rule.num_samples) for s in part] for part in owned]
-        whole = [key for part in self._owned for key in part]
-        self._mine = [whole[i] for i in np.array_split(np.arange(len(whole)), place.ranks)[place.rank]]
+        shares = split_sequences(num_prompts * rule.num_samples, mini_batches, at.copy, at.copies)
+        self._own = [[divmod(sequence, rule.num_samples) for sequence in share] for share in shares]
+        keys = [key for share in self._own for key in share]
+        self._mine = [keys[i] for i in np.array_split(np.arange(len(keys)), at.ranks)[at.rank]]
 
     def asker(self) -> Asker:
-        return Listed(self._mine)
+        return FixedSamples(self._mine)
 
-    def selection(self, rewards: Rewards) -> Selection:
-        return replayed(Collector(self._rule, self._num_prompts), rewards)
+    def select(self, rewards: Rewards) -> Selection:
+        return select_samples(Collector(self._rule, self._num_prompts), rewards)
 
-    def own(self, selection: Selection) -> list[list[Key]]:
-        """Also sequences that are not selected, their reward having failed: they keep their place."""
-        return self._owned
+    def own_keys(self, selection: Selection) -> list[list[Key]]:
+        """Sequences without a reward are included: they keep their place, but do not train."""
+        return self._own
 
 
-class GroupPlan:
-    """For any rule: whole prompts stay on one rank."""
+class PromptAssignment:
+    """Assigns whole prompts, for any rule."""
 
     def __init__(
         self,
         rule: SamplingRule,
         num_prompts: int,
         mini_batches: int,
-        place: Place,
+        at: RankCoordinates,
         *,
         refill: Refill | None = None,
         seed: int | None = None,
     ) -> None:
-        self._rule, self._num_prompts, self._place = rule, num_prompts, place
+        """``seed``: see ``Collector``."""
+        self._rule, self._num_prompts, self._at = rule, num_prompts, at
         self._refill, self._seed = refill, seed
         sizes = list(rule.counts) if isinstance(rule, Allotted) else [1] * num_prompts
-        self._bins = deal(sizes, mini_batches, place.copies)
+        self._bins = split_prompts(sizes, mini_batches, at.copies)
 
     def asker(self) -> Asker:
-        share = self._share(self._place.copy, self._place.rank)
-        if share.places:
-            return _Renumbered(share)
-        return Listed([] if self._places(self._place.copy) or self._place.rank else [self._company()])
+        share = self._share(self._at.copy, self._at.rank)
+        if share.num_places:
+            return _ShareAsker(share)
+        copy_is_empty = not self._num_places(self._at.copy)
+        return FixedSamples([self._dummy_sample()] if copy_is_empty and self._at.rank == 0 else [])
 
-    def _company(self) -> Key:
-        """What a copy without prompts draws to have something to go through the model with; it trains nothing."""
-        assert isinstance(self._rule, Allotted), "other rules have a prompt for each copy"
-        prompt, count = max(enumerate(self._rule.counts), key=lambda item: item[1])
-        return prompt, count + self._place.copy
-
-    def selection(self, rewards: Rewards) -> Selection:
+    def select(self, rewards: Rewards) -> Selection:
         if self._refill is None:
-            return replayed(Collector(self._rule, self._num_prompts, seed=self._seed), rewards)
-        shares = [self._share(copy, rank) for copy in range(self._place.copies) for rank in range(self._place.ranks)]
-        return joined([share.selection(rewards) for share in shares if share.places], self._rule)
+            return select_samples(Collector(self._rule, self._num_prompts, seed=self._seed), rewards)
+        shares = [self._share(copy, rank) for copy in range(self._at.copies) for rank in range(self._at.ranks)]
+        return join_selections([share.select(rewards) for share in shares if share.num_places], self._rule)
 
-    def own(self, selection: Selection) -> list[list[Key]]:
+    def own_keys(self, selection: Selection) -> list[list[Key]]:
+        if self._refill is None:
+            parts = [set(mini[self._at.copy]) for mini in self._bins]
+        else:
+            # The prompts that found a place are known only now: split this copy's evenly over the mini-batches.
+            shares = [self._share(self._at.copy, rank) for rank in range(self._at.ranks)]
+            mine = {number for share in shares for number in share.numbers}
+            prompts = np.array([pool.prompt for pool in selection.pools if pool.prompt in mine], dtype=np.int64)
+            parts = [set(part.tolist()) for part in np.array_split(prompts, len(self._bins))]
         keys = selection.keys
-        if self._refill is None:
-            chosen = [set(mini[self._place.copy]) for mini in self._bins]
-            return [[key for key in keys if key[0] in prompts] for prompts in chosen]
-        ranks = range(self._place.ranks)
-        mine = {number for rank in ranks for number in self._share(self._place.copy, rank).numbers}
-        prompts = [pool.prompt for pool in selection.pools if pool.prompt in mine]
-        parts = [set(part.tolist()) for part in np.array_split(np.array(prompts, dtype=np.int64), len(self._bins))]
         return [[key for key in keys if key[0] in part] for part in parts]
 
+    def _dummy_sample(self) -> Key:
+        """A sample for a copy without prompts: it needs something to run the model on. It does not train."""
+        assert isinstance(self._rule, Allotted), "other rules have a prompt for each copy"
+        prompt, count = max(enumerate(self._rule.counts), key=lambda item: item[1])
+        return prompt, count + self._at.copy
+
     def _share(self, copy: int, rank: int) -> _Share:
-        place = self._place
-        first = sorted(prompt for mini in self._bins for prompt in mini[copy])[rank :: place.ranks]
+        ranks = self._at.ranks
+        first = sorted(prompt for mini in self._bins for prompt in mini[copy])[rank::ranks]
         if self._refill is None:
             rule = self._rule
             if isinstance(rule, Allotted):
                 rule = replace(rule, counts=tuple(rule.counts[prompt] for prompt in first))
             return _Share(rule, first, len(first))
-        # New prompts are dealt in turn to the ranks that have places: none is begun by two of them, none is left out,
-        # and no rank has to ask another one.
-        in_turn = [(each, i) for each in range(place.copies) for i in range(min(place.ranks, self._places(each)))]
         if not first:
             return _Share(self._rule, [], 0)
+        # New prompts go in turn to the ranks that have places. So no two ranks begin the same prompt, none is left
+        # out, and ranks need not communicate.
+        in_turn = [(c, r) for c in range(self._at.copies) for r in range(min(ranks, self._num_places(c)))]
         turn, turns = in_turn.index((copy, rank)), len(in_turn)
         more = range(self._num_prompts + turn, self._refill.max_prompts, turns)
         seed = None if self._seed is None else self._seed + turn
         return _Share(self._rule, [*first, *more], len(first), True, -(-self._refill.spare // turns), seed)
 
-    def _places(self, copy: int) -> int:
-        """Prompts that a model copy trains on."""
+    def _num_places(self, copy: int) -> int:
+        """The number of prompts that a model copy trains on."""
         return sum(len(mini[copy]) for mini in self._bins)
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """The prompts that one rank may begin, in their order."""
+    """The prompts that one rank may begin."""
 
     rule: SamplingRule
     numbers: list[int]
-    places: int
-    """Prompts that train; those after the first so many replace others."""
+    """In the order in which they begin."""
+    num_places: int
+    """Prompts that train. Those after the first ``num_places`` are replacements."""
     refills: bool = False
     spare: int = 0
     seed: int | None = None
@@ -185,16 +180,14 @@ class _Share:
     def collector(self) -> Collector:
         limit = len(self.numbers) if self.refills else None
         return Collector(
-            self.rule, self.places, refill=self.refills, spare=self.spare, max_prompts=limit, seed=self.seed
+            self.rule, self.num_places, refill=self.refills, spare=self.spare, max_prompts=limit, seed=self.seed
         )
 
-    def selection(self, rewards: Rewards) -> Selection:
-        """What trains of this share, under the numbers of its prompts."""
-        position = {number: index for index, number in enumerate(self.numbers)}
-        known = {
-            (position[prompt], sample): reward for (prompt, sample), reward in rewards.items() if prompt in position
-        }
-        found = replayed(self.collector(), known)
+    def select(self, rewards: Rewards) -> Selection:
+        """Return what trains of this share, with the prompt numbers of the step."""
+        index_of = {number: index for index, number in enumerate(self.numbers)}
+        known = {(index_of[p], sample): reward for (p, sample), reward in rewards.items() if p in index_of}
+        found = select_samples(self.collector(), known)
         numbers = np.array(self.numbers, dtype=np.int64)
         return replace(
             found,
@@ -204,8 +197,8 @@ class _Share:
         )
 
 
-class Listed:
-    """Asks for given samples, whatever comes."""
+class FixedSamples:
+    """Asks for given samples, whatever their rewards are."""
 
     done = False
 
@@ -219,48 +212,60 @@ class Listed:
         return []
 
 
-class _Renumbered:
-    """A collector of one share, in the numbers of the step."""
+class _ShareAsker:
+    """The collector of one share, with the prompt numbers of the step."""
 
     def __init__(self, share: _Share) -> None:
         self._numbers = share.numbers
-        self._position = {number: index for index, number in enumerate(share.numbers)}
+        self._index_of = {number: index for index, number in enumerate(share.numbers)}
         self._collector = share.collector()
 
     def start(self) -> list[Ask]:
-        return self._told(self._collector.start())
+        return self._renumber(self._collector.start())
 
     def add(self, prompt: int, sample: int, reward: float | None) -> list[Ask]:
-        return self._told(self._collector.add(self._position[prompt], sample, reward))
+        return self._renumber(self._collector.add(self._index_of[prompt], sample, reward))
 
     @property
     def done(self) -> bool:
         return self._collector.done
 
-    def _told(self, asks: Sequence[Ask]) -> list[Ask]:
+    def _renumber(self, asks: Sequence[Ask]) -> list[Ask]:
         return [Ask(self._numbers[ask.prompt], ask.samples) for ask in asks]
 
 
-def deal(sizes: Sequence[int], mini_batches: int, copies: int) -> list[list[list[int]]]:
-    """Prompts by mini-batch and model copy, with nearly as many samples in each; prompts of size 0 in none.
+def split_sequences(num_sequences: int, mini_batches: int, rank: int, ranks: int) -> list[list[int]]:
+    """Return the sequences of data-parallel rank ``rank`` of ``ranks``, by mini-batch; ConfigError if uneven."""
+    per_mini, rest = divmod(num_sequences, mini_batches)
+    share, uneven = divmod(per_mini, ranks)
+    if rest or uneven:
+        raise ConfigError(
+            f"{num_sequences} responses of a step do not divide into {mini_batches} mini-batches of {ranks} equal parts"
+        )
+    return [list(range(n * per_mini + rank * share, n * per_mini + (rank + 1) * share)) for n in range(mini_batches)]
 
-    Equal sizes give contiguous blocks, so that a mini-batch holds the same prompts whatever the number of copies. Parts
-    are empty where there are fewer prompts with samples, but mini-batches only where there are fewer than those.
+
+def split_prompts(sizes: Sequence[int], mini_batches: int, copies: int) -> list[list[list[int]]]:
+    """Return the prompts of each mini-batch and model copy, with nearly equal numbers of samples.
+
+    Prompts of size 0 are left out. Equal sizes give contiguous blocks, so that a mini-batch holds the same prompts for
+    any number of copies. With fewer prompts than parts, some parts are empty. A whole mini-batch is empty only if there
+    are fewer prompts than mini-batches.
     """
     some = [prompt for prompt, size in enumerate(sizes) if size]
     if len({sizes[prompt] for prompt in some}) == 1 and len(some) >= mini_batches * copies:
         blocks = [np.array_split(mini, copies) for mini in np.array_split(np.array(some), mini_batches)]
         return [[part.tolist() for part in block] for block in blocks]
-    parts = partition_into([sizes[prompt] for prompt in some], min(mini_batches * copies, len(some)))
-    dealt = [[some[index] for index in part] for part in parts]
-    dealt += [[] for _ in range(mini_batches * copies - len(dealt))]
-    if not dealt[-1]:
-        return [dealt[n::mini_batches] for n in range(mini_batches)]
-    return [dealt[n * copies : (n + 1) * copies] for n in range(mini_batches)]
+    indices = partition_into([sizes[prompt] for prompt in some], min(mini_batches * copies, len(some)))
+    parts = [[some[index] for index in part] for part in indices]
+    parts += [[] for _ in range(mini_batches * copies - len(parts))]
+    if not parts[-1]:
+        return [parts[n::mini_batches] for n in range(mini_batches)]
+    return [parts[n * copies : (n + 1) * copies] for n in range(mini_batches)]
 
 
-def replayed(collector: Collector, rewards: Rewards) -> Selection:
-    """What a collector selects from samples that were drawn as it, or its likes on other ranks, asked for them."""
+def select_samples(collector: Collector, rewards: Rewards) -> Selection:
+    """Return what a collector selects if it is given the rewards of samples that were drawn earlier."""
     asks = deque(collector.start())
     while asks and not collector.done:
         ask = asks.popleft()
@@ -270,8 +275,8 @@ def replayed(collector: Collector, rewards: Rewards) -> Selection:
     return collector.select()
 
 
-def joined(selections: Sequence[Selection], rule: SamplingRule) -> Selection:
-    """Selections of different prompts as one, in the order of (prompt, sample)."""
+def join_selections(selections: Sequence[Selection], rule: SamplingRule) -> Selection:
+    """Return selections of different prompts as one, in the order of (prompt, sample)."""
     prompts, samples, rewards = (
         np.concatenate([getattr(selection, name) for selection in selections])
         for name in ("prompts", "samples", "rewards")

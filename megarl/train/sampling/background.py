@@ -1,4 +1,4 @@
-"""What the engine samples in a thread of its own, while the trainer's goes on."""
+"""Sampling in a thread of its own, while the trainer's thread trains."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from megarl.run.progress import Advance
 T = TypeVar("T")
 
 
-class Drawing(Generic[T]):
-    """Starts at once. What ``draw`` raises is raised by ``result``."""
+class BackgroundSampling(Generic[T]):
+    """Starts at once. ``result`` raises what ``sample`` raises."""
 
-    def __init__(self, draw: Callable[[Advance], T]) -> None:
-        """``draw(on_finish)`` samples; nothing in it may be a collective call, those belong to the trainer's thread."""
+    def __init__(self, sample: Callable[[Advance], T]) -> None:
+        """``sample(on_finish)`` must make no collective call: those belong to the trainer's thread."""
         self._lock = threading.Lock()
-        self._finished = 0
-        self._shown: Advance | None = None
+        self._num_finished = 0
+        self._on_finish: Advance | None = None
         self._future: Future[T] = Future()
-        # A daemon: a trainer that ends with an error must not wait for responses that nobody wants.
-        threading.Thread(target=self._run, args=(draw,), name="drawing", daemon=True).start()
+        # A daemon thread: a trainer that ends with an error does not wait for responses that nobody wants.
+        threading.Thread(target=self._run, args=(sample,), name="sampling", daemon=True).start()
 
     def result(self, on_finish: Advance | None = None) -> T:
-        """Wait for all; ``on_finish`` hears of those that are complete by now, and then of the others one by one."""
+        """Wait for the result. ``on_finish`` is called with what is complete now, then for every further response."""
         with self._lock:
-            self._shown = on_finish
-            if on_finish is not None and self._finished:
-                on_finish(self._finished)
+            self._on_finish = on_finish
+            if on_finish is not None and self._num_finished:
+                on_finish(self._num_finished)
         return self._future.result()
 
-    def _run(self, draw: Callable[[Advance], T]) -> None:
+    def _run(self, sample: Callable[[Advance], T]) -> None:
         try:
-            self._future.set_result(draw(self._count))
+            self._future.set_result(sample(self._count))
         except BaseException as error:
             self._future.set_exception(error)
 
     def _count(self, number: int) -> None:
         with self._lock:
-            self._finished += number
-            if self._shown is not None:
-                self._shown(number)
+            self._num_finished += number
+            if self._on_finish is not None:
+                self._on_finish(number)

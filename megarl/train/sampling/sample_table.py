@@ -1,4 +1,4 @@
-"""What all ranks know about the samples of a step: one row of numbers each, and the metrics that follow."""
+"""What all ranks know of the samples of a step: one row of numbers each, and the metrics that follow from them."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Drawn:
+class SampleTable:
     """The samples of all ranks, in the order of (prompt, sample)."""
 
     rows: np.ndarray
     """float64 [S, C]."""
 
     @classmethod
-    def of_all_ranks(cls, samples: Mapping[Key, Sample]) -> Drawn:
-        """A collective call; ``samples`` are this rank's."""
+    def gather(cls, samples: Mapping[Key, Sample]) -> SampleTable:
+        """Exchange the rows of all ranks; a collective call. ``samples`` are this rank's."""
         mine = np.array([_row(key, sample) for key, sample in samples.items()]).reshape(-1, len(_COLUMNS))
         rows = distributed.gather_rows(mine)
         return cls(rows[np.lexsort((rows[:, 1], rows[:, 0]))])
@@ -47,21 +47,22 @@ class Drawn:
         return self.rows[:, _COLUMNS.index(name)]
 
     def rewards(self) -> dict[Key, float | None]:
-        """By (prompt, sample); None where there is none."""
-        keys = zip(self.column("prompt").astype(int).tolist(), self.column("sample").astype(int).tolist(), strict=True)
-        values = zip(self.column("reward").tolist(), (self.column("judged") > 0).tolist(), strict=True)
-        return {key: reward if judged else None for key, (reward, judged) in zip(keys, values, strict=True)}
+        """Return rewards by (prompt, sample), None for those that failed."""
+        prompts, samples = self.column("prompt").astype(int).tolist(), self.column("sample").astype(int).tolist()
+        columns = (prompts, samples, self.column("reward").tolist(), self.is_judged.tolist())
+        return {(p, s): reward if judged else None for p, s, reward, judged in zip(*columns, strict=True)}
 
     @property
-    def num_judged(self) -> int:
-        """Samples with a reward."""
-        return int(self.column("judged").sum())
+    def is_judged(self) -> np.ndarray:
+        """bool [S]: whether there is a reward."""
+        return self.column("judged") > 0
 
     def metrics(self, environment: bool, threshold: float) -> dict[str, Stat]:
-        """Means over all samples, equal on every rank: merging several copies leaves them as they are.
+        """Return means over all samples. They are equal on every rank, so merging ranks does not change them.
 
-        threshold: a larger reward counts in the pass rate."""
-        judged = self.column("judged") > 0
+        environment: include the metrics of episodes. threshold: larger rewards count in the pass rate.
+        """
+        judged = self.is_judged
         rewards = self.column("reward")[judged]
         found = {
             "reward/mean": _mean(rewards),

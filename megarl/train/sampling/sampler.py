@@ -40,9 +40,17 @@ from megarl.rollout.player import Sample
 from megarl.run.progress import Advance
 from megarl.train.environments import make_player, turn_ends
 from megarl.train.sampling.allotment import AdaEst, Allotment, Gvm
-from megarl.train.sampling.assignment import GroupPlan, Key, Listed, Place, Plan, Refill, SequencePlan
-from megarl.train.sampling.background import Drawing
-from megarl.train.sampling.sample_table import Drawn
+from megarl.train.sampling.assignment import (
+    Assignment,
+    FixedSamples,
+    Key,
+    PromptAssignment,
+    RankCoordinates,
+    Refill,
+    SequenceAssignment,
+)
+from megarl.train.sampling.background import BackgroundSampling
+from megarl.train.sampling.sample_table import SampleTable
 from megarl.train.step import TrainStep
 from megarl.train.token_advantages import Judged
 
@@ -97,8 +105,8 @@ class _Begun:
 
     step: int
     position: int
-    plan: Plan
-    drawing: Drawing[dict[Key, Sample]] | None = None
+    assignment: Assignment
+    drawing: BackgroundSampling[dict[Key, Sample]] | None = None
 
 
 class Sampler:
@@ -160,7 +168,9 @@ class Sampler:
         assert self._ahead is None, "one step ahead is all there is"
         begun = self._begun(step)
         draw, params = self._draw(begun), self._params(self.config.rollout.temperature, routes=True)
-        self._ahead = replace(begun, drawing=Drawing(lambda on_finish: self._conversed(draw, params, on_finish)))
+        self._ahead = replace(
+            begun, drawing=BackgroundSampling(lambda on_finish: self._conversed(draw, params, on_finish))
+        )
 
     def settle(self) -> None:
         """Wait until the engine is at rest; an error is kept for ``sample_step``."""
@@ -178,18 +188,18 @@ class Sampler:
             if begun.drawing is not None
             else (lambda: self._conversed(self._draw(begun), params, on_finish))
         )
-        drawn = Drawn.of_all_ranks(samples)
+        drawn = SampleTable.gather(samples)
         error = next(filter(None, (s.reward_error or s.episode_error for s in samples.values())), None)
-        if not drawn.num_judged:
+        if not drawn.is_judged.any():
             raise RolloutError(f"step {step}: no response has a reward; first: {error}")
-        selection = begun.plan.selection(drawn.rewards())
+        selection = begun.assignment.select(drawn.rewards())
         if not len(selection.prompts):
             raise RolloutError(
                 f"step {step}: none of {int(selection.drawn.shape[1])} prompts had rewards that differ: take other "
                 "prompts, raise sampling.max_prompts or rollout.group_size, or set sampling.refill = false"
             )
         advantages, counted = self._advantages(selection)
-        own = begun.plan.own(selection)
+        own = begun.assignment.own_keys(selection)
         dealt = _deal_out(own, selection, samples)
         trains = np.append(counted, False)
         rows = [[row for _, row in part] for part in dealt]
@@ -223,11 +233,11 @@ class Sampler:
         total = len(self.heldout) * samples
         mine = [divmod(s, samples) for s in range(dist.get_rank(), total, dist.get_world_size())]
         params = self._params(self.config.eval.temperature, routes=False)
-        draw = self._drawing_of(Listed(mine), lambda number: self.heldout[number], EVALUATE, 0)
-        drawn = Drawn.of_all_ranks(self._together(lambda: self._conversed(draw, params, on_finish)))
-        if not drawn.num_judged:
+        draw = self._drawing_of(FixedSamples(mine), lambda number: self.heldout[number], EVALUATE, 0)
+        drawn = SampleTable.gather(self._together(lambda: self._conversed(draw, params, on_finish)))
+        if not drawn.is_judged.any():
             raise RolloutError(f"evaluation at step {step}: no response has a reward")
-        judged = drawn.column("reward")[drawn.column("judged") > 0]
+        judged = drawn.column("reward")[drawn.is_judged]
         return {
             "eval/reward": float(judged.mean()),
             "eval/pass_rate": float((judged > self.config.reward.threshold).mean()),
@@ -266,19 +276,19 @@ class Sampler:
         """The plan of a step; a collective call where counts are allotted."""
         sampling, number = self.config.sampling, self.config.rollout.prompts_per_step
         position = self._position if sampling.refill else step * number
-        place = sampling_place()
+        place = rank_coordinates()
         mini_batches, threshold = self.config.train.mini_batches, self.config.reward.threshold
         if self._allotment is not None:
             counts = self._allotment.counts(step, self._step_prompts(step))
             rule: SamplingRule = Allotted(tuple(counts.tolist()), threshold=threshold)
-            return _Begun(step, position, GroupPlan(rule, number, mini_batches, place))
+            return _Begun(step, position, PromptAssignment(rule, number, mini_batches, place))
         rule = sampling.rule_of(self.config.rollout.group_size, threshold)
         if sampling.fixed:
             assert isinstance(rule, Uniform)
-            return _Begun(step, position, SequencePlan(rule, number, mini_batches, place))
+            return _Begun(step, position, SequenceAssignment(rule, number, mini_batches, place))
         refill = Refill(self.config.prompts_per_step_at_most, sampling.spare) if sampling.refill else None
         seed = sampling_seed(self.config.run.seed, KEEP, step, 0, 0) if sampling.keep == "random" else None
-        return _Begun(step, position, GroupPlan(rule, number, mini_batches, place, refill=refill, seed=seed))
+        return _Begun(step, position, PromptAssignment(rule, number, mini_batches, place, refill=refill, seed=seed))
 
     def _make_allotment(self, train_step: TrainStep | None) -> Allotment | None:
         if self.config.sampling.rule == "ada_est":
@@ -291,7 +301,7 @@ class Sampler:
     def _presampled(self, step: int, keys: Sequence[Key]) -> dict[Key, Sample]:
         """Given samples of a step's prompts, with noise of their own."""
         prompts = self._step_prompts(step)
-        draw = self._drawing_of(Listed(keys), lambda number: prompts[number], PRESAMPLE, step)
+        draw = self._drawing_of(FixedSamples(keys), lambda number: prompts[number], PRESAMPLE, step)
         params = self._params(self.config.rollout.temperature, routes=True)
         return self._together(lambda: self._conversed(draw, params, self._while_waiting))
 
@@ -303,7 +313,7 @@ class Sampler:
     def _draw(self, begun: _Begun) -> Draw:
         most = self.config.prompts_per_step_at_most
         prompts = [self.prompts[i] for i in self.order.take(begun.position, most)]
-        return self._drawing_of(begun.plan.asker(), lambda number: prompts[number], TRAIN, begun.step)
+        return self._drawing_of(begun.assignment.asker(), lambda number: prompts[number], TRAIN, begun.step)
 
     def _drawing_of(self, asker: Asker, prompt_of: Callable[[int], Prompt], purpose: int, step: int) -> Draw:
         def request_of(number: int, sample: int) -> tuple[SampleRequest, Prompt]:
@@ -387,7 +397,7 @@ class Sampler:
             for part in dealt
         ]
 
-    def _metrics(self, drawn: Drawn, selection: Selection, counted: np.ndarray) -> dict[str, Stat]:
+    def _metrics(self, drawn: SampleTable, selection: Selection, counted: np.ndarray) -> dict[str, Stat]:
         trained, groups = torch.from_numpy(selection.rewards), torch.from_numpy(selection.prompts)
         places = len(drawn.rows) if self.config.sampling.fixed else len(counted)
         found = drawn.metrics(self.config.environment.function is not None, self.config.reward.threshold) | {
@@ -443,10 +453,10 @@ def _steps(sample: Sample) -> Steps:
     return sample.steps or ((sample.rollout.num_tokens - 1, sample.reward),)
 
 
-def sampling_place() -> Place:
+def rank_coordinates() -> RankCoordinates:
     """This rank among those that sample."""
     copy = distributed.model_group()
-    return Place(distributed.dp_rank(), distributed.dp_size(), copy.rank(), copy.size())
+    return RankCoordinates(distributed.dp_rank(), distributed.dp_size(), copy.rank(), copy.size())
 
 
 def _counted(rollout: Rollout, counts: bool) -> Rollout:
