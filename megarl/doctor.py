@@ -168,7 +168,7 @@ def doctor(path: Path | None = None, overrides: Mapping[str, Any] | None = None,
         return 1 if missing else 0
     config = config_file.load(path, overrides)
     _print_config(console, config)
-    usable = config.rollout.engine != "sglang" or _print_servers(console, config)
+    usable = not config.rollout.engine_kind.server or _print_servers(console, config)
     return 1 if missing or not usable else 0
 
 
@@ -262,6 +262,8 @@ def _print_config(console: Console, config: Config) -> None:
         f"{config.rollout.prompts_per_step} prompts x {config.rollout.group_size} responses in "
         f"{config.train.mini_batches} mini-batches, {layout.sequences_per_rank} sequences per rank and mini-batch",
     )
+    able = ", ".join(config.rollout.engine_kind.capabilities) or "nothing that is optional"
+    table.add_row("engine", escape(f"{config.rollout.engine}; can: {able}"))
     if not config.sampling.fixed:
         refill = f", refilled from up to {config.prompts_per_step_at_most} prompts" if config.sampling.refill else ""
         credited = "from all that is drawn" if config.sampling.uses_credit else "the objective's"

@@ -332,7 +332,7 @@ def test_servers_that_cannot_work_are_refused(sglang: dict[str, Any], told: str)
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"rollout__one_step_off": True}, 'rollout.one_step_off: found true with rollout.engine = "local"'),
+        ({"rollout__one_step_off": True}, 'rollout.one_step_off: found true with engine = "local"'),
         ({"sglang__fp8": True, "rollout__dtype": "fp32"}, "whose kernels know bf16 only"),
         ({"sglang__fp8": True, "rollout__fp8_rounding": True}, "whose weights are in FP8 already"),
         ({"sglang__gpus": [0, 1, 2], "sglang__tp": 2}, "sglang.gpus: found 3, expected sglang.servers * sglang.tp = 2"),

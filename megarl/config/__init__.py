@@ -18,6 +18,7 @@ import tomli_w
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megarl.config import megatron_fields
+from megarl.config.engines import EngineKind, engine_kind
 from megarl.config.launch import LaunchConfig
 from megarl.config.megatron_fields import REPLAY_BLOCKERS, ReplayBlocker, replay_blockers
 from megarl.config.sampling import CreditConfig, EnvironmentConfig, EstimateConfig, GvmConfig, SamplingConfig
@@ -182,8 +183,9 @@ class RewardConfig(Table):
 class RolloutConfig(Table):
     """[rollout]: how responses are sampled."""
 
-    engine: Literal["local", "sglang"] = "local"
-    """The sampling engine: transformers in the trainer's own processes, or SGLang servers (see [sglang])."""
+    engine: str = "local"
+    """"local": transformers in the trainer's own processes; "sglang": SGLang servers (see [sglang]); or your own,
+    "package.module:name", see docs/plugin.md."""
     prompts_per_step: PositiveInt
     """Prompts B of a global step."""
     group_size: PositiveInt
@@ -203,6 +205,28 @@ class RolloutConfig(Table):
     """Sample the next step's responses while this one is trained, with weights that are one step old."""
     max_batch_size: PositiveInt = 256
     """Responses that the local engine decodes at once, per rank."""
+
+    @property
+    def engine_kind(self) -> EngineKind:
+        """What the engine can do, and what makes it."""
+        return engine_kind(self.engine)
+
+    @model_validator(mode="after")
+    def _engine_can(self) -> Self:
+        kind = self.engine_kind
+        if self.top_p < 1 and not kind.nucleus:
+            raise ValueError(
+                f'top_p: found {self.top_p:g}, expected 1 with engine = "{self.engine}", whose log-probabilities are '
+                "of the whole vocabulary and not of the nucleus that it samples from"
+            )
+        if self.one_step_off and not kind.server:
+            raise ValueError(
+                f'one_step_off: found true with engine = "{self.engine}", which samples in the trainer\'s own '
+                'processes and cannot do so while they train; set engine = "sglang"'
+            )
+        if self.fp8_rounding and not kind.fp8:
+            raise ValueError(f'fp8_rounding: found true with engine = "{self.engine}", which cannot round; remove it')
+        return self
 
 
 class SGLangConfig(Table):
@@ -535,7 +559,7 @@ class Config(Table):
         servers = self.sglang
         if self.run.collective_timeout_s is not None:
             return self.run.collective_timeout_s
-        if self.rollout.engine != "sglang":
+        if not self.rollout.engine_kind.server:
             return 1800.0
         return max(1800.0, servers.attempts * servers.deadline_s + servers.start_deadline_s + 600.0)
 
@@ -553,18 +577,14 @@ class Config(Table):
 
     def _check_engine(self) -> None:
         rollout = self.rollout
-        if rollout.engine == "sglang" and rollout.top_p < 1:
+        served = rollout.engine_kind.server
+        if self.train.replay == "r3" and not rollout.engine_kind.routes:
             raise ValueError(
-                f"rollout.top_p: found {rollout.top_p:g}, expected 1 with SGLang, whose log-probabilities are of "
-                "the whole vocabulary and not of the nucleus that it samples from"
-            )
-        if rollout.one_step_off and rollout.engine != "sglang":
-            raise ValueError(
-                'rollout.one_step_off: found true with rollout.engine = "local", which samples in the trainer\'s own '
-                'processes and cannot do so while they train; set rollout.engine = "sglang"'
+                f'train.replay: found "r3" with rollout.engine = "{rollout.engine}", which returns no routes; set '
+                'train.replay = "r2" or "none"'
             )
         self._check_servers()
-        if self.sglang.release_memory and (rollout.engine != "sglang" or rollout.one_step_off or self.launch.apart):
+        if self.sglang.release_memory and (not served or rollout.one_step_off or self.launch.apart):
             raise ValueError(
                 "sglang.release_memory: found true, expected servers that share the trainer's GPUs and rest while it "
                 'trains: engine = "sglang", one_step_off = false, launch.layout = "colocated" or "local"'
@@ -574,7 +594,7 @@ class Config(Table):
                 f'sglang.release_memory: found true with sampling.rule = "{self.sampling.rule}", whose estimates need '
                 "the policy while servers sample; set it to false, or another rule"
             )
-        if self.launch.apart and rollout.engine != "sglang":
+        if self.launch.apart and not served:
             raise ValueError(
                 f'launch.layout: found "{self.launch.layout}" with rollout.engine = "{rollout.engine}", which has no '
                 'servers; set rollout.engine = "sglang", or layout = "colocated"'

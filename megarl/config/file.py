@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,13 @@ from megarl.errors import ConfigError
 
 
 def load(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
-    """Read a TOML file; overrides (dotted key -> value) win over it. ConfigError, one line, if anything is wrong."""
+    """Read a TOML file; overrides (dotted key -> value) win over it. ConfigError, one line, if anything is wrong.
+
+    The folder of the file becomes the first on ``sys.path``, as that of a script does: the file may name modules there.
+    """
+    folder = str(Path(path).absolute().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

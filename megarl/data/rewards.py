@@ -6,14 +6,14 @@ A reward is any callable ``reward(*, prompt: str, response: str, answer: str)`` 
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import inspect
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from megarl.data.verdicts import Steps, one_line
+from megarl.config.plugs import load_plug
+from megarl.data.verdicts import Steps
 from megarl.errors import ConfigError
 
 AnyReward = TypeVar("AnyReward", bound=Callable[..., Any])
@@ -101,22 +101,7 @@ def load_reward(name_or_path: str) -> RewardFunction:
         if name_or_path == "math_verify" and importlib.util.find_spec("math_verify") is None:
             raise ConfigError("reward.function is math_verify, but the package is missing: pip install math-verify")
         return BUILT_IN_REWARDS[name_or_path]
-    module_name, colon, attribute = name_or_path.partition(":")
-    if not colon or not module_name or not attribute:
-        raise ConfigError(
-            f"reward.function is {name_or_path!r}: expected {', '.join(BUILT_IN_REWARDS)}, or package.module:function"
-        )
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # importing runs the user's code, which may raise anything
-        raise ConfigError(
-            f"reward.function {name_or_path!r}: cannot import {module_name!r} ({one_line(error)}); "
-            f"is its folder on PYTHONPATH?"
-        ) from error
-    try:
-        reward = getattr(module, attribute)
-    except AttributeError:
-        raise ConfigError(f"reward.function {name_or_path!r}: {module_name} has nothing named {attribute!r}") from None
+    reward = load_plug("reward.function", name_or_path, ", ".join(BUILT_IN_REWARDS))
     _check_callable(reward, name_or_path)
     return reward
 

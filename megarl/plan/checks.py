@@ -44,7 +44,7 @@ def check_division(config: Config, shape: ModelShape, layout: Layout) -> None:
 
 def check_servers(config: Config, shape: ModelShape) -> None:
     """Refuse servers that cannot cut the model, or that have other GPUs than the machine."""
-    if config.rollout.engine != "sglang":
+    if not config.rollout.engine_kind.server:
         return
     settings, fields, tp = config.sglang, shape.fields, config.sglang.tp
     _divides("num_attention_heads", fields["num_attention_heads"], "sglang.tp", tp)

@@ -40,7 +40,7 @@ def engine_memory(config: Config, shape: ModelShape, longest: int) -> EngineMemo
     Without either limit the cache is that of one longest sequence, the least that can work.
     """
     element = ELEMENT[config.rollout.dtype]
-    if config.rollout.engine == "local":
+    if not config.rollout.engine_kind.server:
         per_token = cache_bytes_per_token(shape, element, expanded=True)
         batch = min(config.rollout.max_batch_size, config.responses_per_step)
         return EngineMemory(

@@ -28,7 +28,7 @@ class GpuMemory:
 def gpu_memory(config: Config, rank: RankMemory, engine: EngineMemory) -> GpuMemory:
     """ConfigError if a GPU of launch.gpu_memory_gib does not hold it."""
     gib = config.launch.gpu_memory_gib
-    if config.rollout.engine == "local":
+    if not config.rollout.engine_kind.server:
         found = GpuMemory(rank.peak + engine.total + TRAINER_RESERVE, 0)
         check_gpu(f"a rank of stage {rank.stage} with its engine", found.trainer, gib, _LESS)
         return found

@@ -75,7 +75,7 @@ def plan(config: Config, model: Path | None = None, source: Path | None = None) 
     engine = engine_memory(config, shape, batches.longest)
     check_engine(engine, batches.longest)
     count = count_rank(shape, layout, stages[worst])
-    served = config.rollout.engine == "sglang"
+    served = config.rollout.engine_kind.server
     return Plan(
         model_path=str(folder),
         family=shape.family,
@@ -114,7 +114,7 @@ def find_model(config: Config, model: Path | None, source: Path | None) -> Path:
 
 def _server_gpus(config: Config) -> int:
     settings = config.sglang
-    if config.rollout.engine != "sglang":
+    if not config.rollout.engine_kind.server:
         return 0
     nodes = config.launch.server_nodes or (config.launch.nodes if settings.gpus else 0)
     return nodes * settings.servers * settings.tp

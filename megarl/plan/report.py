@@ -72,7 +72,7 @@ def _layout(found: Plan, config: Config) -> Iterator[Row]:
     yield "dense weights", f"dp {sizes.dp}", dense + f", cp {sizes.cp}"
     yield "experts", f"edp {sizes.edp}", f"ep {sizes.ep}, etp {sizes.etp}"
     where = "apart" if launch.apart else "on the trainer's" if config.sglang.gpus else "elsewhere"
-    yield "GPUs of servers", str(found.server_gpus), where if config.rollout.engine == "sglang" else "no servers"
+    yield "GPUs of servers", str(found.server_gpus), where if config.rollout.engine_kind.server else "no servers"
 
 
 def _memory(found: Plan) -> Iterator[Row]:
@@ -98,10 +98,10 @@ def _memory(found: Plan) -> Iterator[Row]:
 
 def _engine(found: Plan, config: Config) -> Iterator[Row]:
     engine = found.engine
-    form = "FP8 blocks" if config.rollout.engine == "sglang" and config.sglang.fp8 else config.rollout.dtype
+    form = "FP8 blocks" if config.rollout.engine_kind.server and config.sglang.fp8 else config.rollout.dtype
     yield "weights per GPU", size(engine.weights), form
     yield "cache per GPU", size(engine.cache), f"{size(engine.cache_per_token)} per token"
-    place = "of a server" if config.rollout.engine == "sglang" else "of a rank"
+    place = "of a server" if config.rollout.engine_kind.server else "of a rank"
     yield "tokens in the cache", f"{engine.tokens:,}", place
     yield "longest sequences at once", str(engine.sequences), place
 

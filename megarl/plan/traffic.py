@@ -102,7 +102,7 @@ def step_traffic(config: Config, shape: ModelShape, layout: Layout, stage: Stage
     tokens, trace = batches.responses * batches.longest, trace_of(shape)
     short = config.sglang.compact_routes and not config.sglang.urls
     replayed = config.train.replay == "r3"
-    remote = config.rollout.engine == "sglang"
+    remote = config.rollout.engine_kind.server
     of_mini_batch = route_bytes(config, shape, layout, stage)
     ranks, of_copy = layout.world_size // layout.dp, -(-batches.responses // layout.dp)
     rollouts = encoded_bytes(of_copy, of_copy * batches.longest, routed=replayed)
@@ -145,11 +145,11 @@ def rank_traffic(config: Config, shape: ModelShape, layout: Layout, stage: Stage
 def sync_traffic(config: Config, shape: ModelShape, count: RankCount) -> SyncTraffic:
     """Of one update of the weights; a rank receives all that it does not hold itself."""
     element = ELEMENT[config.model.dtype]
-    fp8 = config.rollout.engine == "sglang" and config.sglang.fp8
+    fp8 = config.rollout.engine_kind.server and config.sglang.fp8
     sent = weight_bytes(shape, ELEMENT[config.rollout.dtype], fp8=fp8)
     return SyncTraffic(
         gathered=max(0, element * (count_model(shape).total - count.total)),
-        sent=sent if config.rollout.engine == "sglang" else 0,
+        sent=sent if config.rollout.engine_kind.server else 0,
         tensors_at_once=element * largest_piece(shape),
         buckets=-(-2 * sent // BUCKET_BYTES),
     )

@@ -69,7 +69,7 @@ def rank_memory(config: Config, shape: ModelShape, layout: Layout, stage: Stage,
         reference=element * count.total if reads_reference(config) else 0,
         activations=kept,
         working=max(unit + _rows(config, shape, layout, stage), _head(config, shape, layout, stage)),
-        sync=element * gathering(shape) + (2 * BUCKET_BYTES if config.rollout.engine == "sglang" else 0),
+        sync=element * gathering(shape) + (2 * BUCKET_BYTES if config.rollout.engine_kind.server else 0),
         exchange=2 * routes if replay == "r3" and layout.tp * layout.cp * layout.pp > 1 else 0,
         host_routes=routes * {"none": 0, "r2": 1, "r3": 1 + config.train.mini_batches}[replay],
     )

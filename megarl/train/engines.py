@@ -13,6 +13,7 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from megarl.config import Config
+from megarl.config.plugs import load_plug
 from megarl.errors import ConfigError
 from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES
@@ -30,10 +31,14 @@ from megarl.rollout.sglang.weight_folder import write_fp8_model
 
 def make_engine(config: Config, tell: Callable[[str], None]) -> Engine:
     """An engine without weights; a collective call. ``tell`` gets lines about servers, on the rank that owns them."""
-    return _sglang(config, tell) if config.rollout.engine == "sglang" else _local(config)
+    factory = config.rollout.engine_kind.factory
+    if isinstance(factory, str):
+        factory = load_plug(f'rollout.engine "{config.rollout.engine}": factory', factory)
+    return factory(config, tell)
 
 
-def _local(config: Config) -> LocalEngine:
+def make_local_engine(config: Config, tell: Callable[[str], None]) -> LocalEngine:
+    """The engine of transformers, in this process."""
     return LocalEngine(
         AutoConfig.from_pretrained(config.model.path),
         dtype=DTYPES[config.rollout.dtype],
@@ -43,7 +48,7 @@ def _local(config: Config) -> LocalEngine:
     )
 
 
-def _sglang(config: Config, tell: Callable[[str], None]) -> SGLangEngine:
+def make_sglang_engine(config: Config, tell: Callable[[str], None]) -> SGLangEngine:
     """The first rank of each node starts its servers, or the main rank meets those that run; all hear of them."""
     settings, key = config.sglang, key_named(config.sglang.api_key_env)
     nodes = [0] if settings.urls else distributed.node_leaders()

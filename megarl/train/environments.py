@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from megarl.config import Config
+from megarl.config.plugs import load_plug
 from megarl.config.sampling import EnvironmentConfig
 from megarl.data.judge import Judge
 from megarl.errors import ConfigError
@@ -120,14 +120,11 @@ def _form(config: EnvironmentConfig) -> Block | Hermes:
 
 def _made(key: str, path: str, options: Mapping[str, Any]) -> Any:
     """What "package.module:factory" makes."""
-    module, colon, attribute = path.partition(":")
-    if not colon or not module or not attribute:
-        raise ConfigError(f"{key} is {path!r}, expected a built-in name or package.module:factory")
+    factory = load_plug(key, path)
     try:
-        factory = getattr(importlib.import_module(module), attribute)
         return factory(**options)
     except ConfigError:
         raise
     except Exception as error:  # the user's code, which may raise anything
         told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ConfigError(f"{key} {path!r} cannot be made ({told}); is its folder on PYTHONPATH?") from error
+        raise ConfigError(f"{key}: {path!r} cannot be made ({told}); look at the function that it names") from error
