@@ -32,11 +32,11 @@ from megarl.core.types import SampleRequest
 from megarl.data.tiny import write_tiny_model
 from megarl.models.moe_shape import MoeShape
 from megarl.rollout.engine import SamplingParams
+from megarl.rollout.sglang.answers import decode_routes
 from megarl.rollout.sglang.client import ClientSettings
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.plugin.compact import Ask, compact
 from megarl.rollout.sglang.server import Server, ServerSpec
-from megarl.rollout.sglang.wire import decode_routes
 
 PYTHON = Path(__file__).parents[1] / ".venv-sglang" / "bin" / "python"
 MODELS = {

@@ -46,7 +46,7 @@ class EpisodeLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class EpisodeResult:
     """What came of an episode."""
 
     rollout: Rollout | None
@@ -60,10 +60,10 @@ class Played:
     """Why it failed, in one line: the environment, or a deadline."""
 
 
-async def play_turn(session: Session, request: SampleRequest) -> Played:
+async def play_turn(session: Session, request: SampleRequest) -> EpisodeResult:
     """A response of one turn, without an environment."""
     rollout = await session.sample(request)
-    return Played(rollout, (rollout.num_tokens - 1,), (None,))
+    return EpisodeResult(rollout, (rollout.num_tokens - 1,), (None,))
 
 
 async def play(
@@ -74,7 +74,7 @@ async def play(
     tokenizer: PreTrainedTokenizerBase,
     limits: EpisodeLimits,
     places: asyncio.Semaphore,
-) -> Played:
+) -> EpisodeResult:
     """An episode from its first turn to its end; the same request, weights and answers give the same sequence.
 
     prompt: the text of the request's tokens. places: how many answers the environment works on at a time. What the
@@ -112,12 +112,12 @@ class _Course:
         self._ends: list[int] = []
         self._rewards: list[float | None] = []
 
-    def played(self) -> Played:
-        return Played(self._whole, tuple(self._ends), tuple(self._rewards))
+    def played(self) -> EpisodeResult:
+        return EpisodeResult(self._whole, tuple(self._ends), tuple(self._rewards))
 
-    def failed(self, why: str) -> Played:
+    def failed(self, why: str) -> EpisodeResult:
         whole = None if self._whole is None else replace(self._whole, finish_reason="abort")
-        return Played(whole, tuple(self._ends), tuple(self._rewards), why)
+        return EpisodeResult(whole, tuple(self._ends), tuple(self._rewards), why)
 
     async def run(
         self,

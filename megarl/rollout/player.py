@@ -13,7 +13,7 @@ from megarl.data.judge import Judge, Verdict
 from megarl.data.prompts import Prompt
 from megarl.data.steps import step_tokens
 from megarl.rollout.engine import Session
-from megarl.rollout.episodes import EpisodeLimits, Played, play, play_turn
+from megarl.rollout.episodes import EpisodeLimits, EpisodeResult, play, play_turn
 from megarl.rollout.tools.protocol import Environment
 
 
@@ -71,7 +71,7 @@ class Player:
             verdict.timed_out,
         )
 
-    async def _played(self, session: Session, request: SampleRequest, prompt: Prompt) -> Played:
+    async def _played(self, session: Session, request: SampleRequest, prompt: Prompt) -> EpisodeResult:
         if self._environment is None:
             return await play_turn(session, request)
         return await play(
@@ -84,7 +84,7 @@ class Player:
             self._places = loop, asyncio.Semaphore(self._concurrency)
         return self._places[1]
 
-    def _steps(self, played: Played, rollout: Rollout, verdict: Verdict) -> tuple[tuple[int, float], ...]:
+    def _steps(self, played: EpisodeResult, rollout: Rollout, verdict: Verdict) -> tuple[tuple[int, float], ...]:
         """The steps of the reward function, or its one verdict at the end, and the turns that the environment rewarded;
         empty where that verdict is all there is."""
         turns = zip(played.turn_ends, played.turn_rewards, strict=True)

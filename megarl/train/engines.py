@@ -19,14 +19,14 @@ from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES
 from megarl.rollout.engine import Engine
 from megarl.rollout.local.engine import LocalEngine
-from megarl.rollout.sglang.buckets import FP8Form, WeightForm
 from megarl.rollout.sglang.client import ClientSettings
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet, FleetSettings
-from megarl.rollout.sglang.group import own_address
 from megarl.rollout.sglang.http import key_named
 from megarl.rollout.sglang.server import ServerSpec
-from megarl.rollout.sglang.weight_folder import write_fp8_model
+from megarl.rollout.sglang.weights.folder import write_fp8_model
+from megarl.rollout.sglang.weights.process_group import own_address
+from megarl.rollout.weights import FP8Form, WeightForm
 
 
 def make_engine(config: Config, tell: Callable[[str], None]) -> Engine:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.core.types import SampleRequest
 from megarl.rollout.engine import Engine, SamplingParams, Session
-from megarl.rollout.episodes import EpisodeLimits, Played, play
+from megarl.rollout.episodes import EpisodeLimits, EpisodeResult, play
 from megarl.rollout.tools.protocol import Environment, Episode, ModelTurn, Observation
 
 LETTERS, DIGITS = "abcdefghij", "0123456789"
@@ -91,9 +91,9 @@ def play_all(
     limits: EpisodeLimits | Sequence[EpisodeLimits],
     params: SamplingParams,
     concurrency: int = 64,
-) -> list[Played | None]:
+) -> list[EpisodeResult | None]:
     """The episodes of all requests in one session; None where one was cancelled."""
-    found: list[Played | None] = [None] * len(requests)
+    found: list[EpisodeResult | None] = [None] * len(requests)
     tokenizer = merging_tokenizer()
 
     def begin(session: Session) -> None:
@@ -111,7 +111,7 @@ def play_all(
     return found
 
 
-def check_columns(played: Played, request: SampleRequest, last_row: bool) -> None:
+def check_columns(played: EpisodeResult, request: SampleRequest, last_row: bool) -> None:
     """Every column has an entry for every token; what the model did not generate is masked, with log-probability 0."""
     whole = played.rollout
     assert whole is not None
@@ -133,7 +133,7 @@ def check_columns(played: Played, request: SampleRequest, last_row: bool) -> Non
     assert list(played.turn_ends) == sorted(set(played.turn_ends))
 
 
-def check_teacher_forced(played: Played, oracle: Oracle, close: float, same_order: bool) -> None:
+def check_teacher_forced(played: EpisodeResult, oracle: Oracle, close: float, same_order: bool) -> None:
     """One pass over the whole sequence finds the same log-probabilities and routes."""
     whole = played.rollout
     assert whole is not None

@@ -45,7 +45,7 @@ def in_background(work: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def kill_9(server: Server, named: str = "") -> None:
-    """The server's processes with this in their command line, all by default, but not the watchdog."""
+    """The server's processes with this in their command line, all by default, but not the reaper."""
     killed = [p for p in server.members() if p.pid != server.pid and named in " ".join(p.cmdline())]
     assert killed
     for process in killed:

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError
-from megarl.rollout.local.session import Batches
+from megarl.rollout.local.session import BatchSession
 
 
 def request(group: int, sample: int = 0) -> SampleRequest:
@@ -46,7 +46,7 @@ def test_a_batch_waits_for_whoever_is_between_two_samples_and_is_in_order() -> N
         for group, pause in ((2, 0.05), (0, 0.0), (1, 0.02)):
             session.start(two_turns(group, pause))
 
-    Batches(echo).run(begin)
+    BatchSession(echo).run(begin)
     assert echo.batches == [[0, 1, 2], [0, 1, 2]]
 
 
@@ -62,7 +62,7 @@ def test_who_ends_or_begins_between_changes_the_next_batch_alone() -> None:
         for group in range(2):
             session.start(once(group))
 
-    Batches(echo).run(begin)
+    BatchSession(echo).run(begin)
     assert echo.batches == [[0, 1], [2, 3]]
 
 
@@ -82,7 +82,7 @@ def test_the_cancelled_are_left_out() -> None:
         session.start(once(1))
         session.start(cancels())
 
-    Batches(echo).run(begin)
+    BatchSession(echo).run(begin)
     assert echo.batches == [[1]]
 
 
@@ -101,10 +101,10 @@ def test_an_error_is_raised_once_and_ends_all(where: str) -> None:
             session.start(once(group))
 
     with pytest.raises(RolloutError, match="no token"):
-        Batches(broken if where == "engine" else Echo()).run(begin)
+        BatchSession(broken if where == "engine" else Echo()).run(begin)
 
 
 def test_without_episodes_nothing_is_sampled() -> None:
     echo = Echo()
-    Batches(echo).run(lambda session: None)
+    BatchSession(echo).run(lambda session: None)
     assert echo.batches == []

@@ -24,7 +24,7 @@ from megarl.rollout.draw import Draw
 from megarl.rollout.engine import SamplingParams, Session
 from megarl.rollout.episodes import EpisodeLimits
 from megarl.rollout.local.engine import LocalEngine
-from megarl.rollout.local.session import Batches
+from megarl.rollout.local.session import BatchSession
 from megarl.rollout.player import Player
 from megarl.rollout.sglang.client import ClientSettings, SGLangClient
 
@@ -115,7 +115,7 @@ def draw_of(asker: Any, tokenizer: PreTrainedTokenizerBase, reward: str = "says_
         )
 
 
-def rollout_of(request: SampleRequest, token: int) -> Rollout:
+def make_rollout(request: SampleRequest, token: int) -> Rollout:
     zeros = np.zeros(2, np.int32)
     return Rollout(
         request.group, request.sample, np.array([3, token], np.int32), np.array([False, True]),
@@ -139,7 +139,7 @@ def served(server: Server, draw: Draw, tokenizer: PreTrainedTokenizerBase) -> No
     client.converse(
         draw.begin,
         lambda request: {"group": request.group, "sample": request.sample},
-        lambda request, answer: rollout_of(request, tokenizer.convert_tokens_to_ids(answer["says"])),
+        lambda request, answer: make_rollout(request, tokenizer.convert_tokens_to_ids(answer["says"])),
     )
 
 
@@ -247,11 +247,11 @@ def test_an_answer_that_comes_with_the_last_one_is_not_counted_twice(tokenizer: 
     """A batch of the engine holds more than is needed: what follows the decisive sample is left out, whatever it is."""
 
     def sample(requests: Sequence[SampleRequest]) -> list[Rollout]:
-        return [rollout_of(r, tokenizer.convert_tokens_to_ids(str(r.sample))) for r in requests]
+        return [make_rollout(r, tokenizer.convert_tokens_to_ids(str(r.sample))) for r in requests]
 
     collector = Collector(Uniform(2), 1, refill=True, max_prompts=9, spare=2)
     with draw_of(collector, tokenizer) as draw:
-        Batches(sample).run(draw.begin)
+        BatchSession(sample).run(draw.begin)
     assert sorted(draw.samples) == [(0, 0), (0, 1)]
     assert draw.dropped == 4
 
@@ -295,7 +295,7 @@ def test_an_error_ends_the_session_and_is_raised_as_it_was(tokenizer: PreTrained
     def broken(requests: Sequence[SampleRequest]) -> list[Rollout]:
         if where == "engine":
             raise RolloutError("the engine broke")
-        return [rollout_of(r, tokenizer.convert_tokens_to_ids("1")) for r in requests]
+        return [make_rollout(r, tokenizer.convert_tokens_to_ids("1")) for r in requests]
 
     class Broken(Collector):
         def add(self, prompt: int, sample: int, reward: float | None) -> list[Ask]:
@@ -303,7 +303,7 @@ def test_an_error_ends_the_session_and_is_raised_as_it_was(tokenizer: PreTrained
 
     collector = Broken(Uniform(2), 3)
     with draw_of(collector, tokenizer) as draw, pytest.raises(RolloutError, match=f"the {where} broke"):
-        Batches(broken).run(draw.begin)
+        BatchSession(broken).run(draw.begin)
 
 
 def test_a_session_is_any_session(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -325,7 +325,7 @@ def test_a_session_is_any_session(tokenizer: PreTrainedTokenizerBase) -> None:
             await turn.wait()
             self._waiting.remove(turn)
             self._pass()
-            return rollout_of(request, tokenizer.convert_tokens_to_ids(says(request.group, request.sample)))
+            return make_rollout(request, tokenizer.convert_tokens_to_ids(says(request.group, request.sample)))
 
         def _pass(self) -> None:
             if self._waiting:

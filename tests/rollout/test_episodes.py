@@ -28,7 +28,7 @@ from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt
 from megarl.errors import ConfigError, RolloutError
 from megarl.rollout.engine import SamplingParams, Session
-from megarl.rollout.episodes import EpisodeLimits, Played, play, turn_seed
+from megarl.rollout.episodes import EpisodeLimits, EpisodeResult, play, turn_seed
 from megarl.rollout.local.engine import LocalEngine
 from megarl.rollout.player import Player
 from megarl.rollout.tools.protocol import ModelTurn, Observation
@@ -42,12 +42,12 @@ NO_STOP = SamplingParams(max_response_tokens=100)
 LIMITS = EpisodeLimits(response_tokens=40, turns=4, turn_tokens=8, positions=64)
 
 
-def played_of(found: list[Played | None]) -> list[Played]:
+def played_of(found: list[EpisodeResult | None]) -> list[EpisodeResult]:
     assert None not in found
     return [played for played in found if played is not None]
 
 
-def whole_of(played: Played | None) -> Rollout:
+def whole_of(played: EpisodeResult | None) -> Rollout:
     assert played is not None
     assert played.rollout is not None
     return played.rollout
@@ -469,7 +469,7 @@ def test_the_timing_of_the_environment_changes_nothing(engine: LocalEngine, mode
     """Not a bit, for the batches are the same."""
     requests = make_requests(8, copies=3)
 
-    def sequences(seed: int | None) -> list[Played]:
+    def sequences(seed: int | None) -> list[EpisodeResult]:
         rng = random.Random(seed)
 
         async def answer(turn: ModelTurn) -> Observation:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from megarl.core.fp8 import dequantize_fp8, round_through_fp8
 from megarl.errors import WeightSyncError
-from megarl.rollout.sglang.buckets import Bucket, Stopwatch, WeightForm, buckets, each_exactly_once
+from megarl.rollout.sglang.weights.buckets import Bucket, Stopwatch, split_into_buckets
+from megarl.rollout.weights import WeightForm, require_each_once
 
 SHAPES = {"a.weight": (2, 3), "b.weight": (4,), "c.weight": (1, 5)}
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
@@ -28,7 +29,7 @@ def tensors(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
 @given(st.lists(st.integers(0, 20), max_size=12), st.integers(1, 100))
 def test_buckets_keep_order_and_are_as_large_as_allowed(sizes: list[int], max_bytes: int):
     given_ = [(f"t{i}", torch.zeros(size)) for i, size in enumerate(sizes)]
-    found = list(buckets(iter(given_), max_bytes))
+    found = list(split_into_buckets(iter(given_), max_bytes))
     assert [name for bucket in found for name in bucket.names] == [name for name, _ in given_]
     given_names = [name for name, _ in given_]
     weight = [bucket.flat.numel() for bucket in found]
@@ -47,12 +48,12 @@ def test_buckets_are_made_one_at_a_time():
             taken.append(i)
             yield f"t{i}", torch.zeros(2)
 
-    next(iter(buckets(stream(), 16)))
+    next(iter(split_into_buckets(stream(), 16)))
     assert taken == [0, 1, 2]  # a sharded model is never gathered as a whole
 
 
 def test_a_whole_update_passes_unchanged():
-    found = list(each_exactly_once(tensors(), SHAPES, 3))
+    found = list(require_each_once(tensors(), SHAPES, 3))
     assert [name for name, _ in found] == list(SHAPES)
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(found, tensors(), strict=True))
 
@@ -62,7 +63,7 @@ def test_a_whole_update_passes_unchanged():
     [
         (lambda t: t[:-1], r"1 of 3 tensors are missing from the update to version 3, for example c\.weight"),
         (lambda t: [], "3 of 3 tensors are missing"),
-        (lambda t: [*t, ("d.weight", torch.zeros(1))], r"d\.weight is unknown to the served model"),
+        (lambda t: [*t, ("d.weight", torch.zeros(1))], r"d\.weight is unknown to the engine.s model"),
         (lambda t: [*t, t[0]], r"a\.weight arrived twice in one update \(version 3\)"),
         (lambda t: [("a.weight", torch.zeros(3, 2)), *t[1:]], r"a\.weight has shape \(3, 2\), expected \(2, 3\)"),
         (lambda t: [("a.weight", torch.full((2, 3), torch.nan)), *t[1:]], r"a\.weight holds NaN"),
@@ -72,7 +73,7 @@ def test_a_whole_update_passes_unchanged():
 )
 def test_an_update_that_is_not_the_checkpoint_is_an_error(change, message: str):
     with pytest.raises(WeightSyncError, match=message):
-        list(each_exactly_once(change(tensors()), SHAPES, 3))
+        list(require_each_once(change(tensors()), SHAPES, 3))
 
 
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(1, 4), min_size=1, max_size=3)), min_size=1))
@@ -108,7 +109,7 @@ def test_a_bucket_is_a_copy_and_its_payload_names_every_place():
 def test_linear_weights_are_held_in_fp8_and_the_rest_as_it_is(fp8: str):
     weight = torch.randn(130, 200, generator=torch.Generator().manual_seed(1))
     linear, kept = "model.layers.0.self_attn.q_proj.weight", ("model.layers.0.mlp.gate.weight", "lm_head.weight")
-    found = dict(WeightForm(torch.float32, fp8).of([(name, weight) for name in (linear, *kept)]))  # type: ignore[arg-type]
+    found = dict(WeightForm(torch.float32, fp8).convert([(name, weight) for name in (linear, *kept)]))  # type: ignore[arg-type]
     if fp8 == "blocks":
         assert list(found) == [linear, f"{linear}_scale_inv", *kept]
         assert found[linear].dtype == torch.float8_e4m3fn
@@ -122,7 +123,7 @@ def test_linear_weights_are_held_in_fp8_and_the_rest_as_it_is(fp8: str):
 
 
 def test_without_fp8_everything_has_the_dtype_of_the_engine():
-    found = dict(WeightForm(torch.bfloat16).of(tensors()))
+    found = dict(WeightForm(torch.bfloat16).convert(tensors()))
     assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in tensors())
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
 

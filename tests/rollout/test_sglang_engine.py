@@ -22,13 +22,14 @@ from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_se
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import ConfigError, MegarlError, RolloutError, WeightSyncError
 from megarl.rollout.engine import SamplingParams
-from megarl.rollout.sglang.buckets import Bucket, WeightForm
 from megarl.rollout.sglang.client import ClientSettings
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet
 from megarl.rollout.sglang.server import Server, ServerSpec
-from megarl.rollout.sglang.sync import WeightSender
 from megarl.rollout.sglang.versions import parse_version
+from megarl.rollout.sglang.weights.buckets import Bucket
+from megarl.rollout.sglang.weights.sender import WeightSender
+from megarl.rollout.weights import WeightForm
 
 pytestmark = pytest.mark.sglang
 

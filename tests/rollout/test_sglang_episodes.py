@@ -33,12 +33,12 @@ from megarl.data.tiny import write_tiny_model
 from megarl.rollout.engine import SamplingParams, Session
 from megarl.rollout.episodes import EpisodeLimits, play
 from megarl.rollout.sglang import engine as sglang_engine
-from megarl.rollout.sglang.buckets import WeightForm
 from megarl.rollout.sglang.client import ClientSettings
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet, FleetSettings
 from megarl.rollout.sglang.server import Server, ServerSpec
 from megarl.rollout.tools.protocol import ModelTurn, Observation
+from megarl.rollout.weights import WeightForm
 
 pytestmark = pytest.mark.sglang
 
@@ -134,13 +134,13 @@ def test_the_joined_turns_are_what_one_pass_over_the_text_says(served: Served, f
 
 def test_later_turns_are_not_sent_the_rows_that_are_known(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[SampleRequest, Any]] = []
-    original = sglang_engine.rollout_of
+    original = sglang_engine.parse_answer
 
     def recording(request: SampleRequest, answer: Any, version: int, shape: Any) -> Rollout:
         seen.append((request, answer))
         return original(request, answer, version, shape)
 
-    monkeypatch.setattr(sglang_engine, "rollout_of", recording)
+    monkeypatch.setattr(sglang_engine, "parse_answer", recording)
     play_all(served.plain, make_requests(4), says("b0", "bb7", "b"), LIMITS, SOME_STOPS)
     later = 0
     for request, answer in seen:

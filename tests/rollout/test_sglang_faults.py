@@ -24,11 +24,11 @@ from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_se
 from megarl.core.types import SampleRequest
 from megarl.errors import RolloutError
 from megarl.rollout.engine import SamplingParams
-from megarl.rollout.sglang.buckets import WeightForm
 from megarl.rollout.sglang.client import ClientSettings
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet, FleetSettings
 from megarl.rollout.sglang.server import Server, ServerSpec
+from megarl.rollout.weights import WeightForm
 
 pytestmark = pytest.mark.sglang
 

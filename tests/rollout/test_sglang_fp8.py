@@ -18,11 +18,11 @@ from megarl.data.tiny import write_tiny_model
 from megarl.errors import ConfigError
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.sglang import fleet as sglang_fleet
-from megarl.rollout.sglang.buckets import WeightForm
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet
 from megarl.rollout.sglang.server import Server, ServerSpec
-from megarl.rollout.sglang.weight_folder import write_fp8_model
+from megarl.rollout.sglang.weights.folder import write_fp8_model
+from megarl.rollout.weights import WeightForm
 
 PLUGIN = Path(__file__).parents[1] / "fp8_without_kernels"
 PARAMS = SamplingParams(max_response_tokens=8)
@@ -55,7 +55,7 @@ def server(sglang_spec: ServerSpec, model: Path, tmp_path_factory: pytest.TempPa
 
 
 def rounded(weights: Weights) -> Weights:
-    return dict(WeightForm(torch.float32, "rounded").of(weights.items()))
+    return dict(WeightForm(torch.float32, "rounded").convert(weights.items()))
 
 
 @pytest.mark.sglang

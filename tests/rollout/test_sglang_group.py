@@ -19,14 +19,15 @@ from sglang_oracle import CLOSE, logprob_gap, noisy, oracle_of, same_sets
 from megarl.errors import WeightSyncError
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.sglang import fleet as sglang_fleet
-from megarl.rollout.sglang import sync as sglang_sync
-from megarl.rollout.sglang.buckets import Bucket, WeightForm
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet, FleetSettings
-from megarl.rollout.sglang.group import BroadcastGroup
 from megarl.rollout.sglang.server import Server, ServerSpec
-from megarl.rollout.sglang.sync import WeightSender
 from megarl.rollout.sglang.versions import parse_version
+from megarl.rollout.sglang.weights import sender as sglang_sync
+from megarl.rollout.sglang.weights.buckets import Bucket
+from megarl.rollout.sglang.weights.process_group import BroadcastGroup
+from megarl.rollout.sglang.weights.sender import WeightSender
+from megarl.rollout.weights import WeightForm
 
 PARAMS = SamplingParams(max_response_tokens=8)
 

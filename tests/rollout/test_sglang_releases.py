@@ -26,14 +26,15 @@ from megarl.core.types import SampleRequest
 from megarl.errors import ConfigError, RolloutError, WeightSyncError
 from megarl.models.moe_shape import MoeShape
 from megarl.rollout.engine import SamplingParams
-from megarl.rollout.sglang.buckets import Bucket, WeightForm
+from megarl.rollout.sglang.answers import parse_answer
 from megarl.rollout.sglang.client import ClientSettings
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet, FleetSettings
 from megarl.rollout.sglang.server import Server, ServerSpec
-from megarl.rollout.sglang.sync import WeightSender
 from megarl.rollout.sglang.versions import NEWEST, can, parse_version
-from megarl.rollout.sglang.wire import rollout_of
+from megarl.rollout.sglang.weights.buckets import Bucket
+from megarl.rollout.sglang.weights.sender import WeightSender
+from megarl.rollout.weights import WeightForm
 
 pytestmark = pytest.mark.sglang
 
@@ -230,7 +231,7 @@ def test_the_release_whose_overlapped_routes_are_wrong_is_refused(
             }
             answer = httpx.post(f"{server.url}/generate", json=body, timeout=60.0).raise_for_status().json()
             del answer["meta_info"]["weight_version"]  # "default"
-            return rollout_of(request, answer, 0, shape)
+            return parse_answer(request, answer, 0, shape)
 
         with ThreadPoolExecutor(16) as pool:
             rollouts = list(pool.map(sampled, requests))

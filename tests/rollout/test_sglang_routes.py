@@ -25,13 +25,13 @@ from megarl.core.types import SampleRequest
 from megarl.errors import RolloutError
 from megarl.models.moe_shape import MoeShape
 from megarl.rollout.engine import SamplingParams
-from megarl.rollout.sglang.buckets import WeightForm
+from megarl.rollout.sglang.answers import decode_routes
 from megarl.rollout.sglang.client import ClientSettings
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet
 from megarl.rollout.sglang.plugin.compact import Ask, is_compact
 from megarl.rollout.sglang.server import Server, ServerSpec, environment
-from megarl.rollout.sglang.wire import decode_routes
+from megarl.rollout.weights import WeightForm
 
 pytestmark = pytest.mark.sglang
 

@@ -129,7 +129,7 @@ def test_stop_ends_children_that_ignore_sigterm(stubborn: Server):
     stubborn.start()
     assert wait_until(lambda: "up" in stubborn.log_tail())
     members = stubborn.members()
-    assert len(members) == 3  # watchdog, server, child
+    assert len(members) == 3  # reaper, server, child
     stubborn.stop(grace_s=0.5)
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in members)
     assert not stubborn.alive
@@ -164,7 +164,7 @@ def test_a_server_that_does_not_get_ready_trips_the_deadline(stubborn: Server):
 def test_kill_9_of_the_parent_takes_the_server_down(tmp_path: Path):
     script = f"""
 import time
-from megarl.rollout import sglang_server
+from megarl.rollout.sglang import server as sglang_server
 from megarl.rollout.sglang.server import Server, ServerSpec
 sglang_server.command = lambda spec, config: [spec.python, "-c", {STUBBORN!r}]
 server = Server(ServerSpec("model", {sys.executable!r}, "float32", {str(tmp_path / "log")!r}, api_key="secret"))
@@ -225,7 +225,7 @@ def test_the_key_is_asked_for_and_seen_by_nobody_else_and_stop_leaves_nothing(sg
     with Server(spec) as server:
         server.wait_ready(START_DEADLINE_S)
         members = server.members()
-        assert len(members) >= 4  # watchdog, launcher, scheduler, detokenizer
+        assert len(members) >= 4  # reaper, launcher, scheduler, detokenizer
         assert not any("open-sesame" in part for process in members for part in process.cmdline())
         assert httpx.get(f"{server.url}/server_info").status_code == 401
         assert server.version.startswith("0.5.")
@@ -253,7 +253,7 @@ import json, sys, time
 from megarl.rollout.sglang.server import Server, ServerSpec
 server = Server(ServerSpec(**json.loads({json.dumps(fields)!r}), log_file={str(tmp_path / "log")!r}))
 server.start()
-while len(server.members()) < 5:  # watchdog, launcher, resource tracker, scheduler, detokenizer
+while len(server.members()) < 5:  # reaper, launcher, resource tracker, scheduler, detokenizer
     time.sleep(0.1)
 print(*(process.pid for process in server.members()), flush=True)
 time.sleep(600)

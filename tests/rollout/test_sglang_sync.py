@@ -18,14 +18,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 from megarl.data.tiny import write_tiny_model
 from megarl.errors import ConfigError, RolloutError, WeightSyncError
-from megarl.rollout.local.checkpoint_views import checkpoint_shapes
 from megarl.rollout.sglang import server as sglang_server
-from megarl.rollout.sglang.buckets import Bucket, WeightForm, buckets
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet, FleetSettings
 from megarl.rollout.sglang.server import Server, ServerSpec
-from megarl.rollout.sglang.sync import WeightSender
-from megarl.rollout.sglang.weight_folder import WeightFolder
+from megarl.rollout.sglang.weights.buckets import Bucket, split_into_buckets
+from megarl.rollout.sglang.weights.folder import WeightFolder
+from megarl.rollout.sglang.weights.sender import WeightSender
+from megarl.rollout.weights import WeightForm, checkpoint_shapes
 
 SHAPES = {"a.weight": (2, 3), "b.weight": (4,), "c.weight": (1, 5)}
 
@@ -68,7 +68,7 @@ def source(tmp_path: Path) -> Path:
 def test_a_weight_folder_is_a_checkpoint(source: Path, tmp_path: Path):
     whole = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
     given_ = [*tensors(), ("d.left", whole[:, :3]), ("d.right", whole[:, 3:])]  # views of one piece of memory
-    found = write_weights(tmp_path / "out", source, buckets(given_, 40), 7)
+    found = write_weights(tmp_path / "out", source, split_into_buckets(given_, 40), 7)
     assert found.name == "version_0000007"
     listing = json.loads((found / "model.safetensors.index.json").read_text())
     assert len(set(listing["weight_map"].values())) > 1
@@ -81,26 +81,26 @@ def test_a_weight_folder_is_a_checkpoint(source: Path, tmp_path: Path):
 
 def test_only_the_newest_version_stays_and_a_half_written_one_is_none(source: Path, tmp_path: Path):
     out = tmp_path / "out"
-    first = write_weights(out, source, buckets(tensors(1), 1000), 1)
+    first = write_weights(out, source, split_into_buckets(tensors(1), 1000), 1)
 
     def breaks():
-        yield from buckets(tensors(2)[:1], 1000)
+        yield from split_into_buckets(tensors(2)[:1], 1000)
         raise WeightSyncError("the trainer fails")
 
     with pytest.raises(WeightSyncError, match="the trainer fails"):
         write_weights(out, source, breaks(), 2)
     assert first.exists()
     assert not (out / "version_0000002").exists()
-    second = write_weights(out, source, buckets(tensors(2), 1000), 2)
+    second = write_weights(out, source, split_into_buckets(tensors(2), 1000), 2)
     assert [path.name for path in out.iterdir()] == [second.name]
-    again = write_weights(out, source, buckets(tensors(3), 1000), 2)
+    again = write_weights(out, source, split_into_buckets(tensors(3), 1000), 2)
     assert torch.equal(load_file(again / "model-00000.safetensors")["a.weight"], tensors(3)[0][1])
 
 
 def test_a_disk_that_refuses_is_a_sync_error(source: Path, tmp_path: Path):
     (tmp_path / "out").write_text("a file where the folder should be")
     with pytest.raises(WeightSyncError, match="the weights of version 1 could not be written"):
-        write_weights(tmp_path / "out", source, buckets(tensors(), 1000), 1)
+        write_weights(tmp_path / "out", source, split_into_buckets(tensors(), 1000), 1)
 
 
 def test_a_fleet_of_strangers_needs_to_know_their_model():

@@ -14,10 +14,10 @@ from sglang_fixtures import START_DEADLINE_S
 from sglang_oracle import CLOSE, logprob_gap, noisy, oracle_of, same_sets
 
 from megarl.rollout.engine import SamplingParams
-from megarl.rollout.sglang.buckets import WeightForm
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet, FleetSettings
 from megarl.rollout.sglang.server import ServerSpec
+from megarl.rollout.weights import WeightForm
 
 pytestmark = pytest.mark.sglang
 

@@ -21,11 +21,11 @@ from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_se
 from megarl.core.types import Rollout, SampleRequest
 from megarl.models.moe_shape import MoeShape
 from megarl.rollout.sglang import server as sglang_server
-from megarl.rollout.sglang.buckets import Bucket
+from megarl.rollout.sglang.answers import parse_answer
 from megarl.rollout.sglang.server import Server, ServerSpec
-from megarl.rollout.sglang.sync import WeightSender
 from megarl.rollout.sglang.versions import parse_version
-from megarl.rollout.sglang.wire import rollout_of
+from megarl.rollout.sglang.weights.buckets import Bucket
+from megarl.rollout.sglang.weights.sender import WeightSender
 
 pytestmark = pytest.mark.sglang
 
@@ -87,7 +87,7 @@ def under_way(server: Server, pool: ThreadPoolExecutor) -> list[Future[dict[str,
 def rollouts_of(answers: Sequence[dict[str, Any]], model: Path) -> list[Rollout]:
     shape = MoeShape.of(json.loads((model / "config.json").read_text()))
     return [
-        rollout_of(SampleRequest(np.array(body_of(index, 0)["input_ids"], np.int32), index, 0, 0), answer, NEW, shape)
+        parse_answer(SampleRequest(np.array(body_of(index, 0)["input_ids"], np.int32), index, 0, 0), answer, NEW, shape)
         for index, answer in enumerate(answers)
         if answer["meta_info"]["finish_reason"]["type"] != "abort"
     ]

@@ -13,7 +13,7 @@ from transformers import DeepseekV3Config, Glm4MoeConfig, MixtralConfig, OlmoeCo
 from megarl.core.types import SampleRequest
 from megarl.errors import ConfigError, RolloutError, TraceError
 from megarl.models.moe_shape import MoeShape
-from megarl.rollout.sglang.wire import decode_routes, rollout_of
+from megarl.rollout.sglang.answers import decode_routes, parse_answer
 
 SHAPE = MoeShape(num_layers=4, moe_layers=(1, 2, 3), num_experts=8, topk=2)
 REQUEST = SampleRequest(np.array([5, 6, 7], np.int32), group=4, sample=1, seed=0)
@@ -44,7 +44,7 @@ def answer(**changes: Any) -> dict[str, Any]:
 
 
 def test_an_answer_becomes_a_rollout() -> None:
-    found = rollout_of(REQUEST, answer(), 7, SHAPE)
+    found = parse_answer(REQUEST, answer(), 7, SHAPE)
     assert (found.group, found.sample, found.finish_reason) == (4, 1, "stop")
     assert found.tokens.tolist() == [5, 6, 7, 9, 8]
     assert found.loss_mask.tolist() == [False, False, False, True, True]
@@ -60,27 +60,33 @@ def test_an_answer_becomes_a_rollout() -> None:
 def test_a_known_prefix_has_no_rows() -> None:
     """Whether the server leaves it out or, as before 0.5.12, sends everything."""
     for sent in (routes(4)[2:], routes(4)):
-        found = rollout_of(replace(REQUEST, known_rows=2), answer(routed_experts=encoded(sent)), 7, SHAPE)
+        found = parse_answer(replace(REQUEST, known_rows=2), answer(routed_experts=encoded(sent)), 7, SHAPE)
         assert found.routed_mask is not None
         assert found.routed_experts is not None
         assert found.routed_mask.tolist() == [False, False, True, True, False]
         assert np.array_equal(found.routed_experts[2:4], routes(4)[2:, 1:])
     with pytest.raises(TraceError, match="3 rows of 4 layers with top-2; expected 2 rows"):
-        rollout_of(replace(REQUEST, known_rows=2), answer(routed_experts=encoded(routes(3))), 7, SHAPE)
+        parse_answer(replace(REQUEST, known_rows=2), answer(routed_experts=encoded(routes(3))), 7, SHAPE)
 
 
 def test_without_routes_asked_for_there_are_none() -> None:
-    found = rollout_of(REQUEST, answer(routed_experts="absent"), 7, None)
+    found = parse_answer(REQUEST, answer(routed_experts="absent"), 7, None)
     assert found.routed_experts is None
     assert found.routed_mask is None
 
 
 def test_versions_come_from_the_server() -> None:
     spans = [{"version": "6", "start": 0, "end": 1}, {"version": "7", "start": 1, "end": 2}]
-    assert rollout_of(REQUEST, answer(weight_versions=spans), 7, SHAPE).weight_versions.tolist() == [7, 7, 7, 6, 7]
-    assert rollout_of(REQUEST, answer(weight_versions=spans[1:]), 7, SHAPE).weight_versions.tolist() == [7, 7, 7, -1, 7]
-    assert rollout_of(REQUEST, answer(weight_version="6"), 7, SHAPE).weight_versions.tolist() == [6] * 5
-    assert rollout_of(REQUEST, answer(weight_version="absent"), 3, SHAPE).weight_versions.tolist() == [3] * 5
+    assert parse_answer(REQUEST, answer(weight_versions=spans), 7, SHAPE).weight_versions.tolist() == [7, 7, 7, 6, 7]
+    assert parse_answer(REQUEST, answer(weight_versions=spans[1:]), 7, SHAPE).weight_versions.tolist() == [
+        7,
+        7,
+        7,
+        -1,
+        7,
+    ]
+    assert parse_answer(REQUEST, answer(weight_version="6"), 7, SHAPE).weight_versions.tolist() == [6] * 5
+    assert parse_answer(REQUEST, answer(weight_version="absent"), 3, SHAPE).weight_versions.tolist() == [3] * 5
 
 
 @pytest.mark.parametrize(
@@ -99,14 +105,14 @@ def test_versions_come_from_the_server() -> None:
 )
 def test_answers_that_contradict_themselves_are_errors(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RolloutError, match=f"group 4 sample 1: .*{message}"):
-        rollout_of(REQUEST, answer(**changes), 7, SHAPE)
+        parse_answer(REQUEST, answer(**changes), 7, SHAPE)
 
 
 def test_an_answer_of_another_kind_is_an_error() -> None:
     with pytest.raises(RolloutError, match=r"keys \['error'\]"):
-        rollout_of(REQUEST, {"error": "x"}, 7, SHAPE)
+        parse_answer(REQUEST, {"error": "x"}, 7, SHAPE)
     with pytest.raises(RolloutError, match="generated no token"):
-        rollout_of(REQUEST, {"output_ids": [], "meta_info": {}}, 7, SHAPE)
+        parse_answer(REQUEST, {"output_ids": [], "meta_info": {}}, 7, SHAPE)
 
 
 @pytest.mark.parametrize(
@@ -125,13 +131,13 @@ def test_an_answer_of_another_kind_is_an_error() -> None:
 def test_an_answer_of_other_types_is_an_error_that_may_pass(damaged: Any) -> None:
     """And does not end the run with whatever Python says of it."""
     with pytest.raises(RolloutError, match="group 4 sample 1: the server's answer cannot be read"):
-        rollout_of(REQUEST, damaged, 7, SHAPE)
+        parse_answer(REQUEST, damaged, 7, SHAPE)
 
 
 def test_routes_that_are_absent_or_wrong_are_errors() -> None:
     def told(text: Any) -> str:
         with pytest.raises(TraceError, match="group 4 sample 1") as caught:
-            rollout_of(REQUEST, answer(routed_experts=text), 7, SHAPE)
+            parse_answer(REQUEST, answer(routed_experts=text), 7, SHAPE)
         return str(caught.value)
 
     assert "--enable-return-routed-experts" in told("absent")

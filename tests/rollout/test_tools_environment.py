@@ -19,8 +19,8 @@ from megarl.config.sampling import EnvironmentConfig
 from megarl.core.types import FinishReason, Rollout, SampleRequest
 from megarl.errors import ConfigError
 from megarl.rollout.engine import Session
-from megarl.rollout.episodes import EpisodeLimits, Played, play
-from megarl.rollout.local.session import Batches
+from megarl.rollout.episodes import EpisodeLimits, EpisodeResult, play
+from megarl.rollout.local.session import BatchSession
 from megarl.rollout.tools.calculator import CalculatorTool
 from megarl.rollout.tools.environment import Block, Hermes, ToolEnvironment
 from megarl.rollout.tools.protocol import Environment, ModelTurn, Observation, ToolResult
@@ -192,7 +192,7 @@ class Writer:
         return Rollout(request.group, 0, tokens, mask, logprobs, None, None, versions, "stop")
 
 
-def played(environment: Environment, *scripts: Sequence[str], step_s: float = 120.0) -> list[tuple[Played, str]]:
+def played(environment: Environment, *scripts: Sequence[str], step_s: float = 120.0) -> list[tuple[EpisodeResult, str]]:
     """The episodes of one session, and their responses as text."""
     tokenizer, found = byte_tokenizer(), {}
 
@@ -207,7 +207,7 @@ def played(environment: Environment, *scripts: Sequence[str], step_s: float = 12
         for i in range(len(scripts)):
             session.start(one(i))
 
-    Batches(Writer(tokenizer, scripts)).run(begin)
+    BatchSession(Writer(tokenizer, scripts)).run(begin)
     told = []
     for i in range(len(scripts)):
         rollout = found[i].rollout

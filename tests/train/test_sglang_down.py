@@ -73,7 +73,7 @@ def test_a_run_without_a_server_ends_with_a_checkpoint_and_continues(run_file: P
         while len(steps_of(run_file)) < 2:
             assert run.poll() is None, run.communicate()
             time.sleep(0.02)
-        killed = [p for p in psutil.Process(run.pid).children(recursive=True) if "watchdog" not in str(p.cmdline())]
+        killed = [p for p in psutil.Process(run.pid).children(recursive=True) if "reaper" not in str(p.cmdline())]
         for process in killed:
             process.kill()
         out, err = run.communicate(timeout=120.0)

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.rollout.engine import Session
-from megarl.rollout.session_tasks import SessionTasks, run_session
+from megarl.rollout.sessions import SessionBase, run_session
 
 
-class Batches(SessionTasks):
+class BatchSession(SessionBase):
     """Implements ``megarl.rollout.engine.Session``."""
 
     def __init__(self, sample: Callable[[Sequence[SampleRequest]], list[Rollout]]) -> None:

@@ -20,7 +20,7 @@ import aiohttp
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError, TraceError
 from megarl.rollout.engine import Session
-from megarl.rollout.session_tasks import SessionTasks, run_session
+from megarl.rollout.sessions import SessionBase, run_session
 from megarl.rollout.sglang.http import MODEL_INFO, authorization
 
 KEEP_CONNECTION_S = 3.0
@@ -114,10 +114,10 @@ class SGLangClient:
             read_bufsize=BUFFER_BYTES,
             trust_env=False,
         ) as http:
-            await _Round(self.urls, self.settings, http, body, decode, on_finish, version).run_episodes(begin)
+            await _RequestSession(self.urls, self.settings, http, body, decode, on_finish, version).run_episodes(begin)
 
 
-class _Round(SessionTasks):
+class _RequestSession(SessionBase):
     """A session: which request waits for which server, and which servers can be asked."""
 
     def __init__(

@@ -14,11 +14,11 @@ from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import ConfigError, MegarlError, RolloutError, WeightSyncError
 from megarl.models.moe_shape import MoeShape
 from megarl.rollout.engine import SamplingParams, Session, one_each, response_limit
-from megarl.rollout.sglang.buckets import WeightForm
+from megarl.rollout.sglang.answers import parse_answer
 from megarl.rollout.sglang.client import ClientSettings, SGLangClient
 from megarl.rollout.sglang.fleet import Fleet
 from megarl.rollout.sglang.plugin.compact import Ask
-from megarl.rollout.sglang.wire import rollout_of
+from megarl.rollout.weights import WeightForm
 
 
 class SGLangEngine:
@@ -93,7 +93,7 @@ class SGLangEngine:
             return self._body(request, params)
 
         def decode(request: SampleRequest, answer: Any) -> Rollout:
-            return self._of_this_version(rollout_of(request, answer, self._version, shape))
+            return self._of_this_version(parse_answer(request, answer, self._version, shape))
 
         self._sampling = True
         try:

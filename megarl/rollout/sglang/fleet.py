@@ -18,14 +18,14 @@ from pathlib import Path
 import httpx
 
 from megarl.errors import ConfigError, RolloutError, WeightSyncError
-from megarl.rollout.local.checkpoint_views import checkpoint_shapes
-from megarl.rollout.sglang.buckets import Bucket, Named, Stopwatch, WeightForm, buckets, each_exactly_once
-from megarl.rollout.sglang.group import GroupError
 from megarl.rollout.sglang.http import server_info
 from megarl.rollout.sglang.server import Server, ServerSpec
-from megarl.rollout.sglang.sync import WeightSender
 from megarl.rollout.sglang.versions import check_server
-from megarl.rollout.sglang.weight_folder import WeightFolder
+from megarl.rollout.sglang.weights.buckets import Bucket, Stopwatch, split_into_buckets
+from megarl.rollout.sglang.weights.folder import WeightFolder
+from megarl.rollout.sglang.weights.process_group import GroupError
+from megarl.rollout.sglang.weights.sender import WeightSender
+from megarl.rollout.weights import Named, WeightForm, checkpoint_shapes, require_each_once
 
 BUCKET_BYTES = 256 << 20
 FRESH = "default"
@@ -142,8 +142,8 @@ class Fleet:
                 self._version, self._copy, self._checksums = None, [], None
                 resting = self._each(self._resting, lambda sender: sender.take_memory("weights"))
                 served = self._each(self._members, lambda sender: sender.begin())
-                whole = each_exactly_once(gathering.over(tensors), self._shapes, version)
-                parts = buckets(forming.over(form.of(whole)), BUCKET_BYTES)
+                whole = require_each_once(gathering.over(tensors), self._shapes, version)
+                parts = split_into_buckets(forming.over(form.convert(whole)), BUCKET_BYTES)
                 served = self._delivered(served, parts, version)
                 served = self._each(served, lambda sender: sender.finish(version))
                 served = self._compare_checksums(served)

@@ -1,8 +1,8 @@
 """One SGLang server process: its command line, its start, its health, and its end without leftovers.
 
-The server runs in a process group of its own under ``watchdog``. Three things see to its end: ``stop`` (SIGTERM,
+The server runs in a process group of its own under ``reaper``. Three things see to its end: ``stop`` (SIGTERM,
 then SIGKILL, then a look that nobody is left: SGLang's children outlive a SIGTERM to the launcher by many seconds), the
-exit of this interpreter, and the watchdog if this process is killed outright.
+exit of this interpreter, and the reaper if this process is killed outright.
 
     with Server(ServerSpec("model", python=".venv-sglang/bin/python", dtype="float32", log_file="log")) as server:
         server.wait_ready(deadline_s=300)
@@ -37,7 +37,7 @@ from megarl.rollout.sglang.versions import arguments_of, check_arguments
 
 CPU_SHIM = Path(__file__).parent / "cpu"
 PLUGIN = Path(__file__).parent / "plugin"
-WATCHDOG = Path(__file__).parent / "watchdog.py"
+REAPER = Path(__file__).parent / "reaper.py"
 LOG_TAIL_LINES = 30
 KILL_WAIT_S = 30.0
 """How long the kernel may take to remove killed processes; a large memory image needs seconds."""
@@ -206,7 +206,7 @@ class Server:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the watchdog, which is the id of the server's process group; None while stopped."""
+        """Process id of the reaper, which is the id of the server's process group; None while stopped."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -229,7 +229,7 @@ class Server:
             )
         self._config_file = write_config(self.spec)
         server_command = command(replace(self.spec, port=self._port), self._config_file)
-        watchdog = [sys.executable, "-I", str(WATCHDOG), str(os.getpid()), str(self._config_file or "")]
+        reaper = [sys.executable, "-I", str(REAPER), str(os.getpid()), str(self._config_file or "")]
         log_file = Path(self.spec.log_file)
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
@@ -238,7 +238,7 @@ class Server:
             log.flush()
             self._log_start = log.tell()
             self._process = subprocess.Popen(
-                [*watchdog, *server_command],
+                [*reaper, *server_command],
                 env=environment(self.spec),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -302,7 +302,7 @@ class Server:
             self._forget()
 
     def members(self) -> list[psutil.Process]:
-        """Returns the living processes of the server, watchdog included, zombies not."""
+        """Returns the living processes of the server, reaper included, zombies not."""
         if self._process is None:
             return []
         # The leader is not reaped before the end, so nobody else can have got its id.
@@ -327,7 +327,7 @@ class Server:
             connection.close()
 
     def _ended_with(self) -> int | None:
-        """Exit code of the watchdog, which is the server's; None while it runs. The zombie stays: see ``members``."""
+        """Exit code of the reaper, which is the server's; None while it runs. The zombie stays: see ``members``."""
         process = self._process  # another thread may stop the server meanwhile
         if process is None:
             raise RolloutError("the SGLang server was not started: call start() first")

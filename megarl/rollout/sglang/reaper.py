@@ -1,8 +1,8 @@
 """Runs one command as its child and takes it down when the process that asked for it is gone.
 
-``server`` starts this file as ``python watchdog.py PARENT_PID SECRET_FILE COMMAND...`` in a session of
-its own, so that the process group holds the watchdog, the server and all its children. A parent killed with SIGKILL
-cleans up nothing; the watchdog sees that it has a new parent and kills the group. Standard library only: it is small.
+``server`` starts this file as ``python reaper.py PARENT_PID SECRET_FILE COMMAND...`` in a session of
+its own, so that the process group holds the reaper, the server and all its children. A parent killed with SIGKILL
+cleans up nothing; the reaper sees that it has a new parent and kills the group. Standard library only: it is small.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ POLL_S = 0.2
 
 
 def _stay(_signal: int, _frame: FrameType | None) -> None:
-    """SIGTERM goes to the whole group: the server ends by it, and the watchdog waits to report how it ended."""
+    """SIGTERM goes to the whole group: the server ends by it, and the reaper waits to report how it ended."""
 
 
 def watch(parent_pid: int, secret_file: str, command: list[str]) -> int:

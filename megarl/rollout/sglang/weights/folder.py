@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from megarl.core.fp8 import fp8_config
 from megarl.data.files import model_files
 from megarl.errors import ConfigError, WeightSyncError
-from megarl.rollout.sglang.buckets import Bucket
+from megarl.rollout.sglang.weights.buckets import Bucket
 
 
 class WeightFolder:

@@ -72,7 +72,7 @@ def _long_form(raw: bytes, num_rows: int, known_rows: int, shape: MoeShape, labe
     return RoutingTrace(whole, shape.num_experts, label=label).experts
 
 
-def rollout_of(
+def parse_answer(
     request: SampleRequest,
     answer: Any,
     version: int,

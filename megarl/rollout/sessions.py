@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Self
 
 
-class SessionTasks:
+class SessionBase:
     """Base of the implementations of ``megarl.rollout.engine.Session``."""
 
     def __init__(self) -> None:

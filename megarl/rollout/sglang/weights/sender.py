@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 
 from megarl.errors import WeightSyncError
-from megarl.rollout.sglang.buckets import Bucket
-from megarl.rollout.sglang.group import BroadcastGroup, in_thread
 from megarl.rollout.sglang.http import MODEL_INFO, authorization
 from megarl.rollout.sglang.versions import Version, can
+from megarl.rollout.sglang.weights.buckets import Bucket
+from megarl.rollout.sglang.weights.process_group import BroadcastGroup, in_thread
 
 BEGIN_TIMEOUT_S = 60.0
 """How long a server may take to give up what runs; one that hangs is found out before anything is sent to it."""

@@ -1,0 +1,117 @@
+"""The tensors of a weight update: which ones an engine expects, in what form it holds them.
+
+An update is an iterator of (name, tensor) under the names of a Hugging Face checkpoint. Every engine takes it through
+the same two steps: ``require_each_once`` checks it against the checkpoint's names and shapes while it streams by, and
+``WeightForm.convert`` gives each tensor the dtype that the engine computes with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from megarl.core.fp8 import SCALE, is_fp8_weight, quantize_fp8, round_through_fp8
+from megarl.errors import WeightSyncError
+
+Named = tuple[str, torch.Tensor]
+FP8Form = Literal["off", "rounded", "blocks"]
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightForm:
+    """How an engine holds its weights."""
+
+    dtype: torch.dtype | None = None
+    """Of everything that is not in FP8; None leaves each tensor in its own."""
+    fp8: FP8Form = "off"
+    """How linear weights are held. rounded: through FP8 blocks of 128 x 128 and back, for engines without FP8 kernels.
+    blocks: as ``weight`` float8_e4m3fn and ``weight_scale_inv`` float32, as in FP8 checkpoints. Routers, norms,
+    embeddings and the head stay as they are."""
+
+    def convert(self, tensors: Iterable[Named]) -> Iterator[Named]:
+        """Yields the tensors in this form and in their order; a scale follows its weight."""
+        for name, tensor in tensors:
+            held = tensor.detach()
+            if self.fp8 == "blocks" and is_fp8_weight(name):
+                quantized, scale = quantize_fp8(held)
+                yield name, quantized
+                yield f"{name}{SCALE}", scale
+                continue
+            if self.fp8 == "rounded" and is_fp8_weight(name):
+                held = round_through_fp8(held.float())
+            yield name, held.to(self.dtype or held.dtype)
+
+
+def require_each_once(tensors: Iterable[Named], shapes: Mapping[str, tuple[int, ...]], version: int) -> Iterator[Named]:
+    """Yields the tensors as they come; WeightSyncError unless they are those of ``shapes``, each once and finite.
+
+    A missing tensor is reported after the last one. SGLang itself reports success for unknown names and incomplete
+    updates, and a wrong shape ends the server, so nothing may be sent unchecked.
+    """
+    outstanding = set(shapes)
+    for name, tensor in tensors:
+        if name not in shapes:
+            raise WeightSyncError(f"{name} is unknown to the engine's model: send the names of its HF checkpoint")
+        if name not in outstanding:
+            raise WeightSyncError(f"{name} arrived twice in one update (version {version})")
+        if tuple(tensor.shape) != shapes[name]:
+            raise WeightSyncError(f"{name} has shape {tuple(tensor.shape)}, expected {shapes[name]}")
+        if tensor.dtype not in _DTYPES:
+            raise WeightSyncError(f"{name} is {tensor.dtype}, expected one of {_DTYPES}")
+        if not torch.isfinite(tensor).all():
+            raise WeightSyncError(f"{name} holds NaN or infinite values: look at the trainer's weights")
+        outstanding.remove(name)
+        yield name, tensor
+    if outstanding:
+        raise WeightSyncError(
+            f"{len(outstanding)} of {len(shapes)} tensors are missing from the update to version {version}, for "
+            f"example {', '.join(sorted(outstanding)[:3])}: send every tensor of the checkpoint"
+        )
+
+
+def checkpoint_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Maps each tensor name of a checkpoint on disk to a view of the model's own memory.
+
+    transformers fuses the experts of a layer into ``gate_up_proj`` [E, 2 I, H] and ``down_proj`` [E, H, I]. The views
+    are the per-expert matrices inside them: ``view.copy_(tensor)`` changes what the model computes with. The names come
+    from the conversion that ``save_pretrained`` applies; tied tensors appear once, under their name in the checkpoint.
+
+    Raises WeightSyncError if a tensor cannot be written in place, or if the views do not cover every parameter once.
+    """
+    persistent = model.state_dict(keep_vars=True).keys()
+    live = dict(model.named_parameters())  # a tied parameter is listed once
+    live |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    views = revert_weight_conversion(model, {name: tensor.detach() for name, tensor in live.items()})
+
+    storages = {tensor.untyped_storage().data_ptr() for tensor in live.values()}
+    for name, view in views.items():
+        if view.untyped_storage().data_ptr() not in storages:
+            raise WeightSyncError(
+                f"{type(model).__name__} stores {name} in another layout than its checkpoint, which cannot be updated "
+                "in place: this architecture needs an engine of its own"
+            )
+    found, expected = (sum(t.numel() for t in tensors.values()) for tensors in (views, live))
+    if found != expected:
+        raise WeightSyncError(
+            f"the checkpoint names of {type(model).__name__} cover {found} numbers, its parameters hold {expected}: "
+            "transformers' conversion of this architecture is not understood"
+        )
+    return views
+
+
+def checkpoint_shapes(directory: str | Path) -> dict[str, tuple[int, ...]]:
+    """Maps each tensor name of a checkpoint to its shape, from the config.json in ``directory`` alone.
+
+    The names are those that transformers would write. No memory is allocated and no weights are read.
+    """
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return {name: tuple(view.shape) for name, view in checkpoint_views(model).items()}
