@@ -149,39 +149,25 @@ def _commands(overrides: Mapping[str, Any]) -> dict[str, Callable[..., Command]]
         return lambda: _trace(action, files, out, overrides)
 
     def simulate(
-        passk: tuple[str, ...] = (),
-        beta: tuple[str, ...] = (),
-        never: float = 0.0,
-        components: int = 1,
-        prompts: int = 2048,
-        prompts_per_step: int = 512,
+        rates: tuple[str, ...] = (),
         samples: int = 8,
         train_size: int = 4,
         round_size: int = 8,
         max_samples: int = 32,
-        seed: int = 0,
-        out: Path = Path("runs/simulate"),
+        out: Path = Path("runs/simulate.png"),
     ) -> Command:
-        """Compare the rules of adaptive sampling on imagined prompts: cost, contrast, variance; tables and pictures.
+        """Compare the sampling rules on prompts with given pass rates: exact cost, contrast and efficiency.
 
         Args:
-            passk: pass@k points that pass rates are fitted to, K:RATE, default 4:0.627 32:0.796 256:0.813.
-            beta: the law of pass rates itself, WEIGHT:A:B of each Beta, instead of points.
-            never: with beta, share of the prompts that are never solved.
-            components: Betas to fit.
-            prompts: prompts drawn.
-            prompts_per_step: prompts that share a budget and a batch.
-            samples: per prompt, of uniform and allotted rules.
+            rates: pass rates of the prompts, P or P:PROMPTS each, such as 0:20 0.3:50 0.9:30.
+            samples: per prompt, for uniform sampling and rules that divide a budget.
             train_size: samples of a prompt that train under Ada-Seq.
             round_size: samples of a round of Ada-Seq.
             max_samples: cap of Ada-Seq.
-            seed: of all noise; equal seeds give equal files.
-            out: folder for tables, numbers and pictures.
+            out: the picture, a PNG file.
         """
-        law = {"passk": passk, "beta": beta, "never": never, "components": components}
-        size = {"prompts": prompts, "prompts_per_step": prompts_per_step, "seed": seed}
         budget = {"samples": samples, "train_size": train_size, "round_size": round_size, "max_samples": max_samples}
-        return lambda: _simulate(law, size, budget, out, overrides)
+        return lambda: _simulate(rates, budget, out, overrides)
 
     def convert(
         source: tyro.conf.Positional[Path],
@@ -317,22 +303,11 @@ def _trace(action: str, files: Sequence[Path], out: Path | None, overrides: Mapp
     return 0
 
 
-def _simulate(
-    law: Mapping[str, Any], size: Mapping[str, int], budget: Mapping[str, int], out: Path, overrides: Mapping[str, Any]
-) -> int:
+def _simulate(rates: tuple[str, ...], budget: Mapping[str, int], out: Path, overrides: Mapping[str, Any]) -> int:
     _refuse_overrides("simulate", overrides)
-    if law["passk"] and law["beta"]:
-        raise ConfigError("found --passk and --beta; give the points to fit or the law itself")
-    if law["never"] and not law["beta"]:
-        raise ConfigError("found --never without --beta; a fit finds by itself what is never solved")
-    from megarl.train.simulate import Settings, simulate
-    from megarl.train.simulate_fit import parse_betas, parse_points
-    from megarl.train.simulate_known import POST_POINTS
-    from megarl.train.simulate_rules import Budget
+    from megarl.simulate import Budget, simulate
 
-    mixture = parse_betas(law["beta"], law["never"]) if law["beta"] else None
-    points = {} if mixture else parse_points(law["passk"]) or POST_POINTS
-    simulate(Settings(points, mixture, law["components"], **size, budget=Budget(**budget)), out)
+    simulate(rates, Budget(**budget), out)
     return 0
 
 

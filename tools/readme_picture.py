@@ -5,12 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import matplotlib as mpl
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from megarl.report import plots as draw
-from megarl.report.panels import STYLE
+from megarl.report.plots import render_png
 from megarl.report.series import Series
 from megarl.run.metrics_log import read_metrics
 
@@ -24,15 +22,16 @@ PARTS = (
 def main() -> None:
     run_dir, out = Path(sys.argv[1]), Path(sys.argv[2])
     series = Series.of(read_metrics(run_dir / "metrics.jsonl"))
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(15, 4.2), layout="constrained")
-        FigureCanvasAgg(figure)
-        for axes, (title, paint) in zip(figure.subplots(1, len(PARTS)), PARTS, strict=True):
-            paint(axes, series)
-            axes.set_title(title, loc="left", fontsize=12, pad=34)
-            axes.set_xlabel("global step")
-            axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=2, fontsize=8.5, borderpad=0.2)
-        figure.savefig(out, dpi=110)
+    out.write_bytes(render_png((15, 4.2), lambda figure: plot_parts(figure, series), dpi=110))
+
+
+def plot_parts(figure: Figure, series: Series) -> None:
+    """Plot the parts side by side."""
+    for axes, (title, plot) in zip(figure.subplots(1, len(PARTS)), PARTS, strict=True):
+        plot(axes, series)
+        axes.set_title(title, loc="left", fontsize=12, pad=34)
+        axes.set_xlabel("global step")
+        axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=2, fontsize=8.5, borderpad=0.2)
 
 
 if __name__ == "__main__":

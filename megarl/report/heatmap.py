@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import textwrap
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import QuadMesh
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from megarl.report.panels import STYLE
-from megarl.report.plots import BLUE, MUTED
+from megarl.report.plots import BLUE, MUTED, render_png
 from megarl.report.traces import FileDifference
 
 ABSENT = "#f1f2f4"
@@ -23,23 +19,21 @@ _MAX_LAYER_LABELS = 16
 
 def draw(found: FileDifference, layers: tuple[int, ...], title: str) -> bytes:
     """The picture as PNG bytes; positions that no compared token has are grey."""
-    with mpl.rc_context(STYLE):
-        height = min(9.0, 2.2 + 0.14 * len(layers))
-        figure = Figure(figsize=(10.4, max(3.2, height)), layout="constrained")
-        FigureCanvasAgg(figure)
-        left, right = figure.subplots(1, 2, sharey=True, width_ratios=(6, 1))
-        image = _draw_map(left, found, layers)
-        _draw_layers(right, found)
-        bar = figure.colorbar(image, ax=[left, right], pad=0.01, aspect=40, label="share of tokens routed differently")
-        bar.ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-        bar.outline.set_visible(False)
-        # File names may be long: they get lines of their own, broken where they must be.
-        names = textwrap.fill(title, width=110, break_on_hyphens=False)
-        headline = f"{found.total.flip:.2%} of (token, layer) pairs differ\n{names}"
-        figure.suptitle(headline, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=144)
-    return buffer.getvalue()
+    height = min(9.0, 2.2 + 0.14 * len(layers))
+    return render_png((10.4, max(3.2, height)), lambda figure: _fill(figure, found, layers, title))
+
+
+def _fill(figure: Figure, found: FileDifference, layers: tuple[int, ...], title: str) -> None:
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(6, 1))
+    image = _draw_map(left, found, layers)
+    _draw_layers(right, found)
+    bar = figure.colorbar(image, ax=[left, right], pad=0.01, aspect=40, label="share of tokens routed differently")
+    bar.ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+    bar.outline.set_visible(False)
+    # File names may be long: they get lines of their own, broken where they must be.
+    names = textwrap.fill(title, width=110, break_on_hyphens=False)
+    headline = f"{found.total.flip:.2%} of (token, layer) pairs differ\n{names}"
+    figure.suptitle(headline, x=0.01, ha="left", fontsize=11, fontweight="bold")
 
 
 def _draw_map(axes: Axes, found: FileDifference, layers: tuple[int, ...]) -> QuadMesh:

@@ -5,44 +5,17 @@ A panel is a row of ``PANELS``. Figures are made without pyplot: nothing global 
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from megarl.report import plots as draw
-from megarl.report.plots import GRID, INK, MUTED, PHASES
+from megarl.report.plots import PHASES, render_png
 from megarl.report.series import LAYER_PREFIXES, Series, layer_curves
-
-STYLE: dict[str, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9.5,
-    "axes.edgecolor": "#b6bec8",
-    "axes.labelcolor": MUTED,
-    "axes.linewidth": 0.8,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "text.color": INK,
-    "lines.linewidth": 1.7,
-    "lines.solid_capstyle": "round",
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-    "figure.facecolor": "white",
-    "savefig.facecolor": "white",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,30 +43,28 @@ class Panel:
 
 
 def render(panel: Panel, series: Series) -> bytes:
-    """The panel as PNG bytes."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(10.4, 3.9) if panel.wide else (6.2, 3.5), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
-        panel.draw(axes, series)
-        axes.set_xlabel("global step")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10, steps=[1, 2, 5, 10]))
-        axes.margins(x=0.012)
-        handles, labels = axes.get_legend_handles_labels()
-        if handles:
-            # Areas before lines; above the axes, where no curve can run behind it.
-            order = sorted(range(len(handles)), key=lambda index: isinstance(handles[index], Line2D))
-            figure.legend(
-                [handles[index] for index in order],
-                [labels[index] for index in order],
-                loc="outside upper left",
-                ncols=8 if panel.wide else 4,
-                handlelength=1.4,
-                columnspacing=1.4,
-            )
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=144)
-    return buffer.getvalue()
+    """Return the panel as a PNG."""
+    return render_png((10.4, 3.9) if panel.wide else (6.2, 3.5), lambda figure: _fill(figure, panel, series))
+
+
+def _fill(figure: Figure, panel: Panel, series: Series) -> None:
+    axes = figure.add_subplot()
+    panel.draw(axes, series)
+    axes.set_xlabel("global step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10, steps=[1, 2, 5, 10]))
+    axes.margins(x=0.012)
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        # Areas before lines; above the axes, where no curve can run behind it.
+        order = sorted(range(len(handles)), key=lambda index: isinstance(handles[index], Line2D))
+        figure.legend(
+            [handles[index] for index in order],
+            [labels[index] for index in order],
+            loc="outside upper left",
+            ncols=8 if panel.wide else 4,
+            handlelength=1.4,
+            columnspacing=1.4,
+        )
 
 
 PANELS: tuple[Panel, ...] = (

@@ -5,11 +5,15 @@ A function draws into the axis it is given what the run has recorded, and names 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import io
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from megarl.report.series import Curve, Series, layer_curves, smooth
@@ -19,6 +23,29 @@ PHASE_COLORS = (BLUE, "#8fb6dd", ORANGE, "#efc79f", "#c8b560", TEAL, PURPLE, "#d
 INK, MUTED, GRID = "#1f2933", "#5b6673", "#e3e7ec"
 SMOOTHED_FROM = 40
 """Steps from which on a curve is drawn as its moving average."""
+STYLE: dict[str, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9.5,
+    "axes.edgecolor": "#b6bec8",
+    "axes.labelcolor": MUTED,
+    "axes.linewidth": 0.8,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "text.color": INK,
+    "lines.linewidth": 1.7,
+    "lines.solid_capstyle": "round",
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+}
+
 MAX_BARS = 100
 PHASES = (
     "rollout",
@@ -32,6 +59,20 @@ PHASES = (
     "checkpoint",
 )
 """What the trainer times, in the order of a step; the last two are no part of it."""
+
+
+def render_png(size: tuple[float, float], plot: Callable[[Figure], None], dpi: int = 144) -> bytes:
+    """Return a PNG of ``size`` inches that ``plot`` fills, in the report's style.
+
+    Does not use pyplot, so no global state changes and no display is needed.
+    """
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        FigureCanvasAgg(figure)
+        plot(figure)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=dpi)
+    return buffer.getvalue()
 
 
 def _line(

@@ -13,7 +13,6 @@ from megarl.core.sampling.allocation import (
     allocate,
     allocate_by_weights,
     clamp_rates,
-    gradient_variance,
     objective_slope,
 )
 from megarl.errors import ConfigError
@@ -104,6 +103,12 @@ def test_permuting_prompts_permutes_counts(rates, objective, data):
     counts = allocate(p, total, objective)
     order = data.draw(st.permutations(range(len(p))))
     np.testing.assert_array_equal(allocate([p[i] for i in order], total, objective), counts[list(order)])
+
+
+def gradient_variance(rates, counts, objective):
+    """``sum f'(p)^2 noise / n``; noise is p (1 - p), or p for "raft"."""
+    noise = np.array([p if objective == "raft" else p * (1 - p) for p in rates])
+    return float(np.sum(objective_slope(rates, objective) ** 2 * noise / np.array(counts)))
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.core.sampling.gvm import gvm_allocate, gvm_estimates, gvm_raft_weights
+from megarl.core.sampling.gvm import gvm_allocate, gvm_estimates
 
 G, P = [1, 2, 1, 3, 5], [0.125, 0.5, 1, 0, 0.25]
 
@@ -84,13 +84,6 @@ def test_estimates():
     np.testing.assert_allclose(rms, [17**0.5, 2, 0])
 
 
-def test_weights_of_the_second_stage():
-    prompts, accepted = [0, 0, 0, 1, 1, 2], [True, True, False, True, False, False]
-    np.testing.assert_allclose(gvm_raft_weights(prompts, accepted), [1 / 2, 1 / 2, 0, 1, 0, 0])
-    lemma = gvm_raft_weights(prompts, accepted, [0.5, 0.25, 0.0])
-    np.testing.assert_allclose(lemma, [1 / 1.5, 1 / 1.5, 0, 1 / 0.5, 0, 0])
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -103,8 +96,6 @@ def test_weights_of_the_second_stage():
         (lambda: gvm_estimates([0], [True], [np.nan], 1), "not finite"),
         (lambda: gvm_estimates([0], [True], [1], 2), "draws some for each"),
         (lambda: gvm_estimates([0], [True], [1], 1, average="max"), "rms"),
-        (lambda: gvm_raft_weights([0, 1], [True]), r"\[N\]"),
-        (lambda: gvm_raft_weights([0], [True], [0.0]), "pass rate 0"),
     ],
 )
 def test_refusals(call, message):

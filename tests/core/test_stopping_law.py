@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sampling_driver import play
 
 from megarl.core.choices.stopping import Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos
-from megarl.core.sampling.expectations import expected_samples, inverse_sampling_mean, inverse_sampling_rate
+from megarl.core.sampling.expectations import expected_samples
 from megarl.core.sampling.stopping_law import stopping_law, unbiased_rates
 
 RULES = [
@@ -62,7 +62,7 @@ def test_rounds_of_one_reach_the_closed_form():
     for rate, good, bad in ((0.5, 4, 4), (0.3, 1, 1), (0.2, 3, 0)):
         law = stopping_law(Sequential(good, bad, 1, 200, train_size=None), rate)
         close(law.expected_samples, expected_samples(rate, good, bad), 1e-6)
-    close(stopping_law(ada_seq_pos(round_size=1, max_samples=300), 0.1).expected_rate, inverse_sampling_mean(0.1, 1))
+    close(stopping_law(ada_seq_pos(round_size=1, max_samples=300), 0.1).expected_rate, -0.1 * math.log(0.1) / 0.9)
 
 
 def test_a_solved_or_hopeless_prompt_stops_at_the_cap():
@@ -144,7 +144,7 @@ def test_unbiased_rates_of_fixed_and_inverse_sampling():
     close(fixed.rate, 2 / 6)
     close(fixed.product, 2 * 4 / 30)
     rule = Sequential(3, 0, 1, 50, train_size=None)
-    close(unbiased_rates(rule, [1] * 11, [1] * 11, 3).rate, inverse_sampling_rate(3, 11))
+    close(unbiased_rates(rule, [1] * 11, [1] * 11, 3).rate, (3 - 1) / (11 - 1))
     assert unbiased_rates(rule, [1] * 11, [1] * 11, 3).product == 0
 
 

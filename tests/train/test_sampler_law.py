@@ -25,7 +25,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megarl.core.choices.stopping import Sequential, ada_seq_balance, ada_seq_pos
 from megarl.core.metrics import finalize
 from megarl.core.sampling.collector import Selection
-from megarl.core.sampling.expectations import balanced_slope
 from megarl.core.sampling.stopping_law import StoppingLaw, stopping_law
 from megarl.core.sampling.subsampling import positives_to_keep
 from megarl.data.tiny import write_tiny_model
@@ -182,7 +181,8 @@ def test_how_far_a_balanced_batch_pushes_each_prompt(known: Known, combination: 
         assert abs(measured.mean() - expected) < 4 * error
         if combination == "plain" and rate < 0.15:
             assert measured.mean() > 1 + 4 * error
-            assert expected / (law.probability(2, 2) * balanced_slope(rate)) == pytest.approx(1, abs=0.25)
+            balanced = ((1 - rate) ** 2 + rate**2) / (2 * rate * (1 - rate))  # c(p) of docs/sampling.md
+            assert expected / (law.probability(2, 2) * balanced) == pytest.approx(1, abs=0.25)
 
 
 def _pushes(step: StepRollouts, rates: np.ndarray) -> np.ndarray:

@@ -45,7 +45,7 @@ class Credit:
     negative, with v an unbiased estimate of p (1 - p) from the pool (``unbiased_rates``). The prompt's mean then has
     the expectation grad p, p being the rate of rewards above the rule's threshold, whatever was selected by the classes
     of the samples; statistics and scale are not used.
-    "plain" with a balanced batch has c(p) grad p instead (``balanced_slope``)."""
+    "plain" with a balanced batch has c(p) grad p instead, with ``c = (q^2 + p^2) / (2 p q)`` (docs/sampling.md)."""
     objective: str | None = None
     """Maximise f(p) by the weight f'(p), with the pool's pass rate (``objective_slope``); None for no weight. Not where
     counts were allotted for f, advantages are divided by the standard deviation and samples count alike: a sum over

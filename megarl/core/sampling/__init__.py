@@ -11,7 +11,7 @@ The way through:
     gvm           counts from acceptance rates and gradient norms
     pass_rates    estimates that last from step to step
     stopping_law  the exact law of any rule, and unbiased estimates from its pools
-    expectations  closed forms
+    expectations  the expected number of samples in closed form
     pass_at_k     avg@k and pass@k with intervals
 
 Nothing here draws a sample: a driver asks the engine, and tells the collector what came.
@@ -32,20 +32,14 @@ from megarl.core.sampling.allocation import (
     allocate,
     allocate_by_weights,
     clamp_rates,
-    gradient_variance,
     objective_slope,
 )
 from megarl.core.sampling.collector import Ask, Collector, Selection
 from megarl.core.sampling.credit_assignment import assign
 from megarl.core.sampling.expectations import (
-    balanced_slope,
     expected_samples,
-    inverse_sampling_mean,
-    inverse_sampling_rate,
-    samples_variance,
-    tier_cost,
 )
-from megarl.core.sampling.gvm import gvm_allocate, gvm_estimates, gvm_raft_weights
+from megarl.core.sampling.gvm import gvm_allocate, gvm_estimates
 from megarl.core.sampling.pass_at_k import Interval, fixed_prompts_interval, mean_interval, pass_at_k, wilson_interval
 from megarl.core.sampling.pass_rates import PassRateCounts, pass_rate_loss
 from megarl.core.sampling.pools import Pool
@@ -73,24 +67,17 @@ __all__ = [
     "allocate",
     "allocate_by_weights",
     "assign",
-    "balanced_slope",
     "clamp_rates",
     "expected_samples",
     "fixed_prompts_interval",
-    "gradient_variance",
     "gvm_allocate",
     "gvm_estimates",
-    "gvm_raft_weights",
-    "inverse_sampling_mean",
-    "inverse_sampling_rate",
     "mean_interval",
     "objective_slope",
     "pass_at_k",
     "pass_rate_loss",
-    "samples_variance",
     "stopping_law",
     "subsample",
-    "tier_cost",
     "unbiased_rates",
     "wilson_interval",
 ]

@@ -86,16 +86,6 @@ def objective_slope(pass_rates: Numbers, objective: str) -> np.ndarray:
     return 1 / rates
 
 
-def gradient_variance(pass_rates: Numbers, counts: Numbers, objective: str) -> float:
-    """Return ``sum f'(p)^2 noise / n``, what ``allocate`` makes small; noise is p (1 - p), or p for "raft".
-
-    pass_rates: [B], more than 0 and less than 1; counts: [B], more than 0.
-    """
-    rates = np.asarray(pass_rates, dtype=np.float64)
-    noise = rates if objective == "raft" else rates * (1 - rates)
-    return float(np.sum(objective_slope(rates, objective) ** 2 * noise / np.asarray(counts, dtype=np.float64)))
-
-
 def ada_est_weights(pass_rates: Numbers, eps: float = 1e-3) -> np.ndarray:
     """Return ``1 / sqrt(p + eps)``, float64 [B], for ``allocate_by_weights``.
 

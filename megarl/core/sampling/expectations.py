@@ -1,12 +1,11 @@
-"""Closed forms for adaptive sampling: expected numbers of samples, biases, implied objectives, costs of tiers.
+"""The expected number of samples in closed form, without rounds and without a cap.
 
-``p`` is the pass rate of a prompt, ``q = 1 - p``. Where the sources print something else, the function says so.
+``p`` is the pass rate of a prompt, ``q = 1 - p``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -30,87 +29,6 @@ def expected_samples(pass_rate: float, positives: int, negatives: int) -> float:
         return math.inf
     waits = _over(positives, pass_rate) + _over(negatives, 1 - pass_rate)
     return waits - sum(alive for _, alive in _unfinished(pass_rate, positives, negatives))
-
-
-def samples_variance(pass_rate: float, positives: int, negatives: int) -> float:
-    """Return Var[n] of the same; with negatives = 0 it is ``k q / p^2``. Infinite if a needed class never comes."""
-    check_rate(pass_rate)
-    _check_counts(positives, negatives)
-    if _never(pass_rate, positives, negatives):
-        return math.inf
-    second = 0.0
-    for count, rate in ((positives, pass_rate), (negatives, 1 - pass_rate)):
-        second += _over(count * (1 - rate), rate**2) + _over(count, rate) ** 2
-    second -= sum((2 * drawn + 1) * alive for drawn, alive in _unfinished(pass_rate, positives, negatives))
-    return second - expected_samples(pass_rate, positives, negatives) ** 2
-
-
-def inverse_sampling_mean(pass_rate: float, positives: int) -> float:
-    """Return E[k / n] when samples are drawn one at a time until there are k positives: more than p.
-
-    ``k p int_0^1 u^(k-1) / (p + q u) du``; for k = 1 it is ``-p ln(p) / q``: at p = 0.1 a mean of 0.256. The sources
-    take k / n as if it were unbiased. ``inverse_sampling_rate`` is.
-    """
-    check_rate(pass_rate)
-    if positives < 1:
-        raise ValueError(f"{positives} positives to wait for, expected at least 1")
-    if pass_rate == 0:
-        return 0.0
-    q = 1 - pass_rate
-    if pass_rate > 0.5:  # a smooth integrand, where the recurrence below would divide by little
-        nodes, weights = np.polynomial.legendre.leggauss(positives // 2 + 40)
-        u = (nodes + 1) / 2
-        integral = float(weights @ (u ** (positives - 1) / (pass_rate + q * u))) / 2
-    else:
-        integral = -math.log(pass_rate) / q
-        for power in range(1, positives):
-            integral = (1 / power - pass_rate * integral) / q
-    return positives * pass_rate * integral
-
-
-def inverse_sampling_rate(positives: int, samples: int) -> float:
-    """Return ``(k - 1) / (n - 1)``, unbiased for p when n samples were drawn one at a time until the k-th positive.
-
-    Needs k >= 2, else ValueError. For rounds, caps and two classes see ``unbiased_rates``.
-    """
-    if not 2 <= positives <= samples:
-        raise ValueError(f"{positives} positives of {samples} samples; expected at least 2, and as many samples")
-    return (positives - 1) / (samples - 1)
-
-
-def balanced_slope(pass_rate: float, share: float = 0.5) -> float:
-    """Return c(p): how much more than grad p a batch that is balanced by choice pushes a prompt.
-
-    Positives are a ``share`` of what trains whatever p is, with advantage r - p; then the expected gradient is
-    ``c(p) grad p`` with ``c = share q / p + (1 - share) p / q``, for one half ``(q^2 + p^2) / (2 p q)``: 1 at p = 0.5,
-    49.5 at p = 0.01. So the balanced batch maximises ``ln(p / q) / 2 - p`` and not p: a nonlinear objective, which the
-    sources do not mention when they find "no degradation". The unbiased combination takes this factor out
-    (``Credit.combination``). Raises ValueError unless 0 < p < 1 and 0 <= share <= 1.
-    """
-    check_rate(pass_rate)
-    if pass_rate in (0, 1) or not 0 <= share <= 1:
-        raise ValueError(f"pass rate {pass_rate}, share {share}: expected more than 0 and less than 1, and 0 to 1")
-    q = 1 - pass_rate
-    return share * q / pass_rate + (1 - share) * pass_rate / q
-
-
-def tier_cost(tiers: Sequence[int], solved: Sequence[float], *, reuse: bool = True) -> float:
-    """Return the mean number of samples of a prompt that is tried in tiers until it is solved.
-
-    tiers: samples in all by the end of each tier, ascending; solved: share of all prompts that each tier solves, the
-    rest is never solved and pays for all tiers. ``reuse``: a tier draws only what the one before lacks; without it each
-    starts again. Tiers (4, 32, 256) that solve (0.627, 0.169, 0.017) cost 60.14, or 68.16 without reuse. A post says
-    12.268: it leaves out the unsolved 18.7 %, which alone cost 47.87. Raises ValueError for other input.
-    """
-    sizes, shares = np.asarray(tiers, dtype=np.float64), np.asarray(solved, dtype=np.float64)
-    bad_sizes = sizes.ndim != 1 or sizes.shape != shares.shape or (np.diff(sizes, prepend=0) <= 0).any()
-    if bad_sizes or (shares < 0).any() or shares.sum() > 1 + 1e-9:
-        raise ValueError(
-            f"tiers {list(tiers)} and shares {list(solved)}: expected ascending, as many, at most 1 in all"
-        )
-    drawn = np.diff(sizes, prepend=0) if reuse else sizes
-    reached = 1 - np.concatenate([[0.0], np.cumsum(shares)[:-1]])
-    return float(drawn @ reached)
 
 
 def _unfinished(pass_rate: float, positives: int, negatives: int) -> list[tuple[int, float]]:

@@ -84,28 +84,6 @@ def gvm_estimates(
     return kept / drawn, (sums / np.maximum(kept, 1)) ** (1 / power)
 
 
-def gvm_raft_weights(
-    prompts: Sequence[int] | np.ndarray, accepted: Sequence[bool] | np.ndarray, pass_rates: Numbers | None = None
-) -> np.ndarray:
-    """Return what each sample of the second stage weighs in GVM-RAFT; 0 for a rejected one.
-
-    One over the number of accepted samples of its prompt, as the paper's algorithm; with ``pass_rates``, [B] by prompt,
-    one over ``n p``, its Lemma 1, which is unbiased where p is. prompts: integer [N]; accepted: bool [N]; result:
-    float64 [N]. (Its eq. 8, read literally, accepts the best responses of an all-wrong prompt: do not.)
-    """
-    index, good = np.asarray(prompts, dtype=np.int64), np.asarray(accepted, dtype=bool)
-    if index.shape != good.shape or index.ndim != 1:
-        raise ValueError(f"prompts {list(index.shape)} and accepted {list(good.shape)} must both be [N]")
-    if pass_rates is None:
-        counts = np.bincount(index[good], minlength=int(index.max(initial=-1)) + 1).astype(np.float64)
-    else:
-        counts = np.bincount(index, minlength=len(pass_rates)) * np.asarray(pass_rates, dtype=np.float64)
-    shares = counts[index]
-    if (good & (shares <= 0)).any():
-        raise ValueError("a sample was accepted for a prompt of pass rate 0: estimates of 0 get no samples")
-    return np.where(good, 1 / np.where(shares > 0, shares, 1.0), 0.0)
-
-
 def _weights(pass_rates: Numbers, grad_norms: Numbers, alpha: float, beta: float) -> np.ndarray:
     rates, norms = np.asarray(pass_rates, dtype=np.float64), np.asarray(grad_norms, dtype=np.float64)
     if rates.shape != norms.shape or rates.ndim != 1 or not alpha >= 0 or not beta >= 2:

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from megarl import cli
+from megarl.core.sampling import Collector, SamplingRule, Uniform, ada_seq_balance, ada_seq_pos, stopping_law
+from megarl.errors import ConfigError
+from megarl.simulate import DEFAULT_RATES, Budget, arms, evaluate, moments, parse_rates, simulate
+
+
+def enumerate_moments(rule: SamplingRule, most: int, rate: float) -> np.ndarray:
+    """The same five numbers from every sequence of ``most`` rewards, through the collector that training uses."""
+    total, first, second = np.zeros(3), 0.0, 0.0
+    for rewards in itertools.product((0.0, 1.0), repeat=most):
+        chance = math.prod(rate if reward else 1 - rate for reward in rewards)
+        collector = Collector(rule, 1)
+        waiting = collector.start()
+        drawn: list[float] = []
+        while waiting:
+            ask = waiting.pop(0)
+            for sample in ask.samples:
+                drawn.append(rewards[sample])
+                waiting += collector.add(0, sample, rewards[sample])
+        trained = np.asarray(collector.select().rewards)
+        advantages = trained - np.mean(drawn)
+        gradient = float(np.mean(advantages * (trained - rate)))
+        wording = float(np.sum(advantages**2)) / len(trained) ** 2
+        total += chance * np.array([len(drawn), len(trained), len(set(drawn)) == 2])
+        first, second = first + chance * gradient, second + chance * (gradient**2 + wording)
+    return np.array([*total, second - first**2, first**2])
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 0.85])
+@pytest.mark.parametrize(
+    ("rule", "most"),
+    [
+        (Uniform(4), 4),
+        (Uniform(1), 1),
+        (Uniform(7, 4, "balance"), 7),
+        (ada_seq_pos(2, round_size=3, max_samples=8), 8),
+        (ada_seq_balance(2, round_size=2, max_samples=8), 8),
+        (ada_seq_balance(3, round_size=4, max_samples=9), 9),
+    ],
+)
+def test_moments_are_those_of_every_sequence_of_rewards(rule, most, rate):
+    np.testing.assert_allclose(moments(rule, rate), enumerate_moments(rule, most, rate), atol=1e-12)
+
+
+def test_known_numbers():
+    """Hand-computed: p = 1/4 and 3/4, groups of 4, and the laws of Ada-Seq with its defaults."""
+    rates = np.array([0.25, 0.75])
+    by_name = {arm.name: evaluate(arm, rates) for arm in arms(rates, Budget())}
+    contrast = 1 - 0.25**4 - 0.75**4
+    assert by_name["uniform 4"].contrast == pytest.approx(contrast)
+    assert by_name["uniform 4"].cost == pytest.approx(4 / contrast)
+    assert by_name["ada-seq-balance"].samples == pytest.approx(stopping_law(ada_seq_balance(), 0.25).expected_samples)
+    tenth = np.array([0.1])
+    known = {arm.name: evaluate(arm, tenth).samples for arm in arms(tenth, Budget())}
+    assert known["ada-seq-balance"] == pytest.approx(20.9625, abs=1e-4)
+    assert known["ada-seq-pos"] == pytest.approx(13.5643, abs=1e-4)
+
+
+def test_dapo_replaces_prompts_without_contrast():
+    rates = np.array([0.0, 0.5])
+    by_name = {arm.name: evaluate(arm, rates) for arm in arms(rates, Budget())}
+    uniform, dapo = by_name["uniform 8"], by_name["dapo 8"]
+    assert (dapo.trains, uniform.trains) == (1.0, uniform.contrast)
+    assert (dapo.cost, dapo.precision, dapo.samples) == (uniform.cost, uniform.precision, uniform.samples)
+    assert dapo.trained == pytest.approx(8 * uniform.contrast)
+
+
+def test_rules_that_divide_a_budget_spend_it_exactly():
+    rates = parse_rates(DEFAULT_RATES)
+    assert rates.size == 100
+    for arm in arms(rates, Budget(samples=6)):
+        if arm.name.startswith(("allotted", "ada-est", "gvm")):
+            assert evaluate(arm, rates).samples == pytest.approx(6)
+        if arm.name == "gvm":
+            assert all(rule.next_samples(0, 0, 0, 0) == 0 for rule in arm.rules[:19])  # p = 0: nothing to learn
+
+
+def test_least_variance_beats_equal_shares():
+    rates = parse_rates(DEFAULT_RATES)
+    by_name = {arm.name: evaluate(arm, rates) for arm in arms(rates, Budget())}
+    assert by_name["allotted, linear"].precision > 1.1 * by_name["uniform 8"].precision
+
+
+def test_default_rates_have_the_pass_at_k_that_their_comment_says():
+    rates = parse_rates(DEFAULT_RATES)
+    found = [round(float(np.mean(1 - (1 - rates) ** k)), 3) for k in (4, 32, 256)]
+    assert found == [0.632, 0.796, 0.81]
+
+
+@pytest.mark.parametrize("word", ["x", "1.5", "-0.1", "nan", "0.5:0", "0.5:x", "0.5:1:2", ""])
+def test_rates_that_are_none(word):
+    with pytest.raises(ConfigError, match="--rates"):
+        parse_rates([word])
+
+
+def test_prompts_that_are_never_solved_have_no_gradient(tmp_path, capsys):
+    results = {row.name: row for row in simulate(["0:6"], Budget(), tmp_path / "out.png", Console())}
+    assert all(row.contrast == row.precision == 0 for row in results.values())
+    assert results["ada-seq-pos"].samples == 32
+    assert results["dapo 8"].cost == math.inf
+    assert "inf" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--rates", "4"], "--rates 4: expected P or P:PROMPTS"),
+        (["--train-size", "1"], "--train-size 1"),
+        (["--max-samples", "3"], "--max-samples 3"),
+        (["--samples", "1"], "--samples 1"),
+        (["--round-size", "0"], "--round-size 0"),
+        (["--samples", "many"], "many"),
+        (["--run.steps", "3"], "megarl simulate reads no configuration"),
+        (["--out", "table.txt"], "expected the name of a .png file"),
+    ],
+)
+def test_a_wrong_command_line_costs_one_line(capsys, tmp_path, words, expected):
+    assert cli.main(["simulate", "--out", str(tmp_path / "out.png"), *words]) == 2
+    seen = capsys.readouterr().err.splitlines()
+    assert len(seen) == 1
+    assert expected in seen[0]
+    assert not (tmp_path / "out.png").exists()
+
+
+def test_an_output_that_cannot_be_written(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert cli.main(["simulate", "--rates", "0.5", "--out", str(tmp_path / "file" / "out.png")]) == 2
+    assert "cannot write the file" in capsys.readouterr().err
+
+
+def test_from_the_command_line(capsys, tmp_path):
+    words = ["simulate", "--rates", "0.1:3", "0.5", "--samples", "4", "--max-samples", "8"]
+    assert cli.main([*words, "--out", str(tmp_path / "deep" / "out.png")]) == 0
+    shown = capsys.readouterr().out
+    assert "4 prompts, mean pass rate 0.200" in shown
+    assert all(name in shown for name in ("ada-seq-balance", "dapo 4", "gvm"))
+    assert "…" not in shown
+    assert (tmp_path / "deep" / "out.png").read_bytes().startswith(b"\x89PNG")
