@@ -30,7 +30,7 @@ import numpy as np
 
 from megarl.core.types import SampleRequest
 from megarl.data.tiny import write_tiny_model
-from megarl.models.moe_shape import MoeShape
+from megarl.models.shapes import MoeShape
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.sglang.answers import decode_routes
 from megarl.rollout.sglang.client import ClientSettings

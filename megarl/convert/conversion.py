@@ -28,8 +28,8 @@ from megarl.convert.megatron_files import MegatronCheckpoint, Piece, parameter_s
 from megarl.convert.torch_dist import Chunk, Keys, Layers, TorchDistWriter
 from megarl.errors import CheckpointError, ConfigError, NumericsError
 from megarl.megatron.checkpoints.checkpoint import complete_checkpoints
-from megarl.models.hf_files import HFCheckpoint, check_tensors, some
-from megarl.models.hf_output import copy_model_files, pack_shards, save_tensors, shard_name, write_index
+from megarl.models.hf_reader import HFCheckpoint, check_tensors, some
+from megarl.models.hf_writer import copy_model_files, pack_shards, save_tensors, shard_name, write_index
 from megarl.models.names import LAYOUTS, hf_shapes
 from megarl.models.shapes import ModelShape, read_shape
 

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from megarl.data.files import replace_folder, sync_folder, write_atomically
 from megarl.errors import CheckpointError, ConfigError, MegarlError
 from megarl.megatron.distributed import shutdown
-from megarl.models.hf_files import MANIFEST, read_json, some
+from megarl.models.hf_reader import MANIFEST, read_json, some
 
 _WAIT = timedelta(hours=24)
 """Ranks wait for the slowest; a conversion of a large model takes hours."""

@@ -11,7 +11,7 @@ import torch
 
 from megarl.convert.torch_dist import Keys, Place, TorchDistReader
 from megarl.errors import CheckpointError
-from megarl.models.hf_files import some
+from megarl.models.hf_reader import some
 from megarl.models.names import LAYOUTS, Rule, dimensions, rules_of
 from megarl.models.shapes import ModelShape
 

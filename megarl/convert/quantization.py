@@ -25,8 +25,8 @@ from megarl.core.fp8 import BLOCK, SCALE, grid_of
 from megarl.core.fp8_errors import BlockErrors, ErrorSum, quantize_by_stripes
 from megarl.data.files import write_atomically
 from megarl.errors import CheckpointError, ConfigError, NumericsError
-from megarl.models.hf_files import HFCheckpoint, read_json
-from megarl.models.hf_output import FP8_ERRORS, copy_model_files, pack_shards, save_tensors, shard_name, write_index
+from megarl.models.hf_reader import HFCheckpoint, read_json
+from megarl.models.hf_writer import FP8_ERRORS, copy_model_files, pack_shards, save_tensors, shard_name, write_index
 from megarl.models.names import hf_shapes
 from megarl.models.shapes import read_shape
 

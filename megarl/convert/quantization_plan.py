@@ -19,7 +19,7 @@ import torch
 
 from megarl.core.fp8 import fp8_config, grid_of, is_fp8_weight
 from megarl.errors import ConfigError
-from megarl.models.hf_files import some
+from megarl.models.hf_reader import some
 
 _WEIGHT = ".weight"
 _EXPERTS = re.compile(r"(.*\.experts)\.")

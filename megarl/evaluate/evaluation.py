@@ -34,7 +34,7 @@ from megarl.evaluate.sampling import draw_lines
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.checkpoint import complete_checkpoints
 from megarl.megatron.frozen import FrozenModel
-from megarl.models.hf_files import HFCheckpoint
+from megarl.models.hf_reader import HFCheckpoint
 from megarl.rollout.engine import Engine
 from megarl.run.progress import StepProgress
 from megarl.train.engines import make_engine

@@ -19,8 +19,8 @@ from megatron.core import parallel_state
 
 from megarl.data.files import replace_folder
 from megarl.errors import CheckpointError
-from megarl.models.hf_files import HFCheckpoint, check_tensors
-from megarl.models.hf_output import copy_model_files, save_tensors, write_index
+from megarl.models.hf_reader import HFCheckpoint, check_tensors
+from megarl.models.hf_writer import copy_model_files, save_tensors, write_index
 from megarl.models.names import LAYOUTS, Rule, hf_shapes, rules_of
 from megarl.models.shapes import ModelShape
 

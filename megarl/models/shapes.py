@@ -1,4 +1,7 @@
-"""What a Hugging Face config says about a model, in Megatron's terms: one reader for each family."""
+"""The one reader of config.json: the shape of a model in Megatron's terms, and that of its routes.
+
+Light on purpose, without torch or pydantic: SGLang's processes and ``megarl plan`` read shapes too.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from megarl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A model, apart from its weights."""
+    """The architecture of a model."""
 
     family: str
-    """Key of ``name_map.FAMILIES``."""
+    """Key of ``names.FAMILIES``."""
     fields: Mapping[str, Any]
     """Values for ``TransformerConfig``, or ``MLATransformerConfig`` with ``multi_latent_attention``."""
     vocab_size: int
@@ -50,12 +53,55 @@ class ModelShape:
         return tuple(index for index, is_moe in enumerate(self.fields.get("moe_layer_freq", ())) if is_moe)
 
     def describe(self) -> dict[str, Any]:
-        """What tells the checkpoints of two models apart, as plain data."""
+        """Plain data that a checkpoint stores, to recognise a checkpoint of another model."""
         return {**self.fields, "vocab_size": self.vocab_size, "tied_embeddings": self.tied_embeddings}
 
 
-def _whole(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """What ModelShape holds beside ``fields``; ConfigError for attention that no family here has."""
+@dataclass(frozen=True, slots=True)
+class MoeShape:
+    """Which layers of a model have experts, and how many: the shape of its routing traces."""
+
+    num_layers: int
+    """All decoder layers, dense ones included."""
+    moe_layers: tuple[int, ...]
+    """0-based indices of the L MoE layers."""
+    num_experts: int
+    """E."""
+    topk: int
+    """K."""
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """0-based indices of the layers without experts."""
+        return tuple(sorted(set(range(self.num_layers)) - set(self.moe_layers)))
+
+    @staticmethod
+    def of(hf: Mapping[str, Any]) -> MoeShape:
+        """Read any config with the names of the families below; ConfigError if it describes no MoE model."""
+        experts = next((hf[name] for name in _EXPERT_COUNTS if hf.get(name)), 0)
+        topk = hf.get("num_experts_per_tok")
+        if not experts or not topk:
+            *names, last = _EXPERT_COUNTS
+            raise ConfigError(
+                f"model type {hf.get('model_type')!r} has no experts: its config.json names neither "
+                f"{', '.join(names)} nor {last} together with num_experts_per_tok"
+            )
+        num_layers, dense = hf["num_hidden_layers"], set(hf.get("mlp_only_layers") or ())
+        first, step = (
+            hf.get("first_k_dense_replace") or 0,
+            hf.get("decoder_sparse_step") or hf.get("moe_layer_freq") or 1,
+        )
+        offset = 1 if hf.get("decoder_sparse_step") else 0  # Qwen counts layers from 1, DeepSeek from 0
+        layers = (i for i in range(first, num_layers) if i not in dense and (i + offset) % step == 0)
+        return MoeShape(num_layers, tuple(layers), experts, topk)
+
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""E under the names of Qwen and OLMoE, of Mixtral, and of DeepSeek and GLM-4."""
+
+
+def _model_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of ModelShape beside ``fields``; ConfigError for sliding windows."""
     if hf.get("use_sliding_window") or (hf["model_type"] == "mixtral" and hf.get("sliding_window")):
         raise ConfigError("the model uses sliding-window attention, which is not supported")
     return {
@@ -67,14 +113,14 @@ def _whole(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings under transformers 5's names, from configs of either age."""
+    """The rotary settings under the names of transformers 5, also from older configs."""
     found = dict(hf.get("rope_parameters") or {"rope_theta": hf.get("rope_theta", 10000.0)})
     found |= hf.get("rope_scaling") or {}
     found["rope_type"] = found.get("rope_type") or found.get("type") or "default"
     return found
 
 
-def _plain_rope(hf: Mapping[str, Any]) -> None:
+def _require_plain_rope(hf: Mapping[str, Any]) -> None:
     kind = _rope(hf)["rope_type"]
     if kind != "default":
         raise ConfigError(f"rope type {kind!r} of the model is not supported; expected 'default'")
@@ -95,7 +141,7 @@ def _layers(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _grouped_attention(hf: Mapping[str, Any], *, qk_norm: bool, bias: bool) -> dict[str, Any]:
-    _plain_rope(hf)
+    _require_plain_rope(hf)
     return {
         "num_query_groups": hf["num_key_value_heads"],
         "kv_channels": hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
@@ -105,43 +151,41 @@ def _grouped_attention(hf: Mapping[str, Any], *, qk_norm: bool, bias: bool) -> d
 
 
 def _softmax_experts(hf: Mapping[str, Any], *, width: int, normalised: bool) -> dict[str, Any]:
-    layers, step = hf["num_hidden_layers"], hf.get("decoder_sparse_step", 1)
-    dense = set(hf.get("mlp_only_layers") or ())
+    # A softmax over the chosen logits equals one over all logits, normalised again over the chosen.
+    return {**_experts(hf, width), "moe_router_pre_softmax": not normalised}
+
+
+def _experts(hf: Mapping[str, Any], width: int) -> dict[str, Any]:
+    moe = MoeShape.of(hf)
     return {
         "moe_ffn_hidden_size": width,
-        "num_moe_experts": hf.get("num_experts") or hf["num_local_experts"],
-        "moe_router_topk": hf["num_experts_per_tok"],
-        # softmax over the chosen logits equals softmax over all, renormalised over the chosen
-        "moe_router_pre_softmax": not normalised,
-        "moe_layer_freq": [int(i not in dense and (i + 1) % step == 0) for i in range(layers)],
+        "num_moe_experts": moe.num_experts,
+        "moe_router_topk": moe.topk,
+        "moe_layer_freq": [int(layer in moe.moe_layers) for layer in range(moe.num_layers)],
     }
 
 
 def _sigmoid_experts(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSeek-V3's router: sigmoid, a bias that only chooses, groups, shared experts, dense first layers."""
+    """DeepSeek-V3's router: sigmoid scores, a bias for the choice alone, expert groups, shared experts."""
     topk, groups, chosen = hf["num_experts_per_tok"], hf.get("n_group") or 1, hf.get("topk_group") or 1
     if hf.get("scoring_func", "sigmoid") != "sigmoid" or not hf.get("norm_topk_prob", True) or topk < 2:
         raise ConfigError(
             f"the model's router has scoring_func {hf.get('scoring_func', 'sigmoid')!r}, norm_topk_prob "
             f"{hf.get('norm_topk_prob', True)} and top-{topk}; expected 'sigmoid', true and at least 2 experts"
         )
-    if groups > 1 and topk // chosen != 2:  # the model ranks groups by two experts, Megatron by topk // topk_group
+    if groups > 1 and topk // chosen != 2:  # the model ranks groups by 2 experts, Megatron by topk // topk_group
         raise ConfigError(
             f"the model chooses {topk} experts from {chosen} groups, expected twice as many experts as groups: "
             "Megatron ranks groups by another number of experts"
         )
-    first, step = hf.get("first_k_dense_replace") or 0, hf.get("moe_layer_freq") or 1
     return {
-        "moe_ffn_hidden_size": hf["moe_intermediate_size"],
-        "num_moe_experts": hf.get("n_routed_experts") or hf["num_local_experts"],
-        "moe_router_topk": topk,
+        **_experts(hf, hf["moe_intermediate_size"]),
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_num_groups": groups if groups > 1 else None,
         "moe_router_group_topk": chosen if groups > 1 else None,
         "moe_router_topk_scaling_factor": hf.get("routed_scaling_factor") or 1.0,
         "moe_shared_expert_intermediate_size": hf["moe_intermediate_size"] * (hf.get("n_shared_experts") or 0) or None,
-        "moe_layer_freq": [int(i >= first and i % step == 0) for i in range(hf["num_hidden_layers"])],
     }
 
 
@@ -149,31 +193,31 @@ def _qwen3_moe(hf: Mapping[str, Any]) -> ModelShape:
     """Qwen3-MoE: GQA with per-head q/k norms, softmax top-k routing, optional dense layers."""
     experts = _softmax_experts(hf, width=hf["moe_intermediate_size"], normalised=hf.get("norm_topk_prob", False))
     attention = _grouped_attention(hf, qk_norm=True, bias=hf.get("attention_bias", False))
-    return ModelShape("qwen3_moe", {**_layers(hf), **attention, **experts}, **_whole(hf))
+    return ModelShape("qwen3_moe", {**_layers(hf), **attention, **experts}, **_model_settings(hf))
 
 
 def _qwen3(hf: Mapping[str, Any]) -> ModelShape:
-    """Qwen3: the same without experts."""
+    """Qwen3: Qwen3-MoE without experts."""
     attention = _grouped_attention(hf, qk_norm=True, bias=hf.get("attention_bias", False))
-    return ModelShape("qwen3", {**_layers(hf), **attention}, **_whole(hf))
+    return ModelShape("qwen3", {**_layers(hf), **attention}, **_model_settings(hf))
 
 
 def _qwen2_moe(hf: Mapping[str, Any]) -> ModelShape:
-    """Qwen1.5/2-MoE: GQA with biases, softmax top-k routing, one shared expert behind a gate of its own."""
+    """Qwen1.5/2-MoE: GQA with biases, softmax top-k routing, one shared expert with a gate."""
     experts = _softmax_experts(hf, width=hf["moe_intermediate_size"], normalised=hf.get("norm_topk_prob", False))
     shared = {
         "moe_shared_expert_intermediate_size": hf["shared_expert_intermediate_size"],
         "moe_shared_expert_gate": True,
     }
     attention = _grouped_attention(hf, qk_norm=False, bias=hf.get("qkv_bias", True))
-    return ModelShape("qwen2_moe", {**_layers(hf), **attention, **experts, **shared}, **_whole(hf))
+    return ModelShape("qwen2_moe", {**_layers(hf), **attention, **experts, **shared}, **_model_settings(hf))
 
 
 def _mixtral(hf: Mapping[str, Any]) -> ModelShape:
     """Mixtral: GQA, softmax over the chosen experts, no dense layers."""
     experts = _softmax_experts(hf, width=hf["intermediate_size"], normalised=True)
     attention = _grouped_attention(hf, qk_norm=False, bias=False)
-    return ModelShape("mixtral", {**_layers(hf), **attention, **experts}, **_whole(hf))
+    return ModelShape("mixtral", {**_layers(hf), **attention, **experts}, **_model_settings(hf))
 
 
 def _olmoe(hf: Mapping[str, Any]) -> ModelShape:
@@ -182,7 +226,7 @@ def _olmoe(hf: Mapping[str, Any]) -> ModelShape:
         raise ConfigError(f"the model clips queries, keys and values at {hf['clip_qkv']}, which is not supported")
     experts = _softmax_experts(hf, width=hf["intermediate_size"], normalised=hf.get("norm_topk_prob", False))
     attention = _grouped_attention(hf, qk_norm=True, bias=hf.get("attention_bias", False))
-    return ModelShape("olmoe", {**_layers(hf), **attention, **experts}, norm_over_heads=True, **_whole(hf))
+    return ModelShape("olmoe", {**_layers(hf), **attention, **experts}, norm_over_heads=True, **_model_settings(hf))
 
 
 def _glm4_moe(hf: Mapping[str, Any]) -> ModelShape:
@@ -190,7 +234,7 @@ def _glm4_moe(hf: Mapping[str, Any]) -> ModelShape:
     percent = _rope(hf).get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
     attention = _grouped_attention(hf, qk_norm=hf.get("use_qk_norm", False), bias=hf.get("attention_bias", False))
     fields = {**_layers(hf), **attention, **_sigmoid_experts(hf)}
-    return ModelShape("glm4_moe", fields, rotary_percent=percent, **_whole(hf))
+    return ModelShape("glm4_moe", fields, rotary_percent=percent, **_model_settings(hf))
 
 
 def _deepseek_v3(hf: Mapping[str, Any]) -> ModelShape:
@@ -210,8 +254,10 @@ def _deepseek_v3(hf: Mapping[str, Any]) -> ModelShape:
         "v_head_dim": hf["v_head_dim"],
         **_latent_rope(hf),
     }
-    latent = {"latent_norm_epsilon": 1e-6}  # fixed in the model's code, whatever rms_norm_eps says
-    return ModelShape("deepseek_v3", {**_layers(hf), **attention, **_sigmoid_experts(hf)}, **latent, **_whole(hf))
+    latent = {"latent_norm_epsilon": 1e-6}  # a constant in the model's code, not rms_norm_eps
+    return ModelShape(
+        "deepseek_v3", {**_layers(hf), **attention, **_sigmoid_experts(hf)}, **latent, **_model_settings(hf)
+    )
 
 
 def _latent_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -277,4 +323,4 @@ def read_shape(model_path: str | Path) -> ModelShape:
 
 
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-"""What every config says."""
+"""Sizes that every config must have."""

@@ -23,7 +23,7 @@ from megarl.convert.quantization import Options, Quantized, quantize, read_error
 from megarl.convert.quantization_plan import is_misread
 from megarl.core.fp8 import is_fp8_weight, quantize_fp8
 from megarl.errors import ConfigError
-from megarl.models.hf_files import HFCheckpoint
+from megarl.models.hf_reader import HFCheckpoint
 
 
 @pytest.fixture(scope="module")

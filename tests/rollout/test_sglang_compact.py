@@ -15,7 +15,7 @@ import pytest
 
 from megarl.core.routing import RoutingTrace, encode
 from megarl.errors import TraceError
-from megarl.models.moe_shape import MoeShape
+from megarl.models.shapes import MoeShape
 from megarl.rollout.sglang.answers import decode_routes
 from megarl.rollout.sglang.plugin.compact import HEADER, Ask, compact, is_compact
 from megarl.rollout.sglang.server import PLUGIN

@@ -24,7 +24,7 @@ from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_se
 
 from megarl.core.types import SampleRequest
 from megarl.errors import ConfigError, RolloutError, WeightSyncError
-from megarl.models.moe_shape import MoeShape
+from megarl.models.shapes import MoeShape
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.sglang.answers import parse_answer
 from megarl.rollout.sglang.client import ClientSettings

@@ -23,7 +23,7 @@ from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_se
 from megarl.core.turns import join, known_rows
 from megarl.core.types import SampleRequest
 from megarl.errors import RolloutError
-from megarl.models.moe_shape import MoeShape
+from megarl.models.shapes import MoeShape
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.sglang.answers import decode_routes
 from megarl.rollout.sglang.client import ClientSettings

@@ -19,7 +19,7 @@ from sglang_fixtures import START_DEADLINE_S
 from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_sets
 
 from megarl.core.types import Rollout, SampleRequest
-from megarl.models.moe_shape import MoeShape
+from megarl.models.shapes import MoeShape
 from megarl.rollout.sglang import server as sglang_server
 from megarl.rollout.sglang.answers import parse_answer
 from megarl.rollout.sglang.server import Server, ServerSpec

@@ -12,7 +12,7 @@ from transformers import DeepseekV3Config, Glm4MoeConfig, MixtralConfig, OlmoeCo
 
 from megarl.core.types import SampleRequest
 from megarl.errors import ConfigError, RolloutError, TraceError
-from megarl.models.moe_shape import MoeShape
+from megarl.models.shapes import MoeShape
 from megarl.rollout.sglang.answers import decode_routes, parse_answer
 
 SHAPE = MoeShape(num_layers=4, moe_layers=(1, 2, 3), num_experts=8, topk=2)

@@ -17,7 +17,7 @@ import numpy as np
 from megarl.core.routing import RoutingTrace, decode
 from megarl.core.types import FinishReason, Rollout, SampleRequest
 from megarl.errors import RolloutError, TraceError
-from megarl.models.moe_shape import MoeShape
+from megarl.models.shapes import MoeShape
 from megarl.rollout.sglang.plugin.compact import is_compact
 
 _FINISH: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}

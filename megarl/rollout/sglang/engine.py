@@ -12,7 +12,7 @@ import torch
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import ConfigError, MegarlError, RolloutError, WeightSyncError
-from megarl.models.moe_shape import MoeShape
+from megarl.models.shapes import MoeShape
 from megarl.rollout.engine import SamplingParams, Session, one_each, response_limit
 from megarl.rollout.sglang.answers import parse_answer
 from megarl.rollout.sglang.client import ClientSettings, SGLangClient

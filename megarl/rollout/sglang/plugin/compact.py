@@ -20,7 +20,7 @@ from megarl.core.routing.trace import RoutingTrace
 from megarl.errors import TraceError
 
 if TYPE_CHECKING:  # the server's side needs no model
-    from megarl.models.moe_shape import MoeShape
+    from megarl.models.shapes import MoeShape
 
 HEADER = "megarl-routes"
 VERSION = 1

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from megarl.data.files import model_files
-from megarl.models.hf_files import INDEX, MANIFEST
+from megarl.models.hf_reader import INDEX, MANIFEST
 
 FP8_ERRORS = "fp8_errors.json"
 """What a folder with FP8 blocks says about the errors of each tensor."""
