@@ -405,13 +405,13 @@ def test_a_server_that_is_back_with_wrong_weights_samples_nothing(
     fleet.update(weights[0].items(), 0, WeightForm(torch.float32))
     assert asked.index("weights_checker") < asked.index("continue_generation")
     asked.clear()
-    fleet._revive(member)
+    fleet._restart(member)
     assert asked.index("weights_checker") < asked.index("continue_generation")
     assert "is back with weights 0" in told[-1]
 
     asked.clear()
     fleet._checksums = [dict.fromkeys(rank, "0") for rank in fleet._checksums or []]
-    fleet._revive(member)
+    fleet._restart(member)
     assert "holds other weights than the first server" in told[-1]
     assert "continue_generation" not in asked
     assert member.sender is not None

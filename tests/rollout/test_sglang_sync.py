@@ -154,9 +154,9 @@ class TestAServerThatCannotStart:
         for _ in range(40):
             while member.process.alive:
                 pass
-            if not fleet._needs_revival(member):
+            if not fleet._needs_restart(member):
                 break
-            fleet._revive(member)
+            fleet._restart(member)
         assert member.restarts == 3
         assert [line for line in told if "starting it again" in line] == [
             f"{member.url} is dead: starting it again (restart {number})" for number in (1, 2)
@@ -173,7 +173,7 @@ class TestAServerThatCannotStart:
             pass
         (tmp_path / "log").unlink()
         (tmp_path / "log").mkdir()  # what is opened here is refused, as on a full disk
-        fleet._revive(member)
+        fleet._restart(member)
         assert "could not be started again" in told[-1]
         assert "Is a directory" in told[-1]
         fleet.close()
@@ -223,9 +223,9 @@ class TestAServerThatIsStuck:
     def test_it_is_killed_when_it_has_been_silent_for_too_long(self, fleet: Fleet, told: list[str]):
         (member,) = fleet._members
         assert member.process is not None
-        assert not fleet._needs_revival(member)
+        assert not fleet._needs_restart(member)
         time.sleep(0.3)
-        assert fleet._needs_revival(member)
+        assert fleet._needs_restart(member)
         assert not member.process.alive
         assert told == [f"{member.url} has not answered for 0 s: killed"]
 
@@ -238,11 +238,11 @@ class TestAServerThatIsStuck:
         assert member.process is not None
         started = time.monotonic()
         while time.monotonic() < started + 1.0:
-            assert not fleet._needs_revival(member)
+            assert not fleet._needs_restart(member)
             time.sleep(0.02)
         assert 2 <= len(checks) <= 4
         member.process.kill()
-        assert fleet._needs_revival(member)  # at once
+        assert fleet._needs_restart(member)  # at once
 
     def test_it_is_spared_during_an_update(self, fleet: Fleet):
         """A paused server answers no health check either."""
@@ -250,7 +250,7 @@ class TestAServerThatIsStuck:
         assert member.process is not None
         fleet._updating.set()
         for _ in range(3):
-            assert not fleet._needs_revival(member)
+            assert not fleet._needs_restart(member)
             time.sleep(0.2)
         assert member.process.alive
 
@@ -292,6 +292,6 @@ def test_a_server_that_failed_to_come_back_does_not_end_the_next_update(
     for name in ("start", "wait_ready", "kill"):
         monkeypatch.setattr(server, name, lambda *_: None)
     monkeypatch.setattr(Server, "alive", property(lambda _: False))
-    fleet._revive(member)
+    fleet._restart(member)
     with pytest.raises(WeightSyncError, match="tensors are missing"):
         fleet.update([], 1, WeightForm(torch.float32))
