@@ -44,6 +44,40 @@ prompt, tool output and padding are in no sum. $R$ reward, $\bar R$ and $\sigma$
 the group of $G$ responses, $N$ responses that are not empty.
 """
 
+OWN = r"""## Your own
+
+`train.objective = "my_module:mine"` names an object in a module beside the configuration file or on `PYTHONPATH`.
+
+**A record**: a combination of the parts below.
+
+```python
+from dataclasses import replace
+from megarl.core.objectives import OBJECTIVES
+
+mine = replace(OBJECTIVES["grpo"], cap=2.0, eps_high=0.28)
+```
+
+**A function** of the batch's columns (`megarl.core.objectives.TokenColumns`), for what no combination gives. It returns
+$M_t W_t A_t$ for every token:
+
+```python
+def mine(columns):
+    weight = (columns.logprobs - columns.rollout_logprobs).exp().clamp(max=2.0)
+    return weight * columns.advantages
+```
+
+megarl divides the result by $D$, and uses it without gradient. It ignores the values of tokens that do not train.
+Everything that the function does not compute is set by `objective_overrides`:
+
+- `advantage`, `selection`, `std_ddof`, `std_eps`: what `columns.advantages` are (default: reward minus the group's
+  mean) and which responses train;
+- `aggregation`, `norm_length`: the denominator $D$ (default `seq-mean-token-sum`);
+- `kl`, `kl_coef`, `kl_horizon`: a KL to the reference policy. Only then `columns.ref_logprobs` is there.
+
+The function always gets whole sequences, those of one micro-batch. To log metrics, return `Coefficients(values,
+metrics)`, where the metrics are `megarl.core.metrics.Stat`.
+"""
+
 NOTES = r"""## What the sources get wrong, or leave open
 
 - **minirl**: the text of the paper says "group-normalized", its formula subtracts the mean only, and so does the row.
@@ -222,7 +256,7 @@ def all_parts() -> str:
 
 
 def document() -> str:
-    return "\n".join([INTRODUCTION, rows(), all_parts(), NOTES])
+    return "\n".join([INTRODUCTION, rows(), OWN, all_parts(), NOTES])
 
 
 def main() -> int:

@@ -10,6 +10,8 @@ Nothing here imports torch or Megatron, so that a wrong file is reported at once
 from __future__ import annotations
 
 import difflib
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -21,6 +23,7 @@ from megarl.config import megatron_fields
 from megarl.config.engines import EngineKind, engine_kind
 from megarl.config.launch import LaunchConfig
 from megarl.config.megatron_fields import REPLAY_BLOCKERS, ReplayBlocker, replay_blockers
+from megarl.config.plugs import load_plug
 from megarl.config.sampling import CreditConfig, EnvironmentConfig, EstimateConfig, GvmConfig, SamplingConfig
 from megarl.config.table import Count, NonNegative, Table
 from megarl.core.choices.credit import Credit
@@ -280,13 +283,43 @@ class SGLangConfig(Table):
     """Restarts of a server that dies; those at urls are not restarted."""
 
 
+_AROUND_A_FUNCTION = replace(OBJECTIVES["minirl"], weight="none", mask="none", cap=None)
+"""What a function does not compute: advantages (group mean), denominator (sequences), KL (none)."""
+_PARTS_AROUND = (
+    "advantage",
+    "selection",
+    "std_ddof",
+    "std_eps",
+    "aggregation",
+    "norm_length",
+    "kl",
+    "kl_coef",
+    "kl_horizon",
+)
+
+
+def _check_function(name: str, function: object) -> None:
+    if not callable(function):
+        raise ConfigError(
+            f"objective: found {type(function).__name__} at {name!r}, expected an Objective or a function of columns"
+        )
+    signature = inspect.signature(function)
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise ConfigError(
+            f"objective: the function {name!r} has the parameters {signature} ({error}), expected (columns)"
+        ) from None
+
+
 class TrainConfig(Table):
     """[train]: the objective and how a step is split."""
 
     objective: str = "minirl"
-    """Name of a row of the table in docs/objectives.md."""
+    """A row of the table in docs/objectives.md, or your own, "package.module:name": an Objective, or a function of the
+    batch's columns."""
     objective_overrides: dict[str, Any] = {}
-    """Parts of the objective to replace, e.g. eps_low = 0.1; the string "off" stands for None."""
+    """Parts of the objective to replace, e.g. eps_low = 0.1; the string "off" stands for None. A function has fewer."""
     mini_batches: PositiveInt = 1
     """Optimizer steps N per global step, each on an equal share of the responses."""
     micro_batch_tokens: PositiveInt = 16384
@@ -310,18 +343,39 @@ class TrainConfig(Table):
         return {key: None if value == "off" else value for key, value in self.objective_overrides.items()}
 
     @property
+    def _named(self) -> Any:
+        """What ``objective`` names: an Objective or a function."""
+        if self.objective in OBJECTIVES:
+            return OBJECTIVES[self.objective]
+        return load_plug("objective", self.objective, f"one of {', '.join(OBJECTIVES)}")
+
+    @property
     def resolved_objective(self) -> Objective:
-        """The named objective with its parts replaced; ConfigError if they do not go together."""
-        return replace(OBJECTIVES[self.objective], **self.objective_parts)
+        """The objective with its parts replaced; of a function what it does not compute. ConfigError if parts do not
+        go together."""
+        named = self._named
+        return replace(named if isinstance(named, Objective) else _AROUND_A_FUNCTION, **self.objective_parts)
+
+    @property
+    def objective_function(self) -> Callable[[Any], Any] | None:
+        """The user's function of the columns, if the objective is one; see ``megarl.core.objectives.functions``."""
+        named = self._named
+        return None if isinstance(named, Objective) else named
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
-        if self.objective not in OBJECTIVES:
-            raise ValueError(f"objective: found {self.objective!r}, expected one of {', '.join(OBJECTIVES)}")
+        function = self.objective_function
+        if function is not None:
+            _check_function(self.objective, function)
         for key, value in self.objective_overrides.items():
             if key not in OBJECTIVE_PARTS:
                 close = difflib.get_close_matches(key, OBJECTIVE_PARTS, n=1) or OBJECTIVE_PARTS
                 raise ValueError(f"objective_overrides.{key}: unknown part; did you mean {' or '.join(close)}?")
+            if function is not None and key not in _PARTS_AROUND:
+                raise ValueError(
+                    f"objective_overrides.{key}: found with the function {self.objective!r}, which computes weight and "
+                    f"mask itself; expected one of {', '.join(_PARTS_AROUND)}"
+                )
             if not isinstance(value, (bool, int, float, str)):
                 raise ValueError(f"objective_overrides.{key}: found {value!r}, expected a number, a string or a bool")
         try:

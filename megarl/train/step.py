@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from megatron.core import parallel_state
 from megarl.config import Config
 from megarl.core.diagnostics import entropy_stat, mismatch_metrics
 from megarl.core.metrics import Stat, merge
-from megarl.core.objectives import Objective, coefficients, mini_batch_power
+from megarl.core.objectives import Objective, coefficients, function_coefficients, mini_batch_power
 from megarl.core.objectives.columns import Denominators, TokenColumns
 from megarl.core.packing import pack, without_routes
 from megarl.core.routing import Disagreement
@@ -71,6 +72,8 @@ class TrainStep:
         self.config = config
         self.policy = policy
         self.objective = objective
+        function = config.train.objective_function
+        self._coefficients = coefficients if function is None else partial(function_coefficients, function)
         self.reference = Reference(policy, config.reference_path) if objective.needs_ref_logprobs else None
         self.keeps_native_routes = False
         self._updates = 0
@@ -197,7 +200,7 @@ class TrainStep:
             index: int, batch: TrainBatch, logprobs: torch.Tensor, entropies: torch.Tensor
         ) -> tuple[torch.Tensor, dict[str, Stat]]:
             columns = _columns(mini, index, batch, logprobs)
-            found = coefficients(self.objective, columns, mini.denominators, power=power)
+            found = self._coefficients(self.objective, columns, mini.denominators, power=power)
             metrics = {**found.metrics, "entropy": entropy_stat(entropies, columns.loss_mask)}
             if first_sight:
                 mini.metrics = merge([mini.metrics, self._mismatch(batch, logprobs, entropies)])

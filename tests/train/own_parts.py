@@ -1,12 +1,17 @@
-"""What a user may write in a module of their own: an engine and objectives."""
+"""What a user may write in a module of their own: engines and objectives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from megarl.config import Config
 from megarl.config.engines import EngineKind
+from megarl.core.metrics import Stat
+from megarl.core.objectives import OBJECTIVES, Coefficients, TokenColumns
 from megarl.core.types import Rollout, SampleRequest
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.local.engine import LocalEngine
@@ -41,3 +46,24 @@ counting = EngineKind(make_counting_engine, routes=True, resumable=True)
 named = EngineKind("own_parts:make_counting_engine", routes=True)
 without_routes = EngineKind(make_counting_engine)
 not_an_engine = 1
+
+
+my_grpo = replace(OBJECTIVES["grpo"], eps_high=0.28)
+
+
+def truncated(columns: TokenColumns) -> torch.Tensor:
+    """The weight of minirl and its advantage, without its mask."""
+    weight = (columns.logprobs - columns.rollout_logprobs).exp().clamp(max=5.0)
+    return weight * columns.advantages
+
+
+def minirl(columns: TokenColumns) -> Coefficients:
+    """All of minirl, with a metric of its own."""
+    ratio = (columns.logprobs - columns.old_logprobs).exp()
+    outside = ((columns.advantages > 0) & (ratio > 1.27)) | ((columns.advantages < 0) & (ratio < 0.8))
+    values = torch.where(outside, 0.0, truncated(columns))
+    return Coefficients(values, {"own/outside": Stat.mean(outside, columns.loss_mask)})
+
+
+def two_arguments(columns: TokenColumns, more: int) -> torch.Tensor:
+    return columns.advantages * more

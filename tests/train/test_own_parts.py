@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import own_parts
 import pytest
 from train_world import World
 
+from megarl.config import OBJECTIVES
 from megarl.errors import ConfigError
 from megarl.run.metrics_log import read_metrics, without_timing
 from megarl.train.loop import train
@@ -44,4 +48,57 @@ def test_an_own_engine_trains_as_the_engine_that_it_wraps(
 def test_an_own_engine_that_cannot_is_refused(world: World, changes: dict[str, object], told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         world.settings(**{"rollout__fp8_rounding": False, **changes})
+    assert told in str(caught.value)
+
+
+def records(world: World, folder: Path, objective: str, **overrides: Any) -> list[dict[str, Any]]:
+    """The records of a run of one step with two updates."""
+    train(world.settings(run__dir=str(folder), run__steps=1, train__objective=objective, **overrides))
+    return without_timing(read_metrics(folder / "metrics.jsonl"))
+
+
+def test_an_own_objective_trains_as_the_same_row_of_the_table(world: World, tmp_path: Path) -> None:
+    own = records(world, tmp_path / "own", "own_parts:my_grpo", train__objective_overrides={"eps_low": 0.1})
+    row = records(world, tmp_path / "row", "grpo", train__objective_overrides={"eps_low": 0.1, "eps_high": 0.28})
+    assert own == row
+
+
+def test_an_own_function_trains_as_the_row_that_it_computes(world: World, tmp_path: Path) -> None:
+    own, row = (records(world, tmp_path / str(len(name)), name) for name in ("own_parts:minirl", "minirl"))
+    computed = [(record["loss"], record["grad_norm"]) for record in own if record["kind"] == "minibatch"]
+    assert computed == [(record["loss"], record["grad_norm"]) for record in row if record["kind"] == "minibatch"]
+    assert all("own/outside" in record for record in own if record["kind"] == "minibatch")
+
+
+def test_what_a_function_does_not_compute_is_set_by_parts(world: World) -> None:
+    changes = {"advantage": "grpo", "aggregation": "token-mean"}
+    settings = world.settings(train__objective="own_parts:truncated", train__objective_overrides=changes)
+    expected = replace(OBJECTIVES["minirl"], weight="none", mask="none", cap=None, **changes)
+    assert settings.train.resolved_objective == expected
+    assert settings.train.objective_function is own_parts.truncated
+    assert settings.warnings == ()
+    assert world.settings(train__objective="own_parts:my_grpo").train.objective_function is None
+
+
+@pytest.mark.parametrize(
+    ("objective", "overrides", "told"),
+    [
+        ("no_such_module:f", {}, "train.objective: found 'no_such_module:f', but cannot import"),
+        ("own_parts:nothing", {}, "own_parts.py has nothing named 'nothing'"),
+        (
+            "own_parts:not_an_engine",
+            {},
+            "train.objective: found int at 'own_parts:not_an_engine', expected an Obj",
+        ),
+        ("own_parts:two_arguments", {}, "has the parameters (columns: 'TokenColumns', more: 'int')"),
+        ("own_parts:truncated", {"cap": 2.0}, "train.objective_overrides.cap: found with the function"),
+        ("own_parts:truncated", {"kl": "k3"}, "need a kl_coef above 0"),
+        ("own_parts:my_grpo", {"kl": "k3"}, "need a kl_coef above 0"),
+    ],
+)
+def test_an_own_objective_that_is_none_is_refused(
+    world: World, objective: str, overrides: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        world.settings(train__objective=objective, train__objective_overrides=overrides)
     assert told in str(caught.value)

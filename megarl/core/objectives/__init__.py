@@ -1,13 +1,15 @@
 """Objectives: from the columns of a batch to one coefficient per token.
 
 The way through: ``columns`` (inputs, checked) -> ``weights`` (importance weight, trust mask, KL) -> ``loss`` (the one
-equation). ``process_rewards`` are advantages per step of a response. The records themselves (``Objective``, its parts,
-the named rows) are in ``megarl.core.choices``, which imports no torch.
+equation). ``functions`` does the same for a function of the user. ``process_rewards`` are advantages per step of a
+response. The records themselves (``Objective``, its parts, the named rows) are in ``megarl.core.choices``, which
+imports no torch.
 """
 
 from megarl.core.choices.parts import Objective
 from megarl.core.choices.table import OBJECTIVES
 from megarl.core.objectives.columns import Denominators, TokenColumns
+from megarl.core.objectives.functions import function_coefficients
 from megarl.core.objectives.loss import (
     Coefficients,
     coefficients,
@@ -26,6 +28,7 @@ __all__ = [
     "Objective",
     "TokenColumns",
     "coefficients",
+    "function_coefficients",
     "mini_batch_power",
     "policy_loss",
     "selected_responses",
