@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.errors import ConfigError
 from megarl.megatron.distributed import largest, model_group
-from megarl.megatron.hf_weights import unwrap
+from megarl.megatron.model import unwrap
 from megarl.megatron.policy import Policy
 
 EMBEDDING, OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"

@@ -103,6 +103,16 @@ def dp_size() -> int:
     return parallel_state.get_data_parallel_world_size()
 
 
+def tp_position() -> tuple[int, int]:
+    """(size of this rank's tensor-parallel group, this rank in it)."""
+    return parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+
+
+def cp_position() -> tuple[int, int]:
+    """(size of this rank's context-parallel group, this rank in it)."""
+    return parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+
+
 def model_group() -> dist.ProcessGroup:
     """The ranks that hold one copy of the model and so train on the same batch (tensor x context x pipeline)."""
     if parallel_state.get_context_parallel_world_size() == 1:
@@ -181,6 +191,15 @@ def collect_metrics(statistics: Mapping[str, Stat]) -> dict[str, Stat] | None:
     return merge(gathered) if gathered is not None else None
 
 
+def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[...] of each rank of a group -> [group size, ...] in rank order, without gradient. All shapes must be equal."""
+    if group.size() == 1:
+        return tensor[None]
+    found = tensor.new_empty((group.size(), *tensor.shape))
+    dist.all_gather(list(found.unbind()), tensor.contiguous(), group=group)  # into its place: no second copy
+    return found
+
+
 def gather_bytes(mine: np.ndarray, group: dist.ProcessGroup) -> list[np.ndarray]:
     """The uint8 arrays of a group's ranks, of any lengths, in rank order, on each of them: as tensors, not pickled."""
     if group.size() == 1:
@@ -191,9 +210,7 @@ def gather_bytes(mine: np.ndarray, group: dist.ProcessGroup) -> list[np.ndarray]
     dist.all_reduce(sizes, group=group)
     longest = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=device)
     longest[: len(mine)] = torch.from_numpy(np.ascontiguousarray(mine)).to(device)
-    parts = [torch.empty_like(longest) for _ in range(group.size())]
-    dist.all_gather(parts, longest, group=group)
-    return [part[:size].cpu().numpy() for part, size in zip(parts, sizes.tolist(), strict=True)]
+    return [part[:size].cpu().numpy() for part, size in zip(all_gather(longest, group), sizes.tolist(), strict=True)]
 
 
 def gather_rollouts(mine: Sequence[Rollout]) -> list[Rollout]:
@@ -207,6 +224,5 @@ def gather_rows(rows: np.ndarray) -> np.ndarray:
     most = largest(len(rows), dist.group.WORLD)
     mine = torch.full((most + 1, rows.shape[1]), float(len(rows)), dtype=torch.float64, device=device)
     mine[1 : len(rows) + 1] = torch.from_numpy(rows).to(device)
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, mine)
-    return torch.cat([part[1 : int(part[0, 0]) + 1] for part in parts]).cpu().numpy()
+    parts = all_gather(mine, dist.group.WORLD).cpu().numpy()
+    return np.concatenate([part[1 : int(part[0, 0]) + 1] for part in parts])

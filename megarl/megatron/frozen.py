@@ -1,4 +1,4 @@
-"""A model that only gives its weights away: what evaluation builds of a checkpoint."""
+"""Models that are never trained: the reference policy, and the model of a checkpoint for evaluation."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from megatron.core.transformer.module import Float16Module
 
-from megarl.config import Config, megatron_fields
+from megarl.config import Config
+from megarl.errors import ConfigError
 from megarl.megatron.checkpoints import checkpoint
-from megarl.megatron.config_errors import as_config_error
-from megarl.megatron.hf_weights import export_hf
-from megarl.megatron.model import build_model, transformer_config
-from megarl.megatron.policy import DTYPES, layout_fields
-from megarl.models.shapes import read_shape
+from megarl.megatron.hf_weights import export_hf, load_hf
+from megarl.megatron.passes import forward
+from megarl.megatron.passes.micro_batches import MicroBatch
+from megarl.megatron.policy import Policy, build_chunks
+from megarl.models.shapes import ModelShape, read_shape
 
 
 class FrozenModel:
-    """The model of a checkpoint on this rank's share of a layout, without optimizer, gradients or routing replay.
+    """The model of a checkpoint in this run's layout, without optimizer, gradients or routing replay.
 
     ``model.path`` gives the architecture, ``checkpoint_path`` (a step folder) the weights, whatever layout wrote them.
     Needs ``distributed.initialize``; construction is a collective call. Raises ConfigError for settings that Megatron
@@ -27,20 +27,49 @@ class FrozenModel:
 
     def __init__(self, config: Config, checkpoint_path: Path) -> None:
         self.shape = read_shape(config.model.path)
-        overrides = megatron_fields.realize(
-            "TransformerConfig", megatron_fields.check(config.megatron)["TransformerConfig"]
-        )
-        with as_config_error("build the model", config.megatron):
-            megatron_config = transformer_config(
-                self.shape, {**layout_fields(config), **overrides}, DTYPES[config.model.dtype]
-            )
-            chunks: Sequence[torch.nn.Module] = build_model(self.shape, megatron_config)
-        if config.model.dtype != "fp32":
-            chunks = [Float16Module(megatron_config, chunk) for chunk in chunks]
-        self.chunks = [chunk.requires_grad_(False) for chunk in chunks]
+        _, self.chunks = build_chunks(config, self.shape)
+        _freeze(self.chunks)
         self.step = checkpoint.load_weights(checkpoint_path, self.chunks, self.shape)
         """Global steps that the weights have seen."""
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights under their Hugging Face names, on every rank; a collective call."""
         return export_hf(self.chunks, self.shape)
+
+
+class Reference:
+    """The reference policy: the weights of a Hugging Face checkpoint in the policy's layout.
+
+    It never changes, so a resumed run has the same reference as the run that it continues. Construction is a collective
+    call. Raises ConfigError if the checkpoint is not of the policy's architecture.
+    """
+
+    def __init__(self, policy: Policy, path: str | Path) -> None:
+        _check_architecture(path, policy.shape)
+        _, self.chunks = build_chunks(policy.config, policy.shape)
+        _freeze(self.chunks)
+        load_hf(self.chunks, policy.shape, path)
+        self._vocab_size = policy.shape.vocab_size
+        self._temperature = policy.config.rollout.temperature
+
+    def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """fp32 [T] per micro-batch on the last pipeline stage, an empty list elsewhere; a collective call."""
+        outputs = forward.run(self.chunks, micro_batches, temperature=self._temperature, vocab_size=self._vocab_size)
+        return [output.logprobs for output in outputs]
+
+
+def _freeze(chunks: Sequence[torch.nn.Module]) -> None:
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+
+
+def _check_architecture(path: str | Path, expected: ModelShape) -> None:
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError(f"model.reference: {path} holds no config.json; expected a Hugging Face checkpoint folder")
+    found = read_shape(path)
+    for name in ("fields", "vocab_size", "rotary_base", "tied_embeddings"):
+        if getattr(found, name) != getattr(expected, name):
+            raise ConfigError(
+                f"model.reference: {path} has {name} {getattr(found, name)}, the policy {getattr(expected, name)}; "
+                "expected the same architecture"
+            )

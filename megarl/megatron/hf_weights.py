@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,8 @@ from megatron.core import parallel_state
 
 from megarl.data.files import replace_folder
 from megarl.errors import CheckpointError
+from megarl.megatron.distributed import all_gather
+from megarl.megatron.model import unwrap
 from megarl.models.hf_reader import HFCheckpoint, check_tensors
 from megarl.models.hf_writer import copy_model_files, save_tensors, write_index
 from megarl.models.names import LAYOUTS, Rule, hf_shapes, rules_of
@@ -44,13 +45,6 @@ class _Placed:
         """Key of LAYOUTS. Transformer Engine keeps the projections to latent space whole, the local layers cut them."""
         is_whole = self.rule.layout == "column" and not getattr(self.tensor, "tensor_model_parallel", False)
         return "replicated" if is_whole else self.rule.layout
-
-
-def unwrap(chunk: torch.nn.Module) -> Any:
-    """The GPTModel inside DistributedDataParallel and Float16Module."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module  # type: ignore[assignment]
-    return chunk
 
 
 def _matchers(shape: ModelShape) -> list[tuple[re.Pattern[str], Rule]]:
@@ -185,7 +179,7 @@ def _gather(piece: _Piece, rule: Rule, entries: list[_Placed]) -> Iterator[list[
     if piece.stage == pipeline.rank():
         whole = torch.stack([entry.tensor.detach() for entry in entries])
         for group in groups:
-            whole = _all_gather(whole, group)
+            whole = all_gather(whole, group)
     else:
         whole = torch.empty(whole_shape, dtype=piece.dtype, device=torch.cuda.current_device())
     if pipeline.size() > 1:
@@ -196,15 +190,6 @@ def _gather(piece: _Piece, rule: Rule, entries: list[_Placed]) -> Iterator[list[
     for of_rank in whole:  # [tensor-parallel ranks, local experts, ...]
         for expert in range(of_rank.size(1)):
             yield list(of_rank[:, expert])
-
-
-def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[...] -> [group size, ...]."""
-    if group.size() == 1:
-        return tensor[None]
-    found = torch.empty((group.size(), *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-    dist.all_gather(list(found.unbind()), tensor.contiguous(), group=group)  # into its place: no second copy
-    return found
 
 
 def save_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, source: str | Path, out: str | Path) -> None:

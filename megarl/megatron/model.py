@@ -139,6 +139,13 @@ def build_model(shape: ModelShape, config: TransformerConfig) -> list[GPTModel]:
     return chunks
 
 
+def unwrap(chunk: torch.nn.Module) -> Any:
+    """The GPTModel inside DistributedDataParallel and Float16Module."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module  # type: ignore[assignment]
+    return chunk
+
+
 def _mend_expert_bias(chunk: GPTModel) -> None:
     """Let routers with an expert bias take a padding mask: 0.16.1 combines masks of [T] and [T, E]."""
     for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,33 +57,26 @@ class Policy:
     def __init__(self, config: Config, schedule: Schedule) -> None:
         self.config = config
         self.shape: ModelShape = read_shape(config.model.path)
-        checked = megatron_fields.check(config.megatron)
-        tables = {name: megatron_fields.realize(name, values) for name, values in checked.items()}
-        with as_config_error("build the model", config.megatron):
-            self.megatron_config: TransformerConfig = transformer_config(
-                self.shape, {**layout_fields(config), **tables["TransformerConfig"]}, DTYPES[config.model.dtype]
-            )
-            chunks: Sequence[torch.nn.Module] = build_model(self.shape, self.megatron_config)
+        self.megatron_config, chunks = build_chunks(config, self.shape)
         load_hf(chunks, self.shape, config.model.path)
-        if config.model.dtype != "fp32":
-            chunks = [Float16Module(self.megatron_config, chunk) for chunk in chunks]
         with as_config_error("build the optimizer", config.megatron):
-            ddp = _ddp_config(config, tables["DistributedDataParallelConfig"])
+            ddp = _ddp_config(config)
             self.chunks = [
                 DistributedDataParallel(self.megatron_config, ddp, chunk, disable_bucketing=index > 0)
                 for index, chunk in enumerate(chunks)
             ]
-            optimizer_config = _optimizer_config(config, schedule, tables["OptimizerConfig"])
-            self.optimizer = get_megatron_optimizer(optimizer_config, self.chunks)
+            self.optimizer = get_megatron_optimizer(_optimizer_config(config, schedule), self.chunks)
             self.scheduler = _scheduler(self.optimizer, schedule)
         self._connect_schedules()
-        # Without replay the hook only watches, so a setting that bypasses it costs a metric and is no error.
-        watched = config.train.replay != "none" or not megatron_fields.replay_blockers(vars(self.megatron_config))
+        # Without replay the hook only observes: a setting that bypasses it costs a metric and is no error.
+        observable = config.train.replay != "none" or not megatron_fields.replay_blockers(vars(self.megatron_config))
         train = config.train
-        self.replay = RoutingReplay(self.chunks, train.replay_aux_loss, train.min_route_agreement) if watched else None
+        self.replay = (
+            RoutingReplay(self.chunks, train.replay_aux_loss, train.min_route_agreement) if observable else None
+        )
 
     def _connect_schedules(self) -> None:
-        """Tell Megatron's forward-backward functions how to finish gradients, and when not to communicate yet."""
+        """Tell Megatron's schedules how to reduce gradients, and when to skip the reduction."""
         no_sync: list[Any] = [chunk.no_sync for chunk in self.chunks]
         self.megatron_config.finalize_model_grads_func = finalize_model_grads
         self.megatron_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -122,8 +115,72 @@ class Policy:
         """All weights under their Hugging Face names, on every rank; a collective call."""
         return export_hf(self.chunks, self.shape)
 
+    def offload(self) -> int:
+        """Free memory for servers on the same GPUs while they sample. Return the bytes of the device that were freed.
+
+        Gradient buffers are empty between steps, so their memory is released. Adam's moments and fp32 main weights move
+        to host memory. The weights stay, because they are gathered for the engine. Call ``reload`` before training.
+        """
+        freed = 0
+        for buffer in self._grad_buffers():
+            storage = buffer.untyped_storage()
+            freed += storage.nbytes()
+            storage.resize_(0)
+        for tensor in self._optimizer_tensors():
+            if tensor.is_cuda:
+                freed += tensor.untyped_storage().nbytes()
+                tensor.data = tensor.data.cpu()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return freed
+
+    def reload(self) -> None:
+        """Undo ``offload``: gradients are zero, the optimizer's state is unchanged."""
+        for buffer in self._grad_buffers():
+            storage = buffer.untyped_storage()
+            if storage.nbytes() == 0:
+                storage.resize_(buffer.numel() * buffer.element_size())
+                buffer.zero_()
+        if torch.cuda.is_available():
+            for tensor in self._optimizer_tensors():
+                tensor.data = tensor.data.to(torch.cuda.current_device())
+
+    def _grad_buffers(self) -> Iterator[torch.Tensor]:
+        for chunk in self.chunks:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                yield buffer.grad_data
+
+    def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
+        """Adam's moments, and the main weights that are not views of the model's own."""
+        of_the_model = {p.untyped_storage().data_ptr() for chunk in self.chunks for p in chunk.parameters()}
+        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            for state in part.optimizer.state.values():
+                yield from (tensor for name, tensor in state.items() if name in ("exp_avg", "exp_avg_sq"))
+            for group in part.optimizer.param_groups:
+                yield from (p for p in group["params"] if p.untyped_storage().data_ptr() not in of_the_model)
+
+
+def build_chunks(config: Config, shape: ModelShape) -> tuple[TransformerConfig, list[torch.nn.Module]]:
+    """Megatron's config and this rank's model chunks, in the run's dtype, with random weights; a collective call.
+
+    ConfigError for settings that Megatron cannot serve.
+    """
+    with as_config_error("build the model", config.megatron):
+        fields = {**layout_fields(config), **_overrides(config, "TransformerConfig")}
+        megatron_config = transformer_config(shape, fields, DTYPES[config.model.dtype])
+        chunks: list[torch.nn.Module] = [*build_model(shape, megatron_config)]
+    if config.model.dtype != "fp32":
+        chunks = [Float16Module(megatron_config, chunk) for chunk in chunks]
+    return megatron_config, chunks
+
+
+def _overrides(config: Config, dataclass_name: str) -> dict[str, Any]:
+    """What the [megatron] table sets in one of Megatron's dataclasses."""
+    return megatron_fields.realize(dataclass_name, megatron_fields.check(config.megatron)[dataclass_name])
+
 
 def layout_fields(config: Config) -> dict[str, Any]:
+    """The fields of TransformerConfig that the [parallel] and [recompute] tables set."""
     parallel, recompute = config.parallel, config.recompute
     fields: dict[str, Any] = {
         "tensor_model_parallel_size": parallel.tp,
@@ -144,16 +201,16 @@ def layout_fields(config: Config) -> dict[str, Any]:
     return fields
 
 
-def _ddp_config(config: Config, overrides: dict[str, Any]) -> DistributedDataParallelConfig:
+def _ddp_config(config: Config) -> DistributedDataParallelConfig:
     defaults = {
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": config.parallel.distributed_optimizer,
         "overlap_grad_reduce": False,
     }
-    return DistributedDataParallelConfig(**{**defaults, **overrides})
+    return DistributedDataParallelConfig(**{**defaults, **_overrides(config, "DistributedDataParallelConfig")})
 
 
-def _optimizer_config(config: Config, schedule: Schedule, overrides: dict[str, Any]) -> OptimizerConfig:
+def _optimizer_config(config: Config, schedule: Schedule) -> OptimizerConfig:
     dtype = DTYPES[config.model.dtype]
     defaults = {
         "optimizer": "adam",
@@ -168,7 +225,7 @@ def _optimizer_config(config: Config, schedule: Schedule, overrides: dict[str, A
         "params_dtype": dtype,
         "use_distributed_optimizer": config.parallel.distributed_optimizer,
     }
-    return OptimizerConfig(**{**defaults, **overrides})
+    return OptimizerConfig(**{**defaults, **_overrides(config, "OptimizerConfig")})
 
 
 def _scheduler(optimizer: Any, schedule: Schedule) -> OptimizerParamScheduler:

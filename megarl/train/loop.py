@@ -31,7 +31,6 @@ from megarl.megatron.checkpoints import checkpoint
 from megarl.megatron.checkpoints.background_saver import BackgroundSaver
 from megarl.megatron.config_errors import as_config_error
 from megarl.megatron.policy import Policy, schedule_of
-from megarl.megatron.resting import rest, wake
 from megarl.run.audit import Audit
 from megarl.run.folder import checkpoint_folder, claim
 from megarl.run.lock import RunLock
@@ -165,7 +164,7 @@ class Trainer:
         if config.sglang.release_memory:
             with self._timed("hand_over"):
                 self.engine.rest()
-                wake(self.policy)
+                self.policy.reload()
         with self._timed("prepare"):
             minis = [
                 self.train_step.prepare(rollouts, advantages)
@@ -215,7 +214,7 @@ class Trainer:
             return
         with self._timed("sync"):
             if self.config.sglang.release_memory:
-                rest(self.policy)
+                self.policy.offload()
             self.engine.update_weights(self.policy.export(), version=version)
         self.seconds |= {f"sync_{part}": seconds for part, seconds in self.engine.sync_seconds.items()}
 

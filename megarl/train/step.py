@@ -26,18 +26,12 @@ from megarl.core.routing import Disagreement
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import MegarlError, ReplayError, RolloutError, TraceError
 from megarl.megatron import distributed
+from megarl.megatron.frozen import Reference
 from megarl.megatron.passes import forward
-from megarl.megatron.passes.micro_batches import (
-    MicroBatch,
-    check_routes,
-    shared_with_rollout,
-    split_by_sequence,
-    split_micro_batches,
-)
+from megarl.megatron.passes.micro_batches import MicroBatch, split_by_sequence, split_micro_batches
 from megarl.megatron.policy import Policy
-from megarl.megatron.reference import Reference
 from megarl.megatron.replay import MicroRoutes, Recording
-from megarl.megatron.replay.exchange import deliver_routes
+from megarl.megatron.replay.rollout_routes import check_rollouts, deliver_routes, gather_shared
 from megarl.run.progress import Advance
 from megarl.train.token_advantages import Judged, with_token_advantages
 
@@ -119,7 +113,7 @@ class TrainStep:
                     "lower train.mini_batches or raise rollout.prompts_per_step"
                 )
             if r3 or recorded:
-                check_routes(rollouts, self.policy.shape)
+                check_rollouts(rollouts, self.policy.shape)
             batch = pack(bare, advantages)
             if r3:
                 self._check_missing(batch)
@@ -296,7 +290,7 @@ class TrainStep:
             own = seen.native if replayed else seen.routes
             mini.native_routes = own if layers else mini.rollout_routes
         for prefix, counts in (("router", seen.shared), ("router/native", seen.native_shared))[: 1 + replayed]:
-            shared = shared_with_rollout(counts if layers else nothing, mini.micro_batches, layers)
+            shared = gather_shared(counts if layers else nothing, mini.micro_batches, layers)
             stats = Disagreement.of(np.concatenate(shared), shape.topk).stats(prefix)
             mini.metrics = merge([mini.metrics, stats])
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megarl.core.metrics import Stat
 from megarl.core.objectives import Objective, token_advantages
 from megarl.core.ratios import log_ratio, segment_expand, segment_sum, usable_mask
+from megarl.megatron.distributed import all_gather
 from megarl.megatron.passes.micro_batches import MicroBatch
 
 
@@ -113,21 +114,15 @@ def _gather_groups(own: _Columns, groups: torch.Tensor, ranks: dist.ProcessGroup
     if ranks.size() == 1:
         return own, 0
     # All ranks hold equally many sequences; how many tokens those have is exchanged first.
-    heads = _all_gather(torch.stack([own.ids, own.lengths]), ranks)
+    heads = all_gather(torch.stack([own.ids, own.lengths]), ranks)
     spread = torch.cat([torch.unique(groups[head[0]]) for head in heads])
     if torch.unique(spread).numel() == spread.numel():  # no group lies on two ranks; every rank sees the same
         return own, 0
     totals = [int(head[1].sum()) for head in heads]
     padded = torch.nn.functional.pad(own.logprobs, (0, max(totals) - own.logprobs.size(1)))
-    logprobs = [column[:, :total] for column, total in zip(_all_gather(padded, ranks), totals, strict=True)]
-    ids, lengths = torch.cat(heads, 1)
+    logprobs = [column[:, :total] for column, total in zip(all_gather(padded, ranks), totals, strict=True)]
+    ids, lengths = torch.cat(list(heads), 1)
     wanted = torch.isin(groups[ids], groups[own.ids])
     tokens = segment_expand(wanted, torch.nn.functional.pad(lengths.cumsum(0), (1, 0)))
     first = int(tokens[: sum(totals[: ranks.rank()])].sum())
     return _Columns(ids[wanted], lengths[wanted], torch.cat(logprobs, 1)[:, tokens]), first
-
-
-def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    parts = [torch.empty_like(tensor) for _ in range(group.size())]
-    dist.all_gather(parts, tensor.contiguous(), group=group)
-    return parts

@@ -10,16 +10,17 @@ import torch
 import torch.distributed as dist
 from matrix_world import NUM_EXPERTS, Variant, build, settings_of
 from megatron.core import parallel_state
-from tiny_world import batch_of, join, micro_batches, own_share, rollouts
+from tiny_world import batch_of, join, local_routes, micro_batches, own_share, rollouts
 
 from megarl.core.packing import select
 from megarl.errors import TraceError
 from megarl.megatron import distributed
-from megarl.megatron.hf_weights import unwrap
+from megarl.megatron.model import unwrap
 from megarl.megatron.passes.forward import _padding_mask
-from megarl.megatron.passes.micro_batches import local_routes, micro_batch, router_tokens, split_micro_batches
+from megarl.megatron.passes.micro_batches import micro_batch, router_tokens, split_micro_batches
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
-from megarl.megatron.replay.exchange import Placement, deliver_routes, reshard
+from megarl.megatron.replay.exchange import Placement
+from megarl.megatron.replay.rollout_routes import deliver_routes, reshard
 
 
 def delivered(layout: dict[str, Any], router: str = "dense_first", num_experts: int = NUM_EXPERTS) -> dict[str, Any]:

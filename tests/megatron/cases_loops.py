@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from matrix_world import MatrixModel, Variant, build, gradients, settings_of
 from megatron.core.distributed import finalize_model_grads
-from tiny_world import join, micro_batches, pack_own, rollouts
+from tiny_world import join, local_routes, micro_batches, pack_own, rollouts
 from torch.utils.checkpoint import checkpoint
 
-from megarl.megatron.hf_weights import unwrap
-from megarl.megatron.passes.micro_batches import MicroBatch, local_routes, split_by_sequence
+from megarl.megatron.model import unwrap
+from megarl.megatron.passes.micro_batches import MicroBatch, split_by_sequence
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
 
 A, B, C = range(3)

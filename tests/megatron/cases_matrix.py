@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 from dispatch_probe import DispatchProbe
 from matrix_world import MatrixModel, Variant, build, gradients, settings_of
-from tiny_world import coefficients_of, gather_sequences, join, micro_batches, pack_own, rollouts
+from tiny_world import coefficients_of, gather_sequences, join, local_routes, micro_batches, pack_own, rollouts
 
 from megarl.core.types import Rollout, TrainBatch
 from megarl.megatron.passes.forward import MicroOutput, run
-from megarl.megatron.passes.micro_batches import local_routes
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
 
 REFERENCES = Path("references")

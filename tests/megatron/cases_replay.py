@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from dispatch_probe import DispatchProbe, tokens_held
 from megatron.core import parallel_state
-from tiny_world import MODELS, coefficients_of, config, local_batch, micro_batches, policy_of, rollouts
+from tiny_world import MODELS, coefficients_of, config, local_batch, local_routes, micro_batches, policy_of, rollouts
 
 from megarl.core.types import TrainBatch
 from megarl.megatron import distributed
 from megarl.megatron.passes.forward import run
-from megarl.megatron.passes.micro_batches import MicroBatch, local_routes, shared_with_rollout
+from megarl.megatron.passes.micro_batches import MicroBatch
+from megarl.megatron.replay.rollout_routes import gather_shared
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -101,7 +102,7 @@ def recorded(layout: dict[str, int], recompute: str = "none", dispatcher: str = 
         kept = recording.routes[one.micro].experts[:, column].long()
         if not torch.equal(torch.zeros_like(one.experts).scatter(1, kept, True), one.experts):
             wrong.append((one.layer, one.micro))
-    shared = shared_with_rollout(recording.shared, micros, policy.replay.layers)
+    shared = gather_shared(recording.shared, micros, policy.replay.layers)
     counted = _count_shared(probe, micros, policy.shape.moe_layers)
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, (same, wrong, [one.tolist() for one in shared] == counted, counted))

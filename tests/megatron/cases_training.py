@@ -15,6 +15,7 @@ from tiny_world import (
     gather_sequences,
     gradients_in_place_of_weights,
     local_batch,
+    local_routes,
     micro_batches,
     policy_of,
     safetensors_of,
@@ -25,7 +26,7 @@ from megarl.core.types import TrainBatch
 from megarl.megatron import distributed
 from megarl.megatron.hf_weights import save_hf
 from megarl.megatron.passes.forward import MicroOutput, run
-from megarl.megatron.passes.micro_batches import MicroBatch, local_routes
+from megarl.megatron.passes.micro_batches import MicroBatch
 from megarl.megatron.policy import Policy
 
 Layout = dict[str, int]

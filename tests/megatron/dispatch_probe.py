@@ -17,7 +17,7 @@ import torch
 from megatron.core import parallel_state
 
 from megarl.core.types import Rollout
-from megarl.megatron.hf_weights import unwrap
+from megarl.megatron.model import unwrap
 from megarl.megatron.passes.micro_batches import MicroBatch
 
 

@@ -19,13 +19,14 @@ import pytest
 import torch
 from cases_replay import RECOMPUTE
 from dispatch_probe import DispatchProbe
-from tiny_world import coefficients_of, config, local_batch, micro_batches, policy_of, rollouts
+from tiny_world import coefficients_of, config, local_batch, local_routes, micro_batches, policy_of, rollouts
 
 from megarl.core.types import TrainBatch
 from megarl.errors import ReplayError, TraceError
 from megarl.megatron.passes.forward import run
-from megarl.megatron.passes.micro_batches import check_routes, local_routes, micro_batch
+from megarl.megatron.passes.micro_batches import micro_batch
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
+from megarl.megatron.replay.rollout_routes import check_rollouts
 from megarl.models.shapes import read_shape
 
 
@@ -69,8 +70,8 @@ def test_uniform_or_zero_padding_of_routes_never_reaches_a_dispatcher(models: di
     padded = replace(made, routed_mask=np.ones(made.num_tokens, bool), routed_experts=made.routed_experts.copy())
     padded.routed_experts[-1] = fill
     with pytest.raises(TraceError, match=r"group 0 sample 0.*names an expert twice"):
-        check_routes([padded], shape)
-    check_routes([replace(padded, routed_mask=made.routed_mask)], shape)  # the same, marked as not recorded
+        check_rollouts([padded], shape)
+    check_rollouts([replace(padded, routed_mask=made.routed_mask)], shape)  # the same, marked as not recorded
 
 
 def test_padding_tokens_do_not_all_go_to_the_first_experts(setup: Setup) -> None:

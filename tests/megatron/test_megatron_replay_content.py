@@ -15,7 +15,7 @@ from tiny_world import join
 from torch.utils.checkpoint import checkpoint
 
 from megarl.errors import ReplayError
-from megarl.megatron.hf_weights import unwrap
+from megarl.megatron.model import unwrap
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
 from megarl.megatron.replay.agreement import LEAST_JUDGED, MOST_SAMPLED, check_agreement, sample_rows
 

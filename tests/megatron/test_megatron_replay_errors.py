@@ -15,15 +15,16 @@ import torch
 from cases_replay import RECOMPUTE
 from dispatch_probe import DispatchProbe
 from megatron.core.transformer.moe.router import TopKRouter
-from tiny_world import coefficients_of, config, local_batch, micro_batches, policy_of, rollouts
+from tiny_world import coefficients_of, config, local_batch, local_routes, micro_batches, policy_of, rollouts
 
 from megarl.config.megatron_fields import REPLAY_BLOCKERS
 from megarl.core.types import TrainBatch
 from megarl.errors import ReplayError, TraceError
 from megarl.megatron.passes.forward import run
-from megarl.megatron.passes.micro_batches import MicroBatch, check_routes, local_routes, micro_batch
+from megarl.megatron.passes.micro_batches import MicroBatch, micro_batch
 from megarl.megatron.policy import Policy
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
+from megarl.megatron.replay.rollout_routes import check_rollouts
 from megarl.models.shapes import read_shape
 
 
@@ -387,9 +388,9 @@ def _broken(kind: str) -> Any:
 )
 def test_routes_that_cannot_be_of_this_model_are_named(kind: str, message: str, models: dict[str, Path]) -> None:
     shape = read_shape(models["base"])
-    check_routes(rollouts(), shape)
+    check_rollouts(rollouts(), shape)
     with pytest.raises(TraceError, match=rf"group 1 sample 1.*{message}"):
-        check_routes([*rollouts()[:3], _broken(kind)], shape)
+        check_rollouts([*rollouts()[:3], _broken(kind)], shape)
 
 
 def test_routes_of_padding_and_of_a_layer_subset(world: World) -> None:
@@ -403,12 +404,6 @@ def test_routes_of_padding_and_of_a_layer_subset(world: World) -> None:
     assert found.present.tolist() == [*batch.routed_mask.tolist(), False, False, False]
     whole = local_batch(holes=False)
     assert local_routes(micro_batch(whole, whole.num_tokens), (0,), world.policy.shape).present is None
-
-
-def test_replay_of_a_batch_without_routes_is_an_error(world: World) -> None:
-    bare = replace(local_batch(), routed_experts=None, routed_mask=None)
-    with pytest.raises(TraceError, match="no routed_experts column"):
-        local_routes(micro_batch(bare, bare.num_tokens), (0,), world.policy.shape)
 
 
 def test_shares_of_sequence_parallel_ranks(monkeypatch: pytest.MonkeyPatch, models: dict[str, Path]) -> None:

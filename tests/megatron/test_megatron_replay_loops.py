@@ -15,7 +15,7 @@ from ranks import Case, case
 from torch.utils.checkpoint import checkpoint
 
 from megarl.errors import ReplayError
-from megarl.megatron.hf_weights import unwrap
+from megarl.megatron.model import unwrap
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
 from megarl.megatron.replay.pass_log import KEPT_BLOCKS
 

@@ -15,14 +15,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
-from tiny_world import batch_of, coefficients_of, join, micro_batches, rollouts
+from tiny_world import batch_of, coefficients_of, join, local_routes, micro_batches, rollouts
 
 from megarl.core.types import TrainBatch
 from megarl.errors import ConfigError, ReplayError
-from megarl.megatron.hf_weights import unwrap
-from megarl.megatron.model import layer_spec
+from megarl.megatron.model import layer_spec, unwrap
 from megarl.megatron.passes.forward import run
-from megarl.megatron.passes.micro_batches import MicroBatch, local_routes
+from megarl.megatron.passes.micro_batches import MicroBatch
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
 from megarl.megatron.versions import TAKES_PADDING_MASK
 

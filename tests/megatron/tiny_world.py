@@ -20,8 +20,12 @@ from megarl.core.packing import pack
 from megarl.core.types import Rollout, TrainBatch
 from megarl.data.tiny import write_tiny_model
 from megarl.megatron import distributed
-from megarl.megatron.passes.micro_batches import MicroBatch, split_micro_batches
+from megarl.megatron.distributed import cp_position, tp_position
+from megarl.megatron.passes.micro_batches import MicroBatch, router_tokens, split_micro_batches
 from megarl.megatron.policy import Policy, schedule_of
+from megarl.megatron.replay import MicroRoutes
+from megarl.megatron.replay.rollout_routes import select_routes
+from megarl.models.shapes import ModelShape
 
 MODELS = Path("models")
 """Where ranks find the checkpoints: the launch runs in a folder with this link."""
@@ -178,6 +182,17 @@ def micro_batches(settings: Config, batch: TrainBatch) -> list[MicroBatch]:
         padded_to_max=parallel.equal_micro_batches,
         multiple_of=parallel.micro_batch_multiple,
     )
+
+
+def local_routes(micro: MicroBatch, layers: Sequence[int], shape: ModelShape) -> MicroRoutes:
+    """The rows of a micro-batch's ``routed_experts`` column that the routers of this rank use.
+
+    ``layers`` are the 0-based global layers of the rank (``RoutingReplay.layers``). The batch holds the routes whole.
+    """
+    assert micro.batch.routed_experts is not None
+    token = router_tokens(micro.batch.cu_seqlens, micro.num_slots, tp_position(), cp_position())
+    columns = [shape.moe_layers.index(layer) for layer in layers]
+    return select_routes(token, micro.batch.routed_experts[token.clamp(min=0)][:, columns], micro.batch)
 
 
 def gather_sequences(columns: Sequence[tuple[TrainBatch, torch.Tensor]]) -> dict[tuple[int, ...], torch.Tensor] | None:

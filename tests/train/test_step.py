@@ -270,7 +270,7 @@ def test_a_stage_without_moe_layers_sends_its_counts_from_the_device_of_the_othe
         mini = prepare(step, world.rollouts(), fixed_advantages())[0]
         assert step.policy.replay is not None
         monkeypatch.setattr(step.policy.replay, "_hooks", [])
-        monkeypatch.setattr(train_step, "shared_with_rollout", gather)
+        monkeypatch.setattr(train_step, "gather_shared", gather)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
         step._routing_metrics(mini, Recording(), replayed=True)
     assert len(sent) == 2 * len(mini.micro_batches)

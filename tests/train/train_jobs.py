@@ -235,7 +235,7 @@ def counted_calls() -> Iterator[dict[str, int]]:
         received[kind] = received.get(kind, 0) + number
 
     def all_gather(parts: Any, mine: Any, **rest: Any) -> Any:
-        kind = "rollouts" if "group" in rest else "rewards"  # a copy's own, or known everywhere
+        kind = "rewards" if rest["group"] is dist.group.WORLD else "rollouts"  # a copy's own, or known everywhere
         count(kind, sum(part.nbytes for part in parts) - mine.nbytes)
         return originals["all_gather"](parts, mine, **rest)
 

@@ -29,7 +29,7 @@ from megarl.data.files import sync_folder
 from megarl.errors import CheckpointError
 from megarl.megatron.checkpoints.versions import checkpoint_metadata, results_queue
 from megarl.megatron.distributed import is_main_rank, is_of_a_collective
-from megarl.megatron.hf_weights import unwrap
+from megarl.megatron.model import unwrap
 from megarl.megatron.policy import Policy
 from megarl.megatron.versions import for_stage
 from megarl.models.shapes import ModelShape

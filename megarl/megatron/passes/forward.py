@@ -22,7 +22,8 @@ from megatron.core.tensor_parallel.mappings import (
 from megarl.core.metrics import Stat
 from megarl.core.parallel import sequence_parallel_slice
 from megarl.core.types import TrainBatch
-from megarl.megatron.hf_weights import unwrap
+from megarl.megatron.distributed import cp_position, tp_position
+from megarl.megatron.model import unwrap
 from megarl.megatron.passes.logprobs import linear_logprobs
 from megarl.megatron.passes.micro_batches import MicroBatch, router_tokens, to_slots, to_tokens
 from megarl.megatron.versions import copy_to_tensor_parallel, padding_argument
@@ -69,8 +70,7 @@ def _padding_mask(gpt: GPTModel, micro: MicroBatch) -> torch.Tensor | None:
     mask = micro.padding_mask
     if mask is None or gpt.pre_process or not gpt.config.sequence_parallel:
         return mask
-    tp, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-    return mask[:, sequence_parallel_slice(mask.size(1), tp, rank)]
+    return mask[:, sequence_parallel_slice(mask.size(1), *tp_position())]
 
 
 def _logprobs(
@@ -133,13 +133,11 @@ def last_hidden_states(chunks: Sequence[torch.nn.Module], micro_batches: Sequenc
     Each row is on the one rank of a model copy that holds the token, zeros on the other ranks of the last pipeline
     stage; an empty list on earlier stages. Routes natively unless a replay is open.
     """
-    tp = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-    cp = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
 
     def take(index: int, gpt: GPTModel, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         micro = micro_batches[index]
         # Routers see the tokens that this rank's hidden states are of.
-        token = router_tokens(micro.batch.cu_seqlens, micro.num_slots, tp, cp)
+        token = router_tokens(micro.batch.cu_seqlens, micro.num_slots, tp_position(), cp_position())
         sequence, place = (micro.batch.cu_seqlens[1:, None] - 1 == token).nonzero(as_tuple=True)
         rows = torch.zeros(micro.batch.num_sequences, hidden.size(-1), device=hidden.device)
         rows[sequence.to(hidden.device)] = hidden[place.to(hidden.device)].float()

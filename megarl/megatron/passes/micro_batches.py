@@ -7,24 +7,18 @@ Here, and only here, columns that are aligned with tokens meet a model whose out
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.core.packing import partition, select
 from megarl.core.parallel import padded_cu_seqlens, padded_positions, sequence_parallel_slice, zigzag_indices
 from megarl.core.ratios import segment_lengths
-from megarl.core.routing import RoutingTrace
-from megarl.core.types import Rollout, TrainBatch
-from megarl.errors import ConfigError, TraceError
+from megarl.core.types import TrainBatch
+from megarl.errors import ConfigError
 from megarl.megatron.attention import PackedSequences
-from megarl.megatron.distributed import fail_together, largest
-from megarl.megatron.replay import MicroRoutes
-from megarl.models.shapes import ModelShape
+from megarl.megatron.distributed import all_gather, cp_position, fail_together, largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +117,7 @@ def _slots_for(num_tokens: int) -> int:
 
 def micro_batch(batch: TrainBatch, num_slots: int) -> MicroBatch:
     """Lay packed sequences out in ``num_slots`` slots and take this context-parallel rank's share of them."""
-    cp, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    cp, cp_rank = cp_position()
     padded = padded_cu_seqlens(batch.cu_seqlens, _sequence_multiple(cp))
     slots = padded_positions(batch.cu_seqlens, padded)
     if num_slots > int(padded[-1]):
@@ -152,7 +146,7 @@ def to_tokens(output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
 
     The first token of a sequence was predicted by nothing and gets 0. A collective call among context-parallel ranks.
     """
-    whole = _over_context_ranks(output, micro)
+    whole = gather_slots(output, micro)
     predicted_at = (micro.slots - 1).clamp(min=0).to(output.device)
     return torch.where(_first_tokens(micro).to(output.device), 0.0, whole[predicted_at])
 
@@ -171,20 +165,11 @@ def _first_tokens(micro: MicroBatch) -> torch.Tensor:
     return first
 
 
-def _over_context_ranks(share: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+def gather_slots(share: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
     """Rows of the held slots [S / cp, ...] of all context-parallel ranks -> [S, ...] in slot order."""
     if micro.packing.from_ranks is None:
         return share
-    return _all_gather(share, parallel_state.get_context_parallel_group())[micro.packing.from_ranks]
-
-
-def _all_gather(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The shares of a group's ranks one after the other, without gradient."""
-    if group.size() == 1:
-        return share
-    parts = [torch.empty_like(share) for _ in range(group.size())]
-    dist.all_gather(parts, share.contiguous(), group=group)
-    return torch.cat(parts)
+    return all_gather(share, parallel_state.get_context_parallel_group()).flatten(0, 1)[micro.packing.from_ranks]
 
 
 def router_tokens(cu_seqlens: torch.Tensor, num_slots: int, tp: tuple[int, int], cp: tuple[int, int]) -> torch.Tensor:
@@ -200,72 +185,3 @@ def router_tokens(cu_seqlens: torch.Tensor, num_slots: int, tp: tuple[int, int],
         padded = torch.cat([padded, padded.new_tensor([num_slots])])
     held = zigzag_indices(padded, *cp)
     return token_at[held[sequence_parallel_slice(held.numel(), *tp)]]
-
-
-def local_routes(micro: MicroBatch, layers: Sequence[int], shape: ModelShape) -> MicroRoutes:
-    """The rows of a micro-batch's ``routed_experts`` column that the routers of this rank use.
-
-    ``layers`` are the 0-based global layers of the rank (``RoutingReplay.layers``). Missing rows and padding are marked
-    absent, so that they route natively. For batches that a rank has whole; ``replay.exchange`` serves those whose
-    routes lie where they were sampled.
-    """
-    batch = micro.batch
-    if batch.routed_experts is None or batch.routed_mask is None:
-        raise TraceError("the batch has no routed_experts column, but replay needs one: sample with routes, or use r2")
-    columns = [shape.moe_layers.index(layer) for layer in layers]
-    tp = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-    cp = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-    token = router_tokens(batch.cu_seqlens, micro.num_slots, tp, cp)
-    return routes_at(token, batch.routed_experts[token.clamp(min=0)][:, columns], batch)
-
-
-def routes_at(token: torch.Tensor, experts: torch.Tensor, batch: TrainBatch) -> MicroRoutes:
-    """The experts [T_local, L_local, K] of the tokens of ``router_tokens``; missing rows and padding as absent."""
-    assert batch.routed_mask is not None
-    place = token.clamp(min=0)
-    present = (token >= 0) & batch.routed_mask[place]
-    return MicroRoutes(experts, None if bool(present.all()) else present, batch.tokens[place])
-
-
-def check_routes(rollouts: Sequence[Rollout], shape: ModelShape) -> None:
-    """TraceError naming the first rollout whose routes cannot be of this model: before a step, not in it.
-
-    A rollout with a ``routed_mask`` alone has its routes on another rank, which checks them.
-    """
-    expected = (len(shape.moe_layers), shape.topk)
-    for rollout in rollouts:
-        label = f"group {rollout.group} sample {rollout.sample}"
-        if rollout.routed_experts is None and rollout.routed_mask is not None:
-            continue
-        if rollout.routed_experts is None:
-            raise TraceError(f"{label}: no routed experts, but replay needs them: was the engine asked for routes?")
-        trace = RoutingTrace(rollout.routed_experts, shape.num_experts, rollout.routed_mask, label)
-        if trace.experts.shape[1:] != expected:
-            raise TraceError(
-                f"{label}: routes of {trace.experts.shape[1]} layers and top-{trace.experts.shape[2]}, but the model "
-                f"has {expected[0]} MoE layers and top-{expected[1]}: engine and trainer run different models"
-            )
-
-
-def shared_with_rollout(
-    shared: Sequence[torch.Tensor], micro_batches: Sequence[MicroBatch], layers: Sequence[int]
-) -> list[np.ndarray]:
-    """How many experts training and rollout share: per micro-batch int64 [T', L], for the T' tokens with a rollout row.
-
-    ``shared`` uint8 [T_local, L_local] is of this rank's tokens and ``layers`` (``Recording.shared``). A collective
-    call: tensor- and context-parallel ranks put the counts of their tokens together, pipeline stages those of their
-    layers; a stage without MoE layers brings tensors without columns.
-    """
-    found = []
-    for share, micro in zip(shared, micro_batches, strict=True):
-        of_context_rank = _all_gather(share, parallel_state.get_tensor_model_parallel_group())
-        by_token = _over_context_ranks(of_context_rank, micro)[micro.slots.to(share.device)].cpu()
-        assert micro.batch.routed_mask is not None
-        found.append(by_token[micro.batch.routed_mask].numpy().astype(np.int64))
-    group = parallel_state.get_pipeline_model_parallel_group()
-    if group.size() == 1:
-        return found
-    stages: list[tuple[Sequence[int], list[np.ndarray]]] = [([], [])] * group.size()
-    dist.all_gather_object(stages, (layers, found), group=group)
-    order = np.argsort([layer for of_stage, _ in stages for layer in of_stage])
-    return [np.concatenate(parts, 1)[:, order] for parts in zip(*(counts for _, counts in stages), strict=True)]

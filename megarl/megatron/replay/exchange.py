@@ -13,14 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
-from megarl.core.types import Rollout
 from megarl.errors import TraceError
-from megarl.megatron.distributed import gather_bytes, model_group
-from megarl.megatron.passes.micro_batches import MicroBatch, router_tokens, routes_at
-from megarl.megatron.replay.records import MicroRoutes
-from megarl.models.shapes import ModelShape
+from megarl.megatron.distributed import cp_position, gather_bytes, tp_position
+from megarl.megatron.passes.micro_batches import MicroBatch, router_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +54,7 @@ class Placement:
             local = np.asarray(micro.sequences, np.int64)
             lengths = np.diff(micro.batch.cu_seqlens.cpu().numpy())
             pieces.append(Piece(local if names is None else names[local], lengths, micro.num_slots))
-        sizes = parallel_state
-        return Placement(
-            tuple(pieces),
-            tuple(layers),
-            (sizes.get_tensor_model_parallel_world_size(), sizes.get_tensor_model_parallel_rank()),
-            (sizes.get_context_parallel_world_size(), sizes.get_context_parallel_rank()),
-        )
+        return Placement(tuple(pieces), tuple(layers), tp_position(), cp_position())
 
     @staticmethod
     def of_sequences(sequences: Sequence[int], lengths: Sequence[int], layers: Sequence[int]) -> Placement:
@@ -189,56 +179,3 @@ def _check_filled(filled: np.ndarray, wanted: np.ndarray, want: Placement) -> No
             f"sequence {sequence}, token {position}: no rank has its route in layer {want.layers[column]} "
             f"({np.count_nonzero(lacking)} such rows); a rank that sampled or recorded the sequence must bring it"
         )
-
-
-def deliver_routes(
-    rollouts: Sequence[Rollout], micro_batches: Sequence[MicroBatch], layers: Sequence[int], shape: ModelShape
-) -> list[MicroRoutes]:
-    """R3: from the ranks that sampled to the routers that replay; a collective call of the ranks of a model copy.
-
-    ``rollouts`` are the mini-batch that ``micro_batches`` cut; each has its ``routed_experts`` on one of the ranks at
-    least. Rows that ``routed_mask`` does not mark, and padding, come out as not present.
-    """
-    here = {index: r.routed_experts for index, r in enumerate(rollouts) if r.routed_experts is not None}
-    dtype = np.uint8 if shape.num_experts <= 256 else np.int16
-    empty = np.empty((0, len(shape.moe_layers), shape.topk), dtype)
-    held = np.concatenate([empty, *(trace.astype(dtype, copy=False) for trace in here.values())])
-    have = Placement.of_sequences(list(here), [len(trace) for trace in here.values()], shape.moe_layers)
-    want = Placement.of_micro_batches(micro_batches, layers)
-    received = exchange(have, torch.from_numpy(held), want, model_group())
-    found = []
-    for micro, experts in zip(micro_batches, received.split(want.rows_by_piece()), strict=True):
-        token = router_tokens(micro.batch.cu_seqlens, micro.num_slots, want.tp, want.cp)
-        found.append(routes_at(token, experts, micro.batch))
-    return found
-
-
-def reshard(
-    recorded: Sequence[MicroRoutes],
-    recorded_in: Placement,
-    wanted_in: Placement,
-    group: dist.ProcessGroup,
-) -> list[MicroRoutes]:
-    """R2: routes recorded with some micro-batches, cut for others that hold the same sequences; a collective call.
-
-    Sequences may change micro-batch and, with a ``group`` over model copies and shared identities, data-parallel rank.
-    Without such a change there is nothing to do: a Recording replays as it is. Absent rows stay absent.
-    """
-    parts = [_with_presence(routes) for routes in recorded]
-    rows = torch.cat(parts) if parts else torch.zeros(len(recorded_in.rows()), 0, 0, dtype=torch.uint8)
-    sizes = wanted_in.rows_by_piece()
-    found = exchange(recorded_in, rows, wanted_in, group).split(sizes)
-    if not wanted_in.layers:
-        return [MicroRoutes(part) for part in found]
-    present = [part[:, 0, -1] > 0 for part in found]  # padding came from nowhere and is 0
-    return [
-        MicroRoutes(part[:, :, :-1].contiguous(), None if bool(there.all()) else there)
-        for part, there in zip(found, present, strict=True)
-    ]
-
-
-def _with_presence(routes: MicroRoutes) -> torch.Tensor:
-    """[T, L, K + 1]: the experts, and 1 where the row is there."""
-    experts = routes.experts.cpu()
-    present = torch.ones(len(experts), dtype=torch.bool) if routes.present is None else routes.present.cpu()
-    return torch.cat([experts, present[:, None, None].expand(-1, experts.size(1), 1).to(experts.dtype)], 2)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
-from megatron.core import parallel_state
 
+from megarl.megatron.distributed import tp_position
 from megarl.megatron.replay.pass_log import Block, Call, PassLog
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -132,8 +132,8 @@ class InputTap:
             return
         by_row = ids.transpose(0, 1)  # hidden states are [s, b, h]
         if self._split:
-            size = parallel_state.get_tensor_model_parallel_world_size()
-            by_row = by_row.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
+            size, rank = tp_position()
+            by_row = by_row.chunk(size)[rank]
         session.see_tokens(self._hook.log.forwarded, by_row.flatten().to(torch.int32, copy=True))
 
 

@@ -20,7 +20,7 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megarl.errors import ReplayError
-from megarl.megatron.hf_weights import unwrap
+from megarl.megatron.model import unwrap
 from megarl.megatron.replay.balancing import AuxLoss, count_dispatched, count_natively
 from megarl.megatron.replay.checks import (
     check_chunks,

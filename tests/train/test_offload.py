@@ -7,7 +7,6 @@ import torch
 from train_world import World, take_step, training, weights_of
 
 from megarl.errors import ConfigError
-from megarl.megatron.resting import rest, wake
 
 
 def test_gradient_memory_is_given_back_and_training_goes_on_as_if_it_had_not_been(world: World) -> None:
@@ -19,10 +18,10 @@ def test_gradient_memory_is_given_back_and_training_goes_on_as_if_it_had_not_bee
                 buffers = [b.grad_data for c in step.policy.chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
                 held = sum(buffer.untyped_storage().nbytes() for buffer in buffers)
                 parameters = sum(p.numel() * 4 for c in step.policy.chunks for p in c.parameters())
-                assert rest(step.policy) == held >= parameters
+                assert step.policy.offload() == held >= parameters
                 assert all(buffer.untyped_storage().nbytes() == 0 for buffer in buffers)
                 before = weights_of(step.policy)  # what the engine would be sent meanwhile
-                wake(step.policy)
+                step.policy.reload()
                 assert all(torch.equal(weight, before[name]) for name, weight in weights_of(step.policy).items())
                 assert sum(buffer.untyped_storage().nbytes() for buffer in buffers) == held
                 assert not any(buffer.any() for buffer in buffers)
