@@ -1,4 +1,4 @@
-"""Settings that every test shares."""
+"""Settings that every test shares, the two tiers of tests, and what is said about tests that cannot run here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from collections import Counter
+from pathlib import Path
+
 import pytest
+from absent import explain
+from fast_files import skip_fsync
 from hypothesis import HealthCheck, settings
 from patch_trees import core_tree  # noqa: F401 (pytest finds it here)
 from sglang_fixtures import (  # noqa: F401 (pytest finds them here)
@@ -21,6 +26,8 @@ from sglang_fixtures import (  # noqa: F401 (pytest finds them here)
     updated_server,
 )
 
+skip_fsync()
+
 # The same examples on every machine and no time limits: a busy machine must not fail a test.
 settings.register_profile(
     "megarl", deadline=None, derandomize=True, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
@@ -28,27 +35,35 @@ settings.register_profile(
 settings.load_profile("megarl")
 
 
-LONG = (
-    "test_sglang_kills.py",
-    "test_launch_slurm.py",
-    "test_sglang_releases.py",
-    "test_sglang_training.py",
-    "test_launch_local.py",
-    "test_sglang_faults.py",
-    "test_tool_use.py",
-    "test_sglang_down.py",
-)
-"""Files of several minutes. They begin first, so that no worker is left alone with one at the end."""
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first. Tests marked gpu are skipped where there is no CUDA device."""
-    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
-        return
-    import torch
+    """Begin with the files that take minutes, so that no worker is left alone with one at the end."""
+    minutes: Counter[Path] = Counter()
+    for item in items:
+        for mark in item.iter_markers("slow"):
+            minutes[item.path] = max(minutes[item.path], mark.kwargs.get("minutes", 0))
+        minutes[item.path] += 0
+    items.sort(key=lambda item: -minutes[item.path])
 
-    if not torch.cuda.is_available():
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test whose programs are not here. Fail it instead where MEGARL_TEST_EVERYTHING is set, as CI does."""
+    needs = [need for mark in item.iter_markers("needs") for need in mark.args]
+    needs += [name for name in ("gpu", "sglang") if item.get_closest_marker(name)]
+    for need in needs:
+        if why := explain(need):
+            if os.environ.get("MEGARL_TEST_EVERYTHING") and need != "gpu":
+                pytest.fail(why, pytrace=False)
+            pytest.skip(why)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say once per reason what was skipped, and how to get it."""
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in terminalreporter.stats.get("skipped", [])
+        if isinstance(report.longrepr, tuple)
+    )
+    if reasons:
+        terminalreporter.section("not run on this machine")
+    for reason, count in reasons.most_common():
+        terminalreporter.line(f"{count:4d} tests: {reason}")

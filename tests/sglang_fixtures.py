@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from absent import SGLANG_PYTHON
 
 from megarl.data.tiny import write_tiny_model
 from megarl.rollout.sglang.server import Server, ServerSpec
@@ -19,11 +20,8 @@ START_DEADLINE_S = 300.0
 
 @pytest.fixture(scope="session")
 def sglang_python() -> Path:
-    """The interpreter of the pinned environment; tests fail where it is missing, for skipping would hide them."""
-    python = Path(__file__).parents[1] / ".venv-sglang" / "bin" / "python"
-    if not python.exists():
-        pytest.fail(f"found no SGLang environment at {python}: run `make sglang-cpu`")
-    return python
+    """The interpreter of the pinned environment."""
+    return SGLANG_PYTHON
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ import pytest
 TOOL = Path(__file__).parent.parent / "tools" / "tool_use.py"
 
 
+@pytest.mark.slow(minutes=4)
 @pytest.mark.multirank
 def test_the_reward_selects_the_call_under_each_objective(tmp_path: Path) -> None:
     done = subprocess.run(

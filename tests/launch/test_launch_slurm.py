@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -39,8 +38,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.multirank]
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    if os.geteuid() != 0:
-        pytest.skip("slurmd needs root")
     with Cluster(tmp_path_factory.mktemp("slurm")) as running:
         yield running
 
@@ -106,12 +103,13 @@ def nobody_is_left(job: Job) -> bool:
     return not processes_of(job.config) and not processes_of(job.folder)
 
 
+@pytest.mark.needs("shellcheck")
 def test_scripts_are_clean() -> None:
-    assert shutil.which("shellcheck"), "apt-get install shellcheck"
     done = subprocess.run(["shellcheck", *sorted(SCRIPTS.glob("*.s*"))], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.needs("slurm")
 def test_a_job_that_is_requeued_in_mid_run_ends_with_the_numbers_of_one_that_was_not(
     cluster: Cluster, world: World, reference: Path
 ) -> None:
@@ -124,6 +122,7 @@ def test_a_job_that_is_requeued_in_mid_run_ends_with_the_numbers_of_one_that_was
     assert_whole(job.folder, reference)
 
 
+@pytest.mark.needs("slurm")
 def test_a_job_near_its_time_limit_saves_itself_and_is_requeued(cluster: Cluster, world: World) -> None:
     config = world.config("limit", TWO_NODES, steps=60)
     job = submit(cluster, world, "colocated.sbatch", config, "--nodes=2", "--time=2", "--signal=B:USR1@60")
@@ -140,6 +139,7 @@ def test_a_job_near_its_time_limit_saves_itself_and_is_requeued(cluster: Cluster
     assert before == list(range(1, resumed[1] + 1))  # nothing was done twice
 
 
+@pytest.mark.needs("slurm")
 def test_ranks_steps_and_scripts_that_are_killed_cost_nothing_that_is_saved(
     cluster: Cluster, world: World, reference: Path
 ) -> None:
@@ -162,6 +162,7 @@ def test_ranks_steps_and_scripts_that_are_killed_cost_nothing_that_is_saved(
     assert_whole(job.folder, reference)
 
 
+@pytest.mark.needs("slurm")
 def test_a_second_submission_is_refused_or_waits_and_a_cancelled_job_leaves_nobody(
     cluster: Cluster, world: World
 ) -> None:
@@ -189,6 +190,7 @@ def with_sglang(world: World, name: str, text: str, python: Path) -> Path:
     return world.config(name, text + SGLANG.replace("{python}", str(python)))
 
 
+@pytest.mark.needs("slurm")
 @pytest.mark.sglang
 def test_servers_beside_the_trainer_on_two_nodes(
     cluster: Cluster, world: World, sglang_python: Path, monkeypatch: pytest.MonkeyPatch
@@ -202,6 +204,7 @@ def test_servers_beside_the_trainer_on_two_nodes(
     job.until(lambda: nobody_is_left(job), "nobody is left", 60.0)
 
 
+@pytest.mark.needs("slurm")
 @pytest.mark.sglang
 @pytest.mark.parametrize("layout", ["disaggregated", "heterogeneous"])
 def test_servers_on_a_node_of_their_own_are_killed_and_nothing_is_lost(

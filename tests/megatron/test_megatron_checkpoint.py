@@ -174,7 +174,7 @@ from pathlib import Path
 os.chdir(sys.argv[1])
 folder = Path(sys.argv[2])
 from tiny_world import MODELS, config, policy_of
-from megarl.megatron import checkpoint
+from megarl.megatron.checkpoints import checkpoint
 from megatron.core import dist_checkpointing
 
 def main():

@@ -187,6 +187,7 @@ time.sleep(600)
 
 
 @pytest.mark.sglang
+@pytest.mark.quick
 def test_a_real_server_samples_with_routes_and_logprobs(sglang_server: Server, sglang_model: Path):
     assert sglang_server.healthy()
     assert sglang_server.version.startswith("0.5.")

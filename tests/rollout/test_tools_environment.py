@@ -241,6 +241,7 @@ def attacks_on(outside: Path) -> dict[str, tuple[str, str]]:
     }
 
 
+@pytest.mark.needs("bwrap")
 def test_five_attacks_in_one_session_are_contained_and_cost_the_others_nothing(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     attacks = attacks_on(outside)
@@ -265,6 +266,7 @@ def test_five_attacks_in_one_session_are_contained_and_cost_the_others_nothing(t
     assert not outside.exists()
 
 
+@pytest.mark.needs("bwrap")
 @pytest.mark.parametrize("attack", ["fork bomb", "endless loop"])
 def test_an_attack_that_outlasts_the_step_costs_its_episode_and_leaves_no_process(tmp_path: Path, attack: str) -> None:
     """The environment's own deadline comes first, and cancels the call."""
@@ -295,6 +297,7 @@ def test_the_host_fails_the_episode_where_a_tool_raises() -> None:
     assert good.failure is None
 
 
+@pytest.mark.needs("bwrap")
 def test_text_that_is_no_unicode_does_not_fail_the_episode() -> None:
     """Half of a surrogate pair, by JSON's escapes; and bytes that are no text, by the tool's output."""
     turn = hermes({"name": "python", "arguments": {"code": "import sys; sys.stdout.buffer.write(bytes([255, 10]))"}})

@@ -17,6 +17,8 @@ from megarl.rollout.tools.protocol import ToolResult
 from megarl.rollout.tools.python_tool import PythonTool
 from megarl.rollout.tools.sandbox import Limits
 
+pytestmark = pytest.mark.needs("bwrap")
+
 
 @pytest.fixture(scope="module")
 def tool() -> PythonTool:

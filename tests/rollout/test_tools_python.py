@@ -26,6 +26,8 @@ from megarl.rollout.tools.protocol import ToolResult
 from megarl.rollout.tools.python_tool import PythonTool
 from megarl.rollout.tools.sandbox import Limits
 
+pytestmark = pytest.mark.needs("bwrap")
+
 PR_SET_CHILD_SUBREAPER = 36
 MODEST = Limits(wall_s=20.0, cpu_s=10, memory_bytes=400 << 20, num_processes=4, scratch_bytes=4 << 20)
 

@@ -74,10 +74,12 @@ def run_job(job: Any, index: int, folder: Path) -> tuple[int, ...]:
 
 def main() -> None:
     import torch
+    from fast_files import skip_fsync
 
     import megarl.train.loop  # noqa: F401  (imported before the ranks are forked, so that it costs once)
 
     torch.set_num_threads(1)
+    skip_fsync()
     folder = Path(sys.argv[1])
     jobs = pickle.loads((folder / "plan.pkl").read_bytes())
     codes = []

@@ -90,6 +90,7 @@ def test_tools_are_made_with_the_format_that_is_asked_for() -> None:
     assert first_answer(made, both).text == "|A\n</tool_response>\n<tool_response>\n1|"
 
 
+@pytest.mark.needs("bwrap")
 def test_the_python_tool_has_the_limits_of_the_configuration() -> None:
     config = EnvironmentConfig(
         function="tools", tools=["python"], python_s=2.0, python_memory_mb=300, python_output_kb=1
@@ -125,7 +126,11 @@ def test_a_function_of_the_user_gets_its_options() -> None:
             {"function": "tools", "tools": ["calculator"] * 2, "format": "hermes"},
             "expected at least one, with own names",
         ),
-        ({"function": "tools", "tools": ["python"], "python_memory_mb": 1}, "memory_bytes may be too small"),
+        pytest.param(
+            {"function": "tools", "tools": ["python"], "python_memory_mb": 1},
+            "memory_bytes may be too small",
+            marks=pytest.mark.needs("bwrap"),
+        ),
     ],
 )
 def test_what_cannot_be_made_is_refused(settings: dict[str, Any], told: str) -> None:

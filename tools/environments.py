@@ -1,0 +1,232 @@
+"""Python environments of a clone, kept in one cache folder that all clones share (stdlib only; called by the Makefile).
+
+    python3.11 tools/environments.py megarl              .venv
+    python3.11 tools/environments.py sglang [VERSION]    .venv-sglang
+    python3.11 tools/environments.py cache               prints the cache folder
+
+The cache is $MEGARL_CACHE, or megarl/ in $XDG_CACHE_HOME, or ~/.cache/megarl. An environment there is named after a
+hash of everything that decides what is installed. So clones with different pins use different environments, and a
+second clone with the same pins installs nothing.
+
+- ``.venv`` is the clone's own: megarl itself (editable), Megatron-Core (tools/patch.py changes it in place), and a
+  ``.pth`` file that leads to the cached packages.
+- ``.venv-sglang`` is a link into the cache, where nothing belongs to a clone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TORCH = "2.13.0"
+TORCH_CPU_INDEX = os.environ.get("TORCH_CPU_INDEX", "https://download.pytorch.org/whl/cpu")
+SGLANG_RELEASES = ("0.5.17", "0.5.18", "0.5.21")
+"""Other releases that the tests run: their wheels alone, each beside a ``python`` that finds it first."""
+COMPLETE = ".complete"
+"""The last file of an installation. A folder without it was interrupted, and is made again."""
+LIBRARY = Path("lib", f"python{sys.version_info.major}.{sys.version_info.minor}", "site-packages")
+
+RELEASE_PYTHON = """\
+#!/bin/sh
+here=$(cd "$(dirname "$0")" && pwd)
+PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" exec "$here/../../bin/python" "$@"
+"""
+
+
+def cache_folder() -> Path:
+    base = os.environ.get("MEGARL_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "megarl")
+    return Path(base).expanduser().resolve()
+
+
+def key(*parts: object) -> str:
+    """A short hash of ``parts``, of this interpreter and of this kind of machine."""
+    machine = (platform.python_version(), sys.base_prefix, platform.system(), platform.machine())
+    return hashlib.sha256(json.dumps([*machine, TORCH, *parts]).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def installation(folder: Path) -> Iterator[bool]:
+    """Hold the lock of a cached folder. Yields whether it has to be filled, which is repeated if anything is raised."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (folder / COMPLETE).exists():
+            yield False
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        yield True
+        (folder / COMPLETE).touch()
+
+
+def say(words: str) -> None:
+    print(f"setup: {words}", flush=True)
+
+
+def pip(python: Path, *words: object) -> None:
+    command = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *words]
+    subprocess.run(list(map(str, command)), check=True, cwd=ROOT)
+
+
+def install_torch(python: Path) -> None:
+    """The build for CPUs, from the configured indexes or PyTorch's own. Where there is none (macOS), the default."""
+    say(f"installing torch {TORCH} for the CPU")
+    for words in ([f"torch=={TORCH}+cpu"], [f"torch=={TORCH}+cpu", "--index-url", TORCH_CPU_INDEX]):
+        command = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *words]
+        if not subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode:
+            return
+    say("found no build for the CPU, installing the default build of torch")
+    pip(python, f"torch=={TORCH}")
+
+
+def new_environment(folder: Path, *, with_pip: bool = True) -> Path:
+    """Create an environment and return its python."""
+    venv.create(folder, with_pip=with_pip, symlinks=True)
+    return folder / "bin" / "python"
+
+
+# .venv
+
+
+def requirements() -> list[str]:
+    """What pyproject.toml asks for, with the extras of a developer on a CPU and what builds megarl."""
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = table["project"]["optional-dependencies"]
+    return [*table["build-system"]["requires"], *table["project"]["dependencies"], *extras["cpu"], *extras["dev"]]
+
+
+def make_megarl() -> None:
+    constraints = ROOT / "constraints.txt"
+    cached = cache_folder() / f"megarl-{key(requirements(), constraints.read_text())}"
+    with installation(cached) as is_missing:
+        if is_missing:
+            say(f"creating {cached} (a few minutes, once for all clones)")
+            python = new_environment(cached)
+            install_torch(python)
+            say("installing megarl's dependencies (about a minute)")
+            pip(python, "--constraint", constraints, *requirements())
+    own, stamp = ROOT / ".venv", ROOT / ".venv" / ".setup-done"
+    with installation_of_clone(own):
+        entry_points = (ROOT / "pyproject.toml").read_text().split("[project.scripts]")[-1].split("[tool.")[0]
+        wanted = key(str(cached), entry_points, Path(__file__).read_text())
+        if stamp.is_file() and stamp.read_text() == wanted:
+            return
+        make_thin(own, cached)
+        stamp.write_text(wanted)
+        say("done")
+
+
+@contextmanager
+def installation_of_clone(own: Path) -> Iterator[None]:
+    if own.is_symlink():
+        sys.exit(f"setup: {own} is a link; remove it, so that this clone gets an environment of its own")
+    locks = cache_folder() / "clones"
+    locks.mkdir(exist_ok=True)
+    with (locks / f"{key(str(own))}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def make_thin(own: Path, cached: Path) -> None:
+    """An environment with megarl, Megatron-Core and the commands of the cached one, whose packages it finds."""
+    say(f"making .venv, with the packages of {cached}")
+    shutil.rmtree(own, ignore_errors=True)
+    python = new_environment(own, with_pip=False)
+    packages = cached / LIBRARY
+    # The path is for pyright, the import for packages that have .pth files of their own.
+    (own / LIBRARY / "megarl-cache.pth").write_text(f"{packages}\nimport site; site.addsitedir({str(packages)!r})\n")
+    for found in packages.glob("megatron*"):
+        shutil.copytree(found, own / LIBRARY / found.name)
+    copy_commands(cached / "bin", own / "bin")
+    pip(python, "--no-deps", "--no-build-isolation", "--editable", ".")
+
+
+def copy_commands(source: Path, target: Path) -> None:
+    """Scripts run the python of ``target``; programs are linked."""
+    for path in source.iterdir():
+        if path.name.startswith(("python", "activate", "Activate")) or (target / path.name).exists():
+            continue
+        data, interpreter = path.read_bytes(), str(source / "python").encode()
+        if not data.startswith(b"#!"):
+            (target / path.name).symlink_to(path)
+            continue
+        (target / path.name).write_bytes(data.replace(interpreter, str(target / "python").encode(), 1))
+        (target / path.name).chmod(0o755)
+
+
+# .venv-sglang
+
+
+def make_sglang(version: str) -> None:
+    pins = ROOT / "requirements-sglang-cpu.txt"
+    cached = cache_folder() / f"sglang-{version}-{key(pins.read_text(), version)}"
+    with installation(cached) as is_missing:
+        if is_missing:
+            say(f"creating {cached} (about two minutes, 3.2 GB, once for all clones)")
+            python = new_environment(cached)
+            install_torch(python)
+            # Every version is pinned and nothing is resolved, so that other versions of SGLang can be put beside it.
+            say("installing what SGLang needs")
+            pip(python, "--no-deps", "--requirement", pins)
+            for release in (version, *SGLANG_RELEASES):
+                install_sglang(release, python, None if release == version else cached / "releases" / release)
+    link(ROOT / ".venv-sglang", cached)
+    say(f"SGLang {version} for the CPU is in .venv-sglang; {', '.join(SGLANG_RELEASES)} are in .venv-sglang/releases")
+
+
+def install_sglang(version: str, python: Path, beside: Path | None) -> None:
+    """Into the environment, or into a folder ``beside`` whose ``python`` finds this release first."""
+    say(f"installing SGLang {version}")
+    pip(python, "--no-deps", *(["--target", beside] if beside else []), f"sglang=={version}")
+    if beside:
+        (beside / "python").write_text(RELEASE_PYTHON)
+        (beside / "python").chmod(0o755)
+
+
+def link(own: Path, cached: Path) -> None:
+    if own.is_symlink() or not own.exists():
+        new = own.with_name(f"{own.name}.{os.getpid()}")
+        new.symlink_to(cached)
+        new.replace(own)
+    else:  # made by an earlier Makefile
+        shutil.rmtree(own)
+        own.symlink_to(cached)
+
+
+# Other releases of Megatron-Core
+
+
+def megatron_release(version: str) -> Path:
+    """A folder with this release of Megatron-Core and nothing else; shared, so leave it as it is."""
+    cached = cache_folder() / f"megatron-core-{version}"
+    with installation(cached) as is_missing:
+        if is_missing:
+            pip(Path(sys.executable), "--no-deps", "--target", cached, f"megatron-core=={version}")
+    return cached
+
+
+def main(words: Sequence[str]) -> None:
+    match list(words):
+        case ["megarl"]:
+            make_megarl()
+        case ["sglang", version]:
+            make_sglang(version)
+        case ["cache"]:
+            print(cache_folder())
+        case _:
+            sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
