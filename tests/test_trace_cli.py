@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 
 import matplotlib.image
@@ -12,7 +11,6 @@ import pytest
 from megarl import cli
 from megarl.core.routing import RoutingTrace
 from megarl.data.traces import TracedSequence, TraceInfo, read_traces, write_traces
-from megarl.report import heatmap as trace_heatmap
 from megarl.report.traces import compare_files
 
 INFO = TraceInfo("tiny", layers=(1, 2), num_experts=4, top_k=2)
@@ -93,7 +91,7 @@ def test_diff(files, capsys):
     assert not list(files.glob("*.png"))
 
 
-def test_diff_draws_a_heat_map(files, capsys):
+def test_diff_plots_a_heat_map(files, capsys):
     lines = run(capsys, "diff", "a.safetensors", "b.safetensors", "--out", "h.png")
     assert lines[-1] == ["heat", "map:", "h.png"]
     picture = matplotlib.image.imread("h.png")
@@ -117,10 +115,9 @@ def test_the_map_counts_by_layer_and_position(files):
     assert np.argwhere(found.flips).tolist() == [[1, 46]]
 
 
-def test_equal_files_can_be_drawn(files):
-    found = compare_files(read_traces("a.safetensors"), read_traces("a.safetensors"))
-    assert not found.flips.any()
-    assert matplotlib.image.imread(io.BytesIO(trace_heatmap.draw(found, INFO.layers, "a against a"))).any()
+def test_equal_files_can_be_plotted(files, capsys):
+    run(capsys, "diff", "a.safetensors", "a.safetensors", "--out", "h.png")
+    assert matplotlib.image.imread("h.png").any()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Draws the README's picture from a finished run: python tools/readme_picture.py RUN_DIR docs/quickstart.png"""
+"""Plots the README's picture from a finished run: python tools/readme_picture.py RUN_DIR docs/quickstart.png"""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from megarl.report import plots as draw
+from megarl.report.panels import PANELS
 from megarl.report.plots import render_png
 from megarl.report.series import Series
 from megarl.run.metrics_log import read_metrics
 
-PARTS = (
-    ("Pass rate", draw.draw_reward),
-    ("Gap between sampling and training", draw.draw_kl),
-    ("Router disagreement", draw.draw_router),
-)
+PARTS = {"reward": "Pass rate", "kl": "Gap between sampling and training", "router": "Router disagreement"}
+"""Title of each panel in the picture."""
 
 
 def main() -> None:
@@ -26,11 +23,11 @@ def main() -> None:
 
 
 def plot_parts(figure: Figure, series: Series) -> None:
-    """Plot the parts side by side."""
-    for axes, (title, plot) in zip(figure.subplots(1, len(PARTS)), PARTS, strict=True):
-        plot(axes, series)
-        axes.set_title(title, loc="left", fontsize=12, pad=34)
-        axes.set_xlabel("global step")
+    """Plot the panels side by side."""
+    panels = [panel for panel in PANELS if panel.key in PARTS]
+    for axes, panel in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        panel.fill(axes, series)
+        axes.set_title(PARTS[panel.key], loc="left", fontsize=12, pad=34)
         axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=2, fontsize=8.5, borderpad=0.2)
 
 

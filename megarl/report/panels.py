@@ -1,6 +1,6 @@
-"""The panels of a run's report: which metrics each one draws, and how to read it.
+"""The panels of a run's report: which metrics each one plots, and how to read it.
 
-A panel is a row of ``PANELS``. Figures are made without pyplot: nothing global is touched and no display is needed.
+A panel is a row of ``PANELS``. Most panels are only data; ``megarl.report.plots`` plots them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from megarl.report import plots as draw
-from megarl.report.plots import PHASES, render_png
+from megarl.report import plots
+from megarl.report.plots import GREY, ORANGE, PHASES, PURPLE, RED, TEAL, Line, Scale
 from megarl.report.series import LAYER_PREFIXES, Series, layer_curves
 
 
@@ -27,30 +27,50 @@ class Panel:
     title: str
     caption: str
     """How to read it, one or two sentences."""
-    needs: tuple[str, ...]
-    """Metrics it draws; one of them is enough."""
-    draw: Callable[[Axes, Series], None]
+    y_label: str
+    lines: tuple[Line, ...] = ()
+    """The metrics it plots, for a panel that is nothing but lines."""
+    scale: Scale = "free"
+    plot: Callable[[Axes, Series], None] | None = None
+    """Plots the panel instead of ``lines``."""
+    plotted: tuple[str, ...] = ()
+    """The metrics that ``plot`` reads."""
     wide: bool = False
     """Whether it takes the whole width of the page."""
     optional: bool = False
-    """Whether only some runs have it, so that its absence is not told."""
+    """Whether only some runs have it, so that the page does not mention its absence."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Its metrics; one of them is enough."""
+        return self.plotted or tuple(line.metric for line in self.lines)
 
     def is_recorded(self, series: Series) -> bool:
-        """Whether any of its metrics has a value that can be drawn."""
-        if self.key == "router_layers":
+        """Whether any of its metrics has a value that can be plotted."""
+        if self.plot is plots.plot_layers:
             return bool(layer_curves(series))
         return any(series.find(name) is not None for name in self.needs)
+
+    def fill(self, axes: Axes, series: Series) -> None:
+        """Plot its curves, and set the axes."""
+        if self.plot is not None:
+            self.plot(axes, series)
+        else:
+            plots.plot_lines(axes, series, self.lines)
+        plots.scale_y(axes, self.scale)
+        if not axes.get_ylabel():
+            axes.set_ylabel(self.y_label)
+        axes.set_xlabel("global step")
 
 
 def render(panel: Panel, series: Series) -> bytes:
     """Return the panel as a PNG."""
-    return render_png((10.4, 3.9) if panel.wide else (6.2, 3.5), lambda figure: _fill(figure, panel, series))
+    return plots.render_png((10.4, 3.9) if panel.wide else (6.2, 3.5), lambda figure: _fill(figure, panel, series))
 
 
 def _fill(figure: Figure, panel: Panel, series: Series) -> None:
     axes = figure.add_subplot()
-    panel.draw(axes, series)
-    axes.set_xlabel("global step")
+    panel.fill(axes, series)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10, steps=[1, 2, 5, 10]))
     axes.margins(x=0.012)
     handles, labels = axes.get_legend_handles_labels()
@@ -72,136 +92,197 @@ PANELS: tuple[Panel, ...] = (
         "reward",
         "Reward and pass rate",
         "Training curves are over the sampled responses of each step; dots are evaluations on held-out problems.",
-        ("reward/mean", "reward/pass_rate", "eval/pass_rate", "eval/reward"),
-        draw.draw_reward,
+        "share of responses, mean reward",
+        plot=plots.plot_reward,
+        plotted=("reward/mean", "reward/pass_rate", "eval/pass_rate", "eval/reward"),
         wide=True,
     ),
     Panel(
         "effective_prompts",
         "Prompts that teach",
         "Only prompts whose responses differ in reward have a gradient. All solved or none solved: nothing to learn.",
-        ("prompts/effective_ratio", "sampling/contrast_fraction"),
-        draw.draw_effective,
+        "share of prompts",
+        (
+            Line("sampling/contrast_fraction", "of those drawn", GREY, "dashed"),
+            Line("prompts/effective_ratio", "of those that train"),
+        ),
+        "whole percent",
     ),
     Panel(
         "samples",
         "What sampling costs",
-        "Responses drawn per prompt, and the rounds that they came in: an adaptive rule draws more of hard prompts.",
-        ("sampling/samples_per_prompt", "sampling/rounds"),
-        draw.draw_samples,
+        "Responses drawn per prompt, and the number of rounds. An adaptive rule draws more responses to hard prompts.",
+        "responses, rounds",
+        (
+            Line("sampling/samples_per_prompt", "drawn, per prompt"),
+            Line("sampling/rounds", "rounds", ORANGE),
+        ),
+        "zero",
     ),
     Panel(
         "estimates",
-        "What allotment goes by",
-        "Ada-Est: estimated pass rates and how far from them the drawn ones were. GVM: the rates of its first stage.",
-        ("estimate/error", "estimate/rate_mean", "gvm/acceptance_rate", "gvm/hopeless_fraction"),
-        draw.draw_estimates,
+        "Estimates that divide the budget",
+        "Ada-Est: estimated pass rates, and their distance from the observed ones. GVM: the rates of its first stage.",
+        "share",
+        (
+            Line("estimate/rate_mean", "estimated pass rate"),
+            Line("estimate/error", "distance to what was drawn", ORANGE),
+            Line("gvm/acceptance_rate", "accepted in the first stage"),
+            Line("gvm/hopeless_fraction", "prompts without an accepted one", ORANGE),
+        ),
+        "whole percent",
         optional=True,
     ),
     Panel(
         "episodes",
         "Episodes",
         "Turns of the model per response; failed are those whose environment raised, or that took too long.",
-        ("episode/turns_mean", "episode/failed_fraction"),
-        draw.draw_episodes,
+        "turns, share",
+        (
+            Line("episode/turns_mean", "turns"),
+            Line("episode/failed_fraction", "share that failed", ORANGE),
+        ),
+        "zero",
         optional=True,
     ),
     Panel(
         "length",
         "Response length",
         "Tokens that the model generated, end token included.",
-        ("response/length_mean", "response/length_max", "eval/length_mean"),
-        draw.draw_length,
+        "response length (tokens)",
+        (
+            Line("response/length_max", "longest", GREY, "dashed"),
+            Line("response/length_mean", "mean"),
+            Line("eval/length_mean", "mean (held-out)", ORANGE, "dots"),
+        ),
+        "zero",
     ),
     Panel(
         "truncated",
         "Cut-off responses",
         "Responses that reached the length limit without ending.",
-        ("response/truncated_fraction",),
-        draw.draw_truncated,
+        "share of responses",
+        (Line("response/truncated_fraction", "cut off at the length limit", ORANGE),),
+        "percent",
     ),
     Panel(
         "entropy",
         "Entropy",
         "Mean over generated tokens, full vocabulary. A fast fall to zero is a collapse; a rise, a loss of control.",
-        ("entropy", "rollout/entropy"),
-        draw.draw_entropy,
+        "entropy (nats per token)",
+        (
+            Line("entropy", "training engine"),
+            Line("rollout/entropy", "start of the step", ORANGE),
+        ),
+        "zero",
     ),
     Panel(
         "kl",
         "Gap between sampling and training",
         "Both engines hold the same weights: this is rounding, routing and, with top_p below 1, the probability "
         "outside of the nucleus. k3 is never negative; k1 may be.",
-        ("rollout/k1", "rollout/k3"),
-        draw.draw_kl,
+        "KL[rollout || old] (nats per token)",
+        plot=plots.plot_kl,
+        plotted=("rollout/k1", "rollout/k3"),
     ),
     Panel(
         "extreme",
         "Extreme tokens",
         "Tokens whose probability differs between the engines by more than a factor of 2.",
-        ("rollout/extreme_2",),
-        draw.draw_extreme,
+        "share of tokens, F(2)",
+        (Line("rollout/extreme_2", "ratio above 2 or below 1/2", RED),),
+        "percent",
     ),
     Panel(
         "ess",
         "Effective sample size",
         "(sum w)² / (n sum w²): 100 % if all importance weights are alike.",
-        ("rollout/ess/fraction", "tis/ess/fraction"),
-        draw.draw_ess,
+        "effective sample size (share)",
+        plot=plots.plot_ess,
+        plotted=("rollout/ess/fraction", "tis/ess/fraction"),
     ),
     Panel(
         "router",
         "Router disagreement",
         "Experts of the rollout engine against those used in training (zero under replay), and against those that the "
         "training routers would have chosen by themselves.",
-        ("router/flip", "router/token_any", "router/native/flip", "router/native/token_any"),
-        draw.draw_router,
+        "share that differs",
+        (
+            Line("router/native/token_any", "own, any layer", ORANGE),
+            Line("router/native/flip", "own, per layer", PURPLE),
+            Line("router/token_any", "in use, any layer"),
+            Line("router/flip", "in use, per layer", TEAL),
+        ),
+        "percent",
     ),
     Panel(
         "missing_rows",
         "Missing routes",
         "Tokens for which the rollout engine gave no route; they are routed natively.",
-        ("rollout/missing_rows_fraction",),
-        draw.draw_missing,
+        "share of tokens",
+        (Line("rollout/missing_rows_fraction", "tokens without a recorded route", RED),),
+        "percent",
     ),
     Panel(
         "router_layers",
         "Router disagreement by layer",
         "Share of tokens for which rollout and training routers choose different experts, per MoE layer and step.",
-        (LAYER_PREFIXES[-1] + "XX",),
-        draw.draw_router_layers,
+        "MoE layer",
+        plot=plots.plot_layers,
+        plotted=(LAYER_PREFIXES[-1] + "XX",),
         wide=True,
     ),
     Panel(
         "ratio",
         "Policy ratio",
         "How far each mini-batch has moved from the policy that started the step.",
-        ("ratio/mean", "ratio/min", "ratio/max"),
-        draw.draw_ratio,
+        "ratio of new to old policy",
+        plot=plots.plot_ratio,
+        plotted=("ratio/mean", "ratio/min", "ratio/max"),
     ),
     Panel(
         "clip",
         "Clipping",
         "Tokens whose gradient the trust region stops, by sign of the advantage, and weights at the cap.",
-        ("clip/high", "clip/low", "tis/truncated"),
-        draw.draw_clip,
+        "share of tokens",
+        (
+            Line("clip/high", "above, A > 0"),
+            Line("clip/low", "below, A < 0", ORANGE),
+            Line("tis/truncated", "weight capped (TIS)", PURPLE),
+        ),
+        "percent",
     ),
-    Panel("grad_norm", "Gradient norm", "Over all parameters, before clipping.", ("grad_norm",), draw.draw_grad_norm),
-    Panel("loss", "Loss", "A surrogate: its gradient counts, its height says little.", ("loss",), draw.draw_loss),
+    Panel(
+        "grad_norm",
+        "Gradient norm",
+        "Over all parameters, before clipping.",
+        "gradient norm",
+        (Line("grad_norm", "before clipping"),),
+        "zero",
+    ),
+    Panel(
+        "loss",
+        "Loss",
+        "A surrogate: its gradient matters, its value says little.",
+        "loss",
+        (Line("loss", "surrogate loss"),),
+    ),
     Panel(
         "time",
         "Where the time goes",
-        "Seconds of each phase. What lies between the phases of a step and the line is in none of them; an evaluation "
-        "and the checkpoint of the step before come on top.",
-        tuple(f"time/{phase}_s" for phase in PHASES),
-        draw.draw_time,
+        "Seconds of each phase. The gap between the phases of a step and the line is time outside of all phases. An "
+        "evaluation, and the checkpoint of the step before, come on top.",
+        "seconds per step",
+        plot=plots.plot_time,
+        plotted=tuple(f"time/{phase}_s" for phase in PHASES),
         wide=True,
     ),
     Panel(
         "speed",
         "Throughput",
         "Tokens of all ranks per second of a whole step.",
-        ("speed/tokens_per_s",),
-        draw.draw_speed,
+        "tokens per second",
+        (Line("speed/tokens_per_s", "tokens of a step / its time", TEAL),),
+        "zero",
     ),
 )

@@ -1,28 +1,47 @@
-"""How each panel of the report is drawn: one function per panel, all with the same palette.
+"""All pictures of ``megarl report`` and ``megarl trace diff``: their style, their parts, and how each kind is plotted.
 
-A function draws into the axis it is given what the run has recorded, and names the axis with its unit.
+Every ``plot_*`` function fills the axes or the figure that it is given, and labels the axes with units. None uses
+pyplot, so no global state changes and no display is needed.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable
-from typing import Any
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import QuadMesh
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from megarl.report.series import Curve, Series, layer_curves, smooth
 
 BLUE, ORANGE, TEAL, RED, PURPLE, GREY = "#2563a8", "#d9772b", "#2a9187", "#b8383d", "#77569f", "#6b7280"
-PHASE_COLORS = (BLUE, "#8fb6dd", ORANGE, "#efc79f", "#c8b560", TEAL, PURPLE, "#d9a5c0", "#c9ced6")
+PHASES = {
+    "rollout": BLUE,
+    "prepare": "#8fb6dd",
+    "old_logprobs": ORANGE,
+    "ref_logprobs": "#efc79f",
+    "advantages": "#c8b560",
+    "train": TEAL,
+    "sync": PURPLE,
+    "eval": "#d9a5c0",
+    "checkpoint": "#c9ced6",
+}
+"""Colour of each phase that the trainer times, in the order of a step. The last two lie outside the step."""
 INK, MUTED, GRID = "#1f2933", "#5b6673", "#e3e7ec"
-SMOOTHED_FROM = 40
-"""Steps from which on a curve is drawn as its moving average."""
+_ABSENT = "#f1f2f4"
+"""Background of a map: a cell without a value is not "no disagreement"."""
+_SMOOTHED_FROM = 40
+"""Number of steps from which a curve is plotted as its moving average."""
+_MAX_BARS = 100
+_MAX_LAYER_LABELS = 16
 STYLE: dict[str, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9.5,
@@ -46,26 +65,24 @@ STYLE: dict[str, Any] = {
     "savefig.facecolor": "white",
 }
 
-MAX_BARS = 100
-PHASES = (
-    "rollout",
-    "prepare",
-    "old_logprobs",
-    "ref_logprobs",
-    "advantages",
-    "train",
-    "sync",
-    "eval",
-    "checkpoint",
-)
-"""What the trainer times, in the order of a step; the last two are no part of it."""
+
+Scale = Literal["free", "zero", "percent", "whole percent"]
+"""The y axis: as matplotlib chooses; from zero up; percent from zero up; percent from 0 to 100."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One metric in a panel."""
+
+    metric: str
+    label: str
+    color: str = BLUE
+    style: Literal["line", "dashed", "dots"] = "line"
+    """"dots" is for evaluations: they are few and each one counts, so they are never smoothed."""
 
 
 def render_png(size: tuple[float, float], plot: Callable[[Figure], None], dpi: int = 144) -> bytes:
-    """Return a PNG of ``size`` inches that ``plot`` fills, in the report's style.
-
-    Does not use pyplot, so no global state changes and no display is needed.
-    """
+    """Return a PNG of ``size`` inches that ``plot`` fills, in the report's style."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(figure)
@@ -75,137 +92,98 @@ def render_png(size: tuple[float, float], plot: Callable[[Figure], None], dpi: i
     return buffer.getvalue()
 
 
-def _line(
-    axes: Axes, series: Series, name: str, label: str, color: str, *, complement: bool = False, **style: Any
-) -> None:
-    """Draws a metric (or 1 - metric) if it was recorded.
+def plot_lines(axes: Axes, series: Series, lines: Sequence[Line]) -> None:
+    """Plot those of the metrics that were recorded.
 
-    Several mini-batches of a step become their mean with a band from the lowest to the highest; a long noisy curve
-    gets a moving average over the pale original.
+    Several mini-batches of a step become their mean, with a band from the lowest to the highest. A long noisy curve
+    becomes a moving average over the pale original.
     """
-    curve = series.find(name)
-    if curve is None:
-        return
-    if complement:
-        curve = Curve(curve.x, 1.0 - curve.y)
+    for line in lines:
+        curve = series.find(line.metric)
+        if curve is None:
+            continue
+        if line.style == "dots":
+            dots = {"marker": "o", "markersize": 6, "markeredgecolor": "white", "zorder": 3}
+            axes.plot(curve.x, curve.y, color=line.color, label=line.label, **dots)
+        else:
+            _plot_curve(axes, curve, line)
+
+
+def _plot_curve(axes: Axes, curve: Curve, line: Line) -> None:
     mean, low, high = curve.per_step()
+    is_long = len(mean.x) >= _SMOOTHED_FROM
     if len(mean.x) < len(curve.x):
-        axes.fill_between(mean.x, low.y, high.y, color=color, alpha=0.16, linewidth=0)
-    elif len(mean.x) >= SMOOTHED_FROM:
-        axes.plot(mean.x, mean.y, color=color, alpha=0.28, linewidth=0.9)
-    smoothed = len(mean.x) >= SMOOTHED_FROM
-    y = smooth(mean.y, max(5, len(mean.y) // 25)) if smoothed else mean.y
-    axes.plot(mean.x, y, color=color, label=label, marker="o" if len(mean.x) <= 2 else None, **style)
+        axes.fill_between(mean.x, low.y, high.y, color=line.color, alpha=0.16, linewidth=0)
+    elif is_long:
+        axes.plot(mean.x, mean.y, color=line.color, alpha=0.28, linewidth=0.9)
+    axes.plot(
+        mean.x,
+        smooth(mean.y, max(5, len(mean.y) // 25)) if is_long else mean.y,
+        color=line.color,
+        label=line.label,
+        marker="o" if len(mean.x) <= 2 else None,
+        linestyle="--" if line.style == "dashed" else "-",
+    )
 
 
-def _dots(axes: Axes, series: Series, name: str, label: str) -> None:
-    """Evaluations are few and count one by one: dots, joined by a line, never smoothed."""
-    curve = series.find(name)
-    if curve is not None:
-        axes.plot(
-            curve.x, curve.y, color=ORANGE, label=label, marker="o", markersize=6, markeredgecolor="white", zorder=3
-        )
-
-
-def _percent(axes: Axes, *, whole: bool = False) -> None:
-    """Percent from zero up; ``whole``: always up to 100 %. A curve that never leaves zero is said to be zero."""
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-    if whole:
+def scale_y(axes: Axes, scale: Scale) -> None:
+    """Set the y axis of a panel whose lines are plotted."""
+    if scale == "zero":
+        axes.set_ylim(bottom=0.0)
+    if scale in ("percent", "whole percent"):
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+    if scale == "whole percent":
         axes.set_ylim(-0.02, 1.02)
-        return
-    top = float(axes.dataLim.y1)
-    if top > 0:
-        axes.set_ylim(-0.015 * top, 1.08 * top)
-    else:
-        axes.set_ylim(-0.0005, 0.0105)
-        axes.text(0.5, 0.5, "zero in every step", transform=axes.transAxes, ha="center", color=MUTED)
+    if scale == "percent":
+        top = float(axes.dataLim.y1)
+        axes.set_ylim(-0.015 * top, 1.08 * top) if top > 0 else axes.set_ylim(-0.0005, 0.0105)
+        if top <= 0:
+            axes.text(0.5, 0.5, "zero in every step", transform=axes.transAxes, ha="center", color=MUTED)
 
 
-def _log_if_positive(axes: Axes, series: Series, names: Iterable[str]) -> None:
-    """Logarithmic only if there is something above zero: an all-zero curve (perfect replay) has no logarithm."""
-    curves = [curve for name in names if (curve := series.find(name)) is not None]
-    if any((curve.finite > 0).any() for curve in curves):
-        axes.set_yscale("log", nonpositive="mask")
-
-
-def draw_reward(axes: Axes, series: Series) -> None:
+def plot_reward(axes: Axes, series: Series) -> None:
+    """Plot the training reward and pass rate, as one line where they are equal, and the evaluations."""
     reward, passed = series.find("reward/mean"), series.find("reward/pass_rate")
     if reward is not None and passed is not None and np.array_equal(reward.y, passed.y, equal_nan=True):
-        _line(axes, series, "reward/pass_rate", "pass rate = mean reward (training)", BLUE)
+        lines = [Line("reward/pass_rate", "pass rate = mean reward (training)")]
     else:
-        _line(axes, series, "reward/mean", "mean reward (training)", GREY)
-        _line(axes, series, "reward/pass_rate", "pass rate (training)", BLUE)
-    name = "eval/pass_rate" if series.find("eval/pass_rate") is not None else "eval/reward"
-    _dots(axes, series, name, "pass rate (held-out)" if name == "eval/pass_rate" else "mean reward (held-out)")
-    axes.set_ylabel("share of responses, mean reward")
+        lines = [Line("reward/mean", "mean reward (training)", GREY), Line("reward/pass_rate", "pass rate (training)")]
+    if series.find("eval/pass_rate") is not None:
+        lines.append(Line("eval/pass_rate", "pass rate (held-out)", ORANGE, "dots"))
+    else:
+        lines.append(Line("eval/reward", "mean reward (held-out)", ORANGE, "dots"))
+    plot_lines(axes, series, lines)
     if axes.dataLim.y0 >= 0 and axes.dataLim.y1 <= 1:
         axes.set_ylim(-0.02, 1.02)
 
 
-def draw_effective(axes: Axes, series: Series) -> None:
-    _line(axes, series, "sampling/contrast_fraction", "of those drawn", GREY, linestyle="--")
-    _line(axes, series, "prompts/effective_ratio", "of those that train", BLUE)
-    axes.set_ylabel("share of prompts")
-    _percent(axes, whole=True)
-
-
-def draw_samples(axes: Axes, series: Series) -> None:
-    _line(axes, series, "sampling/samples_per_prompt", "drawn, per prompt", BLUE)
-    _line(axes, series, "sampling/rounds", "rounds", ORANGE)
-    axes.set_ylabel("responses, rounds")
-    axes.set_ylim(bottom=0.0)
-
-
-def draw_estimates(axes: Axes, series: Series) -> None:
-    _line(axes, series, "estimate/rate_mean", "estimated pass rate", BLUE)
-    _line(axes, series, "estimate/error", "distance to what was drawn", ORANGE)
-    _line(axes, series, "gvm/acceptance_rate", "accepted in the first stage", BLUE)
-    _line(axes, series, "gvm/hopeless_fraction", "prompts without an accepted one", ORANGE)
-    axes.set_ylabel("share")
-    _percent(axes, whole=True)
-
-
-def draw_episodes(axes: Axes, series: Series) -> None:
-    _line(axes, series, "episode/turns_mean", "turns", BLUE)
-    _line(axes, series, "episode/failed_fraction", "share that failed", ORANGE)
-    axes.set_ylabel("turns, share")
-    axes.set_ylim(bottom=0.0)
-
-
-def draw_length(axes: Axes, series: Series) -> None:
-    _line(axes, series, "response/length_max", "longest", GREY, linestyle="--")
-    _line(axes, series, "response/length_mean", "mean", BLUE)
-    _dots(axes, series, "eval/length_mean", "mean (held-out)")
-    axes.set_ylabel("response length (tokens)")
-    axes.set_ylim(bottom=0.0)
-
-
-def draw_truncated(axes: Axes, series: Series) -> None:
-    _line(axes, series, "response/truncated_fraction", "cut off at the length limit", ORANGE)
-    axes.set_ylabel("share of responses")
-    _percent(axes)
-
-
-def draw_entropy(axes: Axes, series: Series) -> None:
-    _line(axes, series, "entropy", "training engine", BLUE)
-    _line(axes, series, "rollout/entropy", "start of the step", ORANGE)
-    axes.set_ylabel("entropy (nats per token)")
-    axes.set_ylim(bottom=0.0)
-
-
-def draw_kl(axes: Axes, series: Series) -> None:
-    k1 = series.find("rollout/k1")
+def plot_kl(axes: Axes, series: Series) -> None:
+    """Plot k3 and the size of k1, which may be negative."""
+    k1, k3 = series.find("rollout/k1"), series.find("rollout/k3")
     if k1 is not None:
         axes.plot(k1.x, np.abs(k1.y), color=GREY, linewidth=0.9, alpha=0.7, label="|k1|")
-        if len(k1.x) < 2 * SMOOTHED_FROM:
+        if len(k1.x) < 2 * _SMOOTHED_FROM:
             below = k1.y < 0
             axes.plot(k1.x[below], -k1.y[below], "o", color=GREY, ms=3.5, markerfacecolor="white", label="k1 < 0")
-    _line(axes, series, "rollout/k3", "k3", BLUE)
-    axes.set_ylabel("KL[rollout || old] (nats per token)")
-    _log_if_positive(axes, series, ("rollout/k3", "rollout/k1"))
+    plot_lines(axes, series, [Line("rollout/k3", "k3")])
+    # With perfect replay all values may be zero, which has no logarithm.
+    if any(curve is not None and (curve.finite > 0).any() for curve in (k1, k3)):
+        axes.set_yscale("log", nonpositive="mask")
 
 
-def draw_ratio(axes: Axes, series: Series) -> None:
+def plot_ess(axes: Axes, series: Series) -> None:
+    """Plot effective sample sizes: percent up to 100, from wherever the curves begin."""
+    lines = [
+        Line("rollout/ess/fraction", "old against rollout"),
+        Line("tis/ess/fraction", "weights of the loss", PURPLE),
+    ]
+    plot_lines(axes, series, lines)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+    axes.set_ylim(top=1.0 + 0.02 * (1.0 - axes.get_ylim()[0]))
+
+
+def plot_ratio(axes: Axes, series: Series) -> None:
+    """Plot the mean policy ratio with bands of its spread and its range."""
     low, high, mean, std = (series.find(f"ratio/{name}") for name in ("min", "max", "mean", "std"))
     if low is not None and high is not None and np.array_equal(low.x, high.x):
         lowest, highest = low.per_step()[1], high.per_step()[2]
@@ -218,41 +196,10 @@ def draw_ratio(axes: Axes, series: Series) -> None:
         middle = mean.per_step()[0]
         axes.plot(middle.x, middle.y, color=BLUE, label="mean")
     axes.axhline(1.0, color=GREY, linewidth=0.8, linestyle=":")
-    axes.set_ylabel("ratio of new to old policy")
 
 
-def draw_clip(axes: Axes, series: Series) -> None:
-    _line(axes, series, "clip/high", "above, A > 0", BLUE)
-    _line(axes, series, "clip/low", "below, A < 0", ORANGE)
-    _line(axes, series, "tis/truncated", "weight capped (TIS)", PURPLE)
-    axes.set_ylabel("share of tokens")
-    _percent(axes)
-
-
-def draw_ess(axes: Axes, series: Series) -> None:
-    _line(axes, series, "rollout/ess/fraction", "old against rollout", BLUE)
-    _line(axes, series, "tis/ess/fraction", "weights of the loss", PURPLE)
-    axes.set_ylabel("effective sample size (share)")
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-    axes.set_ylim(top=1.0 + 0.02 * (1.0 - axes.get_ylim()[0]))
-
-
-def draw_extreme(axes: Axes, series: Series) -> None:
-    _line(axes, series, "rollout/extreme_2", "ratio above 2 or below 1/2", RED)
-    axes.set_ylabel("share of tokens, F(2)")
-    _percent(axes)
-
-
-def draw_router(axes: Axes, series: Series) -> None:
-    _line(axes, series, "router/native/token_any", "own, any layer", ORANGE)
-    _line(axes, series, "router/native/flip", "own, per layer", PURPLE)
-    _line(axes, series, "router/token_any", "in use, any layer", BLUE)
-    _line(axes, series, "router/flip", "in use, per layer", TEAL)
-    axes.set_ylabel("share that differs")
-    _percent(axes)
-
-
-def draw_router_layers(axes: Axes, series: Series) -> None:
+def plot_layers(axes: Axes, series: Series) -> None:
+    """Plot router disagreement as a map of MoE layers against steps."""
     curves = layer_curves(series)
     steps = np.unique(np.concatenate([curve.x for curve in curves.values()]))
     grid = np.full((len(curves), len(steps)), np.nan)
@@ -260,73 +207,87 @@ def draw_router_layers(axes: Axes, series: Series) -> None:
         grid[row, np.searchsorted(steps, curve.x)] = np.where(np.isfinite(curve.y), curve.y, np.nan)
     width = np.diff(steps).min() if len(steps) > 1 else 1.0
     edges = np.append(steps, steps[-1] + width) - width / 2
-    top = float(np.nanmax(grid)) or 0.01  # all zero under replay: then the scale is one percent
-    image = axes.pcolormesh(
-        edges, np.arange(len(curves) + 1) - 0.5, grid, cmap="YlGnBu", vmin=0.0, vmax=top, rasterized=True
-    )
+    image = _plot_map(axes, edges, grid, tuple(curves))
+    _add_colorbar(image, axes, pad=0.01)
+
+
+def plot_trace_difference(
+    figure: Figure, flips: np.ndarray, per_layer: np.ndarray, layers: tuple[int, ...], bin_tokens: int, title: str
+) -> None:
+    """Plot how two trace files differ: layers against token positions, and the share of each layer beside it.
+
+    flips: float [L, bins], share of tokens that are routed differently; NaN where no token was compared. per_layer:
+    float [L], the same over all positions.
+    """
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(6, 1))
+    image = _plot_map(left, np.arange(flips.shape[1] + 1) * bin_tokens - 0.5, flips, layers)
+    left.set_ylabel("layer of the model")
+    left.set_xlabel("token position" + ("" if bin_tokens == 1 else f", {bin_tokens} to a column"))
+    if not np.nan_to_num(flips).any():
+        left.text(0.5, 0.5, "no token differs", transform=left.transAxes, ha="center", color=MUTED)
+    right.barh(np.arange(len(per_layer)), per_layer, height=0.8, color=BLUE)
+    right.set_xlim(0, max(float(per_layer.max(initial=0.0)) * 1.08, 0.001))
+    right.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+    right.xaxis.set_major_locator(MaxNLocator(nbins=3))
+    right.grid(False, axis="y")
+    right.tick_params(left=False, labelleft=False)
+    right.set_xlabel("all positions")
+    _add_colorbar(image, [left, right], pad=0.01, aspect=40)
+    # Break long file names, so that the title fits the figure.
+    names = textwrap.fill(title, width=110, break_on_hyphens=False)
+    headline = f"{per_layer.mean():.2%} of (token, layer) pairs differ\n{names}"
+    figure.suptitle(headline, x=0.01, ha="left", fontsize=11, fontweight="bold")
+
+
+def _plot_map(axes: Axes, edges: np.ndarray, grid: np.ndarray, layers: Sequence[int]) -> QuadMesh:
+    """Plot ``grid`` [L, columns] with the first layer at the top. edges: [columns + 1]."""
+    top = float(np.nanmax(grid)) or 0.01  # without any disagreement the scale is one percent
+    rows = np.arange(len(layers) + 1) - 0.5
+    image = axes.pcolormesh(edges, rows, grid, cmap="YlGnBu", vmin=0.0, vmax=top, rasterized=True)
     axes.grid(False)
-    axes.set_facecolor("#f1f2f4")  # a step without a value is grey, not "no disagreement"
-    shown = range(0, len(curves), max(1, len(curves) // 12))
-    axes.set_yticks(list(shown), [str(list(curves)[row]) for row in shown])
+    axes.set_facecolor(_ABSENT)
+    shown = range(0, len(layers), -(-len(layers) // _MAX_LAYER_LABELS))
+    axes.set_yticks(list(shown), [str(layers[row]) for row in shown])
     axes.invert_yaxis()
-    axes.set_ylabel("MoE layer")
-    bar = axes.figure.colorbar(image, ax=axes, pad=0.01, label="share of tokens routed differently")
+    return image
+
+
+def _add_colorbar(image: QuadMesh, axes: Axes | list[Axes], **style: Any) -> None:
+    bar = image.figure.colorbar(image, ax=axes, label="share of tokens routed differently", **style)
     bar.ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
     bar.outline.set_visible(False)
 
 
-def draw_missing(axes: Axes, series: Series) -> None:
-    _line(axes, series, "rollout/missing_rows_fraction", "tokens without a recorded route", RED)
-    axes.set_ylabel("share of tokens")
-    _percent(axes)
-
-
-def draw_grad_norm(axes: Axes, series: Series) -> None:
-    _line(axes, series, "grad_norm", "before clipping", BLUE)
-    axes.set_ylabel("gradient norm")
-    axes.set_ylim(bottom=0.0)
-
-
-def draw_loss(axes: Axes, series: Series) -> None:
-    _line(axes, series, "loss", "surrogate loss", BLUE)
-    axes.set_ylabel("loss")
-
-
-def draw_time(axes: Axes, series: Series) -> None:
+def plot_time(axes: Axes, series: Series) -> None:
+    """Plot the seconds of each phase as stacked bars, and the whole step as a line."""
     curves = {phase: curve for phase in PHASES if (curve := series.find(f"time/{phase}_s")) is not None}
     total = series.find("time/step_s")
     steps = np.unique(np.concatenate([curve.x for curve in curves.values()]))
-    # More bars than this would be thinner than a pixel: each then stands for the mean of several steps.
-    stride = -(-len(steps) // MAX_BARS)
+    # More bars than _MAX_BARS would be thinner than a pixel. Then each bar is the mean of several steps.
+    stride = -(-len(steps) // _MAX_BARS)
     starts = np.arange(0, len(steps), stride)
     sizes = np.diff(np.append(starts, len(steps)))
     middles = np.add.reduceat(steps, starts) / sizes
     width = (float(np.diff(steps).min()) if len(steps) > 1 else 1.0) * stride * (0.92 if stride == 1 else 1.0)
     bottom = np.zeros(len(starts))
-    for phase, color in zip(PHASES, PHASE_COLORS, strict=True):
+    for phase, color in PHASES.items():
         if phase in curves:
-            height = np.add.reduceat(_on_steps(curves[phase], steps), starts) / sizes
+            height = np.add.reduceat(_align_to(curves[phase], steps), starts) / sizes
             axes.bar(middles, height, width, bottom=bottom, color=color, label=phase.replace("_", " "), linewidth=0)
             bottom += height
     if total is not None:
-        # Before the first step there may be an evaluation, but no step that took no time.
+        # Before the first step there may be an evaluation. It belongs to no step, so the line has a gap there.
         known = np.add.reduceat(np.isin(steps, total.x[np.isfinite(total.y)]).astype(np.float64), starts)
-        whole = np.add.reduceat(_on_steps(total, steps), starts) / np.where(known > 0, known, np.nan)
+        whole = np.add.reduceat(_align_to(total, steps), starts) / np.where(known > 0, known, np.nan)
         marker = "o" if np.isfinite(whole).sum() <= 2 else None
         axes.plot(middles, whole, color=INK, linewidth=0.9, marker=marker, label="whole step")
     axes.set_ylabel("seconds per step" if stride == 1 else f"seconds per step (mean of {stride})")
     axes.grid(axis="x", visible=False)
 
 
-def _on_steps(curve: Curve, steps: np.ndarray) -> np.ndarray:
-    """The curve at the given steps [P]; 0 where it has no finite value: the phase did not run."""
+def _align_to(curve: Curve, steps: np.ndarray) -> np.ndarray:
+    """Return the curve at the given steps [P]; 0 where it has no finite value, because the phase did not run."""
     values = np.zeros(len(steps))
     known = np.isin(curve.x, steps) & np.isfinite(curve.y)
     values[np.searchsorted(steps, curve.x[known])] = curve.y[known]
     return values
-
-
-def draw_speed(axes: Axes, series: Series) -> None:
-    _line(axes, series, "speed/tokens_per_s", "tokens of a step / its time", TEAL)
-    axes.set_ylabel("tokens per second")
-    axes.set_ylim(bottom=0.0)

@@ -125,10 +125,21 @@ def diff(first: Path, second: Path, out: Path | None = None, console: Console | 
     console = console or Console()
     _print(console, f"{first} against {second}", table, *notes)
     if out is not None:
-        from megarl.report.heatmap import draw  # matplotlib takes a second and is not always needed
-
-        write_atomically(out, draw(found, a.info.layers, f"{first.name} against {second.name}"))
+        write_atomically(out, _render(found, a.info.layers, f"{first.name} against {second.name}"))
         console.print(f"heat map: {escape(str(out))}", highlight=False, soft_wrap=True)
+
+
+def _render(found: FileDifference, layers: tuple[int, ...], title: str) -> bytes:
+    """Return the heat map as a PNG."""
+    from megarl.report.plots import plot_trace_difference, render_png  # matplotlib takes a second to import
+
+    share = np.where(found.counts > 0, found.flips / np.maximum(found.counts, 1), np.nan)
+    per_layer = found.total.per_layer_flip
+    height = max(3.2, min(9.0, 2.2 + 0.14 * len(layers)))
+    return render_png(
+        (10.4, height),
+        lambda figure: plot_trace_difference(figure, share, per_layer, layers, found.bin_tokens, title),
+    )
 
 
 def expert_counts(traces: Iterable[RoutingTrace], info: TraceInfo) -> np.ndarray:

@@ -12,7 +12,7 @@ from train_world import World
 
 from megarl.errors import DataError, MegarlError
 from megarl.report.panels import PANELS, render
-from megarl.report.plots import PHASES, draw_time
+from megarl.report.plots import PHASES, plot_time
 from megarl.report.report import write_report
 from megarl.report.series import Curve, Series, layer_curves, smooth
 from megarl.run.metrics_log import MetricsLog, read_metrics
@@ -170,7 +170,7 @@ def test_a_step_without_training_has_no_whole_step(num_steps: int) -> None:
         for step in range(1, num_steps)
     ]
     axes = Figure().add_subplot()
-    draw_time(axes, Series.of(records))
+    plot_time(axes, Series.of(records))
     (line,) = axes.lines
     whole = np.asarray(line.get_ydata())
     np.testing.assert_array_equal(whole, [np.nan, 2.0, 2.0] if num_steps == 3 else np.full(65, 2.0))
