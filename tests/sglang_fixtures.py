@@ -12,7 +12,8 @@ import pytest
 from absent import SGLANG_PYTHON
 
 from megarl.data.tiny import write_tiny_model
-from megarl.rollout.sglang.server import Server, ServerSpec
+from megarl.rollout.sglang.server import Server
+from megarl.rollout.sglang.spec import ServerSpec
 
 START_DEADLINE_S = 300.0
 """A start is 20 s of imports on an idle machine and minutes on a busy one."""

@@ -21,7 +21,8 @@ from test_end_to_end import REWARDS, call, records, settings
 from megarl import quickstart
 from megarl.config.file import load
 from megarl.data.tiny import write_sort_task, write_tiny_model
-from megarl.rollout.sglang.server import Server, ServerSpec
+from megarl.rollout.sglang.server import Server
+from megarl.rollout.sglang.spec import ServerSpec
 
 pytestmark = [pytest.mark.sglang, pytest.mark.multirank]
 

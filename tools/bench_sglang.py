@@ -36,7 +36,8 @@ from megarl.rollout.sglang.answers import decode_routes
 from megarl.rollout.sglang.client import ClientSettings
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.plugin.compact import Ask, compact
-from megarl.rollout.sglang.server import Server, ServerSpec
+from megarl.rollout.sglang.server import Server
+from megarl.rollout.sglang.spec import ServerSpec
 
 PYTHON = Path(__file__).parents[1] / ".venv-sglang" / "bin" / "python"
 MODELS = {

@@ -25,7 +25,8 @@ from megarl.config.file import parse
 from megarl.data.tiny import write_tiny_model
 from megarl.megatron import distributed
 from megarl.megatron.policy import Policy, schedule_of
-from megarl.rollout.sglang.server import Server, ServerSpec
+from megarl.rollout.sglang.server import Server
+from megarl.rollout.sglang.spec import ServerSpec
 from megarl.train.engines import make_engine
 
 WAYS = ("tensor", "distributed", "disk")

@@ -1,4 +1,4 @@
-"""The one protocol of every sampling engine, and the settings of a sampling request."""
+"""The protocol of every sampling engine, and the settings of a sampling request."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class SamplingParams:
     """How responses are sampled; the same for all requests of a call. Raises ConfigError for a bad value."""
 
     temperature: float = 1.0
-    """Divides the logits. 0 picks the most likely token: for evaluation only, see ``require_stochastic``."""
+    """Divides the logits. 0 picks the most likely token; only evaluation may, see ``require_stochastic``."""
     top_p: float = 1.0
-    """In (0, 1]: samples from the smallest set of most likely tokens that holds this mass, renormalised."""
+    """In (0, 1]: samples from the smallest set of most likely tokens with at least this mass, renormalised."""
     max_response_tokens: int = 1024
-    """At least 1. A response also ends where the positions of the model end."""
+    """At least 1. A response also ends at the model's last position."""
     stop_token_ids: tuple[int, ...] = ()
-    """A response ends with the first of these; it stays in the response as its last token."""
+    """A response ends at the first of these, which stays in the response."""
     return_routed_experts: bool = True
     """Whether rollouts carry the experts of every prompt and response token."""
 
@@ -40,10 +40,10 @@ class SamplingParams:
             raise ConfigError(f"stop_token_ids are {self.stop_token_ids}, expected token ids >= 0")
 
     def require_stochastic(self) -> None:
-        """Raises ConfigError at temperature 0, where the sampling policy is a point mass.
+        """Raises ConfigError at temperature 0; call it for rollouts that train.
 
-        All its log-probabilities are then 0 and say nothing about the model, so that every ratio between training and
-        sampling policy would be wrong. Call it for rollouts that a policy gradient is taken on.
+        Greedy sampling is a point mass: all its log-probabilities are 0, so every ratio between training and sampling
+        policy would be wrong.
         """
         if self.temperature == 0.0:
             raise ConfigError(
@@ -53,15 +53,17 @@ class SamplingParams:
 
 
 class Session(Protocol):
-    """An engine that samples what its episodes ask for, as they ask.
+    """What an episode sees of an engine: it awaits ``sample`` as often as it needs.
 
-    An episode is a coroutine that awaits ``sample`` as often as it needs, and whatever else between (an environment, a
-    reward). None waits for another one, unless the engine can only compute in batches.
+    An episode is a coroutine; between two samples it may await anything else (an environment, a reward). Episodes do
+    not wait for each other, unless the engine can only compute in batches.
     """
 
     def start(self, episode: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs an episode. The session lasts until all have ended; the first that raises ends it. One that is
-        cancelled is not missed: what it asked for is dropped."""
+        """Runs an episode. The session lasts until all have ended; the first one that raises ends it.
+
+        A cancelled episode does not count as an error, and its request is dropped.
+        """
         ...
 
     async def sample(self, request: SampleRequest) -> Rollout:
@@ -74,27 +76,13 @@ class Engine(Protocol):
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights that the next token is sampled with."""
+        """Version of the weights that the next token is sampled with; -1 before the first update."""
         ...
 
     @property
     def sync_seconds(self) -> Mapping[str, float]:
-        """Seconds that this rank has spent on the parts of the last weight update, where it has parts."""
-        ...
-
-    def generate(
-        self,
-        requests: Sequence[SampleRequest],
-        params: SamplingParams,
-        on_finish: Callable[[int], None] | None = None,
-    ) -> list[Rollout]:
-        """Samples one response for each request and returns them in the order of the requests.
-
-        ``on_finish(n)`` is called whenever ``n`` more responses are complete, and may be called with 0 in between; what
-        it raises ends the sampling. Raises RolloutError for a request that cannot be served or an answer that cannot be
-        true, WeightSyncError while the weights are incomplete.
-        """
-        ...
+        """Seconds that this rank has spent on the parts of the last weight update; empty if it has no parts."""
+        return {}
 
     def converse(
         self,
@@ -104,31 +92,40 @@ class Engine(Protocol):
     ) -> None:
         """Runs the episodes that ``begin`` starts, and those that they start, in an event loop of its own.
 
-        ``on_finish`` and errors as in ``generate``; an error of an episode is raised too.
+        ``on_finish(n)`` is called whenever ``n`` more responses are complete, and may be called with 0 in between; what
+        it raises ends the sampling. Raises RolloutError for a request that cannot be served or an answer that cannot be
+        right, WeightSyncError while the weights are incomplete, and whatever an episode raises.
         """
         ...
+
+    def generate(
+        self,
+        requests: Sequence[SampleRequest],
+        params: SamplingParams,
+        on_finish: Callable[[int], None] | None = None,
+    ) -> list[Rollout]:
+        """Samples one response for each request, in the order of the requests; the rest as in ``converse``."""
+        return sample_each(lambda begin: self.converse(begin, params, on_finish), requests)
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replaces all weights; ``tensors`` are (name, tensor) as in a Hugging Face checkpoint, each exactly once.
 
-        There is one tensor per expert, and no tensor that the checkpoint ties to another one. A missing, unknown,
-        repeated or mis-shaped name raises WeightSyncError; the engine then refuses to generate until a whole update
-        has arrived.
+        There is one tensor per expert, and none for a tensor that the checkpoint ties to another one. A missing,
+        unknown, repeated or mis-shaped name raises WeightSyncError; the engine then refuses to sample until a whole
+        update has arrived.
         """
         ...
 
     def rest(self) -> None:
-        """Gives memory back until the next ``update_weights``, where the engine can; a collective call of the ranks
-        that share it."""
-        ...
+        """Frees memory until the next ``update_weights`` if the engine can; collective over the ranks that share it."""
 
     def close(self) -> None:
         """Frees what the engine holds. It cannot be used afterwards; closing twice does nothing."""
         ...
 
 
-def response_limit(request: SampleRequest, params: SamplingParams) -> int:
-    """Longest response to a request, in tokens; RolloutError if it may have none."""
+def limit_response(request: SampleRequest, params: SamplingParams) -> int:
+    """Returns the longest response to a request, in tokens; RolloutError if that is less than one."""
     own = request.max_response_tokens
     if own is not None and own < 1:
         raise RolloutError(
@@ -137,16 +134,18 @@ def response_limit(request: SampleRequest, params: SamplingParams) -> int:
     return params.max_response_tokens if own is None else min(own, params.max_response_tokens)
 
 
-def one_each(converse: Callable[[Callable[[Session], None]], None], requests: Sequence[SampleRequest]) -> list[Rollout]:
-    """``Engine.generate`` by a session: an episode for each request."""
-    found: dict[int, Rollout] = {}
+def sample_each(
+    converse: Callable[[Callable[[Session], None]], None], requests: Sequence[SampleRequest]
+) -> list[Rollout]:
+    """Samples one response for each request, each in an episode of its own."""
+    rollouts: dict[int, Rollout] = {}
 
-    async def one(session: Session, position: int) -> None:
-        found[position] = await session.sample(requests[position])
+    async def sample(session: Session, position: int) -> None:
+        rollouts[position] = await session.sample(requests[position])
 
     def begin(session: Session) -> None:
         for position in range(len(requests)):
-            session.start(one(session, position))
+            session.start(sample(session, position))
 
     converse(begin)
-    return [found[position] for position in range(len(requests))]
+    return [rollouts[position] for position in range(len(requests))]

@@ -1,4 +1,4 @@
-"""What all sessions have in common: episodes as tasks of which the first error ends the others."""
+"""What the sessions of all engines share: episodes run as tasks, and the first error ends the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class SessionBase:
         self._tasks = asyncio.TaskGroup()
 
     async def run_episodes(self, begin: Callable[[Self], None]) -> None:
-        """Run all episodes."""
+        """Run the episodes that ``begin`` starts, until all have ended."""
         async with self._tasks:
             begin(self)
 
@@ -23,15 +23,15 @@ class SessionBase:
         """See ``Session.start``."""
         task = self._tasks.create_task(episode)
         self._episodes.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._end_episode)
         return task
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _end_episode(self, task: asyncio.Task[None]) -> None:
         self._episodes.discard(task)
-        self._after_an_episode()
+        self._after_episode()
 
-    def _after_an_episode(self) -> None:
-        """What the session does when one has ended."""
+    def _after_episode(self) -> None:
+        """Called whenever an episode has ended."""
         raise NotImplementedError
 
 

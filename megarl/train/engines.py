@@ -23,7 +23,7 @@ from megarl.rollout.sglang.client import ClientSettings
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet, FleetSettings
 from megarl.rollout.sglang.http import key_named
-from megarl.rollout.sglang.server import ServerSpec
+from megarl.rollout.sglang.spec import ServerSpec
 from megarl.rollout.sglang.weights.folder import write_fp8_model
 from megarl.rollout.sglang.weights.process_group import own_address
 from megarl.rollout.weights import FP8Form, WeightForm

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError, StopError
-from megarl.rollout.engine import one_each
+from megarl.rollout.engine import sample_each
 from megarl.rollout.sglang.client import ClientSettings, SGLangClient
 
 
@@ -102,7 +102,7 @@ def decode(request: SampleRequest, answer: Any) -> Rollout:
 def ask(made: list[Counting], requests: list[SampleRequest], **settings: Any) -> list[tuple[int, int]]:
     client = SGLangClient([server.url for server in made], ClientSettings(**settings))
     finished: list[int] = []
-    found = one_each(
+    found = sample_each(
         lambda begin: client.converse(begin, lambda request: {"group": request.group}, decode, finished.append),
         requests,
     )
@@ -138,7 +138,7 @@ def test_a_trainer_that_is_asked_to_stop_ends_the_wait_for_a_long_response():
         client = SGLangClient([made[0].url], ClientSettings())
         started = time.monotonic()
         with pytest.raises(StopError):
-            one_each(
+            sample_each(
                 lambda begin: client.converse(begin, lambda r: {"group": r.group}, decode, asked), requests_of(1, 2)
             )
         assert time.monotonic() - started < 30.0
@@ -170,7 +170,7 @@ def test_what_is_wrong_here_is_no_fault_of_the_server():
         client = SGLangClient([made[0].url], ClientSettings())
         body: Callable[[SampleRequest], dict[str, Any]] = fails
         with pytest.raises(RolloutError, match="the prompt is empty"):
-            one_each(lambda begin: client.converse(begin, body, decode), requests_of(2, 2))
+            sample_each(lambda begin: client.converse(begin, body, decode), requests_of(2, 2))
         assert made[0].groups.total() == 0
 
 

@@ -18,7 +18,7 @@ from megarl.errors import TraceError
 from megarl.models.shapes import MoeShape
 from megarl.rollout.sglang.answers import decode_routes
 from megarl.rollout.sglang.plugin.compact import HEADER, Ask, compact, is_compact
-from megarl.rollout.sglang.server import PLUGIN
+from megarl.rollout.sglang.spec import PLUGIN
 
 ASK = Ask(num_layers=4, dense_layers=(0, 2), num_experts=16, topk=3)
 SHAPE = MoeShape(num_layers=4, moe_layers=(1, 3), num_experts=16, topk=3)

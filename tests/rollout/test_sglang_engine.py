@@ -25,7 +25,8 @@ from megarl.rollout.engine import SamplingParams
 from megarl.rollout.sglang.client import ClientSettings
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet
-from megarl.rollout.sglang.server import Server, ServerSpec
+from megarl.rollout.sglang.server import Server
+from megarl.rollout.sglang.spec import ServerSpec
 from megarl.rollout.sglang.versions import parse_version
 from megarl.rollout.sglang.weights.buckets import Bucket
 from megarl.rollout.sglang.weights.sender import WeightSender

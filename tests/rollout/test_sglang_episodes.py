@@ -36,7 +36,8 @@ from megarl.rollout.sglang import engine as sglang_engine
 from megarl.rollout.sglang.client import ClientSettings
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet, FleetSettings
-from megarl.rollout.sglang.server import Server, ServerSpec
+from megarl.rollout.sglang.server import Server
+from megarl.rollout.sglang.spec import ServerSpec
 from megarl.rollout.tools.protocol import ModelTurn, Observation
 from megarl.rollout.weights import WeightForm
 

@@ -20,7 +20,8 @@ from megarl.convert.job import Ranks
 from megarl.convert.quantization import Options, quantize
 from megarl.core.fp8 import is_fp8_weight, round_through_fp8
 from megarl.data.tiny import write_tiny_model
-from megarl.rollout.sglang.server import Server, ServerSpec
+from megarl.rollout.sglang.server import Server
+from megarl.rollout.sglang.spec import ServerSpec
 
 PLUGIN = Path(__file__).parents[1] / "fp8_without_kernels"
 KEEP = ("*.layers.0.self_attn.*", "*.layers.1.mlp.experts.*")

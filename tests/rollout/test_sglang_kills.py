@@ -22,7 +22,8 @@ from megarl.rollout.engine import SamplingParams
 from megarl.rollout.sglang.client import ClientSettings
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet, FleetSettings
-from megarl.rollout.sglang.server import Server, ServerSpec
+from megarl.rollout.sglang.server import Server
+from megarl.rollout.sglang.spec import ServerSpec
 from megarl.rollout.sglang.weights import sender as sglang_sync
 from megarl.rollout.weights import WeightForm
 

@@ -30,7 +30,8 @@ from megarl.rollout.sglang.answers import parse_answer
 from megarl.rollout.sglang.client import ClientSettings
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet, FleetSettings
-from megarl.rollout.sglang.server import Server, ServerSpec
+from megarl.rollout.sglang.server import Server
+from megarl.rollout.sglang.spec import ServerSpec
 from megarl.rollout.sglang.versions import NEWEST, can, parse_version
 from megarl.rollout.sglang.weights.buckets import Bucket
 from megarl.rollout.sglang.weights.sender import WeightSender

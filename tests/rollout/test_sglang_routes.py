@@ -30,7 +30,8 @@ from megarl.rollout.sglang.client import ClientSettings
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet
 from megarl.rollout.sglang.plugin.compact import Ask, is_compact
-from megarl.rollout.sglang.server import Server, ServerSpec, environment
+from megarl.rollout.sglang.server import Server
+from megarl.rollout.sglang.spec import ServerSpec, environment
 from megarl.rollout.weights import WeightForm
 
 pytestmark = pytest.mark.sglang

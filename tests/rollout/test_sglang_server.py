@@ -23,16 +23,8 @@ from transformers import AutoModelForCausalLM
 
 from megarl.errors import ConfigError, RolloutError
 from megarl.rollout.sglang import server as sglang_server
-from megarl.rollout.sglang.server import (
-    CPU_SHIM,
-    PLUGIN,
-    Server,
-    ServerSpec,
-    command,
-    environment,
-    free_port,
-    write_config,
-)
+from megarl.rollout.sglang.server import Server
+from megarl.rollout.sglang.spec import CPU_SHIM, PLUGIN, ServerSpec, command, environment, free_port, write_config
 
 SPEC = ServerSpec("model", sys.executable, "float32", "server.log", port=30000)
 

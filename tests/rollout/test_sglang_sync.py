@@ -21,7 +21,8 @@ from megarl.errors import ConfigError, RolloutError, WeightSyncError
 from megarl.rollout.sglang import server as sglang_server
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet, FleetSettings
-from megarl.rollout.sglang.server import Server, ServerSpec
+from megarl.rollout.sglang.server import Server
+from megarl.rollout.sglang.spec import ServerSpec
 from megarl.rollout.sglang.weights.buckets import Bucket, split_into_buckets
 from megarl.rollout.sglang.weights.folder import WeightFolder
 from megarl.rollout.sglang.weights.sender import WeightSender

@@ -16,7 +16,7 @@ from sglang_oracle import CLOSE, logprob_gap, noisy, oracle_of, same_sets
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet, FleetSettings
-from megarl.rollout.sglang.server import ServerSpec
+from megarl.rollout.sglang.spec import ServerSpec
 from megarl.rollout.weights import WeightForm
 
 pytestmark = pytest.mark.sglang

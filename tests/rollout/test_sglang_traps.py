@@ -20,9 +20,10 @@ from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_se
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.models.shapes import MoeShape
-from megarl.rollout.sglang import server as sglang_server
+from megarl.rollout.sglang import spec as server_spec
 from megarl.rollout.sglang.answers import parse_answer
-from megarl.rollout.sglang.server import Server, ServerSpec
+from megarl.rollout.sglang.server import Server
+from megarl.rollout.sglang.spec import ServerSpec
 from megarl.rollout.sglang.versions import parse_version
 from megarl.rollout.sglang.weights.buckets import Bucket
 from megarl.rollout.sglang.weights.sender import WeightSender
@@ -209,7 +210,7 @@ def test_an_update_that_flushes_by_itself_says_failure_although_the_weights_have
 def test_without_chunked_prefill_a_prompt_that_is_longer_than_the_buffer_ends_the_server(
     sglang_spec: ServerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sglang_server, "check_arguments", lambda words: None)
+    monkeypatch.setattr(server_spec, "check_arguments", lambda words: None)
     arguments = ("--chunked-prefill-size", "-1", "--max-running-requests", "4")
     with Server(replace(sglang_spec, log_file=tmp_path / "log", extra_args=arguments)) as server:
         server.wait_ready(START_DEADLINE_S)

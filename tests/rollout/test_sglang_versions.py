@@ -11,10 +11,10 @@ from megarl.errors import ConfigError, RolloutError
 from megarl.rollout.sglang.versions import (
     CAPABILITIES,
     FAULTS,
-    arguments_of,
     can,
     check_arguments,
     check_server,
+    parse_arguments,
     parse_version,
 )
 
@@ -112,8 +112,8 @@ def test_another_number_of_ranks_is_refused():
 
 def test_words_of_a_command_line():
     words = ("--a-b", "1", "--c=x=y", "--d", "--e", "first", "second", "--f", "-1", "--a-b", "2")
-    assert arguments_of(words) == {"a_b": "2", "c": "x=y", "d": True, "e": "first", "f": "-1"}
-    assert arguments_of(()) == {}
+    assert parse_arguments(words) == {"a_b": "2", "c": "x=y", "d": True, "e": "first", "f": "-1"}
+    assert parse_arguments(()) == {}
 
 
 @pytest.mark.parametrize(

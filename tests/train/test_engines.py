@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.config import file as config_file
-from megarl.rollout.sglang.server import command
+from megarl.rollout.sglang.spec import command
 from megarl.train.engines import _spec
 
 

@@ -6,7 +6,7 @@ routes are the expert ids that the model was called with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,15 @@ from transformers.initialization import no_init_weights
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError, WeightSyncError
-from megarl.rollout.engine import SamplingParams, Session, one_each, response_limit
+from megarl.rollout.engine import Engine, SamplingParams, Session, limit_response
 from megarl.rollout.local.decode import Sampled, decode
 from megarl.rollout.local.recorder import RouteRecorder
 from megarl.rollout.local.session import BatchSession
 from megarl.rollout.weights import WeightForm, checkpoint_views, require_each_once
 
 
-class LocalEngine:
-    """Samples with a transformers causal language model; implements ``megarl.rollout.engine.Engine``.
+class LocalEngine(Engine):
+    """Samples with a transformers causal language model.
 
     A response is a function of weights, prompt and seed. It does not depend on its batch, up to the float noise of
     batched matrix products, which can change a token whose uniform number lies that close to a boundary. The cache of
@@ -92,11 +92,6 @@ class LocalEngine:
         return self._version
 
     @property
-    def sync_seconds(self) -> Mapping[str, float]:
-        """Empty: an update is one copy in memory."""
-        return {}
-
-    @property
     def num_moe_layers(self) -> int:
         """L, the number of layers in a routing trace."""
         return self._recorder.num_layers
@@ -112,22 +107,16 @@ class LocalEngine:
         self._version = version
         self._missing = None
 
-    def generate(
-        self,
-        requests: Sequence[SampleRequest],
-        params: SamplingParams,
-        on_finish: Callable[[int], None] | None = None,
-    ) -> list[Rollout]:
-        """See ``Engine.generate``. A response ends early (``length``) where the model's positions end."""
-        return one_each(lambda begin: self.converse(begin, params, on_finish), requests)
-
     def converse(
         self,
         begin: Callable[[Session], None],
         params: SamplingParams,
         on_finish: Callable[[int], None] | None = None,
     ) -> None:
-        """See ``Engine.converse``. Samples once every episode waits for it, so batches do not depend on timing."""
+        """See ``Engine.converse``. Samples once every episode waits, so batches do not depend on timing.
+
+        A response ends early (``length``) at the model's last position.
+        """
         self._require_open()
         if self._missing is not None:
             raise WeightSyncError(f"the engine cannot generate, {self._missing}: send all weights with update_weights")
@@ -151,9 +140,6 @@ class LocalEngine:
                 rollouts[i] = _make_rollout(request, result, self._version)
         return [rollout for rollout in rollouts if rollout is not None]
 
-    def rest(self) -> None:
-        """See ``Engine.rest``; this engine keeps its memory."""
-
     def close(self) -> None:
         """See ``Engine.close``."""
         if not self._closed:
@@ -173,7 +159,7 @@ class LocalEngine:
         max_positions = getattr(config, "max_position_embeddings", None)
         if any(token >= vocab_size for token in params.stop_token_ids):
             raise RolloutError(f"stop_token_ids {params.stop_token_ids} leave the vocabulary of {vocab_size} tokens")
-        limits = np.array([response_limit(request, params) for request in requests], dtype=np.int64)
+        limits = np.array([limit_response(request, params) for request in requests], dtype=np.int64)
         for i, request in enumerate(requests):
             prompt, where = request.prompt_tokens, f"request (group {request.group}, sample {request.sample})"
             if prompt.ndim != 1 or not len(prompt) or not np.issubdtype(prompt.dtype, np.integer):

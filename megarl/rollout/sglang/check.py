@@ -12,8 +12,8 @@ from typing import Any
 from megarl.config import Config
 from megarl.errors import MegarlError
 from megarl.rollout.sglang.http import key_named, server_info
-from megarl.rollout.sglang.server import ServerSpec, command
-from megarl.rollout.sglang.versions import CAPABILITIES, arguments_of, can, check_server, installed_release
+from megarl.rollout.sglang.spec import ServerSpec, command
+from megarl.rollout.sglang.versions import CAPABILITIES, can, check_server, installed_release, parse_arguments
 
 ASK_S = 20.0
 
@@ -53,7 +53,7 @@ def _planned(config: Config) -> Mapping[str, Any]:
         gpus=tuple(settings.gpus[: settings.tp]) or None,
         extra_args=tuple(settings.arguments),
     )
-    return {**arguments_of(command(spec)), "version": installed_release(Path(settings.python))}
+    return {**parse_arguments(command(spec)), "version": installed_release(Path(settings.python))}
 
 
 def _running(config: Config, url: str) -> Mapping[str, Any]:

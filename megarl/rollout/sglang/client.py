@@ -1,9 +1,9 @@
-"""Requests to SGLang servers: bounded, balanced, with a deadline, and repeated where the server was at fault.
+"""Requests to SGLang servers: balanced, bounded, with a deadline, and repeated where the server was at fault.
 
-A group's samples go to one server, so that its prefix cache serves them. Each server has at most ``concurrency``
-requests at a time; the rest wait here, and go to another server only where their own has its hands full or is away. A
-request that fails for a reason that may pass (the connection, an HTTP 5xx, an answer that is cut short, the deadline)
-waits again; nothing is counted until its answer has been checked.
+- **Balance.** A group's samples go to one server, whose prefix cache then serves them. Each server has at most
+  ``concurrency`` requests at a time. The others wait here, and go to another server only if their own is full or away.
+- **Repeats.** A request waits again after a failure that may pass: the connection, an HTTP 5xx, a truncated or wrong
+  answer, the deadline. An answer counts only once it has been checked.
 """
 
 from __future__ import annotations
@@ -24,52 +24,72 @@ from megarl.rollout.sessions import SessionBase, run_session
 from megarl.rollout.sglang.http import MODEL_INFO, authorization
 
 KEEP_CONNECTION_S = 3.0
-"""SGLang closes a connection that has been idle for five seconds, also in the moment that a request goes out."""
+"""SGLang closes a connection that was idle for five seconds, even while a request is on its way."""
 BUFFER_BYTES = 1 << 20
-
 TICK_S = 1.0
-"""Between two looks of the trainer at what it waits for."""
+"""Interval of ``on_finish(0)``, in which the trainer may end the wait for long responses."""
+RETURN_POLL_S = 0.5
+"""Time between two questions whether a server is back."""
+
+Decode = Callable[[SampleRequest, Any], Rollout]
+Body = Callable[[SampleRequest], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
-    """How hard servers are pressed, and how long they may take."""
+    """Load on the servers, and how long they may take."""
 
     concurrency: int = 64
     """Requests that one server has at a time."""
     deadline_s: float = 600.0
     """Longest time from sending a request to the whole answer."""
     attempts: int = 4
-    """How often one request is answered badly or too late before the rollout fails."""
+    """How often one request may fail (bad answer or deadline) before the rollout does."""
     losses: int = 30
-    """How often one request is lost together with its connection before the rollout fails."""
+    """How often one request may be lost with its connection before the rollout fails."""
     recovery_s: float = 300.0
     """How long a server may be away before it counts as down; the rollout fails when all are."""
     api_key: str | None = None
     """Sent as a bearer token."""
     compact_routes: bool = True
-    """Ask for routes in the short form, which servers with our plugin know and others ignore."""
+    """Ask for routes in the short form, which servers with megarl's plugin know and others ignore."""
 
 
-class PassingError(Exception):
+class RetryError(Exception):
     """A failure that another attempt may not meet."""
 
 
-class AwayError(PassingError):
-    """The server could not be reached, or went away in the middle of an answer: no fault of the request."""
+class AwayError(RetryError):
+    """The server could not be reached, or went away during an answer: not the request's fault."""
 
 
 @dataclass(eq=False)
 class _Job:
+    """One request."""
+
     request: SampleRequest
     answer: asyncio.Future[Rollout]
-    """Cancelled if nobody waits for it any more."""
-    failures: list[str] = field(default_factory=list)
+    """Cancelled if its episode does not wait any more."""
+    failures: int = 0
     losses: int = 0
 
+    def __str__(self) -> str:
+        return f"group {self.request.group} sample {self.request.sample}"
 
-Decode = Callable[[SampleRequest, Any], Rollout]
-Body = Callable[[SampleRequest], dict[str, Any]]
+
+@dataclass(eq=False)
+class _Server:
+    """One server, as this session sees it."""
+
+    url: str
+    queue: deque[_Job] = field(default_factory=deque)
+    """Requests of its own groups."""
+    busy: int = 0
+    """Requests that it works on."""
+    away: bool = False
+    """Does not answer at the moment, and gets no requests."""
+    down: bool = False
+    """Was away for too long, and is not asked any more."""
 
 
 class SGLangClient:
@@ -91,34 +111,28 @@ class SGLangClient:
         on_finish: Callable[[int], None] | None = None,
         version: str | None = None,
     ) -> None:
-        """See ``Engine.converse``; RolloutError if a response cannot be had, naming the last failures.
+        """See ``Engine.converse``; RolloutError if a request keeps failing, naming the last failure.
 
-        A server that was away gets requests again when its weights are called ``version`` (None: any).
+        A server that was away gets requests again once its weights are called ``version`` (None: any).
         """
-        run_session(self._converse(begin, body, decode, on_finish, version))
 
-    async def _converse(
-        self,
-        begin: Callable[[Session], None],
-        body: Body,
-        decode: Decode,
-        on_finish: Callable[[int], None] | None,
-        version: str | None,
-    ) -> None:
-        # Bounded by ourselves. No proxy of the environment is used: servers are near, often on the loopback address.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_CONNECTION_S)
-        async with aiohttp.ClientSession(
-            connector=connector,
-            headers=self.headers,
-            timeout=aiohttp.ClientTimeout(total=None),
-            read_bufsize=BUFFER_BYTES,
-            trust_env=False,
-        ) as http:
-            await _RequestSession(self.urls, self.settings, http, body, decode, on_finish, version).run_episodes(begin)
+        async def run() -> None:
+            # trust_env: servers are near, often on the loopback address, and no proxy may come between.
+            async with aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_CONNECTION_S),
+                headers=self.headers,
+                timeout=aiohttp.ClientTimeout(total=None),
+                read_bufsize=BUFFER_BYTES,
+                trust_env=False,
+            ) as http:
+                session = _RequestSession(self.urls, self.settings, http, body, decode, on_finish, version)
+                await session.run_episodes(begin)
+
+        run_session(run())
 
 
 class _RequestSession(SessionBase):
-    """A session: which request waits for which server, and which servers can be asked."""
+    """A session: assigns requests to servers, and repeats those that fail."""
 
     def __init__(
         self,
@@ -131,23 +145,19 @@ class _RequestSession(SessionBase):
         version: str | None,
     ) -> None:
         super().__init__()
-        self._urls, self._settings, self._http = urls, settings, http
+        self._servers = [_Server(url) for url in urls]
+        self._settings, self._http = settings, http
         self._body, self._decode, self._on_finish, self._version = body, decode, on_finish, version
-        self._queues: list[deque[_Job]] = [deque() for _ in urls]
-        self._busy = [0] * len(urls)
-        self._away: set[int] = set()
-        """Do not answer at the moment; those of them that are ``_down`` are not asked any more."""
-        self._down: set[int] = set()
-        self._returns: list[asyncio.Task[None]] = []
-        self._ticking: asyncio.Task[None] | None = None
+        self._helpers: list[asyncio.Task[None]] = []
+        """Tasks that end with the last episode: the ticks, and waits for servers that are away."""
         self._serving: dict[asyncio.Future[Rollout], asyncio.Task[None]] = {}
 
     async def run_episodes(self, begin: Callable[[Session], None]) -> None:
-        """Run all episodes; ``on_finish(0)`` every second, so that the trainer may end the wait for long responses."""
+        """Run all episodes."""
         async with self._tasks:
             begin(self)
             if self._episodes and self._on_finish is not None:
-                self._ticking = self._tasks.create_task(self._tick(self._on_finish))
+                self._helpers.append(self._tasks.create_task(self._tick(self._on_finish)))
 
     async def _tick(self, on_finish: Callable[[int], None]) -> None:
         while True:
@@ -157,126 +167,114 @@ class _RequestSession(SessionBase):
     async def sample(self, request: SampleRequest) -> Rollout:
         """See ``Session.sample``."""
         answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
-        queue, job = self._queues[request.group % len(self._queues)], _Job(request, answer)
-        # What has begun goes on before more is begun: its prefix is still in the server's cache.
+        queue, job = self._servers[request.group % len(self._servers)].queue, _Job(request, answer)
+        # A later turn goes first: the prefix of its episode is still in the server's cache.
         queue.appendleft(job) if request.known_rows else queue.append(job)
-        # After all that asks in this moment: else the first to ask would take servers from those whose own they are.
-        asyncio.get_running_loop().call_soon(self._fill)
+        # Defer, so that a request does not take another group's preferred server.
+        asyncio.get_running_loop().call_soon(self._assign)
         try:
             return await answer
-        except asyncio.CancelledError:  # the server aborts a request when it notices that its connection is closed
-            if answer in self._serving:
+        except asyncio.CancelledError:
+            if answer in self._serving:  # closing its connection makes the server abort the request
                 self._serving[answer].cancel()
             raise
 
-    def _after_an_episode(self) -> None:
+    def _after_episode(self) -> None:
         if not self._episodes:
-            for waiting in self._returns:  # nobody needs those servers any more
-                waiting.cancel()
-            if self._ticking is not None:
-                self._ticking.cancel()
+            for task in self._helpers:
+                task.cancel()
 
-    def _fill(self) -> None:
-        """Give every server that can be asked as many requests as it may have."""
-        for server in range(len(self._urls)):
-            while (
-                server not in self._away
-                and self._busy[server] < self._settings.concurrency
-                and (job := self._next(server)) is not None
-            ):
-                self._busy[server] += 1
+    def _assign(self) -> None:
+        """Give every server that answers as many requests as it may have."""
+        for server in self._servers:
+            while not self._is_blocked(server) and (job := self._next(server)) is not None:
+                server.busy += 1
                 serving = self._tasks.create_task(self._serve(server, job))
                 self._serving[job.answer] = serving
-                serving.add_done_callback(lambda task, server=server, job=job: self._served(server, job, task))
+                serving.add_done_callback(lambda task, server=server, job=job: self._release(server, job, task))
 
-    def _next(self, server: int) -> _Job | None:
-        """What this server is to do now, if there is something that is still waited for."""
-        while (job := self._waiting(server)) is not None and job.answer.cancelled():
-            pass
-        return job
+    def _is_blocked(self, server: _Server) -> bool:
+        return server.away or server.busy >= self._settings.concurrency
 
-    def _waiting(self, server: int) -> _Job | None:
-        """The server's own work first; then that of others, but only what they could not begin now themselves."""
-        if self._queues[server]:
-            return self._queues[server].popleft()
-        waiting = [
-            queue
-            for other, queue in enumerate(self._queues)
-            if queue and (other in self._away or self._busy[other] >= self._settings.concurrency)
-        ]
-        return max(waiting, key=len).pop() if waiting else None
+    def _next(self, server: _Server) -> _Job | None:
+        """Take a request of the server's own groups, else the newest of the longest queue of a blocked server."""
+        while True:
+            blocked = [other.queue for other in self._servers if other.queue and self._is_blocked(other)]
+            if server.queue:
+                job = server.queue.popleft()
+            elif blocked:
+                job = max(blocked, key=len).pop()
+            else:
+                return None
+            if not job.answer.cancelled():
+                return job
 
-    async def _serve(self, server: int, job: _Job) -> None:
-        url = self._urls[server]
+    async def _serve(self, server: _Server, job: _Job) -> None:
+        """Send a request; set its answer, or queue it again."""
         try:
             async with asyncio.timeout(self._settings.deadline_s):
-                answer = await self._post(url, self._body(job.request))
+                answer = await self._post(server.url, self._body(job.request))
             try:
                 rollout = self._decode(job.request, answer)
             except (RolloutError, TraceError) as error:
-                raise PassingError(str(error)) from error
+                raise RetryError(str(error)) from error
         except AwayError as failure:
-            self._lost(job, failure)
-            self._queues[server].appendleft(job)
-            if server not in self._away:
-                self._away.add(server)
-                self._returns.append(self._tasks.create_task(self._await_return(server, failure)))
-        except (PassingError, TimeoutError) as failure:
-            await self._again(job, failure)
-            self._queues[(server + 1) % len(self._queues)].append(job)
+            self._count_loss(job, failure)
+            server.queue.appendleft(job)
+            if not server.away:
+                server.away = True
+                self._helpers.append(self._tasks.create_task(self._await_return(server, failure)))
+        except (RetryError, TimeoutError) as failure:
+            await self._back_off(job, failure)
+            following = (self._servers.index(server) + 1) % len(self._servers)
+            self._servers[following].queue.append(job)
         else:
             if not job.answer.done():
                 job.answer.set_result(rollout)
             if self._on_finish is not None:
                 self._on_finish(1)
 
-    def _served(self, server: int, job: _Job, task: asyncio.Task[None]) -> None:
-        """A request is answered, waits again, or is not wanted any more."""
-        self._busy[server] -= 1
-        if self._serving.get(job.answer) is task:  # else it is under way again
+    def _release(self, server: _Server, job: _Job, task: asyncio.Task[None]) -> None:
+        """Called when a request was answered, queued again or cancelled."""
+        server.busy -= 1
+        if self._serving.get(job.answer) is task:  # else it was sent again already
             del self._serving[job.answer]
         if task.cancelled() or task.exception() is None:
-            self._fill()
+            self._assign()
 
     async def _post(self, url: str, body: dict[str, Any]) -> Any:
         try:
-            content = json.dumps(body).encode()
-            async with self._http.post(
-                f"{url}/generate", data=content, headers={"content-type": "application/json"}
-            ) as response:
+            async with self._http.post(f"{url}/generate", json=body) as response:
                 status, answer = response.status, await response.read()
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             raise AwayError(f"{url}: {type(error).__name__}: {error}") from error
         except aiohttp.ClientError as error:
-            raise PassingError(f"{url}: {type(error).__name__}: {error}") from error
-        told = answer[:300].decode("utf-8", errors="replace")
+            raise RetryError(f"{url}: {type(error).__name__}: {error}") from error
+        text = answer[:300].decode("utf-8", errors="replace")
         if status >= 500:
-            raise PassingError(f"{url}: HTTP {status}: {told}")
+            raise RetryError(f"{url}: HTTP {status}: {text}")
         if status != 200:
-            raise RolloutError(f"{url} refuses the request, HTTP {status}: {told}")
+            raise RolloutError(f"{url} refuses the request, HTTP {status}: {text}")
         try:
             return json.loads(answer)
         except ValueError as error:
-            raise PassingError(f"{url}: the answer of {len(answer)} bytes is no JSON ({error})") from error
+            raise RetryError(f"{url}: the answer of {len(answer)} bytes is no JSON ({error})") from error
 
-    async def _await_return(self, server: int, failure: AwayError) -> None:
-        """Let a server have requests again when it answers, or count it as down if it stays away.
-
-        One that has been started again answers before it has its weights.
-        """
+    async def _await_return(self, server: _Server, failure: AwayError) -> None:
+        """Assign requests to a server again when it has its weights; RolloutError if all servers stay away."""
         until = asyncio.get_running_loop().time() + self._settings.recovery_s
         while asyncio.get_running_loop().time() < until:
-            await asyncio.sleep(0.5)
-            if await self._answers(self._urls[server]):
-                self._away.discard(server)
-                self._fill()
+            await asyncio.sleep(RETURN_POLL_S)
+            if await self._is_ready(server.url):
+                server.away = False
+                self._assign()
                 return
-        self._down.add(server)
-        if len(self._down) == len(self._urls):
-            raise RolloutError(f"all {len(self._urls)} SGLang servers are down, the last failure: {failure}")
+        server.down = True
+        if all(other.down for other in self._servers):
+            raise RolloutError(f"all {len(self._servers)} SGLang servers are down, the last failure: {failure}")
 
-    async def _answers(self, url: str) -> bool:
-        """Whether a server is healthy and has the weights that are sampled with."""
+    async def _is_ready(self, url: str) -> bool:
+        """Whether a server is healthy and has the weights of this session; a restarted one is healthy before that."""
         try:
             async with asyncio.timeout(20.0):
                 async with self._http.get(f"{url}/health") as response:
@@ -290,21 +288,17 @@ class _RequestSession(SessionBase):
             return False
         return self._version is None
 
-    def _lost(self, job: _Job, failure: AwayError) -> None:
+    def _count_loss(self, job: _Job, failure: AwayError) -> None:
         job.losses += 1
         if job.losses >= self._settings.losses:
-            request = job.request
             raise RolloutError(
-                f"group {request.group} sample {request.sample}: lost {job.losses} times with its connection, the "
-                f"last: {failure}; if the server dies of this request, its log says why"
+                f"{job}: lost {job.losses} times with its connection, the last: {failure}; if this request ends the "
+                "server, its log says why"
             )
 
-    async def _again(self, job: _Job, failure: BaseException) -> None:
-        told = str(failure) or f"no answer within {self._settings.deadline_s} s"
-        job.failures.append(told)
-        if len(job.failures) >= self._settings.attempts:
-            request = job.request
-            raise RolloutError(
-                f"group {request.group} sample {request.sample}: {len(job.failures)} attempts failed, the last: {told}"
-            )
-        await asyncio.sleep(0.25 * 2 ** len(job.failures))
+    async def _back_off(self, job: _Job, failure: BaseException) -> None:
+        job.failures += 1
+        if job.failures >= self._settings.attempts:
+            reason = str(failure) or f"no answer within {self._settings.deadline_s} s"
+            raise RolloutError(f"{job}: {job.failures} attempts failed, the last: {reason}")
+        await asyncio.sleep(0.25 * 2**job.failures)

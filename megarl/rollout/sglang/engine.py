@@ -1,6 +1,6 @@
-"""Sampling with SGLang servers: the engine protocol over HTTP.
+"""The engine on SGLang servers: requests over HTTP, and weights through the fleet.
 
-Every rank of the trainer sends its own requests to the same servers; one rank, the leader, sends the weights.
+Every rank of the trainer sends its own requests to the same servers. One rank, with the fleet, sends the weights.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import ConfigError, MegarlError, RolloutError, WeightSyncError
 from megarl.models.shapes import MoeShape
-from megarl.rollout.engine import SamplingParams, Session, one_each, response_limit
+from megarl.rollout.engine import Engine, SamplingParams, Session, limit_response
 from megarl.rollout.sglang.answers import parse_answer
 from megarl.rollout.sglang.client import ClientSettings, SGLangClient
 from megarl.rollout.sglang.fleet import Fleet
@@ -21,11 +21,11 @@ from megarl.rollout.sglang.plugin.compact import Ask
 from megarl.rollout.weights import WeightForm
 
 
-class SGLangEngine:
-    """Implements ``megarl.rollout.engine.Engine`` on servers that run at ``urls``.
+class SGLangEngine(Engine):
+    """Samples with the servers at ``urls``.
 
-    A response depends on its seed only where the server samples deterministically, which needs GPU attention backends:
-    two runs draw different responses.
+    Two runs with the same seeds draw different responses: SGLang samples deterministically only with some GPU attention
+    backends.
     """
 
     def __init__(
@@ -38,9 +38,10 @@ class SGLangEngine:
         settings: ClientSettings | None = None,
         form: WeightForm | None = None,
     ) -> None:
-        """``config`` is the model's config.json. ``fleet`` is given to one of the ranks that share the servers, which
-        sends the weights in ``form`` (None: bf16); ``agree`` lets the others wait for it, and raises on all of them if
-        it could not."""
+        """config: the model's config.json.
+        fleet: given to one of the ranks that share the servers; it sends the weights, in ``form`` (None: bf16).
+        agree: a barrier of those ranks, which raises on all of them if it gets an error on one.
+        """
         settings = settings or ClientSettings()
         self._shape = MoeShape.of(config)
         self._client = SGLangClient(urls, settings, Ask.of(self._shape).header() if settings.compact_routes else None)
@@ -64,22 +65,13 @@ class SGLangEngine:
         """See ``Engine.sync_seconds``: gather, quantise, send; empty on ranks that send nothing."""
         return self._sync_seconds
 
-    def generate(
-        self,
-        requests: Sequence[SampleRequest],
-        params: SamplingParams,
-        on_finish: Callable[[int], None] | None = None,
-    ) -> list[Rollout]:
-        """See ``Engine.generate``. ConfigError for top_p below 1; WeightSyncError while an update is incomplete."""
-        return one_each(lambda begin: self.converse(begin, params, on_finish), requests)
-
     def converse(
         self,
         begin: Callable[[Session], None],
         params: SamplingParams,
         on_finish: Callable[[int], None] | None = None,
     ) -> None:
-        """See ``Engine.converse``; errors as in ``generate``. No request waits for another one."""
+        """See ``Engine.converse``. ConfigError for top_p below 1; WeightSyncError while an update is incomplete."""
         if not self._complete:
             raise WeightSyncError("the servers have no complete weights: update_weights first, and look for its error")
         if params.top_p < 1.0:
@@ -93,7 +85,7 @@ class SGLangEngine:
             return self._body(request, params)
 
         def decode(request: SampleRequest, answer: Any) -> Rollout:
-            return self._of_this_version(parse_answer(request, answer, self._version, shape))
+            return self._require_version(parse_answer(request, answer, self._version, shape))
 
         self._sampling = True
         try:
@@ -102,10 +94,10 @@ class SGLangEngine:
             self._sampling = False
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See ``Engine.update_weights``; a collective call of all ranks that share the servers.
+        """See ``Engine.update_weights``; collective over the ranks that share the servers.
 
-        Waits for every rank to call it, for the requests of one that still samples would be aborted. WeightSyncError on
-        all while the ``generate`` of one is under way in another thread.
+        It waits for every rank, because an update aborts all running requests. WeightSyncError on all ranks if one
+        still samples in another thread.
         """
         busy = "responses are being sampled: wait for generate to return before the weights change"
         self._agree(WeightSyncError(busy) if self._sampling else None)
@@ -117,13 +109,13 @@ class SGLangEngine:
                 self._sync_seconds = self._fleet.update(outstanding, version, self._form)
             except (RolloutError, WeightSyncError) as error:
                 failure = error
-        for _ in outstanding:  # the gathering of a sharded model needs every rank, also where nothing is sent
+        for _ in outstanding:  # gathering a sharded model is collective: every rank must reach the end
             pass
         self._agree(failure)
         self._version, self._complete = version, True
 
     def rest(self) -> None:
-        """Give the servers' memory back until the next update of the weights; a collective call, as that is."""
+        """See ``Engine.rest``."""
         self._complete, self._version = False, -1
         failure: MegarlError | None = None
         if self._fleet is not None:
@@ -150,7 +142,7 @@ class SGLangEngine:
         return {
             "input_ids": prompt,
             "sampling_params": {
-                # Named one by one, because a server otherwise takes what the model's generation_config.json says.
+                # All named, because the server takes the others from the model's generation_config.json.
                 "temperature": params.temperature,
                 "top_p": 1.0,
                 "top_k": -1,
@@ -158,7 +150,7 @@ class SGLangEngine:
                 "repetition_penalty": 1.0,
                 "presence_penalty": 0.0,
                 "frequency_penalty": 0.0,
-                "max_new_tokens": min(response_limit(request, params), room),
+                "max_new_tokens": min(limit_response(request, params), room),
                 "stop_token_ids": list(params.stop_token_ids),
                 "ignore_eos": not params.stop_token_ids,  # else the server stops at the model's own eos too
                 "skip_special_tokens": False,
@@ -171,7 +163,7 @@ class SGLangEngine:
         }
 
     def _check_tokens(self, prompt: list[int], request: SampleRequest, params: SamplingParams) -> None:
-        """A token outside of the vocabulary ends the server, and an empty prompt is refused only by some releases."""
+        """Checks what would end the server (a token outside the vocabulary) or is not refused by every release."""
         label = f"group {request.group} sample {request.sample}"
         if not prompt:
             raise RolloutError(f"{label}: the prompt is empty, expected at least one token")
@@ -182,7 +174,7 @@ class SGLangEngine:
         if any(token >= self._vocabulary for token in params.stop_token_ids):
             raise RolloutError(f"stop_token_ids {params.stop_token_ids} leave the vocabulary of {self._vocabulary}")
 
-    def _of_this_version(self, rollout: Rollout) -> Rollout:
+    def _require_version(self, rollout: Rollout) -> Rollout:
         found = set(rollout.weight_versions.tolist())
         if found != {self._version}:
             raise RolloutError(

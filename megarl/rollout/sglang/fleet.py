@@ -20,7 +20,8 @@ from pathlib import Path
 from megarl.errors import ConfigError, RolloutError, WeightSyncError
 from megarl.rollout.sglang.http import server_info
 from megarl.rollout.sglang.member import Member
-from megarl.rollout.sglang.server import Server, ServerSpec
+from megarl.rollout.sglang.server import Server
+from megarl.rollout.sglang.spec import ServerSpec
 from megarl.rollout.sglang.versions import check_server
 from megarl.rollout.sglang.weights.buckets import Bucket, Stopwatch, split_into_buckets
 from megarl.rollout.sglang.weights.folder import WeightFolder

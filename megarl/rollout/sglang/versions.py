@@ -213,13 +213,13 @@ def check_arguments(words: Sequence[str]) -> None:
     The words are taken as they stand: what is abbreviated or hidden in a file is found by ``check_server``, when the
     server tells what it runs with.
     """
-    found = arguments_of(words)
+    found = parse_arguments(words)
     for fault in FAULTS:
         if fault.last is None and fault.when(found):
             raise ConfigError(f"SGLang: {fault.meaning}: {fault.remedy}")
 
 
-def arguments_of(words: Sequence[str]) -> dict[str, Any]:
+def parse_arguments(words: Sequence[str]) -> dict[str, Any]:
     """``["--a-b", "1", "--c=x", "--d"]`` -> ``{"a_b": "1", "c": "x", "d": True}``; the last of several counts."""
     found: dict[str, Any] = {}
     name = None
