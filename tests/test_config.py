@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from megarl.config import OBJECTIVE_PARTS, OBJECTIVES, Config
+from megarl.config import Config
 from megarl.config import file as config_file
-from megarl.config.table import Table
+from megarl.config.tables.base import Table
+from megarl.core.choices.parts import PARTS as OBJECTIVE_PARTS
+from megarl.core.choices.table import OBJECTIVES
 from megarl.errors import ConfigError
 
 SMALLEST: dict[str, Any] = {
@@ -321,7 +323,7 @@ def test_nothing_heavy_is_imported():
         ({"urls": ["127.0.0.1:30000"]}, "sglang.urls: found 127.0.0.1:30000"),
         ({"urls": ["http://127.0.0.1:30000/"]}, "sglang.urls: found http://127.0.0.1:30000/"),
         ({"urls": ["http://a:1", "http://a:1"]}, "expected each server once"),
-        ({"urls": ["http://a:1"], "gpus": [0]}, "sglang.gpus: found together with sglang.urls"),
+        ({"urls": ["http://a:1"], "gpus": [0]}, "sglang.gpus: found together with urls"),
         ({"gpus": [0, 0], "servers": 2}, "expected each GPU once"),
     ],
 )
@@ -333,10 +335,10 @@ def test_servers_that_cannot_work_are_refused(sglang: dict[str, Any], told: str)
     ("changes", "told"),
     [
         ({"rollout__one_step_off": True}, 'rollout.one_step_off: found true with engine = "local"'),
-        ({"sglang__fp8": True, "rollout__dtype": "fp32"}, "whose kernels know bf16 only"),
+        ({"sglang__fp8": True, "rollout__dtype": "fp32"}, "whose kernels compute in bf16 only"),
         ({"sglang__fp8": True, "rollout__fp8_rounding": True}, "whose weights are in FP8 already"),
-        ({"sglang__gpus": [0, 1, 2], "sglang__tp": 2}, "sglang.gpus: found 3, expected sglang.servers * sglang.tp = 2"),
-        ({"sglang__host": "0.0.0.0"}, "sglang.host: found 0.0.0.0 without sglang.api_key_env"),
+        ({"sglang__gpus": [0, 1, 2], "sglang__tp": 2}, "sglang.gpus: found 3, expected servers * tp = 2"),
+        ({"sglang__host": "0.0.0.0"}, "sglang.host: found 0.0.0.0 without api_key_env"),
     ],
 )
 def test_sampling_that_cannot_work_is_refused(changes: dict[str, Any], told: str):

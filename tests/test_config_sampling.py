@@ -46,8 +46,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sampling__rule": "gvm", "sampling__max_samples": 9}, 'max_samples: found 9 with rule = "gvm"'),
     ({"sampling__keep": "random"}, 'keep: found random with rule = "uniform"'),
     ({"sampling__subsample": "pos"}, 'subsample: found pos with rule = "uniform"'),
-    ({"estimate__decay": 0.1}, 'estimate: found with sampling.rule = "uniform"; it belongs to "ada_est"'),
-    ({"gvm__pre_samples": 4}, 'gvm: found with sampling.rule = "uniform"; it belongs to "gvm"'),
+    ({"estimate__decay": 0.1}, 'estimate: found with sampling.rule = "uniform", but only "ada_est" reads'),
+    ({"gvm__pre_samples": 4}, 'gvm: found with sampling.rule = "uniform", but only "gvm" reads'),
     ({"credit__scale": "std"}, "credit.scale: found 'std', but advantages are the objective's"),
     ({"sampling__rule": "gvm", "credit__combination": "unbiased"}, "credit.combination: found 'unbiased', but"),
     (
@@ -148,7 +148,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"sampling__rule": "ada_seq_pos", "train__mini_batches": 33},
-        "train.mini_batches: found 33, expected at most rollout.prompts_per_step = 32: mini-batches are of whole",
+        "train.mini_batches: found 33, expected at most rollout.prompts_per_step = 32: this sampling",
     ),
     (
         {"sampling__train_size": 4, "train__mini_batches": 64},

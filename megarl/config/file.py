@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from megarl.config import Config
-from megarl.config.table import Table
+from megarl.config.tables.base import Table
 from megarl.errors import ConfigError
 
 

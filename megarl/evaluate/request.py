@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.config import Config, ParallelConfig
-from megarl.config.sampling import SamplingConfig
+from megarl.config import Config, ParallelConfig, SamplingConfig
 from megarl.data.benchmarks import Benchmark, choose
 from megarl.errors import ConfigError
 

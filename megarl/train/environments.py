@@ -9,9 +9,8 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from megarl.config import Config
+from megarl.config import Config, EnvironmentConfig
 from megarl.config.plugs import load_plug
-from megarl.config.sampling import EnvironmentConfig
 from megarl.data.judge import Judge
 from megarl.errors import ConfigError
 from megarl.rollout.episodes import EpisodeLimits

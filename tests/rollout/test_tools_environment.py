@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from megarl.config.sampling import EnvironmentConfig
+from megarl.config import EnvironmentConfig
 from megarl.core.types import FinishReason, Rollout, SampleRequest
 from megarl.errors import ConfigError
 from megarl.rollout.engine import Session

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from megarl.config.sampling import EnvironmentConfig
+from megarl.config import EnvironmentConfig
 from megarl.data.tiny import write_tiny_model
 from megarl.errors import ConfigError
 from megarl.rollout.tools import sandbox

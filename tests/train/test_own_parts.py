@@ -10,7 +10,7 @@ import own_parts
 import pytest
 from train_world import World
 
-from megarl.config import OBJECTIVES
+from megarl.core.choices.table import OBJECTIVES
 from megarl.errors import ConfigError
 from megarl.run.metrics_log import read_metrics, without_timing
 from megarl.train.loop import train

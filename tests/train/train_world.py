@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer
 
 import megarl.train.step as train_step
-from megarl.config import OBJECTIVES, Config
+from megarl.config import Config
 from megarl.config.file import parse
+from megarl.core.choices.table import OBJECTIVES
 from megarl.core.metrics import Stat, finalize
 from megarl.core.types import Rollout, SampleRequest
 from megarl.data.prompts import load_prompts

@@ -1,13 +1,15 @@
-"""What all tables of a configuration have in common."""
+"""What all tables have in common: their base class and the types of their values."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 Count = Annotated[int, Field(ge=0)]
 NonNegative = Annotated[float, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Dtype = Literal["fp32", "bf16"]
 
 
 class Table(BaseModel):

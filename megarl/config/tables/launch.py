@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from megarl.config.table import Count, Table
+from megarl.config.tables.base import Count, Table
 
 Where = Literal["local", "colocated", "disaggregated", "heterogeneous"]
 

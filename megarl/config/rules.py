@@ -1,0 +1,170 @@
+"""The rules between tables: which settings contradict each other, and which bias the gradient.
+
+A table checks its own keys. A message names the key, what was found, what was expected and why.
+"""
+
+from __future__ import annotations
+
+from megarl.config import megatron_fields
+from megarl.config.megatron_fields import replay_blockers
+from megarl.config.tables import EstimateConfig, GvmConfig
+from megarl.config.tables.together import Tables
+from megarl.core.choices.family import family_warning
+from megarl.core.choices.parts import TOKEN_ADVANTAGES
+from megarl.errors import ConfigError
+
+
+def check(tables: Tables) -> None:
+    """Raise ConfigError for the first rule that the tables break."""
+    _check_sizes(tables)
+    _check_sampling(tables)
+    _check_token_advantages(tables)
+    _check_megatron(tables)
+    _check_replay(tables)
+    _check_engine(tables)
+    if tables.eval.every and tables.data.heldout is None:
+        raise ConfigError(
+            f"eval.every: found {tables.eval.every} without data.heldout; set data.heldout or eval.every = 0"
+        )
+
+
+def find_warnings(tables: Tables) -> tuple[str, ...]:
+    """One sentence for each setting that is allowed but biases the gradient."""
+    top_p = tables.rollout.top_p
+    nucleus = (
+        f"rollout.top_p: found {top_p:g}: tokens outside of the nucleus are never sampled, so their part of the "
+        f"gradient is missing; pi / mu of a sampled token is the mass of its nucleus ({top_p:g} to 1), so products "
+        "over long responses shrink, and rollout/k1 and k3 grow; only 1 is unbiased"
+        if top_p < 1
+        else None
+    )
+    return tuple(filter(None, (family_warning(tables.train.resolved_objective), nucleus)))
+
+
+def _check_sizes(tables: Tables) -> None:
+    train = tables.train
+    if tables.sampling.fixed and tables.responses_per_step % train.mini_batches:
+        raise ConfigError(
+            f"train.mini_batches: found {train.mini_batches}, expected a divisor of "
+            f"rollout.prompts_per_step * group_size = {tables.responses_per_step}"
+        )
+    longest = tables.data.max_prompt_tokens + tables.rollout.max_response_tokens
+    if train.micro_batch_tokens < longest:
+        raise ConfigError(
+            f"train.micro_batch_tokens: found {train.micro_batch_tokens}, expected at least "
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {longest}; raise it or lower one of those"
+        )
+    if train.micro_batch_tokens % tables.parallel.tp:
+        raise ConfigError(
+            f"train.micro_batch_tokens: found {train.micro_batch_tokens}, expected a multiple of parallel.tp = "
+            f"{tables.parallel.tp}"
+        )
+
+
+def _check_sampling(tables: Tables) -> None:
+    sampling, prompts, group_size = tables.sampling, tables.rollout.prompts_per_step, tables.rollout.group_size
+    try:
+        sampling.check_credit(tables.credit_record, group_size)
+        if not sampling.allotted:
+            _ = sampling.rule_of(group_size)
+    except ConfigError as error:
+        raise ConfigError(f"sampling: {error}") from error
+    for table, default, rule in (("estimate", EstimateConfig(), "ada_est"), ("gvm", GvmConfig(), "gvm")):
+        if sampling.rule != rule and getattr(tables, table) != default:
+            raise ConfigError(
+                f'{table}: found with sampling.rule = "{sampling.rule}", but only "{rule}" reads this table; remove it'
+            )
+    if tables.prompts_per_step_at_most < prompts:
+        raise ConfigError(
+            f"sampling.max_prompts: found {sampling.max_prompts}, expected at least rollout.prompts_per_step = "
+            f"{prompts}"
+        )
+    if not sampling.fixed and tables.train.mini_batches > prompts:
+        raise ConfigError(
+            f"train.mini_batches: found {tables.train.mini_batches}, expected at most rollout.prompts_per_step = "
+            f"{prompts}: this sampling makes mini-batches of whole groups"
+        )
+    least, most = tables.estimate.min_samples, sampling.max_samples
+    if sampling.rule == "ada_est" and not least <= group_size <= most:
+        raise ConfigError(
+            f"rollout.group_size: found {group_size}, the mean number of responses, expected estimate.min_samples = "
+            f"{least} to sampling.max_samples = {most}"
+        )
+
+
+def _check_token_advantages(tables: Tables) -> None:
+    if tables.train.resolved_objective.advantage not in TOKEN_ADVANTAGES:
+        return
+    if tables.sampling.uses_credit:
+        raise ConfigError(
+            f'sampling.advantages: found "credit" (the default with rule = "{tables.sampling.rule}") with an objective '
+            'whose advantages differ between tokens; set sampling.advantages = "objective"'
+        )
+    if tables.credit.objective is not None or tables.credit.weigh != "sample":
+        raise ConfigError("credit: its weights do not go with an objective whose advantages differ between tokens")
+
+
+def _check_megatron(tables: Tables) -> None:
+    settings = tables.megatron
+    for key in settings:
+        if key in megatron_fields.DERIVED:
+            raise ConfigError(f"megatron.{key}: megarl sets this itself; use {megatron_fields.DERIVED[key]} instead")
+    megatron_fields.check(settings)
+    for key in ("hidden_dropout", "attention_dropout"):
+        if settings.get(key):
+            raise ConfigError(
+                f"megatron.{key}: found {settings[key]!r}, expected 0: the old-log-prob pass and the update must "
+                "compute the same"
+            )
+    if settings.get("overlap_param_gather"):
+        raise ConfigError(
+            "megatron.overlap_param_gather: found true, expected false: weights would be sent to the engine before "
+            "they are gathered"
+        )
+
+
+def _check_replay(tables: Tables) -> None:
+    replay, engine = tables.train.replay, tables.rollout.engine
+    if replay == "none":
+        return
+    if replay == "r3" and not tables.rollout.engine_kind.routes:
+        raise ConfigError(
+            f'train.replay: found "r3" with rollout.engine = "{engine}", which returns no routes; set train.replay = '
+            '"r2" or "none"'
+        )
+    for blocker in replay_blockers(tables.megatron):
+        found = tables.megatron.get(blocker.setting)
+        raise ConfigError(
+            f'megatron.{blocker.setting}: found {found!r} with train.replay = "{replay}", which cannot hold: '
+            f'{blocker.reason}; remove it or set train.replay = "none"'
+        )
+
+
+def _check_engine(tables: Tables) -> None:
+    rollout, launch, sglang = tables.rollout, tables.launch, tables.sglang
+    served = rollout.engine_kind.server
+    if launch.apart and not served:
+        raise ConfigError(
+            f'launch.layout: found "{launch.layout}" with rollout.engine = "{rollout.engine}", which has no servers; '
+            'set rollout.engine = "sglang", or layout = "colocated"'
+        )
+    if sglang.release_memory and (not served or rollout.one_step_off or launch.apart):
+        raise ConfigError(
+            "sglang.release_memory: found true, expected servers that share the trainer's GPUs and rest while it "
+            'trains: rollout.engine = "sglang", rollout.one_step_off = false, launch.layout "colocated" or "local"'
+        )
+    if sglang.release_memory and tables.sampling.allotted:
+        raise ConfigError(
+            f'sglang.release_memory: found true with sampling.rule = "{tables.sampling.rule}", whose estimates need '
+            "the policy while servers sample; set it to false, or choose another rule"
+        )
+    if sglang.fp8 and rollout.dtype != "bf16":
+        raise ConfigError(
+            f'rollout.dtype: found "{rollout.dtype}" with sglang.fp8 = true, whose kernels compute in bf16 only; set '
+            'rollout.dtype = "bf16"'
+        )
+    if sglang.fp8 and rollout.fp8_rounding:
+        raise ConfigError(
+            "rollout.fp8_rounding: found true together with sglang.fp8 = true, whose weights are in FP8 already; set "
+            "one of them"
+        )

@@ -1,0 +1,86 @@
+"""The tables about prompts, their judgement and demonstrations: [data], [reward], [sft]."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from megarl.config.tables.base import Count, NonNegative, Table
+from megarl.config.tables.train import DecayStyle
+from megarl.core.choices.stopping import POSITIVE
+
+
+class DataConfig(Table):
+    """[data]: prompts and answers."""
+
+    train: str = Field(min_length=1)
+    """JSONL or Parquet file, or the name of a data set on the Hugging Face hub."""
+    heldout: str | None = None
+    """The same for evaluation; required if eval.every > 0."""
+    prompt_field: str = "prompt"
+    """Field that holds the prompt: plain text, or a list of chat messages."""
+    answer_field: str = "answer"
+    """Field that holds the answer, which the reward gets."""
+    chat_template: bool = False
+    """Wrap plain-text prompts with the tokenizer's chat template."""
+    max_prompt_tokens: PositiveInt = 2048
+    """Longest prompt, in tokens; a longer one is an error."""
+    split: str | None = None
+    """Split of a hub data set or folder, e.g. "train"."""
+    heldout_split: str | None = None
+    """The same for heldout; default split, if heldout is no file."""
+
+    @property
+    def resolved_heldout_split(self) -> str | None:
+        """heldout_split with its default resolved; files have no splits."""
+        if self.heldout_split is None and not (self.heldout or "").endswith((".jsonl", ".parquet")):
+            return self.split
+        return self.heldout_split
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        if self.heldout_split is not None and self.heldout is None:
+            raise ValueError(f"heldout_split: found {self.heldout_split!r} without heldout; set heldout or remove it")
+        return self
+
+
+class RewardConfig(Table):
+    """[reward]: how a response is scored."""
+
+    function: str = Field(default="exact_match", min_length=1)
+    """"exact_match", "math_verify", or "package.module:function"; see docs/rewards.md."""
+    workers: PositiveInt = 1
+    """Worker processes of each rank that call the function; exact_match needs none."""
+    timeout_s: PositiveFloat = 30.0
+    """Longest time for one response; a later one does not train and is counted; seconds."""
+    threshold: float = POSITIVE
+    """A response is correct (positive) if its reward is above this. Used by adaptive sampling, RAFT and pass rates."""
+
+
+class SftConfig(Table):
+    """[sft]: the supervised cold start of `megarl sft`. Layout, precision, chat template and the longest prompt and
+    response are those of RL."""
+
+    data: str = Field(min_length=1)
+    """JSONL file of demonstrations; one that is longer than RL could sample is an error."""
+    out: str | None = None
+    """Folder for the trained Hugging Face checkpoint; default <run.dir>/sft."""
+    steps: PositiveInt
+    """Optimizer steps."""
+    batch_size: PositiveInt
+    """Demonstrations per step, over all ranks."""
+    lr: PositiveFloat
+    """Peak learning rate."""
+    min_lr: NonNegative = 0.0
+    """Learning rate at the end of the decay."""
+    warmup_steps: Count = 0
+    """Steps of linear warm-up from 0."""
+    decay_style: DecayStyle = "linear"
+    """Shape of the decay over all steps."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay."""
+    prompt_field: str = "prompt"
+    """Field that holds the prompt."""
+    response_field: str = "response"
+    """Field that holds the response to learn."""

@@ -1,0 +1,109 @@
+"""The tables about the policy and how it is spread over ranks: [model], [parallel], [recompute]."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, PositiveInt, model_validator
+
+from megarl.config.tables.base import Dtype, Table
+
+RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mlp", "moe", "shared_experts"]
+
+
+class ModelConfig(Table):
+    """[model]: the policy."""
+
+    path: str = Field(min_length=1)
+    """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer); it decides the architecture."""
+    dtype: Dtype = "bf16"
+    """Precision of training weights and activations; the optimizer always keeps fp32."""
+    reference: str | None = None
+    """Checkpoint folder of the reference policy, of the same architecture; default path. Read only by objectives with a
+    KL to a reference: kl_grpo, or any with the part kl."""
+
+
+class ParallelConfig(Table):
+    """[parallel]: how the model is spread over ranks; data parallelism uses the remaining ranks."""
+
+    tp: PositiveInt = 1
+    """Tensor-parallel ranks."""
+    pp: PositiveInt = 1
+    """Pipeline-parallel ranks."""
+    vpp: PositiveInt | None = None
+    """Virtual pipeline stages per pipeline rank (interleaved schedule); needs pp > 1."""
+    ep: PositiveInt = 1
+    """Expert-parallel ranks, taken from the data-, context- and tensor-parallel ones."""
+    etp: PositiveInt | None = None
+    """Tensor-parallel ranks inside an expert; default tp."""
+    cp: PositiveInt = 1
+    """Context-parallel ranks: each holds an early and a late chunk of every sequence."""
+    sequence_parallel: bool | None = None
+    """Split activations along the sequence between tensor-parallel ranks; default tp > 1, where Megatron needs it."""
+    dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
+    """How tokens are sent to their experts; flex is DeepEP, needs GPUs, and is untested with megarl."""
+    distributed_optimizer: bool = True
+    """Shard optimizer state over data-parallel ranks."""
+
+    @property
+    def expert_tp(self) -> int:
+        """etp with its default resolved."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def equal_micro_batches(self) -> bool:
+        """Whether all micro-batches need the same number of slots: the all-gather dispatcher exchanges no sizes."""
+        return self.dispatcher == "allgather"
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """The number of micro-batches is a multiple of this: the interleaved schedule takes pp at a time."""
+        return self.pp if self.vpp else 1
+
+    @property
+    def uses_sequence_parallel(self) -> bool:
+        """sequence_parallel with its default resolved."""
+        return self.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        if self.vpp is not None and self.pp == 1:
+            raise ValueError(f"vpp: found {self.vpp} with pp = 1, expected pp > 1; remove vpp or raise pp")
+        if self.vpp == 1:
+            raise ValueError("vpp: found 1, expected 2 or more stages per rank; remove vpp for the plain schedule")
+        if self.expert_tp > self.tp or (self.ep == 1 and self.expert_tp != self.tp):
+            raise ValueError(
+                f"etp: found {self.expert_tp} with tp = {self.tp} and ep = {self.ep}: Megatron reduces such expert "
+                "gradients over the wrong ranks; expected etp = tp, or ep > 1 and etp below tp"
+            )
+        if self.tp > 1 and self.sequence_parallel is False:
+            raise ValueError(
+                f"sequence_parallel: found false with tp = {self.tp}, but Megatron's MoE needs it; remove it"
+            )
+        if self.tp == 1 and self.sequence_parallel:
+            raise ValueError("sequence_parallel: found true with tp = 1, expected tp > 1; remove it or raise tp")
+        return self
+
+
+class RecomputeConfig(Table):
+    """[recompute]: activations that the backward pass recomputes to save memory; the names are Megatron's."""
+
+    granularity: Literal["selective", "full"] | None = None
+    """Nothing, some modules of each layer, or whole layers."""
+    method: Literal["uniform", "block"] | None = None
+    """With full: recompute every num_layers layers as a unit, or only the first num_layers layers of a stage."""
+    num_layers: PositiveInt | None = None
+    """With full: see method; layers."""
+    modules: list[RecomputeModule] | None = None
+    """With selective: which modules; default core_attn."""
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        full_keys = [key for key in ("method", "num_layers") if getattr(self, key) is not None]
+        if self.granularity == "full" and len(full_keys) < 2:
+            raise ValueError('granularity: found "full" without method and num_layers; set e.g. "uniform" and 1')
+        if self.granularity != "full" and full_keys:
+            raise ValueError(f'{full_keys[0]}: goes only with granularity = "full"; remove it')
+        if self.granularity != "selective" and self.modules is not None:
+            raise ValueError('modules: goes only with granularity = "selective"; remove it')
+        return self

@@ -1,0 +1,129 @@
+"""The tables about the sampling engine: [rollout], [sglang]."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from megarl.config.engines import EngineKind, engine_kind
+from megarl.config.tables.base import Count, Dtype, Table
+
+
+class RolloutConfig(Table):
+    """[rollout]: how responses are sampled."""
+
+    engine: str = "local"
+    """"local": transformers in the trainer's own processes; "sglang": SGLang servers (see [sglang]); or your own,
+    "package.module:name", see docs/plugin.md."""
+    prompts_per_step: PositiveInt
+    """Prompts B of a global step."""
+    group_size: PositiveInt
+    """Responses G to each prompt."""
+    max_response_tokens: PositiveInt
+    """Longest response, in tokens; a longer one is cut."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling: tokens come from the smallest set with at least this probability. Training computes
+    log-probabilities over the whole vocabulary, so below 1 its gradient misses the rest."""
+    fp8_rounding: bool = False
+    """Round the engine's weights through FP8 (e4m3, 128 x 128 blocks), to the values that an FP8 engine would hold."""
+    dtype: Dtype = "bf16"
+    """Precision of the engine's weights and activations."""
+    one_step_off: bool = False
+    """Sample the responses of the next step while this one trains, with weights that are one step old."""
+    max_batch_size: PositiveInt = 256
+    """Responses that the local engine decodes at once, per rank."""
+
+    @property
+    def engine_kind(self) -> EngineKind:
+        """What the engine can do, and what makes it."""
+        return engine_kind(self.engine)
+
+    @model_validator(mode="after")
+    def _engine_can(self) -> Self:
+        kind = self.engine_kind
+        if self.top_p < 1 and not kind.nucleus:
+            raise ValueError(
+                f'top_p: found {self.top_p:g}, expected 1 with engine = "{self.engine}", whose log-probabilities are '
+                "of the whole vocabulary and not of the nucleus that it samples from"
+            )
+        if self.one_step_off and not kind.server:
+            raise ValueError(
+                f'one_step_off: found true with engine = "{self.engine}", which samples in the trainer\'s own '
+                'processes and cannot do so while they train; set engine = "sglang"'
+            )
+        if self.fp8_rounding and not kind.fp8:
+            raise ValueError(f'fp8_rounding: found true with engine = "{self.engine}", which cannot round; remove it')
+        return self
+
+
+class SGLangConfig(Table):
+    """[sglang]: the servers of rollout.engine = "sglang"."""
+
+    urls: list[str] = []
+    """Servers that run already, for this run alone; empty: megarl starts its own."""
+    servers: PositiveInt = 1
+    """Servers that megarl starts on each node, beside the node's first rank."""
+    gpus: list[Count] = []
+    """GPUs of a node for its servers, tp for each; empty: servers compute on the CPU."""
+    host: str | None = None
+    """Address that servers listen on; default the loopback address, on several nodes the address of each node."""
+    python: str = ".venv-sglang/bin/python"
+    """Python interpreter of the environment with SGLang."""
+    tp: PositiveInt = 1
+    """Tensor-parallel ranks of each server."""
+    mem_fraction: float | None = Field(default=None, gt=0, lt=1)
+    """Share of a GPU's memory for a server's weights and cache; on a CPU, share of the machine's memory, taken at the
+    start of the server. Default: SGLang's choice, on a CPU 0.1."""
+    max_total_tokens: PositiveInt | None = None
+    """Tokens that a server's cache holds; default as many as fit."""
+    arguments: list[str] = []
+    """More command-line arguments for sglang.launch_server."""
+    api_key_env: str | None = None
+    """Name of the environment variable with the API key of the servers."""
+    sync: Literal["distributed", "tensor", "disk"] = "distributed"
+    """How weights reach the servers. distributed: a process group with each server, NCCL from GPUs and gloo from CPUs;
+    tensor: HTTP, slow; disk: a folder below run.dir that the servers can read."""
+    spare_weights: Literal["memory", "disk"] = "memory"
+    """Where a copy of the weights is kept for a server that is restarted: in the memory of the node's first rank, or
+    below run.dir."""
+    release_memory: bool = False
+    """For servers on the trainer's GPUs: they release their memory while the trainer trains, and the trainer releases
+    gradients and optimizer state while they sample."""
+    checksums: bool = False
+    """Compare the servers' checksums of their weights after every update."""
+    fp8: bool = False
+    """Compute in FP8 on the servers, with weights in blocks of 128 x 128; needs GPUs with FP8."""
+    compact_routes: bool = True
+    """Ask for routes in a compact form. Only servers that megarl starts have it; others send the long form."""
+    concurrency: PositiveInt = 64
+    """Most requests of a rank that are in flight at one server."""
+    deadline_s: PositiveFloat = 600.0
+    """Longest time for one response; seconds."""
+    attempts: PositiveInt = 4
+    """Attempts at a request, which fail by a bad or late answer, before the run ends."""
+    start_deadline_s: PositiveFloat = 600.0
+    """Longest start of a server, and longest absence of a lost one; seconds."""
+    max_restarts: Count = 20
+    """Most restarts of a server that dies; those at urls are not restarted."""
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        bases = [url.rstrip("/") for url in self.urls]
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")) or url.endswith("/") or bases.count(url) > 1:
+                raise ValueError(f"urls: found {url}, expected each server once, as http://host:port without a slash")
+        if self.urls and self.gpus:
+            raise ValueError("gpus: found together with urls, whose servers run already; set one of them")
+        if len(set(self.gpus)) < len(self.gpus):
+            raise ValueError(f"gpus: found {self.gpus}, expected each GPU once")
+        if self.gpus and len(self.gpus) != self.servers * self.tp:
+            raise ValueError(f"gpus: found {len(self.gpus)}, expected servers * tp = {self.servers * self.tp}")
+        if self.host not in (None, "127.0.0.1", "::1", "localhost") and self.api_key_env is None:
+            raise ValueError(
+                f"host: found {self.host} without api_key_env: whoever reaches a server can replace its weights; name "
+                "the variable that holds a key, or leave the host out"
+            )
+        return self

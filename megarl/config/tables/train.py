@@ -1,0 +1,154 @@
+"""The tables about the objective and the optimizer: [train], [optim]."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from megarl.config.plugs import load_plug
+from megarl.config.tables.base import Beta, Count, NonNegative, Table
+from megarl.core.choices.parts import PARTS, Objective
+from megarl.core.choices.table import OBJECTIVES
+from megarl.errors import ConfigError
+
+DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root"]
+_AROUND_A_FUNCTION = replace(OBJECTIVES["minirl"], weight="none", mask="none", cap=None)
+"""What a function does not compute: advantages (group mean), denominator (sequences), KL (none)."""
+_PARTS_AROUND = (
+    "advantage",
+    "selection",
+    "std_ddof",
+    "std_eps",
+    "aggregation",
+    "norm_length",
+    "kl",
+    "kl_coef",
+    "kl_horizon",
+)
+
+
+class TrainConfig(Table):
+    """[train]: the objective, replay, and how a step is split."""
+
+    objective: str = "minirl"
+    """A row of the table in docs/objectives.md, or your own, "package.module:name": an Objective, or a function of the
+    batch's columns."""
+    objective_overrides: dict[str, Any] = {}
+    """Parts of the objective to replace, e.g. eps_low = 0.1; the string "off" stands for None. A function has fewer."""
+    mini_batches: PositiveInt = 1
+    """Optimizer steps N per global step, each on an equal share of the responses."""
+    micro_batch_tokens: PositiveInt = 16384
+    """Most tokens of one forward pass on one rank; at least the longest prompt plus the longest response."""
+    replay: Literal["none", "r2", "r3"] = "r3"
+    """Which experts training uses: its own choice, those of the old-log-prob pass (r2), or of the engine (r3)."""
+    max_missing_rows: float = Field(default=0.05, ge=0, le=1)
+    """Largest fraction of tokens without a recorded route; more end the run. The last token of a sequence does not
+    count: no engine has processed it, and nothing is predicted from it."""
+    min_route_agreement: float = Field(default=0.5, ge=0, le=1)
+    """Least agreement beyond chance between replayed experts and the training routers' own choice, in the first pass
+    over a mini-batch: 1 is full agreement, 0 switches the check off. Rows of another batch agree by chance alone."""
+    mixed_versions: Literal["allow", "refuse"] = "allow"
+    """Whether a response may mix weight versions, in its tokens or between a token and its routes."""
+    replay_aux_loss: Literal["dispatch", "off"] = "dispatch"
+    """What load-balancing losses count under replay: the experts that tokens are sent to, or nothing (off)."""
+
+    @property
+    def objective_parts(self) -> dict[str, bool | int | float | str | None]:
+        """objective_overrides with "off" turned into None, for ``dataclasses.replace``."""
+        return {key: None if value == "off" else value for key, value in self.objective_overrides.items()}
+
+    @property
+    def _named(self) -> Any:
+        """What ``objective`` names: an Objective or a function."""
+        if self.objective in OBJECTIVES:
+            return OBJECTIVES[self.objective]
+        return load_plug("objective", self.objective, f"one of {', '.join(OBJECTIVES)}")
+
+    @property
+    def resolved_objective(self) -> Objective:
+        """The objective with its parts replaced; of a function what it does not compute. ConfigError if parts do not
+        go together."""
+        named = self._named
+        return replace(named if isinstance(named, Objective) else _AROUND_A_FUNCTION, **self.objective_parts)
+
+    @property
+    def objective_function(self) -> Callable[[Any], Any] | None:
+        """The user's function of the columns, if the objective is one; see ``megarl.core.objectives.functions``."""
+        named = self._named
+        return None if isinstance(named, Objective) else named
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        function = self.objective_function
+        if function is not None:
+            _check_function(self.objective, function)
+        for key, value in self.objective_overrides.items():
+            if key not in PARTS:
+                close = difflib.get_close_matches(key, PARTS, n=1) or PARTS
+                raise ValueError(f"objective_overrides.{key}: unknown part; did you mean {' or '.join(close)}?")
+            if function is not None and key not in _PARTS_AROUND:
+                raise ValueError(
+                    f"objective_overrides.{key}: found with the function {self.objective!r}, which computes weight and "
+                    f"mask itself; expected one of {', '.join(_PARTS_AROUND)}"
+                )
+            if not isinstance(value, (bool, int, float, str)):
+                raise ValueError(f"objective_overrides.{key}: found {value!r}, expected a number, a string or a bool")
+        try:
+            _ = self.resolved_objective
+        except ConfigError as error:
+            raise ValueError(f"objective_overrides: {str(error).removeprefix('objective: ')}") from error
+        return self
+
+
+class OptimConfig(Table):
+    """[optim]: Adam and its learning-rate schedule, counted in optimizer steps."""
+
+    lr: PositiveFloat
+    """Peak learning rate."""
+    min_lr: NonNegative = 0.0
+    """Learning rate at the end of the decay."""
+    warmup_steps: Count = 0
+    """Optimizer steps of linear warm-up from 0."""
+    decay_steps: PositiveInt | None = None
+    """Optimizer steps until min_lr, warm-up included; default all steps of the run."""
+    decay_style: DecayStyle = "constant"
+    """Shape of the decay."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay."""
+    adam_beta1: Beta = 0.9
+    """Decay of the first moment."""
+    adam_beta2: Beta = 0.95
+    """Decay of the second moment."""
+    adam_eps: PositiveFloat = 1e-8
+    """Added to the square root of the second moment."""
+    clip_grad: NonNegative = 1.0
+    """Largest global gradient norm; 0 = no clipping."""
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr: found {self.min_lr}, expected at most lr = {self.lr}")
+        if self.decay_steps is not None and self.warmup_steps >= self.decay_steps:
+            raise ValueError(
+                f"warmup_steps: found {self.warmup_steps}, expected fewer than decay_steps = {self.decay_steps}"
+            )
+        return self
+
+
+def _check_function(name: str, function: object) -> None:
+    if not callable(function):
+        raise ConfigError(
+            f"objective: found {type(function).__name__} at {name!r}, expected an Objective or a function of columns"
+        )
+    signature = inspect.signature(function)
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise ConfigError(
+            f"objective: the function {name!r} has the parameters {signature} ({error}), expected (columns)"
+        ) from None
