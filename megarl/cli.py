@@ -254,11 +254,11 @@ def _eval(path: Path, overrides: Mapping[str, Any], asked: Mapping[str, Any]) ->
 
 def _plan(path: Path, model: Path | None, as_json: bool, overrides: Mapping[str, Any]) -> int:
     config = config_file.load(path, overrides)
-    from megarl.plan import report
+    from megarl.plan import table
     from megarl.plan.plan import plan
 
     found = plan(config, model, path)
-    print(report.as_json(found) if as_json else report.as_text(found, config))
+    print(table.to_json(found) if as_json else table.to_text(found, config))
     return 0
 
 

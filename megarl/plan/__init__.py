@@ -1,6 +1,17 @@
 """What a run will need: memory, bytes moved, and the arithmetic of its batches, from the configuration alone.
 
-``layout`` divides the model, ``parameters`` counts it, ``activations``, ``training`` and ``engine`` turn counts into
-bytes, ``traffic`` and ``batches`` are what moves and how often, ``checks`` refuses, ``plan`` puts it together and
-``report`` prints. The formulas and what they were checked against: docs/plan.md.
+No model is built. The formulas and what they were checked against: docs/plan.md. The way through:
+
+    plan             puts it together: configuration -> Plan
+    layout           which pipeline stage holds which layers
+    schedule         how a step divides into mini-batches and micro-batches; pipeline bubble
+    parameters       parameters of the model and of a rank
+    activations      bytes that a forward pass keeps, module by module
+    trainer_memory   bytes of a rank of the trainer
+    engine_memory    bytes of a GPU of the sampling engine
+    traffic          bytes that move between engine and trainer, and between ranks
+    checks           refuses what does not divide the model or does not fit
+    table            prints a plan
+
+May import config, core and models, and constants of megatron; nothing below imports it.
 """

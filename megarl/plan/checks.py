@@ -1,40 +1,50 @@
-"""What cannot divide, and what cannot fit: ConfigError before a job is in a queue."""
+"""Refusals, before a job waits in a queue: layouts that do not divide the model, memory that a GPU does not have."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from megarl.config import Config, Layout
 from megarl.core.fp8 import BLOCK
 from megarl.errors import ConfigError
 from megarl.models.shapes import ModelShape
-from megarl.plan.engine import EngineMemory, cut_widths, fp8_widths
+from megarl.plan.engine_memory import EngineMemory, cut_widths, fp8_widths
+from megarl.plan.schedule import longest_sequence
+from megarl.plan.trainer_memory import RankMemory
 
 TRAINER_RESERVE = 3 << 30
 SERVER_RESERVE = 3 << 30
-"""Bytes that CUDA, NCCL, workspaces and fragmentation take on a GPU beside what is reckoned: a guess, not measured."""
+"""Bytes for CUDA, NCCL, workspaces and fragmentation on a GPU, beside what is computed: a guess, not measured."""
+
+_USE_LESS = (
+    "raise parallel.tp, pp or ep or the number of GPUs, recompute more, or lower train.micro_batch_tokens "
+    "(not below the longest sequence)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """Bytes on the fullest GPU, reserves included."""
+
+    trainer: int
+    """A GPU of the trainer; the server's part included where they share it."""
+    server: int
+    """A GPU that only holds a server; 0 if there is none."""
 
 
 def check_division(config: Config, shape: ModelShape, layout: Layout) -> None:
     """Refuse a layout that cuts heads, experts or widths into unequal parts, and sequences beyond the positions."""
     fields = shape.fields
-    wanted = [
-        ("num_attention_heads", fields["num_attention_heads"], "parallel.tp", layout.tp),
-        ("intermediate_size", fields["ffn_hidden_size"] if _has_dense(shape) else 0, "parallel.tp", layout.tp),
-        ("experts", shape.num_experts, "parallel.ep", layout.ep),
-        ("the experts' intermediate size", fields.get("moe_ffn_hidden_size") or 0, "parallel.etp", layout.etp),
-        (
-            "the shared experts' intermediate size",
-            fields.get("moe_shared_expert_intermediate_size") or 0,
-            "parallel.tp",
-            layout.tp,
-        ),
-    ]
+    _require_divisor("num_attention_heads", fields["num_attention_heads"], "parallel.tp", layout.tp)
     if not fields.get("multi_latent_attention"):
-        wanted.append(("num_key_value_heads", fields["num_query_groups"], "parallel.tp", layout.tp))
-    for name, size, key, parts in wanted:
-        _divides(name, size, key, parts)
+        _require_divisor("num_key_value_heads", fields["num_query_groups"], "parallel.tp", layout.tp)
+    _require_divisor("experts", shape.num_experts, "parallel.ep", layout.ep)
+    for name, width in cut_widths(shape):
+        key, parts = ("parallel.etp", layout.etp) if name.startswith("the experts") else ("parallel.tp", layout.tp)
+        _require_divisor(name, width, key, parts)
     if layout.ep > 1 and not shape.num_experts:
         raise ConfigError(f"parallel.ep: found {layout.ep} for a model without experts, expected 1; remove it")
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = longest_sequence(config)
     if longest > shape.max_sequence_length:
         raise ConfigError(
             f"rollout.max_response_tokens: found prompts and responses of up to {longest} tokens, expected at most the "
@@ -43,18 +53,18 @@ def check_division(config: Config, shape: ModelShape, layout: Layout) -> None:
 
 
 def check_servers(config: Config, shape: ModelShape) -> None:
-    """Refuse servers that cannot cut the model, or that have other GPUs than the machine."""
+    """Refuse servers that cannot cut the model, or that are on GPUs which the machine does not have."""
     if not config.rollout.engine_kind.server:
         return
     settings, fields, tp = config.sglang, shape.fields, config.sglang.tp
-    _divides("num_attention_heads", fields["num_attention_heads"], "sglang.tp", tp)
+    _require_divisor("num_attention_heads", fields["num_attention_heads"], "sglang.tp", tp)
     groups = fields.get("num_query_groups") or 0
     if groups % tp and tp % groups:
         raise ConfigError(
             f"sglang.tp: found {tp} for {groups} key-value heads, expected a divisor or a multiple of them"
         )
     for name, width in cut_widths(shape):
-        _divides(name, width, "sglang.tp", tp)
+        _require_divisor(name, width, "sglang.tp", tp)
     for name, width in fp8_widths(shape, tp) if settings.fp8 else ():
         if width % BLOCK[0]:
             raise ConfigError(
@@ -69,11 +79,7 @@ def check_servers(config: Config, shape: ModelShape) -> None:
         )
 
 
-def _has_dense(shape: ModelShape) -> bool:
-    return len(shape.moe_layers) < shape.num_layers
-
-
-def _divides(name: str, size: int, key: str, parts: int) -> None:
+def _require_divisor(name: str, size: int, key: str, parts: int) -> None:
     if size % parts:
         raise ConfigError(f"{key}: found {parts}, expected a divisor of the model's {name} = {size}")
 
@@ -88,8 +94,43 @@ def check_engine(engine: EngineMemory, longest: int) -> None:
         )
 
 
-def check_gpu(what: str, found: int, gib: float | None, advice: str) -> None:
-    """Refuse ``found`` bytes, the reserve included, on a GPU of ``gib``."""
+def check_gpus(config: Config, rank: RankMemory, engine: EngineMemory) -> GpuMemory:
+    """What the fullest GPUs hold; ConfigError if a GPU of launch.gpu_memory_gib does not have that much."""
+    alone = rank.peak + TRAINER_RESERVE
+    name = f"a rank of stage {rank.stage}"
+    if not config.rollout.engine_kind.server:
+        found = GpuMemory(alone + engine.total, 0)
+        _check_gpu(config, f"{name} with its engine", found.trainer, _USE_LESS)
+    elif config.launch.apart or not config.sglang.gpus:
+        found = GpuMemory(alone, engine.total + SERVER_RESERVE)
+        _check_gpu(config, name, found.trainer, _USE_LESS)
+        if config.launch.apart:
+            _check_gpu(config, "a server's GPU", found.server, "raise sglang.tp, or lower sglang.mem_fraction")
+    else:
+        found = GpuMemory(shared_gpu(rank, engine, config.sglang.release_memory), 0)
+        advice = "lower sglang.mem_fraction; " + _USE_LESS
+        _check_gpu(config, f"{name} with a server on its GPU", found.trainer, advice)
+    return found
+
+
+def shared_gpu(rank: RankMemory, engine: EngineMemory, handed_over: bool) -> int:
+    """Bytes of a rank and a server on one GPU, reserves included.
+
+    Both resident: their sum. Handed over: the largest of
+
+    - training without the server;
+    - sampling beside the weights of the trainer and its reference;
+    - an update, when both have weights and neither cache nor optimizer states.
+    """
+    reserves = TRAINER_RESERVE + SERVER_RESERVE
+    if not handed_over:
+        return rank.peak + engine.total + reserves
+    update = rank.weights + rank.reference + rank.sync + engine.weights
+    return max(rank.training, engine.total + rank.weights + rank.reference, update) + reserves
+
+
+def _check_gpu(config: Config, what: str, found: int, advice: str) -> None:
+    gib = config.launch.gpu_memory_gib
     if gib is not None and found > gib * 2**30:
         raise ConfigError(
             f"launch.gpu_memory_gib: {what} needs {found / 2**30:.1f} GiB, expected at most {gib:g}; {advice}"

@@ -1,4 +1,4 @@
-"""The plan of a run: every number from the configuration and the model's config.json, or why it cannot be."""
+"""The plan of a run, from the configuration and the model's config.json; or the reason why the run cannot work."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from pathlib import Path
 from megarl.config import Config, Layout
 from megarl.errors import ConfigError
 from megarl.models.shapes import ModelShape, read_shape
-from megarl.plan.batches import Batches, batches_of
-from megarl.plan.checks import check_division, check_engine, check_servers
-from megarl.plan.engine import EngineMemory, engine_memory, weight_bytes
-from megarl.plan.gpus import GpuMemory, gpu_memory
+from megarl.plan.checks import GpuMemory, check_division, check_engine, check_gpus, check_servers
+from megarl.plan.engine_memory import EngineMemory, engine_memory, weight_bytes
 from megarl.plan.layout import stages_of
 from megarl.plan.parameters import ModelCount, RankCount, count_model, count_rank
+from megarl.plan.schedule import Schedule, divide_step
 from megarl.plan.traffic import (
     RankTraffic,
     StepTraffic,
@@ -24,7 +23,7 @@ from megarl.plan.traffic import (
     sync_traffic,
     trace_of,
 )
-from megarl.plan.training import ELEMENT, RankMemory, rank_memory
+from megarl.plan.trainer_memory import ELEMENT, RankMemory, rank_memory
 
 SHIPPED = Path("launch/models")
 """Configs of public models, beside the recipes in launch/recipes."""
@@ -32,7 +31,7 @@ SHIPPED = Path("launch/models")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that is reckoned; bytes, unless a name says otherwise."""
+    """All numbers; bytes, unless a name says otherwise."""
 
     model_path: str
     """Where the shape was read."""
@@ -50,32 +49,30 @@ class Plan:
     engine: EngineMemory
     gpu: GpuMemory
     spare_weights: int
-    """In the memory of each node's first rank: what a server that comes back is given."""
+    """On the host of each node's first rank: the weights for a server that restarts."""
     trace: Trace
-    batches: Batches
+    batches: Schedule
     step: StepTraffic
     traffic: RankTraffic
     sync: SyncTraffic
 
 
 def plan(config: Config, model: Path | None = None, source: Path | None = None) -> Plan:
-    """Reckon a configuration through; ConfigError, one line, for what cannot divide or fit.
+    """Plan a run; ConfigError, one line, for what cannot divide or fit.
 
-    ``model`` is a folder with a config.json; default model.path, then the shipped one of that name, or of the run's,
-    beside ``source``, the configuration's file.
+    ``model`` is a folder with a config.json; see ``find_model``. ``source`` is the file of the configuration.
     """
     folder = find_model(config, model, source)
     shape = read_shape(folder)
     layout = config.check_world_size(config.launch.ranks)
     check_division(config, shape, layout)
     check_servers(config, shape)
-    stages, batches = stages_of(config, shape), batches_of(config, layout)
+    stages, batches = stages_of(config, shape), divide_step(config, layout)
     memories = [rank_memory(config, shape, layout, stage, batches.most) for stage in stages]
     worst = max(range(len(stages)), key=lambda index: memories[index].peak)
     engine = engine_memory(config, shape, batches.longest)
     check_engine(engine, batches.longest)
     count = count_rank(shape, layout, stages[worst])
-    served = config.rollout.engine_kind.server
     return Plan(
         model_path=str(folder),
         family=shape.family,
@@ -86,8 +83,8 @@ def plan(config: Config, model: Path | None = None, source: Path | None = None) 
         memory=memories[worst],
         stages=tuple(memories),
         engine=engine,
-        gpu=gpu_memory(config, memories[worst], engine),
-        spare_weights=_spare(config, shape) if served and config.sglang.spare_weights == "memory" else 0,
+        gpu=check_gpus(config, memories[worst], engine),
+        spare_weights=_spare_weights(config, shape),
         trace=trace_of(shape),
         batches=batches,
         step=step_traffic(config, shape, layout, stages[worst], batches),
@@ -97,7 +94,10 @@ def plan(config: Config, model: Path | None = None, source: Path | None = None) 
 
 
 def find_model(config: Config, model: Path | None, source: Path | None) -> Path:
-    """The folder whose config.json is read; ConfigError naming the places that have none."""
+    """The first folder with a config.json, of ``model``, model.path, and configs shipped for the model's or run's name.
+
+    Shipped configs are searched beside ``source`` and in the working directory. ConfigError if there is none.
+    """
     if model is not None:
         return model
     named = Path(config.model.path)
@@ -120,5 +120,7 @@ def _server_gpus(config: Config) -> int:
     return nodes * settings.servers * settings.tp
 
 
-def _spare(config: Config, shape: ModelShape) -> int:
+def _spare_weights(config: Config, shape: ModelShape) -> int:
+    if not config.rollout.engine_kind.server or config.sglang.spare_weights != "memory":
+        return 0
     return weight_bytes(shape, ELEMENT[config.rollout.dtype], fp8=config.sglang.fp8)

@@ -12,11 +12,11 @@ from math import comb
 from megarl.config import Config, Layout
 from megarl.core.rollout_codec import encoded_bytes
 from megarl.models.shapes import ModelShape
-from megarl.plan.batches import Batches
-from megarl.plan.engine import weight_bytes
+from megarl.plan.engine_memory import weight_bytes
 from megarl.plan.layout import Stage, dense_ranks
 from megarl.plan.parameters import RankCount, count_model
-from megarl.plan.training import BUCKET_BYTES, ELEMENT, cut_of, largest_piece, route_bytes
+from megarl.plan.schedule import Schedule
+from megarl.plan.trainer_memory import BUCKET_BYTES, ELEMENT, cut_of, largest_piece, route_bytes
 
 REWARD_BYTES = 88
 """What all ranks know of a response: the columns of ``megarl.train.sampling.sample_table``."""
@@ -97,7 +97,7 @@ def trace_of(shape: ModelShape, compact: bool = True) -> Trace:
     )
 
 
-def step_traffic(config: Config, shape: ModelShape, layout: Layout, stage: Stage, batches: Batches) -> StepTraffic:
+def step_traffic(config: Config, shape: ModelShape, layout: Layout, stage: Stage, batches: Schedule) -> StepTraffic:
     """Of a step whose sequences are all as long as they may be."""
     tokens, trace = batches.responses * batches.longest, trace_of(shape)
     short = config.sglang.compact_routes and not config.sglang.urls

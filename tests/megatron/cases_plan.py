@@ -26,7 +26,7 @@ from megarl.megatron.policy import Policy
 from megarl.plan.activations import head_bytes
 from megarl.plan.layout import stages_of
 from megarl.plan.parameters import count_rank
-from megarl.plan.training import activation_bytes, cut_of, gathering, state_bytes
+from megarl.plan.trainer_memory import activation_bytes, cut_of, gathered_elements, state_bytes
 
 SLOTS = 512
 LENGTHS = (125, 126, 127, 128)
@@ -218,7 +218,7 @@ def export_peak(layout: Layout, model: str) -> list[tuple[int, int]]:
     with made:
         for _ in policy.export():
             pass
-    return _from_all((made.most, 2 * gathering(policy.shape)))
+    return _from_all((made.most, 2 * gathered_elements(policy.shape)))
 
 
 class _Made(TorchDispatchMode):

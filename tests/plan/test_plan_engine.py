@@ -15,12 +15,12 @@ from tiny_families import FAMILIES, write_family
 from megarl.core.routing import RoutingTrace, encode
 from megarl.models.names import hf_shapes
 from megarl.models.shapes import ModelShape, read_shape
-from megarl.plan.batches import batches_of
-from megarl.plan.engine import cache_bytes_per_token, engine_memory, weight_bytes
+from megarl.plan.engine_memory import cache_bytes_per_token, engine_memory, weight_bytes
 from megarl.plan.layout import stages_of
 from megarl.plan.parameters import count_rank
+from megarl.plan.schedule import divide_step
 from megarl.plan.traffic import step_traffic, sync_traffic, trace_of
-from megarl.plan.training import BUCKET_BYTES
+from megarl.plan.trainer_memory import BUCKET_BYTES
 from megarl.rollout.sglang import fleet as sglang_fleet
 from megarl.rollout.sglang.weights.buckets import split_into_buckets
 from megarl.rollout.sglang.weights.folder import WeightFolder
@@ -127,7 +127,7 @@ def test_routes_travel_only_where_they_are_replayed(tmp_path: Path) -> None:
         settings = config(model, rollout__engine="sglang", parallel__tp=2, **overrides)
         layout = settings.check_world_size(2)
         stage = stages_of(settings, shape)[0]
-        found = step_traffic(settings, shape, layout, stage, batches_of(settings, layout))
+        found = step_traffic(settings, shape, layout, stage, divide_step(settings, layout))
         return found.routes, found.routes_per_rank
 
     assert routes(train__replay="none") == (0, 0)

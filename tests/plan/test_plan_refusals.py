@@ -9,11 +9,10 @@ import pytest
 from plan_worlds import MODELS, config, write_config
 
 from megarl.errors import ConfigError
-from megarl.plan.checks import SERVER_RESERVE, TRAINER_RESERVE
-from megarl.plan.engine import EngineMemory
-from megarl.plan.gpus import shared_gpu
+from megarl.plan.checks import SERVER_RESERVE, TRAINER_RESERVE, shared_gpu
+from megarl.plan.engine_memory import EngineMemory
 from megarl.plan.plan import plan
-from megarl.plan.training import RankMemory
+from megarl.plan.trainer_memory import RankMemory
 
 SGLANG = {"rollout__engine": "sglang"}
 FP8 = {**SGLANG, "sglang__fp8": True}
@@ -127,6 +126,7 @@ def test_memory_on_a_shared_gpu_by_hand() -> None:
         working=1,
         sync=3,
         exchange=2,
+        recorded=0,
         host_routes=9,
     )
     engine, reserves = EngineMemory(7, 20, 1, 20, 1), TRAINER_RESERVE + SERVER_RESERVE

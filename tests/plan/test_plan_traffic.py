@@ -11,7 +11,7 @@ from megarl.models.shapes import read_shape
 from megarl.plan.layout import stages_of
 from megarl.plan.parameters import count_rank
 from megarl.plan.traffic import RankTraffic, rank_traffic, sync_traffic
-from megarl.plan.training import rank_memory
+from megarl.plan.trainer_memory import rank_memory
 
 LAYERS, H, K, KEYS, SLOTS, BF16 = 4, 32, 2, 2 * 8, 64, 2
 
@@ -77,13 +77,13 @@ def test_routes_in_memory(tmp_path: Path) -> None:
     model, sizes = write_config(tmp_path, "mixtral"), {"parallel__tp": 2, "train__mini_batches": 2}
     shape = read_shape(model)
 
-    def memory(replay: str) -> tuple[int, int]:
+    def memory(replay: str) -> tuple[int, int, int]:
         settings = config(model, train__replay=replay, **sizes)
         layout = settings.check_world_size(2)
         found = rank_memory(settings, shape, layout, stages_of(settings, shape)[0], 4)
-        return found.exchange, found.host_routes
+        return found.exchange, found.recorded, found.host_routes
 
     mini_batch = 8 * 32 // 2 * LAYERS * K
-    assert memory("none") == (0, 0)
-    assert memory("r2") == (0, mini_batch)
-    assert memory("r3") == (2 * mini_batch, 3 * mini_batch)
+    assert memory("none") == (0, 0, 0)
+    assert memory("r2") == (0, 2 * mini_batch, 0)
+    assert memory("r3") == (2 * mini_batch, 0, 2 * 2 * mini_batch)

@@ -10,8 +10,8 @@ from forks import Job, run_jobs
 from train_world import GROUP_SIZE, NUM_GROUPS, NUM_MOE_LAYERS, TOP_K, World
 
 from megarl.models.shapes import read_shape
-from megarl.plan.batches import batches_of
 from megarl.plan.layout import stages_of
+from megarl.plan.schedule import divide_step
 from megarl.plan.traffic import REWARD_BYTES, step_traffic
 
 pytestmark = pytest.mark.multirank
@@ -62,7 +62,7 @@ def test_the_plan_extrapolates_what_is_measured(
 ) -> None:
     settings, found = world.settings(**step, parallel__tp=2), received[name]
     shape, layout = read_shape(world.model), settings.check_world_size(ranks)
-    batches = batches_of(settings, layout)
+    batches = divide_step(settings, layout)
     longest = sum(found["tokens"]) / ranks / (batches.responses / layout.dp)  # as if all were of the mean length
     measured = replace(batches, longest=longest)
     planned = step_traffic(settings, shape, layout, stages_of(settings, shape)[0], measured)

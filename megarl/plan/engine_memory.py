@@ -1,4 +1,4 @@
-"""Memory of the sampling engine on one GPU: weights, cache, and how many tokens and sequences that holds."""
+"""Memory of the sampling engine on one GPU: weights, cache, and how many tokens and sequences the cache holds."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megarl.config import Config
 from megarl.core.fp8 import BLOCK, grid_of, is_fp8_weight
 from megarl.models.names import Rule, dimensions, rules_of
 from megarl.models.shapes import ModelShape
-from megarl.plan.training import ELEMENT
+from megarl.plan.trainer_memory import ELEMENT
 
 DEFAULT_MEM_FRACTION = 0.85
-"""Taken for sglang.mem_fraction on GPUs that hold nothing else; SGLang chooses 0.8 to 0.9 by itself."""
+"""Assumed if sglang.mem_fraction is not set; SGLang then chooses 0.8 to 0.9 by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,35 +35,25 @@ class EngineMemory:
 
 
 def engine_memory(config: Config, shape: ModelShape, longest: int) -> EngineMemory:
-    """Of a server with ``mem_fraction`` of a GPU, or ``max_total_tokens``; of the local engine with a full batch.
+    """A server within ``mem_fraction`` of a GPU and ``max_total_tokens``; or the local engine with a full batch.
 
-    Without either limit the cache is that of one longest sequence, the least that can work.
+    Without either limit, the cache holds one sequence of maximum length, the least that can work.
     """
     element = ELEMENT[config.rollout.dtype]
     if not config.rollout.engine_kind.server:
         per_token = cache_bytes_per_token(shape, element, expanded=True)
         batch = min(config.rollout.max_batch_size, config.responses_per_step)
-        return EngineMemory(
-            weight_bytes(shape, element), per_token * batch * longest, per_token, batch * longest, batch
-        )
-    settings, servers = config.sglang, config.sglang.tp
-    weights = weight_bytes(shape, element, fp8=settings.fp8, tp=servers)
-    per_token = cache_bytes_per_token(shape, element, servers)
-    tokens = settings.max_total_tokens
-    pool = static_bytes(config)
-    if pool is not None:
-        room = max(0, pool - weights) // per_token
-        tokens = room if tokens is None else min(tokens, room)
-    tokens = longest if tokens is None else tokens
+        tokens = batch * longest
+        return EngineMemory(weight_bytes(shape, element), per_token * tokens, per_token, tokens, batch)
+    settings, gib = config.sglang, config.launch.gpu_memory_gib
+    weights = weight_bytes(shape, element, fp8=settings.fp8, tp=settings.tp)
+    per_token = cache_bytes_per_token(shape, element, settings.tp)
+    limits = [] if settings.max_total_tokens is None else [settings.max_total_tokens]
+    if gib is not None:
+        pool = int((settings.mem_fraction or DEFAULT_MEM_FRACTION) * gib * 2**30)
+        limits.append(max(0, pool - weights) // per_token)
+    tokens = min(limits, default=longest)
     return EngineMemory(weights, per_token * tokens, per_token, tokens, tokens // longest)
-
-
-def static_bytes(config: Config) -> int | None:
-    """What a server takes of a GPU for weights and cache: mem_fraction of it; None without launch.gpu_memory_gib."""
-    if config.launch.gpu_memory_gib is None:
-        return None
-    fraction = config.sglang.mem_fraction or DEFAULT_MEM_FRACTION
-    return int(fraction * config.launch.gpu_memory_gib * 2**30)
 
 
 def cache_bytes_per_token(shape: ModelShape, element: int, tp: int = 1, *, expanded: bool = False) -> int:

@@ -8,13 +8,13 @@ from plan_worlds import config
 from megarl.config import Layout
 from megarl.core.packing import partition
 from megarl.errors import ConfigError
-from megarl.plan.batches import Batches, batches_of, bubble
-from megarl.plan.training import cut_of, in_flight
+from megarl.plan.schedule import Schedule, bubble, divide_step
+from megarl.plan.trainer_memory import cut_of, in_flight
 
 
-def divided(ranks: int = 1, **overrides: object) -> Batches:
+def divided(ranks: int = 1, **overrides: object) -> Schedule:
     settings = config("unused", **overrides)
-    return batches_of(settings, settings.check_world_size(ranks))
+    return divide_step(settings, settings.check_world_size(ranks))
 
 
 def test_a_step_by_hand() -> None:

@@ -1,9 +1,9 @@
-"""A plan as lines of text, the same on a terminal and in a pipe, or as JSON."""
+"""Prints a plan: as aligned text, or as JSON."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 
 from megarl.config import Config
@@ -13,18 +13,18 @@ Row = tuple[str, str, str]
 """(what, how much, note)."""
 
 
-def as_json(found: Plan) -> str:
+def to_json(found: Plan) -> str:
     """All numbers of a plan; bytes, counts and fractions under the names of the records."""
     totals = {"training": found.memory.training, "peak": found.memory.peak}
     return json.dumps({**asdict(found), "worst_rank": {"stage": found.memory.stage, **totals}}, indent=2)
 
 
-def as_text(found: Plan, config: Config) -> str:
+def to_text(found: Plan, config: Config) -> str:
     """Sections of aligned lines."""
     sections = [
         ("model", _model(found)),
         ("layout", _layout(found, config)),
-        (f"memory of a trainer's rank, the fullest (stage {found.memory.stage})", _memory(found)),
+        (f"memory of the trainer's fullest rank (stage {found.memory.stage})", _memory(found)),
         ("engine", _engine(found, config)),
         ("GPU", _gpu(found, config)),
         ("batches", _batches(found, config)),
@@ -33,13 +33,8 @@ def as_text(found: Plan, config: Config) -> str:
     ]
     lines = [f"plan of {config.run.name}: {found.family}, shape from {found.model_path}"]
     for title, rows in sections:
-        lines += ["", title, *_aligned(list(rows))]
+        lines += ["", title, *(f"  {what:<34} {amount:>14}  {note}".rstrip() for what, amount, note in rows)]
     return "\n".join(lines)
-
-
-def _aligned(rows: Sequence[Row]) -> Iterator[str]:
-    for what, amount, note in rows:
-        yield f"  {what:<34} {amount:>14}  {note}".rstrip()
 
 
 def size(amount: float) -> str:
@@ -83,13 +78,14 @@ def _memory(found: Plan) -> Iterator[Row]:
     yield "optimizer", size(memory.optimizer), "main weights and Adam's moments, sharded"
     if memory.reference:
         yield "reference policy", size(memory.reference), ""
-    yield "activations", size(memory.activations), "full micro-batches under way at once"
+    yield "activations", size(memory.activations), "full micro-batches in flight"
     yield "working space", size(memory.working), "recomputed unit with its gradients, or the output layer"
+    if memory.recorded:
+        yield "recorded routes (r2)", size(memory.recorded), "of all mini-batches of a step"
     yield "training", size(memory.training), "sum of these"
     yield "update of the engine", size(memory.states + memory.sync), f"{size(memory.sync)} beside the states"
     if memory.host_routes:
-        routes, exchange = memory.host_routes, size(memory.exchange)
-        yield "host: routes", size(routes), f"longest sequences; {exchange} on the GPU while they are exchanged"
+        yield "host: routes", size(memory.host_routes), f"{size(memory.exchange)} on the GPU during an exchange"
     for other in found.stages if len(found.stages) > 1 else ():
         yield f"  stage {other.stage}", size(other.peak), f"weights {size(other.weights)}"
     if found.spare_weights:
@@ -109,7 +105,7 @@ def _engine(found: Plan, config: Config) -> Iterator[Row]:
 def _gpu(found: Plan, config: Config) -> Iterator[Row]:
     limit = config.launch.gpu_memory_gib
     of = "no launch.gpu_memory_gib, nothing refused" if limit is None else f"of {limit:g} GiB"
-    shared = "handed over, " if config.sglang.release_memory else ""
+    shared = "shared in turns, " if config.sglang.release_memory else ""
     yield "trainer's GPU, with reserves", size(found.gpu.trainer), shared + of
     if found.gpu.server:
         yield "server's GPU, with reserves", size(found.gpu.server), of

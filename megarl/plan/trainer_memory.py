@@ -1,4 +1,4 @@
-"""Memory of one rank of the trainer: states that stay, activations of a step, what an update of the engine takes."""
+"""Memory of one rank of the trainer: states that stay, activations of a step, buffers of an engine update."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from megarl.models.shapes import ModelShape
 from megarl.plan.activations import Cut, head_bytes, input_bytes, layer_bytes, routed_rows
 from megarl.plan.layout import Stage, dense_ranks
 from megarl.plan.parameters import RankCount, count_rank, numel
+from megarl.plan.schedule import longest_sequence
 
 ELEMENT = {"fp32": 4, "bf16": 2}
 """Bytes of a dtype of the configuration."""
 BUCKET_BYTES = 256 << 20
-"""As in ``rollout.sglang_fleet``."""
+"""As in ``rollout.sglang.fleet``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +32,18 @@ class RankMemory:
     reference: int
     """Weights of the reference policy; 0 unless the objective reads one."""
     activations: int
-    """What the micro-batches that are under way at once keep for their backward passes."""
+    """What the micro-batches in flight keep for their backward passes."""
     working: int
-    """What is there for a moment: a recomputed unit and gradients of its rows, or what the output layer takes."""
+    """Short-lived: a recomputed unit and gradients of its rows, or what the output layer needs."""
     sync: int
     """What gathering for the engine takes at most, and two buckets."""
     exchange: int
-    """What a mini-batch's routes take while ranks exchange them (r3): sent and received."""
+    """Routes of a mini-batch, sent and received, while ranks exchange them (r3)."""
+    recorded: int
+    """Routes that the old-log-prob pass recorded (r2), of all mini-batches: they stay until the step ends."""
     host_routes: int
-    """Not on the GPU: routes of the rank's rows of a mini-batch, and with r3 of what it has sampled in a step."""
+    """Routes on the host (r3), for all mini-batches of a step: those that the rank sampled, and those that its routers
+    replay. The first are dropped when all of the second have arrived."""
 
     @property
     def states(self) -> int:
@@ -47,7 +51,7 @@ class RankMemory:
 
     @property
     def training(self) -> int:
-        return self.states + self.activations + self.working
+        return self.states + self.activations + self.working + self.recorded
 
     @property
     def peak(self) -> int:
@@ -61,31 +65,27 @@ def rank_memory(config: Config, shape: ModelShape, layout: Layout, stage: Stage,
     weights, gradients, optimizer = state_bytes(config, layout, count)
     kept, unit = activation_bytes(config, shape, layout, stage, micro_batches)
     routes, replay = route_bytes(config, shape, layout, stage), config.train.replay
+    of_step, is_exchanged = routes * config.train.mini_batches, layout.tp * layout.cp * layout.pp > 1
     return RankMemory(
         stage=stage.rank,
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        reference=element * count.total if reads_reference(config) else 0,
+        reference=element * count.total if config.train.resolved_objective.needs_ref_logprobs else 0,
         activations=kept,
-        working=max(unit + _rows(config, shape, layout, stage), _head(config, shape, layout, stage)),
-        sync=element * gathering(shape) + (2 * BUCKET_BYTES if config.rollout.engine_kind.server else 0),
-        exchange=2 * routes if replay == "r3" and layout.tp * layout.cp * layout.pp > 1 else 0,
-        host_routes=routes * {"none": 0, "r2": 1, "r3": 1 + config.train.mini_batches}[replay],
+        working=max(unit + _row_gradients(config, shape, layout, stage), _head(config, shape, layout, stage)),
+        sync=element * gathered_elements(shape) + (2 * BUCKET_BYTES if config.rollout.engine_kind.server else 0),
+        exchange=2 * routes if replay == "r3" and is_exchanged else 0,
+        recorded=of_step if replay == "r2" else 0,
+        host_routes=2 * of_step if replay == "r3" else 0,
     )
 
 
 def route_bytes(config: Config, shape: ModelShape, layout: Layout, stage: Stage) -> int:
     """Routes of a mini-batch that one rank's routers see: rows L_local K, in one byte for each expert up to 256."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    rows = layout.sequences_per_rank * longest // (layout.cp * layout.tp)
+    rows = layout.sequences_per_rank * longest_sequence(config) // (layout.cp * layout.tp)
     local = sum(layer in shape.moe_layers for layer in stage.layers)
     return rows * local * shape.topk * (1 if shape.num_experts <= 256 else 2)
-
-
-def reads_reference(config: Config) -> bool:
-    """Whether the objective has a KL to a reference policy."""
-    return config.train.resolved_objective.needs_ref_logprobs
 
 
 def state_bytes(config: Config, layout: Layout, count: RankCount) -> tuple[int, int, int]:
@@ -105,16 +105,13 @@ def state_bytes(config: Config, layout: Layout, count: RankCount) -> tuple[int, 
 
 
 def _refuse_other_optimizers(config: Config) -> None:
-    for key, plain in (
-        ("optimizer", "adam"),
-        ("use_precision_aware_optimizer", False),
-        ("optimizer_cpu_offload", False),
-    ):
-        found = config.megatron.get(key, plain)
-        if found != plain:
+    expected = {"optimizer": "adam", "use_precision_aware_optimizer": False, "optimizer_cpu_offload": False}
+    for key, value in expected.items():
+        found = config.megatron.get(key, value)
+        if found != value:
             raise ConfigError(
-                f"megarl plan reckons with Adam in fp32 on the GPU: found megatron.{key} = {found!r}, expected "
-                f"{plain!r}; remove it for the plan"
+                f"megarl plan assumes Adam in fp32 on the GPU: found megatron.{key} = {found!r}, expected {value!r}; "
+                "remove it for the plan"
             )
 
 
@@ -123,16 +120,16 @@ def activation_bytes(
 ) -> tuple[int, int]:
     """(kept by layers for the backward passes, one recomputed unit), bytes.
 
-    See ``in_flight`` for how many micro-batches are under way; ``head_bytes`` come on top at the end of the last stage.
+    ``in_flight`` says how many micro-batches wait at once. ``head_bytes`` are added at the end of the last stage.
     """
     cut, chunks = cut_of(config, layout), len(stage.chunks)
     per_chunk = [_chunk_bytes(config, shape, cut, chunk) for chunk in stage.chunks]
-    under_way = in_flight(layout, stage.rank, micro_batches)
-    return sum(kept for kept, _ in per_chunk) * under_way // chunks, max(unit for _, unit in per_chunk)
+    waiting = in_flight(layout, stage.rank, micro_batches)
+    return sum(kept for kept, _ in per_chunk) * waiting // chunks, max(unit for _, unit in per_chunk)
 
 
 def in_flight(layout: Layout, stage: int, micro_batches: int) -> int:
-    """Chunk-forward passes of a stage that wait for their backward at once, at most.
+    """The most forward passes of a stage's chunks that wait for their backward pass at once.
 
     1F1B: min(pp - p, m). Interleaved: min(2 (pp - p - 1) + (vpp - 1) pp + 1, m vpp).
     """
@@ -166,14 +163,13 @@ def cut_of(config: Config, layout: Layout) -> Cut:
     """
     slots = config.train.micro_batch_tokens
     if config.sampling.fixed:
-        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-        whole = -(-layout.sequences_per_rank * longest // layout.cp)
+        whole = -(-layout.sequences_per_rank * longest_sequence(config) // layout.cp)
         slots = min(slots, -(-whole // layout.tp) * layout.tp)
     return Cut(slots, ELEMENT[config.model.dtype], layout.tp, layout.etp, layout.cp)
 
 
-def _rows(config: Config, shape: ModelShape, layout: Layout, stage: Stage) -> int:
-    """Gradients of the widest rows of a layer: e (2 H + 3 width) for each routed row. Reckoned, not measured."""
+def _row_gradients(config: Config, shape: ModelShape, layout: Layout, stage: Stage) -> int:
+    """Gradients of the widest rows of a layer: e (2 H + 3 width) for each routed row. Computed, not measured."""
     cut, fields = cut_of(config, layout), shape.fields
     hidden = fields["hidden_size"]
     if any(layer in shape.moe_layers for layer in stage.layers):
@@ -199,7 +195,7 @@ def largest_piece(shape: ModelShape) -> int:
     return max(numel(rule, shape) * (shape.num_experts if rule.scope == "expert" else 1) for rule in rules_of(shape))
 
 
-def gathering(shape: ModelShape) -> int:
+def gathered_elements(shape: ModelShape) -> int:
     """Elements that an export needs at a time, at most: a layer's experts of one kind twice, a dense parameter thrice.
 
     Gathered parts and their whole; of a dense parameter then also the Hugging Face tensors.

@@ -9,7 +9,7 @@ from megarl.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Batches:
+class Schedule:
     """The arithmetic of one step."""
 
     responses: int
@@ -23,7 +23,7 @@ class Batches:
     fewest: int
     """Micro-batches of a mini-batch if responses are short."""
     most: int
-    """The same if all sequences are as long as they may be."""
+    """Micro-batches of a mini-batch if all sequences have the maximum length."""
     optimizer_steps: int
     """Of the whole run."""
     bubble_fewest: float
@@ -32,19 +32,20 @@ class Batches:
     """The same with the most."""
 
 
-def batches_of(config: Config, layout: Layout) -> Batches:
+def divide_step(config: Config, layout: Layout) -> Schedule:
     """Divide a step; ConfigError where the interleaved schedule has more micro-batches than sequences."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    longest, cp = longest_sequence(config), layout.cp
     multiple = config.parallel.micro_batch_multiple
-    together = max(1, config.train.micro_batch_tokens * layout.cp // _padded(longest, layout.cp))
-    most = _ceil(-(-layout.sequences_per_rank // together), multiple)
+    padded = _round_up(longest, 2 * cp) if cp > 1 else longest  # two chunks of each sequence for each of cp ranks
+    together = max(1, config.train.micro_batch_tokens * cp // padded)
+    most = _round_up(-(-layout.sequences_per_rank // together), multiple)
     if most > layout.sequences_per_rank:
         raise ConfigError(
             f"parallel.vpp: the interleaved schedule takes {multiple} micro-batches at a time and may need {most}, but "
             f"a mini-batch gives a rank {layout.sequences_per_rank} sequences; lower train.mini_batches, or raise "
             "rollout.prompts_per_step"
         )
-    return Batches(
+    return Schedule(
         responses=config.responses_per_step,
         mini_batch=config.responses_per_step // config.train.mini_batches,
         sequences_per_rank=layout.sequences_per_rank,
@@ -57,15 +58,15 @@ def batches_of(config: Config, layout: Layout) -> Batches:
     )
 
 
+def longest_sequence(config: Config) -> int:
+    """Tokens of the longest prompt with the longest response."""
+    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
+
+
 def bubble(pp: int, vpp: int | None, micro_batches: int) -> float:
     """Share of a step's time that a stage waits: (pp - 1) / (pp - 1 + m vpp), forward and backward alike."""
     return (pp - 1) / (pp - 1 + micro_batches * (vpp or 1))
 
 
-def _padded(length: int, cp: int) -> int:
-    """Context parallelism pads a sequence to two chunks for each of its ranks."""
-    return _ceil(length, 2 * cp) if cp > 1 else length
-
-
-def _ceil(number: int, multiple: int) -> int:
+def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
