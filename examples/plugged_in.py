@@ -1,10 +1,10 @@
-"""A GRPO-like loop around Megatron-Core, and the lines that give it routing replay and MiniRL.
+"""A GRPO-like loop around Megatron-Core with routing replay and MiniRL. The lines of megarl are marked ``# megarl``.
 
-    plain_loop.py    a loop as yours may look
-    plugged_in.py    the same file with megarl plugged in: `diff -u plain_loop.py plugged_in.py` is all there is to it
+    python examples/plugged_in.py --replay r3
+    torchrun --nproc-per-node 2 examples/plugged_in.py --replay r2 --tp 2 --recompute
 
-Both train a small MoE on random rollouts, on one rank, or on several with `torchrun --nproc-per-node 2` and --tp, --pp,
---ep. At the end they say to which experts the tokens really went.
+It trains a small MoE on random rollouts, on one rank, or on several with --tp, --pp, --vpp and --ep. At the end it
+prints which experts the tokens were sent to, and exits with 1 if replay did not hold. See docs/plugin.md.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,8 +27,8 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.core.objectives import OBJECTIVES, TokenColumns, policy_loss
-from megarl.megatron.replay import MicroRoutes, RoutingReplay
+from megarl.core.objectives import OBJECTIVES, TokenColumns, policy_loss  # megarl
+from megarl.megatron.replay import MicroRoutes, RoutingReplay  # megarl
 
 
 def build(args: argparse.Namespace) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:
@@ -70,8 +71,8 @@ def loss_func(batch: toy.Batch, output: torch.Tensor) -> tuple[torch.Tensor, dic
         return logprobs.sum(), {"logprobs": logprobs.detach()}
     names = ("old_logprobs", "rollout_logprobs", "advantages", "loss_mask")
     cu_seqlens = torch.arange(0, logprobs.numel() + 1, logprobs.size(1), device=logprobs.device)
-    columns = TokenColumns(logprobs.flatten(), *(batch[name].flatten() for name in names), cu_seqlens)
-    loss, _ = policy_loss(OBJECTIVES["minirl"], columns)
+    columns = TokenColumns(logprobs.flatten(), *(batch[name].flatten() for name in names), cu_seqlens)  # megarl
+    loss, _ = policy_loss(OBJECTIVES["minirl"], columns)  # megarl
     return loss, {"loss": loss.detach().clone()}
 
 
@@ -90,7 +91,7 @@ def run(chunks: list[DistributedDataParallel], micros: list[toy.Batch], forward_
         )
 
 
-def rollout_routes(batch: toy.Batch, layers: tuple[int, ...]) -> MicroRoutes:
+def rollout_routes(batch: toy.Batch, layers: tuple[int, ...]) -> MicroRoutes:  # megarl
     # Routers see [s, b, h] flattened, and with sequence parallelism a tensor-parallel rank's contiguous share of s.
     size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     experts, present, token_ids = (
@@ -102,17 +103,17 @@ def rollout_routes(batch: toy.Batch, layers: tuple[int, ...]) -> MicroRoutes:
 
 def main() -> int:
     parser = toy.parser(__doc__)
-    parser.add_argument("--replay", choices=("r2", "r3"), default="r3")
+    parser.add_argument("--replay", choices=("none", "r2", "r3"), default="r3")
     args = parser.parse_args()
     toy.join(args)
     chunks, optimizer = build(args)
-    replay, routes = RoutingReplay(chunks, min_agreement=0.0), []  # only because toy routes are random
-    watch, batches = DispatchWatch(chunks), []
+    replay = RoutingReplay(chunks, min_agreement=0.0)  # megarl; 0.0 only because the toy's routes are random
+    watch, batches, routes = DispatchWatch(chunks), [], []
     for step in range(args.steps):
         mini_batches = toy.sample(step)
         for micros in mini_batches:
             given = [rollout_routes(batch, replay.layers) for batch in micros] if args.replay == "r3" else None
-            with replay.replay(given) if given else replay.record() as recording:
+            with replay.replay(given) if given else replay.record() as recording:  # megarl
                 outputs = run(chunks, micros, forward_only=True)
             routes.append(given or recording.routes)
             for batch, output in zip(micros, outputs, strict=False):  # only the last pipeline stage has outputs
@@ -122,13 +123,14 @@ def main() -> int:
             for chunk in chunks:
                 chunk.zero_grad_buffer()
             optimizer.zero_grad()
-            with replay.replay(routes.pop(0)):  # forward and backward
+            native = args.replay == "none"
+            with nullcontext() if native else replay.replay(routes.pop(0)):  # megarl; forward and backward
                 losses = run(chunks, micros, forward_only=False)
             _, grad_norm, _ = optimizer.step()
             if dist.get_rank() == dist.get_world_size() - 1:
                 loss = torch.stack([one["loss"] for one in losses]).mean()
                 print(f"step {step}: loss {loss:+.4f}, gradient norm {grad_norm:.4f}", flush=True)
-    status = watch.report(batches, must_hold=args.replay)
+    status = watch.report(batches, must_hold=None if args.replay == "none" else args.replay)
     toy.leave()
     return status
 

@@ -12,6 +12,13 @@ import numpy as np
 from megarl.errors import TraceError
 
 
+def narrow_dtype(num_experts: int, signed: bool = False) -> type[np.integer]:
+    """Of expert numbers: uint8 up to 256 experts, else uint16. ``signed``: int16 in its place, which torch indexes."""
+    if num_experts <= 256:
+        return np.uint8
+    return np.int16 if signed else np.uint16
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutingTrace:
     """The experts of T tokens in L MoE layers, validated.
@@ -44,7 +51,7 @@ class RoutingTrace:
         if present is not None and not present.all():
             experts = np.where(present[:, None, None], experts, 0)
         self._check_range(experts)
-        narrow = experts.astype(np.uint8 if self.num_experts <= 256 else np.uint16)
+        narrow = experts.astype(narrow_dtype(self.num_experts))
         self._check_duplicates(narrow, present)
         object.__setattr__(self, "experts", narrow)
         object.__setattr__(self, "present", present)

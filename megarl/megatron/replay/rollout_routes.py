@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.core.routing import RoutingTrace
+from megarl.core.routing.trace import narrow_dtype
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import TraceError
 from megarl.megatron.distributed import all_gather, model_group
@@ -51,7 +52,7 @@ def deliver_routes(
     least. Rows that ``routed_mask`` does not mark, and padding, come out as not present.
     """
     here = {index: r.routed_experts for index, r in enumerate(rollouts) if r.routed_experts is not None}
-    dtype = np.uint8 if shape.num_experts <= 256 else np.int16
+    dtype = narrow_dtype(shape.num_experts, signed=True)
     empty = np.empty((0, len(shape.moe_layers), shape.topk), dtype)
     held = np.concatenate([empty, *(trace.astype(dtype, copy=False) for trace in here.values())])
     have = Placement.of_sequences(list(here), [len(trace) for trace in here.values()], shape.moe_layers)

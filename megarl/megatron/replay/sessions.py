@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megarl.core.routing.trace import narrow_dtype
 from megarl.errors import ReplayError
 from megarl.megatron.replay.agreement import check_agreement, check_tokens, sample_rows
 from megarl.megatron.replay.hooks import Hook, Question
@@ -41,7 +42,7 @@ class _Columns:
 
 
 def _width(num_experts: int) -> torch.dtype:
-    return torch.uint8 if num_experts <= 256 else torch.int16
+    return getattr(torch, narrow_dtype(num_experts, signed=True).__name__)
 
 
 def _narrow(experts: torch.Tensor, num_experts: int) -> torch.Tensor:

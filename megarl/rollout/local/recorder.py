@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from megarl.core.routing.trace import narrow_dtype
 from megarl.errors import TraceError
 
 
@@ -30,7 +31,7 @@ class RouteRecorder:
             for layer, (_, module) in enumerate(self._modules)
         ]
         num_experts = max((_num_experts(module) or 0 for _, module in self._modules), default=0)
-        self._dtype = np.uint8 if num_experts <= 256 else np.uint16
+        self._dtype = narrow_dtype(num_experts)
 
     @property
     def num_layers(self) -> int:
