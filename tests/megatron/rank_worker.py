@@ -1,6 +1,6 @@
-"""Launched by ranks.py: imports once, then forks fresh ranks for every case of the plan.
+"""Launched by ranks.py: forks fresh ranks for every case of the plan.
 
-A fork is cheap, where another import costs seconds. No case meets the process groups, or the failure, of another.
+No case meets the process groups, or the failure, of another.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-CASE_TIMEOUT_S = 100
+CASE_TIMEOUT_S = 900
 
 
 def run_rank(rank: int, case: Any, stem: Path) -> None:
@@ -63,20 +63,8 @@ def run_case(case: Any, stem: Path) -> None:
                 os.kill(other, signal.SIGKILL)
 
 
-def main() -> None:
-    import torch
-    from fast_files import skip_fsync
-
-    import megarl.megatron.checkpoints.checkpoint  # noqa: F401  (before the ranks are forked, so that it costs once)
-
-    torch.set_num_threads(1)
-    skip_fsync()
-    folder = Path(sys.argv[1])
+def run_plan(folder: Path) -> None:
     for index, case in enumerate(pickle.loads((folder / "plan.pkl").read_bytes())):
         started = time.perf_counter()
         run_case(case, folder / f"case{index}")
         print(f"{time.perf_counter() - started:6.2f} s  {case.function} {case}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

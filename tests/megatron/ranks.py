@@ -6,19 +6,13 @@ A test is parametrised with a ``Case`` and reads the ``outcome`` fixture (see co
 
 from __future__ import annotations
 
-import os
 import pickle
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-LAUNCH_TIMEOUT_S, CASE_TIMEOUT_S = 900.0, 10.0
-"""Of a launch: the first, and the second for each of its cases."""
+import preloaded
 
 
 @dataclass(frozen=True)
@@ -58,27 +52,13 @@ def launch(cases: Sequence[Case], folder: Path) -> dict[Case, Outcome]:
     """Run every case on its own fresh ranks, one case after the other; ``folder`` keeps log and results."""
     folder.mkdir(parents=True)
     (folder / "plan.pkl").write_bytes(pickle.dumps(list(cases)))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
-    with (folder / "log.txt").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, str(HERE / "rank_worker.py"), str(folder)],
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            cwd=folder.parent,
-            start_new_session=True,
-        )
-        try:
-            process.wait(timeout=LAUNCH_TIMEOUT_S + CASE_TIMEOUT_S * len(cases))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    preloaded.launch("rank_worker", folder, folder / "log.txt")
     return {case: _outcome(folder, index) for index, case in enumerate(cases)}
 
 
 def _outcome(folder: Path, index: int) -> Outcome:
-    result = folder / f"case{index}.pkl"
+    result, log = folder / f"case{index}.pkl", folder / "log.txt"
     if result.is_file():
         return Outcome(value=pickle.loads(result.read_bytes()))
     told = [f"{path.name}\n{path.read_text()}" for path in sorted(folder.glob(f"case{index}.rank*.error"))]
-    return Outcome(error="\n".join(told) or f"a rank ended without a word\n{(folder / 'log.txt').read_text()[-3000:]}")
+    return Outcome(error="\n".join(told) or f"a rank ended without a word\n{log.read_text()[-3000:]}")

@@ -107,7 +107,7 @@ def join(settings: Config) -> None:
     if dist.is_initialized():
         dist.barrier()
         distributed.leave_layout()
-    distributed.initialize(settings, timeout_s=60.0)
+    distributed.initialize(settings, timeout_s=600.0)
 
 
 def policy_of(settings: Config) -> Policy:

@@ -1,4 +1,4 @@
-"""Launched by forks.py: imports once, then forks the ranks of one job after the other."""
+"""Launched by forks.py: forks the ranks of one job after the other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-JOB_TIMEOUT_S = 300.0
+JOB_TIMEOUT_S = 1500.0
 
 
 def run_rank(job: Any, index: int, rank: int, port: int, folder: Path) -> int:
@@ -72,15 +72,7 @@ def run_job(job: Any, index: int, folder: Path) -> tuple[int, ...]:
     return tuple(codes)
 
 
-def main() -> None:
-    import torch
-    from fast_files import skip_fsync
-
-    import megarl.train.loop  # noqa: F401  (imported before the ranks are forked, so that it costs once)
-
-    torch.set_num_threads(1)
-    skip_fsync()
-    folder = Path(sys.argv[1])
+def run_plan(folder: Path) -> None:
     jobs = pickle.loads((folder / "plan.pkl").read_bytes())
     codes = []
     for index, job in enumerate(jobs):
@@ -89,5 +81,12 @@ def main() -> None:
     (folder / "codes.pkl").write_bytes(pickle.dumps(codes))
 
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # on another release of Megatron-Core, which has to be imported afresh
+    import torch
+    from fast_files import skip_fsync
+
+    import megarl.train.loop  # noqa: F401
+
+    torch.set_num_threads(1)
+    skip_fsync()
+    run_plan(Path(sys.argv[1]))

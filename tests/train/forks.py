@@ -6,17 +6,13 @@ that fails takes the others with it at once, as torchrun does.
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-TIMEOUT_S = 580.0
+import preloaded
 
 
 @dataclass(frozen=True)
@@ -50,17 +46,8 @@ def run_jobs(jobs: Sequence[Job], folder: Path) -> dict[str, Ended]:
     """Run the jobs one after the other; their outcomes by name."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.pkl").write_bytes(pickle.dumps(list(jobs)))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
     log = folder / "worker.txt"
-    with log.open("w") as output:
-        subprocess.run(
-            [sys.executable, str(HERE / "fork_worker.py"), str(folder)],
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
+    preloaded.launch("fork_worker", folder, log)
     assert (folder / "codes.pkl").is_file(), log.read_text()[-3000:]
     codes = pickle.loads((folder / "codes.pkl").read_bytes())
     return {job.name: _ended(folder, index, codes[index]) for index, job in enumerate(jobs)}

@@ -193,7 +193,7 @@ def layout(settings: Config) -> Iterator[None]:
         tensor_parallel.model_parallel_cuda_manual_seed(settings.run.seed + 1)
         yield
         return
-    distributed.initialize(settings, timeout_s=60.0)
+    distributed.initialize(settings, timeout_s=600.0)
     try:
         yield
     finally:
