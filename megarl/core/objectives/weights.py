@@ -213,9 +213,9 @@ def _leaves_window(objective: Objective, log_rho: Tensor, state: TokenState) -> 
     """Return where the ratio is above the window, below it, and above the dual clip; bool [T] each."""
     dual = math.inf if objective.dual_clip is None else objective.dual_clip
     if objective.window == "linear":
-        rho = log_rho.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+        rho = log_rho.exp()  # may overflow to inf, which compares as it should
         return rho > 1 + objective.eps_high, rho < 1 - objective.eps_low, rho > dual
-    widths = positions(state.keep, state.cu_seqlens).clamp(min=1).to(log_rho.dtype).pow(objective.window_power)
+    widths = positions(state.keep, state.cu_seqlens).to(log_rho.dtype).pow(objective.window_power)
     return (
         log_rho > objective.eps_high * widths,
         log_rho < -objective.eps_low * widths,
