@@ -31,7 +31,8 @@ from megarl.megatron.policy import DTYPES, Policy, schedule_of
 from megarl.megatron.replay import RoutingReplay
 from megarl.megatron.replay.hooks import Hook
 from megarl.rollout.local.engine import LocalEngine
-from megarl.train.sampling.sampler import Sampler, StepRollouts
+from megarl.train.sampling.sampler import Sampler
+from megarl.train.sampling.step_rollouts import StepRollouts
 from megarl.train.step import TrainStep
 
 VARIANTS = ("r3", "r2", "none", "unhooked")

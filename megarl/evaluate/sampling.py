@@ -19,7 +19,7 @@ from megarl.rollout.player import Sample
 from megarl.run.progress import Advance
 from megarl.train.environments import make_player, turn_ends
 from megarl.train.sampling.assignment import FixedSamples, Key
-from megarl.train.sampling.sampler import EVALUATE, sampling_seed
+from megarl.train.sampling.requests import EVALUATE, sampling_seed
 
 
 def draw_lines(

@@ -1,6 +1,7 @@
 """Training: the loop of a run, the steps of the optimizer, and the supervised cold start.
 
-- ``loop``: a run, step by step: sample, train, sync the engine, log, evaluate, checkpoint.
+- ``loop``: a run, step by step: sample, train, sync the engine, log, evaluate, checkpoint. ``saving`` has its
+  checkpoints and early ends, ``monitor`` its log and progress.
 - ``sampling``: which samples a step consists of, and which rank draws and trains each of them.
 - ``step``: the forward passes and optimizer updates of a step; ``token_advantages`` for objectives that need a pass.
 - ``engines``, ``environments``: build what the configuration names.

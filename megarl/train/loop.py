@@ -1,14 +1,15 @@
-"""Synchronous reinforcement learning: sample, judge, train, sync; evaluate and checkpoint now and then.
+"""Synchronous reinforcement learning: sample, judge, train, sync; evaluate and save now and then.
 
     for each step:  rollouts -> advantages -> [old, reference log-probabilities] -> N optimizer steps -> engine
 
-The engine samples with the weights that the step begins with. With ``rollout.one_step_off`` it samples the next step's
-responses while this one is trained, with the weights that this step begins with:
+The engine samples with the weights that the step begins with. With ``rollout.one_step_off``, it samples the responses
+of the next step while this one trains, with the weights that this step begins with:
 
     for each step:  await rollouts -> engine gets the weights, begins the next rollouts -> train
 
-All state that is not in the checkpoint is a pure function of the configuration and the step, so a run that is killed
-and started again continues as if nothing happened, but for one step whose responses are then not one step off.
+Everything that is not in the checkpoint is a pure function of the configuration and the step. A run that is killed and
+started again therefore continues as if nothing had happened. (The one exception: with ``one_step_off``, the first step
+after the restart is sampled with its own weights.)
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,22 +25,23 @@ import torch.distributed as dist
 
 from megarl.config import Config
 from megarl.core.metrics import Stat, finalize
-from megarl.errors import RolloutError, SaveError, StopError, WeightSyncError
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints import checkpoint
-from megarl.megatron.checkpoints.background_saver import BackgroundSaver
 from megarl.megatron.config_errors import as_config_error
 from megarl.megatron.policy import Policy, schedule_of
 from megarl.run.audit import Audit
-from megarl.run.folder import checkpoint_folder, claim
+from megarl.run.folder import claim
 from megarl.run.lock import RunLock
 from megarl.run.metrics_log import MetricsLog
-from megarl.run.progress import Advance, StepProgress
+from megarl.run.progress import StepProgress
 from megarl.run.reporting import reported
 from megarl.run.stop_request import StopRequest
 from megarl.run.vitals import Vitals
 from megarl.train.engines import make_engine
+from megarl.train.monitor import Monitor, NoLog, open_log
 from megarl.train.sampling.sampler import Sampler
+from megarl.train.sampling.step_rollouts import StepRollouts
+from megarl.train.saving import ERRORS_ON_ALL_RANKS, EarlyEnd, RunCheckpoints
 from megarl.train.step import MiniBatch, TrainStep, collect
 from megarl.train.token_advantages import Judged
 from megarl.train.trace_dump import TraceDump
@@ -54,326 +55,220 @@ def train(config: Config) -> None:
     distributed.initialize(config)
     folder, rank, ranks = config.run_dir, dist.get_rank(), dist.get_world_size()
     with ExitStack() as held:
-        # Under the launcher, which has a lock of its own, the holder is what a killed trainer has left for a moment.
+        # The launcher has a lock of its own. If this one is held under it, a killed trainer holds it for a moment.
         wait_s = 60.0 if "MEGARL_ATTEMPT" in os.environ else 0.0
-        lock = RunLock(folder / "lock", StepProgress(enabled=_main()).line, wait_s=wait_s)
+        lock = RunLock(folder / "lock", StepProgress(enabled=distributed.is_main_rank()).line, wait_s=wait_s)
 
-        def begin() -> None:
+        def lock_and_claim() -> None:
             held.enter_context(lock)
             claim(config)
 
-        distributed.from_main_rank(begin)
+        distributed.from_main_rank(lock_and_claim)
         vitals = Vitals(folder, rank, ranks, steps=config.run.steps, hang_s=config.log.hang_s)
         vitals.keep(lock)
         stop = held.enter_context(StopRequest())
         vitals.listen(stop.ask)
-        with vitals, reported(vitals, folder, rank, ranks), _log(config) as log:
+        with vitals, reported(vitals, folder, rank, ranks), open_log(config) as log:
             Trainer(config, log, vitals, stop).run()
     distributed.shutdown()
 
 
 class Trainer:
-    """A run on this rank: policy, engine, sampler and log."""
+    """A run on this rank: policy, engine, sampler and log. ``_step`` is one step from top to bottom."""
 
-    def __init__(self, config: Config, log: MetricsLog | _NoLog, vitals: Vitals, stop: StopRequest) -> None:
-        self.config = config
-        self.log = log
-        self.vitals = vitals
-        self.stop = stop
-        self.audit = Audit(config.run_dir) if _main() else None
-        self.progress = StepProgress(enabled=_main())
-        self.objective = config.train.resolved_objective
+    def __init__(self, config: Config, log: MetricsLog | NoLog, vitals: Vitals, stop: StopRequest) -> None:
+        self.config, self.log, self.vitals, self.stop = config, log, vitals, stop
+        self.monitor = Monitor(config, log, vitals)
+        self.audit = Audit(config.run_dir) if distributed.is_main_rank() else None
         for warning in config.warnings:
-            self.progress.line(f"warning: {warning}")
+            self.monitor.say(f"warning: {warning}")
         torch.use_deterministic_algorithms(config.run.deterministic, warn_only=True)
+        objective = config.train.resolved_objective
         self.policy = Policy(config, schedule_of(config))
-        self.engine = make_engine(config, self.progress.line)
-        self.train_step = TrainStep(config, self.policy, self.objective)
-        waits = stop.checking(self._moving(lambda count: None))
-        self.sampler = Sampler(config, self.engine, self.objective, self.train_step, waits)
+        self.engine = make_engine(config, self.monitor.say)
+        self.train_step = TrainStep(config, self.policy, objective)
+        self.sampler = Sampler(config, self.engine, objective, self.train_step, stop.checking(self.monitor.watch()))
         self.traces = TraceDump(config.run_dir / "traces", self.policy) if config.log.traces_every else None
-        self.saver = BackgroundSaver(checkpoint_folder(config), config.checkpoint.keep)
-        self.seconds: dict[str, float] = {}
+        self.checkpoints = RunCheckpoints(config, self.policy, self.monitor.say)
+        self.early_end = EarlyEnd(config, stop, self.checkpoints, self._save, self.monitor.say)
         self._eval_is_due = False
 
     def run(self) -> None:
-        """All remaining steps; the engine is closed however they end."""
+        """Run all remaining steps. The engine is closed however they end."""
         try:
-            self._run()
+            first = self._resume()
+            self.vitals.begin(first)
+            with self.early_end.save_on_failure(first):
+                self._sync(first)
+            if self._eval_is_due:
+                self._evaluate(first)
+            for step in range(first, self.config.run.steps):
+                with self._explain_megatron_errors(is_first=step == first):
+                    self._step(step)
+                self.checkpoints.poll()
+                self.early_end.end_if_asked(step + 1)
+            self.checkpoints.poll(wait=True)
         finally:
-            self.saver.abandon()
+            self.checkpoints.close()
             self.engine.close()
             self.sampler.close()
 
-    def _run(self) -> None:
-        config = self.config
-        first = self._resume()
-        self.vitals.begin(first)
-        with self._saved_if_it_fails(first):
-            self._sync(first)
+    def _step(self, step: int) -> None:
+        """Run one global step. ``step`` counts from 0; records and checkpoints count finished steps, from 1."""
+        started, done = time.perf_counter(), step + 1
+        rollouts = self._sample(step)
+        minis = self._prepare_batches(rollouts, keep_routes=self._dumps_traces(done))
+        self._run_passes(minis, rollouts.judged)
+        last_update: dict[str, float] = {}
+        with self.monitor.phase("train"), self.monitor.progress.training(_num_micro_batches(minis)) as advance:
+            for index, mini in enumerate(minis):
+                # Replay, forward, coefficients, backward, optimizer step.
+                statistics = collect([self.train_step.update(mini, self.monitor.watch(advance))])
+                if statistics is not None:
+                    last_update = finalize(statistics)
+                    self.log.write("minibatch", done, last_update, minibatch=index)
+        self._record_samples(done, rollouts, minis)
+        self._eval_is_due = self._is_due(done, self.config.eval.every, at_end=bool(self.config.eval.every))
+        statistics = collect([rollouts.metrics, *(mini.metrics for mini in minis)])
+        with self.early_end.save_on_failure(done), self._log_step(done, started, statistics, last_update):
+            if not self.config.rollout.one_step_off:
+                self._sync(done)
         if self._eval_is_due:
-            self._evaluate(first)
-        for step in range(first, config.run.steps):
-            # Some settings are only found out when they are used.
-            with as_config_error("train", config.megatron) if step == first and config.megatron else nullcontext():
-                self._step(step)
-            self._poll_saver()
-            self._end_if_asked(step + 1)
-        self._poll_saver(wait=True)
+            self._evaluate(done)
+        if self._is_due(done, self.config.checkpoint.every, at_end=self.config.checkpoint.at_end):
+            self._save(done)
+
+    def _sample(self, step: int) -> StepRollouts:
+        """Return the rollouts of a step, and with ``one_step_off`` begin those of the next one."""
+        config, monitor = self.config, self.monitor
+        # If sampling fails, the checkpoint that follows must hold the sampler's state from before this step.
+        with self.early_end.save_on_failure(step, self.sampler.state_dict()):
+            per_rank = -(-config.responses_per_step // dist.get_world_size())
+            with monitor.phase("rollout"), monitor.progress.rollout(per_rank) as advance:
+                rollouts = self.sampler.sample_step(step, self.stop.checking(monitor.watch(advance)))
+            self.early_end.raise_if_asked()
+            if config.rollout.one_step_off and step + 1 < config.run.steps:
+                self._sync(step)
+                self.sampler.begin_step(step + 1)
+        if rollouts.first_error:
+            monitor.say(f"step {step + 1}: responses without a reward, first: {rollouts.first_error}")
+        if config.sglang.release_memory:
+            with monitor.phase("hand_over"):
+                self.engine.rest()
+                self.policy.reload()
+        return rollouts
+
+    def _prepare_batches(self, rollouts: StepRollouts, keep_routes: bool) -> list[MiniBatch]:
+        """Pack each mini-batch, split it into micro-batches, and fetch the routes that this rank replays."""
+        with self.monitor.phase("prepare"):
+            parts = zip(rollouts.mini_batches, rollouts.advantages, strict=True)
+            minis = [self.train_step.prepare(of_mini, advantages) for of_mini, advantages in parts]
+        if not keep_routes:
+            rollouts.drop_routes()
+        self.train_step.keeps_native_routes = keep_routes
+        return minis
+
+    def _run_passes(self, minis: list[MiniBatch], judged: Judged) -> None:
+        """Run the passes that the objective needs before the first update: old and reference log-probabilities."""
+        if self.train_step.needs_old_pass:
+            with self.monitor.phase("old_logprobs"):
+                for mini in minis:
+                    self.train_step.old_logprobs(mini)
+        if self.train_step.reference is not None:
+            with self.monitor.phase("ref_logprobs"):
+                for mini in minis:
+                    self.train_step.ref_logprobs(mini)
+        if self.train_step.needs_token_advantages:
+            with self.monitor.phase("advantages"):
+                self.train_step.token_advantages(minis, judged)
+
+    def _record_samples(self, done: int, rollouts: StepRollouts, minis: list[MiniBatch]) -> None:
+        """Write the routes of a step if they are wanted, and which samples it trained on."""
+        if self.traces is not None and self._dumps_traces(done):
+            self.traces.write(done, rollouts.mini_batches, minis)
+        if self.audit is not None:
+            self.audit.trained(done, rollouts.oldest_version, rollouts.trained)
+
+    @contextmanager
+    def _log_step(
+        self, done: int, started: float, statistics: dict[str, Stat] | None, last_update: dict[str, float]
+    ) -> Iterator[None]:
+        """Log the step after the block, also if the block fails: the checkpoint that is then saved contains the step."""
+        try:
+            yield
+        except ERRORS_ON_ALL_RANKS:
+            self.monitor.log_step(done, time.perf_counter() - started, statistics, last_update)
+            raise
+        self.monitor.log_step(done, time.perf_counter() - started, statistics, last_update)
+
+    def _sync(self, version: int) -> None:
+        """Send the weights after ``version`` steps to the engine, unless it has them. The engine must be idle."""
+        if self.engine.weight_version == version:
+            return
+        with self.monitor.phase("sync"):
+            if self.config.sglang.release_memory:
+                self.policy.offload()
+            self.engine.update_weights(self.policy.export(), version=version)
+        self.monitor.add_seconds("sync", self.engine.sync_seconds)
+
+    def _evaluate(self, done: int) -> None:
+        """Evaluate the held-out prompts after ``done`` steps."""
+        total = len(self.sampler.heldout) * self.config.eval.samples
+        per_rank = -(-total // dist.get_world_size())
+        with self.early_end.save_on_failure(done):
+            self.sampler.settle()
+            self.early_end.raise_if_asked()
+            self._sync(done)
+            started = time.perf_counter()
+            with self.vitals.phase("evaluate"), self.monitor.progress.bar("evaluate", per_rank) as advance:
+                metrics = self.sampler.evaluate(done, self.stop.checking(self.monitor.watch(advance)))
+            self.early_end.raise_if_asked()
+        self._eval_is_due = False
+        seconds = time.perf_counter() - started
+        self.log.write("eval", done, metrics | {"time/eval_s": seconds})
+        self.monitor.say(
+            f"held-out after step {done}: pass rate {metrics['eval/pass_rate']:.1%} of {total} responses, "
+            f"{seconds:.1f} s"
+        )
 
     def _resume(self) -> int:
-        """Load the newest checkpoint; returns the number of steps that are done."""
-        # Asked for on one rank: file systems may show different folders to different nodes for a while.
-        found = distributed.from_main_rank(lambda: checkpoint.complete_checkpoints(checkpoint_folder(self.config)))
-        if not found or not self.config.checkpoint.resume:
+        """Load the newest checkpoint, if there is one; return the number of finished steps."""
+        newest = self.checkpoints.newest()
+        if newest is None or not self.config.checkpoint.resume:
             self.log.truncate_after(-1)
             self._eval_is_due = bool(self.config.eval.every)
             if self.audit is not None:
                 self.audit.resumed(0)
             return 0
-        with self._timed("load"):
-            state = checkpoint.load(found[-1][1], self.policy)
+        with self.monitor.phase("load"):
+            state = checkpoint.load(newest[1], self.policy)
         done = int(state["step"])
         self._eval_is_due = bool(state.get("eval_is_due"))
         self.sampler.load_state_dict(state.get("sampler", {}))
         if self.audit is not None:
             self.audit.resumed(done)
         dropped = self.log.truncate_after(done)
-        self.progress.line(f"resumed from {found[-1][1]} after step {done}; dropped {dropped} later records")
+        self.monitor.say(f"resumed from {newest[1]} after step {done}; dropped {dropped} later records")
         return done
 
-    def _step(self, step: int) -> None:
-        """One global step; ``step`` counts from 0, records and checkpoints count finished steps from 1."""
-        started = time.perf_counter()
-        config = self.config
-        begins_next = config.rollout.one_step_off and step + 1 < config.run.steps
-        # What a checkpoint of the steps before this one is to say, should this one not be trained.
-        sampling = self.sampler.state_dict()
-        try:
-            with self._timed("rollout"), self.progress.rollout(self._responses_per_rank()) as advance:
-                drawn = self.sampler.sample_step(step, self.stop.checking(self._moving(advance)))
-            self._drop_if_asked()
-            if begins_next:
-                self._sync(step)
-                self.sampler.begin_step(step + 1)
-        except _TOLD_TO_ALL:
-            self._save_before_the_end(step, sampling)
-            raise
-        if drawn.first_error:
-            self.progress.line(f"step {step + 1}: responses without a reward, first: {drawn.first_error}")
-        if config.sglang.release_memory:
-            with self._timed("hand_over"):
-                self.engine.rest()
-                self.policy.reload()
-        with self._timed("prepare"):
-            minis = [
-                self.train_step.prepare(rollouts, advantages)
-                for rollouts, advantages in zip(drawn.mini_batches, drawn.advantages, strict=True)
-            ]
-        dumps = self.traces is not None and (step + 1) % config.log.traces_every == 0
-        if not dumps:
-            drawn.drop_routes()
-        self.train_step.keeps_native_routes = dumps
-        self._passes_before_updates(minis, drawn.judged)
-        metrics: dict[str, float] = {}
-        with self._timed("train"), self.progress.training(sum(len(m.micro_batches) for m in minis)) as advance:
-            for index, mini in enumerate(minis):
-                collected = collect([self.train_step.update(mini, self._moving(advance))])
-                if collected is not None:
-                    metrics = finalize(collected)
-                    self.log.write("minibatch", step + 1, metrics, minibatch=index)
-        if dumps and self.traces is not None:
-            self.traces.write(step + 1, drawn.mini_batches, minis)
-        if self.audit is not None:
-            self.audit.trained(step + 1, drawn.weights, drawn.trained)
-        last = step + 1 == config.run.steps
-        self._eval_is_due = bool(config.eval.every) and ((step + 1) % config.eval.every == 0 or last)
-        statistics = collect([drawn.metrics, *(mini.metrics for mini in minis)])
+    def _save(self, done: int, sampling: dict[str, Any] | None = None) -> None:
+        """Save a checkpoint after ``done`` steps. ``sampling``: see ``EarlyEnd.save_on_failure``."""
+        self.log.sync()  # the records of these steps must be on disk before the checkpoint is
+        with self.monitor.phase("checkpoint"):
+            state = self.sampler.state_dict() if sampling is None else sampling
+            self.checkpoints.save(done, {"sampler": state, "eval_is_due": self._eval_is_due})
 
-        def finish() -> None:
-            self._finish_step(step + 1, time.perf_counter() - started, statistics, metrics)
-            self.vitals.finished_step(step + 1)
+    def _is_due(self, done: int, every: int, *, at_end: bool) -> bool:
+        return (at_end and done == self.config.run.steps) or bool(every and done % every == 0)
 
-        try:
-            if not config.rollout.one_step_off:
-                self._sync(step + 1)
-        except _TOLD_TO_ALL:
-            finish()  # its record belongs to what is saved
-            self._save_before_the_end(step + 1)
-            raise
-        finish()
-        if self._eval_is_due:
-            self._evaluate(step + 1)
-        every = config.checkpoint.every
-        if (last and config.checkpoint.at_end) or (every and (step + 1) % every == 0):
-            self._checkpoint(step + 1)
+    def _dumps_traces(self, done: int) -> bool:
+        return self.traces is not None and done % self.config.log.traces_every == 0
 
-    def _sync(self, version: int) -> None:
-        """Give the engine the weights that have seen so many steps, unless it has them; it must be at rest."""
-        if self.engine.weight_version == version:
-            return
-        with self._timed("sync"):
-            if self.config.sglang.release_memory:
-                self.policy.offload()
-            self.engine.update_weights(self.policy.export(), version=version)
-        self.seconds |= {f"sync_{part}": seconds for part, seconds in self.engine.sync_seconds.items()}
-
-    def _checkpoint(self, done: int, sampling: dict[str, Any] | None = None) -> None:
-        """``sampling``: the sampler's state after that step; None if that is the present one."""
-        self.log.sync()
-        with self._timed("checkpoint"):
-            state = {
-                "sampler": self.sampler.state_dict() if sampling is None else sampling,
-                "eval_is_due": self._eval_is_due,
-            }
-            if self.config.checkpoint.asynchronous:
-                self._poll_saver(wait=True)
-                self.saver.begin(done, self.policy, state)
-            else:
-                folder, keep = checkpoint_folder(self.config), self.config.checkpoint.keep
-                self._tell_saved(checkpoint.save(folder, done, self.policy, state, keep))
-
-    def _poll_saver(self, *, wait: bool = False) -> None:
-        self._tell_saved(self.saver.poll(wait=wait))
-
-    def _tell_saved(self, path: Path | None) -> None:
-        if path is not None:
-            self.progress.line(f"saved {path}")
-
-    @contextmanager
-    def _saved_if_it_fails(self, done: int) -> Iterator[None]:
-        try:
-            yield
-        except _TOLD_TO_ALL:
-            self._save_before_the_end(done)
-            raise
-
-    def _save_before_the_end(self, done: int, sampling: dict[str, Any] | None = None) -> None:
-        """Keep the steps that are done when the engine cannot go on; StopError if that is because of a request."""
-        asked = self.stop.agreed()
-        try:
-            self._poll_saver(wait=True)
-        except SaveError as error:
-            if not error.on_all_ranks:
-                raise
-            self.progress.line(f"warning: {error}")  # there may be room again
-        wanted = asked or self.config.checkpoint.every or self.config.checkpoint.at_end
-        if wanted and not self._saved(done):
-            self._checkpoint(done, sampling)
-            self._poll_saver(wait=True)
-        kept = f"step {done} is saved in {checkpoint_folder(self.config)}" if done else "no step was finished"
-        if asked:
-            raise StopError(f"asked to stop; {kept}, start the run again to continue")
-        if wanted:
-            self.progress.line(f"the engine cannot go on; {kept}, start the run again to continue")
-
-    def _end_if_asked(self, done: int) -> None:
-        if done < self.config.run.steps and self.stop.agreed():
-            self._save_before_the_end(done)
-
-    def _drop_if_asked(self) -> None:
-        """What was drawn while the run was asked to stop is drawn again: the signal may have hit reward workers too."""
-        if self.stop.agreed():
-            raise StopError("asked to stop")
-
-    def _saved(self, done: int) -> bool:
-        found = distributed.from_main_rank(lambda: checkpoint.complete_checkpoints(checkpoint_folder(self.config)))
-        return done == 0 or bool(found and int(found[-1][0]) >= done)
-
-    def _passes_before_updates(self, minis: list[MiniBatch], judged: Judged) -> None:
-        """What the objective needs to know of the weights before the step's updates, and of the reference's."""
-        if self.train_step.needs_old_pass:
-            with self._timed("old_logprobs"):
-                for mini in minis:
-                    self.train_step.old_logprobs(mini)
-        if self.train_step.reference is not None:
-            with self._timed("ref_logprobs"):
-                for mini in minis:
-                    self.train_step.ref_logprobs(mini)
-        if self.train_step.needs_token_advantages:
-            with self._timed("advantages"):
-                self.train_step.token_advantages(minis, judged)
-
-    def _finish_step(
-        self, done: int, step_s: float, statistics: dict[str, Stat] | None, last_mini_batch: dict[str, float]
-    ) -> None:
-        if statistics is None:
-            return
-        metrics = finalize(statistics)
-        metrics |= {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
-        metrics |= {"time/step_s": step_s, "speed/tokens_per_s": metrics["sampling/tokens"] / step_s}
-        self.seconds = {}  # what comes after the record of a step, a checkpoint, is told by the next one
-        self.log.write("step", done, metrics)
-        self.vitals.status.tokens_per_s = metrics["speed/tokens_per_s"]
-        shown = {name: last_mini_batch[name] for name in ("loss", "grad_norm") if name in last_mini_batch}
-        self.progress.step_line(done, self.config.run.steps, metrics | shown)
-
-    def _evaluate(self, done: int) -> None:
-        total = len(self.sampler.heldout) * self.config.eval.samples
-        with self._saved_if_it_fails(done):
-            self.sampler.settle()
-            self._drop_if_asked()
-            self._sync(done)
-            started = time.perf_counter()
-            with (
-                self.vitals.phase("evaluate"),
-                self.progress.bar("evaluate", -(-total // dist.get_world_size())) as advance,
-            ):
-                metrics = self.sampler.evaluate(done, self.stop.checking(self._moving(advance)))
-            self._drop_if_asked()
-        self._eval_is_due = False
-        seconds = time.perf_counter() - started
-        self.log.write("eval", done, metrics | {"time/eval_s": seconds})
-        self.progress.line(
-            f"held-out after step {done}: pass rate {metrics['eval/pass_rate']:.1%} of {total} responses, "
-            f"{seconds:.1f} s"
-        )
-
-    def _responses_per_rank(self) -> int:
-        return -(-self.config.responses_per_step // dist.get_world_size())
-
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        started = time.perf_counter()
-        with self.vitals.phase(phase):
-            yield
-        self.seconds[phase] = time.perf_counter() - started
-
-    def _moving(self, advance: Advance) -> Advance:
-        def moved(count: int) -> None:
-            if count:
-                self.vitals.move()
-            advance(count)
-
-        return moved
+    def _explain_megatron_errors(self, is_first: bool) -> AbstractContextManager[None]:
+        """Megatron rejects some settings only when it uses them: in the first step."""
+        settings = self.config.megatron
+        return as_config_error("train", settings) if is_first and settings else nullcontext()
 
 
-_TOLD_TO_ALL = (RolloutError, WeightSyncError, StopError)
-"""Errors that all ranks have, if one has them."""
-
-
-def _log(config: Config) -> MetricsLog | _NoLog:
-    return MetricsLog(config.run_dir, config.log.tensorboard, config.log.wandb_project) if _main() else _NoLog()
-
-
-class _NoLog:
-    """Stands for the metrics log on ranks that do not write it."""
-
-    def __enter__(self) -> _NoLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def write(self, *_: object, **__: object) -> None:
-        pass
-
-    def sync(self) -> None:
-        pass
-
-    def truncate_after(self, _: int) -> int:
-        return 0
-
-
-def _main() -> bool:
-    return distributed.is_main_rank()
+def _num_micro_batches(minis: list[MiniBatch]) -> int:
+    return sum(len(mini.micro_batches) for mini in minis)

@@ -22,8 +22,9 @@ from megarl.core.types import Rollout
 from megarl.data.prompts import PromptOrder
 from megarl.errors import CheckpointError, ConfigError, RolloutError
 from megarl.run.metrics_log import read_metrics, without_timing
-from megarl.train.sampling.allotment import Gvm
+from megarl.train.sampling.advantages import response_advantages
 from megarl.train.sampling.gradient_norms import gradient_norms
+from megarl.train.sampling.gvm import Gvm
 from megarl.train.sampling.sample_table import SampleTable
 from megarl.train.sampling.sampler import Sampler
 from megarl.train.step import TrainStep
@@ -289,17 +290,17 @@ def test_gvm_draws_a_first_stage_now_and_then_and_allots_by_it(
     world: World, settings_of: dict[str, dict[str, Any]]
 ) -> None:
     with sampler(world, **{**settings_of["gvm"], "run__steps": 5}) as (made, train_step):
-        allotment = made._allotment
-        assert isinstance(allotment, Gvm)
+        allocator = made._allocator
+        assert isinstance(allocator, Gvm)
         stages: dict[int, Any] = {}
-        presample = allotment._presample
+        presample = allocator._presample
 
         def drawn(step: int, keys: Any) -> Any:
             assert step not in stages
             stages[step] = presample(step, keys)
             return stages[step]
 
-        allotment._presample = drawn
+        allocator._presample = drawn
         selections, looked, states = recorded(made), [], []
         for step in range(5):
             made.sample_step(step)
@@ -316,8 +317,8 @@ def test_gvm_draws_a_first_stage_now_and_then_and_allots_by_it(
         later = Sampler(made.config, made.engine, made.objective, train_step)
         later.load_state_dict(states[2])
         again = recorded(later)
-        assert isinstance(later._allotment, Gvm)
-        later._allotment._presample = lambda step, keys: pytest.fail("a first stage was drawn anew")
+        assert isinstance(later._allocator, Gvm)
+        later._allocator._presample = lambda step, keys: pytest.fail("a first stage was drawn anew")
         later.sample_step(3)
         assert again[0].drawn.tolist() == selections[3].drawn.tolist()
 
@@ -335,7 +336,7 @@ def _first_stage(stage: dict[tuple[int, int], Any], train_step: TrainStep) -> tu
 def test_the_first_stage_has_noise_of_its_own(world: World, settings_of: dict[str, dict[str, Any]]) -> None:
     with sampler(world, **settings_of["gvm"]) as (made, _):
         keys = [(prompt, sample) for prompt in range(PROMPTS) for sample in range(3)]
-        stage = made._presampled(0, keys)
+        stage = made._presample(0, keys)
         trained = made.sample_step(0)
     responses = {key: tuple(sample.rollout.response_tokens) for key, sample in stage.items() if sample.rollout}
     same = [
@@ -552,7 +553,7 @@ def test_one_threshold_says_what_is_correct(world: World, threshold: float, monk
     with sampler(world, **overrides) as (made, _):
         selections = recorded(made)
         drawn = made.sample_step(0)
-        accepted = made._advantages(selections[0])[0]
+        accepted = response_advantages(made.config, made.objective, selections[0])[0]
         found = finalize(drawn.metrics)
         seen: list[SampleTable] = []
         original = SampleTable.gather

@@ -21,7 +21,7 @@ from megarl import cli
 from megarl.core.sampling.pass_at_k import pass_at_k
 from megarl.evaluate.sampling import response_seed
 from megarl.run.metrics_log import read_metrics
-from megarl.train.sampling.sampler import EVALUATE, sampling_seed
+from megarl.train.sampling.requests import EVALUATE, sampling_seed
 
 Megarl = Callable[..., int]
 

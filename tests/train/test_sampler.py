@@ -23,7 +23,8 @@ from megarl.core.types import Rollout
 from megarl.data.tiny import EOS_ID
 from megarl.errors import ConfigError, DataError, RolloutError, StopError
 from megarl.train.environments import stop_tokens
-from megarl.train.sampling.sampler import EVALUATE, TRAIN, Sampler, sampling_seed
+from megarl.train.sampling.requests import EVALUATE, TRAIN, sampling_seed
+from megarl.train.sampling.sampler import Sampler
 
 
 def test_sampling_seeds_are_all_different() -> None:
@@ -227,14 +228,14 @@ def test_training_and_evaluation_noise(world: World) -> None:
     with sampler(world, data__heldout=str(world.folder / "task" / "train.jsonl"), train__mini_batches=1) as made:
         first, again, later = (made.sample_step(step).mini_batches[0] for step in (0, 0, 1))
         drawn: list[list[Rollout]] = []
-        original = made._conversed
+        original = made._converse
 
         def kept(*rest: Any) -> Any:
             samples = original(*rest)
             drawn.append([samples[key].rollout for key in sorted(samples)])
             return samples
 
-        made._conversed = kept  # type: ignore[method-assign]
+        made._converse = kept  # type: ignore[method-assign]
         evaluated = [made.evaluate(step) for step in (0, 7)]
     assert [r.tokens.tolist() for r in first] == [r.tokens.tolist() for r in again]
     assert [r.tokens.tolist() for r in first] != [r.tokens.tolist() for r in later]
@@ -400,14 +401,14 @@ def test_a_request_to_stop_ends_waits_that_no_progress_bar_counts(world: World, 
         if where == "ahead":
             made.begin_step(0)
             made.settle()
-            assert made.sample_step(0).weights == first.engine.weight_version
+            assert made.sample_step(0).oldest_version == first.engine.weight_version
             asked = True
             made.begin_step(1)
             made.settle()  # not raised here: other ranks may not have heard of it
             with pytest.raises(StopError):
                 made.sample_step(1)
         else:
-            assert len(made._presampled(0, [(0, 0), (1, 0)])) == 2
+            assert len(made._presample(0, [(0, 0), (1, 0)])) == 2
             asked = True
             with pytest.raises(StopError):
-                made._presampled(0, [(0, 0), (1, 0)])
+                made._presample(0, [(0, 0), (1, 0)])

@@ -29,7 +29,8 @@ from megarl.core.sampling.stopping_law import StoppingLaw, stopping_law
 from megarl.core.sampling.subsampling import positives_to_keep
 from megarl.data.tiny import write_tiny_model
 from megarl.rollout.local.engine import LocalEngine
-from megarl.train.sampling.sampler import Sampler, StepRollouts
+from megarl.train.sampling.sampler import Sampler
+from megarl.train.sampling.step_rollouts import StepRollouts
 
 WANTED = (0.05, 0.1, 0.3, 0.5, 0.8, 0.95)
 """Pass rates to come near to."""

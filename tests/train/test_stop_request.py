@@ -147,7 +147,7 @@ def test_a_stop_saves_although_an_earlier_save_beside_training_has_failed(
             raise failure
         trainer.stop.ask("a test")
 
-    trainer.saver.poll = poll  # type: ignore[method-assign, assignment]
+    trainer.checkpoints.saver.poll = poll  # type: ignore[method-assign, assignment]
     with pytest.raises(StopError if on_all_ranks else SaveError):  # others may wait where this rank does not go
         trainer.run()
     trainer.log.close()

@@ -30,7 +30,8 @@ from megarl.rollout.local.engine import LocalEngine
 from megarl.run.metrics_log import MetricsLog
 from megarl.train.loop import train
 from megarl.train.sampling.assignment import split_sequences
-from megarl.train.sampling.sampler import Sampler, StepRollouts
+from megarl.train.sampling.sampler import Sampler
+from megarl.train.sampling.step_rollouts import StepRollouts
 from megarl.train.step import TrainStep, collect
 
 
@@ -147,13 +148,13 @@ def sampler_of(world: World, settings: Config, train_step: TrainStep | None = No
 def recorded(sampler: Sampler) -> list[Selection]:
     """The selections of the steps that follow, filled as they come."""
     found: list[Selection] = []
-    original = sampler._learn
+    original = sampler._update_estimates
 
     def learn(step: int, selection: Selection) -> dict[str, Stat]:
         found.append(selection)
         return original(step, selection)
 
-    sampler._learn = learn  # type: ignore[method-assign]
+    sampler._update_estimates = learn  # type: ignore[method-assign]
     return found
 
 
@@ -170,11 +171,11 @@ class _DiesAfter(MetricsLog):
 
 def run(world: World, overrides: Mapping[str, Any], die_after: tuple[str, int, int | None] | None = None) -> None:
     """A whole run; ``die_after`` = (kind, step, minibatch) kills rank 0 with SIGKILL behind that record."""
-    import megarl.train.loop as loop
+    import megarl.train.monitor as monitor
 
     if die_after is not None:
         _DiesAfter.record = die_after
-        loop.MetricsLog = _DiesAfter
+        monitor.MetricsLog = _DiesAfter
     train(world.settings(**overrides))
 
 
