@@ -193,7 +193,7 @@ class Trainer:
     def _log_step(
         self, done: int, started: float, statistics: dict[str, Stat] | None, last_update: dict[str, float]
     ) -> Iterator[None]:
-        """Log the step after the block, also if the block fails: the checkpoint that is then saved contains the step."""
+        """Log the step after the block, also if it fails: the checkpoint that is then saved contains the step."""
         try:
             yield
         except ERRORS_ON_ALL_RANKS:
