@@ -1,4 +1,7 @@
-"""A judge that a sampling loop awaits: reward functions that hang, crash or eat all memory cost one response each."""
+"""The judge that a sampling loop awaits.
+
+A reward function that hangs, crashes or runs out of memory costs one response, not the run.
+"""
 
 from __future__ import annotations
 
@@ -10,34 +13,34 @@ from types import TracebackType
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from megarl.data.judge_worker import WorkerContext, enter, judge_in_worker, kill_group
-from megarl.data.rewards import load_reward
-from megarl.data.verdicts import StepReward, Steps, Verdict, failure, verdict_of
+from megarl.data.judge_worker import WorkerContext, call_in_worker, kill_group, set_up_worker
+from megarl.data.rewards import Verdict, describe_failure, load_reward, read_verdict
 from megarl.errors import ConfigError
 
-__all__ = ["Judge", "StepReward", "Steps", "Verdict"]
-
 START_S = 120.0
-"""How long a worker may take to start, the import of the reward function's module included."""
+"""Time limit for the start of a worker, including the import of the reward function's module."""
 TRIES = 3
-"""How often a call is begun: one that a worker has not confirmed before it died is no cause of its death."""
+"""How often a call is begun. A worker that dies before it confirms a call did not die of that call."""
 Call = ProcessFuture[Verdict | ConfigError]
-_GONE = object()
+_ABSENT = object()
 
 
 class Judge:
-    """Calls one reward function for one response after the other, or for several at a time.
+    """Calls one reward function, for one response or for several at a time.
 
-    ``exact_match`` and functions that are declared ``instantaneous`` run in the caller; ``async def`` functions in the
-    caller's event loop; all others in ``workers`` processes, which start with the first calls. A call that takes
-    longer than ``timeout_s`` (its time in a queue and the start of a worker not counted) is stopped. A worker that is
-    stopped or dies is replaced.
+    - Functions marked ``instantaneous`` (such as ``exact_match``) run in the caller.
+    - ``async def`` functions run in the caller's event loop.
+    - All others run in ``workers`` processes, which start with the first calls.
 
-    One event loop at a time, in any thread. ``close`` leaves no process; if the trainer dies, its workers die too.
+    A call that takes longer than ``timeout_s`` is stopped; time in a queue and the start of a worker do not count. A
+    worker that is stopped or dies is replaced.
+
+    Use it in one event loop at a time, in any thread. ``close`` ends all its processes. If the trainer dies, they die
+    too.
     """
 
     def __init__(self, function: str, *, workers: int = 1, timeout_s: float = 30.0) -> None:
-        """Raises ConfigError at once if the function cannot be used."""
+        """Raise ConfigError if the function cannot be used."""
         if workers < 1 or not timeout_s > 0:
             raise ConfigError(f"a judge needs at least 1 worker and a positive time-out, got {workers} and {timeout_s}")
         self.function = function
@@ -51,7 +54,7 @@ class Judge:
             )
         self._workers = workers
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
-        # One pool per process: whatever becomes of a process, its queue and its locks, concerns one call alone.
+        # One pool per process, so that a process that dies can damage only its own queue and locks.
         self._idle: list[ProcessPool] = []
         self._busy: dict[ProcessPool, Call | None] = {}
         self._closed = False
@@ -65,9 +68,10 @@ class Judge:
         self.close()
 
     async def score(self, *, prompt: str, response: str, answer: str) -> Verdict:
-        """Judges one response; whatever goes wrong with it is in the verdict.
+        """Judge one response. An error of the reward function is in the verdict, except for ConfigError.
 
-        Cancelling it stops the call. Raises ConfigError where the reward function does: it cannot work here at all.
+        Cancelling this stops the call. A reward function raises ConfigError if it cannot work on this machine at all;
+        that is raised here too.
         """
         if self._closed:
             raise RuntimeError("the judge is closed")
@@ -75,16 +79,16 @@ class Judge:
             return await self._score_in_loop(prompt, response, answer)
         if self._here:
             try:
-                return verdict_of(self._reward(prompt=prompt, response=response, answer=answer), response)
+                return read_verdict(self._reward(prompt=prompt, response=response, answer=answer), response)
             except ConfigError:
                 raise
             except Exception as error:  # foreign code may raise anything
-                return failure(error)
+                return describe_failure(error)
         async with self._slot():
             return await self._score_in_worker(prompt, response, answer)
 
     def close(self) -> None:
-        """Stops what runs and ends all workers. Calls that are under way in a live event loop raise RuntimeError."""
+        """End all workers. Calls in progress in a live event loop raise RuntimeError."""
         self._closed = True
         while self._idle:
             _end(self._idle.pop())
@@ -95,7 +99,7 @@ class Judge:
                 future.cancel()
 
     def _slot(self) -> asyncio.Semaphore:
-        """As many calls at a time as there are workers; others wait here, where cancelling them costs nothing."""
+        """Return the semaphore that admits one call per worker. A call that waits here can be cancelled at no cost."""
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
             self._slots = loop, asyncio.Semaphore(self._workers)
@@ -106,15 +110,15 @@ class Judge:
         try:
             async with deadline:
                 returned = await self._reward(prompt=prompt, response=response, answer=answer)  # type: ignore[misc]
-            return verdict_of(returned, response)
+            return read_verdict(returned, response)
         except ConfigError:
             raise
         except asyncio.CancelledError as error:
-            if _being_cancelled():
+            if _is_being_cancelled():
                 raise
-            return failure(error)  # not this call was cancelled, but something that the function waited for
+            return describe_failure(error)  # the function awaited something that was cancelled, not this call
         except Exception as error:  # foreign code may raise anything
-            return self._too_late() if deadline.expired() else failure(error)
+            return self._time_out() if deadline.expired() else describe_failure(error)
 
     async def _score_in_worker(self, prompt: str, response: str, answer: str) -> Verdict:
         arguments = (self.function, prompt, response, answer)
@@ -123,56 +127,59 @@ class Judge:
                 raise RuntimeError("the judge is closed")
             pool = self._idle.pop() if self._idle else self._start_pool()
             self._busy[pool] = None
-            sound = True
+            is_sound = True
             try:
-                return await self._result(self._begin(pool, arguments))
-            except BrokenProcessPool:  # its process died idle, or before it confirmed the call: no fault of this one
-                sound = False
+                return await self._wait_for(self._begin(pool, arguments))
+            except BrokenProcessPool:  # the process died before it confirmed the call, so try another one
+                is_sound = False
             finally:
-                self._release(pool, sound)
+                self._release(pool, is_sound)
         return Verdict(None, error=f"{TRIES} workers died, or did not start, before they began this call")
 
     def _start_pool(self) -> ProcessPool:
-        return ProcessPool(max_workers=1, context=WorkerContext(), initializer=enter, initargs=(self.function,))
+        return ProcessPool(max_workers=1, context=WorkerContext(), initializer=set_up_worker, initargs=(self.function,))
 
     def _begin(self, pool: ProcessPool, arguments: tuple[str, str, str, str]) -> Call:
         try:
-            future: Call = pool.schedule(judge_in_worker, args=arguments, timeout=self.timeout_s)
+            future: Call = pool.schedule(call_in_worker, args=arguments, timeout=self.timeout_s)
         except RuntimeError as error:
             raise BrokenProcessPool(str(error)) from error
         self._busy[pool] = future
         return future
 
-    async def _result(self, future: Call) -> Verdict:
+    async def _wait_for(self, future: Call) -> Verdict:
         guard = asyncio.timeout(self.timeout_s + START_S)
         try:
             async with guard:
                 outcome = await asyncio.wrap_future(future)
         except ProcessExpired as error:
-            kill_group(error.pid)  # what the call had started may be left of the group
-            return Verdict(None, error=f"the worker died in this call, {_exit_in_words(error.exitcode)}")
+            kill_group(error.pid)  # processes that the call started may be left
+            return Verdict(None, error=f"the worker died in this call, {_describe_exit(error.exitcode)}")
         except TimeoutError:
             if guard.expired():
                 raise BrokenProcessPool("the worker did not begin in time") from None
-            return self._too_late()
+            return self._time_out()
         except asyncio.CancelledError:
-            if self._closed and not _being_cancelled():
+            if self._closed and not _is_being_cancelled():
                 raise RuntimeError("the judge was closed in this call") from None
             raise
         if isinstance(outcome, ConfigError):
             raise outcome
         return outcome
 
-    def _release(self, pool: ProcessPool, sound: bool) -> None:
-        """A pool whose call was cancelled or came too late is sound: it starts another process by itself."""
-        if self._busy.pop(pool, _GONE) is _GONE:
-            return  # closed meanwhile
-        if sound and not self._closed:
+    def _release(self, pool: ProcessPool, is_sound: bool) -> None:
+        """Make the pool available again, or end it.
+
+        A pool whose call was cancelled or timed out is sound: pebble starts another process in it.
+        """
+        if self._busy.pop(pool, _ABSENT) is _ABSENT:
+            return  # closed in the meantime, perhaps by another thread
+        if is_sound and not self._closed:
             self._idle.append(pool)
         else:
             _end(pool)
 
-    def _too_late(self) -> Verdict:
+    def _time_out(self) -> Verdict:
         return Verdict(None, error=f"the reward function took more than {self.timeout_s:g} s", timed_out=True)
 
 
@@ -185,10 +192,10 @@ def _is_async(reward: object) -> bool:
     return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None))  # noqa: B004
 
 
-def _being_cancelled() -> bool:
+def _is_being_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
-def _exit_in_words(status: int) -> str:
+def _describe_exit(status: int) -> str:
     return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"

@@ -7,11 +7,12 @@ a fault in it can say where it is. Lines count from 1, as editors do; rows count
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from megarl.data.files import write_atomically
 from megarl.errors import ConfigError, DataError
 
 _TYPE_NAMES = {
@@ -63,6 +64,12 @@ def read_records(
         yield place, record
     if num_records == 0:
         raise DataError(f"{source}: the file is empty: expected at least one example")
+
+
+def write_jsonl(path: Path, rows: Iterable[Record]) -> None:
+    """Write one JSON object per line; the file appears complete or not at all."""
+    lines = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+    write_atomically(path, "".join(lines).encode())
 
 
 def get_field(record: Record, field: str, place: str) -> Any:

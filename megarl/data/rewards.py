@@ -1,25 +1,62 @@
-"""Reward functions: a typed protocol and two built-in ones; ``megarl.data.judge`` calls them.
+"""Reward functions: what they get, what they may return, and two built-in ones. ``megarl.data.judge`` calls them.
 
-A reward is any callable ``reward(*, prompt: str, response: str, answer: str)`` that returns a number, or Steps
-(``megarl.data.verdicts``). The built-in ones give 1 for a right and 0 for a wrong response.
+A reward is any callable ``reward(*, prompt: str, response: str, answer: str)`` that returns a number, or ``Steps``. The
+built-in ones return 1 for a correct response and 0 for a wrong one.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
+import math
+import numbers
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
 from megarl.config.plugs import load_plug
-from megarl.data.verdicts import Steps
 from megarl.errors import ConfigError
 
 AnyReward = TypeVar("AnyReward", bound=Callable[..., Any])
 
 MATH_VERIFY_TIMEOUT_S = 5
-"""Seconds for parsing a response, and for each comparison with the answer (math-verify's own default)."""
+"""Time limit for parsing a response, and for each comparison with the answer (math-verify's own default)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReward:
+    """The reward of one step of a response."""
+
+    end: int
+    """Characters of the response up to the end of the step, exclusive: 1..len(response)."""
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What a process reward returns instead of a number."""
+
+    outcome: float
+    """The reward of the whole response, for sampling rules, pass rates and metrics."""
+    steps: Sequence[StepReward]
+    """At least one, with ascending ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The judgement of one response."""
+
+    reward: float | None
+    """None: the reward function failed."""
+    steps: tuple[StepReward, ...] = ()
+    """Empty unless the reward function returned Steps."""
+    error: str | None = None
+    """One line: an exception, a return value that is no reward, a time-out, a worker that died."""
+    timed_out: bool = False
+    """Whether the call was stopped, or gave up, because it took too long."""
 
 
 class RewardFunction(Protocol):
@@ -29,49 +66,50 @@ class RewardFunction(Protocol):
 
 
 def instantaneous(reward: AnyReward) -> AnyReward:
-    """Declares a reward function that returns at once and cannot crash: a judge calls it without a worker process."""
+    """Mark a reward function that returns at once and cannot crash. A judge calls it without a worker process."""
     reward.instantaneous = True  # type: ignore[attr-defined]
     return reward
 
 
 @instantaneous
 def exact_match(*, prompt: str, response: str, answer: str) -> float:
-    """1 if response and answer are the same text, blanks around them apart, else 0."""
+    """Return 1 if response and answer are the same text, ignoring blanks around them, else 0."""
     return float(response.strip() == answer.strip())
 
 
 def math_verify(*, prompt: str, response: str, answer: str) -> float:
-    """1 if the last mathematical expression of the response equals the answer (math-verify), else 0.
+    """Return 1 if the last mathematical expression of the response equals the answer (math-verify), else 0.
 
-    The response may hold LaTeX ($...$, \\boxed{...}) or plain numbers; an answer without such a mark is read as the
-    inside of a \\boxed. A response in which nothing can be read, or that cannot be compared, is wrong: 0.
+    The response may hold LaTeX ($...$, \\boxed{...}) or plain numbers. An answer without such a mark is read as the
+    inside of a \\boxed. A response that cannot be read or compared is wrong: 0.
 
-    math-verify stops endless simplifications with SIGALRM, which Python delivers to the main thread only, and which
-    cancels any alarm the caller has set. So this reward works in the main thread of a process and refuses any other.
+    math-verify interrupts endless simplifications with SIGALRM. Python delivers it to the main thread only, and it
+    cancels any alarm that the caller has set. So this reward works only in the main thread of a process.
 
-    Raises TimeoutError when it ran out of time, for then the response is neither right nor wrong; ValueError when the
-    answer cannot be read; ConfigError outside the main thread.
+    Raises:
+        TimeoutError: the time ran out, so the response is neither correct nor wrong.
+        ValueError: the answer cannot be read.
+        ConfigError: this is not the main thread.
     """
     from math_verify import parse, verify
     from math_verify.errors import TimeoutException
 
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError(
-            "the reward math_verify stops itself by a signal and needs the main thread: score there, or in a process"
+            "the reward math_verify interrupts itself with a signal, which needs the main thread: call it there, or in "
+            "a process of its own"
         )
     marked = any(mark in answer for mark in ("$", "\\boxed", "\\(", "\\["))
     gold = parse(answer if marked else f"\\boxed{{{answer}}}", parsing_timeout=MATH_VERIFY_TIMEOUT_S)
     if not gold:
         raise ValueError(f"math-verify can read no expression in the answer {answer!r:.80}")
-    timed_out = False
     try:
         candidates = parse(response, parsing_timeout=MATH_VERIFY_TIMEOUT_S, raise_on_error=True)
     except TimeoutException:
-        raise TimeoutError(
-            f"reading the response took more than {MATH_VERIFY_TIMEOUT_S} s: {response[-80:]!r}"
-        ) from None
-    except Exception:  # whatever the LaTeX parser trips over in a model's output, the response holds no readable answer
+        raise _too_slow("reading", response) from None
+    except Exception:  # the LaTeX parser raises many types; the response holds no readable answer
         return 0.0
+    timed_out = False
     for expected in gold:
         for candidate in candidates:
             try:
@@ -79,23 +117,25 @@ def math_verify(*, prompt: str, response: str, answer: str) -> float:
                     return 1.0
             except TimeoutException:
                 timed_out = True
-            except (
-                Exception
-            ):  # sympy refuses to compare the two (a set with a matrix, say): not equal, as math-verify counts it
+            except Exception:  # sympy refuses to compare the two, such as a set with a matrix: not equal
                 continue
     if timed_out:
-        raise TimeoutError(f"comparing the response took more than {MATH_VERIFY_TIMEOUT_S} s: {response[-80:]!r}")
+        raise _too_slow("comparing", response)
     return 0.0
+
+
+def _too_slow(what: str, response: str) -> TimeoutError:
+    return TimeoutError(f"{what} the response took more than {MATH_VERIFY_TIMEOUT_S} s: {response[-80:]!r}")
 
 
 BUILT_IN_REWARDS: dict[str, RewardFunction] = {"exact_match": exact_match, "math_verify": math_verify}
 
 
 def load_reward(name_or_path: str) -> RewardFunction:
-    """The reward function of a built-in name ("exact_match", "math_verify") or of "package.module:function".
+    """Return the reward function of a built-in name ("exact_match", "math_verify") or of "package.module:function".
 
-    Raises ConfigError (one line): unknown name, module that cannot be imported, missing function, something that
-    cannot be called with the keywords prompt, response and answer, math-verify not installed.
+    Raises ConfigError (one line) if the name is unknown, the module cannot be imported, the function is missing or
+    cannot be called with the keywords prompt, response and answer, or math-verify is not installed.
     """
     if name_or_path in BUILT_IN_REWARDS:
         if name_or_path == "math_verify" and importlib.util.find_spec("math_verify") is None:
@@ -106,13 +146,57 @@ def load_reward(name_or_path: str) -> RewardFunction:
     return reward
 
 
+def read_verdict(returned: object, response: str) -> Verdict:
+    """Return what a reward function returned as a verdict. Raises ValueError or TypeError if it is no reward."""
+    if not isinstance(returned, Steps):
+        return Verdict(_check_finite(returned, "the reward function returned"))
+    outcome = _check_finite(returned.outcome, "the outcome of the steps is")
+    steps: list[StepReward] = []
+    previous = 0
+    for index, step in enumerate(returned.steps):
+        if not isinstance(step, StepReward):
+            raise TypeError(f"step {index} is {step!r:.80} ({type(step).__name__}), expected a StepReward")
+        reward = _check_finite(step.reward, f"the reward of step {index} is")
+        if isinstance(step.end, bool) or not isinstance(step.end, numbers.Integral):
+            raise TypeError(f"step {index} ends at {step.end!r:.80}, expected a number of characters")
+        end = int(step.end)
+        if not previous < end <= len(response):
+            raise ValueError(
+                f"step {index} ends at character {end}, expected {previous + 1}..{len(response)}: "
+                f"ends ascend and lie within the response"
+            )
+        steps.append(StepReward(end, reward))
+        previous = end
+    if not steps:
+        raise ValueError("the reward function returned Steps without a step: return a number instead")
+    return Verdict(outcome, tuple(steps))
+
+
+def describe_failure(error: BaseException) -> Verdict:
+    """Return the verdict for a reward function that raised: type and message in one line of at most 300 characters."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # a foreign exception may fail to print itself
+        text = type(error).__name__
+    return Verdict(None, error=" ".join(text.split())[:300], timed_out=isinstance(error, TimeoutError))
+
+
+def _check_finite(value: object, what: str) -> float:
+    if not isinstance(value, (numbers.Real, np.bool_)):
+        raise TypeError(f"{what} {value!r:.80} ({type(value).__name__}), expected a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{what} {number}, expected a finite number")
+    return number
+
+
 def _check_callable(reward: object, name: str) -> None:
-    """A wrong signature would fail on every single response, so it is found before the run starts."""
+    """Check the signature before the run starts: a wrong one would fail on every response."""
     if not callable(reward):
         raise ConfigError(f"reward.function {name!r} is {type(reward).__name__}, expected a function")
     try:
         signature = inspect.signature(reward)
-    except ValueError:  # some built-ins carry no signature; then the first call will tell
+    except ValueError:  # some built-ins have no signature
         return
     try:
         signature.bind(prompt="", response="", answer="")

@@ -7,16 +7,16 @@ selects the right one. That shows that a reinforcement learning loop works, not 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from megarl.data.records import write_jsonl
 from megarl.errors import DataError
 
 PAD_TOKEN = "<pad>"
@@ -182,21 +182,6 @@ def _wrong(rng: np.random.Generator, shares: Sequence[float], numbers: Sequence[
 
 def _sort(number: str, *, descending: bool = False) -> str:
     return "".join(sorted(number, reverse=descending))
-
-
-def write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> None:
-    """Writes one JSON object per line; the file appears complete or not at all."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 def _save_tokenizer(path: Path, max_positions: int) -> None:

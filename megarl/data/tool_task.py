@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from megarl.data.records import write_jsonl
 from megarl.data.rewards import instantaneous
-from megarl.data.tiny import TaskFiles, write_jsonl
+from megarl.data.tiny import TaskFiles
 from megarl.errors import DataError
 
 CALL_OPEN, CALL_CLOSE = "(", ")"

@@ -1,1 +1,10 @@
-"""Evaluation of a checkpoint on benchmarks: requests, sampling, figures and the folder that holds the results."""
+"""``megarl eval``: sample a checkpoint on benchmarks and score it. May import everything up to ``megarl.train``.
+
+The way through:
+
+    request      what the command line asks for, checked without torch
+    evaluation   the main path: weights, sampling, scores
+    responses    one rank's share of a benchmark: drawn and judged
+    scores       avg@k, pass@k, intervals, the printed table
+    results      the folder with all results
+"""

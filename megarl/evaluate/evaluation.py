@@ -1,10 +1,11 @@
-"""``megarl eval``: sample benchmarks with the weights of a Hugging Face folder or of a run's checkpoint, and count.
+"""``megarl eval``: sample and score benchmarks with the weights of a Hugging Face folder or of a run's checkpoint.
 
-    weights -> engine;  for each benchmark: prompts -> responses -> rewards -> files -> figures
+    weights -> engine;  for each benchmark: prompts -> responses -> rewards -> files -> scores
 
-Weights of ``model.path`` are streamed from its files, and no Megatron model is built; those of a checkpoint pass
-through Megatron in the configuration's layout. Every rank samples its share of the responses; each response has a seed
-of its own, so that what comes out does not depend on the ranks.
+- The weights of ``model.path`` are streamed from its files, without a Megatron model.
+- The weights of a checkpoint pass through a Megatron model in the configuration's layout.
+
+Every rank samples its share of the responses. Each response has its own seed, so results do not depend on the ranks.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from megarl.data.benchmarks import Benchmark
 from megarl.data.prompts import Prompt
 from megarl.data.rewards import load_reward
 from megarl.errors import ConfigError, MegarlError, RolloutError
-from megarl.evaluate import folder
-from megarl.evaluate.figures import console_of, print_table
+from megarl.evaluate import results
 from megarl.evaluate.request import EvalRequest
-from megarl.evaluate.sampling import draw_lines
+from megarl.evaluate.responses import draw_lines
+from megarl.evaluate.scores import print_table, widen
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.checkpoint import complete_checkpoints
 from megarl.megatron.frozen import FrozenModel
@@ -41,25 +42,25 @@ from megarl.train.engines import make_engine
 from megarl.train.environments import make_environment
 
 Line = dict[str, Any]
-"""Of responses.jsonl."""
+"""A line of responses.jsonl."""
 _STEP_FOLDER = re.compile(r"step_\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What is to be drawn; the same on every rank."""
+class Task:
+    """What to sample, and where to write it; the same on every rank."""
 
     checkpoint: Path | None
-    """A step folder."""
+    """A step folder; None: the weights of model.path."""
     out: Path
     prompts: dict[str, list[Prompt]]
-    """By benchmark, also of those that are complete."""
+    """By benchmark, including complete ones."""
     shared: dict[str, Any]
-    """Settings of all benchmarks."""
+    """Settings that all benchmarks share."""
     own: dict[str, dict[str, Any]]
-    """Settings of each."""
+    """Settings of each benchmark."""
     complete: frozenset[str]
-    """Benchmarks that are not drawn again."""
+    """Benchmarks that are not sampled again."""
 
 
 def evaluate(request: EvalRequest, world_size: int, console: Console | None = None) -> Path:
@@ -67,33 +68,33 @@ def evaluate(request: EvalRequest, world_size: int, console: Console | None = No
     config = request.layout(world_size)
     distributed.initialize(config)
     progress = StepProgress(enabled=distributed.is_main_rank())
-    plan = distributed.from_main_rank(lambda: _plan(request))
+    task = distributed.from_main_rank(lambda: _prepare(request))
     tokenizer = _tokenizer(config.model.path)
-    missing = [benchmark for benchmark in request.benchmarks if benchmark.name not in plan.complete]
-    for name in sorted(plan.complete):
-        progress.line(f"{name}: complete in {plan.out}, not drawn again")
+    missing = [benchmark for benchmark in request.benchmarks if benchmark.name not in task.complete]
+    for name in sorted(task.complete):
+        progress.line(f"{name}: complete in {task.out}, not sampled again")
     if missing:
-        # What servers print and need on disk belongs to this evaluation, not to a run that may be under way.
-        config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(plan.out)})})
+        # Servers write their logs and files below run.dir. Keep them out of a run that may be in progress.
+        config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(task.out)})})
         engine = make_engine(config, progress.line)
         try:
-            give_weights(engine, config, plan.checkpoint)
+            give_weights(engine, config, task.checkpoint)
             for benchmark in missing:
-                _draw_benchmark(engine, request, benchmark, plan, tokenizer, progress)
+                _draw_benchmark(engine, request, benchmark, task, tokenizer, progress)
         finally:
             engine.close()
-    distributed.from_main_rank(lambda: _conclude(request, plan, console))
+    distributed.from_main_rank(lambda: _conclude(request, task, console))
     distributed.shutdown()
-    return plan.out
+    return task.out
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The step folder that is meant: ``path`` itself, or the newest in it or in its folder ``checkpoints``.
+    """Return a step folder: ``path`` itself, or the newest in it or in its folder ``checkpoints``.
 
-    ConfigError if there is none. A folder that is being written has another name, so a found one is complete.
+    Raises ConfigError if there is none. A folder that is still being written has another name, so this one is complete.
     """
     if not path.is_dir():
-        raise ConfigError(f"--checkpoint: {path} is no folder; expected a run's folder, or one of its checkpoints")
+        raise ConfigError(f"--checkpoint: {path} is not a folder; expected a run's folder, or one of its checkpoints")
     if _STEP_FOLDER.fullmatch(path.resolve().name):
         return path
     found = complete_checkpoints(path) or complete_checkpoints(path / "checkpoints")
@@ -110,9 +111,10 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def give_weights(engine: Engine, config: Config, checkpoint: Path | None) -> None:
-    """Fill the engine. The version of its weights is the steps that they have seen, 0 from model.path.
+    """Load the weights into the engine; a collective call.
 
-    A collective call. The Megatron model of a checkpoint is gone when it returns.
+    The version of the weights is the number of steps they were trained for, 0 for model.path. The Megatron model of a
+    checkpoint is freed before this returns.
     """
     if checkpoint is None:
         with HFCheckpoint(config.model.path) as source:
@@ -134,8 +136,8 @@ def _tokenizer(model_path: str) -> PreTrainedTokenizerBase:
         raise ConfigError(f"model.path: {model_path} holds no tokenizer that transformers can read: {error}") from error
 
 
-def _plan(request: EvalRequest) -> Plan:
-    """On the main rank: find, load and compare everything that can be wrong before anything is sampled."""
+def _prepare(request: EvalRequest) -> Task:
+    """Find, load and check everything before anything is sampled; on the main rank."""
     config = request.config
     if not (Path(config.model.path) / "config.json").is_file():
         raise ConfigError(
@@ -143,7 +145,7 @@ def _plan(request: EvalRequest) -> Plan:
         )
     checkpoint = None if request.checkpoint is None else find_checkpoint(request.checkpoint)
     if checkpoint is None:
-        with HFCheckpoint(config.model.path):  # says so if there are no weights
+        with HFCheckpoint(config.model.path):  # raises if there are no weights
             pass
     default = config.run_dir / "eval" / ("model" if checkpoint is None else checkpoint.resolve().name)
     out = request.out or default
@@ -161,28 +163,28 @@ def _plan(request: EvalRequest) -> Plan:
         )
         for benchmark in request.benchmarks
     }
-    shared = folder.settings_of(request, checkpoint)
-    own = {b.name: folder.settings_of_benchmark(request, b, prompts[b.name]) for b in request.benchmarks}
-    found = folder.complete_results(out)
-    folder.refuse_other_settings(out, found, shared, own)
+    shared = results.shared_settings(request, checkpoint)
+    own = {b.name: results.benchmark_settings(request, b, prompts[b.name]) for b in request.benchmarks}
+    found = results.complete_results(out)
+    results.refuse_other_settings(out, found, shared, own)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out: {out} cannot be made: {error}") from error
-    return Plan(checkpoint, out, prompts, shared, own, frozenset(found) & frozenset(prompts))
+    return Task(checkpoint, out, prompts, shared, own, frozenset(found) & frozenset(prompts))
 
 
 def _draw_benchmark(
     engine: Engine,
     request: EvalRequest,
     benchmark: Benchmark,
-    plan: Plan,
+    task: Task,
     tokenizer: PreTrainedTokenizerBase,
     progress: StepProgress,
 ) -> None:
     """Sample, judge and save one benchmark; a collective call."""
     started = time.perf_counter()
-    prompts = plan.prompts[benchmark.name]
+    prompts = task.prompts[benchmark.name]
     total = len(prompts) * request.samples
     mine = [divmod(index, request.samples) for index in range(dist.get_rank(), total, dist.get_world_size())]
     lines: list[Line] = []
@@ -195,49 +197,52 @@ def _draw_benchmark(
     distributed.fail_together(failure, f"the evaluation on {benchmark.name}")
     gathered: list[Any] | None = [None] * dist.get_world_size() if distributed.is_main_rank() else None
     dist.gather_object(lines, gathered)
-    distributed.from_main_rank(lambda: _save(request, benchmark, plan, gathered or [], engine.weight_version))
+    distributed.from_main_rank(lambda: _save(request, benchmark, task, gathered or [], engine.weight_version))
     progress.line(f"{benchmark.name}: {total} responses in {time.perf_counter() - started:.1f} s")
 
 
 def _save(
     request: EvalRequest,
     benchmark: Benchmark,
-    plan: Plan,
+    task: Task,
     gathered: Sequence[list[Line]],
     version: int,
 ) -> None:
-    """On the main rank. Responses are kept even if no reward could be had, but the benchmark is then not complete."""
+    """Save a benchmark; on the main rank.
+
+    The responses are kept even if none has a reward, but then the benchmark is not complete.
+    """
     lines = sorted((line for part in gathered for line in part), key=lambda line: (line["prompt"], line["sample"]))
     first_error = next((line["error"] for line in lines if line["error"] is not None), None)
     threshold = request.config.reward.threshold
-    samples = folder.write_benchmark(plan.out, benchmark, plan.prompts[benchmark.name], lines, threshold)
+    samples = results.write_benchmark(task.out, benchmark, task.prompts[benchmark.name], lines, threshold)
     if not samples.num_valid.any():
         raise RolloutError(
             f"{benchmark.name}: no response has a reward, {benchmark.reward} or the environment failed; first: "
             f"{first_error}"
         )
     known = {"weights_version": version, "first_error": first_error}
-    settings = plan.shared | plan.own[benchmark.name]
-    folder.write_result(plan.out, benchmark, settings, known, samples, request.ks)
+    settings = task.shared | task.own[benchmark.name]
+    results.write_result(task.out, benchmark, settings, known, samples, request.ks)
 
 
-def _conclude(request: EvalRequest, plan: Plan, console: Console | None) -> None:
-    """On the main rank: figures for the k of this call, eval.json, the table."""
-    results: dict[str, Mapping[str, Any]] = {}
+def _conclude(request: EvalRequest, task: Task, console: Console | None) -> None:
+    """Compute scores for the k of this call, write eval.json, print the table; on the main rank."""
+    found: dict[str, Mapping[str, Any]] = {}
     threshold = request.config.reward.threshold
-    before = folder.complete_results(plan.out)
+    before = results.complete_results(task.out)
     for benchmark in request.benchmarks:
         name = benchmark.name
         known = {key: before[name][key] for key in ("weights_version", "first_error")}
-        samples = folder.read_samples(plan.out, name, len(plan.prompts[name]), request.samples, threshold)
-        settings = plan.shared | plan.own[name]
-        results[name] = folder.write_result(plan.out, benchmark, settings, known, samples, request.ks)
-    folder.write_summary(plan.out, request, plan.shared)
-    shown = console_of(console)
-    weights = request.config.model.path if plan.checkpoint is None else plan.checkpoint
+        samples = results.read_samples(task.out, name, len(task.prompts[name]), request.samples, threshold)
+        settings = task.shared | task.own[name]
+        found[name] = results.write_result(task.out, benchmark, settings, known, samples, request.ks)
+    results.write_summary(task.out, request, task.shared)
+    shown = widen(console)
+    weights = request.config.model.path if task.checkpoint is None else task.checkpoint
     engine, temperature = request.config.rollout.engine, request.config.eval.temperature
     shown.print(
         f"{weights}, engine {engine}, temperature {temperature:g}", highlight=False, markup=False, soft_wrap=True
     )
-    print_table(results, shown)
-    shown.print(f"eval: {plan.out / 'eval.json'}", highlight=False, markup=False, soft_wrap=True)
+    print_table(found, shown)
+    shown.print(f"eval: {task.out / 'eval.json'}", highlight=False, markup=False, soft_wrap=True)

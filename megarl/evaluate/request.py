@@ -1,4 +1,4 @@
-"""What ``megarl eval`` is asked for, checked before anything heavy is imported."""
+"""The request of ``megarl eval``, checked before torch is imported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.data.benchmarks import Benchmark, choose
 from megarl.errors import ConfigError
 
 WITHOUT_TRAINING = {"train.micro_batch_tokens": 2**20 * 3 * 5 * 7}
-"""Overrides below the user's: responses may be longer than training could hold. Divides by any likely parallel.tp."""
+"""Overrides below the user's: responses may be longer than in training. Any likely parallel.tp divides it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +27,14 @@ class EvalRequest:
     ks: tuple[int, ...]
     """The k of pass@k, ascending, none above samples."""
     checkpoint: Path | None = None
-    """Step folder, or the run or checkpoints folder whose newest is meant; None: the weights in model.path."""
+    """Step folder, or a folder of a run or of checkpoints, of which the newest is taken; None: model.path."""
     out: Path | None = None
     """Where results go; None: below run.dir."""
 
     def layout(self, world_size: int) -> Config:
-        """The configuration for so many ranks; ConfigError if the layout of a checkpoint does not divide them.
+        """Return the configuration for this number of ranks. Raises ConfigError if a checkpoint's layout does not fit.
 
-        Without a checkpoint there is no layout. Nothing trains, so batches need not divide.
+        Without a checkpoint there is no layout. Nothing trains, so the batch sizes need not divide.
         """
         config = self.config
         parallel = ParallelConfig() if self.checkpoint is None else config.parallel
@@ -56,7 +56,7 @@ def eval_request(
     checkpoint: Path | None = None,
     out: Path | None = None,
 ) -> EvalRequest:
-    """Check a command line against itself and the configuration; ConfigError if they do not go together.
+    """Check a command line and its configuration. Raises ConfigError if they contradict each other.
 
     samples: default ``eval.samples``; ks: default the powers of 4 up to samples, and samples.
     """

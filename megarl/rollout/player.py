@@ -9,9 +9,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megarl.core.types import Rollout, SampleRequest
-from megarl.data.judge import Judge, Verdict
+from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt
-from megarl.data.steps import step_tokens
+from megarl.data.reasoning_steps import step_tokens
+from megarl.data.rewards import Verdict
 from megarl.rollout.engine import Session
 from megarl.rollout.episodes import EpisodeLimits, EpisodeResult, play, play_turn
 from megarl.rollout.tools.protocol import Environment

@@ -14,13 +14,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.data.judge import Judge, StepReward, Verdict
+from megarl.data.judge import Judge
+from megarl.data.rewards import StepReward, Verdict
 from megarl.errors import ConfigError
 
 OWN = """
 import asyncio, os, re, signal, subprocess, sys, time
-from megarl.data.rewards import instantaneous
-from megarl.data.verdicts import StepReward, Steps
+from megarl.data.rewards import StepReward, Steps, instantaneous
 from megarl.errors import ConfigError
 
 class Odd(Exception):  # cannot be unpickled elsewhere

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import megarl.evaluate.evaluation as evaluation
 from megarl import cli
 from megarl.core.sampling.pass_at_k import pass_at_k
-from megarl.evaluate.sampling import response_seed
+from megarl.evaluate.responses import response_seed
 from megarl.run.metrics_log import read_metrics
 from megarl.train.sampling.requests import EVALUATE, sampling_seed
 
@@ -130,7 +130,7 @@ def test_benchmarks_do_not_change_each_other_and_resume(
     before = (out / "train" / "responses.jsonl").stat().st_mtime_ns
     assert call("--out", out, "--data", train, copy, *words) == 0
     shown = capsys.readouterr().out
-    assert f"train: complete in {out}, not drawn again" in shown
+    assert f"train: complete in {out}, not sampled again" in shown
     assert "copy: complete" not in shown
     assert (out / "train" / "responses.jsonl").stat().st_mtime_ns == before
     # Alone, in another folder: the same responses, for seeds do not depend on the company.
@@ -247,7 +247,7 @@ def test_a_template_reaches_the_model(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--checkpoint", "{tmp}/none"], "--checkpoint: {tmp}/none is no folder"),
+        (["--checkpoint", "{tmp}/none"], "--checkpoint: {tmp}/none is not a folder"),
         (["--checkpoint", "{model}"], "is a Hugging Face folder; evaluate it with --model.path {model}"),
         (["--checkpoint", "{tmp}"], "holds no complete checkpoint"),
         (["--checkpoint", "{tmp}/step_0000007"], "is not a complete checkpoint"),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 
-from megarl.data.rewards import instantaneous
-from megarl.data.verdicts import StepReward, Steps
+from megarl.data.rewards import StepReward, Steps, instantaneous
 
 
 def digit_share(*, prompt: str, response: str, answer: str) -> float:

@@ -15,8 +15,8 @@ from megarl.core.sampling.pass_at_k import fixed_prompts_interval, mean_interval
 from megarl.data.benchmarks import Benchmark
 from megarl.data.prompts import Prompt
 from megarl.errors import ConfigError, DataError
-from megarl.evaluate import folder
-from megarl.evaluate.figures import Samples, console_of, figures, print_table, prompt_rows
+from megarl.evaluate import results
+from megarl.evaluate.scores import Samples, print_table, score, score_prompts, widen
 
 NAN = float("nan")
 
@@ -32,7 +32,7 @@ def ends(interval: Any) -> list[float]:
 
 
 def test_rewards_that_failed_are_no_samples_and_prompts_without_enough_are_counted() -> None:
-    found = figures(samples([1, 1, 0, NAN], [0, 0, 0, 0], [NAN] * 4, [1, NAN, NAN, NAN]), (1, 2, 4))
+    found = score(samples([1, 1, 0, NAN], [0, 0, 0, 0], [NAN] * 4, [1, NAN, NAN, NAN]), (1, 2, 4))
     assert found["avg"]["value"] == pytest.approx((2 / 3 + 0 + 1) / 3)
     assert (found["avg"]["prompts"], found["avg"]["left_out"]) == (3, 1)
     assert found["avg"]["other_prompts"] == pytest.approx(ends(mean_interval([2 / 3, 0, 1])))
@@ -49,7 +49,7 @@ def test_rewards_that_failed_are_no_samples_and_prompts_without_enough_are_count
 
 
 def test_pass_at_k_is_unbiased_and_a_reward_at_the_threshold_is_no_pass() -> None:
-    found = figures(samples([1, 0.8, 0.7, 0], [0, 0, 0, 2]), (2, 3))
+    found = score(samples([1, 0.8, 0.7, 0], [0, 0, 0, 2]), (2, 3))
     assert found["pass"]["2"]["value"] == pytest.approx((1 - 1 / 6 + 1 - 3 / 6) / 2)
     assert found["pass"]["3"]["value"] == pytest.approx((1 + 1 - 1 / 4) / 2)
     assert found["avg"]["other_samples"] == pytest.approx(ends(fixed_prompts_interval([4, 4], [2, 1])))
@@ -59,27 +59,27 @@ def test_what_counts_as_correct_can_be_set() -> None:
     rewards, one = np.array([[1, 0.8, 0.5, 0]]), np.ones((1, 4), dtype=np.int64)
     for threshold, correct in ((0.9, 1), (0.7, 2), (0.4, 3), (-1.0, 4)):
         made = Samples(rewards, one, one == 0, threshold)
-        assert figures(made, (1,))["avg"]["value"] == correct / 4
-        assert prompt_rows(made)[0]["correct"] == correct
+        assert score(made, (1,))["avg"]["value"] == correct / 4
+        assert score_prompts(made)[0]["correct"] == correct
 
 
 def test_where_every_prompt_is_one_draw_the_interval_has_a_width() -> None:
-    one = figures(samples([1.0], [1.0], [1.0]), (1,))
+    one = score(samples([1.0], [1.0], [1.0]), (1,))
     assert one["avg"]["other_prompts"] == one["pass"]["1"]["other_prompts"] == ends(wilson_interval(3, 3))
-    any_of_two = figures(samples([0.0, 0.0], [0.0, 0.0]), (1, 2))
+    any_of_two = score(samples([0.0, 0.0], [0.0, 0.0]), (1, 2))
     assert any_of_two["pass"]["2"]["other_prompts"] == ends(wilson_interval(0, 2))
     assert any_of_two["avg"]["other_prompts"] == [0.0, 0.0]
-    assert figures(samples([1.0, 0.0]), (1,))["avg"]["other_prompts"] is None  # one prompt says nothing about others
+    assert score(samples([1.0, 0.0]), (1,))["avg"]["other_prompts"] is None  # one prompt says nothing about others
 
 
 def test_nothing_judged_is_null_and_not_nan() -> None:
-    found = figures(samples([NAN, NAN]), (1,))
+    found = score(samples([NAN, NAN]), (1,))
     assert found["avg"]["value"] is found["reward_mean"] is found["pass"]["1"]["value"] is None
     assert json.dumps(found, allow_nan=False)
 
 
 def test_prompts_have_wilson_intervals() -> None:
-    rows = prompt_rows(samples([1, 0, NAN], [NAN, NAN, NAN]))
+    rows = score_prompts(samples([1, 0, NAN], [NAN, NAN, NAN]))
     assert rows[0] == {
         "valid": 2,
         "correct": 1,
@@ -91,14 +91,14 @@ def test_prompts_have_wilson_intervals() -> None:
 
 def test_the_table_fits_a_pipe_and_says_what_was_left_out() -> None:
     buffer = io.StringIO()
-    result = {"figures": figures(samples([1, 1, 0, NAN], [0, 0, 0, 0]), (1, 4)), "first_error": "[odd] one"}
-    print_table({"aime24": result}, console_of(Console(file=buffer)))
+    result = {"figures": score(samples([1, 1, 0, NAN], [0, 0, 0, 0]), (1, 4)), "first_error": "[odd] one"}
+    print_table({"aime24": result}, widen(Console(file=buffer)))
     shown = buffer.getvalue()
     assert "avg@4" in shown
     assert "33.3%" in shown
     assert "aime24: 1 of 8 responses have no reward" in shown
     assert "first: [odd] one" in shown
-    assert "aime24: prompts left out for want of samples with a reward: 1 from pass@4" in shown
+    assert "aime24: prompts left out because too few of their samples have a reward: 1 from pass@4" in shown
     assert "…" not in shown
 
 
@@ -116,8 +116,8 @@ def line(prompt: int, sample: int, text: str = "x", reward: float | None = 1.0) 
 def test_responses_read_back_whatever_they_hold(tmp_path: Path) -> None:
     prompts = [Prompt(0, np.array([1], np.int32), "q\u2028", "a", "here:1")]
     lines = [line(0, 0, "a\u2028b\x85c\n\x0bd\x1ce"), line(0, 1, "", None)]
-    written = folder.write_benchmark(tmp_path, Benchmark("b", "s"), prompts, lines, 0.7)
-    read = folder.read_samples(tmp_path, "b", 1, 2, 0.7)
+    written = results.write_benchmark(tmp_path, Benchmark("b", "s"), prompts, lines, 0.7)
+    read = results.read_samples(tmp_path, "b", 1, 2, 0.7)
     for name in ("rewards", "lengths", "truncated"):
         np.testing.assert_array_equal(getattr(read, name), getattr(written, name))
     assert np.isnan(read.rewards[0, 1])
@@ -125,21 +125,21 @@ def test_responses_read_back_whatever_they_hold(tmp_path: Path) -> None:
     assert json.loads(path.read_text().split("\n")[0])["response"] == lines[0]["response"]
     assert [p.name for p in sorted((tmp_path / "b").iterdir())] == ["prompts.jsonl", "responses.jsonl"]
     with pytest.raises(DataError, match="found 2 responses, expected 1 prompts \\* 3 samples"):
-        folder.read_samples(tmp_path, "b", 1, 3, 0.7)
+        results.read_samples(tmp_path, "b", 1, 3, 0.7)
     path.write_text(json.dumps(line(0, 1)) + "\n" + json.dumps(line(0, 0)) + "\n")
     with pytest.raises(DataError, match="not in the order of prompts and samples; remove"):
-        folder.read_samples(tmp_path, "b", 1, 2, 0.7)
+        results.read_samples(tmp_path, "b", 1, 2, 0.7)
     path.write_text(path.read_text()[:-9])
     with pytest.raises(DataError, match="JSONDecodeError"):
-        folder.read_samples(tmp_path, "b", 1, 2, 0.7)
+        results.read_samples(tmp_path, "b", 1, 2, 0.7)
 
 
 def test_other_settings_are_refused_with_what_to_remove(tmp_path: Path) -> None:
-    results = {"b": {"settings": {"seed": 0, "samples": 4}}, "c": {"settings": {"seed": 0, "samples": 9}}}
-    folder.refuse_other_settings(tmp_path, results, {"seed": 0}, {"b": {"samples": 4}})
+    known = {"b": {"settings": {"seed": 0, "samples": 4}}, "c": {"settings": {"seed": 0, "samples": 9}}}
+    results.refuse_other_settings(tmp_path, known, {"seed": 0}, {"b": {"samples": 4}})
     with pytest.raises(ConfigError, match=f"b evaluated with samples = 4, this call has 5; .* remove {tmp_path}/b$"):
-        folder.refuse_other_settings(tmp_path, results, {"seed": 0}, {"b": {"samples": 5}})
+        results.refuse_other_settings(tmp_path, known, {"seed": 0}, {"b": {"samples": 5}})
     with pytest.raises(ConfigError, match=rf"with seed = 0, this call has 1 \(and 1 more: samples\); .* {tmp_path}$"):
-        folder.refuse_other_settings(tmp_path, results, {"seed": 1}, {"b": {"samples": 5}})
+        results.refuse_other_settings(tmp_path, known, {"seed": 1}, {"b": {"samples": 5}})
     with pytest.raises(ConfigError, match="holds c evaluated with seed = 0"):  # also of benchmarks not asked for
-        folder.refuse_other_settings(tmp_path, {"c": results["c"]}, {"seed": 1}, {"b": {"samples": 4}})
+        results.refuse_other_settings(tmp_path, {"c": known["c"]}, {"seed": 1}, {"b": {"samples": 4}})

@@ -1,4 +1,4 @@
-"""How an evaluation draws: one rank's samples of a benchmark, judged, as the lines that are saved of them."""
+"""Sample and judge one rank's share of the responses to a benchmark, as lines of responses.jsonl."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def draw_lines(
     tokenizer: PreTrainedTokenizerBase,
     on_finish: Advance | None = None,
 ) -> list[dict[str, Any]]:
-    """Draw the samples ``keys``, (prompt, sample) each, by the environment that the configuration has, if any.
+    """Draw the samples ``keys``, (prompt, sample) each, in the environment of the configuration, if it has one.
 
-    Returns a line of responses.jsonl for each, in no particular order. Not a collective call. What a reward or an
-    environment fails at is in the line; errors of the engine are raised.
+    Returns a line of responses.jsonl for each, in no particular order. Not a collective call. Errors of a reward or an
+    environment are in the lines; errors of the engine are raised.
     """
 
     def request_of(prompt: int, sample: int) -> tuple[SampleRequest, Prompt]:
@@ -48,16 +48,16 @@ def draw_lines(
 
 
 def response_seed(run_seed: int, benchmark: str, prompt: int, sample: int) -> int:
-    """Seed of one response: it depends on the benchmark's name, so that others in the same call do not change it.
+    """Return the seed of one response. It depends on the benchmark's name, not on the other benchmarks of a call.
 
-    For the held-out prompts it is that of the trainer's own evaluation, whose figures thus come out again.
+    For held-out prompts it is the seed of the trainer's evaluation, so that both give the same scores.
     """
     number = 0 if benchmark == HELDOUT else zlib.crc32(benchmark.encode())
     return sampling_seed(run_seed, EVALUATE, number, prompt, sample)
 
 
 def sampling_params(config: Config, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
-    """Those of the trainer's own evaluation."""
+    """Return the sampling parameters of the trainer's evaluation."""
     return SamplingParams(
         temperature=config.eval.temperature,
         top_p=config.rollout.top_p,
@@ -68,7 +68,7 @@ def sampling_params(config: Config, tokenizer: PreTrainedTokenizerBase) -> Sampl
 
 
 def _line(key: Key, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """``length`` counts the model's own tokens; the response has the environment's in it too, as the reward saw it."""
+    """Return a line. ``length`` counts the model's tokens; ``response`` includes those of the environment."""
     prompt, number = key
     rollout = sample.rollout
     return {

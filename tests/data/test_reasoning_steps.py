@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from megarl.data.steps import step_tokens
+from megarl.data.reasoning_steps import step_tokens
+from megarl.data.rewards import StepReward, Steps, Verdict, read_verdict
 from megarl.data.tiny import CHARACTERS, write_tiny_model
-from megarl.data.verdicts import StepReward, Steps, Verdict, verdict_of
 from megarl.errors import DataError
 
 CORPUS = [
@@ -104,6 +104,12 @@ def test_any_tokens_that_a_model_may_sample(name: str, data: st.DataObject) -> N
     assert found == slow(tokenizer, tokens, ends)
 
 
+def test_a_run_of_bytes_that_is_valid_before_it_is_not() -> None:
+    """0xC2 0x80 is a character; 0xC2 0x80 0x80 is none, so its three bytes read as three replacement characters."""
+    tokens = [196, 130, 130]
+    assert step_tokens(TOKENIZERS["byte_fallback"], np.array(tokens), [1]).tolist() == [0]
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), pads=st.lists(st.integers(0, 12), max_size=4))
 def test_one_token_per_character(tiny: PreTrainedTokenizerBase, data: st.DataObject, pads: list[int]) -> None:
@@ -143,7 +149,7 @@ def test_ends_that_cannot_be(ends: list[int], make_tokenizer: Callable[..., PreT
 
 def test_verdicts_of_steps() -> None:
     good = Steps(1, [StepReward(np.int64(2), True), StepReward(3, np.float32(0.5))])  # type: ignore[arg-type]
-    assert verdict_of(good, "abc") == Verdict(1.0, (StepReward(2, 1.0), StepReward(3, 0.5)))
+    assert read_verdict(good, "abc") == Verdict(1.0, (StepReward(2, 1.0), StepReward(3, 0.5)))
     one = StepReward(1, 0.0)
     for wrong, error, told in (
         (Steps(float("nan"), [one]), ValueError, "the outcome of the steps is nan"),
@@ -157,4 +163,4 @@ def test_verdicts_of_steps() -> None:
         ([1.0], TypeError, "expected a number"),
     ):
         with pytest.raises(error, match=told):
-            verdict_of(wrong, "abc")
+            read_verdict(wrong, "abc")

@@ -1,8 +1,8 @@
-"""The figures of an evaluation, from its rewards; every interval says which question it answers.
+"""The scores of an evaluation: avg@k, pass@k and their confidence intervals, from its rewards.
 
-A response is correct if its reward is above ``reward.threshold``. One without a reward, because the reward function or
-the environment failed, is no sample: prompts count with the samples that are left, and not at all where there are too
-few.
+A response is correct if its reward is above ``reward.threshold``. A response without a reward, because the reward
+function or the environment failed, does not count: its prompt counts with the samples that are left, and not at all
+where they are too few.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _WIDTH = 110
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What was drawn for one benchmark: P prompts, S samples each."""
+    """The samples of one benchmark: P prompts, S samples each."""
 
     rewards: np.ndarray
-    """float64 [P, S]; NaN where there is none."""
+    """float64 [P, S]; NaN without a reward."""
     lengths: np.ndarray
     """int64 [P, S], tokens of the response."""
     truncated: np.ndarray
-    """bool [P, S], cut off at the longest response."""
+    """bool [P, S], cut off at the length limit."""
     threshold: float = POSITIVE
     """A larger reward is a correct response."""
 
@@ -45,23 +45,23 @@ class Samples:
 
     @property
     def num_correct(self) -> np.ndarray:
-        """int64 [P]."""
+        """int64 [P], correct samples."""
         return (np.nan_to_num(self.rewards, nan=0.0) > self.threshold).sum(axis=1)
 
 
-def figures(samples: Samples, ks: Sequence[int]) -> dict[str, Any]:
-    """All figures of a benchmark, plain numbers; null where there is nothing to compute one of."""
+def score(samples: Samples, ks: Sequence[int]) -> dict[str, Any]:
+    """Return all scores of a benchmark as plain numbers; None where there is nothing to compute."""
     n, c = samples.num_valid, samples.num_correct
     judged = n > 0
     errors = int(samples.rewards.size - n.sum())
-    rate = _figure(c[judged] / n[judged], certain=bool((n[judged] == 1).all()), left_out=int((~judged).sum()))
+    rate = _average(c[judged] / n[judged], is_binary=bool((n[judged] == 1).all()), left_out=int((~judged).sum()))
     repeated = bool(judged.any() and (n[judged] > 1).all())
     fixed = fixed_prompts_interval(n[judged], c[judged], LEVEL) if repeated else None
     return {
         "prompts": int(n.size),
         "samples": int(samples.rewards.shape[1]),
-        "avg": {**rate, "other_samples": _ends(fixed)},
-        "pass": {str(k): _pass(n, c, k) for k in ks},
+        "avg": {**rate, "other_samples": _clip(fixed)},
+        "pass": {str(k): _score_pass(n, c, k) for k in ks},
         "reward_mean": float(np.nanmean(samples.rewards)) if judged.any() else None,
         "reward_errors": errors,
         "length_mean": float(samples.lengths.mean()),
@@ -69,49 +69,52 @@ def figures(samples: Samples, ks: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def prompt_rows(samples: Samples) -> list[dict[str, Any]]:
-    """For each prompt its samples and its pass rate with Wilson's interval."""
+def score_prompts(samples: Samples) -> list[dict[str, Any]]:
+    """Return for each prompt its samples and its pass rate, with Wilson's interval."""
     rows = []
     for valid, correct in zip(samples.num_valid.tolist(), samples.num_correct.tolist(), strict=True):
         interval = wilson_interval(correct, valid, LEVEL) if valid else None
         rate = correct / valid if valid else None
-        rows.append({"valid": valid, "correct": correct, "pass_rate": rate, "other_samples": _ends(interval)})
+        rows.append({"valid": valid, "correct": correct, "pass_rate": rate, "other_samples": _clip(interval)})
     return rows
 
 
-def _pass(n: np.ndarray, c: np.ndarray, k: int) -> dict[str, Any]:
+def _score_pass(n: np.ndarray, c: np.ndarray, k: int) -> dict[str, Any]:
     enough = n >= k
     values = pass_at_k(n[enough], c[enough], k)
-    return _figure(values, certain=bool((n[enough] == k).all()), left_out=int((~enough).sum()))
+    return _average(values, is_binary=bool((n[enough] == k).all()), left_out=int((~enough).sum()))
 
 
-def _figure(values: np.ndarray, *, certain: bool, left_out: int) -> dict[str, Any]:
-    """The mean over prompts. ``certain``: each value is one draw of 0 or 1, so that Wilson's interval holds; the normal
-    one would have no width where all prompts agree."""
+def _average(values: np.ndarray, *, is_binary: bool, left_out: int) -> dict[str, Any]:
+    """Return the mean over prompts with its interval.
+
+    is_binary: each value is one draw of 0 or 1. Then Wilson's interval holds; the normal one would have no width where
+    all prompts agree.
+    """
     interval: Interval | None = None
-    if certain and values.size:
+    if is_binary and values.size:
         interval = wilson_interval(int(values.sum()), values.size, LEVEL)
     elif values.size > 1:
         interval = mean_interval(values, LEVEL)
     return {
         "value": float(values.mean()) if values.size else None,
-        "other_prompts": _ends(interval),
+        "other_prompts": _clip(interval),
         "prompts": int(values.size),
         "left_out": left_out,
     }
 
 
-def _ends(interval: Interval | None) -> list[float] | None:
-    """Cut at 0 and 1, which a share cannot leave."""
+def _clip(interval: Interval | None) -> list[float] | None:
+    """Return the ends of an interval, clipped to 0 and 1."""
     return None if interval is None else [max(interval.low, 0.0), min(interval.high, 1.0)]
 
 
 def print_table(results: Mapping[str, Mapping[str, Any]], console: Console) -> None:
-    """One row per figure of each benchmark, and what is to be said besides."""
+    """Print one row per score of each benchmark, and the remarks below."""
     table = Table(box=box.SIMPLE_HEAD)
     for heading, justify in (
         ("benchmark", "left"),
-        ("figure", "left"),
+        ("score", "left"),
         ("value", "right"),
         ("95 %, other prompts", "right"),
         ("95 %, other samples", "right"),
@@ -121,9 +124,9 @@ def print_table(results: Mapping[str, Mapping[str, Any]], console: Console) -> N
     for name, result in results.items():
         found = result["figures"]
         rows = {f"avg@{found['samples']}": found["avg"]} | {f"pass@{k}": entry for k, entry in found["pass"].items()}
-        for index, (figure, entry) in enumerate(rows.items()):
+        for index, (label, entry) in enumerate(rows.items()):
             shown = _percent(entry["value"]), _range(entry["other_prompts"]), _range(entry.get("other_samples"))
-            table.add_row("" if index else escape(name), figure, *shown, str(entry["prompts"]))
+            table.add_row("" if index else escape(name), label, *shown, str(entry["prompts"]))
         table.add_row("", "length", f"{found['length_mean']:.1f}", "", "", "")
         table.add_row("", "truncated", _percent(found["truncated"]), "", "", "")
         table.add_section()
@@ -134,24 +137,24 @@ def print_table(results: Mapping[str, Mapping[str, Any]], console: Console) -> N
 
 
 def remarks(result: Mapping[str, Any]) -> list[str]:
-    """What the table does not say: rewards that failed, and prompts that are missing from a figure for it."""
+    """Return what the table does not say: rewards that failed, and the prompts that a score leaves out for it."""
     found = result["figures"]
     lines = []
     if found["reward_errors"]:
         total = found["prompts"] * found["samples"]
         lines.append(
-            f"{found['reward_errors']} of {total} responses have no reward, and count in no figure above but "
-            f"length and truncated; first: {result['first_error']}"
+            f"{found['reward_errors']} of {total} responses have no reward, and count only in length and "
+            f"truncated above; first: {result['first_error']}"
         )
     entries = {f"avg@{found['samples']}": found["avg"]} | {f"pass@{k}": entry for k, entry in found["pass"].items()}
-    short = [f"{entry['left_out']} from {figure}" for figure, entry in entries.items() if entry["left_out"]]
+    short = [f"{entry['left_out']} from {name}" for name, entry in entries.items() if entry["left_out"]]
     if short:
-        lines.append(f"prompts left out for want of samples with a reward: {', '.join(short)}")
+        lines.append(f"prompts left out because too few of their samples have a reward: {', '.join(short)}")
     return lines
 
 
-def console_of(console: Console | None) -> Console:
-    """One that is wide enough for the table, also in a pipe."""
+def widen(console: Console | None) -> Console:
+    """Return a console that is wide enough for the table, also in a pipe."""
     found = console or Console()
     return found if found.width >= _WIDTH else Console(file=found.file, width=_WIDTH)
 

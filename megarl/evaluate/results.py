@@ -1,9 +1,9 @@
-"""The folder of an evaluation: what was asked, what came back, and whether a benchmark in it is complete.
+"""The folder that holds the results of an evaluation.
 
-    <out>/eval.json                    figures of all benchmarks, weights, configuration, versions of packages
+    <out>/eval.json                    scores of all benchmarks, weights, configuration, versions of packages
     <out>/<benchmark>/responses.jsonl  one line per response, by prompt and sample
     <out>/<benchmark>/prompts.jsonl    one line per prompt, with its pass rate
-    <out>/<benchmark>/result.json      settings and figures; written last, so with it the benchmark is complete
+    <out>/<benchmark>/result.json      settings and scores; written last, so a benchmark with it is complete
 
 Every file appears whole or not at all.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,27 +24,28 @@ import numpy as np
 from megarl.data.benchmarks import Benchmark
 from megarl.data.files import write_atomically
 from megarl.data.prompts import Prompt
+from megarl.data.records import write_jsonl
 from megarl.errors import ConfigError, DataError
-from megarl.evaluate.figures import Samples, figures, prompt_rows
 from megarl.evaluate.request import EvalRequest
+from megarl.evaluate.scores import Samples, score, score_prompts
 
 Json = dict[str, Any]
 _TRAINING = {"sampling", "estimate", "gvm", "credit", "train", "optim", "recompute", "checkpoint", "log", "sft"}
-"""Tables that say nothing about an evaluation."""
+"""Tables of the configuration that do not affect an evaluation."""
 _PACKAGES = ("megarl", "torch", "transformers", "megatron-core", "numpy", "math-verify", "datasets")
 
 
-def settings_of(request: EvalRequest, checkpoint: Path | None) -> Json:
-    """What all benchmarks of a folder share, by the flag that sets it: weights, engine, sampling."""
+def shared_settings(request: EvalRequest, checkpoint: Path | None) -> Json:
+    """Return the settings that all benchmarks of a folder share, by flag: weights, engine, sampling."""
     config = request.config
     rollout = config.rollout
     model = Path(config.model.path).resolve()
-    # Which training precision the weights passed through says something only where they did.
+    # The precision of training affects only weights that pass through Megatron.
     trained = {} if checkpoint is None else {"model.dtype": config.model.dtype}
     return {
         "model.path": str(model),
         "checkpoint": None if checkpoint is None else str(checkpoint.resolve()),
-        "weights written": _written(model if checkpoint is None else checkpoint),
+        "weights written": _weights_time(model if checkpoint is None else checkpoint),
         **trained,
         "rollout.engine": rollout.engine,
         "rollout.dtype": rollout.dtype,
@@ -59,8 +60,8 @@ def settings_of(request: EvalRequest, checkpoint: Path | None) -> Json:
     }
 
 
-def settings_of_benchmark(request: EvalRequest, benchmark: Benchmark, prompts: Sequence[Prompt]) -> Json:
-    """The same of one benchmark. Prompts are compared by what they say: a file may move."""
+def benchmark_settings(request: EvalRequest, benchmark: Benchmark, prompts: Sequence[Prompt]) -> Json:
+    """Return the settings of one benchmark. They hold a hash of the prompts, because a file may move."""
     asked = json.dumps([(prompt.text, prompt.answer) for prompt in prompts])
     return {
         "samples": request.samples,
@@ -72,20 +73,20 @@ def settings_of_benchmark(request: EvalRequest, benchmark: Benchmark, prompts: S
     }
 
 
-def _written(folder: Path) -> str:
-    """When the newest file with weights was written."""
+def _weights_time(folder: Path) -> str:
+    """Return when the newest file with weights was written."""
     files = [path for pattern in ("*.safetensors", "*.distcp") for path in folder.glob(pattern)]
     newest = max((path.stat().st_mtime for path in files), default=0.0)
     return datetime.fromtimestamp(newest, UTC).isoformat(timespec="milliseconds")
 
 
 def complete_results(out: Path) -> dict[str, Json]:
-    """The result of every complete benchmark in a folder, by name."""
+    """Return the result of every complete benchmark in a folder, by name."""
     return {path.parent.name: _read_json(path) for path in sorted(out.glob("*/result.json"))}
 
 
 def refuse_other_settings(out: Path, results: Mapping[str, Json], shared: Json, own: Mapping[str, Json]) -> None:
-    """ConfigError if the folder holds results of other weights or settings: old and new figures must not mix."""
+    """Raise ConfigError if the folder holds results of other weights or settings: they must not be mixed."""
     for name, result in results.items():
         wanted = shared | own.get(name, {})
         found = result["settings"]
@@ -107,28 +108,28 @@ def write_benchmark(
     responses: Sequence[Json],
     threshold: float,
 ) -> Samples:
-    """Write what was drawn for a benchmark, and return it as arrays. threshold: of a correct response's reward."""
+    """Write the responses of a benchmark, and return them as arrays. threshold: rewards above it are correct."""
     folder = out / benchmark.name
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "responses.jsonl", _lines(responses))
-    samples = _samples(responses, len(prompts), threshold)
+    write_jsonl(folder / "responses.jsonl", responses)
+    samples = _to_samples(responses, len(prompts), threshold)
     rows = (
         {"prompt": p.index, "source": p.source, "answer": p.answer, **row, "text": p.text}
-        for p, row in zip(prompts, prompt_rows(samples), strict=True)
+        for p, row in zip(prompts, score_prompts(samples), strict=True)
     )
-    write_atomically(folder / "prompts.jsonl", _lines(rows))
+    write_jsonl(folder / "prompts.jsonl", rows)
     return samples
 
 
 def read_samples(out: Path, name: str, num_prompts: int, num_samples: int, threshold: float) -> Samples:
-    """What a complete benchmark was computed from; DataError if its responses are not all there."""
+    """Return the samples of a complete benchmark. Raises DataError if responses are missing."""
     path = out / name / "responses.jsonl"
     try:
-        # Not splitlines, which also cuts at separators that a response may hold.
+        # Not splitlines: it also splits at separators that a response may contain.
         responses = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-        found = _samples(responses, num_prompts, threshold)
+        found = _to_samples(responses, num_prompts, threshold)
     except (OSError, ValueError, KeyError, IndexError) as error:
-        raise DataError(f"{path}: {type(error).__name__}: {error}; remove {path.parent} to draw it again") from error
+        raise DataError(f"{path}: {type(error).__name__}: {error}; remove {path.parent} to sample it again") from error
     if found.rewards.shape != (num_prompts, num_samples):
         raise DataError(
             f"{path}: found {len(responses)} responses, expected {num_prompts} prompts * {num_samples} samples; remove "
@@ -140,20 +141,20 @@ def read_samples(out: Path, name: str, num_prompts: int, num_samples: int, thres
 def write_result(
     out: Path, benchmark: Benchmark, settings: Json, known: Json, samples: Samples, ks: Sequence[int]
 ) -> Json:
-    """Compute the figures and mark the benchmark as complete. ``known``: what the run said besides its responses."""
+    """Compute the scores and mark the benchmark as complete. known: weights version and first error of the run."""
     result = {
         "source": benchmark.source,
         "split": benchmark.split,
         **known,
         "settings": settings,
-        "figures": figures(samples, ks),
+        "figures": score(samples, ks),
     }
     write_atomically(out / benchmark.name / "result.json", _json(result))
     return result
 
 
 def write_summary(out: Path, request: EvalRequest, shared: Json) -> Json:
-    """Write eval.json: the results of all benchmarks in the folder, and under which circumstances."""
+    """Write eval.json: the results of all benchmarks in the folder, with settings and package versions."""
     results = complete_results(out)
     own = {
         name: {key: value for key, value in result["settings"].items() if key not in shared}
@@ -170,8 +171,8 @@ def write_summary(out: Path, request: EvalRequest, shared: Json) -> Json:
     return summary
 
 
-def _samples(responses: Sequence[Json], num_prompts: int, threshold: float) -> Samples:
-    """[P, S] arrays of lines that are in order."""
+def _to_samples(responses: Sequence[Json], num_prompts: int, threshold: float) -> Samples:
+    """Return the responses as [P, S] arrays. Raises ValueError unless they are complete and in order."""
     shape = (num_prompts, len(responses) // num_prompts)
     order = [(line["prompt"], line["sample"]) for line in responses]
     if order != [(prompt, sample) for prompt in range(shape[0]) for sample in range(shape[1])]:
@@ -193,7 +194,7 @@ def _read_json(path: Path) -> Json:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read: {error}; remove {path.parent} to draw it again") from error
+        raise DataError(f"{path}: cannot be read: {error}; remove {path.parent} to sample it again") from error
     if not isinstance(found, dict) or not {"settings", "figures"} <= set(found):
         raise DataError(f"{path}: expected settings and figures of an evaluation; choose another --out")
     return found
@@ -201,7 +202,3 @@ def _read_json(path: Path) -> Json:
 
 def _json(value: Json) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
-
-
-def _lines(rows: Iterable[Json]) -> bytes:
-    return "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows).encode()
