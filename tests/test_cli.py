@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl import cli
+from megarl import cli, commands
 from megarl.config.flags import split_overrides
 from megarl.errors import ConfigError, DataError
 
@@ -151,10 +151,10 @@ def test_a_flag_below_a_plain_value_is_refused():
 
 
 def test_errors_of_a_running_command_name_the_rank(monkeypatch, capsys, config_path):
-    def fail(config):
+    def fail(*arguments):
         raise DataError("train.jsonl, line 3:\n found no answer")
 
-    monkeypatch.setattr(cli, "_train", fail)
+    monkeypatch.setattr(commands, "_load_for_ranks", fail)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert cli.main(["train", str(config_path)]) == 2
@@ -164,3 +164,27 @@ def test_errors_of_a_running_command_name_the_rank(monkeypatch, capsys, config_p
 def test_report_of_a_folder_without_a_run_is_explained(capsys, tmp_path):
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "metrics.jsonl" in capsys.readouterr().err
+
+
+def test_a_module_beside_the_file_is_found_from_any_folder_by_the_console_script(tmp_path: Path):
+    settings, elsewhere = tmp_path / "settings", tmp_path / "elsewhere"
+    settings.mkdir()
+    elsewhere.mkdir()
+    (settings / "beside_the_file.py").write_text(
+        "from dataclasses import replace\n"
+        "from megarl.config.engines import ENGINES\n"
+        "from megarl.core.choices.table import OBJECTIVES\n"
+        'engine, objective = ENGINES["local"], replace(OBJECTIVES["grpo"], weight_fn="power", power=1.5)\n'
+    )
+    text = CONFIG.replace("[rollout]", '[train]\nobjective = "beside_the_file:objective"\n[rollout]')
+    (settings / "run.toml").write_text(text)
+    script = Path(sys.executable).with_name("megarl")
+    words = [script, "doctor", "../settings/run.toml", "--rollout.engine", "beside_the_file:engine"]
+    result = subprocess.run(words, cwd=elsewhere, capture_output=True, text=True, timeout=120)
+    assert "beside_the_file:objective, r3" in result.stdout, result.stderr
+    assert "beside_the_file:engine; can: routes" in result.stdout
+    assert "power 1.5" in result.stdout
+    words = [script, "train", "../settings/run.toml", "--train.objective", "beside_it:objective"]
+    result = subprocess.run(words, cwd=elsewhere, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2
+    assert "cannot import 'beside_it' (ModuleNotFoundError: No module named 'beside_it'); put the" in result.stderr

@@ -158,7 +158,7 @@ def test_an_empty_table_needs_no_megatron(monkeypatch):
 
 def test_reading_the_fields_imports_neither_torch_nor_megatron():
     code = (
-        "import sys; from megarl import megatron_fields; megatron_fields.check({'bf16': True});"
+        "import sys; from megarl.config import megatron_fields; megatron_fields.check({'bf16': True});"
         "print([m for m in ('torch', 'megatron.core') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

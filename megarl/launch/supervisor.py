@@ -29,6 +29,7 @@ from megarl.launch import topology
 from megarl.launch.files import end_file, ready_file
 from megarl.launch.steps import Step, srun
 from megarl.launch.topology import Topology
+from megarl.run import failure
 from megarl.run.lock import BEAT_S, RunLock
 from megarl.run.status import newest_checkpoint
 from megarl.run.vitals import read_signs, stop_file, whereabouts
@@ -39,8 +40,6 @@ PYTHON = os.environ.get("MEGARL_STEP_PYTHON", sys.executable)
 KEY_VARIABLE = "MEGARL_API_KEY"
 ATTEMPT_VARIABLE = "MEGARL_ATTEMPT"
 """Names a start of the trainer in its status file."""
-FAILURE_VARIABLE = "MEGARL_FAILURE"
-"""A file for the error that ends a rank; see ``megarl.cli``."""
 _POLL_S = 0.5
 _SERVER_GRACE_S = 30.0
 _FULL_DISK_S = 60.0
@@ -104,9 +103,9 @@ class Supervisor:
             if status.get("state") == "stopped":
                 self._await_the_end()
                 return STOPPED
-            failure = _read(self._logs_of_attempt / "failure.json")
-            why = failure.get("message") or status.get("last_error") or f"exit code {code}; {self._last_seen()}"
-            if failure.get("kind") in _BAD_INPUT:
+            found = failure.read_failure(self._logs_of_attempt / "failure.json")
+            why = found.get("message") or status.get("last_error") or f"exit code {code}; {self._last_seen()}"
+            if found.get("kind") in _BAD_INPUT:
                 self._tell(f"the trainer cannot go on: {why}")
                 return BAD_INPUT
             fruitless = 0 if self._progress() > before else fruitless + 1
@@ -172,7 +171,7 @@ class Supervisor:
             port = topology.free_ports(1, number, self._attempt)[0]
             self.topology = replace(self.topology, master_port=port)
         os.environ[ATTEMPT_VARIABLE] = f"{self.logs.name}-{self._attempt}"
-        os.environ[FAILURE_VARIABLE] = str(self._logs_of_attempt / "failure.json")
+        os.environ[failure.VARIABLE] = str(self._logs_of_attempt / "failure.json")
         self._announce()
         if self._asked is not None:
             return STOPPED

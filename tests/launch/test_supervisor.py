@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from megarl import cli
 from megarl.config import Config
 from megarl.config.file import parse
 from megarl.errors import ConfigError, DataError, MegarlError, PeerError, RolloutError
@@ -24,6 +23,7 @@ from megarl.launch.files import end_file
 from megarl.launch.steps import Step, srun
 from megarl.launch.supervisor import Supervisor
 from megarl.launch.topology import Node
+from megarl.run.failure import write_failure
 from megarl.run.status import read_status
 
 ROOT = Path(__file__).parents[2]
@@ -160,9 +160,9 @@ def test_the_rank_that_knows_why_has_the_word(order: int, tmp_path: Path, monkey
     others.second_hand = True
     errors: list[MegarlError] = [DataError("line 3: no answer"), PeerError("rank 0 lost the others"), others]
     for error in errors if order == 0 else reversed(errors):
-        cli._leave_word(error)
+        write_failure(error)
     assert json.loads(path.read_text())["kind"] == "DataError"
-    cli._leave_word(ConfigError("later"))
+    write_failure(ConfigError("later"))
     assert json.loads(path.read_text())["message"] == "line 3: no answer"
 
 

@@ -1,0 +1,322 @@
+"""The commands of ``megarl``: what each takes from the command line, and what it does.
+
+A command is a record that tyro fills; its docstrings are the help texts. ``run`` gets the other flags, ``--table.key
+value``, and returns the exit code. Everything heavy is imported inside ``run``, after the configuration has been found
+valid.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from tyro.conf import Positional
+
+from megarl.config import Config
+from megarl.config import file as config_file
+from megarl.config.flags import as_flag
+from megarl.errors import ConfigError
+
+Overrides = Mapping[str, Any]
+"""Dotted key -> value, which win over the configuration file."""
+
+
+class Command(Protocol):
+    """A command with its arguments."""
+
+    def run(self, overrides: Overrides) -> int:
+        """Do it; returns the exit code."""
+        ...
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train with RL: alone, or on many ranks under torchrun."""
+
+    config: Positional[Path]
+
+    def run(self, overrides: Overrides) -> int:
+        config = _load_for_ranks(self.config, overrides)
+        from megarl.train.loop import train
+
+        train(config)
+        return 0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Train where the [launch] table says, with all ranks and servers, and keep the run going: docs/launch.md."""
+
+    config: Positional[Path]
+
+    def run(self, overrides: Overrides) -> int:
+        from megarl.launch.supervisor import launch
+
+        words = [word for key, value in overrides.items() for word in (f"--{key}", as_flag(value))]
+        return launch(config_file.load(self.config, overrides), ["train", *words, str(self.config)])
+
+
+@dataclass(frozen=True)
+class Sft:
+    """Teach the model a format from demonstrations (the [sft] table), before RL."""
+
+    config: Positional[Path]
+
+    def run(self, overrides: Overrides) -> int:
+        config = _load_for_ranks(self.config, overrides)
+        if config.sft is None:
+            raise ConfigError(
+                f"{self.config}: found no [sft] table, expected one with data, steps, batch_size and lr; add it"
+            )
+        from megarl.train.sft import sft
+
+        sft(config)
+        return 0
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Sample benchmarks and print avg@k and pass@k with intervals: alone, or on many ranks under torchrun."""
+
+    config: Positional[Path]
+    checkpoint: Path | None = None
+    """Step folder of a run, or a run's folder for its newest; without it the weights in model.path."""
+    data: tuple[str, ...] = ()
+    """aime24, aime25, hmmt25, a .jsonl or .parquet file, a hub name, or NAME=SOURCE; default data.heldout."""
+    samples: int | None = None
+    """Responses to each prompt; default eval.samples."""
+    k: tuple[int, ...] = ()
+    """The k of pass@k; default the powers of 4 up to samples, and samples."""
+    template: str | None = None
+    """Text with {prompt} in it, around every plain-text prompt; default that of the benchmark."""
+    out: Path | None = None
+    """Folder for figures and responses; default <run.dir>/eval/<checkpoint>."""
+
+    def run(self, overrides: Overrides) -> int:
+        from megarl.evaluate.request import WITHOUT_TRAINING, eval_request
+
+        request = eval_request(
+            config_file.load(self.config, {**WITHOUT_TRAINING, **overrides}),
+            data=self.data,
+            samples=self.samples,
+            ks=self.k,
+            template=self.template,
+            checkpoint=self.checkpoint,
+            out=self.out,
+        )
+        request.layout(_world_size())
+        from megarl.evaluate.evaluation import evaluate
+
+        evaluate(request, _world_size())
+        return 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Estimate memory, bytes moved and batches from the configuration alone; refuse what cannot fit or divide."""
+
+    config: Positional[Path]
+    model: Path | None = None
+    """Folder with the model's config.json; default model.path, then the shipped one of that name."""
+    json: bool = False
+    """Print the numbers as JSON."""
+
+    def run(self, overrides: Overrides) -> int:
+        config = config_file.load(self.config, overrides)
+        from megarl.plan import table
+        from megarl.plan.plan import plan
+
+        found = plan(config, self.model, self.config)
+        print(table.to_json(found) if self.json else table.to_text(found, config))
+        return 0
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Show what is installed, what that enables, and what would silently disable routing replay."""
+
+    config: Positional[Path | None] = None
+
+    def run(self, overrides: Overrides) -> int:
+        if self.config is None:
+            _refuse_overrides("doctor without a file", overrides)
+        from megarl.doctor import doctor
+
+        return doctor(self.config, overrides)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Plot the curves of a run into PNGs and one HTML page."""
+
+    run_dir: Positional[Path]
+
+    def run(self, overrides: Overrides) -> int:
+        _refuse_overrides("report", overrides)
+        from megarl.report.report import write_report
+
+        print(f"report: {write_report(self.run_dir)}")
+        return 0
+
+
+@dataclass(frozen=True)
+class Status:
+    """Show how far a run is: step, phase, speed, time to go, last error, and where its ranks are."""
+
+    run_dir: Positional[Path]
+    json: bool = False
+    """Print status.json, with what is known of the ranks, for programs."""
+
+    def run(self, overrides: Overrides) -> int:
+        _refuse_overrides("status", overrides)
+        from megarl.run.status import show
+
+        return show(self.run_dir, self.json)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Look into files of routing traces: inspect FILE, stats FILE, or diff A B [--out heatmap.png]."""
+
+    action: Positional[Literal["inspect", "stats", "diff"]]
+    files: Positional[tuple[Path, ...]]
+    out: Path | None = None
+
+    def run(self, overrides: Overrides) -> int:
+        _refuse_overrides("trace", overrides)
+        expected = 2 if self.action == "diff" else 1
+        if len(self.files) != expected:
+            raise ConfigError(f"megarl trace {self.action}: found {len(self.files)} files, expected {expected}")
+        if self.out is not None and self.action != "diff":
+            raise ConfigError(f"megarl trace {self.action} plots nothing: remove --out; only megarl trace diff has it")
+        from megarl.report import traces
+
+        if self.action == "inspect":
+            traces.inspect(self.files[0])
+        elif self.action == "stats":
+            traces.stats(self.files[0])
+        else:
+            traces.diff(self.files[0], self.files[1], self.out)
+        return 0
+
+
+@dataclass(frozen=True)
+class Simulate:
+    """Compare the sampling rules on prompts with given pass rates: exact cost, contrast and efficiency."""
+
+    rates: tuple[str, ...] = ()
+    """Pass rates of the prompts, P or P:PROMPTS each, such as 0:20 0.3:50 0.9:30."""
+    samples: int = 8
+    """Samples per prompt, for uniform sampling and rules that divide a budget."""
+    train_size: int = 4
+    """Samples of a prompt that train under Ada-Seq."""
+    round_size: int = 8
+    """Samples of a round of Ada-Seq."""
+    max_samples: int = 32
+    """Most samples of a prompt under Ada-Seq."""
+    out: Path = Path("runs/simulate.png")
+    """The picture, a PNG file."""
+
+    def run(self, overrides: Overrides) -> int:
+        _refuse_overrides("simulate", overrides)
+        from megarl.simulate import Budget, simulate
+
+        simulate(self.rates, Budget(self.samples, self.train_size, self.round_size, self.max_samples), self.out)
+        return 0
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Convert a Hugging Face checkpoint into Megatron's torch_dist format, or back; also under torchrun."""
+
+    source: Positional[Path]
+    """A Hugging Face folder, a torch_dist checkpoint, or a folder of Megatron-LM or megarl with some."""
+    out: Positional[Path]
+    """The folder to write; it appears when it is complete."""
+    model: Path | None = None
+    """For a Megatron source, a folder with config and tokenizer; a converted checkpoint has its own."""
+    dtype: Literal["keep", "fp32", "bf16", "fp16"] = "keep"
+    """Of the output."""
+    layers: Literal["installed", "local", "te"] = "installed"
+    """Whose names Megatron will look for: those of its local layers or of Transformer Engine's."""
+    stack_layers: bool = False
+    """One tensor for all layers, as Megatron-LM asks for by default under --moe-layer-freq 1."""
+    drop: tuple[str, ...] = ()
+    """Globs of tensors that the model does not have and that may be left out (prediction layers)."""
+    verify: Literal["none", "checksums", "logits"] = "checksums"
+    """Read everything back and compare bits; logits also builds both models and compares their logits."""
+    shard_gib: float = 2.0
+    """Size of a safetensors file."""
+    overwrite: bool = False
+    """Replace OUT if it exists, at the end and in one step."""
+
+    def run(self, overrides: Overrides) -> int:
+        _refuse_overrides("convert", overrides)
+        if not 0 < self.shard_gib < float("inf"):
+            raise ConfigError(f"--shard-gib: found {self.shard_gib}, expected more than 0")
+        from megarl.convert.command import DTYPES, convert, installed_layers
+        from megarl.convert.conversion import Options
+
+        options = Options(
+            dtype=DTYPES[self.dtype],
+            layers=installed_layers() if self.layers == "installed" else self.layers,
+            shard_bytes=int(self.shard_gib * 2**30),
+            stack_layers=self.stack_layers,
+            drop=self.drop,
+            overwrite=self.overwrite,
+        )
+        convert(self.source, self.out, self.model, options, self.verify)
+        return 0
+
+
+@dataclass(frozen=True)
+class Quickstart:
+    """Make a tiny MoE and a task, train it with RL on the CPU, write a report to OUT/report."""
+
+    out: Path = Path("runs/quickstart")
+
+    def run(self, overrides: Overrides) -> int:
+        _refuse_overrides("quickstart", overrides)
+        from megarl.quickstart import quickstart
+
+        quickstart(self.out)
+        return 0
+
+
+COMMANDS: Mapping[str, type[Command]] = {
+    command.__name__.lower(): command
+    for command in (
+        Train,
+        Launch,
+        Sft,
+        Eval,
+        Plan,
+        Doctor,
+        Report,
+        Status,
+        Trace,
+        Simulate,
+        Convert,
+        Quickstart,
+    )
+}
+"""By the name on the command line."""
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))  # set by torchrun
+
+
+def _load_for_ranks(path: Path, overrides: Overrides) -> Config:
+    """The configuration, checked for the ranks that torchrun has started."""
+    config = config_file.load(path, overrides)
+    config.check_world_size(_world_size())
+    return config
+
+
+def _refuse_overrides(command: str, overrides: Overrides) -> None:
+    if overrides:
+        raise ConfigError(f"megarl {command} reads no configuration: remove --{next(iter(overrides))}")
