@@ -92,7 +92,7 @@ def test_gpus_get_no_shim_and_only_their_devices(monkeypatch: pytest.MonkeyPatch
         ({"extra_args": ("--disaggregation-mode", "decode")}, "the routes of the prompt stay in the prefill server"),
         ({"extra_args": ("--api-key", "secret")}, "set api_key"),
         ({"extra_args": ("--tp-size=2",)}, "extra_args hold --tp-size: set tp"),
-        ({"extra_args": ("--weight-version", "7")}, "must not pass off its old weights"),
+        ({"extra_args": ("--weight-version", "7")}, "must not name its old weights"),
         ({"extra_args": ("--config", "file.yaml")}, "behind the checks"),
     ],
 )
