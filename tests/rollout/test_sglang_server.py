@@ -93,7 +93,7 @@ def test_gpus_get_no_shim_and_only_their_devices(monkeypatch: pytest.MonkeyPatch
         ({"extra_args": ("--api-key", "secret")}, "set api_key"),
         ({"extra_args": ("--tp-size=2",)}, "extra_args hold --tp-size: set tp"),
         ({"extra_args": ("--weight-version", "7")}, "must not name its old weights"),
-        ({"extra_args": ("--config", "file.yaml")}, "behind the checks"),
+        ({"extra_args": ("--config", "file.yaml")}, "it could set anything unchecked"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes: dict[str, object], message: str):
