@@ -1,1 +1,5 @@
-"""The engine for one process: transformers on this device, without a server."""
+"""The engine on transformers, in the trainer's own process.
+
+engine (requests and weights) -> session (one batch whenever all episodes wait) -> decode (the loop over tokens), which
+draws from a distribution and reads the routes with a recorder.
+"""
