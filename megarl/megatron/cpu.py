@@ -1,26 +1,25 @@
-"""Lets megatron-core 0.12 to 0.16 run where there is no CUDA: gloo, CPU tensors, no Transformer Engine.
+"""Runs megatron-core 0.12 to 0.16 without CUDA: gloo, CPU tensors, no Transformer Engine.
 
-Megatron-Core assumes a GPU in six ways. Each has one remedy here; nothing else of torch or Megatron is touched, and
-nothing at all happens on a machine with CUDA.
+Megatron-Core assumes a GPU in six ways. Each has one remedy here. Nothing else of torch or Megatron is changed, and
+nothing is changed on a machine with CUDA.
 
-1. It calls ``torch.cuda`` for streams, events, synchronisation, the current device and the random generator.
-   A CPU has one stream and one generator, so the stand-ins do nothing, answer ``"cpu"``, or use the CPU generator.
-2. It writes ``"cuda"`` and ``"torch.cuda.FloatTensor"`` as literals inside functions. The literals are replaced in the
-   compiled functions of the listed modules: same code, other constant.
-3. It fuses small functions with ``torch.compile`` while it is imported. On a CPU that needs a C++ compiler and seconds
-   of compilation per function, so during that import ``torch.compile`` hands functions back as they are.
-4. Split sizes of the all-to-all dispatcher stay tensors, which gloo refuses, and so does it shares of unequal size,
-   which expert-tensor parallelism gathers. The router's GEMM, and recomputation of single modules, name Transformer
-   Engine symbols that are undefined without it; latent attention compares with them; 0.12 misses it in a step without
-   FP8 parameters too.
-5. torch's Adam, which serves where the fused one of Apex or Transformer Engine is absent, keeps a step count for each
-   parameter. Loading a reshardable checkpoint of the distributed optimizer forgets it; Megatron restores the count
-   itself right before, so the value in place is the right one.
+1. It calls ``torch.cuda`` for streams, events, synchronisation, the current device and the random generator. A CPU has
+   one stream and one generator, so the stand-ins do nothing, return ``"cpu"``, or use the CPU generator.
+2. It has the literals ``"cuda"`` and ``"torch.cuda.FloatTensor"`` inside functions. They are replaced in the compiled
+   functions of the listed modules: same code, other constants.
+3. It fuses small functions with ``torch.compile`` at import. On a CPU, that needs a C++ compiler and seconds per
+   function. During that import, ``torch.compile`` returns functions unchanged.
+4. Parts of it need Transformer Engine or NCCL:
+   - The all-to-all dispatcher keeps its split sizes in tensors, and expert-tensor parallelism gathers shares of unequal
+     size. gloo accepts neither.
+   - The router's GEMM, the recomputation of single modules and latent attention name symbols of Transformer Engine.
+   - 0.12 calls Transformer Engine in a step without FP8 parameters too.
+5. torch's Adam, the fallback for the fused one, has a step count for each parameter. Loading a reshardable checkpoint
+   of the distributed optimizer drops it. Megatron restores the count right before, so the current value is kept.
+6. Each of its dozens of process groups starts an event loop of gloo, a thread that wakes up a hundred times a second.
+   All groups of a process share one loop.
 
-6. Each of its dozens of process groups starts an event loop of gloo's, a thread that wakes up a hundred times a second.
-   All groups of a process share one.
-
-``enable()`` is called by ``import megarl.megatron``.
+``import megarl.megatron`` calls ``enable()``.
 """
 
 from __future__ import annotations
@@ -58,19 +57,18 @@ _RETARGETED_MODULES = (
 
 
 class _Stream:
-    """The one stream of a CPU: work is finished when the call returns."""
+    """The one stream of a CPU, and any event on it: work is finished when the call returns."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def wait_stream(self, _: Any) -> None:
+    def synchronize(self, *_: Any) -> None:
         pass
 
-    def wait_event(self, _: Any) -> None:
-        pass
+    record = wait = wait_stream = wait_event = synchronize
 
-    def synchronize(self) -> None:
-        pass
+    def query(self) -> bool:
+        return True
 
     def record_event(self, event: _Event | None = None) -> _Event:
         return event or _Event()
@@ -82,6 +80,10 @@ class _Stream:
         return hash(_Stream)
 
 
+class _Event(_Stream):
+    """A class of its own, as torch's compiler expects."""
+
+
 class _NoFP8:
     """What Megatron asks of Transformer Engine's ``FP8GlobalStateManager`` before it recomputes a module."""
 
@@ -90,34 +92,11 @@ class _NoFP8:
         return False
 
 
-def _no_context(**_: Any) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
-class _Event:
-    """An event that has always happened already."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def record(self, *_: Any) -> None:
-        pass
-
-    def wait(self, *_: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-
 class _SharedLoopGloo(distributed_c10d.ProcessGroupGloo):
-    """Remedy 6: a gloo group whose connections are served by the one event loop of this process."""
+    """Remedy 6: a gloo group that uses the one event loop of this process."""
 
     _devices: ClassVar[dict[int, Any]] = {}
-    """By process, for threads do not survive a fork."""
+    """By process id, because threads do not survive a fork."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         options = self._Options()
@@ -134,9 +113,6 @@ class _SharedLoopGloo(distributed_c10d.ProcessGroupGloo):
         return cls.create_device(interface=interface) if interface else cls.create_default_device()
 
 
-_STREAM = _Stream()
-
-
 def _get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
     return torch.get_rng_state()
 
@@ -146,7 +122,7 @@ def _set_rng_state(new_state: torch.Tensor, *_: Any, **__: Any) -> None:
 
 
 def enable() -> bool:
-    """Make megatron-core usable without CUDA; returns whether the layer is active. Safe to call again."""
+    """Make megatron-core usable without CUDA. Return whether the layer is active. May be called again."""
     if torch.cuda.is_available():
         return False
     if getattr(torch.cuda, "_megarl_cpu_layer", False):
@@ -164,15 +140,14 @@ def enable() -> bool:
 
 
 def _replace_cuda_calls() -> None:
-    """Remedy 1: harmless stand-ins for the parts of ``torch.cuda`` that Megatron calls unconditionally.
-
-    One function object for each name: torch's compiler keeps rules per object and refuses to load if two collide.
-    """
+    """Remedy 1: stand-ins for the parts of ``torch.cuda`` that Megatron calls unconditionally."""
+    # Each name gets a function of its own: torch's compiler has a rule per function and refuses to load if two collide.
+    stream = _Stream()
     for name in ("synchronize", "set_device", "empty_cache"):
         setattr(torch.cuda, name, lambda *_, **__: None)
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
-    torch.cuda.current_stream = lambda *_: _STREAM  # type: ignore[assignment, return-value]
-    torch.cuda.default_stream = lambda *_: _STREAM  # type: ignore[assignment, return-value]
+    torch.cuda.current_stream = lambda *_: stream  # type: ignore[assignment, return-value]
+    torch.cuda.default_stream = lambda *_: stream  # type: ignore[assignment, return-value]
     torch.cuda.stream = lambda *_: contextlib.nullcontext()  # type: ignore[assignment, misc, return-value]
     torch.cuda.Stream = _Stream  # type: ignore[assignment, misc]
     torch.cuda.Event = _Event  # type: ignore[assignment, misc]
@@ -184,23 +159,24 @@ def _replace_cuda_calls() -> None:
 
 @contextlib.contextmanager
 def _eager_functions() -> Iterator[None]:
-    """Remedy 3: functions that are decorated with ``torch.compile`` meanwhile stay plain functions."""
-    if "megatron.core.jit" in sys.modules:  # imported by somebody else first: already compiled, so run them eagerly
+    """Remedy 3: inside, ``torch.compile`` returns functions unchanged."""
+    if "megatron.core.jit" in sys.modules:  # Megatron was imported before megarl: its functions are already compiled
         torch.compiler.set_stance("force_eager")
         yield
         return
 
-    def as_it_is(function: Any = None, **_: Any) -> Any:
+    def leave(function: Any = None, **_: Any) -> Any:
         return (lambda inner: inner) if function is None else function
 
-    compile_function, torch.compile = torch.compile, as_it_is  # type: ignore[assignment]
+    compile_function, torch.compile = torch.compile, leave  # type: ignore[assignment]
     try:
         yield
     finally:
         torch.compile = compile_function
 
 
-def _on_cpu(constant: Any) -> Any:
+def _replace_literals(constant: Any) -> Any:
+    """The constant of a function without CUDA: a string, a tuple of constants, or the code of an inner function."""
     if isinstance(constant, str):
         if constant == "cuda":
             return "cpu"
@@ -208,26 +184,26 @@ def _on_cpu(constant: Any) -> Any:
             return constant.replace("torch.cuda.", "torch.")
         return constant
     if isinstance(constant, tuple):
-        return tuple(_on_cpu(item) for item in constant)
+        return tuple(_replace_literals(item) for item in constant)
     if isinstance(constant, types.CodeType):
-        return constant.replace(co_consts=tuple(_on_cpu(item) for item in constant.co_consts))
+        return constant.replace(co_consts=tuple(_replace_literals(item) for item in constant.co_consts))
     return constant
 
 
 def _retarget(module: types.ModuleType) -> None:
-    """Remedy 2: in every function and method that the module itself defines, device literals name the CPU."""
+    """Remedy 2: replace device literals in all functions and methods that the module defines."""
     for value in list(vars(module).values()):
         members = vars(value).values() if isinstance(value, type) else (value,)
         for member in members:
             function = getattr(member, "__func__", getattr(member, "fget", member))
             while function is not None:
                 if isinstance(function, types.FunctionType) and function.__module__ == module.__name__:
-                    function.__code__ = _on_cpu(function.__code__)
+                    function.__code__ = _replace_literals(function.__code__)
                 function = getattr(function, "__wrapped__", None)
 
 
 def _allow_unequal_shares(mappings: types.ModuleType) -> None:
-    """Remedy 4: gather shares of unequal size by padding them, and reduce-scatter them by reducing all."""
+    """Remedy 4: gather shares of unequal size by padding them; reduce-scatter them by reducing the whole."""
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
     def gather_unequal(
@@ -260,24 +236,23 @@ def _replace_helpers() -> None:
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = _get_rng_state
     random._set_cuda_rng_state = _set_rng_state
+    _stand_in_for_transformer_engine(random)
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    dispatcher.maybe_move_tensor_to_cpu = _to_split_sizes
+    _allow_unequal_shares(importlib.import_module("megatron.core.tensor_parallel.mappings"))
+    _keep_adam_steps(importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer)
 
+
+def _stand_in_for_transformer_engine(random: types.ModuleType) -> None:
+    """Remedy 4: the symbols that Megatron uses and leaves undefined."""
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     if not hasattr(random, "FP8GlobalStateManager"):
         random.FP8GlobalStateManager = _NoFP8
-        random.activation_recompute_forward = random.fp8_autocast = _no_context
-    if importlib.util.find_spec("transformer_engine") is None:  # latent attention takes its stand-ins for classes
+        random.activation_recompute_forward = random.fp8_autocast = lambda **_: contextlib.nullcontext()
+    if importlib.util.find_spec("transformer_engine") is None:  # latent attention mistakes Megatron's dummies for it
         importlib.import_module("megatron.core.transformer.multi_latent_attention").HAVE_TE = False
-    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
-
-    def as_split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        del record_stream
-        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-    dispatcher.maybe_move_tensor_to_cpu = as_split_sizes
-    _allow_unequal_shares(importlib.import_module("megatron.core.tensor_parallel.mappings"))
-
     fp8 = importlib.import_module("megatron.core.fp8_utils")
     quantize = fp8._quantize_param_shard_impl
 
@@ -287,7 +262,14 @@ def _replace_helpers() -> None:
 
     fp8._quantize_param_shard_impl = quantize_any
 
-    optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
+
+def _to_split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    del record_stream
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _keep_adam_steps(optimizer: Any) -> None:
+    """Remedy 5: loading the state of a parameter keeps its step count."""
     set_states = optimizer._set_main_param_and_optimizer_states
 
     def set_states_and_step(self: Any, model_param: Any, tensors: dict[str, torch.Tensor]) -> None:

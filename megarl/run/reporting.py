@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megarl.errors import MegarlError, PeerError, StopError
-from megarl.megatron.distributed import is_of_a_collective
+from megarl.megatron.distributed import is_collective_error
 from megarl.run.vitals import Vitals, read_signs, whereabouts
 
 _SIGNS_ARE_OLD_S = 6.0
@@ -28,7 +28,7 @@ def reported(vitals: Vitals, folder: Path, rank: int, ranks: int) -> Iterator[No
         vitals.end("failed", error)
         raise
     except Exception as error:
-        if ranks == 1 or not is_of_a_collective(error):
+        if ranks == 1 or not is_collective_error(error):
             vitals.end("failed", error)
             raise
         status, traced = vitals.status, "".join(traceback.format_exception(error))

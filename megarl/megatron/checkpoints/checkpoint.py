@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megarl.data.files import sync_folder
 from megarl.errors import CheckpointError
 from megarl.megatron.checkpoints.versions import checkpoint_metadata, results_queue
-from megarl.megatron.distributed import is_main_rank, is_of_a_collective
+from megarl.megatron.distributed import is_collective_error, is_main_rank
 from megarl.megatron.model import unwrap
 from megarl.megatron.policy import Policy
 from megarl.megatron.versions import for_stage
@@ -201,7 +201,7 @@ def _raise_unless_damage(error: BaseException) -> None:
     """A rank that died meanwhile and a file system that is away are no fault of the checkpoint: both pass."""
     wrapped = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
     for cause in wrapped:
-        if (isinstance(cause, OSError) and cause.errno in _AWAY) or is_of_a_collective(cause):
+        if (isinstance(cause, OSError) and cause.errno in _AWAY) or is_collective_error(cause):
             raise cause
 
 
