@@ -1,7 +1,7 @@
-"""Runs micro-batches through Megatron's schedules: log-probabilities of given tokens, and the step's backward pass.
+"""Runs micro-batches through Megatron's schedules: log-probabilities of given tokens, and the backward pass of a step.
 
-Every objective enters as per-token coefficients: the loss of a micro-batch is ``-(coefficients * logprobs).sum()``, and
-the gradients of all micro-batches and ranks add up, nothing else.
+Every objective is given as coefficients per token: the loss of a micro-batch is ``-(coefficients * logprobs).sum()``,
+and the gradient is the sum over all micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from megarl.megatron.passes.micro_batches import MicroBatch, router_tokens, to_s
 from megarl.megatron.versions import copy_to_tensor_parallel, padding_argument
 
 CoefficientFn = Callable[[int, TrainBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, Stat]]]
-"""(index of the micro-batch, its columns, logprobs [T], entropies [T]; both detached) -> (coefficients [T], metrics).
+"""(index of the micro-batch, its columns, logprobs [T], entropies [T], both detached) -> (coefficients [T], metrics).
 
-Called on the last pipeline stage only; on each of its tensor-parallel ranks, with equal arguments."""
+Called on the last pipeline stage only, on each of its tensor-parallel ranks with equal arguments."""
 
 Output = TypeVar("Output")
 
 
 @dataclass(frozen=True, slots=True)
 class MicroOutput:
-    """What the last pipeline stage knows about one micro-batch, aligned with its T tokens."""
+    """Output of the last pipeline stage for one micro-batch, aligned with its T tokens."""
 
     logprobs: torch.Tensor
     """float32 [T], 0 for the first token of each sequence."""
@@ -49,15 +49,13 @@ class MicroOutput:
 
 @contextmanager
 def _hidden_states(model: torch.nn.Module) -> Iterator[GPTModel]:
-    """Meanwhile the model's output layer hands its input on, so that logits are never whole.
-
-    The layer is still called, because Megatron's data-parallel hooks hang on that.
-    """
+    """Inside, the model's output layer returns its input, so that logits are never held as a whole."""
     gpt: GPTModel = unwrap(model)
     layer = getattr(gpt, "output_layer", None)
     if layer is None:  # not the last stage
         yield gpt
         return
+    # The layer is still called, because Megatron's data-parallel hooks are registered on it.
     layer.forward = lambda hidden, weight=None, runtime_gather_output=None: (hidden, None)
     try:
         yield gpt
@@ -66,7 +64,7 @@ def _hidden_states(model: torch.nn.Module) -> Iterator[GPTModel]:
 
 
 def _padding_mask(gpt: GPTModel, micro: MicroBatch) -> torch.Tensor | None:
-    """bool [1, S]; of the sequence-parallel slice on later stages, where Megatron 0.16.1 forgets to slice it itself."""
+    """bool [1, S]. Later stages get the sequence-parallel slice, because Megatron 0.16.1 does not slice it there."""
     mask = micro.padding_mask
     if mask is None or gpt.pre_process or not gpt.config.sequence_parallel:
         return mask
@@ -76,7 +74,7 @@ def _padding_mask(gpt: GPTModel, micro: MicroBatch) -> torch.Tensor | None:
 def _logprobs(
     gpt: GPTModel, hidden: torch.Tensor, labels: torch.Tensor, temperature: float, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """By position, fp32 [S] each; hidden [S / tp or S, H] enters the output layer's tensor-parallel region here."""
+    """(log-probabilities, entropies) by position, fp32 [S] each, from hidden [S / tp or S, H]."""
     group = parallel_state.get_tensor_model_parallel_group()
     if gpt.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, group=group)
@@ -87,8 +85,9 @@ def _logprobs(
     return linear_logprobs(hidden, weight, labels, temperature, vocab_size, group)
 
 
-def _weighted(weights: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-    """``-(weights * logprobs).sum()`` over the non-zero weights, for 0 times a log-probability of -inf is NaN."""
+def _weigh(weights: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+    """``-(weights * logprobs).sum()``."""
+    # Skip weights of 0, because 0 times a log-probability of -inf is NaN.
     return -(weights * torch.where(weights != 0, logprobs, 0.0)).sum()
 
 
@@ -101,13 +100,13 @@ def run(
     coefficients: CoefficientFn | None = None,
     on_micro_batch: Callable[[], None] | None = None,
 ) -> list[MicroOutput]:
-    """Forward all micro-batches; with ``coefficients`` also backward, leaving summed gradients in the model.
+    """Forward all micro-batches; with ``coefficients`` also backward, which adds gradients to the model's.
 
     Returns one MicroOutput per micro-batch on the last pipeline stage, an empty list on the others. The gradient is
-    that of ``-(coefficients * logprobs).sum()`` over all micro-batches and all data-parallel ranks: Megatron's averages
-    over both are undone here.
+    that of ``-(coefficients * logprobs).sum()`` over all micro-batches and all data-parallel ranks.
     """
     training = coefficients is not None
+    # Megatron averages the loss over both.
     undo_average = len(micro_batches) * parallel_state.get_data_parallel_world_size()
 
     def loss(index: int, gpt: GPTModel, hidden: torch.Tensor) -> tuple[torch.Tensor, MicroOutput]:
@@ -118,8 +117,8 @@ def run(
         value = by_slot.sum() * 0.0
         if coefficients is not None:
             weights, metrics = coefficients(index, micro.batch, logprobs, entropies)
-            value = _weighted(to_slots(weights.detach(), micro), by_slot)
-            metrics = {**metrics, "loss": Stat.total(_weighted(weights, logprobs))}
+            value = _weigh(to_slots(weights.detach(), micro), by_slot)
+            metrics = {**metrics, "loss": Stat.total(_weigh(weights, logprobs))}
         if on_micro_batch is not None:
             on_micro_batch()
         return value * undo_average, MicroOutput(logprobs, entropies, metrics)
@@ -136,7 +135,7 @@ def last_hidden_states(chunks: Sequence[torch.nn.Module], micro_batches: Sequenc
 
     def take(index: int, gpt: GPTModel, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         micro = micro_batches[index]
-        # Routers see the tokens that this rank's hidden states are of.
+        # The rank's hidden states are of the tokens that its routers see.
         token = router_tokens(micro.batch.cu_seqlens, micro.num_slots, tp_position(), cp_position())
         sequence, place = (micro.batch.cu_seqlens[1:, None] - 1 == token).nonzero(as_tuple=True)
         rows = torch.zeros(micro.batch.num_sequences, hidden.size(-1), device=hidden.device)
