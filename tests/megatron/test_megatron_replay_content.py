@@ -415,7 +415,9 @@ class TestRouters:
         config.virtual_pipeline_model_parallel_size = 2
         with pytest.raises(ReplayError, match=r"found 1 model chunks, expected 2 .* give RoutingReplay all chunks"):
             RoutingReplay(loop.model.chunks)
-        with pytest.raises(ReplayError, match="layer 0 is there twice: make one RoutingReplay per model"):
+        with pytest.raises(
+            ReplayError, match="found two routers of layer 0, expected one; make one RoutingReplay per model"
+        ):
             RoutingReplay([*loop.model.chunks, *loop.model.chunks])
 
     def test_two_models(self, loop: Loop) -> None:

@@ -236,7 +236,7 @@ def test_a_checkpoint_of_ones_own_is_identified_by_its_run_function(hooked: bool
 @pytest.mark.parametrize(
     ("name", "graph", "message"),
     [
-        ("function", False, "no known checkpoint has started it .an autograd function that keeps run_function"),
+        ("function", False, "no known checkpoint started it .an autograd function with run_function"),
         ("run_function", True, "its checkpoint has no first pass without a graph"),
     ],
 )

@@ -123,7 +123,7 @@ def run(
             on_micro_batch()
         return value * undo_average, MicroOutput(logprobs, entropies, metrics)
 
-    return _through_schedule(chunks, micro_batches, training, loss)
+    return _run_schedule(chunks, micro_batches, training, loss)
 
 
 def last_hidden_states(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
@@ -142,10 +142,10 @@ def last_hidden_states(chunks: Sequence[torch.nn.Module], micro_batches: Sequenc
         rows[sequence.to(hidden.device)] = hidden[place.to(hidden.device)].float()
         return hidden.new_zeros(()), rows
 
-    return _through_schedule(chunks, micro_batches, False, take)
+    return _run_schedule(chunks, micro_batches, False, take)
 
 
-def _through_schedule(
+def _run_schedule(
     chunks: Sequence[torch.nn.Module],
     micro_batches: Sequence[MicroBatch],
     training: bool,

@@ -1,7 +1,7 @@
 """Load-balancing losses under replay: they count the experts that tokens are sent to, or are left out.
 
-Megatron's auxiliary losses multiply each expert's mean score by its share of the tokens, and take that share from a
-top-k of their own. Under replay tokens go elsewhere, so the loss would balance a load that no expert carries.
+Megatron's auxiliary losses multiply each expert's mean score by its share of the tokens, and compute that share from a
+top-k of their own. Under replay, tokens go elsewhere: the loss would balance a load that no expert has.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _Method = Callable[..., Any]
 
 
 def count_dispatched(router: TopKRouter, hook: Hook, aux_loss: AuxLoss) -> None:
-    """Hand the auxiliary losses of this one router the experts that tokens are dispatched to."""
-    count_natively(router)  # a later RoutingReplay takes over from an earlier one
+    """Make the auxiliary losses of this router count the experts that tokens are dispatched to."""
+    count_natively(router)  # undo what an earlier RoutingReplay did
     hook.keeps_dispatched = _has_balancing_loss(router)
     if hook.keeps_dispatched:
         for name, wrap in _METHODS.items():
@@ -28,7 +28,7 @@ def count_dispatched(router: TopKRouter, hook: Hook, aux_loss: AuxLoss) -> None:
 
 
 def count_natively(router: TopKRouter) -> None:
-    """Give the losses back to Megatron."""
+    """Restore Megatron's own losses."""
     for name in _METHODS:
         vars(router).pop(name, None)
 
@@ -39,8 +39,8 @@ def _has_balancing_loss(router: TopKRouter) -> bool:
     return router.routing_type in ("aux_loss", "seq_aux_loss") and router.config.moe_aux_loss_coeff > 0
 
 
-def _attached(method: _Method, hook: Hook, aux_loss: AuxLoss) -> _Method:
-    """(probs, scores, routing map, ...) -> probs with the loss attached."""
+def _wrap_loss(method: _Method, hook: Hook, aux_loss: AuxLoss) -> _Method:
+    """Wrap a method (probs, scores, routing map, ...) -> probs with the loss attached."""
 
     def attach(probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, *rest: Any, **named: Any) -> Any:
         if hook.dispatched is None:
@@ -48,14 +48,14 @@ def _attached(method: _Method, hook: Hook, aux_loss: AuxLoss) -> _Method:
         if aux_loss == "off":
             return probs
         dispatched = torch.zeros_like(routing_map).scatter(1, hook.dispatched, 1)
-        counted = routing_map.any(1, keepdim=True)  # Megatron has taken padding out
+        counted = routing_map.any(1, keepdim=True)  # rows of padding are empty
         return method(probs, scores, dispatched * counted, *rest, **named)
 
     return attach
 
 
-def _scored(method: _Method, hook: Hook, _: AuxLoss) -> _Method:
-    """logits -> (scores, routing map) in 0.13; 0.12 returns scores alone, and counts what the hook has returned."""
+def _wrap_scores(method: _Method, hook: Hook, _: AuxLoss) -> _Method:
+    """Wrap a method logits -> (scores, routing map), as in 0.13. In 0.12, it returns scores only."""
 
     def score(logits: torch.Tensor) -> Any:
         scored = method(logits)
@@ -67,8 +67,8 @@ def _scored(method: _Method, hook: Hook, _: AuxLoss) -> _Method:
     return score
 
 
-def _attached_or_not(method: _Method, hook: Hook, aux_loss: AuxLoss) -> _Method:
-    """(probs, loss function) -> probs with the loss attached, before 0.14."""
+def _wrap_switch(method: _Method, hook: Hook, aux_loss: AuxLoss) -> _Method:
+    """Wrap a method (probs, loss function) -> probs with the loss attached, as releases before 0.14 have."""
 
     def attach(activation: torch.Tensor, load_balancing_loss_func: Callable[..., torch.Tensor]) -> Any:
         off = aux_loss == "off" and hook.dispatched is not None
@@ -80,12 +80,12 @@ def _attached_or_not(method: _Method, hook: Hook, aux_loss: AuxLoss) -> _Method:
 _METHODS: dict[str, Callable[[_Method, Hook, AuxLoss], _Method]] = {
     name: wrap
     for name, wrap in {
-        "_apply_aux_loss": _attached,
-        "_apply_seq_aux_loss": _attached,
-        "_apply_global_aux_loss": _attached,
-        "compute_routing_scores_for_aux_loss": _scored,
-        "apply_load_balancing_loss": _attached_or_not,
+        "_apply_aux_loss": _wrap_loss,
+        "_apply_seq_aux_loss": _wrap_loss,
+        "_apply_global_aux_loss": _wrap_loss,
+        "compute_routing_scores_for_aux_loss": _wrap_scores,
+        "apply_load_balancing_loss": _wrap_switch,
     }.items()
     if hasattr(TopKRouter, name)
 }
-"""The methods of this release's router by which balancing losses are computed, and what to wrap them in."""
+"""Methods of this release's router that compute balancing losses, with their wrappers."""

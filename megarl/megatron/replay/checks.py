@@ -1,4 +1,4 @@
-"""What a RoutingReplay and its blocks accept, checked before a router is asked."""
+"""Checks of what a RoutingReplay and its blocks are given, before a router is asked."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megarl.megatron.replay.records import MicroRoutes
 from megarl.megatron.versions import RELEASE
 
 MOST_EXPERTS = 1 << 15
-"""Expert numbers travel as int16, which torch indexes everywhere."""
+"""Expert numbers are stored as int16, because torch does not index uint16 on every device."""
 
 
 def find_routers(chunk: Any) -> list[TopKRouter]:
-    """Routers of the decoder layers in layer order; ReplayError if a MoE layer has none that asks the hook."""
+    """Routers of the decoder layers in layer order; ReplayError if the router of a MoE layer does not call the hook."""
     decoder = getattr(chunk, "decoder", None)
     if decoder is None:
         raise ReplayError(f"{type(chunk).__name__} has no decoder; expected a Megatron GPTModel")
@@ -44,14 +44,14 @@ def _check_layer(layer: Any, routers: Sequence[TopKRouter], by_frequency: bool) 
     number = getattr(layer, "layer_number", 0)
     if strangers:
         raise ReplayError(
-            f"layer {number - 1}: its router is a {strangers[0]}, expected a TopKRouter (or a subclass of it), which "
-            "asks router_replay for its experts; replay would leave this layer out"
+            f"layer {number - 1}: its router is a {strangers[0]}, expected a TopKRouter or a subclass, which asks "
+            "router_replay for its experts; replay would skip this layer. Derive the router from TopKRouter"
         )
     expected = int(_is_moe(layer.config, number)) if by_frequency else len(routers)
     if len(routers) != expected:
         raise ReplayError(
             f"layer {number - 1}: found {len(routers)} routers, expected {expected} by moe_layer_freq = "
-            f"{layer.config.moe_layer_freq!r}; a MoE layer of another class than Megatron's cannot be replayed"
+            f"{layer.config.moe_layer_freq!r}. Likely a MoE layer is not Megatron's; it must have one TopKRouter"
         )
 
 
@@ -64,17 +64,17 @@ def _is_moe(config: Any, number: int) -> bool:
 
 
 def find_untraced_routers(chunk: Any) -> Iterator[TopKRouter]:
-    """Routers outside the decoder, which are those of multi-token-prediction layers."""
+    """Routers outside the decoder: those of multi-token-prediction layers."""
     traced = {module for layer in chunk.decoder.layers for module in layer.modules()}
     yield from (m for m in chunk.modules() if isinstance(m, TopKRouter) and m not in traced)
 
 
 def check_routers(routers: Sequence[Any]) -> None:
-    """ReplayError if one would not ask the hook, belongs to a block that is open, or shares its layer with another."""
+    """ReplayError if a router would not call the hook, is in an open block, or has the layer number of another."""
     layers = [router.layer_number - 1 for router in routers]
     twice = sorted({layer for layer in layers if layers.count(layer) > 1})
     if twice:
-        raise ReplayError(f"layer {twice[0]} is there twice: make one RoutingReplay per model")
+        raise ReplayError(f"found two routers of layer {twice[0]}, expected one; make one RoutingReplay per model")
     for router in routers:
         _check_router(router)
 
@@ -92,7 +92,7 @@ def _check_router(router: Any) -> None:
         raise ReplayError(f"{blocker.setting} = {found!r}: replay cannot hold, because {blocker.reason}")
     hook = router.router_replay
     if isinstance(hook, Hook) and hook.session is not None:
-        raise ReplayError(f"layer {hook.layer}: another RoutingReplay is recording or replaying on this model")
+        raise ReplayError(f"layer {hook.layer}: another RoutingReplay is recording or replaying; close its block")
 
 
 def check_chunks(chunks: Sequence[Any]) -> None:
@@ -112,14 +112,14 @@ def check_chunks(chunks: Sequence[Any]) -> None:
 def check_routes(
     routes: Sequence[MicroRoutes | torch.Tensor], hooks: Sequence[Hook], contents: bool
 ) -> list[MicroRoutes]:
-    """The routes as blocks use them, ``present`` on the host; ReplayError naming the first that cannot be replayed.
+    """Return the routes with ``present`` on the host; ReplayError names the first entry that cannot be replayed.
 
-    With ``contents`` the experts themselves are looked at, which costs one pass over them.
+    ``contents``: also check the experts, which costs one pass over them.
     """
-    return [_checked(f"micro-batch {micro}", one, hooks, contents) for micro, one in enumerate(routes)]
+    return [_check_entry(f"micro-batch {micro}", one, hooks, contents) for micro, one in enumerate(routes)]
 
 
-def _checked(label: str, routes: MicroRoutes | torch.Tensor, hooks: Sequence[Hook], contents: bool) -> MicroRoutes:
+def _check_entry(label: str, routes: MicroRoutes | torch.Tensor, hooks: Sequence[Hook], contents: bool) -> MicroRoutes:
     given = MicroRoutes(routes) if isinstance(routes, torch.Tensor) else routes
     if not isinstance(given, MicroRoutes):
         raise ReplayError(f"{label}: routes are a {type(given).__name__}, expected MicroRoutes or a torch.Tensor")
@@ -130,7 +130,7 @@ def _checked(label: str, routes: MicroRoutes | torch.Tensor, hooks: Sequence[Hoo
             "top-k]"
         )
     if not _holds_integers(experts):
-        raise ReplayError(f"{label}: experts are {experts.dtype}, expected integers")
+        raise ReplayError(f"{label}: experts are {experts.dtype}, expected integers; convert them before the block")
     if hooks and experts.size(2) != hooks[0].topk:
         raise ReplayError(
             f"{label}: {experts.size(2)} experts per token, expected {hooks[0].topk}, the top-k of the model's routers"
@@ -143,7 +143,7 @@ def _checked(label: str, routes: MicroRoutes | torch.Tensor, hooks: Sequence[Hoo
     if token_ids is not None and not _holds_integers(token_ids):
         raise ReplayError(f"{label}: token_ids are {token_ids.dtype}, expected integers")
     present = None if present is None else present.cpu()
-    if experts.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch computes with hardly any of these
+    if experts.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch has few operations for these
         experts = experts.to(torch.int64)
     if contents and hooks:
         _check_experts(label, experts, present, hooks)
@@ -155,9 +155,9 @@ def _holds_integers(tensor: torch.Tensor) -> bool:
 
 
 def _check_experts(label: str, experts: torch.Tensor, present: torch.Tensor | None, hooks: Sequence[Hook]) -> None:
-    """Every present row must name different experts of the model. One read of the device, if they are there."""
+    """Every present row must have different experts of the model. Reads the device once if the experts are there."""
     num_experts = hooks[0].num_experts
-    slots = experts.permute(2, 0, 1).contiguous()  # few, long operations
+    slots = experts.permute(2, 0, 1).contiguous()  # slot by slot: few large operations
     wrong = (slots.amin(0) < 0) | (slots.amax(0) >= num_experts)
     for slot in range(1, len(slots)):
         for other in range(slot):

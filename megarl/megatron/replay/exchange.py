@@ -1,8 +1,8 @@
-"""Brings rows of routing traces to the ranks whose routers need them: each rank gets its tokens and its layers only.
+"""Moves rows of routing traces to the ranks whose routers need them: each rank gets its own tokens and layers.
 
-A row is the experts of one token in the MoE layers. Who holds which rows and who wants which follows from a few
-integers per sequence (``Placement``); ranks exchange those, every rank works out the rest, and then each row travels
-once, as one byte per expert (two above 256 experts).
+A row is the experts of one token in the MoE layers. A ``Placement``, a few integers per sequence, says which rows a
+rank has or wants. Ranks exchange placements and compute the rest. Then each row is sent once, as one byte per expert
+(two above 256 experts).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class Piece:
     """The sequences of one micro-batch, or any sequences back to back."""
 
     sequences: np.ndarray
-    """int64 [N], an identity of each sequence that all ranks of the exchange share."""
+    """int64 [N], an id of each sequence, the same on all ranks of the exchange."""
     lengths: np.ndarray
     """int64 [N], tokens."""
     num_slots: int
-    """Of the micro-batch, alignment included."""
+    """Slots of the micro-batch, padding included."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which rows one rank has, or wants: those of the tokens that its routers see, in their order."""
+    """The rows that one rank has or wants: those of the tokens that its routers see, in their order."""
 
     pieces: tuple[Piece, ...]
     layers: tuple[int, ...]
@@ -47,7 +47,7 @@ class Placement:
     def of_micro_batches(
         micro_batches: Sequence[MicroBatch], layers: Sequence[int], sequences: Sequence[int] | None = None
     ) -> Placement:
-        """What this rank's routers see. ``sequences`` [N] names the mini-batch's sequences; default 0..N-1."""
+        """What this rank's routers see. ``sequences`` [N]: ids of the mini-batch's sequences; default 0..N-1."""
         names = None if sequences is None else np.asarray(sequences, np.int64)
         pieces = []
         for micro in micro_batches:
@@ -58,7 +58,7 @@ class Placement:
 
     @staticmethod
     def of_sequences(sequences: Sequence[int], lengths: Sequence[int], layers: Sequence[int]) -> Placement:
-        """Whole sequences, every token once, as an engine returns them."""
+        """Whole sequences, each token once, as an engine returns them."""
         piece = Piece(np.asarray(sequences, np.int64), np.asarray(lengths, np.int64), int(sum(lengths)))
         return Placement((piece,), tuple(layers))
 
@@ -67,14 +67,14 @@ class Placement:
         return np.concatenate([np.empty(0, np.int64), *(self._rows_of(piece) for piece in self.pieces)])
 
     def meets(self, other: Placement) -> bool:
-        """Whether the two have a sequence in common; cheap, and most pairs of ranks have none."""
+        """Whether the two have a sequence in common. A cheap test that most pairs of ranks fail."""
         mine, theirs = (
             np.concatenate([np.empty(0, np.int64), *(piece.sequences for piece in one.pieces)]) for one in (self, other)
         )
         return bool(np.isin(mine, theirs).any())
 
-    def encoded(self) -> np.ndarray:
-        """uint8: sizes and numbers as int64, for ``decoded``."""
+    def encode(self) -> np.ndarray:
+        """The placement as bytes: all its numbers as int64."""
         head = [len(self.layers), *self.layers, *self.tp, *self.cp, len(self.pieces)]
         parts = [np.array(head, np.int64)]
         for piece in self.pieces:
@@ -82,8 +82,8 @@ class Placement:
         return np.concatenate(parts).astype(np.int64).view(np.uint8)
 
     @staticmethod
-    def decoded(data: np.ndarray) -> Placement:
-        """Inverse of ``encoded``."""
+    def decode(data: np.ndarray) -> Placement:
+        """Inverse of ``encode``."""
         numbers, position = data.view(np.int64), 0
 
         def take(count: int) -> np.ndarray:
@@ -112,21 +112,21 @@ class Placement:
 
 
 def exchange(have: Placement, rows: torch.Tensor, want: Placement, group: dist.ProcessGroup) -> torch.Tensor:
-    """Rows [R_want, L_want, K] out of those, [R_have, L_have, K] in a narrow integer dtype, of all ranks of a group.
+    """Send each rank of a group the rows that it wants: [R_have, L_have, K] -> [R_want, L_want, K]; a collective call.
 
-    A collective call. Padding rows are 0. TraceError naming the sequence if a wanted row is nowhere.
+    ``rows`` have a narrow integer dtype. Padding rows are 0. TraceError names the sequence if no rank has a wanted row.
     """
     mine, wanted = have.rows(), want.rows()
     if len(mine) != len(rows) or rows.size(1) != len(have.layers):
         raise TraceError(f"routes are {list(rows.shape)}, expected {len(mine)} rows of {len(have.layers)} layers")
-    has, wants = (gather_bytes(placement.encoded(), group) for placement in (have, want))
-    told = [(Placement.decoded(mine), Placement.decoded(theirs)) for mine, theirs in zip(has, wants, strict=True)]
+    has, wants = (gather_bytes(placement.encode(), group) for placement in (have, want))
+    placements = [(Placement.decode(mine), Placement.decode(theirs)) for mine, theirs in zip(has, wants, strict=True)]
     order = np.argsort(mine, kind="stable")
     known = mine[order]
-    parcels = [_parcel(have, rows, order, known, of_rank) for _, of_rank in told]
+    parcels = [_parcel(have, rows, order, known, of_rank) for _, of_rank in placements]
     result = rows.new_zeros(len(wanted), len(want.layers), rows.size(2))
     filled = np.zeros((len(wanted), len(want.layers)), bool)
-    slots = [_slots_from(of_rank, want, wanted) for of_rank, _ in told]
+    slots = [_slots_from(of_rank, want, wanted) for of_rank, _ in placements]
     sizes = [len(at) * len(columns) * rows.size(2) for at, columns in slots]
     for (at, columns), parcel in zip(slots, _all_to_all(parcels, sizes, group), strict=True):
         if len(at) and columns:
@@ -138,7 +138,7 @@ def exchange(have: Placement, rows: torch.Tensor, want: Placement, group: dist.P
 
 
 def _parcel(have: Placement, rows: torch.Tensor, order: np.ndarray, known: np.ndarray, want: Placement) -> torch.Tensor:
-    """What one rank gets from here, flat, in the order of its rows; ``known`` are ours, sorted by ``order``."""
+    """What this rank sends to one other, flat, in the other's order; ``known`` are our rows, sorted by ``order``."""
     columns = [have.layers.index(layer) for layer in want.layers if layer in have.layers]
     if not columns or not have.meets(want):
         return rows.new_empty(0)
@@ -150,7 +150,7 @@ def _parcel(have: Placement, rows: torch.Tensor, order: np.ndarray, known: np.nd
 
 
 def _slots_from(have: Placement, want: Placement, wanted: np.ndarray) -> tuple[np.ndarray, list[int]]:
-    """Where the parcel of a rank with these rows goes: int64 row indices, and columns."""
+    """Where to put the parcel of a rank with these rows: int64 row indices, and columns."""
     columns = [column for column, layer in enumerate(want.layers) if layer in have.layers]
     if not columns or not have.meets(want):
         return np.empty(0, np.int64), []
@@ -177,5 +177,5 @@ def _check_filled(filled: np.ndarray, wanted: np.ndarray, want: Placement) -> No
         sequence, position = divmod(int(wanted[row]), 1 << 32)
         raise TraceError(
             f"sequence {sequence}, token {position}: no rank has its route in layer {want.layers[column]} "
-            f"({np.count_nonzero(lacking)} such rows); a rank that sampled or recorded the sequence must bring it"
+            f"({np.count_nonzero(lacking)} such rows); the rank that sampled or recorded the sequence must pass it"
         )

@@ -1,7 +1,7 @@
-"""The hook objects that Megatron's routers ask for experts.
+"""The objects that Megatron's routers ask for experts (``router.router_replay``).
 
-A hook finds out which pass it is asked for (``PassLog``) and hands the question to the open session, if there is one.
-Outside of a block, and for passes of no block, it routes natively.
+A ``Hook`` identifies the pass that it is asked for (``PassLog``) and passes the question to the open session. Without
+a session, and for passes outside the block, it routes natively.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class Session(Protocol):
-    """What is open for the duration of a block."""
+    """Answers the routers while a block is open."""
 
     replays: bool
-    """Whether experts are handed out that the router has not chosen."""
+    """Whether the experts come from given routes and not from the router."""
 
     def choose(self, hook: Hook, call: Call, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
         """(scores at the experts [T_local, K], experts int64 [T_local, K]) for a pass of the block."""
         ...
 
     def see_tokens(self, micro: int, token_ids: torch.Tensor) -> None:
-        """The model gets these ids, one per row of its routers, in a forward pass."""
+        """Take the ids that the model gets in a forward pass, one per row of its routers."""
         ...
 
 
 class Question:
-    """One call of a router: its scores [T_local, E], and what it would choose itself."""
+    """One call of a router: its scores [T_local, E], and the router's own choice."""
 
     def __init__(
         self, scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute: TopK
@@ -43,14 +43,14 @@ class Question:
         self._preferred: torch.Tensor | None = None
 
     def native(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scores, experts) of Megatron's own choice, with their graph."""
+        """(scores, experts) of the router's own choice, with their graph."""
         return self._compute(self.scores, self._topk, *self._groups)
 
     @torch.no_grad()
     def preferred(self) -> torch.Tensor:
-        """Experts int64 [T_local, K] of Megatron's own choice; computed once, however often it is asked for.
+        """Experts int64 [T_local, K] of the router's own choice, computed once.
 
-        Without a graph: non-reentrant checkpointing wants both passes of a layer to save the same tensors.
+        Without a graph, because non-reentrant checkpointing requires that both passes of a layer save the same tensors.
         """
         if self._preferred is None:
             self._preferred = self._compute(self.scores.detach(), self._topk, *self._groups)[1]
@@ -58,18 +58,38 @@ class Question:
 
     @torch.no_grad()
     def preferred_at(self, rows: torch.Tensor) -> torch.Tensor:
-        """The same [R, K] in some rows; without the others where that is possible."""
-        if self._groups[1] or self._preferred is not None:  # a choice within groups takes all tokens or none
+        """The same in some rows, int64 [R, K]; computed for these rows alone where that is possible."""
+        if self._groups[1] or self._preferred is not None:  # Megatron's group-limited top-k takes all tokens
             return self.preferred().index_select(0, rows)
         return self._compute(self.scores.detach().index_select(0, rows), self._topk, *self._groups)[1]
 
     def at(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scores at the experts, experts): an answer to Megatron."""
+        """The answer to Megatron: (scores at the experts, experts)."""
         return self.scores.gather(1, experts), experts
 
 
-class Hook:
+class RouterHook:
     """What Megatron finds as ``router.router_replay``."""
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: TopK | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Megatron 0.16 calls this in place of its own top-k."""
+        assert default_compute_topk is not None
+        return self.answer(Question(scores, topk, num_groups, group_topk, default_compute_topk))
+
+    def answer(self, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
+        """(scores at the chosen experts [T_local, K], experts int64 [T_local, K])."""
+        raise NotImplementedError
+
+
+class Hook(RouterHook):
+    """The hook of one router of the decoder."""
 
     def __init__(self, router: Any, column: int, log: PassLog | None) -> None:
         self.layer: int = router.layer_number - 1
@@ -80,10 +100,10 @@ class Hook:
         self.log = PassLog(self.layer) if log is None else log.take_over()
         self.session: Session | None = None
         self.tap: InputTap | None = None
-        """Of the first router of a chunk."""
+        """Set on the first router of a chunk."""
         self.keeps_dispatched = False
         self.dispatched: torch.Tensor | None = None
-        """int64 [T_local, K], the experts of the latest call under replay, where auxiliary losses need them."""
+        """int64 [T_local, K], the experts of the latest call under replay; kept for auxiliary losses only."""
 
     def begin(self, session: Session, block: Block) -> None:
         self.session = session
@@ -93,18 +113,9 @@ class Hook:
         self.session = self.dispatched = None
         self.log.close()
 
-    def get_replay_topk(
-        self,
-        scores: torch.Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: TopK | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scores at the chosen experts [T_local, K], experts int64 [T_local, K]): the contract of megatron 0.16."""
-        assert default_compute_topk is not None
+    def answer(self, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
+        """(scores at the chosen experts [T_local, K], experts int64 [T_local, K])."""
         call = self.log.identify(self.router.training)
-        question = Question(scores, topk, num_groups, group_topk, default_compute_topk)
         if self.session is None or call.micro is None:
             self.dispatched = None
             return question.native()
@@ -114,7 +125,7 @@ class Hook:
 
 
 class InputTap:
-    """Shows the session which tokens a chunk's forward pass gets, in the order of its routers' rows."""
+    """Gives the session the token ids of a chunk's forward pass, in the order of its routers' rows."""
 
     def __init__(self, chunk: torch.nn.Module, hook: Hook) -> None:
         self._hook, self._split = hook, bool(hook.router.config.sequence_parallel)
@@ -137,27 +148,19 @@ class InputTap:
         session.see_tokens(self._hook.log.forwarded, by_row.flatten().to(torch.int32, copy=True))
 
 
-class Bystander:
-    """Hook of a router that no trace knows: it routes natively, and its rows are counted."""
+class Bystander(RouterHook):
+    """The hook of a router that no trace has rows for: it routes natively, and counts its rows."""
 
     def __init__(self) -> None:
         self.rows = 0
 
-    def get_replay_topk(
-        self,
-        scores: torch.Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: TopK | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The contract of megatron 0.16."""
-        assert default_compute_topk is not None
-        if torch._C._current_graph_task_id() == -1:
-            self.rows += scores.size(0)
-        return default_compute_topk(scores, topk, num_groups, group_topk)
+    def answer(self, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``RouterHook``."""
+        if torch._C._current_graph_task_id() == -1:  # not a recomputation
+            self.rows += question.scores.size(0)
+        return question.native()
 
 
-def untraced_rows(bystanders: Iterable[Bystander]) -> int:
-    """Rows that routers without routes have chosen so far."""
+def count_rows(bystanders: Iterable[Bystander]) -> int:
+    """Rows that routers without routes have seen so far."""
     return sum(one.rows for one in bystanders)

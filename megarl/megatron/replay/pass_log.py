@@ -1,17 +1,16 @@
-"""Which forward pass a router's call belongs to, whatever the order of backward passes.
+"""Finds the forward pass that a router's call belongs to, whatever the order of backward passes.
 
-Activation checkpointing runs a layer a second time inside of the backward pass, and the router must then use the
-experts of that layer's own first pass. Nothing is counted here; the autograd graph identifies each recomputation:
+Activation checkpointing runs a layer a second time inside the backward pass. The router must then use the experts of
+that layer's own first pass. Calls are not counted; the autograd graph identifies each recomputation:
 
 - *Reentrant* checkpointing (Megatron's, Transformer Engine's, torch's with ``use_reentrant=True``) is an autograd node
-  that keeps a ``run_function``. Nodes of a thread are numbered as they are made, and the node of a checkpoint is made
-  just before its first pass, which has no graph. So the first pass that a router saw after the node's number was the
-  node's own.
-- *Non-reentrant* checkpointing (torch's default) keeps a frame object per region, which is found in the hooks for saved
-  tensors in both passes.
+  with a ``run_function``. torch numbers the nodes of a thread in order of creation. A checkpoint's node is created just
+  before its first pass, which has no graph. So the node's own pass is the first that the router saw after its number.
+- *Non-reentrant* checkpointing (torch's default) has a frame object per region. The hooks for saved tensors hold it in
+  both passes.
 
-A recomputation whose first pass ran outside of every block routes natively, as it did then. One whose block has closed,
-and one that cannot be identified, is a ReplayError.
+A recomputation whose first pass ran outside all blocks routes natively, as that pass did. If the block has closed, or
+the first pass cannot be identified, it is a ReplayError.
 """
 
 from __future__ import annotations
@@ -29,59 +28,59 @@ import torch
 from megarl.errors import ReplayError
 
 KEPT_BLOCKS = 256
-"""Closed blocks whose late recomputations are told apart from native ones; older graphs are refused."""
+"""Closed blocks that are remembered, to tell their late recomputations from native ones; older graphs are refused."""
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """The time between the opening and the closing of a ``record()`` or ``replay()``."""
+    """An open ``record()`` or ``replay()``."""
 
     thread: int = field(default_factory=threading.get_ident)
     opened: int = field(default_factory=torch.autograd._get_sequence_nr)
-    """Nodes of this thread from this number on are made in the block, or after it."""
+    """Nodes of this thread with this number or a larger one were created in the block or after it."""
 
     def check_thread(self) -> None:
-        """ReplayError on another thread than the block was opened on: nodes are numbered by thread."""
+        """ReplayError unless on the thread that opened the block, because nodes are numbered by thread."""
         if threading.get_ident() != self.thread:
             raise ReplayError("the block closes on another thread than it was opened on; close it where it was opened")
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a router is called for."""
+    """The pass that a router's call belongs to."""
 
     micro: int | None
-    """Micro-batch of the open block; None for a pass of no block."""
+    """Micro-batch of the open block; None for a pass outside blocks."""
     first: bool
-    """Whether this is a forward pass and no recomputation."""
+    """True for a forward pass, False for a recomputation."""
     checkpointed: bool
     """Whether the layer may be recomputed from this pass."""
 
 
 class PassLog:
-    """The passes of one router. It stays with the router when a newer RoutingReplay takes over."""
+    """The passes of one router. A newer RoutingReplay of the same model takes it over."""
 
     def __init__(self, layer: int) -> None:
         self.layer = layer
         self.forwarded = 0
         """Forward passes in the open block."""
         self._block: Block | None = None
-        self._marks: list[int] = []  # ascending node numbers at the passes of the block
-        self._micros: list[int | None] = []  # whose passes those were; None for one with a graph
+        self._marks: list[int] = []  # node number at each pass of the block, ascending
+        self._micros: list[int | None] = []  # micro-batch of each of those passes; None if it had a graph
         self._frames: WeakKeyDictionary[Any, tuple[Block, list[int]]] = WeakKeyDictionary()
         self._closed: deque[tuple[int, int]] = deque(maxlen=KEPT_BLOCKS)
-        self._forgotten = 0  # older nodes may be of a block that is not in _closed any more
-        self._threads: set[int] = set()  # on which passes outside of blocks may have left checkpoints
-        self._region: tuple[object, int] = (None, 0)  # the recomputation under way, and its calls so far
+        self._forgotten = 0  # nodes below may be of a block that has left _closed
+        self._threads: set[int] = set()  # where passes outside blocks may have left checkpoints
+        self._region: tuple[object, int] = (None, 0)  # (the current recomputation, the router's calls in it so far)
 
     def open(self, block: Block) -> None:
-        """Number the forward passes from 0 on."""
+        """Start a block: forward passes are numbered from 0."""
         self._block, self.forwarded = block, 0
         self._marks, self._micros = [], []
 
     def close(self) -> None:
-        """Recomputations of the block's passes are refused from now on."""
+        """End the block: recomputations of its passes are refused from now on."""
         assert self._block is not None
         if len(self._closed) == KEPT_BLOCKS:
             self._forgotten = max(self._forgotten, self._closed[0][1])
@@ -91,12 +90,12 @@ class PassLog:
         self._marks, self._micros = [], []
 
     def take_over(self) -> PassLog:
-        """This log for a newer RoutingReplay, whose user says by making it that other threads are done."""
+        """Return this log for a newer RoutingReplay. Making one declares that other threads are done."""
         self._threads.clear()
         return self
 
     def identify(self, training: bool) -> Call:
-        """What the router is called for now; ``training`` as of the module. ReplayError if that cannot be known."""
+        """Identify the current call; ``training`` is the module's mode. ReplayError if that is impossible."""
         entered, recomputed = _checkpoint_frames()
         first = recomputed is None and torch._C._current_graph_task_id() == -1
         if recomputed is not None:
@@ -118,7 +117,7 @@ class PassLog:
         for frame in entered:
             self._frames.setdefault(frame, (self._block, []))[1].append(micro)
         if without_graph and threading.get_ident() != self._block.thread:
-            raise self._unknown("the pass runs on another thread than the block was opened on")
+            raise self._unknown_pass("the pass runs on another thread than the block was opened on")
         if (first or without_graph) and threading.get_ident() == self._block.thread:
             self._marks.append(torch.autograd._get_sequence_nr())
             self._micros.append(micro if without_graph else None)
@@ -128,42 +127,42 @@ class PassLog:
         if block is None:
             return None
         if block is not self._block:
-            raise self._unknown("the block of its forward pass has closed")
+            raise self._unknown_pass("the block of its forward pass has closed")
         return micros[self._calls_before((torch._C._current_graph_task_id(), id(frame)), len(micros))]
 
     def _micro_of_node(self, node: Any) -> int | None:
         if not hasattr(node, "run_function"):
             if self._block is None:
-                return None  # a fresh forward pass that a backward hook has started
-            raise self._unknown(
-                "it runs inside of a backward pass, and no known checkpoint has started it (an autograd function that "
-                "keeps run_function, as those of torch, Megatron and Transformer Engine do)"
+                return None  # a forward pass started by a backward hook
+            raise self._unknown_pass(
+                "it runs inside a backward pass, and no known checkpoint started it (an autograd function with "
+                "run_function, as those of torch, Megatron and Transformer Engine)"
             )
         number = node._sequence_nr()
         block = self._block
         if block is not None and number >= block.opened:
             if self._threads - {block.thread}:
-                raise self._unknown(
-                    "earlier passes outside of blocks ran on another thread; make a new RoutingReplay after them"
+                raise self._unknown_pass(
+                    "earlier passes outside blocks ran on another thread; make a new RoutingReplay after them"
                 )
             at = bisect_right(self._marks, number)
             at += self._calls_before((torch._C._current_graph_task_id(), number), len(self._marks) - at)
             if self._micros[at] is None:
-                raise self._unknown("its checkpoint has no first pass without a graph")
+                raise self._unknown_pass("its checkpoint has no first pass without a graph")
             return self._micros[at]
         if number < self._forgotten or any(opened <= number < closed for opened, closed in self._closed):
-            raise self._unknown("the block of its forward pass has closed")
+            raise self._unknown_pass("the block of its forward pass has closed")
         return None
 
     def _calls_before(self, region: object, most: int) -> int:
-        """How often this recomputation has called the router: a region may hold two passes of it."""
+        """How often this recomputation has called the router before: a region may contain two passes of it."""
         calls = self._region[1] + 1 if self._region[0] == region else 0
         self._region = (region, calls)
         if calls >= most:
-            raise self._unknown("the router was called more often than in the first pass")
+            raise self._unknown_pass("the router was called more often than in the first pass")
         return calls
 
-    def _unknown(self, why: str) -> ReplayError:
+    def _unknown_pass(self, why: str) -> ReplayError:
         return ReplayError(
             f"layer {self.layer}: recomputation of an unknown forward pass: {why}; run the backward pass inside the "
             "same block as its forward pass, on the thread that opened it"
@@ -171,10 +170,10 @@ class PassLog:
 
 
 def _checkpoint_frames() -> tuple[list[object], object]:
-    """(frames of the non-reentrant checkpoints that are in their first pass, the frame that is recomputed or None).
+    """(frames of the non-reentrant checkpoints in their first pass, the frame being recomputed or None).
 
-    Both lie on torch's stack of hooks for saved tensors, maybe below others. Frames below the recomputed one do not
-    count.
+    They are on torch's stack of hooks for saved tensors, possibly below others. Frames below the recomputed one are
+    ignored.
     """
     taken: list[tuple[Any, Any]] = []
     entered: list[object] = []
@@ -195,8 +194,8 @@ def _checkpoint_frames() -> tuple[list[object], object]:
 
 
 def _frame_of(pack: Any) -> tuple[object, bool]:
-    """(frame or None, whether it is being recomputed) that a hook for saved tensors belongs to."""
-    while hasattr(pack, "__wrapped__"):  # torch guards it against compilation
+    """(frame of a hook for saved tensors or None, whether it is being recomputed)."""
+    while hasattr(pack, "__wrapped__"):  # torch disables compilation by a wrapper
         pack = pack.__wrapped__
     names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
     if "target_frame_ref" in names:

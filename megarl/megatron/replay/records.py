@@ -1,4 +1,4 @@
-"""What goes into a replay block and what comes out of it."""
+"""What a replay block takes and what it returns."""
 
 from __future__ import annotations
 
@@ -10,37 +10,36 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class MicroRoutes:
-    """The experts of one micro-batch as one rank needs them: the tokens its routers see, the MoE layers it holds."""
+    """The experts of one micro-batch for one rank: the tokens that its routers see, in its MoE layers."""
 
     experts: torch.Tensor
     """uint8 or wider integers [T_local, L_local, K]; layers in the order of ``RoutingReplay.layers``."""
     present: torch.Tensor | None = None
-    """bool [T_local], False where the row is missing and the router chooses natively; None = all present."""
+    """bool [T_local], False where the row is missing and the router chooses itself; None = all present."""
     token_ids: torch.Tensor | None = None
-    """integers [T_local], the token of each row; compared with what the model's forward pass gets. None = not known.
+    """integers [T_local], the token of each row, compared with the model's input; None = not compared.
 
-    Carry them through every step that reorders or cuts the rows: then rows that end up elsewhere are found exactly."""
+    Apply every step that reorders or cuts the rows to them too: then each misplaced row is detected."""
 
 
 @dataclass(slots=True)
 class Recording:
-    """What a block has seen, one entry per forward micro-batch; complete when the block has closed."""
+    """Results of a block, one entry per forward micro-batch; complete when the block has closed."""
 
     routes: list[MicroRoutes] = field(default_factory=list)
-    """Of ``record()``: the experts that the routers have chosen, with the token ids that the model got. They can be
-    replayed."""
+    """Of ``record()``: the routers' choice with the token ids of the model, ready to be replayed."""
     native: list[MicroRoutes] = field(default_factory=list)
-    """Of ``replay()``, on demand: the experts each router would have chosen by itself, given its replayed input."""
+    """Of ``replay(observe=True)``: each router's own choice, given its replayed input."""
     shared: list[torch.Tensor] = field(default_factory=list)
-    """uint8 [T_local, L_local]: how many of the experts in use are in the routes that the block was compared with."""
+    """uint8 [T_local, L_local]: how many of the experts in use are also in the ``compared`` routes."""
     native_shared: list[torch.Tensor] = field(default_factory=list)
-    """Of ``replay()``: the same of the experts that each router would have chosen by itself."""
+    """Of ``replay()``: the same for each router's own choice."""
     agreement: np.ndarray | None = None
     """Of ``replay()``: float64 [micro-batches, L_local], the share of the replayed experts that the router would have
-    chosen itself, over a sample of rows; NaN without present rows. None if ``min_agreement`` is 0."""
+    chosen itself, in a sample of rows; NaN without present rows. None if ``min_agreement`` is 0."""
     compared_tokens: int = 0
     """Of ``replay()``: micro-batches whose ``token_ids`` were compared with the model's input."""
     native_rows: int = 0
-    """Of ``replay()``: rows, one per token and layer of a forward pass, that had no route: missing, or padding."""
+    """Of ``replay()``: rows without a route (missing, or padding), counted per token and layer of a forward pass."""
     untraced_rows: int = 0
-    """Rows of multi-token-prediction layers, which no trace has: they route natively in any block."""
+    """Rows of multi-token-prediction layers, which always route natively because no trace has them."""

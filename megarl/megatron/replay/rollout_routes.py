@@ -1,6 +1,6 @@
-"""Routes between the trainer's rollouts and its micro-batches: checked, delivered to routers, compared afterwards.
+"""Routes between the trainer's rollouts and its micro-batches: check, deliver to routers, compare afterwards.
 
-``exchange`` moves the rows; a loop of your own that builds ``MicroRoutes`` itself needs nothing of this.
+``exchange`` moves the rows. A loop that builds ``MicroRoutes`` itself needs nothing of this.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from megarl.models.shapes import ModelShape
 
 
 def check_rollouts(rollouts: Sequence[Rollout], shape: ModelShape) -> None:
-    """TraceError naming the first rollout whose routes cannot be of this model: before a step, not in it.
+    """TraceError naming the first rollout whose routes cannot be of this model. Called before a step.
 
-    A rollout with a ``routed_mask`` alone has its routes on another rank, which checks them.
+    A rollout that has only a ``routed_mask`` has its routes on another rank, which checks them.
     """
     expected = (len(shape.moe_layers), shape.topk)
     for rollout in rollouts:
@@ -46,10 +46,10 @@ def check_rollouts(rollouts: Sequence[Rollout], shape: ModelShape) -> None:
 def deliver_routes(
     rollouts: Sequence[Rollout], micro_batches: Sequence[MicroBatch], layers: Sequence[int], shape: ModelShape
 ) -> list[MicroRoutes]:
-    """R3: from the ranks that sampled to the routers that replay; a collective call of the ranks of a model copy.
+    """R3: bring routes from the ranks that sampled to the ranks that replay; a collective call of a model copy.
 
-    ``rollouts`` are the mini-batch that ``micro_batches`` cut; each has its ``routed_experts`` on one of the ranks at
-    least. Rows that ``routed_mask`` does not mark, and padding, come out as not present.
+    ``rollouts`` are the mini-batch that ``micro_batches`` split. Each has its ``routed_experts`` on at least one of the
+    ranks. Padding, and rows that ``routed_mask`` excludes, are not present in the result.
     """
     here = {index: r.routed_experts for index, r in enumerate(rollouts) if r.routed_experts is not None}
     dtype = narrow_dtype(shape.num_experts, signed=True)
@@ -66,7 +66,7 @@ def deliver_routes(
 
 
 def select_routes(token: torch.Tensor, experts: torch.Tensor, batch: TrainBatch) -> MicroRoutes:
-    """The experts [T_local, L_local, K] of the tokens of ``router_tokens``; missing rows and padding as absent."""
+    """Experts [T_local, L_local, K] of ``router_tokens`` as MicroRoutes; missing rows and padding are not present."""
     assert batch.routed_mask is not None
     place = token.clamp(min=0)
     present = (token >= 0) & batch.routed_mask[place]
@@ -79,10 +79,10 @@ def reshard(
     wanted_in: Placement,
     group: dist.ProcessGroup,
 ) -> list[MicroRoutes]:
-    """R2: routes recorded with some micro-batches, cut for others that hold the same sequences; a collective call.
+    """R2: rearrange recorded routes for other micro-batches of the same sequences; a collective call.
 
-    Sequences may change micro-batch and, with a ``group`` over model copies and shared identities, data-parallel rank.
-    Without such a change there is nothing to do: a Recording replays as it is. Absent rows stay absent.
+    Sequences may move to another micro-batch. With a ``group`` over model copies, and ids that these share, they may
+    move to another data-parallel rank. Absent rows stay absent.
     """
     parts = [_with_presence(routes) for routes in recorded]
     rows = torch.cat(parts) if parts else torch.zeros(len(recorded_in.rows()), 0, 0, dtype=torch.uint8)
@@ -90,7 +90,7 @@ def reshard(
     found = exchange(recorded_in, rows, wanted_in, group).split(sizes)
     if not wanted_in.layers:
         return [MicroRoutes(part) for part in found]
-    present = [part[:, 0, -1] > 0 for part in found]  # padding came from nowhere and is 0
+    present = [part[:, 0, -1] > 0 for part in found]  # exchange leaves padding at 0
     return [
         MicroRoutes(part[:, :, :-1].contiguous(), None if bool(there.all()) else there)
         for part, there in zip(found, present, strict=True)
@@ -109,9 +109,9 @@ def gather_shared(
 ) -> list[np.ndarray]:
     """How many experts training and rollout share: per micro-batch int64 [T', L], for the T' tokens with a rollout row.
 
-    ``shared`` uint8 [T_local, L_local] is of this rank's tokens and ``layers`` (``Recording.shared``). A collective
-    call: tensor- and context-parallel ranks put the counts of their tokens together, pipeline stages those of their
-    layers; a stage without MoE layers brings tensors without columns.
+    ``shared`` uint8 [T_local, L_local] has this rank's tokens and ``layers`` (``Recording.shared``). A collective call:
+    tensor- and context-parallel ranks contribute their tokens, pipeline stages their layers. A stage without MoE layers
+    passes tensors without columns.
     """
     found = []
     for share, micro in zip(shared, micro_batches, strict=True):

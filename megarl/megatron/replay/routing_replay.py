@@ -29,7 +29,7 @@ from megarl.megatron.replay.checks import (
     find_routers,
     find_untraced_routers,
 )
-from megarl.megatron.replay.hooks import Bystander, Hook, InputTap, untraced_rows
+from megarl.megatron.replay.hooks import Bystander, Hook, InputTap, count_rows
 from megarl.megatron.replay.pass_log import Block
 from megarl.megatron.replay.records import MicroRoutes, Recording
 from megarl.megatron.replay.sessions import Recorder, Replayer
@@ -180,12 +180,12 @@ class RoutingReplay:
         for hook in self._hooks:
             hook.begin(session, block)
         bystanders = [bystander for _, bystander in self._bystanders]
-        before = untraced_rows(bystanders)
+        before = count_rows(bystanders)
         try:
             yield
             block.check_thread()
         finally:
-            recording.untraced_rows = untraced_rows(bystanders) - before
+            recording.untraced_rows = count_rows(bystanders) - before
             for hook in self._hooks:
                 hook.end()
 

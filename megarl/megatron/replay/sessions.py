@@ -1,7 +1,7 @@
-"""What is open while a block runs: a Recorder keeps what the routers choose, a Replayer tells them what to choose.
+"""What answers the routers while a block is open: ``Recorder`` keeps their choice, ``Replayer`` gives them routes.
 
-A router call does no host-device synchronisation. The routes of a micro-batch go to the device in one piece, layer by
-layer, and stay there until its last recomputation; what is counted is read when the block closes.
+A router call does not synchronise host and device. The routes of a micro-batch go to the device in one copy, stored
+layer by layer, and stay there until its last recomputation. Counts are read when the block closes.
 """
 
 from __future__ import annotations
@@ -30,26 +30,27 @@ class _Columns:
     def get(self, hook: Hook, micro: int) -> torch.Tensor:
         return self._of[hook.column][micro]
 
-    def stacked(self, hooks: Sequence[Hook]) -> list[torch.Tensor]:
+    def stack(self, hooks: Sequence[Hook]) -> list[torch.Tensor]:
         """Per micro-batch [T_local, L_local, ...]; ReplayError if the routers saw different numbers of them."""
         counts = {hook.layer: len(self._of[hook.column]) for hook in hooks}
         if len(set(counts.values())) > 1:
             raise ReplayError(
-                f"routers saw different numbers of micro-batches, by layer {counts}; expected equal numbers"
+                f"routers saw different numbers of micro-batches, by layer {counts}; expected equal numbers. Likely a "
+                "layer was skipped; run whole forward passes in the block"
             )
-        # In memory layer by layer, which is how routers ask for them when they are replayed.
+        # Stored layer by layer, because a replay reads one layer at a time.
         return [torch.stack(of_micro).transpose(0, 1) for of_micro in zip(*self._of.values(), strict=True)]
 
 
-def _width(num_experts: int) -> torch.dtype:
+def _dtype(num_experts: int) -> torch.dtype:
     return getattr(torch, narrow_dtype(num_experts, signed=True).__name__)
 
 
 def _narrow(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
-    return experts.to(_width(num_experts))
+    return experts.to(_dtype(num_experts))
 
 
-def _shared(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _count_shared(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """uint8 [T]: experts that two rows [T, K], each without duplicates, have in common."""
     return (left[:, :, None] == right[:, None, :]).any(2).sum(1).to(torch.uint8)
 
@@ -65,18 +66,18 @@ class _Table:
         asked = [part for part in (absent, sampled) if part is not None and len(part)]
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         self.asked = _upload(torch.cat(asked), device) if asked else nothing
-        """int64, the rows in which the router is asked itself: absent ones, then sampled ones."""
+        """int64, the rows for which the router's own choice is computed: absent ones, then sampled ones."""
         by_layer = routes.experts.transpose(0, 1)
-        # A copy in any case: absent rows are filled in, and the caller may use its memory for something else.
-        owned = torch.empty(by_layer.shape, dtype=_width(num_experts), device=by_layer.device).copy_(by_layer)
+        # Always a copy: absent rows are filled in, and the caller may reuse its memory.
+        owned = torch.empty(by_layer.shape, dtype=_dtype(num_experts), device=by_layer.device).copy_(by_layer)
         self.experts = _upload(owned, device)
         """[L_local, T_local, K], narrow."""
         self.filled: set[int] = set()
-        """Columns whose absent rows are filled in."""
+        """Columns whose absent rows have been filled."""
         self.forwarded = self.awaited = 0
 
     def fill(self, column: int, experts: torch.Tensor) -> None:
-        """Put the router's own choice [R, K] in place of the absent rows."""
+        """Write the router's own choice [R, K] into the absent rows."""
         self.experts[column].index_copy_(0, self.asked[: self.num_absent], experts)
         self.filled.add(column)
 
@@ -88,7 +89,7 @@ def _upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class _Rows:
-    """Routes of micro-batches, handed out router by router."""
+    """The routes of all micro-batches; each is on the device while routers use it."""
 
     def __init__(self, routes: Sequence[MicroRoutes], num_hooks: int, sampled: Sequence[torch.Tensor] = ()) -> None:
         self.routes = routes
@@ -100,30 +101,32 @@ class _Rows:
         """The table of a micro-batch, which must have a row for each of the scores."""
         if micro >= len(self.routes):
             raise ReplayError(
-                f"layer {hook.layer}: {kind} of micro-batch {micro + 1}, but there are routes for {len(self.routes)}; "
-                "likely the data iterator and the routes were cut differently, or another pass ran in the same block"
+                f"layer {hook.layer}: {kind} of micro-batch {micro + 1}, but there are routes for {len(self.routes)}. "
+                "Likely the data iterator and the routes were split differently, or another pass ran in the block; "
+                "give one entry per micro-batch"
             )
         found = self.routes[micro].experts.size(0)
         if found != scores.size(0):
             raise ReplayError(
                 f"layer {hook.layer}, {kind} of micro-batch {micro}: the router sees {scores.size(0)} tokens, the "
-                f"routes have {found}; likely sequence-parallel slices or alignment padding differ"
+                f"routes have {found}. Likely sequence-parallel slices or alignment padding differ; docs/plugin.md "
+                "lists the rows of each layout"
             )
         if micro not in self._tables:
             sampled = self._sampled[micro] if self._sampled else None
             self._tables[micro] = _Table(self.routes[micro], sampled, hook.num_experts, scores.device)
-            if kind == "recomputation":  # one that was not awaited: of all routers, as far as can be known
+            if kind == "recomputation":  # after the table was freed: assume that all routers are recomputed
                 self._tables[micro].forwarded = self._tables[micro].awaited = self._num_hooks
         return self._tables[micro]
 
     def take_once(self, hook: Hook, micro: int, kind: str, scores: torch.Tensor) -> torch.Tensor:
-        """int64 [T_local, K] of one router, to look at once in a forward pass."""
+        """int64 [T_local, K] of one router, read once per forward pass."""
         experts = self.of(hook, micro, kind, scores).experts[hook.column].long()
-        self.done(micro, Call(micro, first=True, checkpointed=False))
+        self.finish(micro, Call(micro, first=True, checkpointed=False))
         return experts
 
-    def done(self, micro: int, call: Call) -> None:
-        """Let go of a table that all routers have used, and no recomputation waits for."""
+    def finish(self, micro: int, call: Call) -> None:
+        """Free the table once all routers have used it and no recomputation will."""
         table = self._tables[micro]
         table.forwarded += call.first
         table.awaited += call.checkpointed if call.first else -1
@@ -132,7 +135,7 @@ class _Rows:
 
 
 class Recorder:
-    """Session that routes natively; keeps the choice, or only what it shares with other routes."""
+    """Routes natively. Keeps the choice (``keep``), and how many experts it shares with the ``compared`` routes."""
 
     replays = False
 
@@ -155,16 +158,16 @@ class Recorder:
             self._kept.add(hook, _narrow(experts, hook.num_experts))
         if call.first and self._compared is not None:
             others = self._compared.take_once(hook, call.micro, "forward", question.scores)
-            self._shared.add(hook, _shared(experts, others))
+            self._shared.add(hook, _count_shared(experts, others))
         return question.at(experts)
 
     def close(self, hooks: Sequence[Hook], recording: Recording) -> None:
         if self._kept is not None:
             recording.routes = [
                 MicroRoutes(experts, token_ids=self._tokens_of(micro, len(experts)))
-                for micro, experts in enumerate(self._kept.stacked(hooks))
+                for micro, experts in enumerate(self._kept.stack(hooks))
             ]
-        recording.shared = self._shared.stacked(hooks)
+        recording.shared = self._shared.stack(hooks)
 
     def _tokens_of(self, micro: int, num_rows: int) -> torch.Tensor | None:
         ids = self._tokens.get(micro)
@@ -172,7 +175,7 @@ class Recorder:
 
 
 class Replayer:
-    """Session that hands out the given experts, micro-batch by micro-batch."""
+    """Gives the routers the experts of ``routes``, micro-batch by micro-batch."""
 
     replays = True
 
@@ -187,11 +190,11 @@ class Replayer:
         self._min_agreement = min_agreement
         self._sampled = [sample_rows(micro) for micro in routes] if min_agreement > 0 else []
         self._rows = _Rows(routes, len(hooks), self._sampled)
-        self._own = _Columns(hooks)  # the routers' choice in the sampled rows
-        self._fills: dict[tuple[int, int], torch.Tensor] = {}  # that in absent rows, by micro-batch and column
+        self._own = _Columns(hooks)  # the routers' own choice in the sampled rows
+        self._fills: dict[tuple[int, int], torch.Tensor] = {}  # the same in absent rows, by (micro-batch, column)
         self._native = _Columns(hooks) if observe else None
         self._shared, self._native_shared = _Columns(hooks), _Columns(hooks)
-        # Comparing with the very routes that are replayed needs no second copy of them.
+        # If the replayed routes are compared with themselves, they need no second copy on the device.
         same = compared is routes
         self._compared = None if compared is None else self._rows if same else _Rows(compared, len(hooks))
         self._tokens: dict[int, torch.Tensor] = {}
@@ -209,11 +212,11 @@ class Replayer:
         experts = table.experts[hook.column].long()
         if compares:
             self._compare(hook, call.micro, experts, question)
-        self._rows.done(call.micro, call)
+        self._rows.finish(call.micro, call)
         return question.at(experts)
 
     def _ask_router(self, hook: Hook, call: Call, table: _Table, question: Question) -> None:
-        """Let the router choose for absent rows, in the first pass alone, and there for the sampled ones too."""
+        """In the first pass, compute the router's choice for absent and sampled rows. Fill the absent ones."""
         assert call.micro is not None
         key = call.micro, hook.column
         asks = table.num_absent > 0 and key not in self._fills
@@ -237,8 +240,8 @@ class Replayer:
             return
         same = self._compared is self._rows
         others = experts if same else self._compared.take_once(hook, micro, "comparison", question.scores)
-        self._shared.add(hook, _shared(experts, others))
-        self._native_shared.add(hook, _shared(preferred, others))
+        self._shared.add(hook, _count_shared(experts, others))
+        self._native_shared.add(hook, _count_shared(preferred, others))
 
     def close(self, hooks: Sequence[Hook], recording: Recording) -> None:
         routes = self._rows.routes
@@ -247,14 +250,14 @@ class Replayer:
                 raise ReplayError(
                     f"layer {hook.layer}: {hook.log.forwarded} forward passes used the routes of {len(routes)} "
                     "micro-batches; each must be used once. Likely this router was bypassed, or the block closed too "
-                    "early"
+                    "early; close it after the last forward pass"
                 )
         recording.compared_tokens = check_tokens(routes, self._tokens)
         if self._sampled and hooks:
             recording.agreement = check_agreement(
                 routes,
                 self._sampled,
-                self._own.stacked(hooks),
+                self._own.stack(hooks),
                 [hook.layer for hook in hooks],
                 hooks[0].num_experts,
                 self._min_agreement,
@@ -263,5 +266,5 @@ class Replayer:
             len(hooks) * int((~micro.present).sum()) for micro in routes if micro.present is not None
         )
         if self._native is not None:
-            recording.native = [MicroRoutes(experts) for experts in self._native.stacked(hooks)]
-        recording.shared, recording.native_shared = self._shared.stacked(hooks), self._native_shared.stacked(hooks)
+            recording.native = [MicroRoutes(experts) for experts in self._native.stack(hooks)]
+        recording.shared, recording.native_shared = self._shared.stack(hooks), self._native_shared.stack(hooks)
