@@ -16,7 +16,7 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from megarl.core.diagnostics import RatioSpread, simulated_variance, variance_law
+from megarl.core.diagnostics import RatioSpread, simulate_variance, variance_law
 
 SIGMAS = (0.02, 0.05, 0.1, 0.2)
 LENGTHS = (1, 3, 10, 30, 100, 300, 1000)
@@ -28,7 +28,7 @@ Simulations = dict[tuple[float, int], RatioSpread]
 def simulate(samples: int, seed: int) -> Simulations:
     """The spread for every sigma and length."""
     generator = torch.Generator().manual_seed(seed)
-    return {(s, length): simulated_variance(s, length, samples, generator) for s in SIGMAS for length in LENGTHS}
+    return {(s, length): simulate_variance(s, length, samples, generator) for s in SIGMAS for length in LENGTHS}
 
 
 def plot(simulated: Simulations, samples: int) -> Figure:

@@ -20,8 +20,8 @@ from megarl.core.ratios import (
     check_cu_seqlens,
     is_logprob,
     log_ratio,
+    logprob_error,
     positions,
-    refused_logprob,
     segment_cumsum,
     segment_expand,
     segment_sum,
@@ -39,7 +39,7 @@ def group_mean(rewards: Values, groups: Values) -> Tensor:
     normalized" advantage, which subtracts the mean only.
     """
     rewards, inverse = _prepare(rewards, groups)
-    return _centered(rewards.double(), inverse).to(rewards.dtype)
+    return _center(rewards.double(), inverse).to(rewards.dtype)
 
 
 def grpo(rewards: Values, groups: Values, ddof: int = 1, eps: float = 1e-6) -> Tensor:
@@ -51,7 +51,7 @@ def grpo(rewards: Values, groups: Values, ddof: int = 1, eps: float = 1e-6) -> T
     if ddof not in (0, 1) or not eps >= 0:
         raise ValueError(f"grpo needs ddof 0 or 1 and eps >= 0, got ddof={ddof}, eps={eps}")
     rewards, inverse = _prepare(rewards, groups)
-    return _standardized(rewards.double(), inverse, ddof, eps).to(rewards.dtype)
+    return _standardize(rewards.double(), inverse, ddof, eps).to(rewards.dtype)
 
 
 def rloo(rewards: Values, groups: Values) -> Tensor:
@@ -63,7 +63,7 @@ def rloo(rewards: Values, groups: Values) -> Tensor:
     rewards, inverse = _prepare(rewards, groups)
     counts = torch.bincount(inverse)
     factors = counts.double() / (counts - 1).clamp(min=1)
-    return (_centered(rewards.double(), inverse) * factors[inverse]).to(rewards.dtype)
+    return (_center(rewards.double(), inverse) * factors[inverse]).to(rewards.dtype)
 
 
 def raft(rewards: Values, groups: Values, threshold: float = POSITIVE) -> Tensor:
@@ -119,7 +119,7 @@ def pooled(
     if scale == "none":
         divisor = torch.ones_like(mean)
     elif scale == "std":
-        squares = torch.zeros_like(mean).index_add(0, inverse, _centered(pool, inverse).square())
+        squares = torch.zeros_like(mean).index_add(0, inverse, _center(pool, inverse).square())
         divisor = (squares / (counts - ddof).clamp(min=1)).sqrt().clamp(min=floor)
     elif bool((mean < 0).any()):
         raise ValueError(f"pooled: scale {scale!r} needs pass rates, but the mean of a pool is {float(mean.min())}")
@@ -199,7 +199,7 @@ def token_level_kl(
     first_cell = longest.cumsum(0) - longest
     cells = segment_expand(first_cell[inverse], cu_seqlens) + positions(keep, cu_seqlens) - 1
     values = returns.new_zeros(returns.shape).double()
-    values[keep] = _standardized(returns[keep].double(), cells[keep], ddof, eps)
+    values[keep] = _standardize(returns[keep].double(), cells[keep], ddof, eps)
     return values.to(returns.dtype)
 
 
@@ -246,19 +246,19 @@ def _check_columns(logprobs: Tensor, ref_logprobs: Tensor, loss_mask: Tensor, cu
     for name, column in (("logprobs", logprobs), ("ref_logprobs", ref_logprobs)):
         bad = loss_mask & ~is_logprob(column)
         if bool(bad.any()):
-            raise refused_logprob(name, column, bad)
+            raise logprob_error(name, column, bad)
 
 
-def _standardized(values: Tensor, inverse: Tensor, ddof: int, eps: float) -> Tensor:
+def _standardize(values: Tensor, inverse: Tensor, ddof: int, eps: float) -> Tensor:
     """Return float64 values less the mean of their group, over its standard deviation plus eps; 0 without contrast."""
-    centered = _centered(values, inverse)
+    centered = _center(values, inverse)
     counts = torch.bincount(inverse)
     squares = centered.new_zeros(counts.numel()).index_add(0, inverse, centered.square())
     deviation = (squares / (counts - ddof).clamp(min=1)).sqrt()[inverse]
     return torch.where(centered == 0, 0.0, centered / (deviation + eps))
 
 
-def _centered(rewards: Tensor, inverse: Tensor) -> Tensor:
+def _center(rewards: Tensor, inverse: Tensor) -> Tensor:
     """Return rewards minus the mean of their group, exactly 0 where all rewards of the group are equal."""
     counts = torch.bincount(inverse)
     means = rewards.new_zeros(counts.numel()).index_add(0, inverse, rewards) / counts

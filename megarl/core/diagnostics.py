@@ -78,11 +78,6 @@ def extreme_share(log_ratios: Tensor, mask: Tensor, tau: float = 2.0) -> Stat:
     return Stat.mean(log_ratios.abs() > math.log(tau), mask)
 
 
-def clamped_ess(weights: Tensor, mask: Tensor, cap: float) -> Stat:
-    """Return the effective sample size of the weights clamped to [1/cap, cap], which is what verl reports."""
-    return Stat.ess(weights.clamp(1 / cap, cap), mask)
-
-
 def effective_prompt_ratio(rewards: Values, groups: Values) -> Stat:
     """Return the share of groups with non-uniform rewards, the only ones that train.
 
@@ -115,7 +110,7 @@ def variance_law(sigma: float, length: int) -> RatioSpread:
         return RatioSpread(math.inf, math.exp(-exponent))
 
 
-def simulated_variance(sigma: float, length: int, samples: int, generator: torch.Generator) -> RatioSpread:
+def simulate_variance(sigma: float, length: int, samples: int, generator: torch.Generator) -> RatioSpread:
     """Return the same from random draws: samples products of length token ratios each.
 
     The estimate of the variance is useless once exp(H sigma^2) nears the number of samples: the few draws that make

@@ -46,13 +46,13 @@ class Stat:
     @classmethod
     def mean(cls, values: Tensor, mask: Tensor | None = None) -> Stat:
         """Mean of the values over the mask."""
-        values, count = _masked(values, mask)
+        values, count = _select(values, mask)
         return cls("mean", torch.stack([values.sum(), count]), _vector(device=values.device))
 
     @classmethod
     def exp_mean(cls, values: Tensor, mask: Tensor | None = None) -> Stat:
         """``exp(mean(values))``: a geometric mean of exp(values), such as a perplexity."""
-        values, count = _masked(values, mask)
+        values, count = _select(values, mask)
         return cls("exp_mean", torch.stack([values.sum(), count]), _vector(device=values.device))
 
     @classmethod
@@ -68,7 +68,7 @@ class Stat:
     @classmethod
     def summary(cls, values: Tensor, mask: Tensor | None = None) -> Stat:
         """Mean, population standard deviation, minimum and maximum over the mask."""
-        selected, count = _masked(values, mask)
+        selected, count = _select(values, mask)
         sums = torch.stack([count, selected.sum(), selected.square().sum()])
         return cls("summary", sums, torch.stack([_largest(values, mask), _largest(-values, mask)]))
 
@@ -85,7 +85,7 @@ class Stat:
     @classmethod
     def ess(cls, weights: Tensor, mask: Tensor | None = None) -> Stat:
         """Effective sample size ``(sum w)^2 / sum w^2`` and, as ``_fraction``, its share of the number of entries."""
-        selected, count = _masked(weights, mask)
+        selected, count = _select(weights, mask)
         sums = torch.stack([count, selected.sum(), selected.square().sum()])
         return cls("ess", sums, _vector(device=weights.device))
 
@@ -138,7 +138,7 @@ def _vector(value: Tensor | float | None = None, device: torch.device | None = N
     return torch.as_tensor(value).detach().double().reshape(1)
 
 
-def _masked(values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _select(values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the values in float64 with 0 outside the mask, and the number of entries inside."""
     values = values.detach().double()
     if mask is None:

@@ -69,7 +69,7 @@ def partition_into(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
         load, index = heapq.heappop(loads)
         bins[index].append(sequence)
         heapq.heappush(loads, (load + lengths[sequence], index))
-    return _ordered(bins)
+    return _sort_bins(bins)
 
 
 def pack(rollouts: Sequence[Rollout], advantages: Values | Sequence[np.ndarray]) -> TrainBatch:
@@ -88,14 +88,14 @@ def pack(rollouts: Sequence[Rollout], advantages: Values | Sequence[np.ndarray])
     cu_seqlens = lengths.cumsum(0)
     routed_experts, routed_mask = _pack_routes(rollouts)
     return TrainBatch(
-        tokens=_joined([r.tokens for r in rollouts], np.int64),
+        tokens=_concatenate([r.tokens for r in rollouts], np.int64),
         cu_seqlens=cu_seqlens,
-        loss_mask=_joined([r.loss_mask for r in rollouts], np.bool_),
-        rollout_logprobs=_joined([r.rollout_logprobs for r in rollouts], np.float32),
+        loss_mask=_concatenate([r.loss_mask for r in rollouts], np.bool_),
+        rollout_logprobs=_concatenate([r.rollout_logprobs for r in rollouts], np.float32),
         advantages=_per_token(advantages, rollouts, cu_seqlens),
         routed_experts=routed_experts,
         routed_mask=routed_mask,
-        weight_versions=_joined([r.weight_versions for r in rollouts], np.int32),
+        weight_versions=_concatenate([r.weight_versions for r in rollouts], np.int32),
     )
 
 
@@ -123,7 +123,7 @@ def _check_finite(rollout: Rollout, advantage: np.ndarray) -> None:
         raise NumericsError(f"{_name(rollout)}: the advantage is {advantage}, expected a finite number")
 
 
-def without_routes(rollout: Rollout) -> Rollout:
+def drop_routes(rollout: Rollout) -> Rollout:
     """The rollout as other ranks see it: its mask still says which rows there are."""
     mask = rollout.routed_mask
     if mask is None and rollout.routed_experts is not None:
@@ -171,7 +171,7 @@ def _fewest_bins(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         bins = partition_into(lengths, num_bins)
         if _fit(bins, lengths, max_tokens):
             return bins
-    return _ordered(first_fit)
+    return _sort_bins(first_fit)
 
 
 def _divide(bins: list[list[int]], lengths: Sequence[int], num_bins: int) -> list[list[int]]:
@@ -182,7 +182,7 @@ def _divide(bins: list[list[int]], lengths: Sequence[int], num_bins: int) -> lis
         bins.remove(fullest)
         halves = partition_into([lengths[i] for i in fullest], 2)
         bins += [[fullest[i] for i in half] for half in halves]
-    return _ordered(bins)
+    return _sort_bins(bins)
 
 
 def _first_fit_decreasing(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -198,11 +198,11 @@ def _first_fit_decreasing(lengths: Sequence[int], max_tokens: int) -> list[list[
     return bins
 
 
-def _ordered(bins: list[list[int]]) -> list[list[int]]:
+def _sort_bins(bins: list[list[int]]) -> list[list[int]]:
     return sorted(sorted(part) for part in bins if part)
 
 
-def _joined(columns: Sequence[np.ndarray], dtype: type[np.generic]) -> Tensor:
+def _concatenate(columns: Sequence[np.ndarray], dtype: type[np.generic]) -> Tensor:
     return torch.from_numpy(np.concatenate(columns).astype(dtype, copy=False))
 
 
@@ -210,7 +210,7 @@ def _pack_routes(rollouts: Sequence[Rollout]) -> tuple[Tensor | None, Tensor | N
     with_routes = [r for r in rollouts if r.routed_experts is not None]
     if not with_routes:
         masks = [r.routed_mask for r in rollouts if r.routed_mask is not None]
-        return None, _joined(masks, np.bool_) if len(masks) == len(rollouts) else None
+        return None, _concatenate(masks, np.bool_) if len(masks) == len(rollouts) else None
     for rollout in rollouts:
         if rollout.routed_experts is None:
             raise TraceError(
@@ -226,7 +226,7 @@ def _pack_routes(rollouts: Sequence[Rollout]) -> tuple[Tensor | None, Tensor | N
             raise TraceError(f"expert {experts.max()} does not fit 16 signed bits: more than 32768 experts")
         experts = experts.astype(np.int16)
     masks = [np.ones(r.num_tokens, bool) if r.routed_mask is None else r.routed_mask for r in rollouts]
-    return torch.from_numpy(experts), _joined(masks, np.bool_)
+    return torch.from_numpy(experts), _concatenate(masks, np.bool_)
 
 
 def _check_rollout(rollout: Rollout) -> None:

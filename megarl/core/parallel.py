@@ -14,7 +14,7 @@ from torch import Tensor
 from megarl.core.ratios import check_cu_seqlens, segment_expand, segment_lengths
 
 
-def padded_cu_seqlens(cu_seqlens: Tensor, multiple: int) -> Tensor:
+def pad_cu_seqlens(cu_seqlens: Tensor, multiple: int) -> Tensor:
     """Return int64 [N+1] after rounding the length of every sequence up to a multiple."""
     if multiple < 1:
         raise ValueError(f"multiple is {multiple}, expected at least 1")
@@ -48,7 +48,7 @@ def zigzag_indices(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
         sequence = int(odd[0])
         raise ValueError(
             f"sequence {sequence} has {int(lengths[sequence])} tokens, not a multiple of 2 * cp_size = {2 * cp_size}: "
-            f"pad with padded_cu_seqlens first"
+            f"pad with pad_cu_seqlens first"
         )
     chunk = lengths // (2 * cp_size)
     # Two runs of tokens per sequence, interleaved: [early chunk of 0, late chunk of 0, early chunk of 1, ...].

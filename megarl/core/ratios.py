@@ -36,7 +36,7 @@ def is_logprob(column: Tensor) -> Tensor:
     return column <= LOGPROB_TOLERANCE
 
 
-def refused_logprob(name: str, column: Tensor, bad: Tensor) -> NumericsError:
+def logprob_error(name: str, column: Tensor, bad: Tensor) -> NumericsError:
     """Return the error for a column [T] with impossible values where ``bad``, bool [T], is True at least once."""
     token = int(bad.nonzero()[0])
     value = column[token].item()

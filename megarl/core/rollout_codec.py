@@ -49,7 +49,7 @@ def encode_rollouts(rollouts: Sequence[Rollout]) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def encoded_bytes(rollouts: int, tokens: int, *, routed: bool) -> int:
+def num_encoded_bytes(rollouts: int, tokens: int, *, routed: bool) -> int:
     """Length of ``encode_rollouts`` for that many rollouts and tokens; routed: they have a routed_mask."""
     per_token = sum(np.dtype(dtype).itemsize for _, dtype in (*_ALWAYS, *_SOME[:routed]))
     return 8 * _HEADER * (rollouts + 1) + per_token * tokens

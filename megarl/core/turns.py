@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from megarl.core.types import Rollout, RowSource
+from megarl.core.routing.provenance import row_sources, row_versions
+from megarl.core.types import Rollout
 from megarl.errors import TraceError
 
 
@@ -38,14 +39,14 @@ def join(earlier: Rollout, later: Rollout) -> Rollout:
         )
     whole = replace(
         later,
-        loss_mask=_joined(earlier.loss_mask, later.loss_mask),
-        rollout_logprobs=_joined(earlier.rollout_logprobs, later.rollout_logprobs),
-        weight_versions=_joined(earlier.weight_versions, later.weight_versions),
+        loss_mask=_join_column(earlier.loss_mask, later.loss_mask),
+        rollout_logprobs=_join_column(earlier.rollout_logprobs, later.rollout_logprobs),
+        weight_versions=_join_column(earlier.weight_versions, later.weight_versions),
     )
-    return _with_routes(whole, earlier, later, label)
+    return _join_routes(whole, earlier, later, label)
 
 
-def _with_routes(whole: Rollout, earlier: Rollout, later: Rollout, label: str) -> Rollout:
+def _join_routes(whole: Rollout, earlier: Rollout, later: Rollout, label: str) -> Rollout:
     old, new, old_mask, new_mask = earlier.routed_experts, later.routed_experts, earlier.routed_mask, later.routed_mask
     if old is None and new is None and old_mask is None and new_mask is None:
         return whole
@@ -68,20 +69,10 @@ def _with_routes(whole: Rollout, earlier: Rollout, later: Rollout, label: str) -
         whole,
         routed_experts=rows(old, new),
         routed_mask=rows(old_mask, new_mask),
-        route_versions=rows(_route_versions(earlier), _route_versions(later)),
-        route_sources=rows(_sources(earlier, old_mask), _sources(later, new_mask)) if sourced else None,
+        route_versions=rows(row_versions(earlier), row_versions(later)),
+        route_sources=rows(row_sources(earlier), row_sources(later)) if sourced else None,
     )
 
 
-def _joined(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+def _join_column(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return np.concatenate([first, second[len(first) :]])
-
-
-def _route_versions(turn: Rollout) -> np.ndarray:
-    return turn.weight_versions if turn.route_versions is None else turn.route_versions
-
-
-def _sources(turn: Rollout, mask: np.ndarray) -> np.ndarray:
-    if turn.route_sources is not None:
-        return turn.route_sources
-    return np.where(mask, RowSource.CAPTURED, RowSource.MISSING).astype(np.uint8)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import comb
 
 from megarl.config import Config, Layout
-from megarl.core.rollout_codec import encoded_bytes
+from megarl.core.rollout_codec import num_encoded_bytes
 from megarl.models.shapes import ModelShape
 from megarl.plan.engine_memory import weight_bytes
 from megarl.plan.layout import Stage, dense_ranks
@@ -105,7 +105,7 @@ def step_traffic(config: Config, shape: ModelShape, layout: Layout, stage: Stage
     remote = config.rollout.engine_kind.server
     of_mini_batch = route_bytes(config, shape, layout, stage)
     ranks, of_copy = layout.world_size // layout.dp, -(-batches.responses // layout.dp)
-    rollouts = encoded_bytes(of_copy, of_copy * batches.longest, routed=replayed)
+    rollouts = num_encoded_bytes(of_copy, of_copy * batches.longest, routed=replayed)
     placements = (ranks - 1) * (of_copy + of_copy // ranks) * PLACEMENT_BYTES if replayed else 0
     return StepTraffic(
         columns=8 * tokens if remote else 0,

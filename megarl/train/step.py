@@ -21,7 +21,7 @@ from megarl.core.diagnostics import entropy_stat, mismatch_metrics
 from megarl.core.metrics import Stat, merge
 from megarl.core.objectives import Objective, coefficients, function_coefficients, mini_batch_power
 from megarl.core.objectives.columns import Denominators, TokenColumns
-from megarl.core.packing import pack, without_routes
+from megarl.core.packing import drop_routes, pack
 from megarl.core.routing import Disagreement
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import MegarlError, ReplayError, RolloutError, TraceError
@@ -103,7 +103,7 @@ class TrainStep:
         trace is not of this model, or if replay is "r3" and routes are absent or too many rows missing.
         """
         r3, replay = self.config.train.replay == "r3", self.policy.replay
-        bare = [without_routes(rollout) for rollout in rollouts]
+        bare = [drop_routes(rollout) for rollout in rollouts]
         recorded = all(rollout.routed_mask is not None for rollout in bare)
         failure: MegarlError | None = None
         try:

@@ -22,7 +22,7 @@ from megarl.core.advantages import (
     uniform_groups,
 )
 from megarl.core.choices.stopping import POSITIVE
-from megarl.core.objectives import OBJECTIVES, selected_responses, sequence_advantages
+from megarl.core.objectives import OBJECTIVES, select_responses, sequence_advantages
 from megarl.core.sampling.pools import Pool
 from megarl.errors import NumericsError
 
@@ -80,7 +80,7 @@ def test_raft_accepts_what_sampling_counts_as_positive(rewards, threshold):
     assert raft(rewards, groups, **given_threshold).sum() == positives
     for name in ("raft", "raft_pp"):
         assert sequence_advantages(OBJECTIVES[name], rewards, groups, **given_threshold).sum() == positives
-    chosen = selected_responses(replace(OBJECTIVES["raft"], selection="positive"), rewards, groups, **given_threshold)
+    chosen = select_responses(replace(OBJECTIVES["raft"], selection="positive"), rewards, groups, **given_threshold)
     assert chosen.sum() == positives
 
 

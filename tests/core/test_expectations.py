@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.core.sampling.expectations import expected_samples
+from megarl.core.sampling.stopping_law import expected_samples
 
 
 def close(actual, expected, tol=1e-9):

@@ -17,10 +17,10 @@ from megarl.core.objectives import (
     coefficients,
     mini_batch_power,
     policy_loss,
-    selected_responses,
+    select_responses,
 )
 from megarl.core.objectives.columns import prepare
-from megarl.core.objectives.weights import adaptive_power, importance_weight, kl_penalty, outside_trust
+from megarl.core.objectives.weights import adaptive_power, find_trusted, importance_weight, kl_penalty
 from megarl.core.ratios import log_ratio
 from megarl.errors import NumericsError
 
@@ -52,7 +52,7 @@ def weights_of(objective: Objective, columns: TokenColumns) -> list[float]:
 
 def trust_of(objective: Objective, columns: TokenColumns) -> tuple[list[bool], dict[str, float]]:
     state = prepare(columns)
-    trust = outside_trust(objective, state, log_ratio(state.logprobs, state.old_logprobs, state.keep))
+    trust = find_trusted(objective, state, log_ratio(state.logprobs, state.old_logprobs, state.keep))
     return trust.inside.tolist(), finalize(trust.metrics)
 
 
@@ -402,9 +402,9 @@ class TestSelection:
     def test_what_is_positive_has_an_advantage_above_0(self):
         rewards, groups = [1.0, 1.0, 1.0, 0.0, 0.5], [0, 0, 1, 1, 1]
         by = {name: replaced(selection=name) for name in ("all", "mixed_groups", "positive")}
-        assert selected_responses(by["all"], rewards, groups).tolist() == [True] * 5
-        assert selected_responses(by["mixed_groups"], rewards, groups).tolist() == [False, False, True, True, True]
-        assert selected_responses(by["positive"], rewards, groups).tolist() == [False, False, True, False, False]
+        assert select_responses(by["all"], rewards, groups).tolist() == [True] * 5
+        assert select_responses(by["mixed_groups"], rewards, groups).tolist() == [False, False, True, True, True]
+        assert select_responses(by["positive"], rewards, groups).tolist() == [False, False, True, False, False]
 
 
 class TestColumns:

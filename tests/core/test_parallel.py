@@ -8,7 +8,7 @@ from oracles import reference
 
 from megarl.core.parallel import (
     inverse_permutation,
-    padded_cu_seqlens,
+    pad_cu_seqlens,
     padded_positions,
     sequence_parallel_slice,
     zigzag_indices,
@@ -51,7 +51,7 @@ def test_ranks_partition_the_tokens_exactly(lengths, cp_size, tp_size):
 @given(lengths=lengths_strategy, multiple=st.integers(1, 8))
 def test_padding_and_taking_it_away(lengths, multiple):
     cu_seqlens = offsets(lengths)
-    padded = padded_cu_seqlens(cu_seqlens, multiple)
+    padded = pad_cu_seqlens(cu_seqlens, multiple)
     assert padded.diff().tolist() == [-(-length // multiple) * multiple for length in lengths]
     positions = padded_positions(cu_seqlens, padded)
     starts = padded.tolist()
@@ -75,7 +75,7 @@ def test_inverse_permutation():
         (lambda: zigzag_indices(torch.tensor([0, 4]), 2, 2), "cp_rank is 2"),
         (lambda: sequence_parallel_slice(7, 2, 0), "7 tokens do not split"),
         (lambda: sequence_parallel_slice(8, 2, -1), "tp_rank is -1"),
-        (lambda: padded_cu_seqlens(torch.tensor([0, 4]), 0), "multiple is 0"),
+        (lambda: pad_cu_seqlens(torch.tensor([0, 4]), 0), "multiple is 0"),
         (lambda: padded_positions(torch.tensor([0, 4]), torch.tensor([0, 3])), "at least as long"),
     ],
 )

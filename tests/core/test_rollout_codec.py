@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.core.packing import without_routes
-from megarl.core.rollout_codec import decode_rollouts, encode_rollouts, encoded_bytes
+from megarl.core.packing import drop_routes
+from megarl.core.rollout_codec import decode_rollouts, encode_rollouts, num_encoded_bytes
 from megarl.core.types import Rollout
 from megarl.errors import RolloutError
 
@@ -49,13 +49,13 @@ def test_rollouts_come_back_as_they_were_but_for_their_routes(made: list[tuple[i
     found = decode_rollouts(encode_rollouts(rollouts))
     assert len(found) == len(rollouts)
     for mine, theirs in zip(found, rollouts, strict=True):
-        assert_equal(mine, without_routes(theirs) if theirs.routed_experts is not None else theirs)
+        assert_equal(mine, drop_routes(theirs) if theirs.routed_experts is not None else theirs)
 
 
 def test_a_token_costs_fourteen_bytes_and_a_sequence_forty_eight() -> None:
     data = encode_rollouts([rollout(100, 1), rollout(50, 2)])
-    assert len(data) == 48 * 3 + 150 * (4 + 4 + 4 + 1 + 1) == encoded_bytes(2, 150, routed=True)
-    assert len(encode_rollouts([rollout(9, 1, routed=False)])) == encoded_bytes(1, 9, routed=False)
+    assert len(data) == 48 * 3 + 150 * (4 + 4 + 4 + 1 + 1) == num_encoded_bytes(2, 150, routed=True)
+    assert len(encode_rollouts([rollout(9, 1, routed=False)])) == num_encoded_bytes(1, 9, routed=False)
 
 
 def test_bytes_that_were_cut_or_a_column_that_is_too_short_are_refused() -> None:

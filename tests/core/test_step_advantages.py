@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.core.objectives import OBJECTIVES, selected_responses, sequence_advantages, step_advantages
+from megarl.core.objectives import OBJECTIVES, select_responses, sequence_advantages, step_advantages
 from megarl.core.objectives.process_rewards import process_advantages
 from megarl.errors import ConfigError
 
@@ -48,6 +48,6 @@ def test_as_on_packed_tokens(lengths: list[int], seed: int) -> None:
 def test_a_caller_with_nothing_but_rewards_is_told() -> None:
     with pytest.raises(ConfigError, match="step_advantages"):
         sequence_advantages(PROCESS, [1.0, 0.0], [0, 0])
-    assert selected_responses(PROCESS, [1.0, 0.0], [0, 0]).all()
+    assert select_responses(PROCESS, [1.0, 0.0], [0, 0]).all()
     with pytest.raises(ConfigError, match="one advantage per response, but those of 'process' differ"):
         replace(PROCESS, selection="positive")

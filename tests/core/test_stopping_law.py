@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from sampling_driver import play
 
 from megarl.core.choices.stopping import Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos
-from megarl.core.sampling.expectations import expected_samples
-from megarl.core.sampling.stopping_law import stopping_law, unbiased_rates
+from megarl.core.sampling.stopping_law import expected_samples, stopping_law, unbiased_rates
 
 RULES = [
     ada_seq_balance(),

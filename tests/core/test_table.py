@@ -23,7 +23,7 @@ from megarl.core.objectives import (
     coefficients,
     mini_batch_power,
     policy_loss,
-    selected_responses,
+    select_responses,
     sequence_advantages,
     token_advantages,
 )
@@ -394,7 +394,7 @@ class TestSelection:
     )
     def test_responses(self, changes, expected):
         """The response whose reward is its group's mean stays: its advantage is 0, but its group has contrast."""
-        selected = selected_responses(variant("minirl", **changes), list(self.REWARDS), list(self.GROUPS))
+        selected = select_responses(variant("minirl", **changes), list(self.REWARDS), list(self.GROUPS))
         assert selected.tolist() == expected
 
 

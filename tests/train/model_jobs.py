@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from train_world import World, take_step, training, weights_of
 
-from megarl.core.packing import without_routes
+from megarl.core.packing import drop_routes
 from megarl.core.types import Rollout
 from megarl.megatron import distributed
 from megarl.train.sampling.gradient_norms import gradient_norms
@@ -72,7 +72,7 @@ def rollouts_here(world: World, case: Case) -> list[Rollout]:
     first = sum(case.counts[: distributed.dp_rank()])
     mine = world.rollouts(case.engine)[first : first + case.counts[distributed.dp_rank()]]
     group = distributed.model_group()
-    return [r if i % group.size() == group.rank() else without_routes(r) for i, r in enumerate(mine)]
+    return [r if i % group.size() == group.rank() else drop_routes(r) for i, r in enumerate(mine)]
 
 
 def norms(world: World, cases: Mapping[str, Case]) -> dict[str, dict[str, np.ndarray]]:

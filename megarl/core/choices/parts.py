@@ -147,7 +147,7 @@ def _check_types(o: Objective) -> None:
         value, hint = getattr(o, name), _hints()[name]
         options = tuple(x for option in get_args(hint) or (hint,) for x in (get_args(option) or (option,)))
         if not _fits(value, options):
-            raise ConfigError(f"objective: {name} is {value!r}, expected {_described(options)}")
+            raise ConfigError(f"objective: {name} is {value!r}, expected {_describe(options)}")
 
 
 def _fits(value: object, options: tuple[Any, ...]) -> bool:
@@ -161,7 +161,7 @@ def _fits(value: object, options: tuple[Any, ...]) -> bool:
     return isinstance(value, float) and math.isfinite(value) and float in options
 
 
-def _described(options: tuple[Any, ...]) -> str:
+def _describe(options: tuple[Any, ...]) -> str:
     words = {bool: "true or false", int: "a whole number", float: "a finite number", NoneType: 'None ("off")'}
     named = [repr(option) for option in options if isinstance(option, str)]
     parts = [f"one of {', '.join(named)}"] if named else []

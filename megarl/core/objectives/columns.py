@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.core.ratios import check_cu_seqlens, is_logprob, refused_logprob, segment_sum, usable_mask
+from megarl.core.ratios import check_cu_seqlens, is_logprob, logprob_error, segment_sum, usable_mask
 from megarl.core.types import TrainBatch
 from megarl.errors import NumericsError
 
@@ -116,9 +116,9 @@ class TokenState:
 def prepare(columns: TokenColumns) -> TokenState:
     """Check that every value on a loss token is admissible, and settle which tokens count.
 
-    Raises NumericsError naming column and first token for what ``refuse_impossible`` finds.
+    Raises NumericsError naming column and first token for what ``check_values`` finds.
     """
-    refuse_impossible(columns)
+    check_values(columns)
     wide = torch.float32
     if any(column.dtype == torch.float64 for column in columns.float_columns().values()):
         wide = torch.float64
@@ -134,7 +134,7 @@ def prepare(columns: TokenColumns) -> TokenState:
     )
 
 
-def refuse_impossible(columns: TokenColumns) -> None:
+def check_values(columns: TokenColumns) -> None:
     """Raise NumericsError if a loss token has an advantage that is not finite, or no log-probability in another column:
     NaN, +inf, or more than ``LOGPROB_TOLERANCE``."""
     refused = {
@@ -149,7 +149,7 @@ def refuse_impossible(columns: TokenColumns) -> None:
             continue
         column = columns.float_columns()[name]
         if name != "advantages":
-            raise refused_logprob(name, column, bad)
+            raise logprob_error(name, column, bad)
         token = int(bad.nonzero()[0])
         raise NumericsError(
             f"advantages is {column[token].item()} at token {token} of the packed batch ({int(bad.sum())} such loss "

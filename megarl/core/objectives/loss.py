@@ -1,4 +1,4 @@
-"""The one equation, and the table of algorithms that are rows of it.
+"""The one equation that every objective is a case of, and the advantages that it needs.
 
     grad J = sum_t  M_t * W_t * A_t * grad log pi_theta(y_t) / D
 
@@ -21,28 +21,19 @@ from torch import Tensor
 from megarl.core.advantages import ADVANTAGES, Values, grpo, raft, token_level_kl, uniform_groups
 from megarl.core.choices.parts import Objective
 from megarl.core.choices.stopping import POSITIVE
-from megarl.core.choices.table import OBJECTIVES
 from megarl.core.metrics import Stat
 from megarl.core.objectives.columns import Denominators, TokenColumns, TokenState, prepare
 from megarl.core.objectives.process_rewards import process_advantages
-from megarl.core.objectives.weights import Total, importance_weight, kl_penalty, outside_trust, shared_power
+from megarl.core.objectives.weights import (
+    Total,
+    adaptive_power,
+    find_trusted,
+    importance_weight,
+    kl_penalty,
+    weight_log_ratio,
+)
 from megarl.core.ratios import log_ratio, segment_cumsum, segment_expand, segment_sum
 from megarl.errors import ConfigError
-
-__all__ = [
-    "OBJECTIVES",
-    "Coefficients",
-    "Denominators",
-    "Objective",
-    "TokenColumns",
-    "coefficients",
-    "mini_batch_power",
-    "policy_loss",
-    "selected_responses",
-    "sequence_advantages",
-    "step_advantages",
-    "token_advantages",
-]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,7 +133,7 @@ def step_advantages(
     return found
 
 
-def selected_responses(objective: Objective, rewards: Values, groups: Values, threshold: float = POSITIVE) -> Tensor:
+def select_responses(objective: Objective, rewards: Values, groups: Values, threshold: float = POSITIVE) -> Tensor:
     """Return bool [N]: the responses that train and count in denominators, by ``objective.selection``.
 
     threshold as in ``sequence_advantages``. Clear the loss_mask of the others before packing: advantages alone do not
@@ -180,7 +171,7 @@ def coefficients(
     state = prepare(columns)
     log_staleness = log_ratio(state.logprobs, state.old_logprobs, state.keep)
     weight = importance_weight(objective, state, power)
-    trust = outside_trust(objective, state, log_staleness)
+    trust = find_trusted(objective, state, log_staleness)
     scale = _aggregation_scale(objective, state, denominators)
     values = torch.where(trust.inside, weight.values * state.advantages * scale, 0.0)
     if objective.prefix_grad:
@@ -214,7 +205,9 @@ def mini_batch_power(
     """
     if objective.weight_fn != "adaptive_power":
         return None
-    return shared_power(objective, [prepare(columns) for columns in micro_batches], total)
+    states = [prepare(columns) for columns in micro_batches]
+    log_ratios = torch.cat([weight_log_ratio(objective, state) for state in states])
+    return adaptive_power(log_ratios, torch.cat([state.keep for state in states]), objective.ess_target, total)
 
 
 def policy_loss(

@@ -6,7 +6,7 @@ Nothing here carries a gradient. What is a ratio of several tokens comes from ``
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -50,14 +50,14 @@ def importance_weight(objective: Objective, state: TokenState, power: float | No
         values, truncated = torch.ones_like(state.logprobs), torch.zeros_like(state.keep)
     else:
         # In the decoupled form the cap is on old/mu, and f on theta/old.
-        log_rho = _log_ratio_of(objective.corrected, objective.ratio, objective.log_ratio_cap, state)
+        log_rho = weight_log_ratio(objective, state)
         values, truncated, extra = _apply(objective, log_rho, state.keep, power)
         if objective.decoupled:
             gap = _log_ratio_of("old_mu", objective.ratio, objective.log_ratio_cap, state).exp()
-            capped, cut = _capped(gap, objective.cap, state.keep)
+            capped, cut = _cap(gap, objective.cap, state.keep)
             values, truncated = capped * values, truncated | cut
         else:
-            values, cut = _capped(values, objective.cap, state.keep)
+            values, cut = _cap(values, objective.cap, state.keep)
             truncated = truncated | cut
     if objective.gap != "none" and objective.gap_mode != "mask":
         factor = _gap_factor(objective, state)
@@ -71,7 +71,7 @@ def importance_weight(objective: Objective, state: TokenState, power: float | No
     return Weight(values, metrics | extra)
 
 
-def outside_trust(objective: Objective, state: TokenState, log_staleness: Tensor) -> Trust:
+def find_trusted(objective: Objective, state: TokenState, log_staleness: Tensor) -> Trust:
     """Return which tokens pass mask, dual clip and gap mask; log_staleness: [T], log theta/old of single tokens."""
     keep, advantages = state.keep, state.advantages
     nowhere = torch.zeros_like(keep)
@@ -119,13 +119,9 @@ def kl_penalty(kind: KlPenalty, logprobs: Tensor, ref_logprobs: Tensor, keep: Te
     return gradient, {"kl/penalty": Stat.mean(values, keep), "kl/clamped": Stat.mean(clamped, keep)}
 
 
-def shared_power(objective: Objective, states: Sequence[TokenState], total: Total = lambda sums: sums) -> float:
-    """Return the q of "adaptive_power" over all tokens of several states, the micro-batches of a mini-batch.
-
-    total: adds sums, float64 [S], of several ranks; each rank then gets the same q, and all must call.
-    """
-    logs = [_log_ratio_of(objective.corrected, objective.ratio, objective.log_ratio_cap, state) for state in states]
-    return adaptive_power(torch.cat(logs), torch.cat([state.keep for state in states]), objective.ess_target, total)
+def weight_log_ratio(objective: Objective, state: TokenState) -> Tensor:
+    """Return log rho [T], rho being the ratio that ``weight_fn`` is applied to."""
+    return _log_ratio_of(objective.corrected, objective.ratio, objective.log_ratio_cap, state)
 
 
 def adaptive_power(log_ratios: Tensor, shares: Tensor, target: float, total: Total = lambda sums: sums) -> float:
@@ -191,14 +187,14 @@ def _apply(
             q = adaptive_power(log_rho, keep, objective.ess_target) if power is None else power
             return (q * log_rho).exp(), uncut, {"tis/power": Stat.mean(torch.full_like(log_rho, q), keep)}
         case "upper_clip":
-            values, cut = _capped(log_rho.exp(), 1 + objective.eps_high, keep)
+            values, cut = _cap(log_rho.exp(), 1 + objective.eps_high, keep)
             return values, cut, {}
         case "clip":
-            values, cut = _capped(log_rho.exp(), 1 + objective.eps_high, keep)
+            values, cut = _cap(log_rho.exp(), 1 + objective.eps_high, keep)
             return values.clamp(min=1 - objective.eps_low), cut, {}
 
 
-def _capped(values: Tensor, cap: float | None, keep: Tensor) -> tuple[Tensor, Tensor]:
+def _cap(values: Tensor, cap: float | None, keep: Tensor) -> tuple[Tensor, Tensor]:
     """Return min(values, cap), and where the cap has cut."""
     if cap is None:
         return values, torch.zeros_like(keep)

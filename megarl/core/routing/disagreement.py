@@ -1,7 +1,4 @@
-"""Routing traces: which experts each token used in each MoE layer; checked once, compared as sets, written as bytes.
-
-The record is in ``routing_trace``, the bytes are made in ``routing_codec``; both are imported from here.
-"""
+"""Compare routing traces as sets: how often two of them use different experts for the same tokens."""
 
 from __future__ import annotations
 
@@ -12,11 +9,8 @@ import torch
 from torch import Tensor
 
 from megarl.core.metrics import Stat
-from megarl.core.routing.codec import decode, encode
 from megarl.core.routing.trace import RoutingTrace
 from megarl.errors import TraceError
-
-__all__ = ["Disagreement", "RoutingTrace", "common_rows", "compare", "decode", "encode", "shared_experts"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,27 +34,27 @@ class Disagreement:
     @property
     def flip(self) -> float:
         """Share of (token, layer) pairs with different expert sets."""
-        return float(self.flips.sum()) / (self._compared() * len(self.flips))
+        return float(self.flips.sum()) / (self._require_tokens() * len(self.flips))
 
     @property
     def overlap(self) -> float:
         """Mean of |A and B| / K over (token, layer) pairs."""
-        return self.shared_experts / (self._compared() * len(self.flips) * self.top_k)
+        return self.shared_experts / (self._require_tokens() * len(self.flips) * self.top_k)
 
     @property
     def token_any(self) -> float:
         """Share of tokens with at least one differing layer."""
-        return self.tokens_differing / self._compared()
+        return self.tokens_differing / self._require_tokens()
 
     @property
     def layers_per_token(self) -> float:
         """Mean number of differing layers of a token."""
-        return float(self.flips.sum()) / self._compared()
+        return float(self.flips.sum()) / self._require_tokens()
 
     @property
     def per_layer_flip(self) -> np.ndarray:
         """float64 [L], share of tokens with different expert sets in each layer."""
-        return self.flips / self._compared()
+        return self.flips / self._require_tokens()
 
     def __add__(self, other: Disagreement) -> Disagreement:
         if (self.top_k, len(self.flips)) != (other.top_k, len(other.flips)):
@@ -101,7 +95,7 @@ class Disagreement:
         by_layer = {f"{prefix}/flip/layer_{i:02d}": _share(float(count), tokens) for i, count in enumerate(self.flips)}
         return stats | by_layer
 
-    def _compared(self) -> int:
+    def _require_tokens(self) -> int:
         if not self.num_tokens:
             raise TraceError("no token is present in both traces, so their disagreement is undefined")
         return self.num_tokens

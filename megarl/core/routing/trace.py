@@ -47,7 +47,7 @@ class RoutingTrace:
                 f"{self.label}: top-{experts.shape[2]} of {self.num_experts} experts; "
                 f"num_experts must be 1..65536 and at least the top-k"
             )
-        present = None if self.present is None else self._checked_present(experts.shape[0])
+        present = None if self.present is None else self._check_present(experts.shape[0])
         if present is not None and not present.all():
             experts = np.where(present[:, None, None], experts, 0)
         self._check_range(experts)
@@ -61,7 +61,7 @@ class RoutingTrace:
         """Tokens without a recorded row."""
         return 0 if self.present is None else int(np.count_nonzero(~self.present))
 
-    def _checked_present(self, num_tokens: int) -> np.ndarray:
+    def _check_present(self, num_tokens: int) -> np.ndarray:
         present = np.asarray(self.present)
         if present.dtype != np.bool_ or present.shape != (num_tokens,):
             raise TraceError(

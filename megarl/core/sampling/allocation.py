@@ -65,8 +65,8 @@ def allocate_by_weights(weights: Numbers, total: int, low: int = 1, high: int | 
         shares[some] = top
         shares[~some] = (total - at_most) / (size - int(some.sum()))
     elif some.any():
-        shares[some] = _boxed(values[some], total - low * float((~some).sum()), low, top)
-    return _whole(shares, total, top)
+        shares[some] = _scale_into_box(values[some], total - low * float((~some).sum()), low, top)
+    return _round_to_total(shares, total, top)
 
 
 def objective_slope(pass_rates: Numbers, objective: str) -> np.ndarray:
@@ -113,7 +113,7 @@ def clamp_rates(pass_rates: Numbers, num_samples: int | None, default: int = 1) 
     return np.where(rates == 0, margin, np.where(rates == 1, 1 - margin, rates))
 
 
-def _boxed(values: np.ndarray, total: float, low: float, high: float) -> np.ndarray:
+def _scale_into_box(values: np.ndarray, total: float, low: float, high: float) -> np.ndarray:
     """clip(s * values, low, high) with the sum ``total``: the sum is linear in s between neighbouring kinks."""
     kinks = np.unique(np.concatenate([low / values, high / values]))
     first, last = 0, kinks.size - 1
@@ -129,7 +129,7 @@ def _boxed(values: np.ndarray, total: float, low: float, high: float) -> np.ndar
     return below + part * (above - below)
 
 
-def _whole(shares: np.ndarray, total: int, high: int) -> np.ndarray:
+def _round_to_total(shares: np.ndarray, total: int, high: int) -> np.ndarray:
     counts = np.floor(shares).astype(np.int64)
     missing = total - int(counts.sum())
     # Rounded, or ties would be broken by noise. A share of 3 that is computed as 2.9999999999 has the remainder 1.

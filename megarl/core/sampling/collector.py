@@ -153,7 +153,7 @@ class Collector:
             raise ValueError(f"{len(self.outstanding())} samples are still to arrive: select once all is done")
         tried = self._pools[: self._front]
         placed = tuple(pool for pool in tried if self._fit[pool.prompt])
-        rows = [self._chosen(pool) for pool in placed]
+        rows = [self._choose(pool) for pool in placed]
         counts = [
             [p.prompt, p.num_asked, sum(p.classes(self.rule.threshold)), p.classes(self.rule.threshold)[0]]
             for p in self._pools
@@ -199,7 +199,7 @@ class Collector:
         enough = self._fit[pool.prompt] or (self._refill and self._places == self._num_prompts)
         return [] if enough else self._begin(1)
 
-    def _chosen(self, pool: Pool) -> tuple[np.ndarray, np.ndarray]:
+    def _choose(self, pool: Pool) -> tuple[np.ndarray, np.ndarray]:
         """Indices and rewards of the samples of one prompt that train."""
         samples, values = pool.samples(), pool.values()
         size, threshold = self.rule.train_size, self.rule.threshold

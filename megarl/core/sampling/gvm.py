@@ -49,7 +49,7 @@ def gvm_allocate(
     filtered = np.where(expected >= min_accepted, filtered, 0.0)
     if not filtered.any():
         filtered = np.ones_like(filtered)
-    return _rounded(filtered / max(filtered.sum(), np.finfo(np.float64).tiny) * total, total, filtered > 0)
+    return _round_to_total(filtered / max(filtered.sum(), np.finfo(np.float64).tiny) * total, total, filtered > 0)
 
 
 def gvm_estimates(
@@ -97,7 +97,7 @@ def _weights(pass_rates: Numbers, grad_norms: Numbers, alpha: float, beta: float
     return np.where(rates > 0, norms / np.sqrt(safe + alpha / safe ** (beta - 1)), 0.0)
 
 
-def _rounded(shares: np.ndarray, total: int, some: np.ndarray) -> np.ndarray:
+def _round_to_total(shares: np.ndarray, total: int, some: np.ndarray) -> np.ndarray:
     """Whole numbers near the shares that add up to ``total``; 0 stays 0, and none becomes negative."""
     counts = np.round(shares).astype(np.int64)
     while (error := total - int(counts.sum())) != 0:

@@ -6,6 +6,7 @@ Samples of a prompt are independent and positive with probability p, its pass ra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -69,6 +70,32 @@ def stopping_law(rule: SamplingRule, pass_rate: float, prompt: int = 0) -> Stopp
             after[positives : positives + more + 1] += probability * binomial(more, pass_rate)
     points = np.array(list(ends), dtype=np.int64)
     return StoppingLaw(points[:, 0], points[:, 1], np.array(list(ends.values())))
+
+
+def expected_samples(pass_rate: float, positives: int, negatives: int) -> float:
+    """Return E[n] when samples are drawn one at a time, without a cap, until there are so many of each class.
+
+    With p the pass rate and q = 1 - p:
+    ``positives / p + negatives / q - sum_{i < positives, j < negatives} C(i + j, i) p^i q^j``. The sum is E[min] of the
+    two waiting times. Infinite if a class that is needed never comes. For rounds and a cap see ``stopping_law``.
+
+    The sources say ``k / (p q)`` for k of each, which is wrong: the truth is near ``k / min(p, q)``, and at p = 1/2
+    theirs is up to twice too large (k = 4: 10.1875, not 16; k = 1: 3, not 4). Raises ValueError unless 0 <= p <= 1 and
+    counts are 0 or more.
+    """
+    check_rate(pass_rate)
+    if min(positives, negatives) < 0:
+        raise ValueError(f"{positives} positives and {negatives} negatives to wait for, expected 0 or more")
+    fail_rate = 1 - pass_rate
+    if (positives and not pass_rate) or (negatives and not fail_rate):
+        return math.inf
+    expected = (positives / pass_rate if positives else 0.0) + (negatives / fail_rate if negatives else 0.0)
+    pmf = np.ones(1)  # of the positives among ``drawn`` samples
+    for drawn in range(positives + negatives - 1 if positives and negatives else 0):
+        # Subtract the probability that neither class is complete after ``drawn`` samples.
+        expected -= float(pmf[max(drawn - negatives + 1, 0) : positives].sum())
+        pmf = np.convolve(pmf, [fail_rate, pass_rate])
+    return expected
 
 
 @dataclass(frozen=True, slots=True)

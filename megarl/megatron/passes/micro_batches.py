@@ -13,7 +13,7 @@ import torch
 from megatron.core import parallel_state
 
 from megarl.core.packing import partition, select
-from megarl.core.parallel import padded_cu_seqlens, padded_positions, sequence_parallel_slice, zigzag_indices
+from megarl.core.parallel import pad_cu_seqlens, padded_positions, sequence_parallel_slice, zigzag_indices
 from megarl.core.ratios import segment_lengths
 from megarl.core.types import TrainBatch
 from megarl.errors import ConfigError
@@ -104,7 +104,7 @@ def _select_micro_batches(batch: TrainBatch, bins: list[list[int]], slots: list[
 
 def _padded_lengths(batch: TrainBatch) -> list[int]:
     multiple = _sequence_multiple(parallel_state.get_context_parallel_world_size())
-    return segment_lengths(padded_cu_seqlens(batch.cu_seqlens, multiple)).tolist()
+    return segment_lengths(pad_cu_seqlens(batch.cu_seqlens, multiple)).tolist()
 
 
 def _sequence_multiple(cp: int) -> int:
@@ -121,7 +121,7 @@ def _slots_for(num_tokens: int) -> int:
 
 def _lay_out(cu_seqlens: torch.Tensor, num_slots: int, cp: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(cu_seqlens of the padded sequences, padding at the end being one more; slot of each token int64 [T])."""
-    padded = padded_cu_seqlens(cu_seqlens, _sequence_multiple(cp))
+    padded = pad_cu_seqlens(cu_seqlens, _sequence_multiple(cp))
     slots = padded_positions(cu_seqlens, padded)
     if num_slots > int(padded[-1]):
         padded = torch.cat([padded, padded.new_tensor([num_slots])])

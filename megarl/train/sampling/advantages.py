@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megarl.config import Config
 from megarl.core.choices.credit import Credit
 from megarl.core.choices.parts import TOKEN_ADVANTAGES
-from megarl.core.objectives import Objective, selected_responses, sequence_advantages, step_advantages
+from megarl.core.objectives import Objective, select_responses, sequence_advantages, step_advantages
 from megarl.core.sampling.collector import Selection
 from megarl.core.sampling.credit_assignment import assign
 from megarl.errors import ConfigError
@@ -30,7 +30,7 @@ def response_advantages(config: Config, objective: Objective, selection: Selecti
     pass rates.
     """
     rewards, groups, threshold = selection.rewards, selection.prompts, config.reward.threshold
-    trains = selected_responses(objective, rewards, groups, threshold).numpy()
+    trains = select_responses(objective, rewards, groups, threshold).numpy()
     if config.sampling.uses_credit:
         credit = config.credit_record
         _require_rates(credit, selection)

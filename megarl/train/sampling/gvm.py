@@ -10,7 +10,7 @@ import torch
 
 from megarl.config import Config
 from megarl.core.metrics import Stat
-from megarl.core.packing import without_routes
+from megarl.core.packing import drop_routes
 from megarl.core.sampling.gvm import NormMean, gvm_allocate, gvm_estimates
 from megarl.core.types import Rollout
 from megarl.data.prompts import Prompt
@@ -128,7 +128,7 @@ class Gvm:
             for key, sample in mine.items()
             if sample.reward is not None and sample.reward > threshold and sample.rollout is not None
         }
-        gathered = distributed.gather_rollouts([without_routes(rollout) for rollout in good.values()])
+        gathered = distributed.gather_rollouts([drop_routes(rollout) for rollout in good.values()])
         found = {(rollout.group, rollout.sample): rollout for rollout in gathered}
         return sorted((found | good).items(), key=lambda item: item[0])
 

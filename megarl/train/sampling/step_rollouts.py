@@ -13,7 +13,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megarl.core.metrics import Stat
-from megarl.core.packing import without_routes
+from megarl.core.packing import drop_routes
 from megarl.core.sampling.collector import Selection
 from megarl.core.types import Rollout
 from megarl.errors import RolloutError
@@ -49,7 +49,7 @@ class StepRollouts:
     def drop_routes(self) -> None:
         """Free the routes, once every rank has its rows of them."""
         for part in self.mini_batches:
-            part[:] = [without_routes(rollout) for rollout in part]
+            part[:] = [drop_routes(rollout) for rollout in part]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def exchange_rollouts(own: list[list[Key]], selection: Selection, samples: Mappi
     wanted = {key for part in own for key in part}
     # Each rank also offers its shortest rollout: the copy may need a dummy and have nothing else.
     shortest = min(mine, key=lambda key: (mine[key].num_tokens, key), default=None)
-    offered = [without_routes(rollout) for key, rollout in mine.items() if key in wanted or key == shortest]
+    offered = [drop_routes(rollout) for key, rollout in mine.items() if key in wanted or key == shortest]
     found = {(rollout.group, rollout.sample): rollout for rollout in distributed.gather_rollouts(offered)}
     found |= {key: mine[key] for key in found if key in mine}  # this rank's, with their routes
     failure = None if found else RolloutError("this rank's model copy drew no complete response to hold its place")
