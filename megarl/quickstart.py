@@ -1,8 +1,11 @@
 """``megarl quickstart``: from nothing to a report in a few minutes on two cores.
 
-It makes a tiny Qwen3-MoE and the task of sorting six digits, teaches the format from demonstrations of which most are
-sorted the wrong way round, then lets RL find out which way is right. Each phase is an ordinary megarl command under
-torchrun, and the configuration it leaves behind is an ordinary configuration.
+1. Make a tiny Qwen3-MoE, and the task of sorting six digits.
+2. Train on demonstrations, 55 % of which are sorted in the wrong order.
+3. Let RL select the right order.
+4. Write a report.
+
+Steps 2 and 3 are ordinary megarl commands under torchrun, with an ordinary configuration file.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ RANKS = 2
 
 CONFIG = """\
 # The quickstart: MiniRL with R3 on a tiny MoE, expert-parallel on two CPU ranks. The engine's weights are rounded
-# through FP8 while training is fp32, so the two disagree as they do on real clusters, routing included.
+# through FP8 and training is fp32, so engine and trainer disagree as on real clusters, routing included.
 # Start it again:  torchrun --nproc-per-node 2 -m megarl.cli train {config}
 # Try:             --train.replay none | r2      --train.objective grpo      --parallel.ep 1 --parallel.tp 2
 #                  (with --run.dir somewhere/else; any key below is a flag)
@@ -82,9 +85,9 @@ lr = 2e-3
 
 
 def quickstart(out: Path) -> None:
-    """Make the model and the task in ``out``, run cold start, RL and report there, and say what came of it.
+    """Make model and task in ``out``, run cold start, RL and report there, and print the result.
 
-    What an earlier, interrupted call has finished is not done again.
+    Steps that an earlier, interrupted call has finished are skipped.
     """
     started = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
@@ -109,25 +112,25 @@ def quickstart(out: Path) -> None:
     _say("RL: MiniRL, R3, FP8-rounded rollout weights, 2 ranks with expert parallelism")
     _torchrun("train", path)
     report = write_report(run)
-    _summary(config, report, time.monotonic() - started)
+    _print_summary(config, report, time.monotonic() - started)
 
 
 def _torchrun(command: str, config: Path, *overrides: str) -> None:
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     words += ["-m", "megarl.cli", command, str(config), *overrides]
-    # One thread per rank: more of them than cores slow each other down a hundredfold.
+    # One thread per rank. With more threads than cores, training is up to a hundred times slower.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with subprocess.Popen(words, env=environment) as process:
         try:
             code = process.wait()
         except KeyboardInterrupt:
-            process.wait()  # the ranks have heard it too, and save what they have finished
+            process.wait()  # the ranks also got the signal, and are saving
             raise
     if code:
         raise RolloutError(f"`megarl {command}` ended with exit code {code}; its messages are above")
 
 
-def _summary(config: Config, report: Path, seconds: float) -> None:
+def _print_summary(config: Config, report: Path, seconds: float) -> None:
     rates = [
         record["eval/pass_rate"]
         for record in read_metrics(config.run_dir / "metrics.jsonl")
@@ -139,7 +142,7 @@ def _summary(config: Config, report: Path, seconds: float) -> None:
         f"  report   {report}\n"
         f"  curves   tensorboard --logdir {config.run_dir / 'tensorboard'}\n"
         "  next     the comments in quickstart.toml beside the run: other objectives, replay off, other layouts\n"
-        "  note     the task selects behaviour that the model already holds, which takes seconds; real skills do not"
+        "  note     the task selects behaviour that the model already has, in seconds; a new skill takes longer"
     )
 
 

@@ -1,0 +1,14 @@
+"""What goes into a run and what comes out of it, as files; and rewards. Imports only config, core and errors.
+
+The way through:
+
+    records          examples of any source, each with the place it was read from
+    prompts          prompts and demonstrations as tokens; the order in which prompts are taken
+    benchmarks       what an evaluation asks
+    rewards          reward functions: protocol, built-in ones, what they may return
+    judge            calls them; judge_worker: the processes in which they run
+    reasoning_steps  from the steps of a process reward to tokens
+    traces           files of routing traces
+    tiny, tool_task  the quickstart's model and tasks
+    files            files and folders that appear complete or not at all
+"""

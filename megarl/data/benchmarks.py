@@ -1,6 +1,6 @@
-"""What an evaluation asks: short names for known benchmarks, files and hub data sets for everything else.
+"""The benchmarks of an evaluation: short names for known ones, files and hub data sets for all others.
 
-Nothing heavy is imported until prompts are loaded, so that a wrong name is reported at once.
+transformers is imported only when prompts are loaded, so that a wrong name is reported at once.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from megarl.data.prompts import Prompt
 
 HELDOUT = "heldout"
-"""Name of the benchmark that ``data.heldout`` is."""
+"""Name of the benchmark of ``data.heldout``."""
 BOXED = "{prompt}\n\nReason step by step, and write the final answer inside \\boxed{}."
-"""Template of the mathematics benchmarks: math_verify looks for the box."""
+"""Template of the mathematics benchmarks; math_verify looks for the box."""
 _FILES = (".jsonl", ".parquet")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One set of problems and how they are asked and judged."""
+    """A set of problems, and how they are asked and judged."""
 
     name: str
-    """Names its results: a folder and a row of the table; seeds its noise."""
+    """Names its folder and its row of the table, and is part of the seeds."""
     source: str
     """File, folder or hub name, as ``megarl.data.records.read_records`` takes it."""
     split: str | None = None
@@ -44,13 +44,13 @@ class Benchmark:
     answer_field: str = "answer"
     """Column of the answer: text, or a whole number."""
     template: str | None = BOXED
-    """Text around a plain-text problem, which takes the place of ``{prompt}``; None: the problem alone."""
+    """Text around a plain-text problem, with ``{prompt}`` in its place; None: the problem alone."""
     reward: str = "math_verify"
     """As ``reward.function``."""
 
     @property
     def is_local(self) -> bool:
-        """Whether it is read from this machine's disk rather than from the hub."""
+        """Whether it is read from this machine's disk, not from the hub."""
         return self.source.endswith(_FILES) or Path(self.source).exists()
 
 
@@ -62,20 +62,25 @@ BENCHMARKS = {
         Benchmark("hmmt25", "MathArena/hmmt_feb_2025", "train"),
     )
 }
-"""By short name; 30 problems each. HMMT is that of February."""
+"""By short name; 30 problems each. HMMT is the February contest."""
 
 
 def choose(words: Sequence[str], config: Config, template: str | None = None) -> tuple[Benchmark, ...]:
-    """The benchmarks of a command line; without words ``data.heldout``.
+    """Return the benchmarks of a command line; without words ``data.heldout``. Raises ConfigError.
 
-    A word is a short name, a file, a folder, a hub name ("owner/name", "owner/name:config"), or NAME=SOURCE: a source
-    under a name of its own, and read like the benchmark of that name if there is one. Otherwise fields, split
-    and reward are those of the configuration. ``template`` wins over the benchmark's own. Raises ConfigError.
+    A word is one of:
+
+    - a short name
+    - a file, a folder, or a hub name ("owner/name", "owner/name:config"), with the configuration's fields, split and
+      reward
+    - NAME=SOURCE, the same under another name; if a benchmark has this name, the source is read like it
+
+    template: replaces the template of every benchmark.
     """
     if template is not None and template.count("{prompt}") != 1:
         raise ConfigError(f"--template: found {template!r}, expected a text with {{prompt}} in it, once")
     if words:
-        chosen = [_of_word(word, config) for word in words]
+        chosen = [_read_word(word, config) for word in words]
     elif config.data.heldout is not None:
         split = config.data.resolved_heldout_split
         chosen = [_from_config(HELDOUT, config.data.heldout, split, config)]
@@ -100,7 +105,7 @@ def load(
     max_prompt_tokens: int,
     limit: int | None = None,
 ) -> list[Prompt]:
-    """Its prompts; DataError as ``load_prompts``, and what to do where the hub cannot be reached."""
+    """Return its prompts. Raises DataError, which says what to do if the hub cannot be reached."""
     from megarl.data.prompts import load_prompts  # needs transformers
 
     try:
@@ -124,10 +129,10 @@ def load(
         ) from error
 
 
-def _of_word(word: str, config: Config) -> Benchmark:
+def _read_word(word: str, config: Config) -> Benchmark:
     name, equals, source = word.partition("=")
     if not equals or Path(word).exists():
-        return BENCHMARKS.get(word) or _from_config(_name_of(word), word, _split_of(word, config), config)
+        return BENCHMARKS.get(word) or _from_config(_derive_name(word), word, _choose_split(word, config), config)
     if not source or not _NAME.fullmatch(name):
         raise ConfigError(
             f"--data: found {word!r}, expected NAME=SOURCE, the name of letters, digits, dots, dashes and underscores"
@@ -136,11 +141,11 @@ def _of_word(word: str, config: Config) -> Benchmark:
     if name in BENCHMARKS:
         split = BENCHMARKS[name].split if not source.endswith(_FILES) and not Path(source).is_dir() else None
         return replace(BENCHMARKS[name], source=source, split=split)
-    return _from_config(name, source, _split_of(source, config), config)
+    return _from_config(name, source, _choose_split(source, config), config)
 
 
-def _split_of(source: str, config: Config) -> str | None:
-    """Files have none."""
+def _choose_split(source: str, config: Config) -> str | None:
+    """Return the split to read; files have none."""
     return None if source.endswith(_FILES) else config.data.split
 
 
@@ -149,19 +154,19 @@ def _from_config(name: str, source: str, split: str | None, config: Config) -> B
     return Benchmark(name, source, split, data.prompt_field, data.answer_field, None, config.reward.function)
 
 
-def _name_of(source: str) -> str:
-    """Of a file its stem, of a hub name the whole of it, fit to name a folder."""
+def _derive_name(source: str) -> str:
+    """Return a name that can be a folder: the stem of a file, or the whole hub name."""
     _check_source(source)
     path = Path(source)
     name = path.stem if source.endswith(_FILES) else path.name if path.is_dir() else source
     name = re.sub(r"[^A-Za-z0-9_.-]+", "--", name).lstrip(".-")
     if not name:
-        raise ConfigError(f"--data: found {source!r}, which gives no name; pass NAME={source}")
+        raise ConfigError(f"--data: found {source!r}, from which no name can be made; pass NAME={source}")
     return name
 
 
 def _check_source(source: str) -> None:
-    """A word that is no file, no folder and no owner/name is a misspelt short name."""
+    """Refuse a word that is no file, no folder and no owner/name: a misspelt short name."""
     if source.endswith(_FILES) or "/" in source or Path(source).exists():
         return
     close = difflib.get_close_matches(source, BENCHMARKS, n=1)

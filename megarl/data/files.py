@@ -1,4 +1,4 @@
-"""Files and folders that are there as a whole or not at all, whatever kills the writer."""
+"""Write files and folders so that they appear complete or not at all, even if the writer is killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Writes a file so that readers, and a kill at any moment, see the old content or the new one, never a part."""
+    """Write a file so that a reader sees the old content or the new content, never a part, even after a kill."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -27,18 +27,18 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def model_files(folder: Path) -> Iterator[Path]:
-    """The files of a Hugging Face folder that are no weights: config, tokenizer, code."""
+    """Yield the files of a Hugging Face folder other than weights: config, tokenizer, code."""
     for file in folder.iterdir():
         if file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json"):
             yield file
 
 
 def replace_folder(new: Path, target: Path) -> None:
-    """Gives folder ``new`` the name ``target`` in one step; a folder that had the name before is removed.
+    """Rename folder ``new`` to ``target`` in one step, and remove the folder that had this name.
 
-    At every moment ``target`` is the old folder or the new one. File systems that cannot exchange two names (some
-    network ones) have a moment in which the old one is called ``target.old`` and the new one has its old name.
-    Raises OSError.
+    At every moment ``target`` is the old folder or the new one, except on network file systems that cannot exchange two
+    names: there is then a moment in which the old folder is called ``target.old`` and there is no ``target``. Raises
+    OSError.
     """
     if not target.exists():
         new.rename(target)
@@ -53,7 +53,7 @@ def replace_folder(new: Path, target: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two names at once; False where system or file system cannot."""
+    """Exchange two names in one step. Return False where the system or the file system cannot."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:
@@ -67,7 +67,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder last through a loss of power."""
+    """Flush the names in a folder to disk, so that they survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,10 @@
 """Prompts with answers for RL, demonstrations for the cold start, and the order in which prompts are taken.
 
-A prompt is plain text or a list of chat messages. Plain text is tokenized with the tokenizer's own special tokens
-(a start token where the model has one); messages, and plain text when ``chat_template`` is on, go through the
-tokenizer's chat template, which writes its special tokens itself.
+A prompt is plain text or a list of chat messages:
+
+- Plain text is tokenized with the tokenizer's special tokens, such as a start token.
+- Messages, and plain text when ``chat_template`` is on, pass through the tokenizer's chat template, which adds the
+  special tokens itself.
 """
 
 from __future__ import annotations
@@ -25,25 +27,25 @@ class Prompt:
     index: int
     """Position in the source, 0..P-1."""
     tokens: np.ndarray
-    """int32 [length], never empty."""
+    """int32 [length], not empty."""
     text: str
-    """What was tokenized: the plain text, or the chat after its template."""
+    """The text that was tokenized: the plain text, or the chat after its template."""
     answer: str
-    """What the reward function compares the response with; never blank."""
+    """The reward function compares the response with it; not blank."""
     source: str
-    """Where it was read: "train.jsonl:17" or "train.parquet row 16"."""
+    """Where it was read from: "train.jsonl:17" or "train.parquet row 16"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """One prompt with the response to imitate, back to back, the end token appended."""
+    """A prompt, the response to imitate, and the end token, as one sequence."""
 
     tokens: np.ndarray
     """int32 [T]."""
     loss_mask: np.ndarray
     """bool [T], True on the response and its end token."""
     source: str
-    """Where it was read."""
+    """Where it was read from."""
 
 
 def load_prompts(
@@ -58,15 +60,16 @@ def load_prompts(
     limit: int | None = None,
     template: str | None = None,
 ) -> list[Prompt]:
-    """Reads and tokenizes all prompts of a source; nothing is dropped or shortened.
+    """Read and tokenize all prompts of a source. Nothing is dropped or shortened.
 
-    source, split, limit: as in :func:`megarl.data.records.read_records`. Fields may be dotted. The answer is text or
-    a whole number; other numbers must be written as text, since 0.10 and 1e-1 would be compared as text.
-    template: text around a plain-text prompt, which takes the place of ``{prompt}``, before the chat template.
+    source, split, limit: as in :func:`megarl.data.records.read_records`. Fields may be dotted. The answer is text or a
+    whole number; write other numbers as text, because 0.10 and 1e-1 would be compared as text. template: text around a
+    plain-text prompt, with ``{prompt}`` in its place; applied before the chat template.
 
-    Raises DataError with file and line: broken line, missing field, wrong type, empty prompt, no answer, prompt
-    longer than ``max_prompt_tokens``, chat messages together with ``template``; ConfigError: a chat template is asked
-    for and the tokenizer has none.
+    Raises:
+        DataError: with file and line; a broken line, missing field, wrong type, empty prompt, no answer, prompt longer
+            than ``max_prompt_tokens``, or chat messages together with ``template``.
+        ConfigError: ``chat_template`` is on, but the tokenizer has none.
     """
     _check_template(tokenizer, chat_template)
     prompts: list[Prompt] = []
@@ -92,19 +95,19 @@ def load_demonstrations(
     max_response_tokens: int | None = None,
     max_positions: int | None = None,
 ) -> list[Demonstration]:
-    """Reads demonstrations for supervised training: prompt + response + one end token, loss on the last two.
+    """Read demonstrations for supervised training: prompt + response + one end token, with loss on the last two.
 
-    The prompt is tokenized as in RL and apart from the response, so that the border lies where sampling starts.
-    A response that already ends with the end token does not get a second one. Limits (None: no limit) are in tokens:
-    of the prompt, of the response with its end token, and of both, which is what the model can hold.
+    The prompt is tokenized as in RL and apart from the response, so that the response begins where sampling would. A
+    response that already ends with the end token gets no second one. Limits are in tokens (None: no limit): of the
+    prompt, of the response with its end token, and of both together.
 
-    Raises DataError with file and line, as :func:`load_prompts` does, also where a limit is passed; ConfigError if the
-    tokenizer has no end token, or no chat template that is asked for.
+    Raises DataError with file and line, as :func:`load_prompts` does, and for a length above a limit. Raises
+    ConfigError if the tokenizer has no end token, or has no chat template although ``chat_template`` is on.
     """
     _check_template(tokenizer, chat_template)
     end_token = tokenizer.eos_token_id
     if not isinstance(end_token, int):
-        raise ConfigError("the tokenizer has no eos_token: set one, else the model never learns to stop")
+        raise ConfigError("the tokenizer has no eos_token: set one, otherwise the model never learns to stop")
     demonstrations: list[Demonstration] = []
     for place, record in read_records(path):
         _, prompt = _encode_prompt(
@@ -130,10 +133,10 @@ def load_demonstrations(
 
 @dataclass(frozen=True, slots=True)
 class PromptOrder:
-    """The shuffled, endless order of prompts; where it stands is one integer that a checkpoint can hold.
+    """The shuffled, endless order of prompts. Its position is one integer, which a checkpoint can hold.
 
-    Epoch e visits every prompt once, in an order that depends on (seed, e) alone: prompts are sorted by raw 64-bit
-    words of a Philox counter keyed by (seed, e), which numpy guarantees never to change (its shuffles it does not).
+    Epoch e visits every prompt once, in an order that depends only on (seed, e). Prompts are sorted by the raw 64-bit
+    words of a Philox counter with key (seed, e): numpy guarantees that these never change, unlike its shuffles.
     """
 
     num_prompts: int
@@ -143,20 +146,19 @@ class PromptOrder:
 
     def __post_init__(self) -> None:
         if self.num_prompts < 1:
-            raise DataError(f"there are {self.num_prompts} prompts to order: at least 1 is needed")
+            raise DataError(f"there are {self.num_prompts} prompts to order, expected at least 1")
         if not 0 <= self.seed < 2**64:
             raise ConfigError(f"seed is {self.seed}: expected 0 <= seed < 2**64")
 
     def epoch(self, epoch: int) -> np.ndarray:
-        """Permutation of 0..P-1 of one epoch, int64 [P]."""
+        """Return the permutation of 0..P-1 of one epoch, int64 [P]."""
         words = np.random.Philox(key=np.array([self.seed, epoch], dtype=np.uint64)).random_raw(self.num_prompts)
         return np.argsort(words, kind="stable").astype(np.int64)
 
     def take(self, position: int, count: int) -> np.ndarray:
-        """Prompts at places position .. position+count-1 of the endless order, int64 [count]; the next position is
-        their sum.
+        """Return the prompts at places position .. position + count - 1 of the endless order, int64 [count].
 
-        No prompt comes twice within an epoch; a call that runs over the end of an epoch may hold one from each side.
+        No prompt comes twice within an epoch. A call that crosses the end of an epoch may return a prompt twice.
         """
         if position < 0 or count < 0:
             raise ValueError(f"take({position}, {count}): position and count must not be negative")
@@ -178,11 +180,11 @@ def _check_template(tokenizer: PreTrainedTokenizerBase, chat_template: bool) -> 
 
 
 def _fill(template: str, prompt: Any, field: str, place: str) -> str:
-    """The template around a problem; other braces than those of {prompt} stay, for LaTeX is full of them."""
+    """Put a problem into its template. Other braces stay as they are, because LaTeX uses them."""
     if not isinstance(prompt, str):
         raise DataError(
-            f"{place}: the prompt ({field!r}) is {type_name(prompt)}, and only text goes into a prompt template; write "
-            "the wording into the messages"
+            f"{place}: the prompt ({field!r}) is {type_name(prompt)}, but a prompt template needs text; write "
+            "its wording into the messages"
         )
     if not prompt.strip():
         raise DataError(f"{place}: the prompt ({field!r}) is empty")
@@ -198,7 +200,7 @@ def _check_length(num_tokens: int, limit: int | None, what: str, limit_name: str
 def _encode_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: Any, field: str, chat_template: bool, place: str
 ) -> tuple[str, np.ndarray]:
-    """(text that was tokenized, int32 tokens) of plain text or of chat messages."""
+    """Return (text that was tokenized, int32 tokens) of plain text or of chat messages."""
     if isinstance(prompt, str):
         if not prompt.strip():
             raise DataError(f"{place}: the prompt ({field!r}) is empty")
@@ -213,13 +215,13 @@ def _encode_prompt(
         )
     try:
         tokens = np.asarray(tokenizer(text, add_special_tokens=not templated)["input_ids"], dtype=np.int32)
-    except Exception as error:  # tokenizers raises nothing more specific, for a character that it has no token for
+    except Exception as error:  # tokenizers raises a bare Exception for a character without a token
         raise DataError(f"{place}: the tokenizer cannot read the prompt ({field!r}): {error}") from error
     if tokens.size == 0:
         raise DataError(f"{place}: the prompt ({field!r}) has no tokens")
     end_token = tokenizer.eos_token
     if not templated and tokens[-1] == tokenizer.eos_token_id and not text.endswith(str(end_token)):
-        # The model would have to answer after its own end mark; BERT- and T5-like tokenizers do this.
+        # BERT- and T5-like tokenizers do this. The model would have to answer after its end token.
         raise DataError(
             f"{place}: the tokenizer appends its end token {end_token!r} to a prompt; turn that off in the tokenizer"
         )
@@ -243,7 +245,7 @@ def _check_messages(messages: list[Any], field: str, place: str) -> None:
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], place: str) -> str:
-    """The chat as text, with the mark that opens the model's answer."""
+    """Return the chat as text, up to the mark that opens the model's answer."""
     import jinja2
 
     if not tokenizer.chat_template:

@@ -1,7 +1,7 @@
-"""Reads records (one dict per example) from a JSONL file, a Parquet file, a dataset folder or a hub name.
+"""Read records (one dict per example) from a JSONL file, a Parquet file, a dataset folder or a hub name.
 
-Every record comes with the place it was read from ("train.jsonl:17", "train.parquet row 17"), so that whoever finds
-a fault in it can say where it is. Lines count from 1, as editors do; rows count from 0, as tables do.
+Every record comes with the place it was read from ("train.jsonl:17", "train.parquet row 17"), for error messages. Lines
+count from 1, as in editors; rows count from 0, as in tables.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Record = dict[str, Any]
 
 
 class UnavailableError(DataError):
-    """A folder or hub data set that `datasets` cannot load: no such name or split, or no network."""
+    """`datasets` cannot load a folder or hub data set: no such name or split, or no network."""
 
 
 def read_records(
     source: str | Path, *, split: str | None = None, limit: int | None = None
 ) -> Iterator[tuple[str, Record]]:
-    """Yields (place, record) for every example of a source, in order, at most ``limit`` of them.
+    """Yield (place, record) for every example of a source, in order, at most ``limit`` of them.
 
     source: a .jsonl file, a .parquet file, a local dataset folder, or a hub name for ``datasets.load_dataset``
     ("owner/name", or "owner/name:config"). split: which split of a folder or hub data set; None takes the only one.
@@ -42,7 +42,7 @@ def read_records(
     Raises DataError (missing file, broken line, nothing in it) and ConfigError (split on a file, limit below 1).
     """
     if limit is not None and limit < 1:
-        raise ConfigError(f"limit is {limit}: at least 1 example is needed; leave it out to take all")
+        raise ConfigError(f"limit is {limit}, expected at least 1; leave it out to take all")
     path = Path(source)
     if path.suffix in (".jsonl", ".parquet"):
         if split is not None:
@@ -73,9 +73,9 @@ def write_jsonl(path: Path, rows: Iterable[Record]) -> None:
 
 
 def get_field(record: Record, field: str, place: str) -> Any:
-    """Value of a field; a dotted name ("reward_model.ground_truth") reaches into nested tables.
+    """Return the value of a field. A dotted name ("reward_model.ground_truth") reaches into nested tables.
 
-    Raises DataError that names the fields the record does have.
+    Raises DataError, which lists the fields of the record.
     """
     if field in record:
         return record[field]
@@ -90,19 +90,19 @@ def get_field(record: Record, field: str, place: str) -> Any:
 
 
 def type_name(value: object) -> str:
-    """What a value is, in words for an error message."""
+    """Return the type of a value in words, for an error message."""
     return "null" if value is None else _TYPE_NAMES.get(type(value), type(value).__name__)
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Record]]:
-    """Blank lines carry no record and are passed over; every other line must be one JSON object."""
+    """Skip blank lines. Every other line must be one JSON object."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             place = f"{path}:{number}"
             if not line.strip():
                 continue
             try:
-                # A byte order mark can only open the file; utf-8-sig takes it off and changes nothing else.
+                # A byte order mark can only be at the start of the file; utf-8-sig removes it.
                 record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except UnicodeDecodeError as error:
                 raise DataError(f"{place}: not UTF-8 text (byte {error.start} of the line)") from error
@@ -129,15 +129,13 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Record]]:
 
 
 def _read_dataset(source: str, split: str | None) -> Iterator[tuple[str, Record]]:
-    """A folder or a hub name; ``datasets`` is imported only here, for it takes a second and is not always needed."""
+    """Read a folder or a hub name. ``datasets`` takes a second to import, so it is imported only here."""
     from datasets import DatasetDict, load_dataset
 
     name, _, config_name = (source, "", "") if Path(source).is_dir() else source.partition(":")
     try:
         data = load_dataset(name, config_name or None, split=split)
-    except (
-        Exception
-    ) as error:  # load_dataset documents no list of what it raises: network, lookup, script and format errors
+    except Exception as error:  # load_dataset does not document what it raises
         raise UnavailableError(
             f"{source}: neither a file here nor a data set that `datasets` can load "
             f"({type(error).__name__}: {_first_line(error)}); check the name, the split and the network"

@@ -1,8 +1,8 @@
-"""The world of the quickstart: a tiny Qwen3-MoE with a character tokenizer, and a task it learns in seconds.
+"""The quickstart's model and task: a tiny Qwen3-MoE with a character tokenizer, and sorting digits.
 
-The task is to sort digits, ``528104=`` -> ``012458``. Its demonstrations are partly sorted the wrong way round, so a
-model that has copied them holds both behaviours and passes about ``1 - wrong_share`` of the problems: the reward then
-selects the right one. That shows that a reinforcement learning loop works, not that it teaches a new skill.
+The task is to sort digits, ``528104=`` -> ``012458``. Some demonstrations are sorted in descending order. A model that
+was trained on them does both, and solves about ``1 - wrong_share`` of the problems. RL then selects the correct
+behaviour. This shows that the RL loop works, not that it teaches a new skill.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ EOS_ID = 1
 
 @dataclass(frozen=True, slots=True)
 class TaskFiles:
-    """Where the three JSONL files of a task lie."""
+    """The three JSONL files of a task."""
 
     train: Path
     """Lines of {"prompt", "answer"}."""
     heldout: Path
-    """Lines of {"prompt", "answer"}; no prompt occurs in another file."""
+    """Lines of {"prompt", "answer"}; no prompt is in another file too."""
     demonstrations: Path
-    """Lines of {"prompt", "response"} for the supervised cold start; part of the responses are wrong."""
+    """Lines of {"prompt", "response"} for the supervised cold start; some responses are wrong."""
 
 
 def write_tiny_model(
@@ -54,11 +54,11 @@ def write_tiny_model(
     max_positions: int = 512,
     initializer_range: float = 0.02,
 ) -> Path:
-    """Writes a randomly initialised fp32 Qwen3-MoE and its character tokenizer in Hugging Face format.
+    """Write a randomly initialised fp32 Qwen3-MoE and its character tokenizer in Hugging Face format.
 
-    The directory (config, safetensors with one tensor per expert, tokenizer) appears complete or not at all. The same
-    seed gives the same weights; torch's global generator is left as it was. ``dense_layers`` lists the layers that
-    have a plain MLP instead of experts. Raises DataError if ``path`` already holds anything.
+    The folder (config, safetensors with one tensor per expert, tokenizer) appears complete or not at all. The same seed
+    gives the same weights, and torch's global generator does not change. dense_layers: layers with a plain MLP instead
+    of experts. Raises DataError if ``path`` is not empty.
     """
     target = Path(path)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -94,14 +94,14 @@ def write_tiny_model(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = Qwen3MoeForCausalLM(config)
-            # A random model samples the pad token too. transformers makes its embedding zero, and the gradient of a
-            # norm at zero is 1 / sqrt(eps): a thousandfold, which clipping would turn into a step of that row alone.
+            # A random model samples the pad token too. transformers sets its embedding to zero, where the gradient of a
+            # norm is 1 / sqrt(eps), a thousand times larger. After clipping, only this row would be updated.
             with torch.no_grad():
                 model.get_input_embeddings().weight[PAD_ID].normal_(0.0, initializer_range)
         model.save_pretrained(staging)
         _save_tokenizer(staging, max_positions)
-        staging.chmod(0o755)  # mkdtemp makes it private, a checkpoint need not be
-        os.replace(staging, target)  # replaces an empty directory, so that nobody sees a half-written one
+        staging.chmod(0o755)  # mkdtemp makes it private
+        os.replace(staging, target)  # replaces an empty folder in one step
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return target
@@ -117,13 +117,14 @@ def write_sort_task(
     digits: int = 6,
     wrong_share: float | Sequence[float] = 0.55,
 ) -> TaskFiles:
-    """Writes train.jsonl, heldout.jsonl and demonstrations.jsonl of the sorting task into the directory ``path``.
+    """Write train.jsonl, heldout.jsonl and demonstrations.jsonl of the sorting task into the folder ``path``.
 
-    All prompts of the three files are different. Exactly ``round(wrong_share * num_demonstrations)`` demonstrations,
-    at random places, are sorted in descending order; with ten shares, one for each first digit, each demonstration is
-    with the probability of its own, so that problems differ in how hard they are. Prompts of one repeated digit are
-    left out, for they would be right both ways. Each file is replaced atomically. Raises DataError if a number is out
-    of range or if there are not enough different prompts of that many digits.
+    All prompts of the three files differ. Prompts of one repeated digit are left out, because both orders are correct.
+
+    wrong_share: exactly this share of the demonstrations, at random places, is sorted in descending order. Ten shares
+    are probabilities by first digit, so that some problems are harder than others.
+
+    Each file is replaced atomically. Raises DataError if a number is out of range, or if there are not enough prompts.
     """
     counts = (num_train, num_heldout, num_demonstrations)
     shares = [wrong_share] if isinstance(wrong_share, float | int) else list(wrong_share)
@@ -145,7 +146,7 @@ def write_sort_task(
         )
     rng = np.random.default_rng(seed)
     numbers = _draw_numbers(rng, digits, sum(counts))
-    is_wrong = _wrong(rng, shares, numbers[num_train + num_heldout :])
+    is_wrong = _choose_wrong(rng, shares, numbers[num_train + num_heldout :])
 
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
@@ -164,14 +165,14 @@ def write_sort_task(
 
 
 def _draw_numbers(rng: np.random.Generator, digits: int, count: int) -> list[str]:
-    """Different digit strings in random order, none of one repeated digit."""
+    """Return distinct digit strings in random order, none of one repeated digit."""
     drawn = rng.choice(10**digits, size=min(count + 10, 10**digits), replace=False)
     numbers = [f"{n:0{digits}d}" for n in drawn.tolist()]
     return [n for n in numbers if len(set(n)) > 1][:count]  # at most ten are left out
 
 
-def _wrong(rng: np.random.Generator, shares: Sequence[float], numbers: Sequence[str]) -> np.ndarray:
-    """bool: which demonstrations are the wrong way round."""
+def _choose_wrong(rng: np.random.Generator, shares: Sequence[float], numbers: Sequence[str]) -> np.ndarray:
+    """Return bool [N]: which demonstrations are sorted in descending order."""
     if len(shares) == 10:
         return rng.random(len(numbers)) < np.array([shares[int(number[0])] for number in numbers])
     is_wrong = np.zeros(len(numbers), dtype=bool)
@@ -185,12 +186,12 @@ def _sort(number: str, *, descending: bool = False) -> str:
 
 
 def _save_tokenizer(path: Path, max_positions: int) -> None:
-    """Saves a fast tokenizer with one token per character; a character outside the vocabulary is an error."""
+    """Save a fast tokenizer with one token per character; a character outside the vocabulary is an error."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: index for index, token in enumerate([PAD_TOKEN, EOS_TOKEN, *CHARACTERS])}
-    # WordLevel without an unknown token raises on a foreign character, where BPE would drop it silently.
+    # WordLevel without an unknown token raises on a foreign character. BPE would drop it silently.
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()

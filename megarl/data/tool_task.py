@@ -1,8 +1,8 @@
-"""A task for a model with a calculator, for the vocabulary of ``megarl.data.tiny``: ``123*456=``.
+"""A task with a calculator, for the tiny model of ``megarl.data.tiny``: ``123*456=``.
 
-A model of this size cannot multiply. It can copy: ``(123*456)`` is a call, ``:56088,`` what the calculator appends, and
-``56088`` the answer. Its demonstrations partly guess instead, so that a model that has copied them does both, and the
-reward selects the call.
+A model of this size cannot multiply, but it can copy. ``(123*456)`` is a call, the calculator appends ``:56088,``, and
+the answer is ``56088``. Some demonstrations guess instead, so a model that was trained on them does both. The reward
+selects the call.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from megarl.data.tiny import TaskFiles
 from megarl.errors import DataError
 
 CALL_OPEN, CALL_CLOSE = "(", ")"
-"""What a call is written between; the closing mark is one token, and ends the turn."""
+"""The marks around a call. The closing mark is one token, and ends the turn."""
 OBSERVATION = ":{output},"
-"""What is appended for it."""
+"""What the environment appends."""
 
 
 def write_tool_task(
@@ -31,11 +31,11 @@ def write_tool_task(
     num_demonstrations: int = 38400,
     guess_share: float = 0.55,
 ) -> TaskFiles:
-    """Writes train.jsonl, heldout.jsonl and demonstrations.jsonl of the task into the directory ``path``.
+    """Write train.jsonl, heldout.jsonl and demonstrations.jsonl of the task into the folder ``path``.
 
-    All prompts are different products of two numbers of three digits. Exactly ``round(guess_share *
-    num_demonstrations)`` demonstrations, at random places, guess: five or six random digits. Each file is replaced
-    atomically. Raises DataError if a number is out of range.
+    All prompts are distinct products of two three-digit numbers. Exactly ``round(guess_share * num_demonstrations)``
+    demonstrations, at random places, guess five or six random digits. Each file is replaced atomically. Raises
+    DataError if a number is out of range.
     """
     counts = (num_train, num_heldout, num_demonstrations)
     if min(counts) < 0 or sum(counts) > 900 * 900 or not 0.0 <= guess_share <= 1.0:
@@ -59,19 +59,19 @@ def write_tool_task(
     write_jsonl(
         files.demonstrations,
         (
-            {"prompt": f"{a}*{b}=", "response": str(guess) if guessed else _called(a, b)}
+            {"prompt": f"{a}*{b}=", "response": str(guess) if guessed else _demonstrate(a, b)}
             for (a, b), guess, guessed in zip(pairs[split[1] :], wrong.tolist(), guesses.tolist(), strict=True)
         ),
     )
     return files
 
 
-def _called(a: int, b: int) -> str:
+def _demonstrate(a: int, b: int) -> str:
     observation = OBSERVATION.replace("{output}", str(a * b))
     return f"{CALL_OPEN}{a}*{b}{CALL_CLOSE}{observation}{a * b}"
 
 
 @instantaneous
 def last_number(*, prompt: str, response: str, answer: str) -> float:
-    """1 if what follows the last observation, or the whole response without one, is the answer, else 0."""
+    """Return 1 if the text after the last observation, or the whole response without one, is the answer, else 0."""
     return float(response.rpartition(OBSERVATION[-1])[2].strip() == answer)

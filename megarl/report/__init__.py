@@ -1,1 +1,10 @@
-"""Reports: HTML pages of a run, and of two routing traces."""
+"""``megarl report`` and ``megarl trace``: pictures and tables of what a run wrote. Nothing here needs a GPU or a model.
+
+The way through:
+
+    report   the HTML page of a run
+    panels   its panels, as data
+    series   the curves of a run, from its metrics
+    plots    all pictures: style, lines, maps
+    traces   tables and comparison of routing-trace files
+"""

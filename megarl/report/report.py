@@ -1,7 +1,7 @@
-"""``megarl report RUN_DIR``: the curves of a run as PNGs, and as one HTML page that needs no network.
+"""``megarl report RUN_DIR``: plot the curves of a run as PNGs, and write one HTML page with all of them.
 
-The page stands alone: images are embedded, the style sheet is inside. Panels whose metrics the run did not
-record are left out and named.
+The page needs no other file and no network: images and style sheet are embedded. It lists the panels whose metrics the
+run did not record.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from megarl.run.metrics_log import read_metrics
 
 NOT_RECORDED = "not recorded"
 HOW_TO_READ = (
-    "Bands span the mini-batches of a step, from the lowest to the highest. In runs of 40 steps and more, bold lines "
-    "are centred moving averages, pale lines the values themselves; held-out dots are never averaged."
+    "Bands show the range over the mini-batches of a step. In runs of 40 steps and more, bold lines are centred moving "
+    "averages, and pale lines are the values. Dots (held-out) are never averaged."
 )
 TILES = ("Held-out pass rate, first", "Held-out pass rate, last", "Steps", "Wall time", "Tokens per second (median)")
-"""Rows of the headline that are also shown large."""
+"""Rows of the headline that are also shown as large tiles."""
 
 CSS = """
 :root { color-scheme: light; --ink: #1f2933; --muted: #5b6673; --line: #e3e7ec; --accent: #2563a8; }
@@ -58,14 +58,10 @@ th { width: 34%; color: var(--muted); font-weight: 500; }
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """Draws run_dir/metrics.jsonl into run_dir/report/*.png and run_dir/report/index.html; returns the path of the
-    page.
+    """Plot run_dir/metrics.jsonl into run_dir/report/*.png, write run_dir/report/index.html, and return its path.
 
-    Each file is written as a whole or not at all; a PNG of an earlier report that this run has no metrics for is
-    removed.
-
-    Raises DataError: metrics.jsonl is missing, empty or broken; config.toml is broken (a missing one is said in the
-    page).
+    Each file appears complete or not at all. PNGs of an earlier report without metrics in this run are removed. Raises
+    DataError if metrics.jsonl is missing, empty or broken, or config.toml is broken. config.toml may be missing.
     """
     run_dir = Path(run_dir)
     records = read_metrics(run_dir / "metrics.jsonl")
@@ -86,14 +82,14 @@ def write_report(run_dir: str | Path) -> Path:
         path.unlink(missing_ok=True)
         if not panel.optional:
             absent.append(panel)
-    name = str(_setting(config, "run", "name") or run_dir.resolve().name)
-    page = _page(name, run_dir.resolve(), headline(series, config), images, absent)
+    name = str(_get_setting(config, "run", "name") or run_dir.resolve().name)
+    page = _render_page(name, run_dir.resolve(), headline(series, config), images, absent)
     write_atomically(report_dir / "index.html", page.encode())
     return report_dir / "index.html"
 
 
 def headline(series: Series, config: dict[str, Any] | None) -> dict[str, str]:
-    """The table at the top of the page: label -> value, "not recorded" where the run did not say."""
+    """Return the table at the top of the page, label -> value; "not recorded" where the run has no value."""
     rows: dict[str, str] = {}
     pass_rate = series.find("eval/pass_rate")
     if pass_rate is None:
@@ -103,18 +99,18 @@ def headline(series: Series, config: dict[str, Any] | None) -> dict[str, str]:
         steps, values = pass_rate.x[finite], pass_rate.y[finite]
         for label, point in (("first", 0), ("best", int(values.argmax())), ("last", -1)):
             rows[f"Held-out pass rate, {label}"] = f"{values[point]:.1%} (step {steps[point]:.0f})"
-    rows["Steps"] = _steps(series)
-    rows["Wall time"] = _duration(
+    rows["Steps"] = _count_steps(series)
+    rows["Wall time"] = _format_duration(
         max(float(c["wall_s"].y.max()) for c in (series.step, series.minibatch, series.eval) if c)
     )
     speed = series.find("speed/tokens_per_s")
     rows["Tokens per second (median)"] = NOT_RECORDED if speed is None else f"{np.median(speed.finite):,.0f}"
-    rows["Rewards that failed"] = _mean_share(series.find("reward/error_fraction"))
+    rows["Rewards that failed"] = _format_share(series.find("reward/error_fraction"))
     if (failed := series.find("episode/failed_fraction")) is not None:
-        rows["Episodes that failed"] = _mean_share(failed)
-    rows["Objective"] = str(_setting(config, "train", "objective") or NOT_RECORDED)
-    rows["Routing replay"] = str(_setting(config, "train", "replay") or NOT_RECORDED)
-    rows["Layout"] = _layout(config)
+        rows["Episodes that failed"] = _format_share(failed)
+    rows["Objective"] = str(_get_setting(config, "train", "objective") or NOT_RECORDED)
+    rows["Routing replay"] = str(_get_setting(config, "train", "replay") or NOT_RECORDED)
+    rows["Layout"] = _describe_layout(config)
     return rows
 
 
@@ -124,40 +120,42 @@ def _read_config(path: Path) -> dict[str, Any] | None:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: broken TOML ({error}); the run wrote it, so something changed it since") from error
+        raise DataError(
+            f"{path}: broken TOML ({error}); something has changed the file since the run wrote it"
+        ) from error
 
 
-def _setting(config: dict[str, Any] | None, table: str, key: str) -> Any:
+def _get_setting(config: dict[str, Any] | None, table: str, key: str) -> Any:
     section = (config or {}).get(table)
     return section.get(key) if isinstance(section, dict) else None
 
 
-def _layout(config: dict[str, Any] | None) -> str:
+def _describe_layout(config: dict[str, Any] | None) -> str:
     if not isinstance((config or {}).get("parallel"), dict):
         return NOT_RECORDED
     parts = []
     for key in ("tp", "pp", "vpp", "cp", "ep", "etp"):
-        value = _setting(config, "parallel", key)
+        value = _get_setting(config, "parallel", key)
         if isinstance(value, int):
             parts.append(f"{key.upper()} {value}")
     return " · ".join(parts) or NOT_RECORDED
 
 
-def _steps(series: Series) -> str:
+def _count_steps(series: Series) -> str:
     done = series.find("time/step_s") or next(iter(series.step.values()), None)
     return NOT_RECORDED if done is None else f"{len(np.unique(done.x))}"
 
 
-def _mean_share(curve: Curve | None) -> str:
-    """Of all responses: every step has equally many."""
+def _format_share(curve: Curve | None) -> str:
+    """Return the mean over all responses; every step has the same number."""
     if curve is None:
         return NOT_RECORDED
     mean = float(curve.finite.mean())
     return f"{100.0 * mean:.3g}% of responses" if mean else "none"
 
 
-def _duration(seconds: float) -> str:
-    """Seconds in the two units that fit: 42.3 s, 3 min 20 s, 5 h 07 min."""
+def _format_duration(seconds: float) -> str:
+    """Return seconds in the units that fit: 42.3 s, 3 min 20 s, 5 h 07 min."""
     if not math.isfinite(seconds) or seconds < 60:
         return f"{seconds:.1f} s"
     if seconds < 3600:
@@ -165,10 +163,10 @@ def _duration(seconds: float) -> str:
     return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
 
 
-def _page(
+def _render_page(
     name: str, run_dir: Path, rows: dict[str, str], images: list[tuple[Panel, bytes]], absent: list[Panel]
 ) -> str:
-    """The whole page as text; everything that comes from the run is escaped."""
+    """Return the page as text; all text of the run is escaped."""
     tiles = "".join(
         f'<div class="tile"><div class="value">{html.escape(value.split(" (")[0])}</div>'
         f'<div class="label">{html.escape(label)}</div></div>'
@@ -178,7 +176,7 @@ def _page(
     table = "".join(
         f"<tr><th>{html.escape(label)}</th><td>{html.escape(value)}</td></tr>" for label, value in rows.items()
     )
-    cards = "".join(_card(panel, png) for panel, png in images)
+    cards = "".join(_render_card(panel, png) for panel, png in images)
     missing = ", ".join(f"{panel.title.lower()} ({', '.join(panel.needs)})" for panel in absent)
     note = f'<p class="absent">Not recorded in this run: {html.escape(missing)}.</p>' if absent else ""
     return (
@@ -192,7 +190,7 @@ def _page(
     )
 
 
-def _card(panel: Panel, png: bytes) -> str:
+def _render_card(panel: Panel, png: bytes) -> str:
     data = base64.b64encode(png).decode("ascii")
     return (
         f'<figure class="card{" wide" if panel.wide else ""}" id="{panel.key}"><h2>{html.escape(panel.title)}</h2>'

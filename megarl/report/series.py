@@ -1,4 +1,4 @@
-"""The curves of a run, sorted out of its metric records."""
+"""The curves of a run, from its metric records."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class Curve:
     """One metric over the run."""
 
     x: np.ndarray
-    """float64 [P], global step; mini-batch m of n lies at step + m/n."""
+    """float64 [P], global step; mini-batch m of n is at step + m/n."""
     y: np.ndarray
     """float64 [P], may hold NaN and infinities."""
 
     @property
     def finite(self) -> np.ndarray:
-        """float64, the values that can be drawn."""
+        """float64, the values that can be plotted."""
         return self.y[np.isfinite(self.y)]
 
     def per_step(self) -> tuple[Curve, Curve, Curve]:
-        """(mean, lowest, highest) over the values of each step, non-finite ones left out; NaN where none is left."""
+        """Return (mean, lowest, highest) of each step's finite values; NaN for a step without any."""
         steps, group = np.unique(np.floor(self.x), return_inverse=True)
         finite = np.isfinite(self.y)
         count = np.bincount(group[finite], minlength=len(steps))
@@ -50,7 +50,7 @@ class Series:
 
     @classmethod
     def of(cls, records: Iterable[dict[str, Any]]) -> Series:
-        """Sorts records (as read_metrics returns them) into curves."""
+        """Return the curves of records, as ``read_metrics`` returns them."""
         records = list(records)
         num_minibatches: dict[int, int] = {}
         for record in records:
@@ -72,7 +72,7 @@ class Series:
         )
 
     def find(self, name: str) -> Curve | None:
-        """The curve of a metric, from whichever kind of record has a finite value of it; None if none has."""
+        """Return the curve of a metric from the first kind of record with a finite value; None if there is none."""
         for curves in (self.step, self.minibatch, self.eval):
             if name in curves and curves[name].finite.size:
                 return curves[name]
@@ -80,8 +80,11 @@ class Series:
 
 
 def layer_curves(series: Series) -> dict[int, Curve]:
-    """Curves of disagreement by layer number, in order: of the routers' own choice if it was watched under replay,
-    where the experts in use agree by construction, else of the experts in use."""
+    """Return the curves of router disagreement by layer number, in order.
+
+    They compare the routers' own choice where replay recorded it, because the experts in use then agree by
+    construction; otherwise the experts in use.
+    """
     for prefix in LAYER_PREFIXES:
         found = {}
         for name in {**series.minibatch, **series.step}:
@@ -95,7 +98,7 @@ def layer_curves(series: Series) -> dict[int, Curve]:
 
 
 def smooth(y: np.ndarray, window: int) -> np.ndarray:
-    """Centred moving average [P] over about ``window`` neighbours, fewer at the ends. Gaps stay gaps."""
+    """Return the centred moving average [P] over about ``window`` neighbours, fewer at the ends; NaN stays NaN."""
     finite = np.isfinite(y)
     kernel = np.ones(window | 1)  # odd, so that the average has a centre
     half = len(kernel) // 2

@@ -1,4 +1,4 @@
-"""``megarl trace inspect | stats | diff``: what a file of routing traces holds, and how two of them differ."""
+"""``megarl trace inspect | stats | diff``: show what a file of routing traces holds, and how two files differ."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from megarl.data.traces import TracedSequence, TraceFile, TraceInfo, read_traces
 from megarl.errors import ConfigError, TraceError
 
 MAX_BINS = 64
-"""Columns of the heat map at most."""
+"""Most columns of the heat map."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileDifference:
-    """Two files compared on the sequences that both hold."""
+    """The difference between two files, over the sequences that both hold."""
 
     total: Disagreement
     shared: np.ndarray
-    """int64 [L], sum of |A and B| over tokens."""
+    """int64 [L], number of experts that both files use, summed over tokens."""
     flips: np.ndarray
     """int64 [L, bins], tokens with different expert sets, by layer and position in the sequence."""
     counts: np.ndarray
-    """int64 [bins], tokens compared at these positions."""
+    """int64 [bins], number of compared tokens at these positions."""
     bin_tokens: int
-    """Positions in a bin: bin b holds b * bin_tokens <= position < (b + 1) * bin_tokens."""
+    """Positions per bin: bin b holds b * bin_tokens <= position < (b + 1) * bin_tokens."""
     num_sequences: int
     only_in: tuple[int, int]
-    """Sequences of the first and of the second file that the other one lacks."""
+    """Number of sequences that are only in the first file, and only in the second."""
 
 
 def inspect(path: Path, console: Console | None = None) -> None:
-    """Print what the file holds; decodes every sequence, so a damaged one raises TraceError."""
+    """Print what the file holds. Decodes every sequence, so a damaged one raises TraceError."""
     file = read_traces(path)
     info = file.info
     missing, sources = 0, np.zeros(len(RowSource), dtype=np.int64)
@@ -53,9 +53,9 @@ def inspect(path: Path, console: Console | None = None) -> None:
     rows = {
         "model": info.model or "not said",
         "fingerprint": info.fingerprint or "not said",
-        "MoE layers": f"{len(info.layers)}: {_ranges(info.layers)}",
+        "MoE layers": f"{len(info.layers)}: {_format_ranges(info.layers)}",
         "experts": f"top-{info.top_k} of {info.num_experts}",
-        "weight versions": _ranges(file.weight_versions) if file.weight_versions else "not said",
+        "weight versions": _format_ranges(file.weight_versions) if file.weight_versions else "not said",
         "per token besides routes": ", ".join(file.columns) or "nothing",
         "sequences": f"{len(file):,}",
         "tokens": f"{file.num_tokens:,}" + (f", longest sequence {file.lengths.max():,}" if len(file) else ""),
@@ -63,8 +63,8 @@ def inspect(path: Path, console: Console | None = None) -> None:
     }
     if sources.any():
         rows["row sources"] = ", ".join(f"{sources[s]:,} {s.name.lower()}" for s in RowSource if sources[s])
-    rows |= _sizes(file)
-    table = _table()
+    rows |= _describe_sizes(file)
+    table = _make_table()
     for what, value in rows.items():
         table.add_row(what, escape(value))
     _print(console or Console(), str(path), table)
@@ -73,11 +73,11 @@ def inspect(path: Path, console: Console | None = None) -> None:
 def stats(path: Path, console: Console | None = None) -> None:
     """Print how evenly each layer uses its experts."""
     file = read_traces(path)
-    counts = expert_counts((sequence.trace for sequence in file), file.info)
+    counts = count_experts((sequence.trace for sequence in file), file.info)
     tokens = counts.sum(axis=1)
-    if not tokens.any():  # nor if there are no layers
-        raise TraceError(f"{path}: no token has routes, so there is no load to count")
-    table = _table("layer", "max / mean", "min / mean", "unused", "entropy (bits)", "effective experts")
+    if not tokens.any():  # also if there are no layers
+        raise TraceError(f"{path}: no token has routes, so no load can be counted")
+    table = _make_table("layer", "max / mean", "min / mean", "unused", "entropy (bits)", "effective experts")
     share = counts / tokens[:, None]
     entropy = -np.where(counts > 0, share * np.log2(np.where(counts > 0, share, 1.0)), 0.0).sum(axis=1)
     most, least = share.max(axis=1) * file.info.num_experts, share.min(axis=1) * file.info.num_experts
@@ -102,12 +102,12 @@ def stats(path: Path, console: Console | None = None) -> None:
 
 
 def diff(first: Path, second: Path, out: Path | None = None, console: Console | None = None) -> None:
-    """Print how far two files agree, by layer, and draw layers against token positions into the PNG ``out``."""
+    """Print how far two files agree, by layer; plot layers against token positions into the PNG ``out``."""
     if out is not None and (out.suffix != ".png" or not out.parent.is_dir()):
         raise ConfigError(f"--out: found {out}, expected a .png file in a folder that exists")
     a, b = read_traces(first), read_traces(second)
     found = compare_files(a, b)
-    table = _table("layer", "flip", "overlap")
+    table = _make_table("layer", "flip", "overlap")
     by_layer = found.shared / (found.total.num_tokens * found.total.top_k)
     for layer, flip, overlap in zip(a.info.layers, found.total.per_layer_flip, by_layer, strict=True):
         table.add_row(str(layer), f"{flip:.3%}", f"{overlap:.3%}")
@@ -121,7 +121,7 @@ def diff(first: Path, second: Path, out: Path | None = None, console: Console | 
         "flip: share of tokens with another set of experts. overlap: share of the experts that both have.",
     ]
     if (a.info.model, a.info.fingerprint) != (b.info.model, b.info.fingerprint):
-        notes.insert(0, f"The models differ: {_model(a.info)} against {_model(b.info)}.")
+        notes.insert(0, f"The models differ: {_format_model(a.info)} against {_format_model(b.info)}.")
     console = console or Console()
     _print(console, f"{first} against {second}", table, *notes)
     if out is not None:
@@ -142,8 +142,8 @@ def _render(found: FileDifference, layers: tuple[int, ...], title: str) -> bytes
     )
 
 
-def expert_counts(traces: Iterable[RoutingTrace], info: TraceInfo) -> np.ndarray:
-    """int64 [L, E], how many of the present tokens use each expert."""
+def count_experts(traces: Iterable[RoutingTrace], info: TraceInfo) -> np.ndarray:
+    """Return int64 [L, E], how many of the present tokens use each expert."""
     counts = np.zeros((len(info.layers), info.num_experts), dtype=np.int64)
     for trace in traces:
         experts = trace.experts if trace.present is None else trace.experts[trace.present]
@@ -158,7 +158,7 @@ def compare_files(a: TraceFile, b: TraceFile) -> FileDifference:
         if getattr(a.info, what) != getattr(b.info, what):
             raise TraceError(
                 f"{a.path} has {what} {getattr(a.info, what)}, {b.path} has {getattr(b.info, what)}: only traces of "
-                f"models of one shape compare"
+                f"models of the same shape can be compared"
             )
     names = [name for name in a.names if name in b]
     if not names:
@@ -185,18 +185,18 @@ def compare_files(a: TraceFile, b: TraceFile) -> FileDifference:
 
 
 def _compare_sequences(a: TracedSequence, b: TracedSequence) -> tuple[np.ndarray, np.ndarray]:
-    """Positions [P] that both hold, and |A and B| there, int64 [P, L]."""
+    """Return the positions [P] where both have routes, and the number of shared experts there, int64 [P, L]."""
     both = common_rows(a.trace, b.trace)
     if a.tokens is not None and b.tokens is not None and (a.tokens != b.tokens).any():
         at = int((a.tokens != b.tokens).argmax())
         raise TraceError(
             f"{a.name}: token {at} is {a.tokens[at]} in one file and {b.tokens[at]} in the other; only routes of "
-            f"one text compare"
+            f"the same text can be compared"
         )
     return np.flatnonzero(both), shared_experts(a.trace.experts[both], b.trace.experts[both])
 
 
-def _sizes(file: TraceFile) -> dict[str, str]:
+def _describe_sizes(file: TraceFile) -> dict[str, str]:
     size = {"bytes of routes": f"{file.num_route_bytes:,}"}
     if file.num_tokens:
         per_token = file.num_route_bytes / file.num_tokens
@@ -209,12 +209,12 @@ def _sizes(file: TraceFile) -> dict[str, str]:
     return size
 
 
-def _model(info: TraceInfo) -> str:
+def _format_model(info: TraceInfo) -> str:
     return f"{info.model} ({info.fingerprint})" if info.fingerprint else info.model
 
 
-def _ranges(numbers: tuple[int, ...]) -> str:
-    """3, 4, 5, 9 -> 3-5, 9."""
+def _format_ranges(numbers: tuple[int, ...]) -> str:
+    """Return 3, 4, 5, 9 as "3-5, 9"."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:
@@ -224,8 +224,8 @@ def _ranges(numbers: tuple[int, ...]) -> str:
     return ", ".join("-".join(map(str, part)) for part in parts)
 
 
-def _table(*headings: str) -> Table:
-    """Numbers stand to the right; without headings it is two columns of text."""
+def _make_table(*headings: str) -> Table:
+    """Return a table of numbers; without headings a table of two text columns."""
     table = Table(box=box.SIMPLE_HEAD, show_header=bool(headings))
     for heading in headings or ("", ""):
         table.add_column(heading, justify="right" if headings else "left", overflow="fold")
