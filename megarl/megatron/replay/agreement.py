@@ -1,15 +1,15 @@
-"""Are these the routes of this batch? Token ids are compared exactly, experts with what the routers would have chosen.
+"""Checks that routes belong to this batch: compares token ids exactly, and experts with the routers' own choice.
 
-Routes of the batch agree with the routers of the training engine in most experts, because the two engines run the same
-model. Rows that are shifted, transposed, of another micro-batch, layer or model agree by chance. Agreement is measured
+Routes of the batch agree with the training engine's routers in most experts, because both engines run the same model.
+Rows that are shifted, transposed, or of another micro-batch, layer or model agree by chance. Agreement is measured
 beyond chance (Cohen's kappa):
 
     kappa = (agreement - chance) / (1 - chance)
 
-Chance is ``K / E``, or what the same layer's rows of other tokens agree by, if that is more; at most MOST_CHANCE, lest
-the disagreement of engines count as much as a mistake. Few rows prove little: agreement is taken with two standard
-errors on top (Agresti and Coull 1998), and of fewer than LEAST_JUDGED rows nothing is said. Both checks read the device
-once, when the block closes, and then try the usual mistakes and name the one that fits.
+Chance is ``K / E``, or the agreement with the same layer's rows of other tokens if that is more, at most MOST_CHANCE.
+Few rows prove little: two standard errors are added to the agreement (Agresti and Coull 1998), and fewer than
+LEAST_JUDGED rows are never judged. Both checks read the device once, when the block closes. If one fails, the usual
+mistakes are tried, and the error names the one that explains the rows.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from megarl.errors import ReplayError
 from megarl.megatron.replay.records import MicroRoutes
 
 MOST_SAMPLED = 128
-"""Rows of a micro-batch in which the routers are asked for their own choice."""
+"""Rows of a micro-batch for which the routers' own choice is computed."""
 MOST_SHIFT = 2
-"""Rows; farther shifts are not tried."""
+"""Largest shift in rows that is tried."""
 WRONG_ROWS_TRIED = 8
-"""Micro-batches on which mistakes are tried."""
+"""Largest number of micro-batches on which mistakes are tried."""
 LEAST_JUDGED = 8
-"""Rows without which nothing is called too low, and no mistake is named: chance alone fits a few rows."""
+"""Fewer rows are neither refused nor explained by a mistake, because a few rows can fit by chance."""
 MOST_CHANCE = 0.5
+"""A larger chance would make the normal disagreement of two engines count as much as a mistake."""
 LEAST_FOR_CHANCE = 64
-"""Sampled rows of a layer without which chance is not measured."""
+"""Sampled rows of a layer that are needed to measure its chance; with fewer, it is K / E."""
 
 
 def sample_rows(routes: MicroRoutes) -> torch.Tensor:
-    """int64, up to MOST_SAMPLED present rows, evenly spaced; on the host."""
+    """Up to MOST_SAMPLED present rows, evenly spaced; int64, on the host."""
     num_rows = routes.experts.size(0)
     present = torch.arange(num_rows) if routes.present is None else routes.present.nonzero()[:, 0]
     if len(present) <= MOST_SAMPLED:
@@ -47,11 +48,11 @@ def sample_rows(routes: MicroRoutes) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Mistake:
-    """A way in which rows may have been put in another order."""
+    """A wrong order of rows."""
 
     what: str
     order: np.ndarray
-    """int64 [T]: where the row of each token lies instead; -1 where it is lost."""
+    """int64 [T]: the place of each token's row under the mistake; -1 if the row is lost."""
 
 
 def _mistakes(num_rows: int) -> Iterator[_Mistake]:
@@ -74,7 +75,7 @@ def _mistakes(num_rows: int) -> Iterator[_Mistake]:
 
 
 def check_tokens(routes: Sequence[MicroRoutes], seen: Mapping[int, torch.Tensor]) -> int:
-    """The number of micro-batches whose token ids were compared; ReplayError if one is not what the model got."""
+    """Number of micro-batches whose token ids were compared. ReplayError if an id is not that of the model's input."""
     compared = [micro for micro, given in enumerate(routes) if given.token_ids is not None and micro in seen]
     if not compared:
         return 0
@@ -83,7 +84,7 @@ def check_tokens(routes: Sequence[MicroRoutes], seen: Mapping[int, torch.Tensor]
         if len(seen[micro]) != expected:
             raise ReplayError(
                 f"micro-batch {micro}: the model gets {len(seen[micro])} tokens, but its routers see {expected} rows, "
-                "so token_ids cannot be compared; leave them out of MicroRoutes for such a model"
+                "so token_ids cannot be compared; omit them from MicroRoutes for such a model"
             )
     got = _to_host([seen[micro] for micro in compared])
     carried = _to_host([ids for micro in compared if (ids := routes[micro].token_ids) is not None])
@@ -104,19 +105,19 @@ def _present(routes: MicroRoutes) -> np.ndarray:
     return np.ones(len(routes.experts), bool) if routes.present is None else routes.present.numpy()
 
 
-def _enough(known: np.ndarray) -> bool:
+def _has_enough(known: np.ndarray) -> bool:
     return int(known.sum()) >= LEAST_JUDGED
 
 
 def _explain_tokens(micro: int, found: np.ndarray, given: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> str:
-    """The mistake after which the tokens of one micro-batch are where they were found; ``given`` (ids, present)."""
+    """Name the mistake that explains the tokens ``found`` in a micro-batch; ``given``: (ids, present) by micro-batch."""
     for other, (ids, present) in given.items():
-        if other != micro and len(ids) == len(found) and _enough(present) and (ids == found)[present].all():
-            return f"Likely {_swapped(other)}"
+        if other != micro and len(ids) == len(found) and _has_enough(present) and (ids == found)[present].all():
+            return f"Likely {_describe_swap(other)}"
     ids, present = given[micro]
     for mistake in _mistakes(len(found)):
         known = (mistake.order >= 0) & present[mistake.order]
-        if _enough(known) and (ids[mistake.order] == found)[known].all():
+        if _has_enough(known) and (ids[mistake.order] == found)[known].all():
             return f"Likely {mistake.what}"
     return "No shift, transposition or swap within the block explains it: likely routes of another batch or rank"
 
@@ -131,8 +132,8 @@ def check_agreement(
 ) -> np.ndarray:
     """float64 [micro-batches, L_local]: the share of replayed experts that the routers chose too, in the sampled rows.
 
-    ``own`` [S, L_local, K] per micro-batch, at least one, are the routers' choices in ``sampled`` [S]. ReplayError,
-    with the likely mistake, where a micro-batch or a layer agrees too little.
+    ``own`` [S, L_local, K] per micro-batch (at least one) are the routers' choices in the rows ``sampled`` [S].
+    ReplayError, with the likely mistake, if a micro-batch or a layer agrees too little.
     """
     chosen = _to_host(own)
     replayed = _to_host(
@@ -143,29 +144,33 @@ def check_agreement(
     )
     found = [_agreement(a, b) for a, b in zip(chosen, replayed, strict=True)]
     shares = np.array([one.mean(0) if len(one) else np.full(len(layers), np.nan) for one in found])
-    all_rows = np.concatenate(found)
     chance = _chance(chosen, replayed, num_experts)
-    if not len(all_rows) or chance.min() >= 1.0:  # no rows, or all experts are chosen
-        return shares
-    wrong = [micro for micro, one in enumerate(found) if _too_low(one.mean(1), chance.mean(), min_agreement)]
-    columns = [one for one in range(len(layers)) if _too_low(all_rows[:, one], chance[one], min_agreement)]
-    if wrong or columns:
-        place = f"micro-batch {wrong[0]}" if wrong else f"layer {layers[columns[0]]}"
-        share = found[wrong[0]].mean() if wrong else all_rows[:, columns[0]].mean()
-        by_chance = float(chance.mean() if wrong else chance[columns[0]])
+    if sum(map(len, found)) and chance.min() < 1.0:  # chance is 1 if all experts are chosen
         trial = _Trial(routes, sampled, chosen, list(layers), float(chance.mean()), min_agreement)
-        expected = by_chance + min_agreement * (1 - by_chance)
-        raise ReplayError(
-            f"{place}: the router itself would have chosen {share:.0%} of the replayed experts, {by_chance:.0%} would "
-            f"be chance, expected at least {expected:.0%} (min_agreement = {min_agreement:g}). {len(wrong)} of "
-            f"{len(routes)} micro-batches and {len(columns)} of {len(layers)} layers are below. "
-            f"{trial.explain(wrong or range(len(routes)))}"
-        )
+        _refuse_low(found, chance, trial)
     return shares
 
 
+def _refuse_low(found: Sequence[np.ndarray], chance: np.ndarray, trial: _Trial) -> None:
+    """ReplayError if the agreement [S, L] of a micro-batch, or of a layer, is too low."""
+    all_rows, least, layers = np.concatenate(found), trial.min_agreement, trial.layers
+    wrong = [micro for micro, one in enumerate(found) if _is_too_low(one.mean(1), chance.mean(), least)]
+    columns = [one for one in range(len(layers)) if _is_too_low(all_rows[:, one], chance[one], least)]
+    if not wrong and not columns:
+        return
+    place = f"micro-batch {wrong[0]}" if wrong else f"layer {layers[columns[0]]}"
+    share = found[wrong[0]].mean() if wrong else all_rows[:, columns[0]].mean()
+    by_chance = float(chance.mean() if wrong else chance[columns[0]])
+    raise ReplayError(
+        f"{place}: the router itself would have chosen {share:.0%} of the replayed experts, {by_chance:.0%} would "
+        f"be chance, expected at least {by_chance + least * (1 - by_chance):.0%} (min_agreement = {least:g}). "
+        f"{len(wrong)} of {len(found)} micro-batches and {len(columns)} of {len(layers)} layers are below. "
+        f"{trial.explain(wrong or range(len(found)))}"
+    )
+
+
 def _chance(chosen: Sequence[np.ndarray], replayed: Sequence[np.ndarray], num_experts: int) -> np.ndarray:
-    """float64 [L]: how far rows [S, L, K] of other tokens agree, by layer."""
+    """float64 [L]: the agreement of rows [S, L, K] of different tokens, by layer."""
     least = chosen[0].shape[2] / num_experts
     own, given = np.concatenate(chosen), np.concatenate(replayed)
     if len(own) < LEAST_FOR_CHANCE:
@@ -183,7 +188,7 @@ def _to_host(parts: Sequence[torch.Tensor]) -> list[np.ndarray]:
 def _agreement(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """float64 [S, L]: the share of experts that rows [S, L, K], each without duplicates, have in common."""
     topk = left.shape[-1]
-    # Slot by slot: few, long operations.
+    # Slot by slot: few large operations.
     a, b = (np.ascontiguousarray(np.moveaxis(one, -1, 0)) for one in (left, right))
     shared = np.zeros(left.shape[:-1], np.int32)
     for i in range(topk):
@@ -196,8 +201,8 @@ def _kappa(share: float, chance: float) -> float:
     return (share - chance) / (1 - chance)
 
 
-def _too_low(by_row: np.ndarray, chance: float, min_agreement: float) -> bool:
-    """Whether the agreement of [S] rows is clearly below: also with two standard errors on top."""
+def _is_too_low(by_row: np.ndarray, chance: float, min_agreement: float) -> bool:
+    """Whether the agreement of [S] rows is below the limit even with two standard errors added."""
     count = len(by_row) + 4
     share = (float(by_row.sum()) + 2) / count
     highest = share + 2 * (share * (1 - share) / count) ** 0.5
@@ -206,7 +211,7 @@ def _too_low(by_row: np.ndarray, chance: float, min_agreement: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """Tries the usual mistakes on rows that do not agree."""
+    """Finds the mistake that explains rows that do not agree."""
 
     routes: Sequence[MicroRoutes]
     sampled: Sequence[torch.Tensor]
@@ -217,7 +222,7 @@ class _Trial:
     min_agreement: float
 
     def explain(self, wrong: Sequence[int]) -> str:
-        """The mistake under which the rows of these micro-batches agree best, if they then agree enough."""
+        """Name the mistake under which these micro-batches agree best, if they then agree enough."""
         tried = sorted(wrong, key=lambda micro: -len(self.sampled[micro]))[:WRONG_ROWS_TRIED]
         fits = [*self._orders(tried), *self._swaps(tried), *self._layer_orders(tried)]
         best, what = max(fits, default=(0.0, ""), key=lambda fit: fit[0])
@@ -226,10 +231,10 @@ class _Trial:
                 "No shift, transposition, swap of micro-batches or order of layers makes them agree: likely routes of "
                 "another model, of much older weights, or of another rank's tokens"
             )
-        return f"Likely {what}; so put, {self.chance + best * (1 - self.chance):.0%} agree"
+        return f"Likely {what}; in that order, {self.chance + best * (1 - self.chance):.0%} agree"
 
     def _orders(self, tried: Sequence[int]) -> Iterator[tuple[float, str]]:
-        """Row orders that all tried micro-batches of one length share."""
+        """Row orders, each for all tried micro-batches of the first one's length."""
         length = len(self.routes[tried[0]].experts)
         alike = [micro for micro in tried if len(self.routes[micro].experts) == length]
         for mistake in _mistakes(length):
@@ -241,7 +246,7 @@ class _Trial:
                 if other != micro:
                     order = np.arange(len(self.routes[micro].experts))
                     order[len(self.routes[other].experts) :] = -1
-                    yield self._fit([micro], lambda _, to=other, order=order: (to, order)), _swapped(other, micro)
+                    yield self._fit([micro], lambda _, to=other, order=order: (to, order)), _describe_swap(other, micro)
 
     def _layer_orders(self, tried: Sequence[int]) -> Iterator[tuple[float, str]]:
         if len(self.layers) < 2:
@@ -261,7 +266,7 @@ class _Trial:
             yield fit, f"layers in another order than RoutingReplay.layers: {order}"
 
     def _fit(self, micros: Sequence[int], place: Callable[[int], tuple[int, np.ndarray]]) -> float:
-        """Kappa if the rows of each micro-batch lie where ``place`` says."""
+        """Kappa if each micro-batch's rows were where ``place`` says: (micro-batch, order of rows)."""
         shares = []
         for micro in micros:
             where, order = place(micro)
@@ -277,6 +282,6 @@ class _Trial:
         return _to_host([experts.index_select(0, torch.from_numpy(rows).to(experts.device))])[0]
 
 
-def _swapped(other: int, micro: int | None = None) -> str:
+def _describe_swap(other: int, micro: int | None = None) -> str:
     first = "they" if micro is None else f"the rows of micro-batch {micro}"
     return f"micro-batches swapped: {first} are in entry {other}, so give routes in the order of the data iterator"

@@ -1,13 +1,12 @@
-"""The object that a training loop holds: it puts one hook per router, and opens blocks that record or replay.
+"""The object that a training loop holds: it sets one hook per router, and opens blocks that record or replay.
 
-Megatron-Core 0.16, or an older release with the patch of ``patches/``, asks ``router.router_replay`` for the experts of
-a batch by ``get_replay_topk(scores, topk, ...)``. ``RoutingReplay`` puts one hook object there per router. A hook
-without a session routes natively; ``record()`` and ``replay(routes)`` open a session for the duration of a ``with``
-block, and close it even when the block raises. There is no module-level state, so models do not see each other.
+Megatron-Core 0.16, or an older release with the patch of ``patches/``, calls ``router.router_replay`` for the experts
+of a batch: ``get_replay_topk(scores, topk, ...)``. ``RoutingReplay`` sets one hook object there per router. Without a
+session, a hook routes natively. ``record()`` and ``replay(routes)`` open a session for a ``with`` block and close it
+even if the block raises. There is no module-level state, so models do not affect each other.
 
-Only the choice of experts is replayed. The gate weights are computed from the logits of the pass itself, at the
-replayed experts, and gradients reach the router through them (Ma et al., arXiv 2510.11370; Zheng et al., arXiv
-2512.01374).
+Only the choice of experts is replayed. Gate weights are computed from the logits of the pass, at the replayed experts,
+and gradients reach the router through them (Ma et al., arXiv 2510.11370; Zheng et al., arXiv 2512.01374).
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from megarl.megatron.replay.sessions import Recorder, Replayer
 MIN_AGREEMENT = 0.5
 """Of replayed experts with the routers' own choice, beyond chance; engines that run one model agree in about 0.9."""
 
-
 Routes = Recording | Sequence[MicroRoutes | torch.Tensor]
 """One entry per micro-batch; a tensor has all rows present."""
 
@@ -49,19 +47,21 @@ class RoutingReplay:
     >>> with replay.record() as recording: ...     # old-log-prob pass (R2)
     >>> with replay.replay(recording.routes): ...  # forward and backward, each micro-batch exactly once
 
-    A rank without MoE layers, as a pipeline stage may be, has empty routes. Raises ReplayError if Megatron is too
-    old to ask the hook, if a setting would bypass it (``megarl doctor`` lists them), if a MoE layer has a router that
-    is no TopKRouter, or if these are not all chunks of one model on this rank.
+    A rank without MoE layers, such as a pipeline stage of dense ones, has empty routes. Raises ReplayError if
 
-    Routers of multi-token-prediction layers share layer numbers with the decoder's and have no routes; they route
-    natively, and ``Recording.untraced_rows`` counts their rows.
+    - Megatron is too old to call the hook, or a setting would bypass it (``megarl doctor`` lists them);
+    - a MoE layer has a router that is no TopKRouter;
+    - these are not all chunks of one model on this rank.
 
-    ``aux_loss`` says what load-balancing losses do under replay. Megatron would count the experts that the router
-    would have chosen; "dispatch" counts those that the tokens really go to, "off" leaves the losses out. The z-loss
-    reads logits alone and stays as it is. Expert-bias updates count what was dispatched, by Megatron's own doing.
+    Routers of multi-token-prediction layers route natively, because no trace has rows for them;
+    ``Recording.untraced_rows`` counts their rows.
 
-    ``min_agreement`` in [0, 1]: how far the replayed experts must agree with what the routers would have chosen, beyond
-    chance (``agreement.py``); rows of another batch do not. 0 switches the check off.
+    aux_loss: what load-balancing losses count under replay. "dispatch": the experts that tokens are sent to (Megatron
+    would count those that the router would have chosen). "off": nothing, the losses are left out. The z-loss reads only
+    logits and does not change. Expert-bias updates always count what was dispatched.
+
+    min_agreement: in [0, 1], the least agreement of the replayed experts with the routers' own choice, beyond chance
+    (``agreement.py``). 0 switches the check off.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RoutingReplay:
     ) -> None:
         if aux_loss not in get_args(AuxLoss):
             raise ReplayError(f"aux_loss = {aux_loss!r}, expected one of {', '.join(get_args(AuxLoss))}")
-        self._min_agreement = _checked_agreement(min_agreement)
+        self._min_agreement = _check_agreement(min_agreement)
         self._hooks: list[Hook] = []
         self._bystanders: list[tuple[TopKRouter, Bystander]] = []
         chunks = [unwrap(chunk) for chunk in _as_list(model_chunks)]
@@ -99,17 +99,17 @@ class RoutingReplay:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """0-based global layer index of each router of this rank, in the order of the columns of ``MicroRoutes``."""
+        """0-based global layers of this rank's routers, in the order of the columns of ``MicroRoutes``."""
         return tuple(hook.layer for hook in self._hooks)
 
     def detach(self) -> None:
-        """Give the routers back to Megatron: no hook remains of this object; those of a newer one stay.
+        """Remove this object's hooks from the routers; hooks of a newer RoutingReplay stay.
 
-        Call it when no graph of a block is left: without hooks, a late recomputation routes natively.
+        Call it when no autograd graph of a block is left: without hooks, a late recomputation routes natively.
         """
         for hook in self._hooks:
             if hook.session is not None:
-                raise ReplayError(f"layer {hook.layer}: recording or replaying; detach after the block")
+                raise ReplayError(f"layer {hook.layer}: recording or replaying; detach after the block has closed")
         for hook in self._hooks:
             if hook.tap is not None:
                 hook.tap.remove()
@@ -122,13 +122,13 @@ class RoutingReplay:
 
     @contextmanager
     def record(self, keep: bool = True, compared: Routes | None = None) -> Iterator[Recording]:
-        """Route natively and keep every choice; ``recording.routes`` holds one MicroRoutes per forward micro-batch.
+        """Route natively; ``recording.routes`` has the choice, one MicroRoutes per forward micro-batch.
 
-        With ``compared``, routes of the same micro-batches, ``recording.shared`` says how many experts they have in
-        common with the choice; without ``keep`` that is all that is kept.
+        compared: routes of the same micro-batches; ``recording.shared`` counts the experts that they share with the
+        choice. keep: False keeps these counts only.
         """
         recording = Recording()
-        session = Recorder(self._hooks, keep, None if compared is None else self._checked(compared, contents=False))
+        session = Recorder(self._hooks, keep, None if compared is None else self._check(compared, contents=False))
         with self._open(session, recording):
             yield recording
             session.close(self._hooks, recording)
@@ -143,27 +143,30 @@ class RoutingReplay:
     ) -> Iterator[Recording]:
         """Use ``routes``, one entry per micro-batch in the order of the forward passes.
 
-        ReplayError on opening if routes cannot be of this model; on closing if a router did not use every micro-batch
-        once, or if rows are of other tokens than the model got (``MicroRoutes.token_ids``) or agree too little with
-        the routers (``min_agreement``, default as of this object). A recomputation uses the experts of its own first
-        pass, in whatever order backward passes run, or raises: so a backward pass under activation checkpointing
-        belongs in the block of its forward pass.
+        Raises ReplayError
 
-        With ``observe`` the Recording holds the experts that the routers would have chosen; with ``compared`` how many
-        experts those in use, and those, have in common with other routes of the same micro-batches.
+        - on opening, if routes cannot be of this model;
+        - on closing, if a router did not use every micro-batch once, if rows are of other tokens than the model's
+          (``MicroRoutes.token_ids``), or if they agree too little with the routers (``min_agreement``, by default that
+          of this object);
+        - in a recomputation whose first pass is unknown. With activation checkpointing, run the backward pass in the
+          block of its forward pass. The order of backward passes is free.
+
+        observe: the Recording also has the routers' own choice. compared: other routes of the same micro-batches; the
+        Recording counts the experts that they share with those in use, and with the routers' own choice.
         """
-        checked = self._checked(routes, contents=not isinstance(routes, Recording))
-        others = (
-            checked if compared is routes else None if compared is None else self._checked(compared, contents=False)
-        )
-        limit = self._min_agreement if min_agreement is None else _checked_agreement(min_agreement)
+        checked = self._check(routes, contents=not isinstance(routes, Recording))
+        others = None
+        if compared is not None:
+            others = checked if compared is routes else self._check(compared, contents=False)
+        limit = self._min_agreement if min_agreement is None else _check_agreement(min_agreement)
         session = Replayer(checked, self._hooks, observe, others, limit)
         recording = Recording()
         with self._open(session, recording):
             yield recording
             session.close(self._hooks, recording)
 
-    def _checked(self, routes: Routes, contents: bool) -> list[MicroRoutes]:
+    def _check(self, routes: Routes, contents: bool) -> list[MicroRoutes]:
         entries = routes.routes if isinstance(routes, Recording) else routes
         if isinstance(entries, (MicroRoutes, torch.Tensor)):
             raise ReplayError(f"routes are one {type(entries).__name__}, expected a list with one per micro-batch")
@@ -194,7 +197,7 @@ def _as_list(chunks: Sequence[torch.nn.Module] | torch.nn.Module) -> list[torch.
     return [chunks] if isinstance(chunks, torch.nn.Module) else list(chunks)
 
 
-def _checked_agreement(value: float) -> float:
+def _check_agreement(value: float) -> float:
     if not 0.0 <= value <= 1.0:
         raise ReplayError(f"min_agreement = {value!r}, expected a number from 0 (no check) to 1")
     return value
