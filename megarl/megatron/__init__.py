@@ -1,11 +1,26 @@
-"""The training side: Megatron-Core models, packed batches, routing replay, optimizer, checkpoints, weights."""
+"""The training side: Megatron-Core models, packed batches, routing replay, optimizer, checkpoints, weights.
+
+From the bottom up; a file imports only what is above it in this list:
+
+- ``cpu``, ``versions``, ``config_errors``: Megatron without CUDA, differences of its releases, its refusals as
+  ConfigError.
+- ``distributed``: process groups and small collective calls.
+- ``attention``, ``model``, ``hf_weights``: the model, and its weights under Hugging Face names.
+- ``passes``: micro-batches, forward and backward, log-probabilities.
+- ``replay``: routing replay.
+- ``policy``: model, optimizer, schedule and replay together.
+- ``checkpoints``: checkpoints of a run.
+- ``frozen``, ``block_gradients``: models that are not trained; gradients of single samples.
+
+It may import ``models``, ``data``, ``config``, ``core`` and ``errors``.
+"""
 
 import warnings
 
 from megarl.megatron import cpu
 
-# Said on every import or first call, on every rank, about nothing the user can change: optional kernels that are absent
-# (`megarl doctor` says it once), names that torch will rename, defaults of Megatron that its own code deprecates.
+# Every rank would print these at import or first call, and the user can change nothing about them: absent optional
+# kernels (`megarl doctor` reports those), names that torch will rename, Megatron's own use of deprecated defaults.
 for message in (
     "Apex is not installed",
     "Transformer Engine and Apex are not installed",

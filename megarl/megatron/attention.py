@@ -1,7 +1,7 @@
-"""Core attention and norm of the local layer spec: packed sequences, sequence parallelism, no Transformer Engine.
+"""Core attention and norms of the local layer spec: packed sequences, sequence parallelism, no Transformer Engine.
 
-Megatron's own ``DotProductAttention`` refuses packed sequences, and its torch norm refuses sequence parallelism, which
-MoE with tensor parallelism needs. With Transformer Engine neither module is used.
+Megatron's own ``DotProductAttention`` refuses packed sequences. Its torch norm refuses sequence parallelism, which MoE
+with tensor parallelism needs. With Transformer Engine, neither module is used.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from megarl.errors import ConfigError
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's packed-sequence parameters, and which sequences have equal length.
+    """Megatron's packed-sequence parameters, with the sequences grouped by length.
 
-    Sequences of one length are one batched attention call, without padding. What a sequence attends to does not
-    depend on what it is packed with, so the numbers do not either.
+    Sequences of one length are one batched attention call without padding. A sequence's result does not depend on what
+    it is packed with.
     """
 
     length_buckets: tuple[torch.Tensor, ...] = ()
     """One int64 [n, length] of token positions for each distinct sequence length; positions in the whole pack."""
     from_ranks: torch.Tensor | None = None
-    """int64 [S]: brings the tokens of all context-parallel ranks, one rank after the other, into packed order."""
+    """int64 [S]: index that puts the tokens of all context-parallel ranks, in rank order, into packed order."""
 
     @staticmethod
     def of(cu_seqlens: torch.Tensor, cp_size: int = 1) -> PackedSequences:
-        """Parameters for sequences back to back at ``cu_seqlens`` [N+1], whole, whatever ``cp_size`` cuts them into.
+        """Parameters for whole sequences at ``cu_seqlens`` [N+1], before context parallelism splits them.
 
-        Every sequence has at least one token, and a multiple of ``2 * cp_size`` if that is more than 2.
+        Every sequence has at least one token, and a multiple of ``2 * cp_size`` if ``cp_size`` is more than 1.
         """
         bounds = cu_seqlens.to(torch.int32)
         longest = int((bounds[1:] - bounds[:-1]).max())
@@ -77,8 +77,8 @@ class PackedAttention(torch.nn.Module):
     Takes query ``[T, heads, d]`` and key, value ``[T, kv_heads, d]`` of this tensor-parallel rank, returns
     ``[T, heads * d]``. Unpacked ``[s, b, heads, d]`` inputs work too. No dropout, no bias, no sliding window.
 
-    Under context parallelism each rank holds an early and a late chunk of every sequence; keys and values are gathered,
-    so memory grows with the whole sequence (Transformer Engine's ring attention does not need that).
+    With context parallelism, each rank has an early and a late chunk of every sequence. Keys and values are gathered,
+    so memory grows with the whole sequence; Transformer Engine's ring attention avoids that.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class PackedAttention(torch.nn.Module):
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
-        **_: Any,  # process groups; latent attention also names the widths, which the tensors say
+        **_: Any,  # process groups; latent attention also passes widths, which the tensors have
     ) -> None:
         super().__init__()
         del layer_number, cp_comm_type
@@ -149,7 +149,9 @@ class PackedAttention(torch.nn.Module):
         for rows in packing.length_buckets:
             length = rows.size(1)
             one = torch.tensor([0, length], device=rows.device)
-            position = zigzag_indices(one, group.size(), group.rank())  # of this rank's queries in their sequence
+            position = zigzag_indices(
+                one, group.size(), group.rank()
+            )  # position of this rank's queries in their sequence
             mine = rows[:, :1] // group.size() + torch.arange(position.numel(), device=rows.device)
             visible = torch.arange(length, device=rows.device) <= position[:, None]
             parts.append(self._attend(query[mine], key[rows], value[rows], visible).flatten(0, 1))
@@ -173,7 +175,7 @@ class PackedAttention(torch.nn.Module):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm; marks its weight so that Megatron sums its gradient over a sequence-parallel group."""
+    """torch's RMSNorm. Its weight is marked, so that Megatron sums its gradient over a sequence-parallel group."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma:
@@ -186,17 +188,17 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class LatentNorm(RMSNorm):
-    """The norm of latent queries, keys and values, which has an epsilon of its own."""
+    """The norm of latent queries, keys and values, with its own epsilon."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, *, own_eps: float, **_: Any) -> None:
         super().__init__(config, hidden_size, eps=own_eps)
 
 
 class NormOverHeads(RMSNorm):
-    """``x / rms(x) * weight`` with the mean over all heads of a token, those of other tensor-parallel ranks included.
+    """``x / rms(x) * weight`` with the mean over all heads of a token, on all tensor-parallel ranks.
 
-    Takes ``[..., heads, d]`` of this rank. The weight [all heads * d] is whole on every rank, and a rank has gradients
-    for its own heads alone, because Megatron sums the gradients of query and key norms over tensor-parallel ranks.
+    Takes ``[..., heads, d]`` of this rank. The weight [all heads * d] is whole on every rank. A rank has gradients for
+    its own heads only, because Megatron sums gradients of query and key norms over tensor-parallel ranks.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Gradients of a few parameters on this model copy alone: no other weight gradients, no sum over data-parallel ranks.
+"""Gradients of a few parameters on this model copy: no other weight gradients, no sum over data-parallel ranks.
 
-Used where the gradient of one sample is wanted by itself. ``on_block`` makes the passes of ``forward.run`` inside it
-leave in ``main_grad`` what this rank computed, and nothing else; ``local_square`` completes that over the ranks of the
-model copy, by the rules that Megatron's ``finalize_model_grads`` follows for a step.
+Used to get the gradient of one sample. Inside ``on_block``, passes of ``forward.run`` write to ``main_grad`` only what
+this rank computed. ``local_square`` completes that over the ranks of the model copy, by the rules of Megatron's
+``finalize_model_grads``.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def block_parameters(policy: Policy, block: str) -> list[torch.nn.Parameter]:
 
     block: "embedding", "output_layer" (with tied embeddings the same parameter), or a regular expression that is
     searched for in Megatron's parameter names, with layers counted from 0 over all pipeline stages. ConfigError if it
-    is no regular expression, matches no parameter of the model, or matches an expert's: in those, expert parallelism
-    adds up what the samples of several ranks contribute.
+    is no regular expression, matches no parameter, or matches an expert's: with expert parallelism, gradients of
+    experts sum over the samples of several ranks.
     """
     try:
         pattern = re.compile({"embedding": re.escape(EMBEDDING), "output_layer": _output(policy)}.get(block, block))
@@ -59,7 +59,7 @@ def _output(policy: Policy) -> str:
 
 
 def _named_parameters(gpt: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Names as they are without pipeline stages: global layer numbers, one name for both copies of tied embeddings."""
+    """Names as without pipeline stages: global layer numbers, one name for both copies of tied embeddings."""
     for name, parameter in gpt.named_parameters():
         if getattr(parameter, "shared", False):
             yield EMBEDDING, parameter
@@ -73,15 +73,15 @@ def _named_parameters(gpt: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
 
 @contextmanager
 def on_block(policy: Policy, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-    """Meanwhile passes with gradients add to the ``main_grad`` of these parameters alone (and of the embedding's).
+    """Inside, backward passes add only to the ``main_grad`` of these parameters and of the embedding.
 
-    Nothing is exchanged between data-parallel ranks or finished in other ways, and routers add no balancing loss.
-    Afterwards all gradients are zero, and what routers count for their expert bias is as before.
+    Nothing is reduced over data-parallel ranks, and routers add no balancing loss. Afterwards all gradients are zero,
+    and the routers' counts for the expert bias are restored.
     """
     config = policy.megatron_config
     names = ("finalize_model_grads_func", "no_sync_func", "grad_scale_func")
     kept = {name: getattr(config, name) for name in names}
-    # The embedding stays, so that gradients flow through every layer, and so activation checkpointing, as in training.
+    # The embedding needs a gradient so that gradients flow through every layer and its activation checkpointing.
     wanted = {id(parameter) for parameter in [*parameters, *_embeddings(policy)]}
     frozen = [p for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad and id(p) not in wanted]
     policy.zero_grad()
@@ -111,10 +111,10 @@ def _embeddings(policy: Policy) -> Iterator[torch.nn.Parameter]:
 
 @contextmanager
 def _quiet_routers(policy: Policy) -> Iterator[None]:
-    """Routers attach their own losses, and count for them, in training mode only; they count for the bias always."""
+    """Keep routers in evaluation mode, where they add no losses; restore their counts for the expert bias."""
     routers = [m for chunk in policy.chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
     counts = [None if r.local_tokens_per_expert is None else r.local_tokens_per_expert.clone() for r in routers]
-    # Not once and for all: every pass puts the whole model into training mode.
+    # A hook, because every pass sets the whole model to training mode.
     handles = [router.register_forward_pre_hook(_to_eval) for router in routers]
     try:
         yield
@@ -156,7 +156,7 @@ def local_square(parameters: Sequence[torch.nn.Parameter], config: TransformerCo
 def _partial_over_tensor_ranks(
     parameter: torch.nn.Parameter, config: TransformerConfig
 ) -> dist.ReduceOp.RedOpType | None:
-    """How the gradient of a replicated parameter is put together where tensor-parallel ranks see different tokens."""
+    """How to reduce the gradient of a replicated parameter of which tensor-parallel ranks see different tokens."""
     if getattr(parameter, "average_gradients_across_tp_domain", False):
         return dist.ReduceOp.AVG
     return dist.ReduceOp.SUM if config.sequence_parallel and getattr(parameter, "sequence_parallel", False) else None

@@ -1,7 +1,7 @@
 """Weights in and out of a sharded Megatron model under their Hugging Face names.
 
-``load_hf`` reads a checkpoint folder, ``export_hf`` streams the live weights one parameter (or one layer's experts)
-at a time, ``save_hf`` writes a checkpoint folder. What is cut where is in ``name_map``.
+``load_hf`` reads a checkpoint folder. ``export_hf`` streams the live weights one parameter (or one layer's experts) at
+a time. ``save_hf`` writes a checkpoint folder. ``models.names`` says which tensor is split how.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SHARD_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A local parameter, the rule that describes it, and where it stands in the whole model."""
+    """A local parameter, its rule, and its layer and expert in the whole model."""
 
     tensor: torch.Tensor
     rule: Rule
@@ -49,7 +49,7 @@ class _Placed:
 
 def _matchers(shape: ModelShape) -> list[tuple[re.Pattern[str], Rule]]:
     rules = [*rules_of(shape)]
-    if shape.tied_embeddings:  # the last stage holds a copy of the embedding as its output layer
+    if shape.tied_embeddings:  # the last stage has a copy of the embedding as output layer
         rules.append(
             Rule(("output_layer.weight",), ("model.embed_tokens.weight",), ("vocab hidden",), "vocab", "model")
         )
@@ -63,8 +63,8 @@ def _matchers(shape: ModelShape) -> list[tuple[re.Pattern[str], Rule]]:
     return found
 
 
-def _placed(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> list[_Placed]:
-    """Every parameter of this rank with its rule; a parameter that no rule covers is an error."""
+def _place(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> list[_Placed]:
+    """All parameters of this rank with their rules; CheckpointError if no rule covers one."""
     matchers = _matchers(shape)
     local_experts = shape.num_experts // parallel_state.get_expert_model_parallel_world_size()
     first_expert = local_experts * parallel_state.get_expert_model_parallel_rank()
@@ -81,7 +81,7 @@ def _placed(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> list[_Place
 
 
 def _tensors(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, and the buffers that checkpoints hold: expert biases."""
+    """Parameters, and the buffers that are in checkpoints (expert biases)."""
     yield from chunk.named_parameters()
     stored = chunk.state_dict().keys()
     yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name in stored)
@@ -94,7 +94,7 @@ def load_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, path: str | Pa
     """
     with HFCheckpoint(path) as checkpoint:
         check_tensors(checkpoint, hf_shapes(shape))
-        for entry in _placed(chunks, shape):
+        for entry in _place(chunks, shape):
             _load_one(entry, checkpoint, shape)
 
 
@@ -123,7 +123,7 @@ def _tensor_group(rule: Rule) -> dist.ProcessGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One parameter of the whole model, or one layer's experts, as every rank must know it to take part."""
+    """One parameter of the whole model, or one layer's experts: what every rank must know to gather it."""
 
     order: tuple[int, int]
     """(layer or 0, index of the rule): the canonical order of the export."""
@@ -144,7 +144,7 @@ def export_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> Iterator[
     """
     rules = rules_of(shape)
     local: dict[tuple[int, int], list[_Placed]] = {}
-    for entry in _placed(chunks, shape):
+    for entry in _place(chunks, shape):
         if entry.rule in rules:
             local.setdefault((entry.layer, rules.index(entry.rule)), []).append(entry)
     for piece in _all_pieces(local):

@@ -28,8 +28,7 @@ def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: t
     """Megatron's config: the model's shape, what every megarl run needs, then the layout and the user's overrides.
 
     Fusions are off without Transformer Engine. The router computes in fp32, and there is no dropout, because
-    log-probabilities of two passes over one batch must agree. What Megatron refuses is as it raises it (see
-    ``config_errors``).
+    log-probabilities of two passes over one batch must agree. Errors of Megatron pass through (see ``config_errors``).
     """
     defaults: dict[str, Any] = {
         "params_dtype": dtype,
@@ -95,7 +94,7 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShap
         if config.multi_latent_attention:
             from megatron.core.post_training.modelopt.layers import Linear  # not in every release
 
-            # Column-parallel ones would leave the gradient of the rotated keys to each rank's own heads.
+            # In column-parallel ones, the gradient of the rotated keys would come from a rank's own heads only.
             attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
             norm = ModuleSpec(LatentNorm, params={"own_eps": shape.latent_norm_epsilon})
             attention.q_layernorm = attention.kv_layernorm = norm
@@ -134,7 +133,7 @@ def build_model(shape: ModelShape, config: TransformerConfig) -> list[GPTModel]:
             **named,
         )
         if config.moe_router_enable_expert_bias and TAKES_PADDING_MASK:
-            _mend_expert_bias(chunk)
+            _fix_expert_bias(chunk)
         chunks.append(chunk.cuda(torch.cuda.current_device()) if torch.cuda.is_available() else chunk)
     return chunks
 
@@ -146,8 +145,8 @@ def unwrap(chunk: torch.nn.Module) -> Any:
     return chunk
 
 
-def _mend_expert_bias(chunk: GPTModel) -> None:
-    """Let routers with an expert bias take a padding mask: 0.16.1 combines masks of [T] and [T, E]."""
+def _fix_expert_bias(chunk: GPTModel) -> None:
+    """Make routers with an expert bias accept a padding mask: 0.16.1 combines masks of shapes [T] and [T, E]."""
     for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
         count = router._apply_expert_bias
 

@@ -1,7 +1,7 @@
-"""Where releases of Megatron-Core from 0.12 to 0.16 differ, told by what they accept and not by their number.
+"""Differences between releases of Megatron-Core from 0.12 to 0.16, detected by what they accept, not by number.
 
-The rest of megarl is written for 0.16 and asks here for the rest. What an older release cannot do is refused when the
-model is built, with the release's name; docs/version_matrix.md lists it.
+The rest of megarl is written for 0.16. What an older release cannot do is refused when the model is built, with the
+release's name; docs/version_matrix.md lists it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 
 
 TAKES_PADDING_MASK = takes(GPTModel.forward, "padding_mask")
-"""Whether routers can leave padding out of what they count (from 0.16 on)."""
+"""Whether routers can exclude padding from what they count (from 0.16 on)."""
 
 
 def for_stage(stage: int | None) -> dict[str, int | None]:
-    """Keyword arguments that say which virtual pipeline stage is meant; 0.12 is told through its parallel state."""
+    """Keyword arguments that name a virtual pipeline stage. 0.12 has none; its parallel state is set instead."""
     if takes(GPTModel.__init__, "vp_stage"):
         return {"vp_stage": stage}
     if stage is not None:
@@ -43,13 +43,13 @@ def for_stage(stage: int | None) -> dict[str, int | None]:
 
 
 def copy_to_tensor_parallel(replicated: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The tensor as it is; its gradient is summed over ``group``, the tensor-parallel one (which 0.12 takes itself)."""
+    """Return the tensor; its gradient is summed over ``group``, the tensor-parallel one (0.12 always uses that one)."""
     named = {"group": group} if takes(copy_to_tensor_model_parallel_region, "group") else {}
     return copy_to_tensor_model_parallel_region(replicated, **named)
 
 
 def padding_argument(config: TransformerConfig, mask: Tensor | None) -> dict[str, Tensor | None]:
-    """The keyword argument that keeps padding out of what routers count; ConfigError if it is needed but missing."""
+    """The keyword argument that excludes padding from what routers count; ConfigError if it is needed but missing."""
     if TAKES_PADDING_MASK:
         return {"padding_mask": mask}
     if mask is not None:
@@ -58,7 +58,7 @@ def padding_argument(config: TransformerConfig, mask: Tensor | None) -> dict[str
 
 
 def refuse_missing(config: TransformerConfig) -> None:
-    """ConfigError if these settings need what only a later release has."""
+    """ConfigError if these settings need a later release."""
     kinds = config.moe_router_load_balancing_type
     if "global_aux_loss" in kinds and not hasattr(TopKRouter, "_apply_global_aux_loss"):
         raise ConfigError(
@@ -79,7 +79,7 @@ def _refuse_counted_padding(config: TransformerConfig) -> None:
 
 
 def _pads(config: TransformerConfig) -> bool:
-    """Whether micro-batches get slots without a token."""
+    """Whether micro-batches may have slots without a token."""
     sizes = (config.tensor_model_parallel_size, config.context_parallel_size, config.pipeline_model_parallel_size)
     return max(sizes) > 1 or config.moe_token_dispatcher_type == "allgather"
 

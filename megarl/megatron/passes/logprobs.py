@@ -1,16 +1,15 @@
-"""Log-probabilities and entropy of given tokens from hidden states, without ever holding the [S, V] logits.
+"""Log-probabilities and entropies of given tokens from hidden states, without the [S, V] logits as a whole.
 
 ``logprob = z_label - log sum_w exp z_w`` and ``entropy = -sum_w p_w log p_w`` with ``z = h W^T / temperature``.
 
-The logits are computed block by block (rows x vocabulary) and reduced at once to a maximum, a sum of exponentials and
-a weighted sum per row, which is all that the result needs; the backward pass computes each block a second time. The
-vocabulary may be split over a tensor-parallel group: the reductions of all blocks and ranks combine exactly, with two
-small all-reduces in the forward pass and none in the backward pass.
+The logits are computed block by block (rows x vocabulary). Each block is reduced at once to a maximum, a sum of
+exponentials and a weighted sum per row. The backward pass computes each block again. The vocabulary may be split over a
+tensor-parallel group: the reductions of all blocks and ranks combine exactly, with two small all-reduces in the forward
+pass and none in the backward pass.
 
-On a GPU the products stay in 16 bit with fp32 accumulation (``out_dtype``, torch 2.8), and the host never waits for the
-GPU. That path has only been run on a CPU that refuses what CUDA refuses.
-Kernel libraries with a fused loss (Liger, cut-cross-entropy) have no split vocabulary, coefficient per token and
-entropy at once.
+On a GPU, products are 16-bit with fp32 accumulation (``out_dtype``, torch 2.8), and the host never waits for the GPU.
+That path has only been run on a CPU that refuses what CUDA refuses. Libraries with a fused loss (Liger,
+cut-cross-entropy) do not combine a split vocabulary, a coefficient per token and the entropy.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ def linear_logprobs(
     copy or gather mapping in front of this function). Rows of ``weight`` beyond ``vocab_size`` pad the vocabulary and
     have probability 0.
 
-    The products take ``hidden`` in the dtype of ``weight``. Megatron's Float16Module makes fp32 of a 16-bit model's
-    hidden states, so going back is exact; the gradient keeps fp32, in which tensor parallelism then sums it.
+    Products use ``hidden`` in the dtype of ``weight``. Megatron's Float16Module converts a 16-bit model's hidden states
+    to fp32, so converting back is exact. The gradient stays fp32, in which tensor parallelism sums it.
     """
     return _LinearLogprobs.apply(hidden, weight, labels, temperature, vocab_size, group)  # type: ignore[no-any-return]
 
@@ -61,17 +60,15 @@ class _Shard:
             dist.all_reduce(tensor, op=op, group=self.group)
 
     def local_labels(self, labels: torch.Tensor, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[R, 1] each: whether the label lies in the block, and its column there (of other labels, some column).
-
-        Picking the rows that are in the block would make the host wait for the GPU, once per block.
-        """
+        """[R, 1] each: whether the label is in the block, and its column there (any column if it is not)."""
+        # Selecting the rows in the block would make the host wait for the GPU once per block.
         local = (labels - (self.first + start))[:, None]
         column = local.clamp(0, end - start - 1)
         return local == column, column
 
 
 def _operand(tensor: torch.Tensor) -> torch.Tensor:
-    """As it enters a product: 16-bit on a GPU, whose tensor cores add up in fp32; fp32 elsewhere."""
+    """The tensor for a product: 16-bit on a GPU, whose tensor cores accumulate in fp32; fp32 elsewhere."""
     return tensor if tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16) else tensor.float()
 
 
@@ -143,7 +140,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _fold(largest: torch.Tensor, sums: torch.Tensor, logits: torch.Tensor) -> None:
-    """Take a block of logits [R, C] (overwritten) into the running maximum [R] and sums [2, R]."""
+    """Add a block of logits [R, C] (overwritten) to the running maximum [R] and sums [2, R]."""
     new = torch.maximum(largest, logits.amax(1))
     _rescale(largest, sums, new)
     logits.sub_(new[:, None])
@@ -154,7 +151,7 @@ def _fold(largest: torch.Tensor, sums: torch.Tensor, logits: torch.Tensor) -> No
 
 
 def _rescale(old: torch.Tensor, sums: torch.Tensor, new: torch.Tensor) -> None:
-    """Sums relative to maximum ``old`` [R] become relative to ``new``; ``old`` may be -inf where nothing was seen."""
+    """Make sums relative to maximum ``old`` [R] relative to ``new``; ``old`` is -inf where there was no logit yet."""
     shift = torch.where(torch.isneginf(old), 0.0, old - new)
     seen = (~torch.isneginf(old)).float()
     scale = shift.exp() * seen

@@ -110,7 +110,7 @@ def _has_enough(known: np.ndarray) -> bool:
 
 
 def _explain_tokens(micro: int, found: np.ndarray, given: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> str:
-    """Name the mistake that explains the tokens ``found`` in a micro-batch; ``given``: (ids, present) by micro-batch."""
+    """Name the mistake that explains the tokens ``found``; ``given``: (ids, present) by micro-batch."""
     for other, (ids, present) in given.items():
         if other != micro and len(ids) == len(found) and _has_enough(present) and (ids == found)[present].all():
             return f"Likely {_describe_swap(other)}"
