@@ -141,6 +141,7 @@ def test_a_wrong_configuration_under_torchrun_is_one_line_and_no_success(home: P
     assert "did you mean train.replay" in alone.stderr
 
 
+@pytest.mark.slow
 def test_a_folder_with_another_run_is_refused_with_exit_code_2(home: Path) -> None:
     arguments = ["train", home / "run.toml", "--run.dir", home / "claimed", "--run.steps", "1"]
     assert call(home, *arguments).returncode == 0
@@ -153,6 +154,7 @@ def test_a_folder_with_another_run_is_refused_with_exit_code_2(home: Path) -> No
     assert "optim.lr = 0.001" in complaints(refused)[0]
 
 
+@pytest.mark.slow
 def test_an_error_on_one_rank_ends_the_run(home: Path) -> None:
     """The other rank waits in a collective; it must not wait for ever."""
     started = time.monotonic()
@@ -174,6 +176,7 @@ def test_an_error_on_one_rank_ends_the_run(home: Path) -> None:
     assert "megarl: error (rank 1): this reward cannot work here" in result.stderr
 
 
+@pytest.mark.slow
 def test_sft_teaches_the_task_and_its_checkpoint_is_one(home: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -209,7 +212,6 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     return out, call(out.parent, "quickstart", "--out", out, timeout_s=420.0)
 
 
-@pytest.mark.slow
 def test_acceptance_quickstart_learns_and_leaves_a_report(
     quickstart: tuple[Path, Result],
 ) -> None:

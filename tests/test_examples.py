@@ -110,6 +110,7 @@ def test_r3_on_sequence_parallel_ranks_with_recomputation_trains_as_one_rank_doe
     assert found.steps == [pytest.approx(step, abs=5e-3) for step in ran(PLUGGED, "--replay", "r3").steps]
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 def test_r2_on_expert_parallel_ranks() -> None:
     found = ran(*TORCHRUN, PLUGGED, "--replay", "r2", "--ep", "2")

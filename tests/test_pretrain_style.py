@@ -35,6 +35,7 @@ def script_arguments() -> set[str]:
     return {text for text in strings(SCRIPT) if re.fullmatch(r"--[a-z0-9-]+", text)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["r2", "r3"])
 def test_the_three_lines_train_as_the_plugged_in_loop_does(mode: str) -> None:
     found = ran(SCRIPT, "--routing-replay", mode)
@@ -67,7 +68,7 @@ def test_one_altered_row_makes_the_script_fail(mode: str) -> None:
     ("mode", "layout"),
     [
         pytest.param("r3", (*TENSOR, *RECOMPUTE), id="r3-tp2-recompute"),
-        pytest.param("r2", INTERLEAVED, id="r2-pp2-vpp2"),
+        pytest.param("r2", INTERLEAVED, id="r2-pp2-vpp2", marks=pytest.mark.slow),
         pytest.param("r2", (*TENSOR, *RECOMPUTE), id="r2-tp2-recompute", marks=pytest.mark.slow),
         pytest.param("r3", (*INTERLEAVED, *RECOMPUTE), id="r3-pp2-vpp2-recompute", marks=pytest.mark.slow),
         pytest.param("r3", EXPERT, id="r3-ep2", marks=pytest.mark.slow),

@@ -24,7 +24,7 @@ from megarl.data.tiny import write_sort_task, write_tiny_model
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec
 
-pytestmark = [pytest.mark.sglang, pytest.mark.multirank]
+pytestmark = [pytest.mark.sglang, pytest.mark.slow(minutes=3), pytest.mark.multirank]
 
 
 @pytest.fixture(scope="module")

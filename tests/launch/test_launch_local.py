@@ -18,7 +18,7 @@ from launch_world import CONFIG, STEPS, Launch, World, assert_whole, processes_o
 from megarl.run.audit import check
 from megarl.run.status import read_status
 
-pytestmark = [pytest.mark.slow, pytest.mark.multirank]
+pytestmark = [pytest.mark.slow(minutes=5), pytest.mark.multirank]
 
 
 def test_a_run_ends_with_0_and_leaves_logs_status_and_audit(

@@ -33,7 +33,7 @@ APART = CONFIG.replace(
     "ranks_per_node = 2", 'layout = "disaggregated"\nranks_per_node = 2\nserver_nodes = 1\nstop_grace_s = 30.0'
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.multirank]
+pytestmark = [pytest.mark.slow(minutes=6), pytest.mark.multirank]
 
 
 @pytest.fixture(scope="module")

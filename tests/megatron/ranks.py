@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import preloaded
+import pytest
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,11 @@ def case(world_size: int, function: str, layout: str = "", **arguments: Any) -> 
         (name.rstrip("0123456789"), int(name.lstrip("abcdefghijklmnopqrstuvwxyz"))) for name in layout.split()
     )
     return Case(world_size, function, sizes, tuple(arguments.items()))
+
+
+def slow(one: Case) -> Any:
+    """A case for `make test-all` alone."""
+    return pytest.param(one, marks=pytest.mark.slow)
 
 
 @dataclass(frozen=True)

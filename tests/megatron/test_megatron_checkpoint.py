@@ -16,7 +16,7 @@ import cases_checkpoint
 import numpy as np
 import pytest
 import torch
-from ranks import Case, case
+from ranks import Case, case, slow
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from megarl.errors import CheckpointError
@@ -53,10 +53,10 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     "case",
     [
         case(2, INTERRUPTED, "ep2"),
-        case(2, INTERRUPTED, "tp2"),
-        case(2, INTERRUPTED, "pp2 vpp2"),
+        slow(case(2, INTERRUPTED, "tp2")),
+        slow(case(2, INTERRUPTED, "pp2 vpp2")),
         case(2, INTERRUPTED, "ep2", then="tp2 ep2 etp1"),
-        case(4, INTERRUPTED, "ep2", then="pp2 ep2"),
+        slow(case(4, INTERRUPTED, "ep2", then="pp2 ep2")),
     ],
     ids=str,
 )

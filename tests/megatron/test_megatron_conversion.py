@@ -517,6 +517,7 @@ def peak_of(source: Path, out: Path) -> int:
     return int(done.stdout.split("peak ")[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 def test_ranks_divide_the_files(source: Path, tmp_path: Path) -> None:
     for first, second in ((source, tmp_path / "megatron"), (tmp_path / "megatron", tmp_path / "back")):
@@ -591,6 +592,7 @@ class TestCommand:
         assert says in told
         assert "Traceback" not in told
 
+    @pytest.mark.slow
     def test_the_script_is_the_command(self, source: Path, tmp_path: Path) -> None:
         script = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
         done = subprocess.run([sys.executable, script, source, tmp_path / "out"], capture_output=True, text=True)

@@ -82,6 +82,7 @@ def test_an_update_of_the_engine_takes_no_more_than_planned(model: str, one_rank
     assert planned / 2 < measured < planned * (1 + WITHIN)
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.parametrize(
     "case",
@@ -97,6 +98,7 @@ def test_an_update_takes_no_more_on_any_rank(case: Case, outcome: list[tuple[int
         assert planned / 2 < measured < planned * (1 + LATE), outcome
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.parametrize(
     "case",
@@ -116,6 +118,7 @@ def test_states_of_every_rank(case: Case, outcome: list[dict[str, tuple[int, int
     assert_states(outcome)
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.parametrize(
     "case",

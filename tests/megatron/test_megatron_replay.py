@@ -62,6 +62,7 @@ def assert_dispatched(found: dict[str, Any], recompute: str, layout: dict[str, i
     assert min(found["router_gradients"].values()) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_tokens_are_sent_to_the_experts_of_their_rollout_in_every_pass(case: Case, outcome: dict[str, Any]) -> None:
@@ -94,6 +95,7 @@ def assert_no_op(found: dict[str, Any]) -> None:
     assert shared == {0, 1, 2}  # random routes: the comparison is not trivial
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.parametrize("case", RECORDED_CASES, ids=str)
 def test_replay_of_a_recording_changes_no_bit_while_the_weights_do_not_change(

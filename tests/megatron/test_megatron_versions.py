@@ -25,7 +25,7 @@ from release_checks import (
     run_tests,
 )
 
-pytestmark = [pytest.mark.multirank, pytest.mark.slow]
+pytestmark = [pytest.mark.multirank, pytest.mark.slow(minutes=3)]
 
 WITH_LAYOUTS = ("0.12.3", "0.15.3", "0.16.0")
 """The ends of what is patched, and the oldest that needs none; test_release_training.py runs two ranks on all."""

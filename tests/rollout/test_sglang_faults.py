@@ -31,7 +31,7 @@ from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec
 from megarl.rollout.weights import WeightForm
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.slow(minutes=2)]
 
 PARAMS = SamplingParams(max_response_tokens=8)
 SETTINGS = ClientSettings(concurrency=4, deadline_s=60.0, recovery_s=START_DEADLINE_S)

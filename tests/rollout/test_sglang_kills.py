@@ -27,7 +27,7 @@ from megarl.rollout.sglang.spec import ServerSpec
 from megarl.rollout.sglang.weights import sender as sglang_sync
 from megarl.rollout.weights import WeightForm
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.slow(minutes=7)]
 
 KILLS = 10
 PARAMS = SamplingParams(max_response_tokens=24)

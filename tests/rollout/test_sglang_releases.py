@@ -37,7 +37,7 @@ from megarl.rollout.sglang.weights.buckets import Bucket
 from megarl.rollout.sglang.weights.sender import WeightSender
 from megarl.rollout.weights import WeightForm
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.slow(minutes=4)]
 
 PARAMS = SamplingParams(max_response_tokens=8)
 OVERLAP_IS_WRONG = "0.5.17"

@@ -191,6 +191,7 @@ def test_a_copy_without_a_selected_prompt_trains_on_fillers(by_layout: dict[str,
         assert by_layout[f"{layout} ragged"][0]["metrics"]["sampling/missing_prompts"] == PROMPTS // 2
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.parametrize("rule", TWICE)
 def test_a_run_on_two_ranks_is_that_on_one(runs: Path, rule: str) -> None:
@@ -247,6 +248,7 @@ def runs(world: World, settings_of: dict[str, dict[str, Any]], tmp_path_factory:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.parametrize("rule", ["refill", "counts", "head", "gvm"])
 def test_a_run_that_is_killed_resumes_as_if_it_had_not_been(runs: Path, rule: str) -> None:

@@ -321,6 +321,7 @@ def layouts(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return folder, run_jobs(jobs, folder / "jobs")
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 def test_acceptance_checkpoint_and_exported_folder_give_the_same_responses_in_every_layout(
     layouts: tuple[Path, dict[str, Ended]],
@@ -342,6 +343,7 @@ def test_acceptance_checkpoint_and_exported_folder_give_the_same_responses_in_ev
     assert versions == [2, 1, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 def test_the_newest_checkpoint_of_a_run_gives_the_figures_that_training_logged(
     layouts: tuple[Path, dict[str, Ended]],
@@ -361,6 +363,7 @@ def test_the_newest_checkpoint_of_a_run_gives_the_figures_that_training_logged(
     assert saved["packages"]["megatron-core"] == "0.16.1"
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 def test_an_error_on_one_rank_ends_all(layouts: tuple[Path, dict[str, Ended]]) -> None:
     _, ended = layouts

@@ -150,6 +150,7 @@ def test_replayed_routes_change_the_norms(oracles: dict[str, dict[str, np.ndarra
     assert np.abs(oracles["r3"]["embedding"] / native["embedding"] - 1).max() > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.parametrize("name", UNTIED | TIED | R3)
 def test_acceptance_norms_are_those_of_transformers_in_every_layout(
@@ -158,6 +159,7 @@ def test_acceptance_norms_are_those_of_transformers_in_every_layout(
     _same(on_two_ranks["norms"][name], oracles[name.split()[0] if name in TIED | R3 else "untied"])
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 def test_norms_are_the_same_where_ways_to_be_parallel_combine(
     world: World, oracles: dict[str, dict[str, np.ndarray]], tmp_path: Path
@@ -175,6 +177,7 @@ def test_norms_in_16_bits_are_near_those_in_32(world: World) -> None:
         np.testing.assert_allclose(found["bf16"][block], found["fp32"][block], rtol=0.06, err_msg=block)
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.parametrize("name", AROUND)
 def test_a_step_on_several_ranks_is_bit_for_bit_the_same_after_it(on_two_ranks: dict[str, Any], name: str) -> None:

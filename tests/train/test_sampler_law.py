@@ -131,6 +131,7 @@ def deviations(law: StoppingLaw, values: np.ndarray, of_end: np.ndarray, expecte
     return abs(float(values.mean()) - expected) / max(spread, 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "overrides"),
     [
@@ -164,6 +165,7 @@ def test_the_figures_of_the_law_that_the_sampler_is_held_against() -> None:
     assert stopping_law(ada_seq_pos(4), 0.1).expected_samples == pytest.approx(13.564285375696443, rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("combination", ["plain", "unbiased"])
 def test_how_far_a_balanced_batch_pushes_each_prompt(known: Known, combination: str) -> None:
     """The mean of advantage * d ln P(outcome) / dp over what trains: 1 in the unbiased combination, for every p.

@@ -16,7 +16,7 @@ from sglang_fixtures import START_DEADLINE_S
 from megarl.data.tiny import write_sort_task, write_tiny_model
 from megarl.run.metrics_log import read_metrics
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.slow(minutes=2)]
 
 STEPS = 6
 

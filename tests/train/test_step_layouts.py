@@ -95,6 +95,7 @@ def rows_taken(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return {"single": rows(world, ROWS), **{job.name: ended[job.name].checked() for job in jobs}}
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.parametrize("layout", ROW_LAYOUTS)
 @pytest.mark.parametrize("name", ROWS)
@@ -104,6 +105,7 @@ def test_acceptance_every_row_has_the_coefficients_of_one_process_on_several_ran
     _same_steps(rows_taken["single"][name], rows_taken[layout][name])
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.parametrize("layout", FEW_ROW_LAYOUTS)
 @pytest.mark.parametrize("name", BEFOREHAND)

@@ -98,6 +98,7 @@ def test_ctrl_c_finishes_the_step_and_saves_it_with_default_settings_but_a_secon
     distributed.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["rollout", "evaluate"])
 def test_a_stop_in_the_middle_of_sampling_keeps_what_is_done_and_draws_the_rest_again(
     world: World, tmp_path: Path, where: str

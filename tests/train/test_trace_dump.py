@@ -53,6 +53,7 @@ def files(folder: Path, kind: str, step: int = 2) -> list[TraceFile]:
     return [read_traces(path) for path in found]
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_difference_of_the_files_is_the_native_disagreement_of_the_step(
@@ -76,6 +77,7 @@ def test_the_difference_of_the_files_is_the_native_disagreement_of_the_step(
     assert total.num_tokens == step["rollout/tokens"]
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
 def test_files_of_all_ranks_together_hold_what_one_rank_writes(folders: dict[str, Path], layout: str) -> None:

@@ -58,6 +58,7 @@ def test_features_are_the_last_hidden_states_of_transformers(world: World, alone
     np.testing.assert_allclose(alone["alone"]["one"], expected[:1], atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_acceptance_features_and_head_are_the_same_in_every_layout(
