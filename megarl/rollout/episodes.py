@@ -1,7 +1,12 @@
 """Rollouts of several turns: the model writes, an environment answers, and all of it is one sequence.
 
-The tokens of a turn are kept as they were sampled; only the text of an observation is tokenized, appended, and left out
-of loss and ratios. The next turn goes on from these tokens, so that columns and routes of all turns line up.
+The sampled tokens of a turn are never tokenized again. Only an observation's text is tokenized; its tokens are appended
+and left out of loss and ratios. The next turn continues from these tokens, so the columns and routes of all turns line
+up.
+
+- **Ends normally** (judged and trained): the environment says that it is done; the last turn or the last token is spent.
+- **Fails** (not trained): the environment raises or answers with something wrong; one answer takes longer than
+  ``step_s``; the episode takes longer than ``episode_s``; the engine aborts a turn.
 """
 
 from __future__ import annotations
@@ -23,23 +28,23 @@ from megarl.rollout.tools.protocol import Environment, Episode, ModelTurn, Obser
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """How long a rollout may become."""
+    """Bounds on a rollout, in tokens, turns and seconds."""
 
     response_tokens: int
-    """All turns and observations together."""
+    """Tokens of all turns and observations together."""
     turns: int = 1
-    """Turns of the model."""
+    """Turns of the model, at most."""
     turn_tokens: int | None = None
-    """Tokens of one turn; None for what is left."""
+    """Tokens of one turn; None sets no limit of its own."""
     positions: int | None = None
-    """Positions of the model, prompt included; None if they have no end."""
+    """Positions of the model, prompt included; None if it has no limit."""
     step_s: float = 60.0
     """Seconds for one answer of the environment."""
     episode_s: float = 1800.0
     """Seconds from the end of the first turn to the end of the rollout."""
 
     def tokens_left(self, num_tokens: int, prompt_length: int) -> int:
-        """How many tokens may follow a sequence of ``num_tokens``."""
+        """Returns how many tokens may follow a sequence of ``num_tokens``."""
         left = self.response_tokens - (num_tokens - prompt_length)
         # One position stays free: an SGLang server refuses a request that could fill the last one.
         return left if self.positions is None else min(left, self.positions - num_tokens - 1)
@@ -47,21 +52,21 @@ class EpisodeLimits:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeResult:
-    """What came of an episode."""
+    """An episode that has ended."""
 
     rollout: Rollout | None
-    """All turns; finish_reason is that of the last one, length if a limit ended the episode, abort if it failed. None
-    if it failed in its first turn."""
+    """All turns as one sequence; None if the first turn failed. finish_reason: that of the last turn; length if a limit
+    ended the episode; abort if it failed."""
     turn_ends: tuple[int, ...] = ()
     """Index of the last token of each turn of the model."""
     turn_rewards: tuple[float | None, ...] = ()
-    """What the environment gave for each of them; None where it gave nothing."""
+    """The environment's reward of each turn; None where it gave none."""
     failure: str | None = None
-    """Why it failed, in one line: the environment, or a deadline."""
+    """Why the episode failed, in one line; None if it did not."""
 
 
 async def play_turn(session: Session, request: SampleRequest) -> EpisodeResult:
-    """A response of one turn, without an environment."""
+    """Plays one turn without an environment."""
     rollout = await session.sample(request)
     return EpisodeResult(rollout, (rollout.num_tokens - 1,), (None,))
 
@@ -75,35 +80,35 @@ async def play(
     limits: EpisodeLimits,
     places: asyncio.Semaphore,
 ) -> EpisodeResult:
-    """An episode from its first turn to its end; the same request, weights and answers give the same sequence.
+    """Plays an episode to its end; the same request, weights and answers give the same sequence.
 
-    prompt: the text of the request's tokens. places: how many answers the environment works on at a time. What the
-    environment fails at, and deadlines, fail this episode alone; errors of the engine are raised.
+    prompt: the text of the request's tokens. places: bounds how many answers the environment works on at a time.
+    Failures of the environment and deadlines fail this episode alone; errors of the engine are raised.
     """
-    course = _Course(request)
+    run = _EpisodeRun(request)
     episode: Episode | None = None
     failure = closing = None
     try:
         async with asyncio.timeout(None) as clock:
-            episode = _begun(environment, prompt, request.seed)
-            await course.run(session, episode, tokenizer, limits, places, clock)
+            episode = _begin(environment, prompt, request.seed)
+            await run.play_turns(session, episode, tokenizer, limits, places, clock)
     except TimeoutError:
         failure = f"the episode took more than {limits.episode_s:g} s"
     except EpisodeError as error:
         failure = str(error)
-    finally:  # what is raised here would hide an error of the engine
+    finally:  # _close returns its failure: raising it would hide an error of the engine
         if episode is not None:
             closing = await _close(episode, limits.step_s)
     failure = failure or closing
-    return course.played() if failure is None else course.failed(failure)
+    return run.result(failure)
 
 
 class EpisodeError(Exception):
-    """An environment raised, or did not answer in time."""
+    """This episode cannot go on; the others can."""
 
 
-class _Course:
-    """An episode under way."""
+class _EpisodeRun:
+    """The state of a running episode."""
 
     def __init__(self, request: SampleRequest) -> None:
         self._request = request
@@ -112,14 +117,13 @@ class _Course:
         self._ends: list[int] = []
         self._rewards: list[float | None] = []
 
-    def played(self) -> EpisodeResult:
-        return EpisodeResult(self._whole, tuple(self._ends), tuple(self._rewards))
+    def result(self, failure: str | None) -> EpisodeResult:
+        whole = self._whole
+        if whole is not None and failure is not None:
+            whole = replace(whole, finish_reason="abort")
+        return EpisodeResult(whole, tuple(self._ends), tuple(self._rewards), failure)
 
-    def failed(self, why: str) -> EpisodeResult:
-        whole = None if self._whole is None else replace(self._whole, finish_reason="abort")
-        return EpisodeResult(whole, tuple(self._ends), tuple(self._rewards), why)
-
-    async def run(
+    async def play_turns(
         self,
         session: Session,
         episode: Episode,
@@ -131,31 +135,31 @@ class _Course:
         tokens = self._request.prompt_tokens
         for index in range(limits.turns):
             left = limits.tokens_left(len(tokens), self._prompt_length)
-            if left < 1:  # a later turn is not begun without room
+            if left < 1:  # only in the first turn: the room for later ones is checked below
                 raise EpisodeError(f"the prompt of {len(tokens)} tokens leaves no room in the model's positions")
             asked = left if limits.turn_tokens is None else min(left, limits.turn_tokens)
-            turn = await self._turn(session, index, tokens, asked)
-            if index == 0:  # before, it waited until the engine had begun with it, in a queue of thousands perhaps
+            turn = await self._sample_turn(session, index, tokens, asked)
+            if index == 0:  # the first turn may have waited in the engine's queue behind thousands of others
                 clock.reschedule(asyncio.get_running_loop().time() + limits.episode_s)
             whole = self._whole
             assert whole is not None
             generated = turn.num_tokens - len(tokens)
             if turn.finish_reason == "length" and (generated == left or generated < asked):
-                return  # cut for good: by the length of the response, or by the end of the positions
-            written = turn.tokens[len(tokens) :].copy()  # what an environment does to them is its own business
+                return  # cut by the response limit or the last position, not by turn_tokens: no turn can follow
+            written = turn.tokens[len(tokens) :].copy()  # a copy, which the environment may change
             text = tokenizer.decode(written, skip_special_tokens=True)
             step = ModelTurn(index, written, text, turn.finish_reason)
-            observation = await _answer(episode, step, limits.step_s, places)
+            observation = await _step(episode, step, limits.step_s, places)
             self._rewards[-1] = None if observation.reward is None else float(observation.reward)
             if observation.done:
                 return
-            tokens = np.concatenate([whole.tokens, _encoded(tokenizer, observation.text)])
+            tokens = np.concatenate([whole.tokens, _encode(tokenizer, observation.text)])
             if limits.tokens_left(len(tokens), self._prompt_length) < 1:
                 break
         self._whole = replace(whole, finish_reason="length")
 
-    async def _turn(self, session: Session, index: int, tokens: np.ndarray, asked: int) -> Rollout:
-        """Sample one more turn and join it to those before."""
+    async def _sample_turn(self, session: Session, index: int, tokens: np.ndarray, asked: int) -> Rollout:
+        """Sample one more turn and join it to the earlier ones."""
         before = self._whole
         request = replace(
             self._request,
@@ -174,27 +178,28 @@ class _Course:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """The seed of a turn; the first one has the episode's own."""
+    """Returns the seed of a turn; the first turn has the episode's own."""
     return seed if turn == 0 else int(np.random.SeedSequence([seed, turn]).generate_state(1, np.uint64)[0])
 
 
-def _begun(environment: Environment, prompt: str, seed: int) -> Episode:
+def _begin(environment: Environment, prompt: str, seed: int) -> Episode:
     try:
         return environment.begin(prompt, seed)
     except ConfigError:
         raise
-    except (Exception, SystemExit) as error:  # as in a step
-        raise EpisodeError(f"the environment failed to begin: {_told(error)}") from error
+    except (Exception, SystemExit) as error:  # foreign code, as in _step
+        raise EpisodeError(f"the environment failed to begin: {_describe(error)}") from error
 
 
-async def _answer(episode: Episode, turn: ModelTurn, seconds: float, places: asyncio.Semaphore) -> Observation:
-    """The environment's answer; EpisodeError if it is late, raises, or is none."""
+async def _step(episode: Episode, turn: ModelTurn, seconds: float, places: asyncio.Semaphore) -> Observation:
+    """Returns the environment's answer; EpisodeError if it is late, raises, or is no observation."""
     failed = f"turn {turn.index}: the environment failed"
     async with places:
         try:
             async with asyncio.timeout(seconds) as deadline:
                 observation = await episode.step(turn)
-            if deadline.expired():  # an environment may swallow what cancels it
+            # An environment may swallow the CancelledError of the deadline, or of this task.
+            if deadline.expired():
                 raise TimeoutError
             if _is_cancelled():
                 raise asyncio.CancelledError
@@ -204,19 +209,19 @@ async def _answer(episode: Episode, turn: ModelTurn, seconds: float, places: asy
         except asyncio.CancelledError as error:
             if _is_cancelled():
                 raise
-            # Of a task of its own, perhaps. Let through, it would end this episode as if nobody wanted it any more.
+            # The environment has cancelled a task of its own. Raised, this would look as if the episode was dropped.
             raise EpisodeError(f"{failed}: CancelledError") from error
-        except (Exception, SystemExit) as error:  # foreign code: what it raises costs one episode, and is counted
+        except (Exception, SystemExit) as error:  # foreign code: any error costs one episode
             if isinstance(error, TimeoutError) and deadline.expired():
                 raise EpisodeError(f"turn {turn.index}: the environment took more than {seconds:g} s") from error
-            raise EpisodeError(f"{failed}: {_told(error)}") from error
+            raise EpisodeError(f"{failed}: {_describe(error)}") from error
     if observation.reward is not None and not math.isfinite(observation.reward):
         raise EpisodeError(f"turn {turn.index}: the environment gave the reward {observation.reward}")
     return observation
 
 
 def _check(observation: object) -> None:
-    """Raises TypeError for what is no observation."""
+    """Raises TypeError for an answer that is no observation."""
     if not isinstance(observation, Observation):
         raise TypeError(f"step returned a {type(observation).__name__}, expected an Observation")
     if not isinstance(observation.text, str):
@@ -226,7 +231,7 @@ def _check(observation: object) -> None:
 
 
 async def _close(episode: Episode, seconds: float) -> str | None:
-    """Close the episode; why that failed, if it did."""
+    """Closes the episode; returns why that failed, or None."""
     try:
         async with asyncio.timeout(seconds):
             await episode.close()
@@ -234,25 +239,25 @@ async def _close(episode: Episode, seconds: float) -> str | None:
         if _is_cancelled():
             raise
         return "the environment failed to close: CancelledError"
-    except (Exception, SystemExit) as error:  # as in a step
-        return f"the environment failed to close: {_told(error)}"
+    except (Exception, SystemExit) as error:  # foreign code, as in _step
+        return f"the environment failed to close: {_describe(error)}"
     return None
 
 
 def _is_cancelled() -> bool:
-    """Whether the running task was told to end, and did not come upon a CancelledError in any other way."""
+    """Whether the running task itself was cancelled, and not another one that it waits for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
-def _told(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
     if not text:
         return np.zeros(0, dtype=np.int32)
     try:
         return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
-    except Exception as error:  # a tokenizer without bytes or an unknown token refuses some texts, each in its own way
+    except Exception as error:  # tokenizers without byte fallback raise various errors for some texts
         raise EpisodeError(f"the tokenizer cannot read the observation {text[:80]!r}: {error}") from error

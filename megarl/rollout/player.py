@@ -1,4 +1,4 @@
-"""One sample from its request to its reward."""
+"""Plays one sample: an episode, then its reward."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from megarl.rollout.tools.protocol import Environment
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A response and what it is worth."""
+    """A response and its reward."""
 
     rollout: Rollout | None
-    """None where an episode failed before its first turn was complete."""
+    """None if the episode failed in its first turn."""
     reward: float | None
-    """None where the environment or the reward failed: the sample counts as drawn, and for nothing else."""
+    """None if the environment or the reward failed: the sample counts as drawn, but is not trained."""
     steps: tuple[tuple[int, float], ...] = ()
-    """(index of the last token, reward) of each step of the response, ascending; empty without process rewards."""
+    """(index of the last token, reward) of each step, ascending; empty without process rewards."""
     turns: int = 1
     """Turns of the model."""
     reward_error: str | None = None
     """Why there is no reward."""
     late_reward: bool = False
-    """Whether that is because it took too long."""
+    """Whether the reward took too long."""
     episode_error: str | None = None
-    """Why the episode failed."""
+    """Why the episode failed; None if it did not."""
 
 
 class Player:
-    """Plays episodes and has them judged; for one event loop at a time."""
+    """Plays episodes and has them judged, in one event loop at a time."""
 
     def __init__(
         self,
@@ -49,14 +49,14 @@ class Player:
         environment: Environment | None = None,
         concurrency: int = 4,
     ) -> None:
-        """``concurrency``: answers that the environment works on at a time."""
+        """concurrency: how many answers the environment works on at a time."""
         self._tokenizer, self._judge, self._limits = tokenizer, judge, limits
         self._environment, self._concurrency = environment, concurrency
         self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     async def play(self, session: Session, request: SampleRequest, prompt: Prompt) -> Sample:
-        """Draw and judge one sample. A failure of environment or reward is in the sample; the engine's errors raise."""
-        played = await self._played(session, request, prompt)
+        """Draw and judge one sample. It names a failure of environment or reward; errors of the engine are raised."""
+        played = await self._play_episode(session, request, prompt)
         turns = len(played.turn_ends)
         rollout = played.rollout
         if rollout is None or played.failure is not None:
@@ -66,13 +66,13 @@ class Player:
         return Sample(
             rollout,
             verdict.reward,
-            self._steps(played, rollout, verdict) if verdict.reward is not None else (),
+            self._collect_steps(played, rollout, verdict) if verdict.reward is not None else (),
             turns,
             verdict.error,
             verdict.timed_out,
         )
 
-    async def _played(self, session: Session, request: SampleRequest, prompt: Prompt) -> EpisodeResult:
+    async def _play_episode(self, session: Session, request: SampleRequest, prompt: Prompt) -> EpisodeResult:
         if self._environment is None:
             return await play_turn(session, request)
         return await play(
@@ -85,9 +85,13 @@ class Player:
             self._places = loop, asyncio.Semaphore(self._concurrency)
         return self._places[1]
 
-    def _steps(self, played: EpisodeResult, rollout: Rollout, verdict: Verdict) -> tuple[tuple[int, float], ...]:
-        """The steps of the reward function, or its one verdict at the end, and the turns that the environment rewarded;
-        empty where that verdict is all there is."""
+    def _collect_steps(
+        self, played: EpisodeResult, rollout: Rollout, verdict: Verdict
+    ) -> tuple[tuple[int, float], ...]:
+        """Collects the process rewards: of the turns that the environment rewarded, and of the reward function's steps.
+
+        A verdict without steps counts as one at the end if turns were rewarded; alone it gives no steps.
+        """
         turns = zip(played.turn_ends, played.turn_rewards, strict=True)
         found = [(end, reward) for end, reward in turns if reward is not None]
         if found and not verdict.steps and verdict.reward is not None:
