@@ -4,7 +4,7 @@ The sampled tokens of a turn are never tokenized again. Only an observation's te
 and left out of loss and ratios. The next turn continues from these tokens, so the columns and routes of all turns line
 up.
 
-- **Ends normally** (judged and trained): the environment says that it is done; the last turn or the last token is spent.
+- **Ends normally** (judged and trained): the environment says that it is done; turns or tokens are spent.
 - **Fails** (not trained): the environment raises or answers with something wrong; one answer takes longer than
   ``step_s``; the episode takes longer than ``episode_s``; the engine aborts a turn.
 """

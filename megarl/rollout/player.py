@@ -66,7 +66,7 @@ class Player:
         return Sample(
             rollout,
             verdict.reward,
-            self._collect_steps(played, rollout, verdict) if verdict.reward is not None else (),
+            self._find_steps(played, rollout, verdict) if verdict.reward is not None else (),
             turns,
             verdict.error,
             verdict.timed_out,
@@ -85,9 +85,7 @@ class Player:
             self._places = loop, asyncio.Semaphore(self._concurrency)
         return self._places[1]
 
-    def _collect_steps(
-        self, played: EpisodeResult, rollout: Rollout, verdict: Verdict
-    ) -> tuple[tuple[int, float], ...]:
+    def _find_steps(self, played: EpisodeResult, rollout: Rollout, verdict: Verdict) -> tuple[tuple[int, float], ...]:
         """Collects the process rewards: of the turns that the environment rewarded, and of the reward function's steps.
 
         A verdict without steps counts as one at the end if turns were rewarded; alone it gives no steps.

@@ -1,8 +1,8 @@
-"""What an SGLang server answers, as rollouts: decoded, checked and narrowed before anything else sees it.
+"""Turns the answers of SGLang servers into rollouts, and checks them first.
 
-The server sends the experts of every token that it has processed, prompt included, for every layer, dense ones too, as
-base64 of raw int32; with our plugin (``plugin``) in a short form, without dense layers. The last generated token
-was never processed, so it has no row.
+An answer has the experts of every token that the server has processed, prompt included, as base64 of raw int32 for
+every layer, dense ones too; with megarl's ``plugin`` in a short form, without the dense layers. The last generated
+token was never processed, so it has no row.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ _FINISH: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 def decode_routes(text: str, num_rows: int, shape: MoeShape, label: str, known_rows: int = 0) -> np.ndarray:
-    """uint8 (E <= 256) or uint16 [num_rows - known_rows, L, K]: the routes of the MoE layers but for the known rows.
+    """Returns the routes of the MoE layers without the known rows, uint8 (E <= 256) or uint16 [rows, L, K].
 
-    ``text`` is base64 of int32 [rows, all layers, K], or of the plugin's short form. A server before 0.5.12 sends the
-    known rows too: they are cut off. Raises TraceError for text that is cut short or damaged, another number of rows,
-    layers or experts, and routes in a dense layer.
+    ``text`` is base64 of int32 [rows, all layers, K], or of the plugin's short form. Servers before 0.5.12 send the
+    known rows too, which are cut off. Raises TraceError for damaged text, for another number of rows, layers or
+    experts, and for routes in a dense layer.
     """
     try:
         raw = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise TraceError(f"{label}: routed_experts are no base64 ({error}); the answer was cut short") from error
-    experts = _short_form(raw, shape, label) if is_compact(raw) else _long_form(raw, num_rows, known_rows, shape, label)
+    experts = (
+        _decode_short(raw, shape, label) if is_compact(raw) else _decode_long(raw, num_rows, known_rows, shape, label)
+    )
     if len(experts) not in (num_rows, num_rows - known_rows):
         raise TraceError(
             f"{label}: routes of {len(experts)} rows, expected {num_rows - known_rows}: the server lost part of them"
@@ -42,7 +44,7 @@ def decode_routes(text: str, num_rows: int, shape: MoeShape, label: str, known_r
     return experts[len(experts) - (num_rows - known_rows) :]
 
 
-def _short_form(raw: bytes, shape: MoeShape, label: str) -> np.ndarray:
+def _decode_short(raw: bytes, shape: MoeShape, label: str) -> np.ndarray:
     trace = decode(raw, label)
     found = (*trace.experts.shape[1:], trace.num_experts)
     expected = (len(shape.moe_layers), shape.topk, shape.num_experts)
@@ -54,7 +56,7 @@ def _short_form(raw: bytes, shape: MoeShape, label: str) -> np.ndarray:
     return trace.experts
 
 
-def _long_form(raw: bytes, num_rows: int, known_rows: int, shape: MoeShape, label: str) -> np.ndarray:
+def _decode_long(raw: bytes, num_rows: int, known_rows: int, shape: MoeShape, label: str) -> np.ndarray:
     per_row = 4 * shape.num_layers * shape.topk
     if len(raw) not in (num_rows * per_row, (num_rows - known_rows) * per_row):
         rows = f"{len(raw) // per_row} rows" if len(raw) % per_row == 0 else "no whole number of rows"
@@ -78,23 +80,21 @@ def parse_answer(
     version: int,
     shape: MoeShape | None,
 ) -> Rollout:
-    """The rollout that a ``/generate`` answer describes.
+    """Returns the rollout that a ``/generate`` answer describes.
 
-    ``version`` is that of the weights which the server had during the whole request; an answer that names another one
-    keeps the server's. With ``shape`` the answer must hold routes, but for the request's ``known_rows``. Raises
-    RolloutError for an answer that contradicts itself, is not what SGLang sends, or was aborted, TraceError for wrong
-    routes.
+    version: of the weights, if the answer names none. shape: None if no routes were asked for.
+    Raises RolloutError for an answer that is inconsistent, aborted or not SGLang's, TraceError for wrong routes.
     """
     label = f"group {request.group} sample {request.sample}"
     try:
-        return _rollout_of(request, answer, version, shape, label)
+        return _parse(request, answer, version, shape, label)
     except (RolloutError, TraceError):
         raise
-    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:  # of whatever JSON may hold
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:  # the JSON may hold anything
         raise RolloutError(f"{label}: the server's answer cannot be read ({type(error).__name__}: {error})") from error
 
 
-def _rollout_of(
+def _parse(
     request: SampleRequest, answer: Mapping[str, Any], version: int, shape: MoeShape | None, label: str
 ) -> Rollout:
     meta = answer.get("meta_info")
@@ -105,11 +105,11 @@ def _rollout_of(
     _check_counts(meta, len(prompt), len(output), label)
     num_tokens = len(prompt) + len(output)
     logprobs = np.zeros(num_tokens, np.float32)
-    logprobs[len(prompt) :] = _logprobs(meta, output, label)
-    versions = _versions(meta, len(prompt), len(output), version, label)
+    logprobs[len(prompt) :] = _parse_logprobs(meta, output, label)
+    versions = _parse_versions(meta, len(prompt), len(output), version, label)
     experts = mask = None
     if shape is not None:
-        experts, mask = _routes(meta, num_tokens, request.known_rows, shape, label)
+        experts, mask = _parse_routes(meta, num_tokens, request.known_rows, shape, label)
     return Rollout(
         group=request.group,
         sample=request.sample,
@@ -119,11 +119,11 @@ def _rollout_of(
         routed_experts=experts,
         routed_mask=mask,
         weight_versions=versions,
-        finish_reason=_finish_reason(meta, label),
+        finish_reason=_parse_finish_reason(meta, label),
     )
 
 
-def _finish_reason(meta: Mapping[str, Any], label: str) -> FinishReason:
+def _parse_finish_reason(meta: Mapping[str, Any], label: str) -> FinishReason:
     reason = meta.get("finish_reason")
     kind = reason.get("type") if isinstance(reason, Mapping) else reason
     if kind not in _FINISH:
@@ -139,8 +139,8 @@ def _check_counts(meta: Mapping[str, Any], prompt: int, output: int, label: str)
             raise RolloutError(f"{label}: the server counts {name} = {meta.get(name)}, the tokens are {expected}")
 
 
-def _logprobs(meta: Mapping[str, Any], output: np.ndarray, label: str) -> np.ndarray:
-    """float32 [output], log-probabilities under the distribution that was sampled from."""
+def _parse_logprobs(meta: Mapping[str, Any], output: np.ndarray, label: str) -> np.ndarray:
+    """Returns float32 [output], log-probabilities under the distribution that was sampled from."""
     entries = meta.get("output_token_logprobs")
     if not isinstance(entries, list) or len(entries) != len(output):
         found = len(entries) if isinstance(entries, list) else entries
@@ -155,13 +155,13 @@ def _logprobs(meta: Mapping[str, Any], output: np.ndarray, label: str) -> np.nda
     return np.minimum(found, 0.0)
 
 
-def _versions(meta: Mapping[str, Any], prompt: int, output: int, version: int, label: str) -> np.ndarray:
-    """int32 [prompt + output]; ``weight_versions`` of newer servers say which tokens each version has made."""
+def _parse_versions(meta: Mapping[str, Any], prompt: int, output: int, version: int, label: str) -> np.ndarray:
+    """Returns int32 [prompt + output]; newer servers name the version of each span of output tokens."""
     found = np.full(prompt + output, version, np.int32)
     spans = meta.get("weight_versions") or []
     try:
         if spans:
-            found[prompt:] = -1  # a token that no span names has no version
+            found[prompt:] = -1  # no version for a token that no span names
         for span in spans:
             found[prompt + int(span["start"]) : prompt + int(span["end"])] = int(span["version"])
         if not spans and meta.get("weight_version") is not None:
@@ -172,10 +172,10 @@ def _versions(meta: Mapping[str, Any], prompt: int, output: int, version: int, l
     return found
 
 
-def _routes(
+def _parse_routes(
     meta: Mapping[str, Any], num_tokens: int, known_rows: int, shape: MoeShape, label: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Experts [T, L, K] and mask [T]; the last token and the known prefix have no row."""
+    """Returns experts [T, L, K] and mask [T]; the last token and the known prefix have no row."""
     text = meta.get("routed_experts")
     if not isinstance(text, str):
         raise TraceError(

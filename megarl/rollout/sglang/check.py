@@ -1,4 +1,4 @@
-"""What can be said of the servers of a configuration before a run: their release, and whether megarl can use them."""
+"""Examines the servers of a configuration before a run: their release, and whether megarl can use them."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ ASK_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """One environment that servers are started in, or one server that runs."""
+    """One environment for servers, or one server that runs already."""
 
     where: str
     """Path of the interpreter, or URL."""
     release: str | None = None
-    """None: it could not be found out."""
+    """None if it is unknown."""
     able: tuple[str, ...] = ()
-    """Names of the table's capabilities."""
+    """Names of its capabilities, see ``versions.CAPABILITIES``."""
     warnings: tuple[str, ...] = ()
     problem: str | None = None
-    """Why a run would refuse it, and what to do; None: it would not."""
+    """Why a run would refuse it, and what to do; None if it would not."""
 
 
 def examine(config: Config) -> list[Examined]:
-    """Ask each server of sglang.urls, or else the interpreter sglang.python; nothing is started."""
+    """Asks each server in sglang.urls, or else the interpreter sglang.python; starts no server."""
     settings = config.sglang
     if not settings.urls:
-        return [_checked(config, Examined(str(settings.python)), partial(_planned, config))]
-    return [_checked(config, Examined(url), partial(_running, config, url)) for url in settings.urls]
+        return [_check(config, Examined(str(settings.python)), partial(_predict_info, config))]
+    return [_check(config, Examined(url), partial(_ask_info, config, url)) for url in settings.urls]
 
 
-def _planned(config: Config) -> Mapping[str, Any]:
-    """What /server_info of a server with these settings will say, as far as its command line tells."""
+def _predict_info(config: Config) -> Mapping[str, Any]:
+    """Returns what /server_info of a server with these settings will say, as far as its command line shows."""
     settings = config.sglang
     spec = ServerSpec(
         model_path=config.model.path,
@@ -56,11 +56,11 @@ def _planned(config: Config) -> Mapping[str, Any]:
     return {**parse_arguments(command(spec)), "version": installed_release(Path(settings.python))}
 
 
-def _running(config: Config, url: str) -> Mapping[str, Any]:
+def _ask_info(config: Config, url: str) -> Mapping[str, Any]:
     return server_info(url, key_named(config.sglang.api_key_env), ASK_S)
 
 
-def _checked(config: Config, found: Examined, ask: Callable[[], Mapping[str, Any]]) -> Examined:
+def _check(config: Config, found: Examined, ask: Callable[[], Mapping[str, Any]]) -> Examined:
     try:
         info = ask()
         found = replace(found, release=str(info.get("version")))

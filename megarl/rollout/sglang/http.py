@@ -1,4 +1,4 @@
-"""What every request to an SGLang server has in common: the key it carries, and paths that were renamed."""
+"""What all requests to SGLang servers share: the API key, and paths that differ between releases."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import httpx
 from megarl.errors import ConfigError, RolloutError
 
 SERVER_INFO = ("server_info", "get_server_info")
-"""Paths that tell the release; the second is the only one of older releases."""
+"""Paths that return the release and arguments; older releases know only the second."""
 MODEL_INFO = ("model_info", "get_model_info")
-"""Paths that tell the version of the weights; likewise."""
+"""Paths that return the version of the weights; older releases know only the second."""
 
 
 def key_named(variable: str | None) -> str | None:
-    """The API key that sglang.api_key_env names; None without a name. ConfigError if there is no such variable."""
+    """Returns the API key in a variable of the environment; None without a name, ConfigError without the variable."""
     if variable is None:
         return None
     if not os.environ.get(variable):
@@ -27,12 +27,12 @@ def key_named(variable: str | None) -> str | None:
 
 
 def authorization(api_key: str | None) -> dict[str, str]:
-    """The headers that carry an API key; none without one."""
+    """Returns the headers that carry an API key; none without a key."""
     return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
 
 def server_info(url: str, api_key: str | None, timeout_s: float = 60.0) -> dict[str, Any]:
-    """What a running server says of itself: its "version", and its arguments. RolloutError if it tells none."""
+    """Returns the "version" and the arguments of a running server; RolloutError if it does not answer."""
     try:
         for path in SERVER_INFO:
             answer = httpx.get(f"{url}/{path}", headers=authorization(api_key), timeout=timeout_s, trust_env=False)

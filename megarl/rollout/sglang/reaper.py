@@ -1,8 +1,9 @@
-"""Runs one command as its child and takes it down when the process that asked for it is gone.
+"""Runs a server as its child process, and kills it when the process that started it is gone.
 
-``server`` starts this file as ``python reaper.py PARENT_PID SECRET_FILE COMMAND...`` in a session of
-its own, so that the process group holds the reaper, the server and all its children. A parent killed with SIGKILL
-cleans up nothing; the reaper sees that it has a new parent and kills the group. Standard library only: it is small.
+``server`` runs ``python reaper.py PARENT_PID SECRET_FILE COMMAND...`` in a session of its own. The process group then
+holds the reaper, the server and all its children. A parent that is killed with SIGKILL cannot clean up, but the reaper
+gets a new parent, and kills the group. PR_SET_PDEATHSIG would not do: it reaches only the child itself, and fires when
+the thread that started it ends. Imports the standard library only, to stay small.
 """
 
 from __future__ import annotations
@@ -18,30 +19,30 @@ from types import FrameType
 POLL_S = 0.2
 
 
-def _stay(_signal: int, _frame: FrameType | None) -> None:
-    """SIGTERM goes to the whole group: the server ends by it, and the reaper waits to report how it ended."""
+def _ignore(_signal: int, _frame: FrameType | None) -> None:
+    """SIGTERM goes to the whole group: it ends the server, and the reaper stays to report the exit code."""
 
 
 def watch(parent_pid: int, secret_file: str, command: list[str]) -> int:
-    """Returns the exit code of ``command`` (128 + signal number if a signal ended it, as a shell does).
+    """Returns the exit code of ``command``; 128 + signal number if a signal ended it, as in a shell.
 
-    ``secret_file`` (empty: none) is removed at the end, whatever the end is.
+    ``secret_file`` (empty: none) is always removed at the end.
     """
-    # A handler, not SIG_IGN: the child would inherit that.
-    signal.signal(signal.SIGTERM, _stay)
+    # A handler, because the child would inherit SIG_IGN.
+    signal.signal(signal.SIGTERM, _ignore)
     try:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-        # The parent's id and not a pipe: a pipe stays open in every process that the parent has forked meanwhile.
+        # Polls the parent's id: a pipe would stay open in processes that the parent forks.
         while (code := child.poll()) is None and os.getppid() == parent_pid:
             time.sleep(POLL_S)
     finally:
         if secret_file:
-            with contextlib.suppress(FileNotFoundError):  # the parent was first
+            with contextlib.suppress(FileNotFoundError):  # the parent has removed it
                 os.unlink(secret_file)
     if code is None:
         print(f"megarl: process {parent_pid}, which started this server, is gone: killing it", flush=True)
         code = -signal.SIGKILL
-        os.killpg(0, signal.SIGKILL)  # this process included
+        os.killpg(0, signal.SIGKILL)  # kills this process too
     return code if code >= 0 else 128 - code
 
 

@@ -1,7 +1,7 @@
-"""What each SGLang release can do, as far as megarl needs it, and what spoils routing traces or log-probabilities.
+"""What each SGLang release can do for megarl, and which arguments make its routes or log-probabilities wrong.
 
-Sources: the releases' own code and answers. Releases 0.5.17, 0.5.18, 0.5.21 and 0.5.23 were run; what is said of others
-was read, and so are the faults that need GPUs or several hosts.
+Releases 0.5.17, 0.5.18, 0.5.21 and 0.5.23 were run. What is said of other releases, and of faults that need GPUs or
+several hosts, comes from reading SGLang's code.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from megarl.errors import ConfigError, RolloutError
 OLDEST, NEWEST = (0, 5, 7), (0, 5, 23)
 Version = tuple[int, int, int]
 Arguments = Mapping[str, Any]
-"""Server arguments with underscores -> value, as /server_info names them; what is absent has its default."""
+"""Name with underscores -> value, as in /server_info; an absent argument has its default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """Something that a release can do from some version on."""
+    """A feature, and the first release that has it."""
 
     name: str
     since: Version
@@ -32,11 +32,11 @@ class Capability:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that servers get wrong if they run with certain arguments; megarl refuses it then."""
+    """Arguments that make a server's answers wrong; megarl refuses such a server."""
 
     name: str
     when: Callable[[Arguments], bool]
-    """Whether these arguments make the fault real."""
+    """Whether these arguments cause the fault."""
     meaning: str
     """What goes wrong, and with which arguments."""
     remedy: str
@@ -47,7 +47,7 @@ class Fault:
 def _number(arguments: Arguments, name: str, default: int) -> int:
     try:
         return int(arguments.get(name, default))
-    except (TypeError, ValueError):  # None, or a word that the server itself refuses
+    except (TypeError, ValueError):  # None, or text that the server itself refuses
         return default
 
 
@@ -169,7 +169,7 @@ FAULTS: tuple[Fault, ...] = (
 
 
 def parse_version(text: str) -> Version:
-    """``"0.5.21.post1"`` -> (0, 5, 21). Raises RolloutError for what is no release number."""
+    """Returns ``"0.5.21.post1"`` as (0, 5, 21); RolloutError for text that is no release number."""
     found = re.match(r"v?(\d+)\.(\d+)\.(\d+)", text)
     if found is None:
         raise RolloutError(f"the server calls its version {text!r}, expected a release number such as 0.5.23")
@@ -178,14 +178,14 @@ def parse_version(text: str) -> Version:
 
 
 def can(version: Version, capability: str) -> bool:
-    """Whether a release has a capability of the table; KeyError for another name."""
+    """Whether a release has a capability; KeyError for an unknown one."""
     return version >= {entry.name: entry.since for entry in CAPABILITIES}[capability]
 
 
 def check_server(info: Arguments, tp: int) -> tuple[Version, list[str]]:
-    """The parsed version of a /server_info answer, and warnings. ConfigError if megarl cannot use the server.
+    """Returns the version in a /server_info answer, and warnings; ConfigError if megarl cannot use the server.
 
-    ``tp`` is the tensor-parallel size that megarl expects of it.
+    ``tp`` is the tensor-parallel size that megarl expects.
     """
     text = str(info.get("version"))
     version = parse_version(text)
@@ -208,10 +208,9 @@ def check_server(info: Arguments, tp: int) -> tuple[Version, list[str]]:
 
 
 def check_arguments(words: Sequence[str]) -> None:
-    """ConfigError for words of a command line that are wrong with every release.
+    """Raises ConfigError for command-line arguments that are wrong with every release.
 
-    The words are taken as they stand: what is abbreviated or hidden in a file is found by ``check_server``, when the
-    server tells what it runs with.
+    ``check_server`` finds abbreviations, and arguments in files, once the server runs.
     """
     found = parse_arguments(words)
     for fault in FAULTS:
@@ -220,7 +219,7 @@ def check_arguments(words: Sequence[str]) -> None:
 
 
 def parse_arguments(words: Sequence[str]) -> dict[str, Any]:
-    """``["--a-b", "1", "--c=x", "--d"]`` -> ``{"a_b": "1", "c": "x", "d": True}``; the last of several counts."""
+    """Returns ``["--a-b", "1", "--c=x", "--d"]`` as ``{"a_b": "1", "c": "x", "d": True}``; the last one wins."""
     found: dict[str, Any] = {}
     name = None
     for word in words:
@@ -234,7 +233,7 @@ def parse_arguments(words: Sequence[str]) -> dict[str, Any]:
 
 
 def installed_release(python: Path) -> str:
-    """The release of SGLang that an interpreter finds. ConfigError if there is no such interpreter, or no SGLang."""
+    """Returns the release of SGLang in an interpreter's environment; ConfigError without interpreter or SGLang."""
     words = [str(python), "-c", "from importlib.metadata import version; print(version('sglang'))"]
     try:
         answer = subprocess.run(words, capture_output=True, text=True, timeout=60.0, check=False)

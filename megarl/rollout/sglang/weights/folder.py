@@ -1,4 +1,4 @@
-"""A folder with the weights of one version, as servers load them: safetensors shards and the files of the model."""
+"""Checkpoint folders that servers load: the weights of one version, and an FP8 model without weights."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megarl.rollout.sglang.weights.buckets import Bucket
 
 
 class WeightFolder:
-    """Writes ``folder/version_<n>``, one shard per bucket; it has its name, and older versions go, when it is complete.
+    """Writes ``folder/version_<n>``, one shard per bucket; WeightSyncError from any method if the disk refuses.
 
-    ``source`` is a checkpoint folder whose config and tokenizer files are taken over. All methods raise WeightSyncError
-    if the disk refuses.
+    The folder gets its name, and older versions are removed, once it is complete. Config and tokenizer files are copied
+    from the checkpoint folder ``source``.
     """
 
     def __init__(self, folder: Path, source: Path, version: int) -> None:
@@ -37,7 +37,7 @@ class WeightFolder:
             self._part.mkdir(parents=True)
 
     def add(self, bucket: Bucket) -> None:
-        """One more shard."""
+        """Write one more shard."""
         name = f"model-{self._shards:05d}.safetensors"
         with self._errors():
             save_file(dict(bucket.cpu().tensors()), self._part / name, metadata={"format": "pt"})
@@ -46,7 +46,7 @@ class WeightFolder:
         self._bytes += bucket.flat.numel()
 
     def finish(self) -> Path:
-        """Returns the folder."""
+        """Complete the folder and return it."""
         listing = {"metadata": {"total_size": self._bytes}, "weight_map": self._where}
         with self._errors():
             (self._part / "model.safetensors.index.json").write_text(json.dumps(listing))
@@ -68,8 +68,8 @@ class WeightFolder:
 
 
 def write_fp8_model(source: Path, folder: Path) -> Path:
-    """Make ``folder`` the model in ``source`` as a server loads it that computes in FP8, without weights: those come
-    with the first update. Returns ``folder``; ConfigError for a model that is quantised already."""
+    """Writes ``folder``: the model in ``source`` as an FP8 server loads it, without weights, which come with the first
+    update. Returns ``folder``; ConfigError for a model that is quantised already."""
     config = json.loads((source / "config.json").read_text())
     if "quantization_config" in config:
         raise ConfigError(
@@ -83,6 +83,6 @@ def write_fp8_model(source: Path, folder: Path) -> Path:
 
 
 def _copy_model_files(source: Path, folder: Path) -> None:
-    """Everything but weights: config, tokenizer, code."""
+    """Copies everything but the weights: config, tokenizer, code."""
     for file in model_files(source):
         shutil.copy2(file, folder / file.name)

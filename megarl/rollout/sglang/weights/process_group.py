@@ -1,6 +1,6 @@
-"""The trainer's end of the process group that one server receives weights through: rank 0; the server's ranks follow.
+"""The process group through which one server receives weights. The trainer is rank 0; the server's ranks follow.
 
-One group per server, so that a server that dies leaves no other one waiting inside of a broadcast.
+Each server has a group of its own, so that the death of one does not block a broadcast to the others.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-# The group must not be one of the trainer's own world. torch has no public way to make such a group; SGLang makes its
-# end in this way too, and both ends must agree on the keys of the store.
+# The group must lie outside of the trainer's world, for which torch has no public function. SGLang makes its end in the
+# same way, and both ends must use the same keys in the store.
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
 from megarl.errors import WeightSyncError
@@ -28,21 +28,21 @@ POLL_S = 0.002
 
 
 class GroupError(WeightSyncError):
-    """The server did not take part in what it was asked to: it is dead, or hangs."""
+    """The server did not join or receive: it is dead, or hangs."""
 
 
 class BroadcastGroup:
-    """A gloo group for weights on the CPU, an NCCL group for weights on a GPU."""
+    """A gloo group for weights on the CPU, or an NCCL group for weights on a GPU."""
 
     def __init__(self, url: str, tp: int, device: torch.device, timeout_s: float) -> None:
-        """Opens the port where the server is expected. ``device`` is that of the tensors that will be sent."""
+        """Opens the port that the server will connect to. ``device`` is that of the tensors to send."""
         self.name = f"megarl-{uuid.uuid4().hex}"
         self.address = own_address(url)
         self.world_size = 1 + tp
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self.device = device
         self._timeout = timedelta(seconds=timeout_s)
-        # Not through rendezvous(), which under torchrun takes torchrun's own store for that of every group.
+        # Not rendezvous(): under torchrun it uses torchrun's own store for every group.
         store = dist.TCPStore(
             self.address, 0, self.world_size, is_master=True, timeout=self._timeout, wait_for_workers=False
         )
@@ -51,9 +51,9 @@ class BroadcastGroup:
         self._group: dist.ProcessGroup | None = None
 
     def join(self, server_joins: Future[None]) -> None:
-        """Meet the server, which has been asked to join; WeightSyncError if it does not.
+        """Wait until the server, which has been asked to join, is in the group; WeightSyncError if it refuses.
 
-        The server's answer is looked at while we wait: one that refuses never comes.
+        Watches the server's answer meanwhile, because a server that refuses never connects.
         """
         ours = in_thread(self._rendezvous, daemon=False)
         while not (ours.done() and server_joins.done()):
@@ -77,10 +77,10 @@ class BroadcastGroup:
         _world.pg_group_ranks[self._group] = {member: member for member in range(self.world_size)}
 
     def broadcast(self, flat: torch.Tensor, server_receives: Future[None]) -> None:
-        """Send ``flat`` to the server, which has been asked to receive it; WeightSyncError if it does not take it."""
+        """Send ``flat`` to the server, which has been asked to receive it; WeightSyncError if it does not."""
         assert self._group is not None, "join first"
         self._use_device()
-        failure = None  # kept as text: an exception would keep the group alive through its frames
+        failure = None  # as text: an exception's frames would keep the group alive
         try:
             work = dist.broadcast(flat, group_src=0, group=self._group, async_op=True)
             assert work is not None
@@ -88,7 +88,7 @@ class BroadcastGroup:
                 self._raise_failure(server_receives)
                 time.sleep(POLL_S)
             work.wait()
-        except RuntimeError as error:  # of gloo and NCCL
+        except RuntimeError as error:  # from gloo or NCCL
             failure = str(error)
         if failure is not None:
             raise self._failure(failure)
@@ -97,21 +97,21 @@ class BroadcastGroup:
         self._raise_failure(server_receives)
 
     def close(self) -> None:
-        """Leave the group, also while a broadcast is still under way, which ends with the group's timeout."""
+        """Leave the group. A broadcast in progress ends with the group's timeout."""
         group, self._group = self._group, None
-        self._store = None  # a server that still waits for others gives up when the store is gone
+        self._store = None  # without the store, a server that still waits gives up
         if group is None:
             return
-        with contextlib.suppress(RuntimeError, ValueError):  # one that has failed may refuse either
+        with contextlib.suppress(RuntimeError, ValueError):  # a failed group may refuse both
             group.abort()
             dist.destroy_process_group(group)
         held = [group]
         del group
-        # Taking a gloo group apart waits for what is under way, so does the end of the process.
+        # Destroying a gloo group blocks until its broadcast has ended, so a thread does it.
         threading.Thread(target=held.clear, name="weight-group-end").start()
 
     def _use_device(self) -> None:
-        if self.device.type == "cuda":  # every thread begins with the first one
+        if self.device.type == "cuda":  # each thread starts with device 0
             torch.cuda.set_device(self.device)
 
     def _raise_failure(self, *sides: Future[None]) -> None:
@@ -122,19 +122,19 @@ class BroadcastGroup:
             if error is not None:
                 raise self._failure(str(error))
 
-    def _failure(self, told: str) -> GroupError:
-        return GroupError(f"the {self.backend} group at {self.address}:{self.port} failed: {told}")
+    def _failure(self, reason: str) -> GroupError:
+        return GroupError(f"the {self.backend} group at {self.address}:{self.port} failed: {reason}")
 
 
 def in_thread(work: Callable[[], None], daemon: bool = True) -> Future[None]:
-    """The future of a thread. A daemon ends with the process, which must not happen inside of torch's own code."""
+    """Runs ``work`` in a thread. A daemon thread is killed with the process, which must not happen inside torch."""
     done: Future[None] = Future()
 
     def run() -> None:
         try:
             work()
-        except Exception as error:  # whatever HTTP, gloo, NCCL and the store raise; the waiting thread raises it
-            # Without its frames, which would keep a store and a group alive that nobody wants any more.
+        except Exception as error:  # from HTTP, gloo, NCCL or the store; the waiting thread raises it
+            # Without its frames, which would keep store and group alive.
             done.set_exception(error.with_traceback(None))
         else:
             done.set_result(None)
@@ -144,12 +144,12 @@ def in_thread(work: Callable[[], None], daemon: bool = True) -> Future[None]:
 
 
 def own_address(url: str) -> str:
-    """The address of this machine as the server at ``url`` sees it."""
+    """Returns the address of this machine as the server at ``url`` sees it."""
     host = urlsplit(url).hostname or "127.0.0.1"
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing
+            probe.connect(address)  # UDP: sends nothing
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise WeightSyncError(f"found no way from here to {url}: {error}") from error
+        raise WeightSyncError(f"found no route to {url}: {error}") from error

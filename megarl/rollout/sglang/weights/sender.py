@@ -1,10 +1,12 @@
-"""New weights into a running SGLang server, so that no token is ever sampled from a mixture of old and new ones.
+"""Sends new weights to one running server, so that no token is sampled from a mixture of old and new weights.
 
-    pause (abort) -> tensors, broadcasts [in a session] or a folder -> flush, verified -> version, verified -> continue
+    begin    pause, aborting all requests
+    send | broadcast | load_from_disk
+    finish   close the update, flush the cache, name the new version; each is verified
+    resume   let requests in
 
-Pausing with ``abort`` is the consistent way: the other modes let requests that were under way mix the log-probabilities
-of one version with the routes of another. A server that has refused any of the steps stays paused, so that it cannot
-answer with what it may hold.
+Only the pause mode ``abort`` is consistent: with the others, running requests mix the log-probabilities of one version
+with the routes of another. A server that refuses any step stays paused, because nobody knows what weights it holds.
 """
 
 from __future__ import annotations
@@ -20,17 +22,15 @@ from megarl.rollout.sglang.weights.buckets import Bucket
 from megarl.rollout.sglang.weights.process_group import BroadcastGroup, in_thread
 
 BEGIN_TIMEOUT_S = 60.0
-"""How long a server may take to give up what runs; one that hangs is found out before anything is sent to it."""
+"""Timeout of a pause: finds a server that hangs before anything is sent to it."""
 GROUP_TIMEOUT_S = 60.0
-"""How long a server may take to join a group, and to take part in one broadcast."""
-
-
+"""Timeout of joining a process group, and of one broadcast."""
 MEMORY = ("kv_cache", "weights")
-"""What a server can give back."""
+"""Kinds of memory that a server can free."""
 
 
 class WeightSender:
-    """Sends weights to one server over HTTP."""
+    """The updates of one server."""
 
     def __init__(
         self, url: str, version: Version, *, tp: int = 1, api_key: str | None = None, timeout_s: float = 600.0
@@ -43,7 +43,7 @@ class WeightSender:
         self._named: str | None = None
         self._group: BroadcastGroup | None = None
         headers = authorization(api_key)
-        # A connection that is kept may be closed by the server in the moment that a request goes out.
+        # The server may close a kept connection just when a request is sent.
         limits = httpx.Limits(max_keepalive_connections=0)
         self._http = httpx.Client(base_url=url, timeout=timeout_s, headers=headers, limits=limits, trust_env=False)
 
@@ -52,26 +52,28 @@ class WeightSender:
         self._http.close()
 
     def begin(self) -> None:
-        """Abort what runs, and keep new requests waiting.
+        """Abort running requests, and keep new ones waiting.
 
-        Ends a session that an update has left open which did not get to its end, of a trainer that is gone too.
+        Also closes the session of an update that was interrupted, be it of an earlier trainer.
         """
         self._post("pause_generation", {"mode": "abort"}, BEGIN_TIMEOUT_S)
         if can(self._release, "update_session"):
-            self._ask("POST", "end_weight_update", {}, BEGIN_TIMEOUT_S)  # HTTP 400 if none is open, as usual
+            self._ask(
+                "POST", "end_weight_update", {}, BEGIN_TIMEOUT_S
+            )  # answers HTTP 400 if none is open, the usual case
             self._in_session = False
         if self._group is not None and self.weight_version() != self._named:
-            self._leave_group()  # somebody has started the server again: it is in no group
+            self._leave_group()  # the server was restarted, and is in no group
 
     def send(self, bucket: Bucket) -> None:
-        """Some tensors under their Hugging Face names, by value."""
+        """Send the tensors of a bucket over HTTP."""
         self._open_session()
-        # One of the entries goes to each tensor-parallel rank.
+        # One entry for each tensor-parallel rank.
         body = {"serialized_named_tensors": [bucket.payload] * self._tp}
         self._post("update_weights_from_tensor", body | {"load_format": "flattened_bucket", "flush_cache": False})
 
     def broadcast(self, bucket: Bucket) -> None:
-        """The same through a process group, gloo from a CPU and NCCL from a GPU; the server joins it at first."""
+        """Send the tensors of a bucket through a process group, which the server joins with the first one."""
         self._open_session()
         names = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes}
         try:
@@ -106,15 +108,16 @@ class WeightSender:
             self._in_session = True
 
     def load_from_disk(self, folder: str) -> None:
-        """All tensors from a checkpoint folder that the server can read."""
-        body = {"model_path": folder, "load_format": "auto", "flush_cache": False}  # not the one it was started with
+        """Have the server load a checkpoint folder."""
+        body = {
+            "model_path": folder,
+            "load_format": "auto",
+            "flush_cache": False,
+        }  # auto: not the server's own --load-format, which may be dummy
         self._post("update_weights_from_disk", body)
 
     def finish(self, version: int) -> None:
-        """Close the update, drop what was computed with old weights, and name the new version.
-
-        Requests wait until ``resume`` is called: nothing is sampled before the weights have been looked at.
-        """
+        """Close the update, drop all cached keys and values, and name the new version; requests wait for ``resume``."""
         if self._in_session:
             self._post("end_weight_update", {})
             self._in_session = False
@@ -131,20 +134,20 @@ class WeightSender:
         self._named = found
 
     def resume(self) -> None:
-        """Let requests in."""
+        """Let requests in again."""
         self._post("continue_generation", {})
 
     def release_memory(self) -> None:
-        """Stop, and give back the memory of weights and cache. The weights are lost: an update must follow."""
+        """Pause, and free the memory of weights and cache. The weights are lost: an update must follow."""
         self._post("pause_generation", {"mode": "abort"}, BEGIN_TIMEOUT_S)
         self._post("release_memory_occupation", {"tags": list(MEMORY)})
 
     def take_memory(self, kind: str) -> None:
-        """Take one of ``MEMORY`` again."""
+        """Allocate one kind of ``MEMORY`` again."""
         self._post("resume_memory_occupation", {"tags": [kind]})
 
     def checksums(self) -> list[dict[str, str]]:
-        """What the server computes of each of its own tensors, one mapping per tensor-parallel rank."""
+        """Returns the server's own checksums, name -> checksum for each tensor-parallel rank."""
         answer = self._ask("POST", "weights_checker", {"action": "checksum"})
         ranks = answer.json().get("ranks") if answer.status_code == 200 else None
         if not ranks:
@@ -155,7 +158,7 @@ class WeightSender:
         return [dict(rank["checksums"]) for rank in ranks]
 
     def weight_version(self) -> str:
-        """What the server calls the version of its weights."""
+        """Returns the server's name for the version of its weights."""
         for path in MODEL_INFO:
             answer = self._ask("GET", path)
             if answer.status_code == 200:
@@ -165,10 +168,11 @@ class WeightSender:
     def _post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> None:
         answer = self._ask("POST", path, body, timeout_s)
         is_json = answer.headers.get("content-type", "").startswith("application/json")
-        said = answer.json() if is_json else None  # null from some
-        if answer.status_code != 200 or (isinstance(said, dict) and said.get("success") is False):
-            told = f"HTTP {answer.status_code}: {answer.text[:300]}"
-            raise WeightSyncError(f"{self.url}/{path} failed, {told}; the server stays paused")
+        content = answer.json() if is_json else None  # some answer null
+        if answer.status_code != 200 or (isinstance(content, dict) and content.get("success") is False):
+            raise WeightSyncError(
+                f"{self.url}/{path} failed, HTTP {answer.status_code}: {answer.text[:300]}; the server stays paused"
+            )
 
     def _ask(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
