@@ -36,7 +36,7 @@ def core_tree(tmp_path: Path) -> Callable[..., Path]:
 def run(command: str, *words: str | Path, **settings: object) -> subprocess.CompletedProcess[str]:
     """The tool in a Python that has the standard library alone."""
     line = [sys.executable, "-I", "-S", str(TOOL), command, *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False, **settings)  # type: ignore[call-overload]
+    return subprocess.run(line, capture_output=True, text=True, timeout=600, check=False, **settings)  # type: ignore[call-overload]
 
 
 def succeed(command: str, *words: str | Path, **settings: object) -> str:

@@ -119,7 +119,7 @@ def environment(folder: Path | None) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def run(words: Sequence[str], folder: Path | None = None, check: bool = False, timeout: float = 900) -> Ran:
+def run(words: Sequence[str], folder: Path | None = None, check: bool = False, timeout: float = 3600) -> Ran:
     """``python`` with these arguments on the Megatron-Core in ``folder``."""
     started = time.perf_counter()
     done = subprocess.run(

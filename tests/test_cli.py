@@ -40,7 +40,7 @@ def megarl(*arguments: str | Path, **environment: str) -> subprocess.CompletedPr
     """Run the command line as a user does, with the log of every import on stderr."""
     words = [sys.executable, "-X", "importtime", "-m", "megarl.cli", *map(str, arguments)]
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(words, capture_output=True, text=True, env={**clean, **environment}, timeout=120)
+    return subprocess.run(words, capture_output=True, text=True, env={**clean, **environment}, timeout=600)
 
 
 def split_stderr(result: subprocess.CompletedProcess[str]) -> tuple[list[str], set[str]]:
@@ -180,11 +180,11 @@ def test_a_module_beside_the_file_is_found_from_any_folder_by_the_console_script
     (settings / "run.toml").write_text(text)
     script = Path(sys.executable).with_name("megarl")
     words = [script, "doctor", "../settings/run.toml", "--rollout.engine", "beside_the_file:engine"]
-    result = subprocess.run(words, cwd=elsewhere, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(words, cwd=elsewhere, capture_output=True, text=True, timeout=600)
     assert "beside_the_file:objective, r3" in result.stdout, result.stderr
     assert "beside_the_file:engine; can: routes" in result.stdout
     assert "power 1.5" in result.stdout
     words = [script, "train", "../settings/run.toml", "--train.objective", "beside_it:objective"]
-    result = subprocess.run(words, cwd=elsewhere, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(words, cwd=elsewhere, capture_output=True, text=True, timeout=600)
     assert result.returncode == 2
     assert "cannot import 'beside_it' (ModuleNotFoundError: No module named 'beside_it'); put the" in result.stderr

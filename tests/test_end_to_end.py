@@ -84,7 +84,7 @@ def settings(folder: Path) -> dict[str, Any]:
     }
 
 
-def call(folder: Path, *words: str | Path, ranks: int = 1, timeout_s: float = 240.0) -> Result:
+def call(folder: Path, *words: str | Path, ranks: int = 1, timeout_s: float = 1800.0) -> Result:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
@@ -209,7 +209,7 @@ def test_sft_teaches_the_task_and_its_checkpoint_is_one(home: Path) -> None:
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     out = tmp_path_factory.mktemp("quickstart") / "out"
-    return out, call(out.parent, "quickstart", "--out", out, timeout_s=420.0)
+    return out, call(out.parent, "quickstart", "--out", out)
 
 
 def test_acceptance_quickstart_learns_and_leaves_a_report(

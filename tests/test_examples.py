@@ -56,7 +56,7 @@ def ran(*command: str | Path) -> Ran:
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=500)
+        output, _ = process.communicate(timeout=1800)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

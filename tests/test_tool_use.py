@@ -16,7 +16,10 @@ TOOL = Path(__file__).parent.parent / "tools" / "tool_use.py"
 @pytest.mark.multirank
 def test_the_reward_selects_the_call_under_each_objective(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(TOOL), str(tmp_path / "out"), "--steps", "16"], capture_output=True, text=True, timeout=900
+        [sys.executable, str(TOOL), str(tmp_path / "out"), "--steps", "16"],
+        capture_output=True,
+        text=True,
+        timeout=3600,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     table = re.findall(r"^(\w+) +([\d.]+)% -> +([\d.]+)% +([\d.]+) -> ([\d.]+)", done.stdout, re.MULTILINE)

@@ -118,7 +118,7 @@ class Launch:
     def status(self) -> dict[str, Any]:
         return read_json(self.folder / "status.json")
 
-    def until(self, holds: Callable[[], bool], what: str, timeout_s: float = 180.0) -> None:
+    def until(self, holds: Callable[[], bool], what: str, timeout_s: float = 900.0) -> None:
         until = time.monotonic() + timeout_s
         while not holds():
             assert time.monotonic() < until, f"{what}: not so after {timeout_s:.0f} s\n{self.log.read_text()[-3000:]}"
@@ -129,7 +129,7 @@ class Launch:
         """Until it has finished so many steps."""
         self.until(lambda: self.status().get("step", 0) >= step, f"step {step}")
 
-    def code(self, timeout_s: float = 240.0) -> int:
+    def code(self, timeout_s: float = 1200.0) -> int:
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:

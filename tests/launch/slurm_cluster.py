@@ -96,7 +96,7 @@ class Cluster:
             cwd=cwd,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=False,
         )
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
@@ -149,7 +149,7 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def until(holds: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+def until(holds: Callable[[], bool], what: str, timeout_s: float = 300.0) -> None:
     until = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < until, f"{what}: not there after {timeout_s:.0f} s"

@@ -47,7 +47,7 @@ def test_a_run_that_is_asked_to_stop_saves_itself_and_goes_on_as_if_nothing_had_
     run = Launch(world, world.config(f"asked-{number.name}"))
     run.until_step(3)
     run.process.send_signal(number)
-    assert run.code(60.0) == 75, run.log.read_text()[-3000:]
+    assert run.code() == 75, run.log.read_text()[-3000:]
     status = read_status(run.folder)
     assert status["state"] == "stopped"
     assert 3 <= status["step"] < STEPS
@@ -67,7 +67,7 @@ def test_ctrl_c_saves_what_is_finished_and_the_run_goes_on(world: World, referen
     run = Launch(world, world.config(f"keyboard{ranks}"), **words)
     run.until_step(3)
     run.process.send_signal(signal.SIGINT)
-    assert run.code(60.0) == (1 if ranks == 2 else 75), run.log.read_text()[-3000:]
+    assert run.code() == (1 if ranks == 2 else 75), run.log.read_text()[-3000:]
     status = read_status(run.folder)
     assert status["state"] == "stopped"
     assert 3 <= status["step"] < STEPS
@@ -108,7 +108,7 @@ def test_a_launcher_that_is_killed_leaves_nobody_behind_and_no_lock(world: World
     run.until_step(3)
     run.process.kill()
     run.process.wait()
-    until = time.monotonic() + 60.0
+    until = time.monotonic() + 600.0
     while processes_of(run.folder.with_suffix(".toml")) and time.monotonic() < until:
         time.sleep(0.2)
     assert not processes_of(run.folder.with_suffix(".toml"))
@@ -121,7 +121,7 @@ def test_a_second_launch_of_a_run_is_refused_and_does_it_no_harm(world: World) -
     run = Launch(world, world.config("twice", steps=100))
     run.until_step(1)
     second = Launch(world, run.config)
-    assert second.code(60.0) == 2
+    assert second.code() == 2
     assert f"is in use by process {run.process.pid} on" in run.log.read_text()
     # Nor can a trainer get past the launcher.
     words = [sys.executable, "-m", "megarl.cli", "train", str(run.config), "--parallel.ep", "1"]
@@ -149,8 +149,8 @@ def test_a_rank_that_hangs_is_named_with_its_stacks_and_the_run_goes_on(world: W
     victim = rank_pid(run.folder, 1)
     os.kill(victim, signal.SIGSTOP)
     stacks = run.folder / "ranks" / "00000.stacks.txt"
-    run.until(stacks.exists, "stacks", 60.0)
-    run.until(lambda: "rank 1: silent for" in run.log.read_text(), "the rank is named", 120.0)
+    run.until(stacks.exists, "stacks")
+    run.until(lambda: "rank 1: silent for" in run.log.read_text(), "the rank is named")
     assert run.code() == 0, run.log.read_text()[-3000:]
     assert "rank 0 on" in stacks.read_text()
     assert "loop.py" in stacks.read_text()
@@ -179,7 +179,7 @@ def test_a_signal_that_kills_reward_workers_too_costs_no_sample(world: World, re
     for process in [process for rank in ranks for process in (rank, *rank.children(recursive=True))]:
         with suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGTERM)
-    assert run.code(120.0) == 75, run.log.read_text()[-3000:]
+    assert run.code() == 75, run.log.read_text()[-3000:]
     assert "responses without a reward" not in run.log.read_text()
     again = Launch(world, run.config)
     assert again.code() == 0

@@ -14,7 +14,7 @@ HERE = str(Path(__file__).parent)
 
 def run_python(code: str) -> str:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([HERE, *sys.path]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=900)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

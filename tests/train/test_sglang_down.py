@@ -76,7 +76,7 @@ def test_a_run_without_a_server_ends_with_a_checkpoint_and_continues(run_file: P
         killed = [p for p in psutil.Process(run.pid).children(recursive=True) if "reaper" not in str(p.cmdline())]
         for process in killed:
             process.kill()
-        out, err = run.communicate(timeout=120.0)
+        out, err = run.communicate(timeout=900.0)
     finally:
         run.kill()
     print(out[-1500:], err[-1500:])

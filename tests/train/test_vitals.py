@@ -21,7 +21,7 @@ def vitals_of(folder: Path, rank: int = 0, ranks: int = 1, hang_s: float = 60.0)
     return Vitals(folder, rank, ranks, steps=10, hang_s=hang_s, beat_s=0.05)
 
 
-def until(holds: object, timeout_s: float = 20.0) -> None:
+def until(holds: object, timeout_s: float = 300.0) -> None:
     assert callable(holds)
     end = time.monotonic() + timeout_s
     while not holds():
