@@ -3,7 +3,8 @@
 - ``loop``: a run, step by step: sample, train, sync the engine, log, evaluate, checkpoint. ``saving`` has its
   checkpoints and early ends, ``monitor`` its log and progress.
 - ``sampling``: which samples a step consists of, and which rank draws and trains each of them.
-- ``step``: the forward passes and optimizer updates of a step; ``token_advantages`` for objectives that need a pass.
+- ``step``: the forward passes and optimizer updates of a step, on each ``mini_batch``; ``token_advantages`` for the
+  objectives that compute advantages from log-probabilities.
 - ``engines``, ``environments``: build what the configuration names.
 - ``trace_dump``: writes the routes of a step to files.
 - ``sft``: the supervised cold start.

@@ -38,11 +38,12 @@ from megarl.run.reporting import reported
 from megarl.run.stop_request import StopRequest
 from megarl.run.vitals import Vitals
 from megarl.train.engines import make_engine
+from megarl.train.mini_batch import MiniBatch
 from megarl.train.monitor import Monitor, NoLog, open_log
 from megarl.train.sampling.sampler import Sampler
 from megarl.train.sampling.step_rollouts import StepRollouts
 from megarl.train.saving import ERRORS_ON_ALL_RANKS, EarlyEnd, RunCheckpoints
-from megarl.train.step import MiniBatch, TrainStep, collect
+from megarl.train.step import TrainStep, collect
 from megarl.train.token_advantages import Judged
 from megarl.train.trace_dump import TraceDump
 

@@ -1,7 +1,7 @@
-"""The supervised cold start: a short phase on demonstrations, with the trainer's own forward and backward.
+"""The supervised cold start: a short phase on demonstrations, with the trainer's own forward and backward passes.
 
-The coefficients of the one equation are all that differs: every demonstrated token has ``1 / D`` with ``D`` the number
-of demonstrated tokens in the batch, so the loss is the mean negative log-likelihood.
+Only the coefficients differ from RL. Each demonstrated token has ``1 / D``, with ``D`` the number of demonstrated
+tokens in the batch, so the loss is the mean negative log-likelihood.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from megarl.config import Config, SftConfig
 from megarl.core.metrics import Stat, finalize
 from megarl.core.objectives.columns import Denominators
 from megarl.core.packing import pack
-from megarl.core.types import Rollout, TrainBatch
+from megarl.core.types import TrainBatch
 from megarl.data.prompts import Demonstration, PromptOrder, load_demonstrations
 from megarl.errors import ConfigError
 from megarl.megatron import distributed
 from megarl.megatron.config_errors import as_config_error
 from megarl.megatron.hf_weights import save_hf
 from megarl.megatron.passes import forward
-from megarl.megatron.passes.micro_batches import split_micro_batches
 from megarl.megatron.policy import Policy, Schedule
 from megarl.models.shapes import read_shape
 from megarl.run.progress import StepProgress
-from megarl.train.step import collect, over_ranks
+from megarl.train.mini_batch import make_rollout, over_ranks, split
+from megarl.train.step import collect
 
 _LINE_EVERY_S = 5.0
 
 
 def sft(config: Config) -> None:
     """Train on ``config.sft`` and write a Hugging Face checkpoint to ``config.sft_out``; a collective call."""
-    plan = config.sft
-    if plan is None:
+    settings = config.sft
+    if settings is None:
         raise ConfigError("found no [sft] table, expected one with data, steps, batch_size and lr")
     out = config.sft_out
     if out.exists() and any(out.iterdir()) and not (out / "model.safetensors.index.json").exists():
@@ -44,42 +44,39 @@ def sft(config: Config) -> None:
     distributed.initialize(config)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     demonstrations = load_demonstrations(
-        plan.data,
+        settings.data,
         tokenizer,
-        plan.prompt_field,
-        plan.response_field,
+        settings.prompt_field,
+        settings.response_field,
         chat_template=config.data.chat_template,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=config.rollout.max_response_tokens,
         max_positions=read_shape(config.model.path).max_sequence_length,
     )
     order = PromptOrder(len(demonstrations), config.run.seed)
-    policy = Policy(config, _schedule(plan))
+    policy = Policy(config, _schedule(settings))
     progress = StepProgress(enabled=distributed.is_main_rank())
-    share = plan.batch_size // distributed.dp_size()
+    share = settings.batch_size // distributed.dp_size()
     own = slice(distributed.dp_rank() * share, (distributed.dp_rank() + 1) * share)
     said = time.monotonic()
-    with progress.bar("cold start", plan.steps) as advance:
-        for step in range(plan.steps):
-            chosen = order.take(step * plan.batch_size, plan.batch_size)[own]
+    with progress.bar("cold start", settings.steps) as advance:
+        for step in range(settings.steps):
+            chosen = order.take(step * settings.batch_size, settings.batch_size)[own]
             with as_config_error("train", config.megatron) if step == 0 and config.megatron else nullcontext():
                 metrics = _step(config, policy, [demonstrations[i] for i in chosen])
             advance(1)
-            if metrics and (time.monotonic() - said > _LINE_EVERY_S or step + 1 == plan.steps):
+            if metrics and (time.monotonic() - said > _LINE_EVERY_S or step + 1 == settings.steps):
                 said = time.monotonic()
-                progress.line(f"cold start {step + 1}/{plan.steps}  loss {metrics['loss']:.4f}")
+                progress.line(f"cold start {step + 1}/{settings.steps}  loss {metrics['loss']:.4f}")
     save_hf(policy.chunks, policy.shape, config.model.path, config.sft_out)
     progress.line(f"cold start: wrote {config.sft_out}")
     distributed.shutdown()
 
 
 def _step(config: Config, policy: Policy, demonstrations: list[Demonstration]) -> dict[str, float]:
-    batch = pack([_as_rollout(d) for d in demonstrations], np.zeros(len(demonstrations)))
+    batch = pack([make_rollout(d.tokens, d.loss_mask) for d in demonstrations], np.zeros(len(demonstrations)))
     total = over_ranks(Denominators.of(batch.loss_mask, batch.cu_seqlens)).num_tokens
-    parallel = config.parallel
-    micro_batches = split_micro_batches(
-        batch, config.train.micro_batch_tokens, parallel.equal_micro_batches, parallel.micro_batch_multiple
-    )
+    micro_batches = split(config, batch)
 
     def weigh(
         index: int, part: TrainBatch, logprobs: torch.Tensor, entropies: torch.Tensor
@@ -96,27 +93,12 @@ def _step(config: Config, policy: Policy, demonstrations: list[Demonstration]) -
     return finalize(found) if found is not None else {}
 
 
-def _as_rollout(demonstration: Demonstration) -> Rollout:
-    length = len(demonstration.tokens)
-    return Rollout(
-        group=0,
-        sample=0,
-        tokens=demonstration.tokens,
-        loss_mask=demonstration.loss_mask,
-        rollout_logprobs=np.zeros(length, np.float32),
-        routed_experts=None,
-        routed_mask=None,
-        weight_versions=np.zeros(length, np.int32),
-        finish_reason="stop",
-    )
-
-
-def _schedule(plan: SftConfig) -> Schedule:
+def _schedule(settings: SftConfig) -> Schedule:
     return Schedule(
-        lr=plan.lr,
-        min_lr=plan.min_lr,
-        warmup_steps=plan.warmup_steps,
-        decay_steps=max(plan.steps, plan.warmup_steps + 1),
-        decay_style=plan.decay_style,
-        weight_decay=plan.weight_decay,
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        warmup_steps=settings.warmup_steps,
+        decay_steps=max(settings.steps, settings.warmup_steps + 1),
+        decay_style=settings.decay_style,
+        weight_decay=settings.weight_decay,
     )

@@ -18,7 +18,7 @@ from megarl.errors import ConfigError, TraceError
 from megarl.megatron import distributed
 from megarl.megatron.policy import Policy
 from megarl.megatron.replay.exchange import Placement, exchange
-from megarl.train.step import MiniBatch
+from megarl.train.mini_batch import MiniBatch
 
 
 class TraceDump:

@@ -33,8 +33,9 @@ from megarl.run.metrics_log import MetricsLog
 from megarl.run.stop_request import StopRequest
 from megarl.run.vitals import Vitals
 from megarl.train.loop import Trainer
+from megarl.train.mini_batch import MiniBatch
 from megarl.train.sampling.assignment import split_sequences
-from megarl.train.step import MiniBatch, TrainStep, collect
+from megarl.train.step import TrainStep, collect
 from megarl.train.token_advantages import Judged
 
 NUM_GROUPS, GROUP_SIZE, MAX_RESPONSE = 8, 4, 8

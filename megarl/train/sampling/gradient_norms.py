@@ -18,7 +18,8 @@ from megarl.megatron.block_gradients import block_parameters, local_square, on_b
 from megarl.megatron.distributed import dp_size, fail_together, largest, model_group
 from megarl.megatron.passes import forward
 from megarl.models.shapes import ModelShape
-from megarl.train.step import MiniBatch, TrainStep
+from megarl.train.mini_batch import MiniBatch
+from megarl.train.step import TrainStep
 
 
 def gradient_norms(train_step: TrainStep, rollouts: Sequence[Rollout], block: str) -> np.ndarray:

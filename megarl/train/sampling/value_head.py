@@ -24,12 +24,11 @@ import torch.distributed as dist
 
 from megarl.core.packing import pack
 from megarl.core.sampling.pass_rates import Integers, pass_rate_loss
-from megarl.core.types import Rollout
 from megarl.errors import CheckpointError, ConfigError, NumericsError
 from megarl.megatron import distributed
 from megarl.megatron.passes import forward
-from megarl.megatron.passes.micro_batches import split_micro_batches
 from megarl.megatron.policy import Policy
+from megarl.train.mini_batch import make_rollout, split
 
 BETAS, EPS = (0.9, 0.99), 1e-8
 """Of Adam. Its second moment forgets as fast as features may change."""
@@ -166,10 +165,8 @@ def prompt_features(policy: Policy, prompts: Sequence[np.ndarray], micro_batch_t
     """
     parallel = policy.config.parallel
     mine = _share(prompts, parallel.micro_batch_multiple)
-    batch = pack([_as_rollout(prompts[index]) for index, _ in mine], np.zeros(len(mine)))
-    micro_batches = split_micro_batches(
-        batch, micro_batch_tokens, parallel.equal_micro_batches, parallel.micro_batch_multiple
-    )
+    batch = pack([make_rollout(prompts[index]) for index, _ in mine], np.zeros(len(mine)))
+    micro_batches = split(policy.config, batch, micro_batch_tokens)
     found = forward.last_hidden_states(policy.chunks, micro_batches)
     features = torch.zeros(len(prompts), policy.megatron_config.hidden_size, device=torch.cuda.current_device())
     for micro, rows in zip(micro_batches, found, strict=bool(found)):
@@ -194,22 +191,6 @@ def _share(prompts: Sequence[np.ndarray], multiple: int) -> list[tuple[int, bool
     dealt = [(index, True) for index in order]
     dealt += [(order[-1], False)] * (-len(dealt) % (copies * multiple))
     return dealt[distributed.dp_rank() :: copies]
-
-
-def _as_rollout(prompt: np.ndarray) -> Rollout:
-    """A prompt that nothing was sampled for."""
-    length = len(prompt)
-    return Rollout(
-        group=0,
-        sample=0,
-        tokens=np.asarray(prompt, np.int32),
-        loss_mask=np.zeros(length, bool),
-        rollout_logprobs=np.zeros(length, np.float32),
-        routed_experts=None,
-        routed_mask=None,
-        weight_versions=np.zeros(length, np.int32),
-        finish_reason="abort",
-    )
 
 
 def _of_main_rank(tensor: torch.Tensor) -> torch.Tensor:
