@@ -1,4 +1,4 @@
-"""The sampling engine that a configuration asks for."""
+"""Builds the sampling engine of a configuration."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megarl.rollout.weights import FP8Form, WeightForm
 
 
 def make_engine(config: Config, tell: Callable[[str], None]) -> Engine:
-    """An engine without weights; a collective call. ``tell`` gets lines about servers, on the rank that owns them."""
+    """Return an engine without weights; a collective call. ``tell`` prints a line about the servers of this rank."""
     factory = config.rollout.engine_kind.factory
     if isinstance(factory, str):
         factory = load_plug(f'rollout.engine "{config.rollout.engine}": factory', factory)
@@ -38,7 +38,7 @@ def make_engine(config: Config, tell: Callable[[str], None]) -> Engine:
 
 
 def make_local_engine(config: Config, tell: Callable[[str], None]) -> LocalEngine:
-    """The engine of transformers, in this process."""
+    """Return the engine on transformers, in this process."""
     return LocalEngine(
         AutoConfig.from_pretrained(config.model.path),
         dtype=DTYPES[config.rollout.dtype],
@@ -49,39 +49,23 @@ def make_local_engine(config: Config, tell: Callable[[str], None]) -> LocalEngin
 
 
 def make_sglang_engine(config: Config, tell: Callable[[str], None]) -> SGLangEngine:
-    """The first rank of each node starts its servers, or the main rank meets those that run; all hear of them."""
+    """Return the engine on SGLang servers.
+
+    The first rank of each node starts the node's servers. With ``sglang.urls``, the main rank connects to running ones.
+    """
     settings, key = config.sglang, key_named(config.sglang.api_key_env)
-    nodes = [0] if settings.urls else distributed.node_leaders()
-    host = settings.host or (_host(nodes) if len(nodes) > 1 else "127.0.0.1")
-    fleet: Fleet | None = None
-    found: list[str] | Exception = []
-    if dist.get_rank() in nodes:
-        try:
-            fleet = _fleet(config, key, nodes, host, tell)
-            if fleet.specs:
-                logs = ", ".join(str(spec.log_file) for spec in fleet.specs)
-                tell(f"starting SGLang; what it prints is in {logs}")
-            found = fleet.start()
-        except Exception as error:  # the others wait for the URLs: they must hear of it
-            found = error
-    told: list[list[str] | Exception] = [[]] * dist.get_world_size()
-    dist.all_gather_object(told, found)
-    failure = next((answer for answer in told if isinstance(answer, Exception)), None)
-    if failure is not None:
-        if fleet is not None:
-            fleet.close()
-        raise failure
+    fleet, urls = _start_servers(config, key, tell)
     client = ClientSettings(
         concurrency=settings.concurrency,
         deadline_s=settings.deadline_s,
         attempts=settings.attempts,
         api_key=key,
         compact_routes=settings.compact_routes,
-        # Servers of ours that are never started again need not be waited for.
+        # Do not wait for own servers that are never restarted.
         recovery_s=settings.start_deadline_s if settings.urls or settings.max_restarts else 1.0,
     )
     return SGLangEngine(
-        [url for urls in told if isinstance(urls, list) for url in urls],
+        urls,
         json.loads((Path(config.model.path) / "config.json").read_text()),
         fleet=fleet,
         agree=lambda failure: distributed.fail_together(failure, "the weight update"),
@@ -90,11 +74,40 @@ def make_sglang_engine(config: Config, tell: Callable[[str], None]) -> SGLangEng
     )
 
 
-def _host(nodes: Sequence[int]) -> str:
-    """The address of this rank's node as the other nodes see it; a collective call.
+def _start_servers(config: Config, key: str | None, tell: Callable[[str], None]) -> tuple[Fleet | None, list[str]]:
+    """Return the servers of this rank's node, on the rank that started them, and the URLs of all nodes.
 
-    The node that the others know as the master may itself take its name for the loopback address, so it looks from
-    another node's side.
+    A collective call. An error on one rank is raised on all.
+    """
+    settings = config.sglang
+    nodes = [0] if settings.urls else distributed.node_leaders()
+    host = settings.host or (_find_host(nodes) if len(nodes) > 1 else "127.0.0.1")
+    fleet: Fleet | None = None
+    urls: list[str] | Exception = []
+    if dist.get_rank() in nodes:
+        try:
+            fleet = _make_fleet(config, key, nodes, host, tell)
+            if fleet.specs:
+                logs = ", ".join(str(spec.log_file) for spec in fleet.specs)
+                tell(f"starting SGLang; what it prints is in {logs}")
+            urls = fleet.start()
+        except Exception as error:  # send it to the other ranks, which wait for the URLs
+            urls = error
+    by_rank: list[list[str] | Exception] = [[]] * dist.get_world_size()
+    dist.all_gather_object(by_rank, urls)
+    failure = next((answer for answer in by_rank if isinstance(answer, Exception)), None)
+    if failure is not None:
+        if fleet is not None:
+            fleet.close()
+        raise failure
+    return fleet, [url for of_rank in by_rank if isinstance(of_rank, list) for url in of_rank]
+
+
+def _find_host(nodes: Sequence[int]) -> str:
+    """Return the address of this rank's node as other nodes see it; a collective call.
+
+    On the master node itself, the master's name may resolve to the loopback address. It therefore takes the address
+    that it uses towards another node.
     """
     mine = own_address(f"tcp://{os.environ['MASTER_ADDR']}")
     addresses = [mine] * dist.get_world_size()
@@ -105,8 +118,8 @@ def _host(nodes: Sequence[int]) -> str:
     return own_address(f"tcp://[{other}]" if ":" in other else f"tcp://{other}")
 
 
-def _fleet(config: Config, key: str | None, nodes: Sequence[int], host: str, tell: Callable[[str], None]) -> Fleet:
-    """The servers of this rank's node; they write below run.dir, in a folder for each node if there are several."""
+def _make_fleet(config: Config, key: str | None, nodes: Sequence[int], host: str, tell: Callable[[str], None]) -> Fleet:
+    """Return the servers of this rank's node. They write below run.dir, with several nodes in a folder for each."""
     settings = config.sglang
     folder = config.run_dir / "sglang"
     if len(nodes) > 1:
@@ -136,7 +149,7 @@ def _fleet(config: Config, key: str | None, nodes: Sequence[int], host: str, tel
 
 
 def server_specs(config: Config, host: str, key: str | None, folder: Path) -> list[ServerSpec]:
-    """The servers of one node, sglang.servers of them, on ports that are free; logs go below ``folder``."""
+    """Return the ``sglang.servers`` servers of one node, on free ports. Their logs are written to ``folder``."""
     model = _served_model(config, folder)
     return [
         _spec(config, index, host, key, model, folder / f"server{index}.log") for index in range(config.sglang.servers)
@@ -144,7 +157,7 @@ def server_specs(config: Config, host: str, key: str | None, folder: Path) -> li
 
 
 def _served_model(config: Config, folder: Path) -> Path:
-    """The folder whose config servers read; for FP8 one that says so."""
+    """Return the model folder for servers. For FP8, write one whose config says so."""
     source = Path(config.model.path)
     return write_fp8_model(source, folder / "model") if config.sglang.fp8 else source
 
@@ -163,7 +176,7 @@ def _spec(config: Config, index: int, host: str, key: str | None, model: Path, l
         max_total_tokens=settings.max_total_tokens,
         log_file=log_file,
         api_key=key,
-        # Weights come with the first update; an FP8 folder has none to read.
+        # The FP8 folder has no weights: they arrive with the first update.
         extra_args=(
             *(["--load-format", "dummy"] if settings.fp8 else []),
             *(["--enable-memory-saver"] if settings.release_memory and settings.gpus else []),

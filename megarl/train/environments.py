@@ -1,4 +1,4 @@
-"""The environment that a configuration asks for, and what plays in it."""
+"""Builds the environment of a configuration, its tools, and the player that runs episodes in it."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from megarl.rollout.tools.sandbox import Limits
 
 
 def make_player(config: Config, tokenizer: PreTrainedTokenizerBase, judge: Judge) -> Player:
-    """What plays and judges the samples of a configuration; errors as in ``make_environment``."""
+    """Return the player that draws and judges samples; errors as in ``make_environment``."""
     environment = make_environment(config.environment)
     return Player(tokenizer, judge, episode_limits(config), environment, config.environment.concurrency)
 
 
 def turn_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokens that end a turn: those of the model, and what the environment asks for."""
+    """Return the tokens that end a turn: the model's end tokens and ``environment.stop``."""
     return (*stop_tokens(config.model.path, tokenizer), *stop_ids(tokenizer, config.environment.stop))
 
 
 def make_environment(config: EnvironmentConfig) -> Environment | None:
-    """The environment; None without one. ConfigError if it cannot be made, or a tool cannot work here."""
+    """Return the environment, or None without one; ConfigError if it or a tool cannot work here."""
     if config.function is None:
         return None
     if config.function == "tools":
         return ToolEnvironment([_tool(name, config) for name in config.tools], _form(config))
-    made = _made("environment.function", config.function, config.options)
+    made = _make("environment.function", config.function, config.options)
     if not callable(getattr(made, "begin", None)):
         raise ConfigError(
             f"environment.function {config.function!r} made a {type(made).__name__} without begin(prompt, seed); "
@@ -49,7 +49,7 @@ def make_environment(config: EnvironmentConfig) -> Environment | None:
 
 
 def episode_limits(config: Config) -> EpisodeLimits:
-    """How long a rollout may become."""
+    """Return how long a rollout may become."""
     environment = config.environment
     model = json.loads((Path(config.model.path) / "config.json").read_text())
     return EpisodeLimits(
@@ -63,7 +63,7 @@ def episode_limits(config: Config) -> EpisodeLimits:
 
 
 def stop_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """End tokens of the checkpoint's generation config and tokenizer; ConfigError if there are none."""
+    """Return the end tokens of the checkpoint's generation config and tokenizer; ConfigError if there are none."""
     found: set[int] = set()
     try:
         eos = GenerationConfig.from_pretrained(model_path).eos_token_id
@@ -78,12 +78,12 @@ def stop_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[in
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> tuple[int, ...]:
-    """The token of each text; ConfigError for a text of several tokens, after which no engine could stop exactly."""
+    """Return the token of each text; ConfigError for a text of several tokens: engines stop at single tokens."""
     found: list[int] = []
     for text in texts:
         try:
             tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        except Exception as error:  # a tokenizer without bytes or an unknown token refuses texts in its own ways
+        except Exception as error:  # tokenizers refuse texts with errors of any type
             raise ConfigError(f"environment.stop: the tokenizer cannot read {text!r}: {error}") from error
         if len(tokens) != 1:
             raise ConfigError(
@@ -106,7 +106,7 @@ def _tool(name: str, config: EnvironmentConfig) -> Tool:
             output_bytes=config.python_output_kb << 10,
         )
         return PythonTool(limits, limits_alone=config.python_limits_alone)
-    tool = _made("environment.tools", name, {})
+    tool = _make("environment.tools", name, {})
     if not callable(tool) or not isinstance(getattr(tool, "name", None), str):
         raise ConfigError(f"environment.tools: {name!r} made a {type(tool).__name__}, expected a tool with a name")
     return tool
@@ -117,8 +117,8 @@ def _form(config: EnvironmentConfig) -> Block | Hermes:
     return Hermes(**given) if config.format == "hermes" else Block(config.call_open, config.call_close, **given)
 
 
-def _made(key: str, path: str, options: Mapping[str, Any]) -> Any:
-    """What "package.module:factory" makes."""
+def _make(key: str, path: str, options: Mapping[str, Any]) -> Any:
+    """Return what "package.module:factory" makes."""
     factory = load_plug(key, path)
     try:
         return factory(**options)

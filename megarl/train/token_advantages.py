@@ -1,8 +1,7 @@
-"""Advantages that differ between the tokens of a response, where the responses of a group lie on several ranks.
+"""Advantages that differ between the tokens of a response, for groups that may span several ranks.
 
-They need the old and the reference log-probabilities of whole groups. A rank holds these for its own responses only;
-what travels are their lengths and, if a group spans ranks, two floats per generated token. Nothing else moves: no
-tokens, no routes.
+They need the old and the reference log-probabilities of whole groups, and each rank has those of its own responses.
+Ranks exchange the lengths of responses and, if a group spans ranks, two floats per generated token.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ def with_token_advantages(
     ref_logprobs: Sequence[Sequence[torch.Tensor]],
     group: dist.ProcessGroup,
 ) -> tuple[list[list[MicroBatch]], dict[str, Stat]]:
-    """Return the micro-batches of all mini-batches of a step with the objective's advantage on every token.
+    """Return the micro-batches of all mini-batches of a step, with the objective's advantage of every token.
 
-    old_logprobs, ref_logprobs: [T] by mini-batch and micro-batch. A collective call in ``group``, the data-parallel
-    ranks; call it on the last pipeline stage. The metric ``kl/ref`` is the mean of log pi_old - log pi_ref.
+    old_logprobs, ref_logprobs: [T] by mini-batch and micro-batch. ``group`` is the data-parallel group. A collective
+    call of the last pipeline stage. The metric ``kl/ref`` is the mean of log pi_old - log pi_ref.
     """
     micros = [micro for mini in mini_batches for micro in mini]
     old, ref = ([column for mini in columns for column in mini] for columns in (old_logprobs, ref_logprobs))
@@ -67,12 +66,12 @@ def with_token_advantages(
     own = _Columns(
         torch.tensor(ids, device=device),
         torch.cat(lengths).to(device),
-        torch.stack([_picked(old, keeps), _picked(ref, keeps)]),
+        torch.stack([_pick(old, keeps), _pick(ref, keeps)]),
     )
-    values = _of_own(objective, judged, own, group)
+    values = _compute_own(objective, judged, own, group)
     counts = [int(keep.sum()) for keep in keeps]
     replaced = iter(
-        _with_advantages(micro, keep, part)
+        _set_advantages(micro, keep, part)
         for micro, keep, part in zip(micros, keeps, values.float().cpu().split(counts), strict=True)
     )
     possible = ~torch.isneginf(own.logprobs[0])
@@ -80,22 +79,22 @@ def with_token_advantages(
     return [[next(replaced) for _ in mini] for mini in mini_batches], {"kl/ref": Stat.mean(drift, possible)}
 
 
-def _picked(columns: Sequence[torch.Tensor], keeps: Sequence[torch.Tensor]) -> torch.Tensor:
+def _pick(columns: Sequence[torch.Tensor], keeps: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([column[keep.to(column.device)] for column, keep in zip(columns, keeps, strict=True)])
 
 
-def _with_advantages(micro: MicroBatch, keep: torch.Tensor, values: torch.Tensor) -> MicroBatch:
-    """``values`` are those of the tokens of ``keep``; all others get 0."""
+def _set_advantages(micro: MicroBatch, keep: torch.Tensor, values: torch.Tensor) -> MicroBatch:
+    """Set the advantages of the tokens of ``keep`` to ``values``, and all others to 0."""
     advantages = torch.zeros_like(micro.batch.advantages).masked_scatter(keep, values)
     return replace(micro, batch=replace(micro.batch, advantages=advantages))
 
 
-def _of_own(objective: Objective, judged: Judged, own: _Columns, group: dist.ProcessGroup) -> torch.Tensor:
-    """The advantages [T] of this rank's loss tokens, in float64, from those of all responses of their groups."""
+def _compute_own(objective: Objective, judged: Judged, own: _Columns, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the advantages of this rank's loss tokens, float64 [T], from all responses of their groups."""
     groups = torch.from_numpy(judged.groups)
     columns, first = _gather_groups(own, groups.to(own.ids.device), group)
     ids = columns.ids.cpu().numpy()
-    # In float64: where all rewards of a group are equal, only differences of the KL are left to standardise.
+    # In float64: if all rewards of a group are equal, only small differences of the KL are left to standardise.
     old, ref = columns.logprobs.double()
     values = token_advantages(
         objective,
@@ -110,13 +109,13 @@ def _of_own(objective: Objective, judged: Judged, own: _Columns, group: dist.Pro
 
 
 def _gather_groups(own: _Columns, groups: torch.Tensor, ranks: dist.ProcessGroup) -> tuple[_Columns, int]:
-    """The columns of every response of this rank's groups, and the position of its own first token among them."""
+    """Return the columns of every response of this rank's groups, and where its own first token is in them."""
     if ranks.size() == 1:
         return own, 0
-    # All ranks hold equally many sequences; how many tokens those have is exchanged first.
+    # All ranks have equally many sequences, so ids and lengths need no padding.
     heads = all_gather(torch.stack([own.ids, own.lengths]), ranks)
     spread = torch.cat([torch.unique(groups[head[0]]) for head in heads])
-    if torch.unique(spread).numel() == spread.numel():  # no group lies on two ranks; every rank sees the same
+    if torch.unique(spread).numel() == spread.numel():  # no group spans two ranks; all ranks agree on this
         return own, 0
     totals = [int(head[1].sum()) for head in heads]
     padded = torch.nn.functional.pad(own.logprobs, (0, max(totals) - own.logprobs.size(1)))

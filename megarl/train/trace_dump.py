@@ -1,6 +1,6 @@
-"""Writes the routes of a step to files: what the engine used, and what the training routers would choose themselves.
+"""Writes the routes of a step to files: those that the engine used, and those that the training routers would choose.
 
-``megarl trace diff`` on the two shows where the engines disagree, layer by layer.
+``megarl trace diff`` on the two files shows where the engines disagree, layer by layer.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megarl.train.mini_batch import MiniBatch
 
 
 class TraceDump:
-    """The files of one run; every rank writes those of the sequences whose routes it brought."""
+    """Writes the files of a run. Each rank writes the sequences that it sampled, since it has their routes."""
 
     def __init__(self, folder: Path, policy: Policy) -> None:
         if policy.replay is None:
             raise ConfigError(
-                "log.traces_every: Megatron's settings bypass the replay hook, so nobody sees what its routers choose; "
+                "log.traces_every: Megatron's settings bypass the replay hook, so its routers cannot be recorded; "
                 "run `megarl doctor` to find the setting, or remove log.traces_every"
             )
         self.folder = folder
@@ -36,17 +36,19 @@ class TraceDump:
         self.info = TraceInfo(policy.config.model.path, shape.moe_layers, shape.num_experts, shape.topk)
 
     def write(self, step: int, rollouts: Sequence[Sequence[Rollout]], minis: Sequence[MiniBatch]) -> None:
-        """Files of a step after its first pass over all mini-batches, ``rollouts`` by mini-batch; a collective call of
-        each model copy. TraceError if the engine recorded no routes."""
+        """Write the files of a step after the first pass over all its mini-batches; a collective call of a model copy.
+
+        ``rollouts``: by mini-batch. TraceError if the engine recorded no routes.
+        """
         sampled, trained = [], []
         for mini, of_mini in zip(minis, rollouts, strict=True):
             here = [index for index, rollout in enumerate(of_mini) if rollout.routed_experts is not None]
-            experts = self._whole(mini, of_mini, here)
+            experts = self._gather_routes(mini, of_mini, here)
             for index in here:
                 one = from_rollout(of_mini[index], self.shape.num_experts)
                 sampled.append(one)
                 sources = np.full(of_mini[index].num_tokens, RowSource.NATIVE, np.uint8)
-                versions = np.full(of_mini[index].num_tokens, step - 1, np.int32)  # those that training began with
+                versions = np.full(of_mini[index].num_tokens, step - 1, np.int32)  # the weights before the first update
                 trace = RoutingTrace(experts[index], self.shape.num_experts, label=one.name)
                 trained.append(TracedSequence(one.name, trace, one.tokens, versions, sources))
         if not sampled:
@@ -56,8 +58,10 @@ class TraceDump:
         write_traces(self.folder / f"step_{step:07d}.rollout.rank{rank:04d}.safetensors", self.info, sampled)
         write_traces(self.folder / f"step_{step:07d}.training.rank{rank:04d}.safetensors", self.info, trained)
 
-    def _whole(self, mini: MiniBatch, rollouts: Sequence[Rollout], here: Sequence[int]) -> dict[int, np.ndarray]:
-        """[T, L, K] of the sequences ``here``, put together from the ranks whose routers saw them."""
+    def _gather_routes(
+        self, mini: MiniBatch, rollouts: Sequence[Rollout], here: Sequence[int]
+    ) -> dict[int, np.ndarray]:
+        """Return the routes [T, L, K] of the sequences ``here``, collected from the ranks whose routers saw them."""
         native = mini.native_routes
         if native is None:
             raise TraceError("log.traces_every: the engine recorded no routes; expected them with every rollout")

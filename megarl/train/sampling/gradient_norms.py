@@ -1,4 +1,4 @@
-"""Gradient norms of single samples, which GVM weighs prompts by (``megarl.core.sampling.gvm``)."""
+"""Gradient norms of single samples, from which GVM allocates samples (``megarl.core.sampling.gvm``)."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from megarl.train.step import TrainStep
 
 
 def gradient_norms(train_step: TrainStep, rollouts: Sequence[Rollout], block: str) -> np.ndarray:
-    """Return ``||d/d(block) sum_t log pi(y_t)||_2`` of each rollout by itself, float64 [n], on every rank of its copy.
+    """Return ``||d/d(block) sum_t log pi(y_t)||_2`` of each rollout, float64 [n], on every rank of its model copy.
 
-    The sum is over the rollout's loss tokens, not divided by their number, in the training engine at the temperature of
-    the rollout. Routes are replayed if ``train.replay`` is "r3", else the routers choose. block: see
-    ``block_parameters``; the released GVM code takes "embedding". Gradients are added up in fp32.
+    The sum is over the rollout's loss tokens, not divided by their number, at the temperature of the rollout. Routes
+    are replayed if ``train.replay`` is "r3", else the routers choose. block: see ``block_parameters``; the released GVM
+    code uses "embedding". Gradients are accumulated in fp32.
 
-    A collective call. The ranks of one model copy hold the same rollouts, as for ``TrainStep.prepare``; copies may hold
-    different numbers of them, also none. A forward and backward pass per rollout, on all copies at once: one that has
-    run out goes on with a stand-in, because experts are shared. Weights, optimizer and replay stay as they are;
-    gradients are zero afterwards. Raises ConfigError for a block that is not there, NumericsError naming a rollout
-    whose norm is not finite, and what ``prepare`` raises.
+    A collective call. The ranks of one model copy hold the same rollouts, as for ``TrainStep.prepare``. Copies may hold
+    different numbers of them, also none. There is one forward and backward pass per rollout, on all copies at once,
+    because copies share experts: a copy without further rollouts runs a dummy. Weights and optimizer do not change;
+    gradients are zero afterwards. Raises ConfigError for an unknown block, NumericsError naming a rollout whose norm is
+    not finite, and what ``prepare`` raises.
     """
     parameters = block_parameters(train_step.policy, block)
     passes = largest(len(rollouts), parallel_state.get_data_parallel_group())
     if passes == 0:
         return np.zeros(0)
-    # Experts let copies wait for each other in every layer, so long ones meet long ones.
+    # Copies wait for each other at the experts of every layer, so run rollouts of similar length together.
     order = np.argsort([-rollout.num_tokens for rollout in rollouts], kind="stable")
-    stand_ins = [_stand_in(train_step.policy.shape)] * (passes - len(rollouts))
+    dummies = [_dummy_rollout(train_step.policy.shape)] * (passes - len(rollouts))
     mini = train_step.prepare(
-        _as_needed(train_step, [*(rollouts[i] for i in order), *stand_ins]), np.zeros(passes), one_by_one=True
+        _drop_unused_routes(train_step, [*(rollouts[i] for i in order), *dummies]), np.zeros(passes), one_by_one=True
     )
     squares = torch.zeros(passes, dtype=torch.float64, device=torch.cuda.current_device())
     with on_block(train_step.policy, parameters):
@@ -51,7 +51,7 @@ def gradient_norms(train_step: TrainStep, rollouts: Sequence[Rollout], block: st
             _backward(train_step, mini, index)
             squares[index] = local_square(parameters, train_step.policy.megatron_config)
     dist.all_reduce(squares, group=model_group())
-    # forward.run multiplies the loss so that averaging over these ranks, which does not happen here, gives the sum.
+    # forward.run scales the loss so that Megatron's average over these ranks gives the sum. No average happens here.
     averaged_over = dp_size() * parallel_state.get_context_parallel_world_size()
     norms = np.zeros(len(rollouts))
     norms[order] = squares.sqrt().cpu().numpy()[: len(rollouts)] / averaged_over
@@ -59,15 +59,15 @@ def gradient_norms(train_step: TrainStep, rollouts: Sequence[Rollout], block: st
     return norms
 
 
-def _as_needed(train_step: TrainStep, rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Without routes unless they are replayed: nothing here is compared with them."""
+def _drop_unused_routes(train_step: TrainStep, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Keep routes only if they are replayed: nothing here is compared with them."""
     if train_step.config.train.replay == "r3":
         return list(rollouts)
     return [replace(rollout, routed_experts=None, routed_mask=None) for rollout in rollouts]
 
 
-def _stand_in(shape: ModelShape) -> Rollout:
-    """Two tokens without a loss, for a pass in which other model copies have a sample and this one has none."""
+def _dummy_rollout(shape: ModelShape) -> Rollout:
+    """Two tokens without loss, for a pass in which only other model copies have a sample."""
     routes = np.broadcast_to(np.arange(shape.topk, dtype=np.uint8), (2, len(shape.moe_layers), shape.topk))
     return Rollout(
         group=-1,
@@ -83,7 +83,7 @@ def _stand_in(shape: ModelShape) -> Rollout:
 
 
 def _backward(train_step: TrainStep, mini: MiniBatch, index: int) -> None:
-    """Leave the gradient of one micro-batch in the model. The interleaved schedule wants more of them: without loss."""
+    """Leave the gradient of one micro-batch in the model. Copies without loss fill up the interleaved schedule."""
     num = train_step.config.parallel.micro_batch_multiple
 
     def weigh(
@@ -93,7 +93,7 @@ def _backward(train_step: TrainStep, mini: MiniBatch, index: int) -> None:
         return counted, {}
 
     replay, routes = train_step.policy.replay, mini.routes
-    # One response at a time is too little to tell whether routes are its own.
+    # min_agreement=0: one response is too few tokens to check whether routes belong to it.
     given = None if routes is None else [routes[index]] * num
     with nullcontext() if replay is None or given is None else replay.replay(given, min_agreement=0.0):
         forward.run(

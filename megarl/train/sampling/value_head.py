@@ -1,16 +1,16 @@
-"""A small head on the policy that estimates a prompt's pass rate (Ada-Est, arXiv 2510.04996, third version).
+"""A small head on the policy that estimates a prompt's pass rate (Ada-Est, arXiv 2510.04996v3).
 
     V(x) = sigmoid(b + mean_i w_i z_i),    z = (h(x) - mean) / deviation, coordinate by coordinate
 
 h(x) is the policy's hidden state after the final norm at the prompt's last token, without gradient to the policy. The
-paper prints no head, so this is the smallest one: a logistic regression, which starts as a constant and whose few
-steps per update have one minimum to go to.
+paper does not specify the head. This is the smallest one: a logistic regression, which is convex and starts as a
+constant.
 
-The policy trains, so its hidden states drift. What drifts most is common to all prompts: their mean, which is large
-beside the differences that tell prompts apart, and the scale of a coordinate, which the final norm's weight sets. A
-head on raw states would take such a drift for a change of every prompt's rate. So states are standardised with fading
-statistics of the latest prompts, which follow the drift, and the weights keep their meaning. The mean over coordinates
-instead of a sum makes ``lr`` mean the same at every width: one step moves an estimate's logit by about ``lr``.
+Hidden states drift while the policy trains. Two things drift most, and they are common to all prompts: the mean of the
+states, which is large compared with the differences between prompts, and the scale of a coordinate, which the final
+norm's weight sets. A head on raw states would mistake this drift for a change of every prompt's rate. States are
+therefore standardised with decayed statistics of the latest prompts, which follow the drift. The mean over coordinates,
+instead of a sum, gives ``lr`` the same meaning at every width: one step moves an estimate's logit by about ``lr``.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from megarl.megatron.policy import Policy
 from megarl.train.mini_batch import make_rollout, split
 
 BETAS, EPS = (0.9, 0.99), 1e-8
-"""Of Adam. Its second moment forgets as fast as features may change."""
+"""Of Adam. The second moment decays quickly because features change."""
 LARGEST_STANDARDISED = 5.0
-"""Beyond this a coordinate says nothing more: one prompt unlike those before must not run away with its estimate."""
+"""Coordinates are clipped here, so that an unusual prompt does not get an extreme estimate."""
 LARGEST_LOGIT = 15.0
-"""Keeps estimates inside of (0, 1): 3e-7 to 1 - 3e-7."""
+"""Keeps estimates inside (0, 1): 3e-7 to 1 - 3e-7."""
 VECTORS = ("weights", "first_moments", "second_moments", "sums", "squares")
 """Rows of the state: the head, Adam's moments, and the fading sums over prompts of the features and their squares."""
 WEIGHTS, FIRST, SECOND, SUMS, SQUARES = range(len(VECTORS))
@@ -44,10 +44,13 @@ WEIGHTS, FIRST, SECOND, SUMS, SQUARES = range(len(VECTORS))
 class ValueHead:
     """The head's parameters, equal on every rank; rates and updates are collective calls.
 
-    ``lr``: of an Adam step, about the change of a logit; ``steps`` per update; ``weight_decay``: the share of ``lr``
-    that the weights (not the bias) shrink by per step; ``decay``: how much of the features' statistics an update
-    leaves; ``prior``: every prompt's estimate before the first update; ``micro_batch_tokens``: of one forward pass per
-    rank. Raises ConfigError for numbers that cannot be.
+    - ``lr``: of Adam; about the change of a logit per step. ``steps``: per update.
+    - ``weight_decay``: per step, the weights (not the bias) shrink by ``lr * weight_decay``.
+    - ``decay``: of the features' statistics, per update.
+    - ``prior``: every prompt's estimate before the first update.
+    - ``micro_batch_tokens``: of one forward pass per rank.
+
+    Raises ConfigError for numbers out of range.
     """
 
     def __init__(
@@ -84,15 +87,14 @@ class ValueHead:
         if not len(prompts):
             return np.zeros(0)
         features = prompt_features(self._policy, prompts, self._micro_batch_tokens)
-        logits = self._logits(self._state[WEIGHTS], self._standardised(features))
-        return torch.sigmoid(_of_main_rank(logits).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)).numpy()
+        logits = self._logits(self._state[WEIGHTS], self._standardise(features))
+        return torch.sigmoid(_broadcast(logits).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)).numpy()
 
     def update(self, prompts: Sequence[np.ndarray], samples: Integers, positives: Integers) -> float:
-        """Learn from a step, ``samples`` of each prompt of which ``positives`` were positive; returns the loss before.
+        """Learn from a step: ``samples`` of each prompt, of which ``positives`` were positive.
 
-        The loss is ``pass_rate_loss``: binary cross-entropy on the pools' means, pools weighing as many as they have
-        samples; before the update, so of the estimates that the step was drawn with but for the policy's drift. Full
-        steps of Adam on it, without noise: the same on all ranks, on which prompts, samples and positives are equal.
+        Return the loss before the update: ``pass_rate_loss``, the binary cross-entropy of the estimates, weighted by
+        the number of samples. The update is ``steps`` full-batch steps of Adam. Arguments are equal on all ranks.
         """
         drawn, good = (torch.as_tensor(np.asarray(counts, np.float64)) for counts in (samples, positives))
         fits = drawn.shape == good.shape == (len(prompts),)
@@ -107,18 +109,18 @@ class ValueHead:
         self._num_prompts = self.decay * self._num_prompts + len(features)
         for row, new in ((SUMS, features), (SQUARES, features.square())):
             self._state[row, :-1] = self.decay * self._state[row, :-1] + new.sum(0)
-        standardised = self._standardised(features)
+        standardised = self._standardise(features)
         losses = [self._adam_step(standardised, drawn, good) for _ in range(self.steps)]
-        self._state = _of_main_rank(self._state)
-        return float(_of_main_rank(torch.tensor(losses[0], dtype=torch.float64)))
+        self._state = _broadcast(self._state)
+        return float(_broadcast(torch.tensor(losses[0], dtype=torch.float64)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that ``load_state_dict`` needs to go on, as plain numbers and lists of hidden size + 1."""
+        """Return all state as plain numbers, and lists of hidden size + 1."""
         vectors = dict(zip(VECTORS, self._state.tolist(), strict=True))
         return {**vectors, "num_steps": self._num_steps, "num_prompts": self._num_prompts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what ``state_dict`` gave; CheckpointError if it is not that of a head of this width."""
+        """Continue from ``state_dict``; CheckpointError if it is not of a head of this width."""
         missing = [name for name in (*VECTORS, "num_steps", "num_prompts") if name not in state]
         lengths = [] if missing else [len(state[name]) for name in VECTORS]
         if missing or set(lengths) != {self._state.size(1)}:
@@ -146,12 +148,12 @@ class ValueHead:
     def _logits(self, weights: torch.Tensor, standardised: torch.Tensor) -> torch.Tensor:
         return standardised @ weights[:-1] / standardised.size(1) + weights[-1]
 
-    def _standardised(self, features: torch.Tensor) -> torch.Tensor:
+    def _standardise(self, features: torch.Tensor) -> torch.Tensor:
         if not self._num_prompts:
             return torch.zeros_like(features)
         mean, squares = (self._state[row, :-1] / self._num_prompts for row in (SUMS, SQUARES))
         variance = (squares - mean.square()).clamp(min=0)
-        # A coordinate that never changes is rounding noise, which must not be blown up.
+        # Without a floor, the rounding noise of a constant coordinate would be scaled up to 1.
         floor = 1e-6 * squares.mean() + torch.finfo(torch.float64).tiny
         standardised = (features - mean) / (variance + floor).sqrt()
         return standardised.clamp(-LARGEST_STANDARDISED, LARGEST_STANDARDISED)
@@ -160,8 +162,8 @@ class ValueHead:
 def prompt_features(policy: Policy, prompts: Sequence[np.ndarray], micro_batch_tokens: int) -> torch.Tensor:
     """Return the final hidden state at each prompt's last token, float64 [B, H], bit for bit equal on all ranks.
 
-    A collective call with equal prompts on all ranks; data-parallel ranks share the work. Routers choose by themselves.
-    Raises NumericsError naming a prompt whose hidden state is not finite.
+    A collective call with equal prompts on all ranks; data-parallel ranks share the work. Routing is native. Raises
+    NumericsError naming a prompt whose hidden state is not finite.
     """
     parallel = policy.config.parallel
     mine = _share(prompts, parallel.micro_batch_multiple)
@@ -174,7 +176,7 @@ def prompt_features(policy: Policy, prompts: Sequence[np.ndarray], micro_batch_t
             index, counts = mine[sequence]
             if counts:
                 features[index] = row
-    dist.all_reduce(features)  # each row is on one rank, so that the sum has no rounding and no order
+    dist.all_reduce(features)  # only one rank has a non-zero row, so the sum is exact
     bad = (~torch.isfinite(features)).any(1).nonzero()
     if len(bad):
         raise NumericsError(
@@ -185,16 +187,16 @@ def prompt_features(policy: Policy, prompts: Sequence[np.ndarray], micro_batch_t
 
 
 def _share(prompts: Sequence[np.ndarray], multiple: int) -> list[tuple[int, bool]]:
-    """(prompt, whether it counts) for this model copy, as many for each; the shortest prompt fills up."""
+    """Return (prompt, whether it counts) for this model copy. Repeats of the shortest prompt make all copies equal."""
     order = sorted(range(len(prompts)), key=lambda index: (-len(prompts[index]), index))
     copies = distributed.dp_size()
-    dealt = [(index, True) for index in order]
-    dealt += [(order[-1], False)] * (-len(dealt) % (copies * multiple))
-    return dealt[distributed.dp_rank() :: copies]
+    entries = [(index, True) for index in order]
+    entries += [(order[-1], False)] * (-len(entries) % (copies * multiple))
+    return entries[distributed.dp_rank() :: copies]
 
 
-def _of_main_rank(tensor: torch.Tensor) -> torch.Tensor:
-    """The main rank's numbers: processors of different kinds round differently."""
+def _broadcast(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the main rank's numbers: different kinds of processors round differently."""
     sent = tensor.detach().to(torch.cuda.current_device())
     dist.broadcast(sent, src=0)
     return sent.cpu()
