@@ -19,9 +19,9 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from megarl.convert.job import Ranks
+from megarl.convert.fp8_selection import is_misread
+from megarl.convert.integrity import Ranks
 from megarl.convert.quantization import Options, Quantized, quantize
-from megarl.convert.quantization_plan import is_misread
 from megarl.errors import MegarlError
 from megarl.models.hf_reader import some
 from megarl.models.hf_writer import FP8_ERRORS

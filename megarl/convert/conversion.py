@@ -1,43 +1,41 @@
-"""Hugging Face checkpoints into Megatron's ``torch_dist`` format and back, one parameter at a time.
+"""Converts Hugging Face checkpoints into Megatron's ``torch_dist`` format and back, without building a model.
 
-No model is built: names, cuts and shapes come from ``name_map``, Megatron's keys from ``torch_dist.Keys``. Memory is
-that of one parameter towards Megatron, of one file of ``shard_bytes`` towards Hugging Face. Under torchrun the ranks
-divide the files.
+Names and cuts come from ``models.names``, Megatron's keys from ``keys``. Memory: one parameter at a time towards
+Megatron, one file of ``shard_bytes`` towards Hugging Face. Under torchrun the ranks divide the files.
 """
 
 from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from megarl.convert.job import (
-    ConversionJob,
-    Ranks,
-    describe,
-    progress_bar,
-    require_apart,
-    require_unchanged,
+from megarl.convert.integrity import Ranks, fingerprint, require_apart, require_unchanged, same_bits
+from megarl.convert.job import ConversionJob
+from megarl.convert.keys import Keys, Layers
+from megarl.convert.megatron_files import (
+    HF_FOLDER,
+    MegatronCheckpoint,
+    Piece,
+    model_folder,
+    parameter_shape,
+    torch_dist_folder,
+    units_of,
 )
-from megarl.convert.megatron_files import MegatronCheckpoint, Piece, parameter_shape, units_of
-from megarl.convert.torch_dist import Chunk, Keys, Layers, TorchDistWriter
+from megarl.convert.torch_dist import Chunk, TorchDistWriter
 from megarl.errors import CheckpointError, ConfigError, NumericsError
-from megarl.megatron.checkpoints.checkpoint import complete_checkpoints
-from megarl.models.hf_reader import HFCheckpoint, check_tensors, some
-from megarl.models.hf_writer import copy_model_files, pack_shards, save_tensors, shard_name, write_index
+from megarl.models.hf_reader import HFCheckpoint, check_tensors
+from megarl.models.hf_writer import copy_model_files, pack_shards
 from megarl.models.names import LAYOUTS, hf_shapes
 from megarl.models.shapes import ModelShape, read_shape
 
-HF_FOLDER = "huggingface"
-"""Where a converted Megatron checkpoint keeps config and tokenizer of its model."""
-T = TypeVar("T")
 _MODEL_ARGUMENTS = ("num_layers", "hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "num_attention_heads")
-"""What Megatron-LM compares or takes over from a checkpoint's arguments, under the names of the fields."""
+"""Arguments that Megatron-LM compares with a checkpoint or takes from it."""
 _KEEP_DTYPE = ("decoder.layers.{layer}.mlp.router.expert_bias",)
 
 
@@ -46,11 +44,11 @@ class Options:
     """How to convert."""
 
     dtype: torch.dtype | None = None
-    """Of the output; None keeps each tensor's own. Expert biases keep theirs, for Megatron has them in fp32."""
+    """Of the output; None keeps each tensor's own. Expert biases always keep theirs: Megatron needs them in fp32."""
     layers: Layers = "te"
-    """Whose names a Megatron checkpoint gets (when one is read, they are recognised)."""
+    """The layers whose names a Megatron checkpoint gets; a source's names are recognised."""
     stack_layers: bool = False
-    """One tensor for all layers, as Megatron asks for under ``--moe-layer-freq 1`` by default."""
+    """One tensor for all layers, Megatron's default with ``--moe-layer-freq 1``."""
     drop: tuple[str, ...] = ()
     """Globs of tensors of the source that may be left out, such as those of prediction layers."""
     verify: bool = True
@@ -60,13 +58,13 @@ class Options:
     """Largest safetensors file, unless one parameter is larger."""
 
     def dtype_of(self, piece: Piece, stored: torch.dtype) -> torch.dtype:
-        """In which dtype a parameter that is stored in ``stored`` comes out."""
+        """The output dtype of a parameter that is stored as ``stored``."""
         if self.dtype is None or piece.rule.megatron[0] in _KEEP_DTYPE or not stored.is_floating_point:
             return stored
         return self.dtype
 
-    def plain(self) -> dict[str, Any]:
-        """What the output depends on."""
+    def of_output(self) -> dict[str, Any]:
+        """The options that change the output, as plain data."""
         kept = {key: value for key, value in asdict(self).items() if key not in ("verify", "overwrite")}
         return {**kept, "dtype": str(self.dtype)}
 
@@ -80,21 +78,21 @@ class Converted:
     num_bytes: int
     num_files: int
     num_kept: int
-    """Files of this rank that an interrupted conversion had left."""
+    """Files of this rank that an interrupted conversion had finished."""
     dropped: list[str]
     source_checksums: bool
-    """The source's files were compared with the checksums that an earlier conversion had left."""
+    """Whether the source had checksums of an earlier conversion, and they were compared."""
     keys: Keys
     shape: ModelShape = field(repr=False)
     num_padded_rows: int = 0
-    """Rows of the source's vocabulary that the model does not have."""
+    """Padding rows of the source's vocabulary, left out."""
 
 
 def to_megatron(source: Path, out: Path, options: Options, ranks: Ranks) -> Converted:
     """Convert a Hugging Face folder into a ``torch_dist`` checkpoint, on all ranks alike.
 
-    Raises ConfigError for an unknown model, CheckpointError for a source that is not whole, or if ``out`` cannot be
-    written; ``out`` is then as it was.
+    Raises ConfigError for an unknown model, CheckpointError for an incomplete source or if ``out`` cannot be written;
+    ``out`` is then unchanged.
     """
     require_apart(out, source)
     shape = read_shape(source)
@@ -108,24 +106,24 @@ def to_megatron(source: Path, out: Path, options: Options, ranks: Ranks) -> Conv
         chunks = [[_chunk(piece, keys, shape, hf, options) for piece in unit] for unit in units]
         states = [sorted({name for piece in unit for name in piece.extra_states(keys, shape)}) for unit in units]
         sizes = [sum(math.prod(chunk.shape) * chunk.dtype.itemsize for chunk in unit) for unit in chunks]
-        plan = {"source": describe(hf.files()), "config": (source / "config.json").read_text(), **options.plain()}
-        with ConversionJob(out, plan, ranks, overwrite=options.overwrite) as job:
+        identity = fingerprint(hf.files(), source, **options.of_output())
+        with ConversionJob(out, identity, ranks, overwrite=options.overwrite) as job:
             writer = TorchDistWriter(job.folder)
 
-            def write(number: int, unit: list[Chunk]) -> tuple[Path, Any]:
+            def write_unit(number: int, unit: list[Chunk]) -> tuple[Path, Any]:
                 return job.folder / f"__{number}_0.distcp", writer.write_file(number, unit, states[number])
 
             def finish(results: list[Any]) -> None:
                 flat = ([entry for unit in of_all for entry in unit] for of_all in (chunks, states))
                 writer.finish(*flat, results)
-                torch.save(_common(shape, keys), job.folder / "common.pt")
+                torch.save(_common_state(shape, keys), job.folder / "common.pt")
                 (job.folder / HF_FOLDER).mkdir(exist_ok=True)
                 copy_model_files(source, job.folder / HF_FOLDER, options.dtype)
 
-            job.run(chunks, sizes, write, finish)
+            job.write(chunks, sizes, write_unit, finish)
             if options.verify:
                 back = MegatronCheckpoint(job.folder, shape)
-                verify(job, units, sizes, lambda piece: _changed_tensors(piece, hf, back, options))
+                job.verify(units, sizes, lambda piece: _changed_tensors(piece, hf, back, options))
             job.publish(_manifest("megatron", shape, keys, options, dropped))
     return Converted(out, _count(units), sum(sizes), len(units), job.kept, dropped, checked, keys, shape)
 
@@ -143,55 +141,21 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options, ranks: 
     megatron = MegatronCheckpoint(source, shape, options.drop)
     checked = options.verify and require_unchanged(source, ranks)
     shards, sizes = _shards(megatron, shape, options)
-    plan = {"source": describe(source.glob("*.distcp")), "config": (model / "config.json").read_text()}
-    with ConversionJob(out, {**plan, **options.plain()}, ranks, overwrite=options.overwrite) as job:
+    identity = fingerprint(source.glob("*.distcp"), model, **options.of_output())
+    with ConversionJob(out, identity, ranks, overwrite=options.overwrite) as job:
 
-        def write(number: int, shard: list[Piece]) -> tuple[Path, Any]:
-            tensors = {name: tensor for piece in shard for name, tensor in hf_tensors(piece, megatron, options)}
-            file = job.folder / shard_name(number, len(shards))
-            save_tensors(tensors, file)
-            return file, dict.fromkeys(tensors, file.name)
-
-        def finish(where: list[dict[str, str]]) -> None:
-            listing = {name: file for of_shard in where for name, file in of_shard.items()}
-            write_index(job.folder, listing, sum(sizes))
+        def finish(_: list[Any]) -> None:
             copy_model_files(model, job.folder, _one_dtype(megatron, shape, options))
 
-        job.run(shards, sizes, write, finish)
+        job.write_shards(shards, sizes, lambda piece: (dict(hf_tensors(piece, megatron, options)), None), finish)
         if options.verify:
             with HFCheckpoint(job.folder) as hf:
                 check_tensors(hf, hf_shapes(shape))
-                verify(job, shards, sizes, lambda piece: _changed_parameter(piece, hf, megatron, options))
+                job.verify(shards, sizes, lambda piece: _changed_parameter(piece, hf, megatron, options))
         job.publish(_manifest("hf", shape, megatron.keys, options, megatron.dropped))
     counts = (_count(shards), sum(sizes), len(shards), job.kept)
     padded = megatron.num_padded_rows
     return Converted(out, *counts, megatron.dropped, checked, megatron.keys, shape, padded)
-
-
-def torch_dist_folder(path: Path) -> Path:
-    """The checkpoint in ``path``: itself, or the newest below a folder of Megatron-LM or of a megarl run."""
-    tracker = path / "latest_checkpointed_iteration.txt"
-    if tracker.is_file():
-        word = tracker.read_text().strip()
-        if word != "release" and not word.isdecimal():
-            raise CheckpointError(f"{tracker} says {word!r}, expected a number or 'release'")
-        found = path / (word if word == "release" else f"iter_{int(word):07d}")
-        if not found.is_dir():
-            raise CheckpointError(f"{tracker} says {word!r}, but there is no {found}")
-        return found
-    steps = complete_checkpoints(path) or complete_checkpoints(path / "checkpoints")
-    return steps[-1][1] if steps else path
-
-
-def model_folder(source: Path, model: Path | None) -> Path:
-    """Where config and tokenizer of a Megatron checkpoint are: in ``model``, or where a conversion has left them."""
-    model = model or source / HF_FOLDER
-    if not (model / "config.json").is_file():
-        raise ConfigError(
-            f"{model} holds no config.json, and a Megatron checkpoint does not say what model it is of: give --model, "
-            "a folder with the Hugging Face config and tokenizer"
-        )
-    return model
 
 
 def _chunk(piece: Piece, keys: Keys, shape: ModelShape, hf: HFCheckpoint, options: Options) -> Chunk:
@@ -209,7 +173,7 @@ def _chunk(piece: Piece, keys: Keys, shape: ModelShape, hf: HFCheckpoint, option
 
 
 def hf_tensors(piece: Piece, megatron: MegatronCheckpoint, options: Options) -> list[tuple[str, torch.Tensor]]:
-    """Name and content of the Hugging Face tensors that a parameter holds."""
+    """(name, tensor) of the Hugging Face tensors in a parameter."""
     parameter = megatron.read(piece)
     dtype = options.dtype_of(piece, parameter.dtype)
     tensors = LAYOUTS[piece.rule.layout].join([parameter], megatron.shape)
@@ -235,36 +199,14 @@ def _shards(megatron: MegatronCheckpoint, shape: ModelShape, options: Options) -
 
 
 def _one_dtype(megatron: MegatronCheckpoint, shape: ModelShape, options: Options) -> torch.dtype | None:
-    """Of all parameters that may be cast; None if they have several."""
+    """The dtype of all parameters that may be cast; None if they have several."""
     pieces = (piece for unit in units_of(shape) for piece in unit if piece.rule.megatron[0] not in _KEEP_DTYPE)
     found = {options.dtype_of(piece, megatron.dtype(piece)) for piece in pieces}
     return found.pop() if len(found) == 1 else None
 
 
-def verify(
-    job: ConversionJob, units: Sequence[Sequence[T]], sizes: Sequence[int], changed: Callable[[T], list[str]]
-) -> None:
-    """Raise CheckpointError if ``changed(piece)`` names anything, each rank for its units; the unit is then written
-    anew by the next start."""
-    mine = list(job.ranks.share(units))
-    names: list[str] = []
-    with progress_bar("verifying", sum(sizes[number] for number, _ in mine), job.ranks.rank == 0) as advance:
-        for number, unit in mine:
-            different = [name for piece in unit for name in changed(piece)]
-            if different:
-                job.forget(number)
-            names += different
-            advance(sizes[number])
-    if names:
-        raise CheckpointError(
-            f"{some(names)} came out different from the source; nothing was put in place. Run the command again: these "
-            "files are written anew. If it repeats, disk or memory is damaged, the source changes, or the map is wrong"
-        )
-    job.ranks.wait()
-
-
 def _changed_tensors(piece: Piece, hf: HFCheckpoint, written: MegatronCheckpoint, options: Options) -> list[str]:
-    """Hugging Face tensors of the source that the written parameter does not give back."""
+    """Names of source tensors that the written parameter, converted back, does not equal."""
     back = LAYOUTS[piece.rule.layout].join([written.read(piece)], written.shape)
     wanted = [hf.read(name) for name in piece.hf]
     wanted = [tensor.to(options.dtype_of(piece, tensor.dtype)) for tensor in wanted]
@@ -272,7 +214,7 @@ def _changed_tensors(piece: Piece, hf: HFCheckpoint, written: MegatronCheckpoint
 
 
 def _changed_parameter(piece: Piece, written: HFCheckpoint, source: MegatronCheckpoint, options: Options) -> list[str]:
-    """The parameter of the source, if the written tensors do not give it back; padded vocabulary is left out."""
+    """The key of the source's parameter if the written tensors, converted back, do not equal it, padding apart."""
     back = LAYOUTS[piece.rule.layout].cut([written.read(name) for name in piece.hf], 0, 1, source.shape)
     wanted = source.read(piece)
     wanted = wanted[: source.shape.vocab_size] if piece.rule.layout == "vocab" else wanted
@@ -280,15 +222,8 @@ def _changed_parameter(piece: Piece, written: HFCheckpoint, source: MegatronChec
     return [] if same else [piece.places(source.keys, source.shape)[0].key]
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal in shape, dtype and every bit, NaN included."""
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
-
-
-def _common(shape: ModelShape, keys: Keys) -> dict[str, Any]:
-    """What Megatron-LM and megarl look for beside the weights: the layout that wrote them, and the model."""
+def _common_state(shape: ModelShape, keys: Keys) -> dict[str, Any]:
+    """What Megatron-LM and megarl read beside the weights: the layout that wrote them, and the model."""
     return {
         "args": Namespace(
             tensor_model_parallel_size=1,

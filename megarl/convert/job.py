@@ -1,73 +1,47 @@
-"""A folder that several processes write together, file by file, that can be interrupted, and that appears at the end.
+"""Writes a folder file by file, on several ranks, and can be interrupted at any time.
 
-While it is written the folder is called ``OUT.partial``. Each finished unit leaves a record there; another start with
-the same source and settings keeps what is finished. The folder gets its name when every unit is done and checked.
+Until it is complete the folder is called ``OUT.partial``. Each finished unit leaves a record there, and another start
+with the same source and settings continues after these units. The folder gets its name when every unit is written and
+verified.
 """
 
 from __future__ import annotations
 
-import atexit
 import fcntl
-import hashlib
 import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from safetensors import SafetensorError
 
+from megarl.convert.integrity import Ranks, partial_of, sha256_of
 from megarl.data.files import replace_folder, sync_folder, write_atomically
-from megarl.errors import CheckpointError, ConfigError, MegarlError
-from megarl.megatron.distributed import shutdown
-from megarl.models.hf_reader import MANIFEST, read_json, some
-
-_WAIT = timedelta(hours=24)
-"""Ranks wait for the slowest; a conversion of a large model takes hours."""
+from megarl.errors import CheckpointError, MegarlError
+from megarl.models.hf_reader import MANIFEST, some
+from megarl.models.hf_writer import save_tensors, shard_name, write_index
 
 _JOB, _LOCK = ".job.json", ".lock"
-
-
-class Ranks:
-    """The processes of torchrun that share the work through the file system; alone without it."""
-
-    def __init__(self) -> None:
-        self.rank, self.size = (int(os.environ.get(name, default)) for name, default in _ENVIRONMENT)
-        if self.size > 1 and "RANK" not in os.environ:
-            raise ConfigError("found WORLD_SIZE without RANK; start with torchrun, or unset WORLD_SIZE")
-        if self.size > 1 and not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=_WAIT)
-            atexit.register(shutdown)  # gloo's threads abort a process that ends with them
-
-    def wait(self) -> None:
-        """Until all ranks are here."""
-        if self.size > 1:
-            dist.barrier()
-
-    def share(self, units: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        """(number, unit) of this rank's units."""
-        yield from list(enumerate(units))[self.rank :: self.size]
-
-
-_ENVIRONMENT = (("RANK", "0"), ("WORLD_SIZE", "1"))
+T = TypeVar("T")
 
 
 class ConversionJob:
-    """Writes folder ``out``; a context manager, on every rank. ``fingerprint`` is plain data that names source and
-    settings: unfinished work with another one is thrown away.
+    """Writes folder ``out``; a context manager, on every rank.
 
-    CheckpointError if ``out`` is there and not to be replaced, if another process writes it, or if the disk refuses.
+    ``fingerprint`` is plain data that identifies source and settings; unfinished work with another one is removed.
+    CheckpointError if ``out`` exists and must not be replaced, if another process writes it, or if the disk fails.
     """
 
     def __init__(self, out: Path, fingerprint: Mapping[str, Any], ranks: Ranks, *, overwrite: bool) -> None:
-        self.out = out.resolve()  # a link stays one, and its target is replaced
+        self.out = out.resolve()  # a link stays; its target is replaced
         self.folder = partial_of(self.out)
         self.ranks = ranks
         self._fingerprint = json.loads(json.dumps(fingerprint))
@@ -116,42 +90,38 @@ class ConversionJob:
 
     @contextmanager
     def disk_errors(self) -> Iterator[None]:
-        """What the disk says becomes a CheckpointError that tells what is left."""
+        """Turn an error of the disk into a CheckpointError that says what is left."""
         try:
             yield
         except MegarlError:
             raise
-        except (
-            OSError,
-            RuntimeError,
-            SafetensorError,
-        ) as error:  # torch and safetensors have their own for a full disk
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own errors
             raise CheckpointError(
                 f"{self.folder} cannot be written ({error}); {self.out} is as it was. What is finished stays: run "
                 "the same command again to go on"
             ) from error
 
-    def run(
+    def write(
         self,
         units: Sequence[Any],
         sizes: Sequence[int],
-        write: Callable[[int, Any], tuple[Path, Any]],
+        write_unit: Callable[[int, Any], tuple[Path, Any]],
         finish: Callable[[list[Any]], None],
     ) -> None:
-        """Write this rank's unfinished units with ``write(number, unit) -> (file, record)``, each made to last before
-        its record is kept; then rank 0 calls ``finish`` with the records of all units, in order."""
-        mine = list(self.ranks.share(units))
-        with progress_bar("converting", sum(sizes[number] for number, _ in mine), self.ranks.rank == 0) as advance:
+        """Write this rank's unfinished units with ``write_unit(number, unit) -> (file, record)``.
+
+        Then rank 0 calls ``finish`` with the records of all units, in order.
+        """
+        with self._share("converting", units, sizes) as mine:
             for number, unit in mine:
-                if self._record(number) is None:
-                    with self.disk_errors():
-                        file, record = write(number, unit)
-                        _sync_file(file)
-                        kept = {"file": file.name, "bytes": file.stat().st_size, "record": record}
-                        write_atomically(self._record_file(number), pickle.dumps(kept))
-                else:
+                if self._record(number) is not None:
                     self.kept += 1
-                advance(sizes[number])
+                    continue
+                with self.disk_errors():
+                    file, record = write_unit(number, unit)
+                    _sync_file(file)  # before its record, so that a record always means a complete file
+                    kept = {"file": file.name, "bytes": file.stat().st_size, "record": record}
+                    write_atomically(self._record_file(number), pickle.dumps(kept))
         self.ranks.wait()
         if self.ranks.rank == 0:
             with self.disk_errors():
@@ -163,8 +133,72 @@ class ConversionJob:
                 finish(records)
         self.ranks.wait()
 
+    def write_shards(
+        self,
+        shards: Sequence[Sequence[T]],
+        sizes: Sequence[int],
+        encode: Callable[[T], tuple[dict[str, torch.Tensor], Any]],
+        finish: Callable[[list[Any]], None],
+    ) -> None:
+        """Write a Hugging Face folder: one safetensors file for each shard, and the index.
+
+        ``encode(part)`` returns the tensors of a part and a note; rank 0 calls ``finish`` with the notes of all parts.
+        """
+
+        def write_shard(number: int, shard: Sequence[T]) -> tuple[Path, Any]:
+            encoded = [encode(part) for part in shard]
+            tensors = {name: tensor for made, _ in encoded for name, tensor in made.items()}
+            file = self.folder / shard_name(number, len(shards))
+            save_tensors(tensors, file)
+            return file, (list(tensors), [note for _, note in encoded])
+
+        def write_folder(records: list[Any]) -> None:
+            listing = {
+                name: shard_name(number, len(shards)) for number, (names, _) in enumerate(records) for name in names
+            }
+            write_index(self.folder, listing, sum(sizes))
+            finish([note for _, notes in records for note in notes])
+
+        self.write(shards, sizes, write_shard, write_folder)
+
+    def verify(self, units: Sequence[Sequence[T]], sizes: Sequence[int], changed: Callable[[T], list[str]]) -> None:
+        """Raise CheckpointError if ``changed(part)`` names anything; each rank checks its units.
+
+        The next start writes these units anew.
+        """
+        names: list[str] = []
+        with self._share("verifying", units, sizes) as mine:
+            for number, unit in mine:
+                different = [name for part in unit for name in changed(part)]
+                if different:
+                    self._record_file(number).unlink(missing_ok=True)
+                names += different
+        if names:
+            raise CheckpointError(
+                f"{some(names)} came out different from the source; nothing was put in place. Run the command again: "
+                "these files are written anew. If it repeats, disk or memory is damaged, the source changes, or the "
+                "map is wrong"
+            )
+        self.ranks.wait()
+
+    @contextmanager
+    def _share(self, label: str, units: Sequence[Any], sizes: Sequence[int]) -> Iterator[Iterator[tuple[int, Any]]]:
+        """Inside: iterate over (number, unit) of this rank's units; rank 0 shows a progress bar in bytes."""
+        mine = list(self.ranks.share(units))
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        console, is_silent = Console(stderr=True), self.ranks.rank != 0
+        with Progress(*columns, TimeRemainingColumn(), console=console, disable=is_silent) as bar:
+            task = bar.add_task(label, total=sum(sizes[number] for number, _ in mine))
+
+            def advance() -> Iterator[tuple[int, Any]]:
+                for number, unit in mine:
+                    yield number, unit
+                    bar.advance(task, sizes[number])
+
+            yield advance()
+
     def _record(self, number: int) -> Any:
-        """What ``write`` returned, if its file is still there as it was; else None."""
+        """The record of a unit whose file is complete; else None."""
         path = self._record_file(number)
         if not path.is_file():
             return None
@@ -174,10 +208,6 @@ class ConversionJob:
 
     def _record_file(self, number: int) -> Path:
         return self.folder / f".unit_{number:06d}"
-
-    def forget(self, number: int) -> None:
-        """Let the next start write this unit anew."""
-        self._record_file(number).unlink(missing_ok=True)
 
     def publish(self, manifest: Mapping[str, Any]) -> None:
         """Give the folder its name, with ``manifest`` and the SHA-256 of every file of weights in it."""
@@ -193,7 +223,7 @@ class ConversionJob:
                         f"{self.out} has appeared meanwhile; {self.folder} is whole: rename one of them"
                     )
                 replace_folder(self.folder, self.out)
-                # Only now: until it has its name, these tell the folder from a foreign one.
+                # Last: until the folder has its name, these files mark it as a conversion's.
                 for entry in (*self.out.glob(".unit_*"), self.out / _JOB, self.out / _LOCK):
                     entry.unlink()
         self.ranks.wait()
@@ -205,61 +235,6 @@ class ConversionJob:
         gathered: list[dict[str, str]] = [{}] * self.ranks.size
         dist.all_gather_object(gathered, mine)
         return {name: digest for part in gathered for name, digest in sorted(part.items())}
-
-
-def partial_of(out: Path) -> Path:
-    """What a folder is called until it is whole."""
-    if not out.name:
-        raise ConfigError(f"{out} cannot be written; name a folder")
-    return out.with_name(out.name + ".partial")
-
-
-def require_apart(out: Path, *sources: Path | None) -> None:
-    """ConfigError if ``out``, or the folder in which it is made, is a source or has one inside."""
-    written = (out.resolve(), partial_of(out.resolve()))
-    for source in sources:
-        if source is not None and {source.resolve(), *source.resolve().parents} & set(written):
-            raise ConfigError(f"{out} would replace its own source {source}; choose another folder")
-
-
-def sha256_of(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def require_unchanged(folder: Path, ranks: Ranks) -> bool:
-    """Compare the files of a folder that a conversion wrote with the checksums that it left; False if it left none.
-
-    Raises CheckpointError naming the file that has changed.
-    """
-    manifest = folder / MANIFEST
-    if not manifest.is_file():
-        return False
-    digests = read_json(manifest).get("sha256")
-    if not isinstance(digests, dict):
-        raise CheckpointError(f"{manifest} holds no checksums; remove it if it is not of a conversion")
-    for _, (name, digest) in ranks.share(sorted(digests.items())):
-        if not (folder / name).is_file() or sha256_of(folder / name) != digest:
-            raise CheckpointError(
-                f"{folder / name} is not the file that was written: {MANIFEST} has another SHA-256 (remove {MANIFEST} "
-                "if the change is yours)"
-            )
-    return True
-
-
-def describe(files: Iterable[Path]) -> list[list[Any]]:
-    """(name, bytes, time of change) of files: tells a source from another."""
-    return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files)]
-
-
-@contextmanager
-def progress_bar(label: str, num_bytes: int, enabled: bool) -> Iterator[Callable[[int], None]]:
-    """Inside, the yielded function takes the bytes that are done."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not enabled)
-    with bar:
-        task = bar.add_task(label, total=num_bytes)
-        yield lambda done: bar.advance(task, done)
 
 
 def _sync_file(file: Path) -> None:

@@ -1,4 +1,4 @@
-"""The parameters of a whole model, and where a ``torch_dist`` checkpoint holds them, whatever wrote it."""
+"""Finds the parameters of a whole model in a ``torch_dist`` checkpoint, whatever wrote it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from pathlib import Path
 
 import torch
 
-from megarl.convert.torch_dist import Keys, Place, TorchDistReader
-from megarl.errors import CheckpointError
+from megarl.convert.keys import Keys, Place
+from megarl.convert.torch_dist import TorchDistReader
+from megarl.errors import CheckpointError, ConfigError
+from megarl.megatron.checkpoints.checkpoint import complete_checkpoints
 from megarl.models.hf_reader import some
 from megarl.models.names import LAYOUTS, Rule, dimensions, rules_of
 from megarl.models.shapes import ModelShape
 
+HF_FOLDER = "huggingface"
+"""Subfolder of a converted Megatron checkpoint with config and tokenizer of its model."""
 _ARGUMENTS = ("num_layers", "hidden_size", "num_attention_heads", "kv_channels")
-"""Arguments of Megatron-LM that are a field of the shape."""
+"""Megatron-LM's arguments that are fields of a shape."""
 _NO_WEIGHTS = ("optimizer", "chained_", "rng", "rerun_state", "opt_param_scheduler", "num_floating_point")
-"""How keys begin that hold no weights of the model, in checkpoints of training runs."""
+"""Prefixes of the keys of training state, which is not converted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,41 +55,67 @@ def units_of(shape: ModelShape) -> list[list[Piece]]:
 
 
 def parameter_shape(piece: Piece, shape: ModelShape) -> tuple[int, ...]:
-    """Of the whole parameter in Megatron."""
+    """The shape of the whole parameter in Megatron."""
     sizes = dimensions(shape)
     tensors = [torch.empty([sizes[dim] for dim in dims.split()], device="meta") for dims in piece.rule.dims]
     return tuple(LAYOUTS[piece.rule.layout].cut(tensors, 0, 1, shape).shape)
 
 
+def torch_dist_folder(path: Path) -> Path:
+    """The newest checkpoint in a folder of Megatron-LM or of a megarl run; any other path as it is."""
+    tracker = path / "latest_checkpointed_iteration.txt"
+    if tracker.is_file():
+        word = tracker.read_text().strip()
+        if word != "release" and not word.isdecimal():
+            raise CheckpointError(f"{tracker} says {word!r}, expected a number or 'release'")
+        found = path / (word if word == "release" else f"iter_{int(word):07d}")
+        if not found.is_dir():
+            raise CheckpointError(f"{tracker} says {word!r}, but there is no {found}")
+        return found
+    steps = complete_checkpoints(path) or complete_checkpoints(path / "checkpoints")
+    return steps[-1][1] if steps else path
+
+
+def model_folder(source: Path, model: Path | None) -> Path:
+    """The folder with config and tokenizer of a Megatron checkpoint: ``model``, or the one that a conversion wrote."""
+    model = model or source / HF_FOLDER
+    if not (model / "config.json").is_file():
+        raise ConfigError(
+            f"{model} holds no config.json, and a Megatron checkpoint does not say which model it holds: give --model, "
+            "a folder with the Hugging Face config and tokenizer"
+        )
+    return model
+
+
 class MegatronCheckpoint:
     """Read access to the parameters of a model in a ``torch_dist`` checkpoint.
 
-    The names are recognised: those of local or Transformer Engine layers, layers and experts stacked or single. Raises
-    CheckpointError that names what is missing, unknown (unless a glob in ``drop`` matches it) or of another shape.
+    It recognises the names of local and Transformer Engine layers, with layers and experts stacked or single. Raises
+    CheckpointError for tensors that are missing, unknown (unless a glob in ``drop`` matches them) or mis-shaped.
     """
 
     def __init__(self, path: Path, shape: ModelShape, drop: Sequence[str] = ()) -> None:
         self.shape = shape
         self._reader = TorchDistReader(path)
         self._stored = self._reader.tensors
-        self._require_same_model()
+        self._check_model()
         pieces = [piece for unit in units_of(shape) for piece in unit]
         self.keys, wanted = self._recognise(pieces)
         rest = [key for key in self._stored if key not in wanted and not key.startswith(_NO_WEIGHTS)]
         self.dropped = sorted({key for pattern in drop for key in fnmatch.filter(rest, pattern)})
-        """Tensors that were excused."""
+        """Unknown tensors that ``drop`` matches."""
         self.num_padded_rows = 0
-        """Rows of the vocabulary beyond the model's, which are left out."""
+        """Padding rows of the vocabulary, left out."""
         missing, unknown = sorted(wanted - set(self._stored)), sorted(set(rest) - set(self.dropped))
         if missing or unknown:
             lists = ((missing, "missing"), (unknown, "unknown"))
             told = "; ".join(f"{len(names)} tensors {what}: {some(names)}" for names, what in lists if names)
             raise CheckpointError(f"{path} does not hold a {shape.family} model of this config: {told}")
         for piece in pieces:
-            self._require_shape(piece)
+            self._check_shape(piece)
 
-    def _require_same_model(self) -> None:
-        """Compare with what the checkpoint says of its model: shapes alone do not tell heads from their width."""
+    def _check_model(self) -> None:
+        """Compare with the model that the checkpoint describes: 4 heads of 16 and 8 of 8 have the same shapes."""
         common = self._reader.common()
         loop, arguments = common.get("loop"), common.get("args")
         said = loop.get("model", {}) if isinstance(loop, dict) else {}
@@ -108,7 +138,7 @@ class MegatronCheckpoint:
         ]
         return min(candidates, key=lambda candidate: len(candidate[1] - set(self._stored)))
 
-    def _require_shape(self, piece: Piece) -> None:
+    def _check_shape(self, piece: Piece) -> None:
         places = piece.places(self.keys, self.shape)
         first, *others = parameter_shape(piece, self.shape)
         for place in places:

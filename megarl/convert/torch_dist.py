@@ -1,7 +1,7 @@
-"""Megatron's ``torch_dist`` checkpoints, written and read one tensor at a time, without a model or process group.
+"""Reads and writes Megatron's ``torch_dist`` checkpoints one tensor at a time, without a model or process group.
 
-The format is torch's distributed checkpoint with Megatron's names: every tensor is stored whole or in chunks of a
-global tensor, so any layout can load it. ``Keys`` says under which name Megatron looks for a parameter.
+The format is torch's distributed checkpoint with Megatron's names (``keys``): every tensor is stored whole or in
+chunks of a global tensor, so any layout can load it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, SavePlan
@@ -29,102 +29,13 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megarl.convert.keys import Place
 from megarl.errors import CheckpointError
-from megarl.models.names import Rule
-from megarl.models.shapes import ModelShape
-
-Layers = Literal["local", "te"]
-"""Whose layers will load the checkpoint: Megatron's local ones, or Transformer Engine's."""
-
-_FUSED_IN_LOCAL = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
-"""Names that Megatron's local layers (those with grouped attention) have in checkpoints."""
-_LAYER = "layers.{layer}."
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a parameter stands in a global tensor: ``global[(*index, ...)]`` is the parameter."""
-
-    key: str
-    index: tuple[int, ...]
-    """Layer, expert, or both, where the global tensor has an axis for them."""
-    sizes: tuple[int, ...]
-    """Lengths of these axes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """One way in which Megatron names parameters in checkpoints; ``Keys.all_of`` are those that it has had."""
-
-    layers: Layers
-    stacked: bool
-    """One tensor for all layers, [L, ...], as Megatron has it where all layers are of one kind and it is not told
-    otherwise; else one for each."""
-    single_experts: bool = False
-    """One key per expert, and gate and up apart (``singleton_local_shards``); else one axis for the experts."""
-
-    @staticmethod
-    def all_of(shape: ModelShape) -> list[Keys]:
-        one_kind = len(shape.moe_layers) in (0, shape.num_layers)
-        plain = [Keys(layers, stacked) for stacked in ([False, True] if one_kind else [False]) for layers in _LAYERS]
-        return [*plain, *(Keys(layers, False, single_experts=True) for layers in _LAYERS)]
-
-    @staticmethod
-    def of_megatron(shape: ModelShape, layers: Layers, stacked: bool = False) -> Keys:
-        """Those that Megatron asks for: a dense model stacks layers, one with ``moe_layer_freq`` as a list does not."""
-        return Keys(layers, stacked or not shape.moe_layers)
-
-    def places(self, rule: Rule, shape: ModelShape, layer: int, expert: int) -> list[Place]:
-        """One, or with ``single_experts`` the two halves of a gated matrix."""
-        name = self._name(rule, shape)
-        index, sizes = [], []
-        if rule.scope != "model":
-            if self.stacked:
-                name = name.replace(_LAYER, "layers.")
-                index, sizes = [layer], [shape.num_layers]
-            else:
-                name = name.replace(_LAYER, f"layers.{layer}.")
-        if rule.scope == "expert" and self.single_experts:
-            name = name.replace("{expert}", str(expert))
-        elif rule.scope == "expert":
-            name = name.replace("{expert}.", "")
-            index, sizes = [*index, expert], [*sizes, shape.num_experts]
-        halves = ("_w", "_v") if self.single_experts and rule.layout == "gate_up" else ("",)
-        return [Place(name + half, tuple(index), tuple(sizes)) for half in halves]
-
-    def _name(self, rule: Rule, shape: ModelShape) -> str:
-        if rule.scope == "expert":  # both kinds of layers call it so
-            return rule.megatron[0].replace("local_experts.{expert}", "experts.{expert}")
-        name = rule.megatron[0 if self.layers == "local" else -1]
-        if self.layers == "local" and not shape.fields.get("multi_latent_attention"):
-            for local, fused in _FUSED_IN_LOCAL.items():
-                name = name.replace(local, fused)
-        return name
-
-    def extra_states(self, rule: Rule, shape: ModelShape, layer: int, expert: int) -> list[str]:
-        """Names of the objects that the parameter's module looks for in a checkpoint: None without FP8 training."""
-        place = self.places(rule, shape, layer, expert)[0]
-        module = place.key.rpartition(".")[0]
-        leaf = module.rpartition(".")[2]
-        is_linear = leaf.startswith("linear_")
-        if (rule.scope == "model" and leaf != "final_layernorm") or not (is_linear or self.layers == "te"):
-            return []
-        index, sizes = (".".join(map(str, numbers)) for numbers in (place.index or (0,), place.sizes or (1,)))
-        modules = [module]
-        if self.layers == "te" and leaf == "linear_proj":
-            modules.append(module.replace("linear_proj", "core_attention"))
-        return [f"{name}._extra_state/shard_{index}_{sizes}" for name in modules if leaf != "router"]
-
-
-_LAYERS: tuple[Layers, Layers] = ("local", "te")
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A tensor to be written, made when its turn comes."""
+    """A tensor to be written; ``make`` is called when it is written, so that one at a time is in memory."""
 
     place: Place
     shape: tuple[int, ...]
@@ -146,7 +57,7 @@ class Chunk:
 
 
 class _Planner:
-    """What torch's writer asks: the data of one item, at the moment when it writes it."""
+    """The part of torch's SavePlanner that its writer calls: returns the data of one item."""
 
     def __init__(self, chunks: Mapping[MetadataIndex, Chunk]) -> None:
         self._chunks = chunks
@@ -162,18 +73,18 @@ class _Planner:
             raise CheckpointError(
                 f"{chunk.place.key}: made {made.dtype} {tuple(made.shape)}, expected {chunk.dtype} {chunk.shape}"
             )
-        # A view would be stored with all of the memory that it looks into.
+        # torch.save would store a view with all of the memory behind it.
         return made.reshape(chunk.chunk_shape).clone(memory_format=torch.contiguous_format)
 
 
 class TorchDistWriter:
-    """Writes files of chunks into a folder, each by any process, then the metadata that makes them one checkpoint."""
+    """Writes files of chunks, each in any process; then the metadata that makes them one checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def write_file(self, number: int, chunks: Sequence[Chunk], extra_states: Sequence[str]) -> list[WriteResult]:
-        """Write file ``__<number>_0.distcp``; the results belong into ``finish``."""
+        """Write file ``__<number>_0.distcp``; pass the results to ``finish``."""
         items = [_write_item(chunk) for chunk in chunks]
         by_index = dict(zip((item.index for item in items), chunks, strict=True))
         items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in extra_states]
@@ -184,7 +95,7 @@ class TorchDistWriter:
     def finish(
         self, chunks: Iterable[Chunk], extra_states: Iterable[str], results: Sequence[list[WriteResult]]
     ) -> None:
-        """Write ``.metadata`` and what Megatron wants beside it; ``common`` state is written by the caller."""
+        """Write ``.metadata`` and ``metadata.json``; the caller writes ``common.pt``."""
         tensors: dict[str, Any] = {}
         for chunk in chunks:
             meta = TensorStorageMetadata(TensorProperties(dtype=chunk.dtype), torch.Size(chunk.global_shape), [])
@@ -207,7 +118,7 @@ def _write_item(chunk: Chunk) -> WriteItem:
 
 
 class _OneTensor:
-    """What torch's reader asks: where a piece of one tensor goes."""
+    """The part of torch's LoadPlanner that its reader calls: returns the target of one piece."""
 
     def __init__(self, target: torch.Tensor) -> None:
         self._target = target
@@ -219,14 +130,14 @@ class _OneTensor:
         return view
 
     def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        """It is where it belongs already."""
+        """Nothing to do: torch has copied into the target already."""
 
 
 _UNREADABLE = (
     *(pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, KeyError, OSError, ValueError),
     *(RuntimeError, AssertionError),
 )
-"""What damaged files make pickle and torch raise."""
+"""What pickle and torch raise for damaged files."""
 
 
 class TorchDistReader:
@@ -263,7 +174,7 @@ class TorchDistReader:
                 )
 
     def common(self) -> dict[str, Any]:
-        """What Megatron keeps beside the tensors (``common.pt``), empty without it."""
+        """The state that Megatron keeps beside the tensors (``common.pt``); empty if the file is missing."""
         file = self.path / "common.pt"
         if not file.is_file():
             return {}

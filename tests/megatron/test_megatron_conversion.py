@@ -22,10 +22,12 @@ from tiny_families import FAMILIES, write_family
 from tiny_world import safetensors_of
 
 from megarl import cli
-from megarl.convert.conversion import HF_FOLDER, Options, same_bits, to_hf, to_megatron, torch_dist_folder
-from megarl.convert.job import MANIFEST, ConversionJob, Ranks
-from megarl.convert.megatron_files import MegatronCheckpoint, units_of
-from megarl.convert.torch_dist import Chunk, Keys, TorchDistReader, TorchDistWriter
+from megarl.convert.conversion import Options, to_hf, to_megatron
+from megarl.convert.integrity import MANIFEST, Ranks, same_bits
+from megarl.convert.job import ConversionJob
+from megarl.convert.keys import Keys
+from megarl.convert.megatron_files import HF_FOLDER, MegatronCheckpoint, torch_dist_folder, units_of
+from megarl.convert.torch_dist import Chunk, TorchDistReader, TorchDistWriter
 from megarl.core.fp8 import quantize_fp8
 from megarl.errors import CheckpointError, ConfigError, NumericsError
 from megarl.models.hf_reader import INDEX
@@ -554,7 +556,7 @@ class TestCommand:
         assert self.run(copy, tmp_path / "megatron", "--layers", "local") == 0
         config = json.loads((tmp_path / "megatron" / HF_FOLDER / "config.json").read_text())
         config["routed_scaling_factor"] = 1.0
-        from megarl.convert.check import compare_logits
+        from megarl.convert.logits import compare_logits
 
         (tmp_path / "megatron" / HF_FOLDER / "config.json").write_text(json.dumps(config))
         with pytest.raises(CheckpointError, match="logits of Megatron and transformers differ"):

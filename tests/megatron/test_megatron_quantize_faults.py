@@ -19,8 +19,8 @@ from fp8_worlds import BLOCK, matrices, same_tensors, write_plain
 from small_disks import mounted
 from tiny_world import safetensors_of
 
-from megarl.convert import quantization
-from megarl.convert.job import Ranks
+from megarl.convert import job
+from megarl.convert.integrity import Ranks
 from megarl.convert.quantization import Options, Quantized, quantize
 from megarl.errors import CheckpointError, ConfigError, NumericsError
 
@@ -43,7 +43,7 @@ def killed_in_file(number: int, source: Path, out: Path) -> None:
     """Runs in a process of its own until it is killed with half of a file written."""
     child = os.fork()
     if child == 0:
-        save = quantization.save_tensors
+        save = job.save_tensors
 
         def save_or_die(tensors: Any, file: Path) -> None:
             if file.name.startswith(f"model-{number:05d}-"):
@@ -51,7 +51,7 @@ def killed_in_file(number: int, source: Path, out: Path) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             save(tensors, file)
 
-        quantization.save_tensors = save_or_die
+        job.save_tensors = save_or_die
         try:
             quantized(source, out)
         finally:
@@ -181,7 +181,7 @@ def test_an_output_that_exists_stays_until_the_new_one_is_whole(source: Path, tm
 def test_bytes_that_change_on_their_way_are_found(
     tensor: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save = quantization.save_tensors
+    save = job.save_tensors
     name = tensor if tensor != "scale" else "model.layers.1.self_attn.o_proj.weight_scale_inv"
 
     def save_changed(tensors: dict[str, torch.Tensor], file: Path) -> None:
@@ -190,7 +190,7 @@ def test_bytes_that_change_on_their_way_are_found(
         save(tensors, file)
 
     with monkeypatch.context() as patch:
-        patch.setattr(quantization, "save_tensors", save_changed)
+        patch.setattr(job, "save_tensors", save_changed)
         with pytest.raises(CheckpointError, match=f"{name} came out different"):
             quantized(source, tmp_path / "fp8")
     assert not (tmp_path / "fp8").exists()
@@ -239,7 +239,7 @@ def test_ranks_divide_the_files(source: Path, tmp_path: Path) -> None:
 _MEMORY = """
 import sys, threading, time
 from pathlib import Path
-from megarl.convert.job import Ranks
+from megarl.convert.integrity import Ranks
 from megarl.convert.quantization import Options, quantize
 
 def private():

@@ -18,9 +18,9 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, FP8Experts,
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from megarl.convert import conversion
-from megarl.convert.job import Ranks
+from megarl.convert.fp8_selection import is_misread
+from megarl.convert.integrity import Ranks
 from megarl.convert.quantization import Options, Quantized, quantize, read_errors
-from megarl.convert.quantization_plan import is_misread
 from megarl.core.fp8 import is_fp8_weight, quantize_fp8
 from megarl.errors import ConfigError
 from megarl.models.hf_reader import HFCheckpoint
@@ -204,6 +204,6 @@ def test_a_name_that_engines_would_take_for_another(tmp_path: Path) -> None:
     weights["model.layers.0.mlp.gate_proj.weight"] = torch.ones(16, 16)
     weights["model.layers.0.mlp.gate.weight"] = torch.ones(16, 16)
     source = write_plain(tmp_path / "source", weights)
-    with pytest.raises(ConfigError, match=r"gate stays in high precision, and by its name .*mlp.gate_proj"):
+    with pytest.raises(ConfigError, match=r"gate stays in high precision, and its name would .*mlp.gate_proj"):
         quantized(source, tmp_path / "fp8")
     quantized(source, tmp_path / "fp8", keep=("*.gate_proj",))

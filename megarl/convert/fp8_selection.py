@@ -1,8 +1,11 @@
-"""Which tensors of a model become FP8 blocks, and how its config says so to transformers and SGLang.
+"""Which tensors of a model become FP8 blocks, and how its config tells transformers and SGLang.
 
-Both take every linear module for FP8 that ``modules_to_not_convert`` does not name. transformers 5.12 takes a name for
-a regular expression that matches the beginning of a module's name, or for its end; SGLang 0.5.23 for whole parts of it,
-some earlier releases for any part. Both hold the experts of a layer as one module, SGLang some projections too.
+Both treat every linear module as FP8 unless ``modules_to_not_convert`` names it. They match names differently:
+
+- transformers 5.12: a regular expression for the beginning of a module's name, or its end;
+- SGLang 0.5.23: whole parts of the name; some earlier releases: any substring.
+
+Both hold the experts of a layer as one module, and SGLang also joins some projections.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from megarl.models.hf_reader import some
 _WEIGHT = ".weight"
 _EXPERTS = re.compile(r"(.*\.experts)\.")
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
-"""Projections of one module that engines hold as one matrix."""
+"""Projections that engines join into one matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +44,14 @@ class Tensor:
 
     @property
     def module(self) -> str:
-        """The module of an engine that holds it."""
+        """The engine's module that holds the tensor."""
         experts = _EXPERTS.match(self.name)
         return experts[1] if experts else self.name.removesuffix(_WEIGHT)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What becomes FP8."""
+class Selection:
+    """The tensors that become FP8."""
 
     quantized: set[str]
     """Names of tensors."""
@@ -56,15 +59,15 @@ class Plan:
     """``quantization_config`` of the result."""
 
 
-def plan_of(tensors: Sequence[Tensor], keep: Sequence[str], block: tuple[int, int]) -> Plan:
-    """Decide by name and shape; ``keep`` are globs of names, with or without ``.weight``, that stay as they are.
+def select_tensors(tensors: Sequence[Tensor], keep: Sequence[str], block: tuple[int, int]) -> Selection:
+    """Select by name and shape. ``keep`` are globs of names, with or without ``.weight``, that stay as they are.
 
-    Raises ConfigError for blocks that are none, globs that match nothing, weights that cannot be quantised, and for a
-    choice that engines would not understand.
+    Raises ConfigError for an empty block, a glob that matches nothing, weights that cannot be quantised, and a
+    selection that engines would not understand.
     """
     if min(block) < 1:
-        raise ConfigError(f"blocks of {block[0]} x {block[1]} are none, expected two numbers from 1 on")
-    kept = _matched(tensors, keep)
+        raise ConfigError(f"blocks of {block[0]} x {block[1]} are empty, expected two numbers of at least 1")
+    kept = _match(tensors, keep)
     matrices = [one for one in tensors if len(one.shape) == 2 and is_fp8_weight(one.name)]
     quantized = {one.name for one in matrices} - kept
     if not quantized:
@@ -74,19 +77,19 @@ def plan_of(tensors: Sequence[Tensor], keep: Sequence[str], block: tuple[int, in
     _require_whole_matrices(matrices, quantized)
     modules = _modules_to_keep([one for one in tensors if one.name not in quantized])
     _require_distinct(modules, list(dict.fromkeys(one.module for one in matrices if one.name in quantized)))
-    return Plan(quantized, fp8_config(modules, block))
+    return Selection(quantized, fp8_config(modules, block))
 
 
 def is_misread(shape: Sequence[int], block: tuple[int, int]) -> bool:
-    """Whether transformers 5.12 takes other blocks when it dequantises a matrix of this shape, or refuses it.
+    """Whether transformers 5.12 misreads or refuses a matrix of this shape when it dequantises.
 
-    It divides rows and columns evenly by the number of scales.
+    It divides rows and columns evenly by the number of scales, so its blocks may differ from ``block``.
     """
     axes = zip(shape, block, grid_of(shape, block), strict=True)
     return any(number > 1 and size % length for size, length, number in axes)
 
 
-def _matched(tensors: Sequence[Tensor], keep: Sequence[str]) -> set[str]:
+def _match(tensors: Sequence[Tensor], keep: Sequence[str]) -> set[str]:
     kept: set[str] = set()
     for pattern in keep:
         globs = (pattern, pattern + _WEIGHT)
@@ -114,7 +117,7 @@ def _require_single_experts(tensors: Sequence[Tensor]) -> None:
 
 
 def _require_whole_matrices(matrices: Sequence[Tensor], quantized: set[str]) -> None:
-    """What engines hold as one matrix is in one precision."""
+    """Refuse two precisions within what engines hold as one matrix."""
     groups: dict[tuple[str, Any], list[str]] = defaultdict(list)
     for one in matrices:
         parent, _, leaf = one.name.removesuffix(_WEIGHT).rpartition(".")
@@ -135,7 +138,7 @@ def _require_whole_matrices(matrices: Sequence[Tensor], quantized: set[str]) -> 
 
 
 def _modules_to_keep(tensors: Sequence[Tensor]) -> list[str]:
-    """Modules of the matrices that stay, in the order of the model; a tied ``lm_head`` has no tensor."""
+    """Modules of the matrices that stay, in model order; ``lm_head`` always, because a tied one has no tensor."""
     matrices = (one for one in tensors if len(one.shape) > 1)
     modules = [one.module for one in matrices if one.name.endswith(_WEIGHT) or _EXPERTS.match(one.name)]
     return list(dict.fromkeys(["lm_head", *modules]))
@@ -147,6 +150,6 @@ def _require_distinct(kept: Sequence[str], quantized: Sequence[str]) -> None:
         taken = [module for module in quantized if pattern.match(module) or name in module]
         if taken:
             raise ConfigError(
-                f"{name} stays in high precision, and by its name engines would take {some(taken)} for such a module "
-                f"too: --keep {taken[0]!r} as well"
+                f"{name} stays in high precision, and its name would make engines take {some(taken)} for such a "
+                f"module too: --keep {taken[0]!r} as well"
             )
