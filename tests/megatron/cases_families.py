@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from tiny_world import MODELS, config, policy_of, safetensors_of
 
 from megarl.convert.conversion import Options, to_hf, to_megatron
@@ -22,7 +21,7 @@ def chain(layout: dict[str, int], model: str, then: str) -> dict[str, list[str]]
     to_megatron(source, first, Options(layers="local"), Ranks())
     other = {part[:-1]: int(part[-1]) for part in then.split()}
     _through_megatron(policy_of(config(source, layout)), first, second)
-    _through_megatron(policy_of(config(source, other)), second, third)
+    _through_megatron(policy_of(config(source, other)), second / "step_0000000", third)
     to_hf(third, back, source, Options(), Ranks())
     stored, found = safetensors_of(source), safetensors_of(back)
     different = [name for name in stored if name not in found or not torch.equal(stored[name], found[name])]
@@ -35,7 +34,4 @@ def _through_megatron(policy: Policy, source: Path, target: Path) -> None:
         for tensor in (*chunk.parameters(), *dict(chunk.named_buffers()).values()):
             tensor.data.fill_(7.0)
     checkpoint.read_weights(source, policy.chunks)
-    if dist.get_rank() == 0:
-        target.mkdir(parents=True)
-    dist.barrier()
-    checkpoint.write_weights(target, policy.chunks)
+    checkpoint.save(target, 0, policy, {}, keep=1)

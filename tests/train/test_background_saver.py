@@ -25,13 +25,13 @@ from megarl.megatron.checkpoints.checkpoint import complete_checkpoints
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Writers begin when training has long gone on."""
-    original: Callable[..., None] = background_saver._until_parent_ends
+    original: Callable[..., None] = background_saver._write_until_parent_ends
 
     def later(*arguments: Any) -> None:
         time.sleep(1.5)
         original(*arguments)
 
-    monkeypatch.setattr(background_saver, "_until_parent_ends", later)
+    monkeypatch.setattr(background_saver, "_write_until_parent_ends", later)
 
 
 def writers() -> list[psutil.Process]:

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on."""
+"""Writes checkpoints while training continues."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.errors import SaveError
-from megarl.megatron.checkpoints.checkpoint import WRITE_ERRORS, cleared, partial_folder, publish, whole_state
+from megarl.megatron.checkpoints.checkpoint import WRITE_ERRORS, clear_partial, partial_folder, publish
+from megarl.megatron.checkpoints.state import run_state
 from megarl.megatron.checkpoints.versions import checkpoint_metadata, forked_queue, write_errors_are_told_to_all
 from megarl.megatron.policy import Policy
 
 _PR_SET_PDEATHSIG = 1
-_LOOK_S = 0.5
-"""Between two looks at the processes that write."""
+_CHECK_S = 0.5
+"""Seconds between two checks of the writing processes."""
 
 
 class BackgroundSaver:
-    """Writes checkpoints while training goes on: a forked process of each rank writes what memory held at its start.
+    """Writes checkpoints in a forked process of each rank, from a copy of its memory, while training continues.
 
-    One at a time. Like ``save``, it gives a checkpoint its name when every rank has written its part.
+    One at a time. As with ``save``, a checkpoint gets its name when every rank has written its part.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
@@ -42,26 +43,25 @@ class BackgroundSaver:
         self._pending: Path | None = None
 
     def begin(self, step: int, policy: Policy, loop: Mapping[str, Any]) -> None:
-        """Start to write checkpoint ``step``, after the one before is there; a collective call."""
+        """Start to write checkpoint ``step``, after the previous one is complete; a collective call."""
         self.poll(wait=True)
-        path = cleared(self._folder, step)
+        path = clear_partial(self._folder, step)
         filesystem_async._results_queue = forked_queue()
         request = dist_checkpointing.save(
-            whole_state(policy, step, loop),
+            run_state(policy, step, loop),
             str(partial_folder(path)),
             async_sharded_save=True,
             **checkpoint_metadata("content_metadata"),
         )
-        writes = request.async_fn
-        self._calls.schedule_async_request(
-            request._replace(async_fn=None if writes is None else partial(_until_parent_ends, os.getpid(), writes))
-        )
+        if request.async_fn is not None:
+            request = request._replace(async_fn=partial(_write_until_parent_ends, os.getpid(), request.async_fn))
+        self._calls.schedule_async_request(request)
         self._pending = path
 
     def poll(self, *, wait: bool = False) -> Path | None:
-        """The checkpoint that is complete now, on all ranks alike; None if none is. A collective call.
+        """The checkpoint that has just become complete, the same on all ranks, or None; a collective call.
 
-        SaveError if it could not be written; its ``on_all_ranks`` says whether every rank has it."""
+        SaveError if it could not be written; ``on_all_ranks`` says whether every rank raises it."""
         if self._pending is None:
             return None
         path = self._pending
@@ -80,7 +80,7 @@ class BackgroundSaver:
         return path
 
     def abandon(self) -> None:
-        """End what is under way, on this rank; what it has written is removed by the next start."""
+        """Kill this rank's writer; the next start removes what it wrote."""
         for call in self._calls.async_calls:
             if (writer := call.async_caller.process) is not None:
                 writer.kill()
@@ -89,10 +89,10 @@ class BackgroundSaver:
         self._pending = None
 
 
-def _until_parent_ends(trainer: int, write: Callable[..., None], *arguments: Any) -> None:
-    """In the forked process: a trainer that is killed takes it along, and the processes that Megatron's writer forks.
+def _write_until_parent_ends(trainer: int, write: Callable[..., None], *arguments: Any) -> None:
+    """In the forked process: write, but end with the trainer, and end if one of the writer's own children dies.
 
-    One of those that dies ends it, so that the save fails: Megatron waits for their results for ever."""
+    Megatron would wait for the results of a dead child forever; so the save fails instead."""
     _end_with_parent(trainer)
     os.register_at_fork(after_in_child=partial(_end_with_parent, os.getpid()))
     threading.Thread(target=_end_with_a_child, daemon=True).start()
@@ -101,15 +101,15 @@ def _until_parent_ends(trainer: int, write: Callable[..., None], *arguments: Any
 
 def _end_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before this was said
+    if os.getppid() != parent:  # the parent ended before prctl
         os._exit(1)
 
 
 def _end_with_a_child() -> None:
     while True:
-        time.sleep(_LOOK_S)
+        time.sleep(_CHECK_S)
         for child in psutil.Process().children():
-            with suppress(ChildProcessError):  # Megatron has collected it
+            with suppress(ChildProcessError):  # Megatron has waited for it already
                 ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
                 if ended is not None and ended.si_status != 0:
                     os._exit(1)

@@ -1,4 +1,4 @@
-"""Where checkpoints of Megatron-Core 0.12 to 0.16 differ, told by what a release accepts and not by its number."""
+"""Differences between checkpoints of Megatron-Core 0.12 to 0.16, found by what a release accepts, not by its number."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from megarl.megatron.versions import takes
 
 
 def checkpoint_metadata(name: str = "metadata") -> dict[str, dict[str, Any]]:
-    """The keyword argument that says how optimizer state is cut, so that it loads in other layouts; 0.12 has none.
+    """The keyword argument for how optimizer state is sharded, so that it loads in other layouts; empty for 0.12.
 
-    A new dict at every call, because Megatron writes the process groups of the moment into it.
+    A new dict at every call, because Megatron writes the current process groups into it.
     """
     if not takes(DistributedOptimizer.sharded_state_dict, "metadata"):
         return {}
@@ -34,22 +34,22 @@ def checkpoint_metadata(name: str = "metadata") -> dict[str, dict[str, Any]]:
 
 
 def results_queue() -> Any:
-    """Where a save that is waited for puts what it has written; before 0.15 it does so in a forked process."""
+    """The queue for the results of a blocking save; before 0.15 a forked process writes and fills it."""
     return queue.Queue() if "execute_sync" in AsyncSaveShardedStrategy.save.__code__.co_names else _ForkedQueue()
 
 
 def forked_queue() -> Any:
-    """The same for a save that is not waited for."""
+    """The queue for the results of a background save."""
     return _ForkedQueue()
 
 
 def write_errors_are_told_to_all() -> bool:
-    """Whether all ranks hear of one whose background writer failed; since 0.14."""
+    """Whether Megatron tells all ranks that one background writer failed; since 0.14."""
     return "failures_occurred" in save_state_dict_async_finalize.__code__.co_varnames
 
 
 class _ForkedQueue:
-    """From a forked process to its parent through a file, which neither blocks nor outlives them."""
+    """A queue from a forked process to its parent, through a file: it neither blocks nor outlives them."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (open as long as the queue)
@@ -67,8 +67,8 @@ class _ForkedQueue:
         return item
 
 
-def _meet_newer_libraries() -> None:
-    """Two things that checkpoints of older releases expect of numpy and torch, and newer ones have changed."""
+def _adapt_to_newer_libraries() -> None:
+    """Supply what checkpoints of older releases expect of numpy and torch, and newer libraries have changed."""
     if "product" in exchange_utils._shard_size.__code__.co_names and not hasattr(np, "product"):  # to 0.15; numpy 2
         np.product = np.prod
     if "serialization_format" in inspect.signature(filesystem._write_item).parameters:  # torch 2.8
@@ -78,4 +78,4 @@ def _meet_newer_libraries() -> None:
             filesystem_async._write_item = partial(filesystem._write_item, serialization_format=form)
 
 
-_meet_newer_libraries()
+_adapt_to_newer_libraries()

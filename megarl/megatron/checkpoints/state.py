@@ -1,0 +1,109 @@
+"""What a checkpoint of a run holds, in Megatron's sharded form: model, optimizer, schedule, random states, loop."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from megarl.megatron.checkpoints.versions import checkpoint_metadata
+from megarl.megatron.model import unwrap
+from megarl.megatron.policy import Policy
+from megarl.megatron.versions import for_stage
+
+
+def run_state(policy: Policy, step: int, loop: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that a checkpoint holds, for saving."""
+    state = sharded_state(policy, is_loading=False)
+    state["loop"] = {
+        **loop,
+        "step": step,
+        "world_size": dist.get_world_size(),
+        "layout": _describe_layout(policy),
+        "model": policy.shape.describe(),
+    }
+    return state
+
+
+def sharded_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    """The weights alone, one entry for each model chunk."""
+    state = {}
+    for index, chunk in enumerate(chunks):
+        for_stage(index if len(chunks) > 1 else None)  # 0.12 names layers by it
+        state[f"model{index}"] = unwrap(chunk).sharded_state_dict(**checkpoint_metadata())
+    return state
+
+
+def sharded_state(policy: Policy, is_loading: bool) -> dict[str, Any]:
+    """Weights, optimizer, schedule and random states; for loading, the places to load into."""
+    state = sharded_weights(policy.chunks)
+    _allocate_adam_state(policy.optimizer)
+    models = {key: value for chunk in state.values() for key, value in chunk.items()} if len(state) == 1 else state
+    state["optimizer"] = policy.optimizer.sharded_state_dict(models, is_loading=is_loading, **checkpoint_metadata())
+    state["scheduler"] = policy.scheduler.state_dict()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    state["rng"] = ShardedObject("rng", _get_rng(), (world,), (rank,), replica_id=0)
+    return state
+
+
+def _torch_adam_states(optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """(parameter, its state) of every torch Adam inside Megatron's optimizer; nothing for a fused Adam."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part.optimizer, torch.optim.Adam):
+            for group in part.optimizer.param_groups:
+                yield from ((parameter, part.optimizer.state[parameter]) for parameter in group["params"])
+
+
+def _allocate_adam_state(optimizer: Any) -> None:
+    """torch's Adam creates its state in the first step, but Megatron needs it to know what to save or load."""
+    for parameter, state in _torch_adam_states(optimizer):
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+
+
+def separate_adam_steps(optimizer: Any) -> None:
+    """Give each parameter its own step: Megatron's distributed optimizer loads one shared tensor, which every parameter
+    would then advance."""
+    for _, state in _torch_adam_states(optimizer):
+        state["step"] = state["step"].clone()
+
+
+def group_multipliers(optimizer: Any) -> list[dict[str, Any]]:
+    """The multipliers of each parameter group, to restore after loading.
+
+    Before 0.14, a checkpoint holds those of rank 0 for all ranks, whose groups may be in another order.
+    """
+    names = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+    return [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
+
+
+def _describe_layout(policy: Policy) -> str:
+    parallel = policy.config.parallel
+    return (
+        f"tp {parallel.tp} pp {parallel.pp} ep {parallel.ep} etp {parallel.expert_tp} on {dist.get_world_size()} ranks"
+    )
+
+
+def _get_rng() -> dict[str, Any]:
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+
+
+def restore_rng(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    torch.cuda.set_rng_state(states["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
+    np.random.set_state(states["numpy"])
+    random.setstate(states["python"])
