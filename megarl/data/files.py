@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -24,6 +27,13 @@ def write_atomically(path: Path, data: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if there is none that can be read."""
+    with suppress(OSError, ValueError):
+        return dict(json.loads(path.read_text()))
+    return {}
 
 
 def model_files(folder: Path) -> Iterator[Path]:

@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,11 +15,13 @@ from pathlib import Path
 from megarl.errors import ConfigError
 from megarl.launch.topology import Node
 
+PYTHON = os.environ.get("MEGARL_STEP_PYTHON", sys.executable)
+"""The Python of the steps; in a container it may be another one than here."""
 _POLL_S = 0.2
 
 
 class Step:
-    """Starts at once, in a process group of its own; what it prints goes to this process's output or to a file."""
+    """A process group that starts at once; its output goes to that of this process, or to a file."""
 
     def __init__(self, name: str, words: Sequence[str], log: Path | None = None) -> None:
         self.name = name
@@ -35,12 +38,12 @@ class Step:
 
     @property
     def code(self) -> int | None:
-        """Exit code, 128 + signal as a shell says it; None while it runs."""
+        """Exit code, for a signal 128 + its number; None while it runs."""
         code = self._process.poll()
         return code if code is None or code >= 0 else 128 - code
 
     def stop(self, grace_s: float) -> None:
-        """SIGTERM, and SIGKILL after ``grace_s``; returns when it is gone."""
+        """Send SIGTERM, and SIGKILL after ``grace_s``; returns when the process is gone."""
         if self.code is None:
             self._signal(signal.SIGTERM)
         until = time.monotonic() + grace_s
@@ -56,13 +59,13 @@ class Step:
 
 
 def srun(nodes: Sequence[Node], *, het_group: int | None = None) -> list[str]:
-    """The beginning of a command line: one task on each of these nodes, beside what else runs there.
+    """The first words of a command line that runs one task on each of these nodes, beside what else runs there.
 
     MEGARL_SRUN_ARGS adds words, e.g. those of pyxis: ``--container-image=... --container-mounts=...``.
     """
     words = ["srun", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"]
     words += [f"--nodelist={','.join(node.name for node in nodes)}"]
-    # A step may use all that its job has on a node, whatever the other steps use; one task that ends badly ends it.
+    # Steps share all resources of a node (--overlap, --mem=0); one failed task ends the whole step.
     words += ["--overlap", "--mem=0", "--cpu-bind=none", "--kill-on-bad-exit=1", "--export=ALL"]
     if het_group is not None:
         words.append(f"--het-group={het_group}")

@@ -1,9 +1,9 @@
-"""Starts the steps of a run, watches them, and decides what follows from how they end.
+"""Starts the steps of a run, watches them, and decides what to do when one ends.
 
     servers on their own nodes -> their URLs -> trainer -> finished | stopped: requeue | died: start it again
 
-The trainer's status file says how it ended; exit codes of torchrun and srun do not. Everything that is lost with a
-trainer is drawn or computed again from its newest checkpoint.
+How the trainer ended is read from its status file: the exit codes of torchrun and srun do not tell. A new trainer
+continues from the newest checkpoint and repeats the steps since.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from types import FrameType
 from typing import Any
 
 from megarl.config import Config
-from megarl.data.files import write_atomically
+from megarl.data.files import read_record, write_atomically
 from megarl.errors import ConfigError, RolloutError
 from megarl.launch import topology
-from megarl.launch.files import end_file, ready_file
-from megarl.launch.steps import Step, srun
+from megarl.launch.server_steps import ServerSteps
+from megarl.launch.steps import PYTHON, Step, srun
 from megarl.launch.topology import Topology
 from megarl.run import failure
 from megarl.run.lock import BEAT_S, RunLock
@@ -35,76 +35,72 @@ from megarl.run.status import newest_checkpoint
 from megarl.run.vitals import read_signs, stop_file, whereabouts
 
 FINISHED, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75
-PYTHON = os.environ.get("MEGARL_STEP_PYTHON", sys.executable)
-"""The Python of the steps; in a container it may be another one than here."""
 KEY_VARIABLE = "MEGARL_API_KEY"
 ATTEMPT_VARIABLE = "MEGARL_ATTEMPT"
-"""Names a start of the trainer in its status file."""
+"""Environment variable that names this start of the trainer; its status file repeats it."""
 _POLL_S = 0.5
-_SERVER_GRACE_S = 30.0
 _FULL_DISK_S = 60.0
 _BAD_INPUT = ("ConfigError", "DataError", "CheckpointError")
-"""Errors that another start would meet again."""
+"""Errors that would end the next start too."""
 
 
 class Supervisor:
     """One launch of a run: ``run`` returns its exit code."""
 
     def __init__(self, config: Config, command: Sequence[str]) -> None:
-        """command: what follows ``megarl`` on each rank, the configuration's path last."""
+        """command: the words after ``megarl`` on each rank; the last one is the path of the configuration."""
         self.config, self.command = config, list(command)
         self.folder = config.run_dir.absolute()
-        self._asked: signal.Signals | None = None
-        self._asked_at = 0.0
-        self._servers: list[Step] = []
-        self._server_restarts = 0
+        self._stop_signal: signal.Signals | None = None
+        self._stop_asked_at = 0.0
         self._attempt = 0
         self._lock = RunLock(self.folder / "launch.lock", self._tell)
         self._beaten = 0.0
 
     def run(self) -> int:
-        """Start everything and stay until the run has ended: 0 finished, 1 given up, 2 bad input, 75 stopped."""
+        """Start everything and wait for the end of the run: 0 finished, 1 given up, 2 bad input, 75 stopped."""
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._heard)
+            signal.signal(number, self._on_signal)
         with self._lock:
             job = os.environ.get("SLURM_JOB_ID", time.strftime("%Y%m%d-%H%M%S"))
             again = os.environ.get("SLURM_RESTART_COUNT", "0")
-            self.logs = _new_folder(self.folder / "logs", f"{job}-{again}")
+            self.logs = _make_new_folder(self.folder / "logs", f"{job}-{again}")
             self.launch_file = self.folder / "launch.json"
+            self._servers = ServerSteps(self.config, self.launch_file, self.logs, self._tell)
             try:
                 code = self._run()
             except RolloutError as error:
                 self._tell(f"error: {error}")
                 code = FAILED
             finally:
-                self._stop_servers()
-            self._says({0: "finished", 75: "stopped"}.get(code, "gave up"))
-        if code == STOPPED and self._asked == signal.SIGUSR1:
+                self._servers.stop()
+            self._write_status({0: "finished", 75: "stopped"}.get(code, "gave up"))
+        if code == STOPPED and self._stop_signal == signal.SIGUSR1:
             self._requeue()
         return code
 
     def _run(self) -> int:
         self._set_topology(topology.find(self.config, os.environ))
         self._write("starting the servers")
-        self._servers = [self._server_step(node) for node in range(len(self.topology.servers))]
+        self._servers.start(self.topology)
         fruitless = 0
         while True:
-            if not self._await_servers(give_up=self._attempt == 0) or self._asked is not None:
+            if not self._wait_for_servers(first=self._attempt == 0):
                 return STOPPED
             before = self._progress()
             code = self._train()
             status = self._status()
             if status.get("state") == "finished":
                 return FINISHED
-            if self._asked is not None:
+            if self._stop_signal is not None:
                 saved = "saved itself" if status.get("state") == "stopped" else "was killed"
-                self._tell(f"asked to stop by {self._asked.name}; the trainer {saved}")
+                self._tell(f"asked to stop by {self._stop_signal.name}; the trainer {saved}")
                 return STOPPED
             if status.get("state") == "stopped":
-                self._await_the_end()
+                self._wait_for_slurm()
                 return STOPPED
-            found = failure.read_failure(self._logs_of_attempt / "failure.json")
-            why = found.get("message") or status.get("last_error") or f"exit code {code}; {self._last_seen()}"
+            found = read_record(self._logs_of_attempt / "failure.json")
+            why = found.get("message") or status.get("last_error") or f"exit code {code}; {self._find_ranks()}"
             if found.get("kind") in _BAD_INPUT:
                 self._tell(f"the trainer cannot go on: {why}")
                 return BAD_INPUT
@@ -117,7 +113,7 @@ class Supervisor:
     def _set_topology(self, found: Topology) -> None:
         self.topology = found
         if found.servers and self.config.sglang.api_key_env is None:
-            # Whoever reaches a server can replace its weights. The key travels in the environment alone.
+            # Whoever reaches a server can replace its weights. The key is passed in the environment only, in no file.
             os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
 
     def _write(self, says: str) -> None:
@@ -138,20 +134,21 @@ class Supervisor:
         write_atomically(self.launch_file, json.dumps(launch, indent=1).encode())
 
     def _write_with_starts(self, text: str) -> None:
-        restarts = f", {self._server_restarts} restarts of server nodes" if self._server_restarts else ""
+        number = self._servers.num_restarts
+        restarts = f", {number} restarts of servers" if number else ""
         self._write(f"{text}, {self._attempt} starts of the trainer{restarts}")
 
-    def _says(self, text: str) -> None:
+    def _write_status(self, text: str) -> None:
         try:
             self._write_with_starts(text)
         except OSError as error:
-            # Of a full disk: what is only said must not end a trainer, or keep a job from its queue.
+            # Such as a full disk. Only `megarl status` reads this, so it must not end a trainer or prevent a requeue.
             self._tell(f"warning: {self.launch_file} is not up to date: {error}")
 
-    def _announce(self) -> None:
-        """What the ranks of this start are to read; RolloutError if it cannot be written for a minute."""
+    def _write_for_ranks(self) -> None:
+        """Write what the ranks of this start read; RolloutError if that fails for a minute."""
         until = time.monotonic() + _FULL_DISK_S
-        while self._asked is None:
+        while self._stop_signal is None:
             try:
                 self._logs_of_attempt.mkdir(parents=True, exist_ok=True)
                 return self._write_with_starts("running")
@@ -164,32 +161,37 @@ class Supervisor:
         return None
 
     def _train(self) -> int:
-        """Start the trainer and stay until it has ended; its exit code."""
+        """Start the trainer and wait for its end; returns its exit code."""
         self._attempt += 1
-        if self._attempt > 1:  # the trainer meets at a port that nobody may still hold; all else stays
+        if self._attempt > 1:  # another port: ranks of the last start may still hold the old one
             number = int(os.environ.get("SLURM_JOB_ID", os.getpid()))
             port = topology.free_ports(1, number, self._attempt)[0]
             self.topology = replace(self.topology, master_port=port)
         os.environ[ATTEMPT_VARIABLE] = f"{self.logs.name}-{self._attempt}"
         os.environ[failure.VARIABLE] = str(self._logs_of_attempt / "failure.json")
-        self._announce()
-        if self._asked is not None:
+        self._write_for_ranks()
+        if self._stop_signal is not None:
             return STOPPED
         step = Step("trainer", self._trainer_words())
         try:
             while step.code is None:
                 time.sleep(_POLL_S)
                 self._beat()
-                self._revive_servers()
-                if self._asked is not None:
-                    # No signal: it would reach servers and reward workers too, and no rank that is still starting.
-                    with suppress(OSError):
-                        stop_file(self.folder).write_text(os.environ[ATTEMPT_VARIABLE])
-                if self._asked is not None and time.monotonic() > self._asked_at + self.config.launch.stop_grace_s:
-                    self._tell(f"the trainer has not stopped within {self.config.launch.stop_grace_s:.0f} s: killed")
-                    step.stop(grace_s=1.0)
+                self._restart_servers()
+                if self._stop_signal is not None:
+                    self._stop_trainer(step)
             return step.code
         finally:
+            step.stop(grace_s=1.0)
+
+    def _stop_trainer(self, step: Step) -> None:
+        """Ask the ranks to stop, and kill them after launch.stop_grace_s."""
+        grace_s = self.config.launch.stop_grace_s
+        # By a file: a signal would also end servers and reward workers, and miss ranks that are starting.
+        with suppress(OSError):
+            stop_file(self.folder).write_text(os.environ[ATTEMPT_VARIABLE])
+        if time.monotonic() > self._stop_asked_at + grace_s:
+            self._tell(f"the trainer has not stopped within {grace_s:.0f} s: killed")
             step.stop(grace_s=1.0)
 
     def _trainer_words(self) -> list[str]:
@@ -198,94 +200,49 @@ class Supervisor:
             return [*words, "0"]
         return [*srun(self.topology.trainers, het_group=0 if self.topology.het else None), *words]
 
-    def _await_servers(self, *, give_up: bool) -> bool:
-        """Wait until the servers of all nodes answer; False if asked to stop meanwhile.
+    def _wait_for_servers(self, *, first: bool) -> bool:
+        """Wait until all servers answer; False if asked to stop meanwhile.
 
-        RolloutError if they do not in time, and with ``give_up`` as soon as those of a node end."""
+        RolloutError if they do not in time, and in the first start as soon as one ends."""
         until = time.monotonic() + self.config.sglang.start_deadline_s
-        if not give_up:
-            self._revive_servers()
-        while not all(self._ready_file(node).exists() for node in range(len(self._servers))):
-            time.sleep(_POLL_S)
-            self._beat()
-            if self._asked is not None:
-                return False
-            for node, step in enumerate(self._servers):
-                if give_up and step.code is not None:
-                    refusal = ConfigError if step.code == BAD_INPUT else RolloutError
-                    raise refusal(
-                        f"the servers of node {self.topology.servers[node].name} ended with exit code {step.code} "
-                        f"before they were ready; see {self._server_log(node)}"
-                    )
-            self._revive_servers()
-            gone = [node for node, step in enumerate(self._servers) if step.code is not None]
-            if self._asked is None and any(not self._ready_file(node).exists() for node in gone):
-                raise RolloutError(
-                    f"the servers of {len(gone)} nodes have ended and were started sglang.max_restarts = "
-                    f"{self.config.sglang.max_restarts} times; see {self._server_log(gone[0])}"
-                )
+        while self._stop_signal is None:
+            if first and not self._servers.all_ready:
+                self._servers.require_first_start()
+            self._restart_servers()
+            if self._servers.all_ready:
+                return True
+            self._servers.require_alive()
             if time.monotonic() > until:
                 raise RolloutError(
-                    f"the servers were not ready after {self.config.sglang.start_deadline_s:.0f} s; see "
-                    f"{self._server_log(0).parent}, or raise sglang.start_deadline_s"
+                    f"the servers were not ready after sglang.start_deadline_s = "
+                    f"{self.config.sglang.start_deadline_s:.0f} s; see {self.logs}, or raise it"
                 )
-        return True
+            time.sleep(_POLL_S)
+            self._beat()
+        return False
 
-    def _await_the_end(self) -> None:
-        """Ranks that somebody else has stopped: in a job that is Slurm, which ends or requeues this script too."""
+    def _wait_for_slurm(self) -> None:
+        """Wait for Slurm, which has stopped the ranks itself and now ends or requeues this script."""
         until = time.monotonic() + self.config.launch.stop_grace_s
-        while self.topology.job is not None and self._asked is None and time.monotonic() < until:
+        while self.topology.job is not None and self._stop_signal is None and time.monotonic() < until:
             time.sleep(_POLL_S)
             self._beat()
 
-    def _server_step(self, node: int) -> Step:
-        for file in (self._ready_file(node), end_file(self.launch_file, node)):
-            file.unlink(missing_ok=True)
-        words = [PYTHON, "-m", "megarl.launch.serve", str(self.launch_file), str(node)]
-        begin = srun([self.topology.servers[node]], het_group=1 if self.topology.het else None)
-        return Step(f"servers of node {node}", [*begin, *words], self._server_log(node))
-
-    def _revive_servers(self) -> None:
-        for node, step in enumerate(self._servers):
-            if step.code is None or self._asked is not None:
-                continue
-            if self._server_restarts >= self.config.sglang.max_restarts:
-                continue  # the trainer finds out how it goes without
-            self._server_restarts += 1
-            name = self.topology.servers[node].name
-            self._tell(f"the servers of node {name} ended with exit code {step.code}; starting them again")
-            self._servers[node] = self._server_step(node)
-            self._says("running")
-
-    def _stop_servers(self) -> None:
-        """Through a file: srun passes SIGTERM on as SIGKILL, and servers would leave files with keys behind."""
-        for node in range(len(self._servers)):
-            with suppress(OSError):
-                end_file(self.launch_file, node).write_text(self.logs.name)
-        until = time.monotonic() + _SERVER_GRACE_S
-        while any(step.code is None for step in self._servers) and time.monotonic() < until:
-            time.sleep(_POLL_S)
-        for step in self._servers:
-            step.stop(grace_s=1.0)
-        self._servers = []
-
-    def _server_log(self, node: int) -> Path:
-        return self.logs / f"servers{node}.log"
-
-    def _ready_file(self, node: int) -> Path:
-        return ready_file(self.launch_file, node)
+    def _restart_servers(self) -> None:
+        if self._stop_signal is None and self._servers.restart_ended():
+            self._write_status("running")
 
     @property
     def _logs_of_attempt(self) -> Path:
         return self.logs / f"attempt{self._attempt}"
 
     def _status(self) -> Mapping[str, Any]:
-        """What the trainer's main rank has said last; empty if it did not come so far."""
-        found = _read(self.folder / "status.json")
+        """The last status of the trainer's main rank; empty if this start has written none."""
+        found = read_record(self.folder / "status.json")
         return found if found.get("attempt") == os.environ[ATTEMPT_VARIABLE] else {}
 
-    def _last_seen(self) -> str:
-        """Where the ranks were that have left no word: killed, or ended by NCCL, which aborts them on a time-out."""
+    def _find_ranks(self) -> str:
+        """Where the ranks were, for those that wrote no error: killed, or aborted by NCCL on a time-out."""
         signs = read_signs(self.folder, self.config.launch.ranks, os.environ[ATTEMPT_VARIABLE])
         return f"last seen: {whereabouts(signs, now=None)}"
 
@@ -293,7 +250,7 @@ class Supervisor:
         return newest_checkpoint(self.folder) or ""
 
     def _requeue(self) -> None:
-        """The job goes back into Slurm's queue, and this script is ended by it."""
+        """Put the job back into Slurm's queue; Slurm then ends this script."""
         job = os.environ.get("SLURM_JOB_ID")
         if job is not None:
             self._tell(f"job {job} is requeued")
@@ -303,15 +260,15 @@ class Supervisor:
                 return self._tell(f"error: {error}; submit the job again to continue")
             time.sleep(60.0)  # Slurm ends this script; an exit code of its own would count as the job's end
 
-    def _heard(self, number: int, frame: FrameType | None) -> None:
-        if self._asked is None:
-            self._asked, self._asked_at = signal.Signals(number), time.monotonic()
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._stop_signal is None:
+            self._stop_signal, self._stop_asked_at = signal.Signals(number), time.monotonic()
             return
         if number == signal.SIGINT:
-            # Who is at the keyboard wants no job to come back. A TERM may be Slurm's, which follows its USR1.
-            self._asked = signal.SIGINT
-        if number != signal.SIGUSR1 and time.monotonic() - self._asked_at > 1.0:
-            self._asked_at = -self.config.launch.stop_grace_s  # asked twice: no more patience
+            # Do not requeue after Ctrl-C. A SIGTERM may be Slurm's own, which follows its SIGUSR1.
+            self._stop_signal = signal.SIGINT
+        if number != signal.SIGUSR1 and time.monotonic() - self._stop_asked_at > 1.0:
+            self._stop_asked_at = -self.config.launch.stop_grace_s  # asked twice: do not wait for the trainer
 
     def _beat(self) -> None:
         if time.monotonic() - self._beaten > BEAT_S:
@@ -323,22 +280,16 @@ class Supervisor:
         print(f"megarl: {line}", file=sys.stderr, flush=True)
 
 
-def _new_folder(parent: Path, name: str) -> Path:
-    """One that was not there: starts of the trainer are named after it, and a Slurm job may launch a run twice."""
-    parent.mkdir(parents=True, exist_ok=True)
+def _make_new_folder(parent: Path, name: str) -> Path:
+    """A folder that did not exist: attempts are named after it, and one Slurm job may launch a run twice."""
     for number in itertools.count(1):
         path = parent / (name if number == 1 else f"{name}-{number}")
-        with suppress(FileExistsError):
-            path.mkdir()
-            break
-    return path
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A JSON object; empty if there is none."""
-    with suppress(OSError, ValueError):
-        return dict(json.loads(path.read_text()))
-    return {}
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("unreachable: itertools.count does not end")
 
 
 def launch(config: Config, command: Sequence[str]) -> int:

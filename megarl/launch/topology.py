@@ -41,7 +41,7 @@ class Topology:
     master_port: int
     """On the first trainer node."""
     server_ports: tuple[int, ...]
-    """The same on each server node."""
+    """Of each server, those of the first server node first. No two are equal: in a test, nodes share an address."""
     het: bool = False
     """Server nodes are the second component of a heterogeneous job."""
     job: str | None = None
@@ -51,21 +51,21 @@ class Topology:
     def master_address(self) -> str:
         return self.trainers[0].address
 
-    def urls_of(self, node: int) -> list[str]:
-        """The servers of a server node."""
-        # On one machine, as in a test, two nodes share an address: their ports differ.
-        ports = self.server_ports[node * self.per_node : (node + 1) * self.per_node]
-        return [f"http://{in_url(self.servers[node].address)}:{port}" for port in ports]
-
     @property
     def per_node(self) -> int:
         """Servers of each server node."""
         return len(self.server_ports) // max(1, len(self.servers))
 
+    def server_node(self, index: int) -> Node:
+        """The node of a server."""
+        return self.servers[index // self.per_node]
+
     @property
     def urls(self) -> list[str]:
         """All servers on nodes of their own."""
-        return [url for node in range(len(self.servers)) for url in self.urls_of(node)]
+        return [
+            f"http://{in_url(self.server_node(index).address)}:{port}" for index, port in enumerate(self.server_ports)
+        ]
 
     def plain(self) -> dict[str, Any]:
         """For JSON; ``from_plain`` reads it."""

@@ -6,8 +6,8 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
+from megarl.data.files import read_record
 from megarl.errors import MegarlError
 
 VARIABLE = "MEGARL_FAILURE"
@@ -15,7 +15,7 @@ VARIABLE = "MEGARL_FAILURE"
 
 
 def write_failure(error: MegarlError) -> None:
-    """Write the error, unless another rank has already written one.
+    """Write kind and message of the error, unless another rank has already written one.
 
     An error that only says that another rank failed gives way to one that knows the cause. Does nothing without
     ``megarl launch``, and on a file system that refuses.
@@ -30,15 +30,8 @@ def write_failure(error: MegarlError) -> None:
         try:
             os.link(own, path)  # the whole file at once, and never over that of another rank
         except FileExistsError:
-            if not error.second_hand and read_failure(path).get("second_hand"):
+            if not error.second_hand and read_record(path).get("second_hand"):
                 own.replace(path)
         except OSError:  # a file system without links
             own.replace(path)
         own.unlink(missing_ok=True)
-
-
-def read_failure(path: Path) -> dict[str, Any]:
-    """The record, with kind, message and second_hand; empty if there is none."""
-    with suppress(OSError, ValueError):
-        return dict(json.loads(path.read_text()))
-    return {}

@@ -217,14 +217,14 @@ def test_servers_on_a_node_of_their_own_are_killed_and_nothing_is_lost(
     launch = read_json(job.folder / "launch.json")
     assert [node["name"] for node in launch["topology"]["trainers"]] == ["n1"]
     assert [node["name"] for node in launch["topology"]["servers"]] == ["n2"]
-    if layout == "disaggregated":  # the server, which its step starts again
+    if layout == "disaggregated":  # the server, whose step the launcher starts again
         server = [p for p in processes_of(world.root) if "sglang.launch_server" in p.cmdline()]
         os.killpg(os.getpgid(server[0].pid), signal.SIGKILL)
         job.until_step(4)
-    else:  # the step itself, which the launcher starts again
+    else:  # the step itself
         step = [p for p in processes_of(job.folder) if "megarl.launch.serve" in p.cmdline() and "srun" not in p.name()]
         os.kill(max(step, key=psutil.Process.create_time).pid, signal.SIGKILL)
-        job.until(lambda: "starting them again" in job.said, "the step is started again")
+        job.until(lambda: "starting it again" in job.said, "the step is started again")
     assert job.ended() == "COMPLETED", job.said
     assert check(job.folder / "samples.jsonl", STEPS) == STEPS * 32
     assert "secret" not in job.said

@@ -18,8 +18,9 @@ import pytest
 from megarl.config import Config
 from megarl.config.file import parse
 from megarl.errors import ConfigError, DataError, MegarlError, PeerError, RolloutError
+from megarl.launch import server_steps
 from megarl.launch import supervisor as module
-from megarl.launch.files import end_file
+from megarl.launch.server_steps import end_file
 from megarl.launch.steps import Step, srun
 from megarl.launch.supervisor import Supervisor
 from megarl.launch.topology import Node
@@ -98,12 +99,12 @@ def test_a_disk_that_is_full_at_the_end_changes_no_exit_code(tmp_path: Path, mon
 
 def test_a_stop_before_the_trainer_starts_none_and_a_cancelled_job_is_not_requeued(tmp_path: Path) -> None:
     made = launched(tmp_path, "touch $RUN/began")
-    made._heard(signal.SIGUSR1, None)
-    assert made._asked == signal.SIGUSR1
-    made._heard(signal.SIGTERM, None)  # Slurm's, where the limit comes before the end
-    assert made._asked == signal.SIGUSR1
-    made._heard(signal.SIGINT, None)
-    assert made._asked == signal.SIGINT
+    made._on_signal(signal.SIGUSR1, None)
+    assert made._stop_signal == signal.SIGUSR1
+    made._on_signal(signal.SIGTERM, None)  # Slurm's, where the limit comes before the end
+    assert made._stop_signal == signal.SIGUSR1
+    made._on_signal(signal.SIGINT, None)
+    assert made._stop_signal == signal.SIGINT
     assert made.run() == 75
     assert not (tmp_path / "run" / "began").exists()
 
@@ -121,11 +122,11 @@ def test_a_launcher_whose_folder_is_taken_over_ends_its_trainer(
 
 
 def test_servers_are_ended_by_the_launch_that_started_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_SERVER_GRACE_S", 0.1)
+    monkeypatch.setattr(server_steps, "_GRACE_S", 0.1)
     made = launched(tmp_path, FINISHES)
     assert made.run() == 0
-    made._servers = [Step("servers", ["sleep", "60"])]
-    made._stop_servers()
+    made._servers._steps = [Step("servers", ["sleep", "60"])]
+    made._servers.stop()
     name = json.loads((tmp_path / "run" / "launch.json").read_text())["launch"]
     assert end_file(tmp_path / "run" / "launch.json", 0).read_text() == name == made.logs.name
 
