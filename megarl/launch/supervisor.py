@@ -31,8 +31,8 @@ from megarl.launch.steps import PYTHON, Step, srun
 from megarl.launch.topology import Topology
 from megarl.run import failure
 from megarl.run.lock import BEAT_S, RunLock
+from megarl.run.signs import describe_ranks, read_signs, stop_file
 from megarl.run.status import newest_checkpoint
-from megarl.run.vitals import read_signs, stop_file, whereabouts
 
 FINISHED, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75
 KEY_VARIABLE = "MEGARL_API_KEY"
@@ -244,7 +244,7 @@ class Supervisor:
     def _find_ranks(self) -> str:
         """Where the ranks were, for those that wrote no error: killed, or aborted by NCCL on a time-out."""
         signs = read_signs(self.folder, self.config.launch.ranks, os.environ[ATTEMPT_VARIABLE])
-        return f"last seen: {whereabouts(signs, now=None)}"
+        return f"last seen: {describe_ranks(signs, now=None)}"
 
     def _progress(self) -> str:
         return newest_checkpoint(self.folder) or ""

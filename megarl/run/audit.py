@@ -3,8 +3,8 @@
     {"step": 7, "weights": 6, "prompts": {"96": [0, 1, 2, 3], ...}}   step 7 trained on these samples
     {"resumed_after": 5, "time": "2026-01-31 12:00:00"}               steps after 5 were undone, their weights are gone
 
-A prompt is named by its place in the run's order of prompts, which no two draws share, so (prompt, sample) is a name
-for one response. ``used`` replays the file; ``check`` finds what was used twice or left out.
+A prompt is named by its place in the run's order of prompts. No two draws share a place, so (prompt, sample) names one
+response. ``read_used`` replays the file; ``check`` finds steps that are missing and samples that were used twice.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ Key = tuple[int, int]
 
 
 class Audit:
-    """Appends to the file; on one rank only. A line is on the disk when ``trained`` returns."""
+    """Appends to the file; on one rank only. A line is on the disk when ``record_step`` returns."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "samples.jsonl"
 
-    def trained(self, step: int, weights: int, keys: Iterable[Key]) -> None:
+    def record_step(self, step: int, weights: int, keys: Iterable[Key]) -> None:
         """Step ``step`` (from 1) has trained on these samples, drawn with the weights of so many steps."""
         prompts: dict[str, list[int]] = {}
         for prompt, sample in sorted(keys):
             prompts.setdefault(str(prompt), []).append(sample)
         self._append({"step": step, "weights": weights, "prompts": prompts})
 
-    def resumed(self, done: int) -> None:
-        """The run goes on from a checkpoint after step ``done``."""
+    def record_resume(self, done: int) -> None:
+        """The run continues from a checkpoint after step ``done``."""
         self._append({"resumed_after": done, "time": time.strftime("%Y-%m-%d %H:%M:%S")})
 
     def _append(self, line: dict[str, object]) -> None:
         with self.path.open("ab") as file:
             if file.tell() and not _ends_with_newline(self.path):
-                file.write(b"\n")  # a kill has torn the line before
+                file.write(b"\n")  # a kill has cut the line before
             file.write(json.dumps(line).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
 
 
-def used(path: Path) -> dict[int, list[Key]]:
-    """What has trained the weights that there are now, by step. Steps that a resumption has undone are not in it.
+def read_used(path: Path) -> dict[int, list[Key]]:
+    """The samples that have trained the present weights, by step; steps that a resumption has undone are left out.
 
-    DataError for a line that is no record; one that a kill has torn is passed over if it was undone.
+    DataError for a line that is no record; a line that a kill has cut is skipped if a resumption has undone it.
     """
     steps: dict[int, list[Key]] = {}
     torn: str | None = None
@@ -74,8 +74,8 @@ def used(path: Path) -> dict[int, list[Key]]:
 
 
 def check(path: Path, steps: int) -> int:
-    """How many samples have trained in steps 1..``steps``; DataError unless each step has, and each sample once."""
-    found = used(path)
+    """Number of samples that trained in steps 1..``steps``; DataError if a step is missing or one trained twice."""
+    found = read_used(path)
     missing = [step for step in range(1, steps + 1) if step not in found]
     if missing:
         raise DataError(f"{path}: no record of steps {missing[:5]}")

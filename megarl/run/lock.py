@@ -1,8 +1,8 @@
-"""One writer for a run folder: a lock that a crash releases, and that says who holds it.
+"""One writer for a run folder: a lock that a crash releases, and that names its holder.
 
-The kernel's lock on the file (flock) ends with its process, however that ends. Some network file systems keep such
-locks to one node; so the holder also touches the file every few seconds, and a file that somebody on another node keeps
-touching is held.
+The kernel's lock on the file (flock) ends with its process, however that ends. On some network file systems such a lock
+is seen by one node only. So the holder also touches the file every few seconds, and a file that a process on another
+node keeps touching is held.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ BEAT_S = 5.0
 """How often a holder should ``beat``."""
 _GLANCE_S = 1.0
 STALE_S = 60.0
-"""A holder on another node that was not heard of for so long is gone."""
+"""A holder on another node that has not touched the file for this long is gone."""
 
 
 class RunLock:
-    """Holds ``path``; a context manager. ``tell`` gets a line when it waits, ``wait_s`` for a holder on this node."""
+    """A context manager that holds ``path``. wait_s: how long to wait for a holder on this node; tell: gets a line when
+    it waits."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class RunLock:
         self._owner: dict[str, Any] = {}
 
     def __enter__(self) -> RunLock:
-        """ConfigError that names the holder if there is one."""
+        """Raise ConfigError with the holder's name if there is one."""
         try:
             self._take()
         except OSError as error:
@@ -70,7 +71,7 @@ class RunLock:
     ) -> None:
         if self._file is not None:
             try:
-                with suppress(OSError):  # the outcome of what was done under the lock counts
+                with suppress(OSError):  # an error here must not hide the outcome of the block
                     if read_holder(self._path) == self._owner:
                         self._write({})
             finally:
@@ -78,24 +79,24 @@ class RunLock:
                 self._file = None
 
     def _forget(self) -> None:
-        """In a forked process, which may outlive the holder and must not hold."""
+        """Release the copy of the lock in a forked process, which may outlive the holder."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
     def beat(self) -> None:
-        """Say that the holder lives. ConfigError if another one has taken over, as two that begin on two nodes at once
-        may where the file system keeps locks to one node: the later one goes on."""
+        """Touch the file. ConfigError if another process holds the lock now: two that start on two nodes may both
+        get it where each node sees its own locks only, and the later one keeps it."""
         if self._file is not None:
             found = read_holder(self._path)
-            if found is None:  # two wrote at once: who is read after this is the holder
+            if found is None:  # two wrote at the same time: the one whose record is read afterwards is the holder
                 self._write(self._owner)
             elif found != self._owner:
                 raise self._refusal()
             os.utime(self._file)
 
     def _await_kernel(self, file: int) -> None:
-        # ``is_held`` takes it for a moment: no reason to be refused.
+        # ``is_held`` takes the lock for a moment, which is no reason to refuse.
         until, told = time.monotonic() + max(self._wait_s, _GLANCE_S), False
         while True:
             try:
@@ -106,14 +107,14 @@ class RunLock:
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     raise
-                return None  # the holder's signs of life are all there is
+                return None  # no flock here: rely on the touched file alone
             if not told and self._wait_s > _GLANCE_S:
-                self._tell(f"{self._path} is held by {described(read_holder(self._path))}; waiting for its end")
+                self._tell(f"{self._path} is held by {describe(read_holder(self._path))}; waiting for its end")
                 told = True
             time.sleep(0.2)
 
     def _await_other_node(self) -> None:
-        """Nobody on this node holds it; wait whether somebody on another one still touches it."""
+        """No process on this node holds it; wait to see whether one on another node still touches the file."""
         holder = read_holder(self._path)
         if holder is None or holder["host"] == socket.gethostname() or _is_former_self(holder):
             return
@@ -121,7 +122,7 @@ class RunLock:
         if self._now() - beat > self._stale_s:
             return
         self._tell(
-            f"{self._path} was left by {described(holder)}; waiting up to {self._stale_s:.0f} s for a sign of it"
+            f"{self._path} was left by {describe(holder)}; waiting up to {self._stale_s:.0f} s for a sign of life"
         )
         while time.monotonic() < until:
             if self._path.stat().st_mtime > beat:
@@ -129,7 +130,7 @@ class RunLock:
             time.sleep(min(1.0, self._stale_s / 10))
 
     def _now(self) -> float:
-        """By the clock of the file system, which need not be this node's."""
+        """The time of the file system's clock, which need not be this node's."""
         probe = self._path.with_name(f".{self._path.name}.{socket.gethostname()}.{os.getpid()}")
         probe.touch()
         try:
@@ -140,24 +141,24 @@ class RunLock:
     def _refusal(self) -> ConfigError:
         holder = read_holder(self._path)
         return ConfigError(
-            f"{self._path.parent} is in use by {described(holder)}; wait for its end, stop it, or take another run.dir"
+            f"{self._path.parent} is in use by {describe(holder)}; wait for its end, stop it, or choose another run.dir"
         )
 
     def _write(self, owner: dict[str, Any]) -> None:
-        """In place, because the lock is on this file and not on its name."""
+        """Write in place, because the lock belongs to the file and not to its name."""
         assert self._file is not None
         data = json.dumps(owner).encode()
         os.pwrite(self._file, data, 0)
         os.ftruncate(self._file, len(data))
-        os.fsync(self._file)  # other nodes are to see it
+        os.fsync(self._file)  # so that other nodes see it
 
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""Of file systems that know no flock."""
+"""Errors of file systems without flock."""
 
 
 def read_holder(path: Path) -> dict[str, Any] | None:
-    """Who wrote the lock and has not released it; None if nobody. It may have crashed."""
+    """The process that took the lock and has not released it; None if there is none. It may have crashed."""
     try:
         holder = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -166,7 +167,7 @@ def read_holder(path: Path) -> dict[str, Any] | None:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process on this node holds it, or one on another node was heard of lately."""
+    """Whether a process on this node holds it, or one on another node has touched it lately."""
     holder = read_holder(path)
     if holder is None:
         return False
@@ -180,7 +181,7 @@ def is_held(path: Path) -> bool:
     return holder["host"] != socket.gethostname() and time.time() - path.stat().st_mtime < STALE_S
 
 
-def described(holder: dict[str, Any] | None) -> str:
+def describe(holder: dict[str, Any] | None) -> str:
     """E.g. "process 12 on n1, Slurm job 7"."""
     if holder is None:
         return "another process"
@@ -198,6 +199,6 @@ def _owner() -> dict[str, Any]:
 
 
 def _is_former_self(holder: dict[str, Any]) -> bool:
-    """Slurm runs one start of a job at a time: what an earlier start of this one has left is not held."""
+    """An earlier start of this Slurm job holds nothing: Slurm runs one start at a time."""
     job = os.environ.get("SLURM_JOB_ID")
     return job is not None and holder.get("job") == job

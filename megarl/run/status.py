@@ -1,4 +1,4 @@
-"""``megarl status``: what the files of a run say of it, whether or not it still lives."""
+"""``megarl status``: the state of a run, from its files, whether or not it still runs."""
 
 from __future__ import annotations
 
@@ -7,34 +7,35 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megarl.data.files import read_record
 from megarl.errors import ConfigError
 from megarl.run.lock import is_held, read_holder
-from megarl.run.vitals import read_signs, whereabouts
+from megarl.run.signs import describe_ranks, read_signs
 
 ALIVE, DEAD = 0, 1
 _QUIET_S = 30.0
 
 
 def show(run_dir: Path, as_json: bool = False) -> int:
-    """Print the status; returns 0, or 1 for a run that has failed or ended without saying so."""
+    """Print the status; returns 0, or 1 for a run that has failed or is lost."""
     found = read_status(run_dir)
     print(json.dumps(found) if as_json else "\n".join(_lines(found)))
     return DEAD if found["state"] in ("failed", "lost") else ALIVE
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """status.json; its "state" is "lost" if the run says it goes on and nobody holds its lock. "checkpoint" is the
-    newest complete one, "where" the places of the ranks. ConfigError if there is no run."""
+    """status.json and more: "checkpoint" is the newest complete one, "where" says where the ranks are. "state" is
+    "lost" if the file says that the run goes on, but no process holds its lock. ConfigError if there is no run."""
     path = run_dir / "status.json"
     try:
         found: dict[str, Any] = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
-        begun = _launched(run_dir)
+        begun = _read_launch(run_dir)
         if begun:
-            raise ConfigError(f"{run_dir}: no rank has said anything yet; the launcher says: {begun['says']}") from None
+            raise ConfigError(f"{run_dir}: no rank has written a status; the launcher says: {begun['says']}") from None
         raise ConfigError(f"found no {path}: {run_dir} is no folder of a run that has begun") from None
     except ValueError as error:
-        raise ConfigError(f"{path} is damaged ({error}); a run that goes on writes it anew every few seconds") from None
+        raise ConfigError(f"{path} is damaged ({error}); a running run rewrites it every few seconds") from None
     now = time.time()
     lock = run_dir / "lock"
     if found["state"] in ("starting", "running") and not is_held(lock):
@@ -42,16 +43,15 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     found["silent_s"] = now - found["updated"]
     found["checkpoint"] = newest_checkpoint(run_dir)
     found["holder"] = read_holder(lock)
-    found["where"] = whereabouts(read_signs(run_dir, found["ranks"]), now) if found["state"] != "finished" else None
-    found["launch"] = _launched(run_dir)
+    found["where"] = describe_ranks(read_signs(run_dir, found["ranks"]), now) if found["state"] != "finished" else None
+    found["launch"] = _read_launch(run_dir)
     return found
 
 
-def _launched(run_dir: Path) -> dict[str, Any] | None:
-    """launch.json; None if there is none. "says" is what the launcher did last, if it is gone."""
-    try:
-        found: dict[str, Any] = json.loads((run_dir / "launch.json").read_text())
-    except (OSError, ValueError):
+def _read_launch(run_dir: Path) -> dict[str, Any] | None:
+    """launch.json; None if there is none. If the launcher is gone, "says" tells so and what it wrote last."""
+    found = read_record(run_dir / "launch.json")
+    if not found:
         return None
     ended = found["says"].startswith(("finished", "stopped", "gave up"))
     if not ended and not is_held(run_dir / "launch.lock"):
@@ -60,7 +60,7 @@ def _launched(run_dir: Path) -> dict[str, Any] | None:
 
 
 def newest_checkpoint(run_dir: Path) -> str | None:
-    """Name of the newest complete checkpoint of a run, without importing what could read it."""
+    """Name of the newest complete checkpoint of a run, found without importing Megatron."""
     return max((path.name for path in run_dir.glob("checkpoints/step_???????")), default=None)
 
 

@@ -1,7 +1,7 @@
-"""A request to stop: SIGUSR1, SIGTERM, SIGINT (Ctrl-C), or ``megarl launch``. The run saves itself first.
+"""A request to stop the run, which saves itself first: SIGUSR1, SIGTERM, SIGINT (Ctrl-C), or ``megarl launch``.
 
-torchrun passes SIGTERM and the first SIGINT on to its ranks, a second SIGINT as SIGTERM, and kills what is left of them
-after 30 s.
+torchrun forwards SIGTERM and the first SIGINT to its ranks, a second SIGINT as SIGTERM, and kills the ranks that are
+left after 30 s. (When sampling stops is another thing: ``megarl.core.choices.stopping``.)
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from megarl.run.progress import Advance
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 _ONE_KEY_S = 1.0
-"""One Ctrl-C may come twice within this: from the terminal, and from a launcher that passes it on."""
+"""One Ctrl-C may arrive twice within this time: from the terminal, and from a launcher that forwards it."""
 
 
 class StopRequest:
-    """Set by a signal of this process, or by ``ask``; a context manager that puts the old handlers back.
+    """Set by a signal, or by ``ask``; a context manager that restores the old signal handlers.
 
-    A second Ctrl-C is a KeyboardInterrupt: who cannot wait for the save ends the run at once.
-    Ranks hear of a request at different times, so what follows from it is decided together: ``agreed``.
+    A second Ctrl-C raises KeyboardInterrupt, which ends the run at once, without a save.
+    Ranks learn of a request at different times, so they decide together: ``agree``.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._heard) for number in SIGNALS}
+            self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         return self
 
     def __exit__(
@@ -50,16 +50,16 @@ class StopRequest:
             signal.signal(number, handler)
 
     def ask(self, who: str) -> None:
-        """Stop because ``who`` wants it; from any thread."""
+        """Request a stop in the name of ``who``; from any thread."""
         self.reason = self.reason or who
 
     def check(self) -> None:
-        """Raise StopError if this rank was asked to stop; for the middle of what can be drawn again."""
+        """Raise StopError if this rank was asked to stop. Call only where the work can be repeated."""
         if self.reason is not None:
             raise StopError(f"asked to stop by {self.reason}")
 
-    def checking(self, advance: Callable[[int], None]) -> Advance:
-        """``advance`` that checks too."""
+    def check_after(self, advance: Callable[[int], None]) -> Advance:
+        """Return ``advance`` followed by ``check``."""
 
         def checked(count: int) -> None:
             advance(count)
@@ -67,20 +67,22 @@ class StopRequest:
 
         return checked
 
-    def agreed(self) -> bool:
+    def agree(self) -> bool:
         """Whether any rank was asked to stop; a collective call."""
         return bool(largest(int(self.reason is not None), dist.group.WORLD))
 
-    def _heard(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and os.getpid() == self._process:  # forked writers end with the process they serve
-            self._interrupted()
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if (
+            number == signal.SIGINT and os.getpid() == self._process
+        ):  # not in forked writers, which end with this process
+            self._on_ctrl_c()
         self.reason = self.reason or signal.Signals(number).name
 
-    def _interrupted(self) -> None:
+    def _on_ctrl_c(self) -> None:
         now = time.monotonic()
         if self._interrupted_at is None:
             self._interrupted_at = now
-            if os.environ.get("RANK", "0") == "0":  # not print: a signal may come in the middle of one
+            if os.environ.get("RANK", "0") == "0":  # not print, which is not safe in a signal handler
                 under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
                 then = "torchrun waits 30 s for that" if under_torchrun else "a second Ctrl-C ends at once"
                 os.write(2, f"\nmegarl: stopping; finished steps are saved first, {then}\n".encode())

@@ -30,11 +30,11 @@ from megarl.megatron.checkpoints import checkpoint
 from megarl.megatron.config_errors import as_config_error
 from megarl.megatron.policy import Policy, schedule_of
 from megarl.run.audit import Audit
+from megarl.run.ending import record_ending
 from megarl.run.folder import claim
 from megarl.run.lock import RunLock
 from megarl.run.metrics_log import MetricsLog
 from megarl.run.progress import StepProgress
-from megarl.run.reporting import reported
 from megarl.run.stop_request import StopRequest
 from megarl.run.vitals import Vitals
 from megarl.train.engines import make_engine
@@ -66,10 +66,10 @@ def train(config: Config) -> None:
 
         distributed.from_main_rank(lock_and_claim)
         vitals = Vitals(folder, rank, ranks, steps=config.run.steps, hang_s=config.log.hang_s)
-        vitals.keep(lock)
+        vitals.keep_lock(lock)
         stop = held.enter_context(StopRequest())
-        vitals.listen(stop.ask)
-        with vitals, reported(vitals, folder, rank, ranks), open_log(config) as log:
+        vitals.watch_stop_file(stop.ask)
+        with vitals, record_ending(vitals, folder, rank, ranks), open_log(config) as log:
             Trainer(config, log, vitals, stop).run()
     distributed.shutdown()
 
@@ -88,7 +88,7 @@ class Trainer:
         self.policy = Policy(config, schedule_of(config))
         self.engine = make_engine(config, self.monitor.say)
         self.train_step = TrainStep(config, self.policy, objective)
-        self.sampler = Sampler(config, self.engine, objective, self.train_step, stop.checking(self.monitor.watch()))
+        self.sampler = Sampler(config, self.engine, objective, self.train_step, stop.check_after(self.monitor.watch()))
         self.traces = TraceDump(config.run_dir / "traces", self.policy) if config.log.traces_every else None
         self.checkpoints = RunCheckpoints(config, self.policy, self.monitor.say)
         self.early_end = EarlyEnd(config, stop, self.checkpoints, self._save, self.monitor.say)
@@ -146,7 +146,7 @@ class Trainer:
         with self.early_end.save_on_failure(step, self.sampler.state_dict()):
             per_rank = -(-config.responses_per_step // dist.get_world_size())
             with monitor.phase("rollout"), monitor.progress.rollout(per_rank) as advance:
-                rollouts = self.sampler.sample_step(step, self.stop.checking(monitor.watch(advance)))
+                rollouts = self.sampler.sample_step(step, self.stop.check_after(monitor.watch(advance)))
             self.early_end.raise_if_asked()
             if config.rollout.one_step_off and step + 1 < config.run.steps:
                 self._sync(step)
@@ -188,7 +188,7 @@ class Trainer:
         if self.traces is not None and self._dumps_traces(done):
             self.traces.write(done, rollouts.mini_batches, minis)
         if self.audit is not None:
-            self.audit.trained(done, rollouts.oldest_version, rollouts.trained)
+            self.audit.record_step(done, rollouts.oldest_version, rollouts.trained)
 
     @contextmanager
     def _log_step(
@@ -222,7 +222,7 @@ class Trainer:
             self._sync(done)
             started = time.perf_counter()
             with self.vitals.phase("evaluate"), self.monitor.progress.bar("evaluate", per_rank) as advance:
-                metrics = self.sampler.evaluate(done, self.stop.checking(self.monitor.watch(advance)))
+                metrics = self.sampler.evaluate(done, self.stop.check_after(self.monitor.watch(advance)))
             self.early_end.raise_if_asked()
         self._eval_is_due = False
         seconds = time.perf_counter() - started
@@ -239,7 +239,7 @@ class Trainer:
             self.log.truncate_after(-1)
             self._eval_is_due = bool(self.config.eval.every)
             if self.audit is not None:
-                self.audit.resumed(0)
+                self.audit.record_resume(0)
             return 0
         with self.monitor.phase("load"):
             state = checkpoint.load(newest[1], self.policy)
@@ -247,7 +247,7 @@ class Trainer:
         self._eval_is_due = bool(state.get("eval_is_due"))
         self.sampler.load_state_dict(state.get("sampler", {}))
         if self.audit is not None:
-            self.audit.resumed(done)
+            self.audit.record_resume(done)
         dropped = self.log.truncate_after(done)
         self.monitor.say(f"resumed from {newest[1]} after step {done}; dropped {dropped} later records")
         return done

@@ -42,7 +42,7 @@ class Monitor:
 
         def watched(count: int) -> None:
             if count:
-                self.vitals.move()
+                self.vitals.mark_progress()
             if advance is not None:
                 advance(count)
 
@@ -61,7 +61,7 @@ class Monitor:
             self.vitals.status.tokens_per_s = metrics["speed/tokens_per_s"]
             shown = {name: last_update[name] for name in ("loss", "grad_norm") if name in last_update}
             self.progress.step_line(done, self._num_steps, metrics | shown)
-        self.vitals.finished_step(done)
+        self.vitals.finish_step(done)
 
 
 def open_log(config: Config) -> MetricsLog | NoLog:

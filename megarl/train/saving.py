@@ -86,7 +86,7 @@ class EarlyEnd:
 
     def end_if_asked(self, done: int) -> None:
         """Save ``done`` steps and raise StopError if any rank was asked to stop before the last step."""
-        if done < self._config.run.steps and self._stop.agreed():
+        if done < self._config.run.steps and self._stop.agree():
             self._end(done, None)
 
     def raise_if_asked(self) -> None:
@@ -94,11 +94,11 @@ class EarlyEnd:
 
         They may be wrong: the signal may have reached the reward workers too.
         """
-        if self._stop.agreed():
+        if self._stop.agree():
             raise StopError("asked to stop")
 
     def _end(self, done: int, sampling: dict[str, Any] | None) -> None:
-        asked = self._stop.agreed()
+        asked = self._stop.agree()
         self._finish_background_save()
         settings = self._config.checkpoint
         wanted = asked or settings.every or settings.at_end

@@ -192,7 +192,7 @@ def test_the_status_of_what_is_no_run_or_has_only_been_launched(tmp_path: Path) 
         read_status(tmp_path)
     made = launched(tmp_path, "exit 3")
     made.run()
-    with pytest.raises(ConfigError, match="no rank has said anything yet; the launcher says: gave up, 1 starts"):
+    with pytest.raises(ConfigError, match="no rank has written a status; the launcher says: gave up, 1 starts"):
         read_status(tmp_path / "run")
     made._write("running")
     with pytest.raises(ConfigError, match="the launcher says: gone; its last word: running"):

@@ -33,7 +33,7 @@ def test_a_signal_is_a_request_and_the_old_handlers_come_back() -> None:
             stop.check()
         counted: list[int] = []
         with pytest.raises(StopError):
-            stop.checking(counted.append)(3)
+            stop.check_after(counted.append)(3)
         assert counted == [3]
     assert signal.getsignal(signal.SIGUSR1) == before
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import ConfigError, PeerError, RolloutError, StopError
+from megarl.run.ending import record_ending
 from megarl.run.lock import RunLock
-from megarl.run.reporting import reported
+from megarl.run.signs import describe_ranks, rank_file, read_signs, stacks_file, stop_file
 from megarl.run.status import read_status, show
-from megarl.run.vitals import Vitals, rank_file, read_signs, stacks_file, stop_file, whereabouts
+from megarl.run.vitals import Vitals
 
 
 def vitals_of(folder: Path, rank: int = 0, ranks: int = 1, hang_s: float = 60.0) -> Vitals:
@@ -31,13 +32,13 @@ def until(holds: object, timeout_s: float = 300.0) -> None:
 
 def test_status_tells_step_phase_speed_and_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunLock(tmp_path / "lock") as lock, vitals_of(tmp_path) as vitals:
-        vitals.keep(lock)
+        vitals.keep_lock(lock)
         vitals.begin(2)
         with vitals.phase("rollout"):
             vitals.status.tokens_per_s = 123.0
-            vitals.finished_step(3)
+            vitals.finish_step(3)
             time.sleep(0.4)
-            vitals.finished_step(4)
+            vitals.finish_step(4)
             until(lambda: read_status(tmp_path)["phase"] == "rollout")
             found = read_status(tmp_path)
             assert (found["state"], found["step"], found["steps"]) == ("running", 4, 10)
@@ -73,11 +74,11 @@ def test_ranks_that_others_wait_for_come_first() -> None:
     signs.append({"rank": 1, "pid": 2**22 + 1, "step": 3, "phase": "rollout", "beat": 100.0, **here})
     signs.append({"rank": 4, "pid": 7, "step": 2, "phase": "sync", "beat": 40.0, "host": "other", "beat_s": 2.0})
     signs.append({"rank": 5, "pid": 7, "step": 3, "phase": "train", "beat": 99.0, "host": "other", "error": "X: y"})
-    assert whereabouts(signs, now=100.0) == (
+    assert describe_ranks(signs, now=100.0) == (
         "rank 1: gone in rollout after step 3; rank 4: silent for 60 s in sync after step 2; "
         "rank 5: train after step 3 (X: y); ranks 0, 2-3, 6: train after step 3"
     )
-    assert whereabouts(signs, now=None) == (
+    assert describe_ranks(signs, now=None) == (
         "rank 1: rollout after step 3; rank 4: sync after step 2; rank 5: train after step 3 (X: y); "
         "ranks 0, 2-3, 6: train after step 3"
     )
@@ -89,7 +90,7 @@ def test_signs_of_an_earlier_start_are_not_those_of_this_one(tmp_path: Path, mon
     with vitals_of(tmp_path), vitals_of(tmp_path).phase("train"):
         pass
     assert read_signs(tmp_path, 1, "7-0-1")[0]["phase"] != "no sign of life"
-    assert whereabouts(read_signs(tmp_path, 1, "7-0-2"), now=None) == "rank 0: no sign of life"
+    assert describe_ranks(read_signs(tmp_path, 1, "7-0-2"), now=None) == "rank 0: no sign of life"
 
 
 def test_a_rank_that_does_not_move_leaves_its_stacks_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -97,16 +98,16 @@ def test_a_rank_that_does_not_move_leaves_its_stacks_once(tmp_path: Path, capfd:
         until(lambda: stacks_file(tmp_path, 0).exists() and "test_vitals.py" in stacks_file(tmp_path, 0).read_text())
         time.sleep(0.5)
         assert stacks_file(tmp_path, 0).read_text().count("is in phase train") == 1
-        vitals.move()
+        vitals.mark_progress()
         until(lambda: stacks_file(tmp_path, 0).read_text().count("is in phase train") == 2)
-    assert "is in phase train after step 0 and has not moved for 0 s; stacks are in" in capfd.readouterr().err
+    assert "is in phase train after step 0 and has made no progress for 0 s; stacks are in" in capfd.readouterr().err
 
 
 def test_a_request_to_stop_is_for_the_start_that_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGARL_ATTEMPT", "7-0-2")
     asked: list[str] = []
     with vitals_of(tmp_path) as vitals:
-        vitals.listen(asked.append)
+        vitals.watch_stop_file(asked.append)
         stop_file(tmp_path).write_text("7-0-1")
         time.sleep(0.3)
         assert not asked
@@ -138,19 +139,19 @@ def test_a_rank_without_a_launcher_ends(tmp_path: Path) -> None:
     ],
 )
 def test_the_status_says_how_a_run_ended(tmp_path: Path, error: BaseException, state: str, kind: str | None) -> None:
-    with pytest.raises(type(error)), vitals_of(tmp_path) as vitals, reported(vitals, tmp_path, 0, 1):
+    with pytest.raises(type(error)), vitals_of(tmp_path) as vitals, record_ending(vitals, tmp_path, 0, 1):
         raise error
     found = read_status(tmp_path)
     assert (found["state"], found["error_kind"]) == (state, kind)
 
 
 def fail(vitals: Vitals, folder: Path, error: Exception) -> None:
-    with vitals, reported(vitals, folder, 0, 2), vitals.phase("train"):
+    with vitals, record_ending(vitals, folder, 0, 2), vitals.phase("train"):
         raise error
 
 
 def test_a_failed_collective_call_names_phase_and_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.run.reporting._SIGNS_ARE_OLD_S", 0.1)
+    monkeypatch.setattr("megarl.run.ending._SIGNS_ARE_OLD_S", 0.1)
     gone = {"rank": 1, "host": socket.gethostname(), "pid": 2**22 + 1, "step": 4, "phase": "sync", "beat": 0.0}
     vitals = vitals_of(tmp_path, 0, 2)
     vitals.begin(4)

@@ -1,4 +1,4 @@
-"""How a run ends, for its status file and for whoever reads the error."""
+"""How a rank's run ends: recorded in its status, and explained if other ranks are the cause."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from pathlib import Path
 
 from megarl.errors import MegarlError, PeerError, StopError
 from megarl.megatron.distributed import is_collective_error
-from megarl.run.vitals import Vitals, read_signs, whereabouts
+from megarl.run.signs import describe_ranks, read_signs
+from megarl.run.vitals import Vitals
 
 _SIGNS_ARE_OLD_S = 6.0
-"""After so long a rank that has died is seen to be silent."""
+"""After this time the signs of a rank that has died are old enough to show it."""
 
 
 @contextmanager
-def reported(vitals: Vitals, folder: Path, rank: int, ranks: int) -> Iterator[None]:
-    """Tell ``vitals`` how the block ends. PeerError in place of torch's if a collective call fails."""
+def record_ending(vitals: Vitals, folder: Path, rank: int, ranks: int) -> Iterator[None]:
+    """Record in ``vitals`` how the block ends. A failed collective call becomes a PeerError that says where they are."""
     try:
         yield
     except StopError:
@@ -34,7 +35,7 @@ def reported(vitals: Vitals, folder: Path, rank: int, ranks: int) -> Iterator[No
         status, traced = vitals.status, "".join(traceback.format_exception(error))
         (folder / "ranks" / f"{rank:05d}.error.txt").write_text(traced)
         time.sleep(_SIGNS_ARE_OLD_S)
-        where = whereabouts([sign for sign in read_signs(folder, ranks) if sign["rank"] != rank], time.time())
+        where = describe_ranks([sign for sign in read_signs(folder, ranks) if sign["rank"] != rank], time.time())
         lost = PeerError(
             f"rank {rank} lost the others in phase {status.phase} after step {status.step}: "
             f"{str(error).splitlines()[0][:200]}; {where}; the run continues from its newest checkpoint when it is "
@@ -42,7 +43,7 @@ def reported(vitals: Vitals, folder: Path, rank: int, ranks: int) -> Iterator[No
         )
         vitals.end("failed", lost)
         raise lost from error
-    except BaseException as error:  # a keyboard, or an exit
+    except BaseException as error:  # KeyboardInterrupt or SystemExit
         vitals.end("failed", error)
         raise
     else:
