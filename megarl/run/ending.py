@@ -19,7 +19,7 @@ _SIGNS_ARE_OLD_S = 6.0
 
 @contextmanager
 def record_ending(vitals: Vitals, folder: Path, rank: int, ranks: int) -> Iterator[None]:
-    """Record in ``vitals`` how the block ends. A failed collective call becomes a PeerError that says where they are."""
+    """Record in ``vitals`` how the block ends. A failed collective call becomes a PeerError."""
     try:
         yield
     except StopError:
