@@ -1,6 +1,6 @@
-"""Watches to which experts tokens are really sent, at Megatron's token dispatcher, and compares; for the examples' end.
+"""Records to which experts tokens are sent, at Megatron's token dispatcher, and compares them with the replayed ones.
 
-It knows nothing of replay: it wraps what every MoE layer sends tokens with, and reads the routing map that arrives.
+It knows nothing of replay: it wraps the dispatcher of every MoE layer and reads the routing map that arrives there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Dispatch:
     """One call of one layer's dispatcher."""
 
     tokens: torch.Tensor
-    """The input_ids [b, s] of the micro-batch; its identity tells which one."""
+    """The input_ids [b, s] of the micro-batch, which identify it."""
     training: bool
     layer: int
     hidden: torch.Tensor
@@ -29,11 +29,11 @@ class Dispatch:
     experts: torch.Tensor
     """bool [T_local, E], where the tokens went."""
     native: torch.Tensor
-    """bool [T_local, E], where the router would have sent them by itself."""
+    """bool [T_local, E], where the router would have sent them without replay."""
 
 
 class DispatchWatch:
-    """Collects every dispatch of a model's chunks on this rank, recomputations included."""
+    """Collects all dispatches of a model's chunks on this rank, recomputations included."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
         self._seen: list[Dispatch] = []
@@ -58,7 +58,7 @@ class DispatchWatch:
             given = signature.bind(*arguments).arguments
             hidden, routing_map = given["hidden_states"], given["routing_map"]
             rows = hidden.detach().reshape(-1, hidden.size(-1)).clone()
-            tokens = running[0] if running else self._recomputed(number, rows)
+            tokens = running[0] if running else self._find_recomputed(number, rows)
             chosen = (rows.float() @ router.weight.detach().float().T).topk(toy.TOPK).indices
             native = torch.zeros_like(routing_map, dtype=torch.bool).scatter(1, chosen, True)
             sent = routing_map.bool().clone()
@@ -67,15 +67,15 @@ class DispatchWatch:
 
         setattr(dispatcher, name, dispatch)
 
-    def _recomputed(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
-        """Activation checkpointing repeats a layer on the same input, so that tells the micro-batch."""
+    def _find_recomputed(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+        """Find the micro-batch by its input, because activation checkpointing repeats a layer on the same input."""
         for one in reversed(self._seen):
             if one.training and one.layer == layer and torch.equal(one.hidden, rows):
                 return one.tokens
         raise RuntimeError(f"layer {layer} was recomputed on an input that it has not seen")
 
     def report(self, batches: Iterable[toy.Batch], must_hold: str | None = None) -> int:
-        """Print what share of (token, layer) went where; 1 if ``must_hold`` ("r2" or "r3") did not, else 0."""
+        """Print the share of (token, layer) pairs sent to each choice; 1 if ``must_hold`` (r2 or r3) failed, else 0."""
         by_tokens = {id(batch["tokens"]): batch for batch in batches}
         before = {(id(one.tokens), one.layer): one.experts for one in self._seen if not one.training}
         counts = torch.zeros(2, 3, dtype=torch.int64)  # (r3, r2) x (pairs, sent as wanted, left alone)

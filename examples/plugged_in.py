@@ -24,7 +24,6 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.core.objectives import OBJECTIVES, TokenColumns, policy_loss  # megarl
@@ -76,21 +75,6 @@ def loss_func(batch: toy.Batch, output: torch.Tensor) -> tuple[torch.Tensor, dic
     return loss, {"loss": loss.detach().clone()}
 
 
-def run(chunks: list[DistributedDataParallel], micros: list[toy.Batch], forward_only: bool) -> list[dict[str, Any]]:
-    for chunk in chunks:
-        chunk.train(not forward_only)
-    with torch.set_grad_enabled(not forward_only):
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=[iter(micros) for _ in chunks],
-            model=chunks,
-            num_microbatches=len(micros),
-            seq_length=toy.SEQ_LENGTH,
-            micro_batch_size=toy.MICRO_BATCH_SIZE,
-            forward_only=forward_only,
-        )
-
-
 def rollout_routes(batch: toy.Batch, layers: tuple[int, ...]) -> MicroRoutes:  # megarl
     # Routers see [s, b, h] flattened, and with sequence parallelism a tensor-parallel rank's contiguous share of s.
     size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
@@ -114,7 +98,7 @@ def main() -> int:
         for micros in mini_batches:
             given = [rollout_routes(batch, replay.layers) for batch in micros] if args.replay == "r3" else None
             with replay.replay(given) if given else replay.record() as recording:  # megarl
-                outputs = run(chunks, micros, forward_only=True)
+                outputs = toy.forward_backward(forward_step, chunks, micros, forward_only=True)
             routes.append(given or recording.routes)
             for batch, output in zip(micros, outputs, strict=False):  # only the last pipeline stage has outputs
                 batch["old_logprobs"] = output["logprobs"]
@@ -125,7 +109,7 @@ def main() -> int:
             optimizer.zero_grad()
             native = args.replay == "none"
             with nullcontext() if native else replay.replay(routes.pop(0)):  # megarl; forward and backward
-                losses = run(chunks, micros, forward_only=False)
+                losses = toy.forward_backward(forward_step, chunks, micros, forward_only=False)
             _, grad_norm, _ = optimizer.step()
             if dist.get_rank() == dist.get_world_size() - 1:
                 loss = torch.stack([one["loss"] for one in losses]).mean()

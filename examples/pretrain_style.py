@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 2 examples/pretrain_style.py --routing-replay r3 --expert-model-parallel-size 2
 
 The lines are marked ``# megarl``; docs/megatron_lm.md says where they go in a fork. ``megatron.training`` is not on
-PyPI, so the second half of this file stands in for it: its functions are named as in megatron/training/arguments.py and
-training.py, and do the least that a training step needs. Arguments are spelt as Megatron-LM spells them; those that the
-random rollouts fix take one value. Exits with 1 if replay did not hold, with 2 for arguments that forbid it.
+PyPI, so the second half of this file replaces it: functions with the names of megatron/training/arguments.py and
+training.py that do only what a training step needs. Arguments have Megatron-LM's names; those that the random rollouts
+fix accept one value. Exits with 1 if replay did not hold, with 2 for arguments that forbid it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config.megatron_fields import replay_blockers
@@ -63,7 +62,7 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
 
 
 def loss_func(batch: toy.Batch, output_tensor: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Two values, not three: Megatron would divide the loss by a third one, the number of tokens, once more."""
+    """Two values, not three: Megatron would divide the loss by a third one, the number of tokens, again."""
     logprobs = -output_tensor  # [b, s]
     if "old_logprobs" not in batch:
         return logprobs.sum(), {"logprobs": logprobs.detach()}
@@ -186,7 +185,6 @@ def core_transformer_config_from_args(args: argparse.Namespace) -> TransformerCo
 # ---- megatron/training/training.py ----
 
 Model = list[DistributedDataParallel]
-ForwardStep = Callable[[Iterator[toy.Batch], torch.nn.Module], tuple[torch.Tensor, Any]]
 
 
 def setup_model_and_optimizer(provider: Callable[..., GPTModel]) -> tuple[Model, MegatronOptimizer]:
@@ -212,26 +210,10 @@ def setup_model_and_optimizer(provider: Callable[..., GPTModel]) -> tuple[Model,
     return model, optimizer
 
 
-def forward_backward(step: ForwardStep, batches: list[toy.Batch], model: Model, forward_only: bool) -> list[Any]:
-    args = get_args()
-    for chunk in model:
-        chunk.train(not forward_only)
-    with torch.set_grad_enabled(not forward_only):
-        return get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=[iter(batches) for _ in model],
-            model=model,
-            num_microbatches=len(batches),
-            seq_length=args.seq_length,
-            micro_batch_size=args.micro_batch_size,
-            forward_only=forward_only,
-        )
-
-
 def compute_old_logprobs(
-    step: ForwardStep, batches: list[toy.Batch], model: Model, replay: RoutingReplay | None
+    step: toy.Step, batches: list[toy.Batch], model: Model, replay: RoutingReplay | None
 ) -> list[MicroRoutes] | None:
-    """Put ``old_logprobs`` into the batches; returns the routes that the update has to use, None for native routing.
+    """Add ``old_logprobs`` to the batches; return the routes for the update, None for native routing.
 
     pretrain_gpt.py has no such pass, but loops for reinforcement learning do.
     """
@@ -240,23 +222,23 @@ def compute_old_logprobs(
         routes = [rollout_routes(batch, replay.layers) for batch in batches]
     alone = nullcontext() if replay is None else replay.record()
     with replay.replay(routes) if routes else alone as recording:  # megarl 2, for the pass of old_logprobs
-        outputs = forward_backward(step, batches, model, forward_only=True)
+        outputs = toy.forward_backward(step, model, batches, forward_only=True)
     for batch, output in zip(batches, outputs, strict=False):  # only the last pipeline stage has outputs
         batch["old_logprobs"] = output["logprobs"]
     return routes if recording is None or routes else recording.routes
 
 
-def train_step(step: ForwardStep, batches: list[toy.Batch], model: Model, optimizer: MegatronOptimizer) -> str:
+def train_step(step: toy.Step, batches: list[toy.Batch], model: Model, optimizer: MegatronOptimizer) -> str:
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    losses = forward_backward(step, batches, model, forward_only=False)
+    losses = toy.forward_backward(step, model, batches, forward_only=False)
     _, grad_norm, _ = optimizer.step()
     loss = torch.stack([one["policy loss"] for one in losses]).mean() if losses else torch.nan
     return f"loss {loss:+.4f}, gradient norm {grad_norm:.4f}"
 
 
-def train(step: ForwardStep, model: Model, optimizer: MegatronOptimizer) -> int:
+def train(step: toy.Step, model: Model, optimizer: MegatronOptimizer) -> int:
     args = get_args()
     off = args.routing_replay == "none"
     replay = None if off else RoutingReplay(model, min_agreement=args.min_route_agreement)  # megarl 1
@@ -273,7 +255,7 @@ def train(step: ForwardStep, model: Model, optimizer: MegatronOptimizer) -> int:
     return watch.report(seen, must_hold=args.routing_replay if replay else None)
 
 
-def pretrain(provider: Callable[..., GPTModel], step: ForwardStep) -> int:
+def pretrain(provider: Callable[..., GPTModel], step: toy.Step) -> int:
     toy.join(toy_layout(get_args()))
     model, optimizer = setup_model_and_optimizer(provider)
     status = train(step, model, optimizer)

@@ -1,7 +1,7 @@
 """What the examples need besides a loop: ranks, layers that run without a GPU, random rollouts in place of an engine.
 
-Nothing in here is about megarl, but for two things that let Megatron run on a CPU: importing ``megarl.megatron``, and a
-norm that sequence parallelism accepts. With a GPU and Transformer Engine neither does anything.
+It uses megarl for two things only, so that Megatron runs on a CPU: importing ``megarl.megatron``, and a norm that
+sequence parallelism accepts. With a GPU and Transformer Engine, neither does anything.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import inspect
 import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import megarl.megatron  # isort: skip  (before Megatron is imported)
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -32,10 +34,11 @@ MOE_LAYERS = (1, 2, 3)
 SEQ_LENGTH, GROUP_SIZE, MICRO_BATCH_SIZE, MICRO_BATCHES, MINI_BATCHES = 16, 4, 2, 4, 2
 
 Batch = dict[str, torch.Tensor]
+Step = Callable[[Iterator[Batch], torch.nn.Module], tuple[torch.Tensor, Any]]
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The sizes of the layout, and how long to train."""
+    """Arguments of the layout, and the number of steps."""
     found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("tp", "pp", "ep"):
         found.add_argument(f"--{name}", type=int, default=1)
@@ -46,7 +49,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def join(args: argparse.Namespace) -> None:
-    """The process groups: torchrun's ranks, or one rank without it."""
+    """Make the process groups: torchrun's ranks, or one rank without torchrun."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if "RANK" in os.environ:
         if torch.cuda.is_available():
@@ -70,7 +73,7 @@ def leave() -> None:
 
 
 def named(vp_stage: int | None) -> dict[str, int | None]:
-    """The argument that names a virtual pipeline stage; Megatron-Core 0.12 has none and asks its parallel state."""
+    """The argument that names a virtual pipeline stage; Megatron-Core 0.12 has none and reads its parallel state."""
     if "vp_stage" in inspect.signature(GPTModel).parameters:
         return {"vp_stage": vp_stage}
     if vp_stage is not None:
@@ -93,8 +96,8 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
 def sample(step: int) -> list[list[Batch]]:
     """Random rollouts of this data-parallel rank: mini-batches of micro-batches in Megatron's [b, s] layout.
 
-    Position ``t`` of every column is about ``labels[:, t]``, the token that follows ``tokens[:, t]``; only the routes
-    are about ``tokens[:, t]`` itself, because that is what goes through the routers there.
+    Position ``t`` of every column is about ``labels[:, t]``, the token that follows ``tokens[:, t]``. Only the routes
+    are about ``tokens[:, t]`` itself, because that token goes through the routers there.
     """
     source = torch.Generator().manual_seed(1000 * step + parallel_state.get_data_parallel_rank())
     return [_mini_batch(source) for _ in range(MINI_BATCHES)]
@@ -128,8 +131,24 @@ def _mini_batch(source: torch.Generator) -> list[Batch]:
     return micros
 
 
+def forward_backward(step: Step, chunks: Sequence[Any], micros: list[Batch], forward_only: bool) -> list[Any]:
+    """One call of Megatron's schedule; the outputs of ``step`` on the last pipeline stage."""
+    for chunk in chunks:
+        chunk.train(not forward_only)
+    with torch.set_grad_enabled(not forward_only):
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(micros) for _ in chunks],
+            model=chunks,
+            num_microbatches=len(micros),
+            seq_length=SEQ_LENGTH,
+            micro_batch_size=MICRO_BATCH_SIZE,
+            forward_only=forward_only,
+        )
+
+
 def model_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """What the toy model and the layout set in Megatron's TransformerConfig."""
+    """Fields of Megatron's TransformerConfig for the toy model and the layout."""
     cuda = torch.cuda.is_available()
     return {
         "num_layers": 4,

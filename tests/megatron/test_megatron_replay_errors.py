@@ -100,7 +100,7 @@ def test_a_second_pass_in_the_same_block_is_an_error(world: World) -> None:
 def test_routes_for_another_number_of_tokens(world: World) -> None:
     short = [MicroRoutes(entry.experts[:-1], None) for entry in world.routes]
     tokens = world.micros[0].num_slots
-    message = rf"layer 0, forward of micro-batch 0: .* {tokens} tokens.* {tokens - 1};"
+    message = rf"layer 0, forward of micro-batch 0: .* {tokens} tokens.* {tokens - 1}\."
     with pytest.raises(ReplayError, match=message), world.replay.replay(short):
         world.run()
 

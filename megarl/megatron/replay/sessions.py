@@ -102,8 +102,8 @@ class _Rows:
         if micro >= len(self.routes):
             raise ReplayError(
                 f"layer {hook.layer}: {kind} of micro-batch {micro + 1}, but there are routes for {len(self.routes)}. "
-                "Likely the data iterator and the routes were split differently, or another pass ran in the block; "
-                "give one entry per micro-batch"
+                "Likely iterator and routes were split differently, or another pass ran in the same block; give "
+                "one entry per micro-batch"
             )
         found = self.routes[micro].experts.size(0)
         if found != scores.size(0):
