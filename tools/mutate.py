@@ -40,7 +40,7 @@ TIMEOUT_S = 60
 _OBJECTIVES = "objectives_boundaries objectives exact_gradient"
 SCORED = {
     "objectives/weights": f"{_OBJECTIVES} sequence_ratios",
-    "objectives/loss": f"{_OBJECTIVES} sequence_ratios step_advantages",
+    "objectives/loss": f"{_OBJECTIVES} sequence_ratios step_advantages table",
     "objectives/columns": _OBJECTIVES,
     "objectives/process_rewards": "process_rewards step_advantages",
     "advantages": "advantages step_advantages credit_assignment",

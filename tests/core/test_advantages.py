@@ -245,3 +245,30 @@ class TestTokenLevelKl:
             token_level_returns(self.REWARDS, **{**packed(self.KL), "ref_logprobs": torch.zeros(3)})
         with pytest.raises(ValueError, match="ddof=2"):
             token_level_kl(self.REWARDS, [0, 0, 0], **packed(self.KL), ddof=2)
+
+
+class TestBounds:
+    def test_an_eps_of_0_and_a_beta_of_0_are_allowed(self):
+        assert grpo([1.0, 0.0], [0, 0], eps=0.0).tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])
+        columns = torch.full((2,), -1.0), torch.full((2,), -2.0), torch.tensor([True, True]), torch.tensor([0, 1, 2])
+        values = token_level_kl([1.0, 0.0], [0, 0], *columns, beta=0.0, eps=0.0, horizon=1)
+        assert values.tolist() == pytest.approx([1.0, -1.0])
+        assert token_level_returns([1.0, 0.0], *columns, beta=0.5, horizon=1).tolist() == [0.5, -0.5]
+        with pytest.raises(ValueError, match="horizon 0"):
+            token_level_returns([1.0, 0.0], *columns, beta=0.5, horizon=0)
+
+    def test_a_pool_of_two(self):
+        """mean 1/2, unbiased standard deviation sqrt(1/2)."""
+        values = pooled([1.0, 0.0], [0, 0], [1.0, 0.0], [0, 0], scale="std")
+        assert values.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])
+
+    def test_one_group_or_pool_that_is_wrong_is_enough(self):
+        with pytest.raises(ValueError, match=r"groups \[0, 1\] train, but the pool holds \[0, 2\]"):
+            pooled([1.0, 0.0], [0, 1], [1.0, 0.0, 1.0], [0, 0, 2])
+        with pytest.raises(ValueError, match="needs pass rates"):
+            pooled([1.0, -1.0], [0, 1], [1.0, -1.0], [0, 1], scale="rate")
+        with pytest.raises(ValueError, match=r"floor 0\.0"):
+            pooled([1.0], [0], [1.0], [0], floor=0.0)
+
+    def test_no_response_is_no_group(self):
+        assert uniform_groups([], []).shape == (0,)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import reference
 
-from megarl.core.packing import TOKEN_COLUMNS, pack, partition, partition_into, select
+from megarl.core import packing
+from megarl.core.packing import TOKEN_COLUMNS, drop_routes, pack, partition, partition_into, select
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import NumericsError, RolloutError, TraceError
 
@@ -57,6 +58,14 @@ class TestPartition:
         assert len(bins) == 7
         assert max(sum(lengths[i] for i in part) for part in bins) == 20
         assert sorted(i for part in bins for i in part) == list(range(15))
+
+    def test_balance_comes_before_first_fit(self):
+        assert partition([4, 3, 3], max_tokens=7) == [[0], [1, 2]], "first-fit gives 7 and 3"
+        assert partition([7, 7, 7], max_tokens=14) == [[0, 2], [1]], "a bin may be full to the last token"
+
+    def test_the_fullest_bin_that_can_be_halved_is(self):
+        assert packing._divide([[0, 1, 2], [3, 4]], [5, 4, 1, 3, 3], 3) == [[0], [1, 2], [3, 4]]
+        assert packing._divide([[0], [1, 2]], [9, 2, 2], 3) == [[0], [1], [2]]
 
     @settings(max_examples=80, deadline=None)
     @given(lengths=sizes, room=st.integers(0, 30), min_bins=st.integers(1, 4))
@@ -185,6 +194,26 @@ class TestPack:
     def test_refusals(self, rollouts, advantages, error, message):
         with pytest.raises(error, match=message):
             pack(rollouts, advantages)
+
+    def test_the_bounds_of_what_is_packed(self):
+        """A log-probability that is 0 but for rounding, and the last expert that 16 signed bits hold."""
+        edge = rollout(0, 3, dtype=np.uint16)
+        edge.rollout_logprobs[1] = 1e-3
+        edge.routed_experts[0] = 32767
+        assert pack([edge], [1.0]).routed_experts.max() == 32767
+        edge.routed_experts[:] = 0
+        edge.routed_experts[1] = 32768
+        with pytest.raises(TraceError, match="expert 32768 does not fit"):
+            pack([edge], [1.0])
+
+    def test_dropped_routes_leave_their_mask(self):
+        bare = rollout(0, 3, routes=False)
+        assert drop_routes(bare).routed_mask is None
+        full = dataclasses.replace(rollout(0, 3), routed_mask=None)
+        assert drop_routes(full).routed_mask.tolist() == [True] * 3
+        holes = rollout(0, 3)
+        assert drop_routes(holes).routed_mask.tolist() == [True, True, False]
+        assert drop_routes(holes).routed_experts is None
 
 
 class TestSelect:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -9,11 +10,14 @@ from hypothesis import given, settings
 
 from megarl.core.ratios import (
     check_cu_seqlens,
+    is_logprob,
     log_ratio,
+    logprob_error,
     segment_expand,
     segment_ids,
     segment_lengths,
     segment_sum,
+    segment_total,
     usable_mask,
 )
 
@@ -59,3 +63,29 @@ def test_segments(lengths):
 def test_cu_seqlens_of_floats_are_refused():
     with pytest.raises(ValueError, match="integer tensor"):
         check_cu_seqlens(torch.tensor([0.0, 2.0]), 2)
+
+
+def test_the_largest_log_probability():
+    assert is_logprob(torch.tensor([-math.inf, 0.0, 1e-3, 1.001e-3], dtype=torch.float64)).tolist() == [True] * 3 + [
+        False
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"), [(0.5, "raw logits"), (math.inf, "a number or -inf"), (math.nan, "a number or -inf")]
+)
+def test_what_a_wrong_log_probability_may_be(value, message):
+    error = logprob_error("logprobs", torch.tensor([-1.0, value]), torch.tensor([False, True]))
+    assert re.search(rf"at token 1 .*{message}", str(error))
+
+
+def test_the_falling_sequence_is_named():
+    with pytest.raises(ValueError, match="falls from 5 to 3 at sequence 2"):
+        check_cu_seqlens(torch.tensor([0, 1, 5, 3, 6, 7]), 7)
+
+
+def test_sums_of_negative_values_are_exact_too():
+    quiet = 1e-6 * torch.randn(7, generator=torch.Generator().manual_seed(0), dtype=torch.float64) - 1e-5
+    values = torch.cat([torch.full((60_000,), -20 * math.pi, dtype=torch.float64), quiet])
+    total = segment_total(values, torch.tensor([0, 60_000, 60_007]))[1].item()
+    assert total == pytest.approx(math.fsum(quiet.tolist()), rel=3e-16)

@@ -51,3 +51,8 @@ def test_a_caller_with_nothing_but_rewards_is_told() -> None:
     assert select_responses(PROCESS, [1.0, 0.0], [0, 0]).all()
     with pytest.raises(ConfigError, match="one advantage per response, but those of 'process' differ"):
         replace(PROCESS, selection="positive")
+
+
+def test_one_length_per_response() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        step_advantages(PROCESS, [[(0, 1.0)], [(1, 0.0)]], [0, 0], [2])

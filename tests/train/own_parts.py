@@ -44,7 +44,7 @@ def make_counting_engine(config: Config, tell: Callable[[str], None]) -> Countin
 counting = EngineKind(make_counting_engine, routes=True, resumable=True)
 """By a function, and without FP8 rounding."""
 named = EngineKind("own_parts:make_counting_engine", routes=True)
-drop_routes = EngineKind(make_counting_engine)
+without_routes = EngineKind(make_counting_engine)
 not_an_engine = 1
 
 

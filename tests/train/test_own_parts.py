@@ -36,7 +36,7 @@ def test_an_own_engine_trains_as_the_engine_that_it_wraps(
         ({"rollout__engine": "no_such_module:engine"}, "cannot import 'no_such_module'"),
         ({"rollout__engine": "own_parts:nothing"}, "own_parts.py has nothing named 'nothing'"),
         ({"rollout__engine": "own_parts:not_an_engine"}, "engine: found int at 'own_parts:not_an_engine'"),
-        ({"rollout__engine": "own_parts:drop_routes"}, 'train.replay: found "r3" with rollout.engine = "own_parts:'),
+        ({"rollout__engine": "own_parts:without_routes"}, 'train.replay: found "r3" with rollout.engine = "own_parts:'),
         (
             {"rollout__engine": "own_parts:counting", "rollout__fp8_rounding": True},
             "rollout.fp8_rounding: found true with engine",
