@@ -19,7 +19,7 @@ PYTEST = $(BIN)/python -m pytest -q --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup sglang-cpu quickstart test test-all test-fast test-sglang check format clean clean-cache
+.PHONY: help setup sglang-cpu quickstart test test-all test-fast test-sglang check mutation format clean clean-cache
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo "make test-fast   those that need no SGLang"
 	@echo "make test-sglang those against real SGLang servers"
 	@echo "make check       lint, format, types, floors"
+	@echo "make mutation    whether the tests of core notice a changed operator or number (15 minutes)"
 	@echo "make format      let ruff put the code in order"
 	@echo "make clean       remove .venv, .venv-sglang, caches of tools and $(QUICKSTART_DIR)"
 	@echo "make clean-cache remove the packages that all clones share"
@@ -63,6 +64,9 @@ check: setup
 	@$(BIN)/ruff format --quiet --check . && echo "check: format ok"
 	@$(BIN)/pyright --warnings >.venv/pyright.log 2>&1 && echo "check: types ok" || { cat .venv/pyright.log; exit 1; }
 	@$(BIN)/lint-imports >.venv/lint-imports.log 2>&1 && echo "check: floors ok" || { cat .venv/lint-imports.log; exit 1; }
+
+mutation: setup
+	@$(BIN)/python tools/mutate.py
 
 format: setup
 	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format --quiet .

@@ -1,23 +1,25 @@
 """The ground floor: what the algorithms compute, in plain torch and numpy.
 
 Nothing here reads a file, talks to another process, or knows Megatron or a config object, so every formula can be
-called and tested with a handful of numbers. The way through:
+called and tested with a handful of numbers. Core imports nothing of megarl but ``megarl.errors``.
 
-    types        the records that flow
-    advantages   rewards of a group -> one advantage per sequence, or per token
-    ratios       masked log-ratios, and sums over packed sequences
-    columns      the per-token inputs of an objective, checked; global denominators
-    parts        the record that an algorithm is; what goes together
-    table        the named algorithms
-    family       weight functions between no correction and importance sampling
-    weights      importance weight, trust mask and KL of each token
-    sampling     what is drawn, and what of it trains
-    objectives   the one equation: columns -> a coefficient per token
-    metrics      statistics that merge exactly over micro-batches and ranks
-    diagnostics  entropy, KL, effective sample size, extreme tokens
-    routing      routing traces: validate and compare
-    turns        turns of a conversation into one sequence
-    packing      sequences into micro-batches
-    parallel     which tokens a context- or sequence-parallel rank holds
-    reference    the same mathematics as slow loops: the oracle of the tests (objectives: reference_objectives)
+Packages:
+
+    choices        records that a configuration makes: objectives, sampling rules, credit; imports no torch or numpy
+    objectives     the one equation: columns of a batch -> a coefficient per token
+    sampling       which prompts get how many samples, which of them train, with what credit
+    routing        routing traces: validate, compare, write as bytes
+
+Modules:
+
+    types          the records that flow
+    ratios         masked log-ratios, and sums over packed sequences
+    advantages     rewards of a group -> one advantage per response, or per token
+    packing        sequences into micro-batches
+    parallel       which tokens a context- or sequence-parallel rank holds
+    metrics        statistics that merge exactly over micro-batches and ranks
+    diagnostics    entropy, KL, effective sample size, extreme tokens
+    turns          several turns of a conversation as one sequence
+    rollout_codec  rollouts as bytes, to exchange them between ranks
+    fp8            weights in FP8 blocks; fp8_errors: what that changes about them
 """
