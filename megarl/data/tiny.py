@@ -146,22 +146,38 @@ def write_sort_task(
         )
     rng = np.random.default_rng(seed)
     numbers = _draw_numbers(rng, digits, sum(counts))
-    is_wrong = _choose_wrong(rng, shares, numbers[num_train + num_heldout :])
+    num_problems = num_train + num_heldout
+    is_wrong = _choose_wrong(rng, shares, numbers[num_problems:])
+    problems = [{"prompt": f"{n}=", "answer": _sort(n)} for n in numbers[:num_problems]]
+    demonstrations = [
+        {"prompt": f"{n}=", "response": _sort(n, descending=wrong)}
+        for n, wrong in zip(numbers[num_problems:], is_wrong.tolist(), strict=True)
+    ]
+    return write_task(path, problems[:num_train], problems[num_train:], demonstrations)
 
-    directory = Path(path)
-    directory.mkdir(parents=True, exist_ok=True)
-    train, heldout, demonstrations = np.split(np.array(numbers), np.cumsum(counts)[:2])
-    files = TaskFiles(directory / "train.jsonl", directory / "heldout.jsonl", directory / "demonstrations.jsonl")
-    write_jsonl(files.train, ({"prompt": f"{n}=", "answer": _sort(n)} for n in train))
-    write_jsonl(files.heldout, ({"prompt": f"{n}=", "answer": _sort(n)} for n in heldout))
-    write_jsonl(
-        files.demonstrations,
-        (
-            {"prompt": f"{n}=", "response": _sort(n, descending=bool(wrong))}
-            for n, wrong in zip(demonstrations, is_wrong, strict=True)
-        ),
-    )
+
+def write_task(
+    path: str | Path,
+    train: Sequence[dict[str, str]],
+    heldout: Sequence[dict[str, str]],
+    demonstrations: Sequence[dict[str, str]],
+) -> TaskFiles:
+    """Write the three files of a task into the folder ``path``; each appears complete or not at all."""
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    files = TaskFiles(folder / "train.jsonl", folder / "heldout.jsonl", folder / "demonstrations.jsonl")
+    write_jsonl(files.train, train)
+    write_jsonl(files.heldout, heldout)
+    write_jsonl(files.demonstrations, demonstrations)
     return files
+
+
+def choose_share(rng: np.random.Generator, share: float, count: int) -> np.ndarray:
+    """Return bool [count] with exactly ``round(share * count)`` True, at random places."""
+    chosen = np.zeros(count, dtype=bool)
+    chosen[: round(share * count)] = True
+    rng.shuffle(chosen)
+    return chosen
 
 
 def _draw_numbers(rng: np.random.Generator, digits: int, count: int) -> list[str]:
@@ -175,10 +191,7 @@ def _choose_wrong(rng: np.random.Generator, shares: Sequence[float], numbers: Se
     """Return bool [N]: which demonstrations are sorted in descending order."""
     if len(shares) == 10:
         return rng.random(len(numbers)) < np.array([shares[int(number[0])] for number in numbers])
-    is_wrong = np.zeros(len(numbers), dtype=bool)
-    is_wrong[: round(shares[0] * len(numbers))] = True
-    rng.shuffle(is_wrong)
-    return is_wrong
+    return choose_share(rng, shares[0], len(numbers))
 
 
 def _sort(number: str, *, descending: bool = False) -> str:

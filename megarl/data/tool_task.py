@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megarl.data.records import write_jsonl
 from megarl.data.rewards import instantaneous
-from megarl.data.tiny import TaskFiles
+from megarl.data.tiny import TaskFiles, choose_share, write_task
 from megarl.errors import DataError
 
 CALL_OPEN, CALL_CLOSE = "(", ")"
@@ -46,24 +45,15 @@ def write_tool_task(
     rng = np.random.default_rng(seed)
     chosen = rng.choice(900 * 900, size=sum(counts), replace=False)
     pairs = [(100 + int(n) // 900, 100 + int(n) % 900) for n in chosen]
-    guesses = np.zeros(num_demonstrations, dtype=bool)
-    guesses[: round(guess_share * num_demonstrations)] = True
-    rng.shuffle(guesses)
-    wrong = rng.integers(10_000, 1_000_000, size=num_demonstrations)
-    directory = Path(path)
-    directory.mkdir(parents=True, exist_ok=True)
-    files = TaskFiles(directory / "train.jsonl", directory / "heldout.jsonl", directory / "demonstrations.jsonl")
-    split = (num_train, num_train + num_heldout)
-    for file, part in ((files.train, pairs[: split[0]]), (files.heldout, pairs[split[0] : split[1]])):
-        write_jsonl(file, ({"prompt": f"{a}*{b}=", "answer": str(a * b)} for a, b in part))
-    write_jsonl(
-        files.demonstrations,
-        (
-            {"prompt": f"{a}*{b}=", "response": str(guess) if guessed else _demonstrate(a, b)}
-            for (a, b), guess, guessed in zip(pairs[split[1] :], wrong.tolist(), guesses.tolist(), strict=True)
-        ),
-    )
-    return files
+    guesses = choose_share(rng, guess_share, num_demonstrations).tolist()
+    wrong = rng.integers(10_000, 1_000_000, size=num_demonstrations).tolist()
+    num_problems = num_train + num_heldout
+    problems = [{"prompt": f"{a}*{b}=", "answer": str(a * b)} for a, b in pairs[:num_problems]]
+    demonstrations = [
+        {"prompt": f"{a}*{b}=", "response": str(guess) if guessed else _demonstrate(a, b)}
+        for (a, b), guess, guessed in zip(pairs[num_problems:], wrong, guesses, strict=True)
+    ]
+    return write_task(path, problems[:num_train], problems[num_train:], demonstrations)
 
 
 def _demonstrate(a: int, b: int) -> str:
