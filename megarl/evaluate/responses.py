@@ -14,12 +14,12 @@ from megarl.data.benchmarks import HELDOUT, Benchmark
 from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt
 from megarl.rollout.draw import Draw
-from megarl.rollout.engine import Engine, SamplingParams
+from megarl.rollout.engine import Engine
 from megarl.rollout.player import Sample
 from megarl.run.progress import Advance
 from megarl.train.environments import make_player, turn_ends
 from megarl.train.sampling.assignment import FixedSamples, Key
-from megarl.train.sampling.requests import EVALUATE, sampling_seed
+from megarl.train.sampling.requests import EVALUATE, eval_params, sampling_seed
 
 
 def draw_lines(
@@ -43,7 +43,7 @@ def draw_lines(
 
     with Judge(benchmark.reward, workers=config.reward.workers, timeout_s=config.reward.timeout_s) as judge:
         draw = Draw(FixedSamples(keys), request_of, make_player(config, tokenizer, judge))
-        engine.converse(draw.begin, sampling_params(config, tokenizer), on_finish)
+        engine.converse(draw.begin, eval_params(config, turn_ends(config, tokenizer)), on_finish)
     return [_line(key, sample, tokenizer) for key, sample in draw.samples.items()]
 
 
@@ -54,17 +54,6 @@ def response_seed(run_seed: int, benchmark: str, prompt: int, sample: int) -> in
     """
     number = 0 if benchmark == HELDOUT else zlib.crc32(benchmark.encode())
     return sampling_seed(run_seed, EVALUATE, number, prompt, sample)
-
-
-def sampling_params(config: Config, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
-    """Return the sampling parameters of the trainer's evaluation."""
-    return SamplingParams(
-        temperature=config.eval.temperature,
-        top_p=config.rollout.top_p,
-        max_response_tokens=config.rollout.max_response_tokens,
-        stop_token_ids=turn_ends(config, tokenizer),
-        return_routed_experts=False,
-    )
 
 
 def _line(key: Key, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -108,7 +108,7 @@ class Gvm:
         keys = [(prompt, sample) for prompt in range(copy, num_prompts, copies) for sample in range(gvm.pre_samples)]
         group = distributed.model_group()
         mine = self._presample(step, keys[group.rank() :: group.size()])
-        accepted = self._accepted(mine)
+        accepted = self._gather_accepted(mine)
         norms = gradient_norms(self._train_step, [rollout for _, rollout in accepted], gvm.block)
         norm_of = {key: norm for (key, _), norm in zip(accepted, norms.tolist(), strict=True)}
         rows = [
@@ -120,7 +120,7 @@ class Gvm:
         self._spent += [len(found), found[:, 5].sum(), (~judged).sum()]
         return _estimate(found[judged], num_prompts, gvm.average)
 
-    def _accepted(self, mine: Mapping[Key, Sample]) -> list[tuple[Key, Rollout]]:
+    def _gather_accepted(self, mine: Mapping[Key, Sample]) -> list[tuple[Key, Rollout]]:
         """Return the model copy's accepted responses in their order; this rank's with routes."""
         threshold = self._config.reward.threshold
         good = {
