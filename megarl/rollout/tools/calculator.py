@@ -11,8 +11,8 @@ from typing import Any
 from megarl.rollout.tools.protocol import ToolResult
 
 MAX_LENGTH = 1000
-"""Characters of an expression. It also bounds the digits of a number and the operations, and so, with MAX_BITS, the
-time: at most a few milliseconds."""
+"""Characters of an expression. This bounds digits and operations too, and so, with MAX_BITS, the time to a few
+milliseconds."""
 MAX_BITS = 4096
 """Size of an integer; Python prints up to 14000 bits."""
 MAX_DEPTH = 50
@@ -52,8 +52,8 @@ _CONSTANTS = {"pi": math.pi, "e": math.e}
 class CalculatorTool:
     """Evaluates +, -, *, /, //, %, ** and the functions and constants above, as Python does.
 
-    Whatever else is in the expression, too large an integer, and a result that is not a finite real number are errors
-    of the call. Nothing of the expression is ever run as code.
+    Anything else in the expression, too large an integer, and a result that is not a finite real number are errors of
+    the call. The expression is parsed and never run as code.
     """
 
     name = "calculator"
@@ -77,26 +77,26 @@ def evaluate(expression: str) -> Number:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError("this is no arithmetic expression") from error
-    return _value(tree.body, 0)
+    return _compute(tree.body, 0)
 
 
-def _value(node: ast.expr, depth: int) -> Number:
+def _compute(node: ast.expr, depth: int) -> Number:
     if depth > MAX_DEPTH:
         raise ValueError(f"the expression is nested more than {MAX_DEPTH} deep")
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            return _checked(number)
+            return _require_small(number)
         case ast.Name(id=name) if name in _CONSTANTS:
             return _CONSTANTS[name]
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
-            return _UNARY[type(op)](_value(operand, depth + 1))
+            return _UNARY[type(op)](_compute(operand, depth + 1))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            return _applied(op, _value(left, depth + 1), _value(right, depth + 1))
+            return _apply(op, _compute(left, depth + 1), _compute(right, depth + 1))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
             function, least, most = _FUNCTIONS[name]
             if not least <= len(args) <= most:
                 raise ValueError(f"{name} takes {least} to {most} numbers, not {len(args)}")
-            return _checked(function(*(_value(arg, depth + 1) for arg in args)))
+            return _require_small(function(*(_compute(arg, depth + 1) for arg in args)))
         case ast.BinOp(op=ast.BitXor()):
             raise ValueError("^ is not known; a power is written **")
         case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)):
@@ -105,14 +105,14 @@ def _value(node: ast.expr, depth: int) -> Number:
             raise ValueError(f"this is no arithmetic: it holds a {type(node).__name__}")
 
 
-def _applied(op: ast.operator, left: Number, right: Number) -> Number:
-    # A power can be too large to be computed before it is looked at; all else grows by what it was made from.
+def _apply(op: ast.operator, left: Number, right: Number) -> Number:
+    # Check a power before it is computed, because it can be huge. No other result is much longer than its operands.
     if isinstance(op, ast.Pow) and isinstance(left, int) and isinstance(right, int) and abs(left) > 1 and right > 0:
         _check_bits((abs(left).bit_length() - 1) * right)
-    return _checked(_BINARY[type(op)](left, right))
+    return _require_small(_BINARY[type(op)](left, right))
 
 
-def _checked(value: Number) -> Number:
+def _require_small(value: Number) -> Number:
     if isinstance(value, int):
         _check_bits(value.bit_length())
     elif not isinstance(value, float) or not math.isfinite(value):

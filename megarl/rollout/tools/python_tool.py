@@ -1,4 +1,4 @@
-"""Python for a model: each call runs in a process of its own, contained as megarl.rollout.tools.sandbox tells."""
+"""The Python tool: each call runs in a process of its own, in the sandbox of ``megarl.rollout.tools.sandbox``."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _SIGNALLED = range(129, 193)
 
 
 class PythonTool:
-    """Runs the code of a model, each call from nothing: a call sees no file and no variable of another one.
+    """Runs the code of a model; a call sees no file and no variable of another one.
 
-    Without bubblewrap, or where the host does not let it work, the constructor raises ConfigError unless
-    ``limits_alone`` asks for resource limits without isolation: the code then has the network, reads and writes what
-    this user can, and may leave its session. The constructor tries the sandbox once, which blocks for under a second.
+    The constructor tries the sandbox once, which blocks for under a second. It raises ConfigError if there is no
+    bubblewrap or the host does not let it work. ``limits_alone`` asks for resource limits without isolation: the code
+    then has the network, reads and writes what this user can, and may leave its session.
 
-    Calls may overlap; the caller bounds how many. A cancelled call leaves no process and no file behind. Calls start
-    from the thread of their event loop: the sandbox ends with that thread.
+    Calls may overlap; the caller bounds how many. A cancelled call leaves no process and no file behind. The sandbox
+    ends with the thread that started it, which is that of the event loop.
     """
 
     name = "python"
@@ -48,7 +48,7 @@ class PythonTool:
     ) -> None:
         self.limits = limits or Limits()
         self._sandbox = prepare(self.limits, interpreter or sys.executable, limits_alone)
-        _try_out(self._sandbox)
+        _try(self._sandbox)
 
     async def __call__(self, argument: str) -> ToolResult:
         """Runs the code; raises RolloutError if its process did not start or could not be ended."""
@@ -59,7 +59,7 @@ class PythonTool:
 
 
 class _Call:
-    """One started call up to its end."""
+    """One running call."""
 
     def __init__(self, child: Child, limits: Limits) -> None:
         self._child, self._limits = child, limits
@@ -73,8 +73,8 @@ class _Call:
     async def result(self) -> ToolResult:
         started = time.monotonic()
         try:
-            await _to_its_end(self._connect())
-            exited = asyncio.ensure_future(_readable(self._process_fd))
+            await _finish(self._connect())
+            exited = asyncio.ensure_future(_await_readable(self._process_fd))
             exited.add_done_callback(lambda _: self._stop(None))
             try:
                 async with asyncio.timeout(self._limits.wall_s - (time.monotonic() - started)):
@@ -84,8 +84,8 @@ class _Call:
             finally:
                 exited.cancel()
         finally:
-            await _to_its_end(self._end())
-        return self._judged(reason)
+            await _finish(self._end())
+        return self._make_result(reason)
 
     async def _connect(self) -> None:
         for pipe, fd in ((self._status, self._child.status_fd), (self._output, self._child.output_fd)):
@@ -100,26 +100,26 @@ class _Call:
             self._stop("output_limit")
 
     def _on_status(self) -> None:
-        """Takes hold of the sandbox's first process: with it all others die."""
+        """Opens the sandbox's first process; killing it ends all others."""
         line, complete, _ = bytes(self._status.data).partition(b"\n")
         if self._init_fd is not None or not complete or not line.startswith(b"{"):
             return
         pid = json.loads(line)["child-pid"]
-        with contextlib.suppress(OSError, psutil.Error), contextlib.ExitStack() as closing:  # it may be gone already
+        with contextlib.suppress(OSError, psutil.Error), contextlib.ExitStack() as closing:  # it may have ended
             fd = os.pidfd_open(pid)
             closing.callback(os.close, fd)
-            # bubblewrap is its parent while the number is still its own.
+            # With another parent, the process id was reused.
             if psutil.Process(pid).ppid() == self._child.process.pid:
                 self._init_fd = fd
                 closing.pop_all()
 
     async def _end(self) -> None:
-        """Kills whatever still runs, waits until it is gone, and removes the scratch folder."""
+        """Kills all processes, waits until they are gone, and removes the scratch folder."""
         try:
             await self._kill()
             async with asyncio.timeout(END_S):
-                await _readable(self._process_fd)  # bubblewrap ends after the last process in it
-                await self._output_end()
+                await _await_readable(self._process_fd)  # bubblewrap ends after the last process in it
+                await self._await_output_end()
         except TimeoutError as error:
             raise RolloutError(f"a Python call could not be killed within {END_S:g} s: look at the host") from error
         finally:
@@ -132,29 +132,29 @@ class _Call:
             if self._child.scratch:
                 await asyncio.to_thread(_remove, self._child.scratch)
 
-    async def _output_end(self) -> None:
+    async def _await_output_end(self) -> None:
         if self._child.scratch is None:
             await self._output.ended.wait()
             return
-        # Without a sandbox a process that shed its mark may hold the pipe for ever.
+        # Without a sandbox, a process that removed its mark may keep the pipe open.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 await self._output.ended.wait()
 
     async def _kill(self) -> None:
         if self._child.scratch is None:
-            # Killed before its child was set up, bubblewrap would leave it behind, waiting.
+            # If killed before its child is set up, bubblewrap would leave that child waiting.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(START_S):
                     await self._status.line.wait()
-            # With its first process killed bubblewrap reaps it and ends; killed itself, it would leave a zombie.
+            # Kill the first process: bubblewrap reaps it and ends. Killing bubblewrap would leave a zombie.
             _kill_fd(self._process_fd if self._init_fd is None else self._init_fd)
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.process.pid, signal.SIGKILL)
         await asyncio.to_thread(_kill_marked, self._child.mark)
 
-    def _judged(self, reason: ToolExit | None) -> ToolResult:
+    def _make_result(self, reason: ToolExit | None) -> ToolResult:
         status = self._child.process.returncode
         text = bytes(self._output.data).decode("utf-8", "replace")
         if b"ready\n" not in self._status.data:
@@ -164,20 +164,20 @@ class _Call:
         if self._output.more:
             text += f"\n[cut after {self._limits.output_bytes} bytes]"
         if reason is None:
-            reason = "output_limit" if self._output.more else _exit_of(status)
+            reason = "output_limit" if self._output.more else _classify_exit(status)
         return ToolResult(text, reason, self._output.more)
 
 
 class _Pipe(asyncio.Protocol):
-    """Keeps the first bytes of a pipe, and stops reading where there are more."""
+    """Keeps the first bytes of a pipe, and stops reading if there are more."""
 
     def __init__(self, max_bytes: int, on_data: Callable[[], None]) -> None:
         self.data = bytearray()
         self.more = False
         self.line = asyncio.Event()
-        """Set by the first whole line, or the end."""
+        """Set at the first whole line, or at the end."""
         self.ended = asyncio.Event()
-        """Set when nobody can write any more, or nothing more is read."""
+        """Set when all writers have closed the pipe, or reading has stopped."""
         self._max_bytes, self._on_data = max_bytes, on_data
         self._transport: asyncio.BaseTransport | None = None
 
@@ -203,7 +203,7 @@ class _Pipe(asyncio.Protocol):
             self._transport.close()
 
 
-def _exit_of(status: int) -> ToolExit:
+def _classify_exit(status: int) -> ToolExit:
     if status == 0:
         return "ok"
     if status == MEMORY_EXIT:
@@ -213,8 +213,8 @@ def _exit_of(status: int) -> ToolExit:
     return "killed" if status < 0 or status in _SIGNALLED else "error"
 
 
-def _try_out(sandbox: Sandbox) -> None:
-    """Runs one line of code; raises ConfigError if it does not come through."""
+def _try(sandbox: Sandbox) -> None:
+    """Runs one line of code; ConfigError if it does not print what it should."""
     child = sandbox.start("print(6 * 7)")
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -241,7 +241,7 @@ def _kill_fd(pidfd: int) -> None:
 
 
 def _kill_marked(mark: str) -> None:
-    """Kills processes that have the mark in the environment they were started with, until there are none."""
+    """Kills the processes with this mark in their environment, until there are none."""
     deadline = time.monotonic() + END_S
     found = True
     while found and time.monotonic() < deadline:
@@ -254,7 +254,7 @@ def _kill_marked(mark: str) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Removes a folder that code may have made unreadable; links in it are removed, not followed."""
+    """Removes a folder that code may have made unreadable; does not follow links."""
     for root, folders, _ in os.walk(folder):
         for name in folders:
             path = os.path.join(root, name)
@@ -263,8 +263,8 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-async def _readable(fd: int) -> None:
-    """Waits until there is something to read; of a process descriptor, until the process has ended."""
+async def _await_readable(fd: int) -> None:
+    """Waits until a descriptor is readable; a process descriptor is when the process has ended."""
     loop = asyncio.get_running_loop()
     ready = loop.create_future()
     loop.add_reader(fd, lambda: ready.done() or ready.set_result(None))
@@ -274,8 +274,8 @@ async def _readable(fd: int) -> None:
         loop.remove_reader(fd)
 
 
-async def _to_its_end(work: Awaitable[None]) -> None:
-    """Awaits work that must not be left half done; a cancellation meanwhile is raised after it."""
+async def _finish(work: Awaitable[None]) -> None:
+    """Awaits work that must not be interrupted; a cancellation is raised after it."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():

@@ -1,12 +1,12 @@
-"""How code is started: a bubblewrap sandbox, or resource limits alone, and what each of them bounds.
+"""Starts Python code in a bubblewrap sandbox, or under resource limits alone.
 
-In the sandbox the code has its own processes, network (a loopback of its own), host name and file tree: the
-interpreter and the system's libraries to read, one small folder in memory, /tmp, to write. Environment variables are
-not passed on. All processes end with the first one, and that one with the process that started it.
+In the sandbox the code has its own processes, network (only a loopback), host name and file tree. It can read the
+interpreter and the system's libraries, and write one small folder in memory, /tmp. It gets no environment variables of
+this process. All its processes end with the first one, and that one ends with the process that started it.
 
-Limits of the kernel hold per process. What one call can take in all is therefore ``num_processes + 1`` times
-``memory_bytes`` besides its scratch folder, and as many cores for ``wall_s`` seconds. A caller that cannot afford this
-lowers ``num_processes``, or bounds the memory of the whole run by a cgroup.
+The kernel's limits hold per process. One call can therefore use ``num_processes + 1`` times ``memory_bytes`` and its
+scratch folder, and as many cores for ``wall_s`` seconds. To bound it further, lower ``num_processes``, or bound the
+memory of the whole run with a cgroup.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE | fcntl.F_
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one call may take; raises ConfigError for a bad value."""
+    """Limits of one call; raises ConfigError for a bad value."""
 
     wall_s: float = 10.0
-    """From the start of the process to its end; starting takes 0.1 to 0.2 s of it."""
+    """From the start of the process to its end; the start itself takes 0.1 to 0.2 s."""
     cpu_s: int = 10
     """Of each process."""
     memory_bytes: int = 1 << 30
     """Address space of each process; an interpreter with numpy needs about 200 MB."""
     num_processes: int | None = 8
-    """Processes and threads beside the first one. None sets no limit, which only limits alone allow."""
+    """Processes and threads beside the first one. None sets no limit; not allowed in the sandbox."""
     scratch_bytes: int = 64 << 20
-    """All files in the scratch folder together; with limits alone it bounds each single file."""
+    """All files in the scratch folder together; without the sandbox, each single file."""
     output_bytes: int = 16 << 10
     """Standard output and error together; more of it ends the call."""
     code_bytes: int = 64 << 10
@@ -67,7 +67,7 @@ class Limits:
 
 @dataclass(slots=True)
 class Child:
-    """A started call: its process and what the host holds of it. The receiver closes both descriptors."""
+    """A started call: its process and the host's side of it. The receiver closes both descriptors."""
 
     process: subprocess.Popen[bytes]
     output_fd: int
@@ -107,16 +107,18 @@ class Sandbox:
                 ours.callback(shutil.rmtree, scratch)
             output_fd, output_end = _pipe(ours, theirs)
             status_fd, status_end = _pipe(ours, theirs)
-            ready_end = _held(os.dup(status_end), theirs)  # bubblewrap keeps the one it is told of to itself
+            ready_end = _close_with(
+                os.dup(status_end), theirs
+            )  # a second one, because bubblewrap does not pass on its own
             passed = [status_end, ready_end]
             wrapper: list[str] = []
             if self.bwrap:
-                passed.append(_held(_sealed(seccomp.program()), theirs))
+                passed.append(_close_with(_make_sealed_file(seccomp.program()), theirs))
                 wrapper = [self.bwrap, *_namespaces(), *self._files()]
                 wrapper += ["--json-status-fd", str(status_end), "--seccomp", str(passed[-1]), "--"]
             process = subprocess.Popen(
                 [*wrapper, self.interpreter, "-I", "-u", "-c", BOOTSTRAP.read_text(), self._settings(ready_end)],
-                stdin=_held(_sealed(code.encode("utf-8", "replace")), theirs),
+                stdin=_close_with(_make_sealed_file(code.encode("utf-8", "replace")), theirs),
                 stdout=output_end,
                 stderr=output_end,
                 pass_fds=passed,
@@ -128,7 +130,7 @@ class Sandbox:
             return Child(process, output_fd, status_fd, scratch, mark)
 
     def _files(self) -> list[str]:
-        """What is seen of the file system. /tmp comes first: an interpreter may lie below it."""
+        """Arguments for the file tree. /tmp comes first, because an interpreter may lie below it."""
         args = ["--perms", "1777", "--size", str(self.limits.scratch_bytes), "--tmpfs", "/tmp"]
         args += ["--ro-bind", "/usr", "/usr"]
         for folder in ("/bin", "/sbin", "/lib", "/lib64"):
@@ -138,7 +140,7 @@ class Sandbox:
                 args += ["--ro-bind-try", folder, folder]
         shown = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", *self.readable)
         parents = {str(parent) for path in shown for parent in Path(path).parents} - {"/", "/tmp"}
-        for parent in sorted(parents):  # made without being asked for, they would be closed to all but their owner
+        for parent in sorted(parents):  # bubblewrap itself would make them readable by the owner only
             args += ["--perms", "0755", "--dir", parent]
         for path in shown:
             args += ["--ro-bind-try", path, path]
@@ -146,7 +148,7 @@ class Sandbox:
         return [*args, "--remount-ro", "/proc", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
 
     def _settings(self, ready_end: int) -> str:
-        limits, stranger = self.limits, self.bwrap is not None and os.geteuid() == 0
+        limits, unused_user = self.limits, self.bwrap is not None and os.geteuid() == 0
         rlimits = {
             "RLIMIT_CPU": (limits.cpu_s, limits.cpu_s + 1),  # SIGXCPU, and SIGKILL for code that ignores it
             "RLIMIT_AS": (limits.memory_bytes, limits.memory_bytes),
@@ -155,16 +157,16 @@ class Sandbox:
             "RLIMIT_CORE": (0, 0),
         }
         if limits.num_processes is not None:
-            # Counted per user and user namespace: a stranger has nothing else, a namespace the sandbox's init.
-            others = 0 if stranger else 1 if self.bwrap else _num_own_threads()
+            # Counted per user and user namespace: an unused user has no other process, a namespace has the init.
+            others = 0 if unused_user else 1 if self.bwrap else _count_own_threads()
             total = others + 1 + limits.num_processes
             rlimits["RLIMIT_NPROC"] = (total, total)
-        uid = _stranger() if stranger else None
+        uid = _unused_uid() if unused_user else None
         return json.dumps({"rlimits": rlimits, "uid": uid, "status_fd": ready_end, "memory_exit": MEMORY_EXIT})
 
 
 def prepare(limits: Limits, interpreter: str, limits_alone: bool) -> Sandbox:
-    """Returns what starts code on this host; raises ConfigError where it cannot be contained as was asked."""
+    """Returns a sandbox for this host; ConfigError if the host cannot contain code as asked."""
     if sys.platform != "linux":
         raise ConfigError(f"the Python tool needs Linux and this is {sys.platform}: leave the tool out here")
     interpreter = os.path.abspath(shutil.which(interpreter) or interpreter)
@@ -184,23 +186,23 @@ def prepare(limits: Limits, interpreter: str, limits_alone: bool) -> Sandbox:
             "the Python tool found no bubblewrap (bwrap) to contain the code of a model: install it (apt-get install "
             "bubblewrap), or set limits_alone=True and accept resource limits without network and file isolation"
         )
-    return Sandbox(limits, interpreter, bwrap, _prefixes(interpreter))
+    return Sandbox(limits, interpreter, bwrap, _find_prefixes(interpreter))
 
 
 def _namespaces() -> list[str]:
     args = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
-    # bubblewrap's own init would be left to the init of the host, and in a container that is often none: one zombie for
-    # each call. The bootstrap takes its place, and bubblewrap ends after it.
+    # bubblewrap's own init is reaped by the host's init. Containers often have none: each call would leave a zombie.
+    # So the bootstrap is the init, and bubblewrap ends after it.
     args += ["--as-pid-1", "--die-with-parent", "--new-session"]
     if os.geteuid() != 0:
         return ["--unshare-user", *args]
-    # Root needs no user namespace, and in one would stay root to the kernel, which exempts it from limits. It drops to
-    # another user inside; the capabilities for that are given up with it.
+    # In a user namespace the kernel would still exempt root from limits. Without one, the bootstrap becomes an unused
+    # user, and loses the two capabilities with that.
     return [*args, "--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
 
 
-def _stranger() -> int:
-    """A user id that nobody else has, within those that this user namespace knows."""
+def _unused_uid() -> int:
+    """Returns a user id without processes, within the range of this user namespace."""
     rows = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
     first, _, count = max(rows, key=lambda row: row[2])
     if count < 1 << 15:
@@ -208,8 +210,8 @@ def _stranger() -> int:
     return first + count // 2 + secrets.randbelow(count // 2 - 2)
 
 
-def _prefixes(interpreter: str) -> tuple[str, ...]:
-    """Folders of an interpreter and of what it stems from, those under /usr apart."""
+def _find_prefixes(interpreter: str) -> tuple[str, ...]:
+    """Returns the folders of an interpreter and of its base, without those below /usr."""
     ask = "import sys; print(sys.prefix, sys.base_prefix, sep='\\n')"
     try:
         asked = subprocess.run([interpreter, "-I", "-c", ask], capture_output=True, text=True, timeout=60.0, check=True)
@@ -219,13 +221,13 @@ def _prefixes(interpreter: str) -> tuple[str, ...]:
 
 
 def _environment(scratch: Path, mark: str) -> dict[str, str]:
-    """All variables that the code sees: none of this process, and one thread for each library that would take many."""
+    """Returns all variables that the code sees: none of this process; libraries use one thread."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     home = str(scratch)
     return threads | {"PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", MARK: mark}
 
 
-def _num_own_threads() -> int:
+def _count_own_threads() -> int:
     own, count = os.geteuid(), 0
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -236,16 +238,16 @@ def _num_own_threads() -> int:
 
 def _pipe(ours: contextlib.ExitStack, theirs: contextlib.ExitStack) -> tuple[int, int]:
     read_end, write_end = os.pipe()
-    return _held(read_end, ours), _held(write_end, theirs)
+    return _close_with(read_end, ours), _close_with(write_end, theirs)
 
 
-def _held(fd: int, stack: contextlib.ExitStack) -> int:
+def _close_with(fd: int, stack: contextlib.ExitStack) -> int:
     stack.callback(os.close, fd)
     return fd
 
 
-def _sealed(data: bytes) -> int:
-    """A file in memory that nobody can change, at its beginning."""
+def _make_sealed_file(data: bytes) -> int:
+    """Returns a descriptor of a read-only file in memory."""
     fd = os.memfd_create("megarl-tool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(fd, "wb", closefd=False) as file:
         file.write(data)
