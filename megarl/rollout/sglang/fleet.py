@@ -192,11 +192,11 @@ class Fleet:
             else:
                 copies.append(bucket.cpu())
             if not self.folder:
-                served = self._each(served, partial(send, bucket=bucket))
+                served = self._each(served, lambda sender, bucket=bucket: send(sender, bucket))
                 bucket.forget_payload()
         self._copy = folder.finish().absolute() if folder else copies
         if self.folder:
-            served = self._each(served, partial(WeightSender.load_from_disk, folder=str(self._copy)))
+            served = self._each(served, lambda sender: sender.load_from_disk(str(self._copy)))
         return served
 
     def _compare_checksums(self, served: list[Member]) -> list[Member]:
