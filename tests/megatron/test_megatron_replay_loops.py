@@ -200,7 +200,7 @@ def test_a_pass_that_a_backward_hook_starts_is_refused_in_a_block_and_native_out
         return scaled
 
     starting_a_pass().backward()
-    with graphs.replay.record(), pytest.raises(ReplayError, match="no known checkpoint has started it"):
+    with graphs.replay.record(), pytest.raises(ReplayError, match="no known checkpoint started it"):
         starting_a_pass().backward()
 
 
