@@ -226,7 +226,12 @@ if os.fork() == 0:
     os.setsid()
     subprocess.Popen(["sleep", "{duration}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     os._exit(0)
-while not any("{duration}" in open(f"/proc/{{pid}}/cmdline").read() for pid in os.listdir("/proc") if pid.isdigit()):
+def words(pid):
+    try:
+        return open(f"/proc/{{pid}}/cmdline").read()
+    except OSError:  # it has ended meanwhile
+        return ""
+while not any("{duration}" in words(pid) for pid in os.listdir("/proc") if pid.isdigit()):
     time.sleep(0.01)
 print("begun")
 {ending}

@@ -211,8 +211,9 @@ def _unused_uid() -> int:
 
 
 def _find_prefixes(interpreter: str) -> tuple[str, ...]:
-    """Returns the folders of an interpreter and of its base, without those below /usr."""
-    ask = "import sys; print(sys.prefix, sys.base_prefix, sep='\\n')"
+    """Returns the folders of an interpreter, of its base and of its packages, without those below /usr."""
+    packages = "*(path for path in sys.path if path.endswith('site-packages'))"  # a .pth file can lead elsewhere
+    ask = f"import sys; print(sys.prefix, sys.base_prefix, {packages}, sep='\\n')"
     try:
         asked = subprocess.run([interpreter, "-I", "-c", ask], capture_output=True, text=True, timeout=60.0, check=True)
     except (OSError, subprocess.SubprocessError) as error:
