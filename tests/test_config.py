@@ -175,11 +175,6 @@ def test_off_stands_for_none_in_objective_overrides():
         ({"parallel__etp": 2, "parallel__ep": 2}, ["parallel.etp: found 2 with tp = 1"]),
         ({"parallel__vpp": 2}, ["parallel.vpp: found 2 with pp = 1"]),
         ({"parallel__pp": 2, "parallel__vpp": 1}, ["parallel.vpp: found 1"]),
-        (
-            {"parallel__tp": 2, "parallel__sequence_parallel": False},
-            ["parallel.sequence_parallel: found false with tp = 2"],
-        ),
-        ({"parallel__sequence_parallel": True}, ["parallel.sequence_parallel: found true with tp = 1"]),
         ({"train__objective": "ppo2"}, ["train.objective: found 'ppo2'", "minirl"]),
         ({"train__objective_overrides": {"caps": 1}}, ["train.objective_overrides.caps: unknown part", "mean cap?"]),
         ({"train__objective_overrides": {"cap": [1]}}, ["train.objective_overrides.cap: found [1]"]),

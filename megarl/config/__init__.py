@@ -5,15 +5,14 @@ imports torch or Megatron, so that a wrong file is reported at once. The way thr
 
     flags            ``--table.key value`` of a command line
     file             reads the TOML file; turns every problem into a ConfigError of one line
-    root             ``Config``: all tables, checked; ``to_toml`` writes them
-    rules, layout    rules between tables; how a number of ranks is divided
+    root             ``Config``: all tables, checked, and the layout of its ranks; ``to_toml`` writes it
+    rules            rules between tables
     tables/          each table with its keys, their help texts and its own checks
     engines, plugs   sampling engines and what they can do; objects that the user names as "package.module:name"
     megatron_fields  the [megatron] table, checked against Megatron's source
 """
 
-from megarl.config.layout import Layout
-from megarl.config.root import Config
+from megarl.config.root import Config, Layout
 from megarl.config.tables import EnvironmentConfig, ParallelConfig, SamplingConfig, SftConfig, SGLangConfig
 
 __all__ = ["Config", "EnvironmentConfig", "Layout", "ParallelConfig", "SGLangConfig", "SamplingConfig", "SftConfig"]

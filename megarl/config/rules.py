@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from megarl.config import megatron_fields
 from megarl.config.megatron_fields import replay_blockers
-from megarl.config.tables import EstimateConfig, GvmConfig
-from megarl.config.tables.together import Tables
+from megarl.config.tables import EstimateConfig, GvmConfig, Tables
 from megarl.core.choices.family import family_warning
 from megarl.core.choices.parts import TOKEN_ADVANTAGES
 from megarl.errors import ConfigError

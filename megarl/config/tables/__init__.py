@@ -1,37 +1,92 @@
-"""The tables of a configuration, a file for each or for a few small ones.
+"""The tables of a configuration, and ``Tables``: all of them, with the values that follow from several.
 
-``base`` has what all share. A table checks its own keys; ``together`` holds all tables, which ``megarl.config.rules``
-checks against each other. The docstring below a field is its help text. Nothing here imports torch.
+A table checks its own keys; ``megarl.config.rules`` checks them against each other. The docstring below a field is its
+help text. Nothing here imports torch.
 """
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megarl.config.tables.base import Table
 from megarl.config.tables.data import DataConfig, RewardConfig, SftConfig
-from megarl.config.tables.environment import EnvironmentConfig
-from megarl.config.tables.launch import LaunchConfig
 from megarl.config.tables.model import ModelConfig, ParallelConfig, RecomputeConfig
-from megarl.config.tables.rollout import RolloutConfig, SGLangConfig
-from megarl.config.tables.run import CheckpointConfig, EvalConfig, LogConfig, RunConfig
+from megarl.config.tables.rollout import EnvironmentConfig, RolloutConfig, SGLangConfig
+from megarl.config.tables.run import CheckpointConfig, EvalConfig, LaunchConfig, LogConfig, RunConfig
 from megarl.config.tables.sampling import CreditConfig, EstimateConfig, GvmConfig, SamplingConfig
 from megarl.config.tables.train import OptimConfig, TrainConfig
+from megarl.core.choices.credit import Credit
 
-__all__ = [
-    "CheckpointConfig",
-    "CreditConfig",
-    "DataConfig",
-    "EnvironmentConfig",
-    "EstimateConfig",
-    "EvalConfig",
-    "GvmConfig",
-    "LaunchConfig",
-    "LogConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "ParallelConfig",
-    "RecomputeConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "SGLangConfig",
-    "SamplingConfig",
-    "SftConfig",
-    "TrainConfig",
-]
+
+class Tables(Table):
+    """A configuration whose tables are each valid, but may contradict each other."""
+
+    run: RunConfig
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig
+    sampling: SamplingConfig = SamplingConfig()
+    estimate: EstimateConfig = EstimateConfig()
+    gvm: GvmConfig = GvmConfig()
+    credit: CreditConfig = CreditConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    sglang: SGLangConfig = SGLangConfig()
+    train: TrainConfig = TrainConfig()
+    optim: OptimConfig
+    recompute: RecomputeConfig = RecomputeConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    launch: LaunchConfig = LaunchConfig()
+    log: LogConfig = LogConfig()
+    sft: SftConfig | None = None
+    megatron: dict[str, Any] = {}
+    """Any other field of Megatron's TransformerConfig, DistributedDataParallelConfig or OptimizerConfig."""
+
+    @property
+    def run_dir(self) -> Path:
+        """run.dir with its default resolved."""
+        return Path(self.run.dir or f"runs/{self.run.name}")
+
+    @property
+    def sft_out(self) -> Path:
+        """sft.out with its default resolved."""
+        return Path(self.sft.out) if self.sft and self.sft.out else self.run_dir / "sft"
+
+    @property
+    def reference_path(self) -> str:
+        """model.reference with its default resolved."""
+        return self.model.reference or self.model.path
+
+    @property
+    def responses_per_step(self) -> int:
+        """Responses that a step trains on: B * G, or B * sampling.train_size. A prompt may have fewer."""
+        return self.rollout.prompts_per_step * (self.sampling.train_size or self.rollout.group_size)
+
+    @property
+    def prompts_per_step_at_most(self) -> int:
+        """Prompts that a step may begin: B, or with sampling.refill sampling.max_prompts."""
+        prompts = self.rollout.prompts_per_step
+        return (self.sampling.max_prompts or 4 * prompts) if self.sampling.refill else prompts
+
+    @property
+    def credit_record(self) -> Credit:
+        """[credit] with its defaults resolved."""
+        return self.credit.record(self.sampling.rule, self.estimate.eps)
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of the whole run: steps * N."""
+        return self.run.steps * self.train.mini_batches
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """run.collective_timeout_s with its default resolved: longer than a rank may wait for an SGLang server."""
+        servers = self.sglang
+        if self.run.collective_timeout_s is not None:
+            return self.run.collective_timeout_s
+        if not self.rollout.engine_kind.server:
+            return 1800.0
+        return max(1800.0, servers.attempts * servers.deadline_s + servers.start_deadline_s + 600.0)

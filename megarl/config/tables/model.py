@@ -38,8 +38,6 @@ class ParallelConfig(Table):
     """Tensor-parallel ranks inside an expert; default tp."""
     cp: PositiveInt = 1
     """Context-parallel ranks: each holds an early and a late chunk of every sequence."""
-    sequence_parallel: bool | None = None
-    """Split activations along the sequence between tensor-parallel ranks; default tp > 1, where Megatron needs it."""
     dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
     """How tokens are sent to their experts; flex is DeepEP, needs GPUs, and is untested with megarl."""
     distributed_optimizer: bool = True
@@ -62,8 +60,8 @@ class ParallelConfig(Table):
 
     @property
     def uses_sequence_parallel(self) -> bool:
-        """sequence_parallel with its default resolved."""
-        return self.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
+        """Whether tensor-parallel ranks split activations along the sequence: Megatron's MoE needs it with tp > 1."""
+        return self.tp > 1
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
@@ -76,12 +74,6 @@ class ParallelConfig(Table):
                 f"etp: found {self.expert_tp} with tp = {self.tp} and ep = {self.ep}: Megatron reduces such expert "
                 "gradients over the wrong ranks; expected etp = tp, or ep > 1 and etp below tp"
             )
-        if self.tp > 1 and self.sequence_parallel is False:
-            raise ValueError(
-                f"sequence_parallel: found false with tp = {self.tp}, but Megatron's MoE needs it; remove it"
-            )
-        if self.tp == 1 and self.sequence_parallel:
-            raise ValueError("sequence_parallel: found true with tp = 1, expected tp > 1; remove it or raise tp")
         return self
 
 
