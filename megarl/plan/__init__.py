@@ -3,8 +3,7 @@
 No model is built. The formulas and what they were checked against: docs/plan.md. The way through:
 
     plan             puts it together: configuration -> Plan
-    layout           which pipeline stage holds which layers
-    schedule         how a step divides into mini-batches and micro-batches; pipeline bubble
+    layout           layers of each pipeline stage; mini-batches, micro-batches and pipeline bubble of a step
     parameters       parameters of the model and of a rank
     activations      bytes that a forward pass keeps, module by module
     trainer_memory   bytes of a rank of the trainer

@@ -12,18 +12,13 @@ from dataclasses import dataclass
 
 from megarl.models.shapes import ModelShape
 
-Terms = dict[str, int]
-"""Module -> bytes that one layer keeps for it."""
-
 
 @dataclass(frozen=True, slots=True)
 class Cut:
     """What a rank sees of a micro-batch."""
 
-    slots: int
-    """S: token slots of the micro-batch on this context-parallel rank."""
-    element: int
-    """e: bytes of a weight and an activation, 2 or 4."""
+    slots: int  # S: token slots of the micro-batch on this context-parallel rank
+    element: int  # e: bytes of a weight and an activation, 2 or 4
     tp: int = 1
     etp: int = 1
     cp: int = 1
@@ -34,18 +29,17 @@ class Cut:
         return self.slots // self.tp
 
 
-def layer_terms(shape: ModelShape, layer: int, cut: Cut, recompute: Collection[str] = ()) -> Terms:
+def layer_bytes(shape: ModelShape, layer: int, cut: Cut, recompute: Collection[str] = ()) -> int:
     """What one layer keeps; ``recompute`` are modules of selective recomputation, which keep their input only."""
     latent = shape.fields.get("multi_latent_attention")
-    terms = _norm("input_layernorm", shape, cut, recompute)
-    terms |= (_latent_attention if latent else _grouped_attention)(shape, cut, recompute)
-    terms |= _norm("pre_mlp_layernorm", shape, cut, recompute)
-    return terms | (_moe(shape, cut, recompute) if layer in shape.moe_layers else _dense_mlp(shape, cut, recompute))
-
-
-def layer_bytes(shape: ModelShape, layer: int, cut: Cut, recompute: Collection[str] = ()) -> int:
-    """Sum of ``layer_terms``."""
-    return sum(layer_terms(shape, layer, cut, recompute).values())
+    attention = (_latent_attention if latent else _grouped_attention)(shape, cut, recompute)
+    if layer in shape.moe_layers:
+        mlp = 0 if "moe" in recompute else _moe(shape, cut, recompute)
+    else:
+        mlp = 0 if "mlp" in recompute else _gated(shape.fields["ffn_hidden_size"], cut)
+    # A norm keeps input and normalised value in fp32, a scale per row, and its output for the layer behind it.
+    norm = 0 if "layernorm" in recompute else (8 * shape.fields["hidden_size"] + 4) * cut.rows
+    return 2 * (norm + input_bytes(shape, cut)) + attention + mlp
 
 
 def input_bytes(shape: ModelShape, cut: Cut) -> int:
@@ -59,45 +53,35 @@ def head_bytes(shape: ModelShape, cut: Cut) -> int:
     return (8 * hidden + 4) * cut.rows + (cut.element * hidden + 17) * cut.slots
 
 
-def _norm(name: str, shape: ModelShape, cut: Cut, recompute: Collection[str]) -> Terms:
-    """Input and normalised value in fp32 and one scale per row: (8 H + 4) S'; and its output, e H S'."""
-    hidden = shape.fields["hidden_size"]
-    if "layernorm" in recompute:
-        return {name: cut.element * hidden * cut.rows}
-    return {name: (8 * hidden + 4) * cut.rows, name + " output": cut.element * hidden * cut.rows}
-
-
-def _grouped_attention(shape: ModelShape, cut: Cut, recompute: Collection[str]) -> Terms:
+def _grouped_attention(shape: ModelShape, cut: Cut, recompute: Collection[str]) -> int:
     fields, e = shape.fields, cut.element
     width, heads, groups = fields["kv_channels"], fields["num_attention_heads"], fields["num_query_groups"]
-    q, kv, slots = heads * width // cut.tp, groups * width // cut.tp, cut.slots
-    terms = {"rotary": 4 * e * int(width * shape.rotary_percent) * slots}
+    q, kv = heads * width // cut.tp, groups * width // cut.tp
+    rotary = 4 * e * int(width * shape.rotary_percent)
+    norms = 0
     if fields["qk_layernorm"]:
-        terms["q_layernorm"] = (8 * q + 4 * heads // cut.tp) * slots
         # In fp32 no copy is cast: the norm keeps queries, keys and values together, of which its input is a view.
-        terms["k_layernorm"] = ((8 * kv if e < 4 else 4 * kv + e * (q + 2 * kv)) + 4 * groups // cut.tp) * slots
+        keys = 8 * kv if e < 4 else 4 * kv + e * (q + 2 * kv)
+        norms = 8 * q + 4 * heads // cut.tp + keys + 4 * groups // cut.tp
     if "core_attn" in recompute:  # queries, keys, and the projection of which values are a view
         held = 0 if e == 4 and fields["qk_layernorm"] else q + 2 * kv
-        terms["core_attention"] = e * (q + kv + held) * slots
+        attention = e * (q + kv + held)
     else:
-        terms["core_attention"] = (e * (2 * q + 2 * kv * cut.cp) + 4 * heads // cut.tp + 8) * slots
-    return terms | {"linear_proj": e * q * slots}
+        attention = e * (2 * q + 2 * kv * cut.cp) + 4 * heads // cut.tp + 8
+    return (rotary + norms + attention + e * q) * cut.slots
 
 
-def _latent_attention(shape: ModelShape, cut: Cut, recompute: Collection[str]) -> Terms:
-    fields, e, slots = shape.fields, cut.element, cut.slots
+def _latent_attention(shape: ModelShape, cut: Cut, recompute: Collection[str]) -> int:
+    fields, e = shape.fields, cut.element
     heads = fields["num_attention_heads"] // cut.tp
     key, value = fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"], fields["v_head_dim"]
-    terms = {"rotary": 4 * e * fields["qk_pos_emb_head_dim"] * slots}
-    for name, width in (("q", fields["q_lora_rank"]), ("kv", fields["kv_lora_rank"])):
-        if width:
-            terms[name + "_layernorm"] = (8 * width + 4) * cut.rows
-            terms[f"linear_{name}_up_proj"] = e * width * cut.rows
+    latents = [width for width in (fields["q_lora_rank"], fields["kv_lora_rank"]) if width]
+    latent_norms = sum((8 + e) * width + 4 for width in latents) * cut.rows
     if "core_attn" in recompute:
-        terms["core_attention"] = e * heads * (2 * key + value) * slots
+        attention = e * heads * (2 * key + value)
     else:
-        terms["core_attention"] = (e * heads * (key + value) * (1 + cut.cp) + 4 * heads + 8) * slots
-    return terms | {"linear_proj": e * heads * value * slots}
+        attention = e * heads * (key + value) * (1 + cut.cp) + 4 * heads + 8
+    return latent_norms + (4 * e * fields["qk_pos_emb_head_dim"] + attention + e * heads * value) * cut.slots
 
 
 def _gated(width: int, cut: Cut) -> int:
@@ -105,24 +89,17 @@ def _gated(width: int, cut: Cut) -> int:
     return 5 * cut.element * width // cut.tp * cut.slots
 
 
-def _dense_mlp(shape: ModelShape, cut: Cut, recompute: Collection[str]) -> Terms:
-    return {} if "mlp" in recompute else {"mlp": _gated(shape.fields["ffn_hidden_size"], cut)}
-
-
-def _moe(shape: ModelShape, cut: Cut, recompute: Collection[str]) -> Terms:
-    if "moe" in recompute:
-        return {}
+def _moe(shape: ModelShape, cut: Cut, recompute: Collection[str]) -> int:
     fields, e = shape.fields, cut.element
     width = fields["moe_ffn_hidden_size"] // cut.etp
-    terms = {"router": _router(fields, cut), "dispatcher": (5 * shape.num_experts + 8 * shape.topk) * cut.rows}
+    dispatcher = (5 * shape.num_experts + 8 * shape.topk) * cut.rows
     # inputs, the five of a gated layer, and the product with the gate weight, for each row that comes to this rank
-    terms["experts"] = (e * fields["hidden_size"] + 6 * e * width + 4) * routed_rows(shape, cut)
+    experts = (e * fields["hidden_size"] + 6 * e * width + 4) * routed_rows(shape, cut)
     shared = fields.get("moe_shared_expert_intermediate_size")
-    if shared and "shared_experts" not in recompute:
-        terms["shared_experts"] = _gated(shared, cut)
-        if fields.get("moe_shared_expert_gate"):
-            terms["shared_expert_gate"] = (e * (fields["hidden_size"] + 1) + 4) * cut.rows
-    return terms
+    if not shared or "shared_experts" in recompute:
+        return _router(fields, cut) + dispatcher + experts
+    gate = (e * (fields["hidden_size"] + 1) + 4) * cut.rows if fields.get("moe_shared_expert_gate") else 0
+    return _router(fields, cut) + dispatcher + experts + _gated(shared, cut) + gate
 
 
 def routed_rows(shape: ModelShape, cut: Cut) -> int:

@@ -9,7 +9,7 @@ from megarl.core.fp8 import BLOCK
 from megarl.errors import ConfigError
 from megarl.models.shapes import ModelShape
 from megarl.plan.engine_memory import EngineMemory, cut_widths, fp8_widths
-from megarl.plan.schedule import longest_sequence
+from megarl.plan.layout import longest_sequence
 from megarl.plan.trainer_memory import RankMemory
 
 TRAINER_RESERVE = 3 << 30
@@ -26,10 +26,8 @@ _USE_LESS = (
 class GpuMemory:
     """Bytes on the fullest GPU, reserves included."""
 
-    trainer: int
-    """A GPU of the trainer; the server's part included where they share it."""
-    server: int
-    """A GPU that only holds a server; 0 if there is none."""
+    trainer: int  # a GPU of the trainer; the server's part included where they share it
+    server: int  # a GPU that only holds a server; 0 if there is none
 
 
 def check_division(config: Config, shape: ModelShape, layout: Layout) -> None:

@@ -21,13 +21,10 @@ class EngineMemory:
     """Bytes on one GPU of a server, or on one rank of the trainer with the local engine."""
 
     weights: int
-    cache: int
-    """Keys and values; as large as the tokens below."""
+    cache: int  # keys and values
     cache_per_token: int
-    tokens: int
-    """Tokens that the cache of one server holds."""
-    sequences: int
-    """Longest sequences that the cache of one server holds at once."""
+    tokens: int  # that the cache of one server holds
+    sequences: int  # of maximum length, that the cache of one server holds at once
 
     @property
     def total(self) -> int:
@@ -60,15 +57,17 @@ def cache_bytes_per_token(shape: ModelShape, element: int, tp: int = 1, *, expan
     """Keys and values of all layers on one GPU.
 
     Grouped attention: 2 L max(kv_heads / tp, 1) head_dim e. Latent attention: L (kv_rank + rope) e, whole on each GPU;
-    ``expanded``: keys and values of all heads instead, as transformers keeps them.
+    ``expanded``: keys and values of all heads / tp instead, as transformers and the trainer keep them.
     """
     fields = shape.fields
     if fields.get("multi_latent_attention") and expanded:
         width = fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"] + fields["v_head_dim"]
-        return shape.num_layers * fields["num_attention_heads"] * width * element
-    if fields.get("multi_latent_attention"):
-        return shape.num_layers * (fields["kv_lora_rank"] + fields["qk_pos_emb_head_dim"]) * element
-    return 2 * shape.num_layers * max(fields["num_query_groups"] // tp, 1) * fields["kv_channels"] * element
+        width *= fields["num_attention_heads"] // tp
+    elif fields.get("multi_latent_attention"):
+        width = fields["kv_lora_rank"] + fields["qk_pos_emb_head_dim"]
+    else:
+        width = 2 * max(fields["num_query_groups"] // tp, 1) * fields["kv_channels"]
+    return shape.num_layers * width * element
 
 
 def weight_bytes(shape: ModelShape, element: int, *, fp8: bool = False, tp: int = 1) -> int:
@@ -82,14 +81,10 @@ def weight_bytes(shape: ModelShape, element: int, *, fp8: bool = False, tp: int 
         count = sum(1 for _ in rule.places(shape))
         for name, dims in zip(rule.hf, rule.dims, strict=True):
             wanted = tuple(sizes[part] for part in dims.split())
-            total += count * _tensor_bytes(name, wanted, element, fp8) // _shares(rule, name, shape, tp)
+            in_fp8 = fp8 and is_fp8_weight(name)
+            size = prod(wanted) + 4 * prod(grid_of(wanted, BLOCK)) if in_fp8 else element * prod(wanted)
+            total += count * size // _shares(rule, name, shape, tp)
     return total
-
-
-def _tensor_bytes(name: str, shape: tuple[int, ...], element: int, fp8: bool) -> int:
-    if fp8 and is_fp8_weight(name):
-        return prod(shape) + 4 * prod(grid_of(shape, BLOCK))
-    return element * prod(shape)
 
 
 def _shares(rule: Rule, name: str, shape: ModelShape, tp: int) -> int:

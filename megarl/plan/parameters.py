@@ -19,13 +19,9 @@ class ModelCount:
     """Parameters of a whole model."""
 
     total: int
-    """Every tensor of a checkpoint."""
-    experts: int
-    """Of routed experts, all layers."""
-    embeddings: int
-    """Of the embedding and, where it is apart, the output layer."""
-    active: int
-    """What a token uses: everything, but only top-k of the experts; embeddings included."""
+    experts: int  # of routed experts, all layers
+    embeddings: int  # of the embedding and, where it is apart, the output layer
+    active: int  # what a token uses: everything, but only top-k of the experts; embeddings included
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +29,9 @@ class RankCount:
     """Parameters on one rank of a pipeline stage; every rank of the stage has as many."""
 
     stage: int
-    dense: int
-    """Replicated over data- and context-parallel ranks."""
-    expert: int
-    """Replicated over expert-data-parallel ranks."""
-    buffers: int
-    """fp32 values that no optimizer changes: expert biases and their counters."""
+    dense: int  # replicated over data- and context-parallel ranks
+    expert: int  # replicated over expert-data-parallel ranks
+    buffers: int  # fp32 values that no optimizer changes: expert biases and their counters
 
     @property
     def total(self) -> int:
@@ -49,11 +42,6 @@ def numel(rule: Rule, shape: ModelShape) -> int:
     """Elements of one parameter of the rule, whole."""
     sizes = dimensions(shape)
     return sum(prod(sizes[name] for name in dims.split()) for dims in rule.dims)
-
-
-def is_buffer(rule: Rule) -> bool:
-    """Whether Megatron holds the tensor as a buffer: the expert bias."""
-    return rule.megatron[0].endswith("expert_bias")
 
 
 def count_model(shape: ModelShape) -> ModelCount:
@@ -74,32 +62,24 @@ def count_rank(shape: ModelShape, layout: Layout, stage: Stage) -> RankCount:
     layers = set(stage.layers)
     for rule in rules_of(shape):
         if rule.scope == "model":
-            dense += _local(rule, shape, layout.tp) if _is_here(rule, stage) else 0
+            is_here = stage.is_first if "embedding" in rule.megatron[0] else stage.is_last
+            # With tied embeddings, the last stage holds a copy of the embedding as output layer.
+            is_here |= shape.tied_embeddings and stage.is_last and rule.layout == "vocab"
+            dense += _local(rule, shape, layout.tp) if is_here else 0
             continue
         here = sum(1 for layer, _ in rule.places(shape) if layer in layers)
         if rule.scope == "expert":
             expert += _local(rule, shape, layout.etp) * here // layout.ep
-        elif is_buffer(rule):
+        elif rule.megatron[0].endswith("expert_bias"):
             buffers += 2 * numel(rule, shape) * here
         else:
             dense += _local(rule, shape, layout.tp) * here
-    if shape.tied_embeddings and stage.is_last and not stage.is_first:  # a copy of the embedding as output layer
-        dense += _padded_vocab(shape, layout.tp)
     return RankCount(stage.rank, dense, expert, buffers)
-
-
-def _is_here(rule: Rule, stage: Stage) -> bool:
-    return stage.is_first if "embedding" in rule.megatron[0] else stage.is_last
 
 
 def _local(rule: Rule, shape: ModelShape, size: int) -> int:
     """Elements of one parameter on one of ``size`` tensor-parallel ranks."""
-    if rule.layout == "vocab":
-        return _padded_vocab(shape, size)
+    if rule.layout == "vocab":  # padded to a multiple of the ranks
+        return -(-shape.vocab_size // size) * shape.fields["hidden_size"]
     whole = rule.layout == "replicated" or any(name in rule.megatron[0] for name in _WHOLE)
     return numel(rule, shape) if whole else numel(rule, shape) // size
-
-
-def _padded_vocab(shape: ModelShape, tp: int) -> int:
-    """Elements of a tensor-parallel rank's share of the vocabulary, which is padded to a multiple of tp."""
-    return -(-shape.vocab_size // tp) * shape.fields["hidden_size"]

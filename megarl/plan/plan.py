@@ -7,12 +7,11 @@ from pathlib import Path
 
 from megarl.config import Config, Layout
 from megarl.errors import ConfigError
-from megarl.models.shapes import ModelShape, read_shape
+from megarl.models.shapes import read_shape
 from megarl.plan.checks import GpuMemory, check_division, check_engine, check_gpus, check_servers
-from megarl.plan.engine_memory import EngineMemory, engine_memory, weight_bytes
-from megarl.plan.layout import stages_of
+from megarl.plan.engine_memory import EngineMemory, engine_memory
+from megarl.plan.layout import Schedule, divide_step, stages_of
 from megarl.plan.parameters import ModelCount, RankCount, count_model, count_rank
-from megarl.plan.schedule import Schedule, divide_step
 from megarl.plan.traffic import (
     RankTraffic,
     StepTraffic,
@@ -23,7 +22,7 @@ from megarl.plan.traffic import (
     sync_traffic,
     trace_of,
 )
-from megarl.plan.trainer_memory import ELEMENT, RankMemory, rank_memory
+from megarl.plan.trainer_memory import RankMemory, rank_memory
 
 SHIPPED = Path("launch/models")
 """Configs of public models, beside the recipes in launch/recipes."""
@@ -33,23 +32,17 @@ SHIPPED = Path("launch/models")
 class Plan:
     """All numbers; bytes, unless a name says otherwise."""
 
-    model_path: str
-    """Where the shape was read."""
+    model_path: str  # where the shape was read
     family: str
     layout: Layout
-    server_gpus: int
-    """GPUs that hold servers; those of the trainer where they share."""
+    server_gpus: int  # GPUs that hold servers; those of the trainer where they share
     model: ModelCount
-    rank: RankCount
-    """Of the rank with the most memory."""
+    rank: RankCount  # of the rank with the most memory; so are memory and traffic
     memory: RankMemory
-    """Of the same."""
-    stages: tuple[RankMemory, ...]
-    """A rank of each pipeline stage."""
+    stages: tuple[RankMemory, ...]  # a rank of each pipeline stage
     engine: EngineMemory
     gpu: GpuMemory
-    spare_weights: int
-    """On the host of each node's first rank: the weights for a server that restarts."""
+    spare_weights: int  # on the host of each node's first rank: the weights for a server that restarts
     trace: Trace
     batches: Schedule
     step: StepTraffic
@@ -73,23 +66,25 @@ def plan(config: Config, model: Path | None = None, source: Path | None = None) 
     engine = engine_memory(config, shape, batches.longest)
     check_engine(engine, batches.longest)
     count = count_rank(shape, layout, stages[worst])
+    nodes = config.launch.server_nodes or (config.launch.nodes if config.sglang.gpus else 0)
+    sync = sync_traffic(config, shape, count)
     return Plan(
         model_path=str(folder),
         family=shape.family,
         layout=layout,
-        server_gpus=_server_gpus(config),
+        server_gpus=nodes * config.sglang.servers * config.sglang.tp if config.rollout.engine_kind.server else 0,
         model=count_model(shape),
         rank=count,
         memory=memories[worst],
         stages=tuple(memories),
         engine=engine,
         gpu=check_gpus(config, memories[worst], engine),
-        spare_weights=_spare_weights(config, shape),
+        spare_weights=sync.sent if config.sglang.spare_weights == "memory" else 0,
         trace=trace_of(shape),
         batches=batches,
         step=step_traffic(config, shape, layout, stages[worst], batches),
         traffic=rank_traffic(config, shape, layout, stages[worst], count),
-        sync=sync_traffic(config, shape, count),
+        sync=sync,
     )
 
 
@@ -110,17 +105,3 @@ def find_model(config: Config, model: Path | None, source: Path | None) -> Path:
     raise ConfigError(
         f"model.path: found no config.json in {looked}; give the folder of one with --model, a checkpoint is not needed"
     )
-
-
-def _server_gpus(config: Config) -> int:
-    settings = config.sglang
-    if not config.rollout.engine_kind.server:
-        return 0
-    nodes = config.launch.server_nodes or (config.launch.nodes if settings.gpus else 0)
-    return nodes * settings.servers * settings.tp
-
-
-def _spare_weights(config: Config, shape: ModelShape) -> int:
-    if not config.rollout.engine_kind.server or config.sglang.spare_weights != "memory":
-        return 0
-    return weight_bytes(shape, ELEMENT[config.rollout.dtype], fp8=config.sglang.fp8)

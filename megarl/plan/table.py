@@ -47,10 +47,8 @@ def size(amount: float) -> str:
 
 
 def _count(number: int) -> str:
-    for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= scale:
-            return f"{number / scale:.2f} {unit}"
-    return str(number)
+    unit, scale = next((each for each in (("B", 1e9), ("M", 1e6), ("k", 1e3)) if number >= each[1]), ("", 0))
+    return f"{number / scale:.2f} {unit}" if scale else str(number)
 
 
 def _model(found: Plan) -> Iterator[Row]:
@@ -93,11 +91,14 @@ def _memory(found: Plan) -> Iterator[Row]:
 
 
 def _engine(found: Plan, config: Config) -> Iterator[Row]:
-    engine = found.engine
-    form = "FP8 blocks" if config.rollout.engine_kind.server and config.sglang.fp8 else config.rollout.dtype
-    yield "weights per GPU", size(engine.weights), form
+    engine, is_server = found.engine, config.rollout.engine_kind.server
+    place = "of a server" if is_server else "of a rank"
+    yield (
+        "weights per GPU",
+        size(engine.weights),
+        "FP8 blocks" if is_server and config.sglang.fp8 else config.rollout.dtype,
+    )
     yield "cache per GPU", size(engine.cache), f"{size(engine.cache_per_token)} per token"
-    place = "of a server" if config.rollout.engine_kind.server else "of a rank"
     yield "tokens in the cache", f"{engine.tokens:,}", place
     yield "longest sequences at once", str(engine.sequences), place
 
@@ -112,9 +113,8 @@ def _gpu(found: Plan, config: Config) -> Iterator[Row]:
 
 
 def _batches(found: Plan, config: Config) -> Iterator[Row]:
-    batches = found.batches
-    train, rollout = config.train, config.rollout
-    yield "responses of a step", str(batches.responses), f"{rollout.prompts_per_step} prompts"
+    batches, train = found.batches, config.train
+    yield "responses of a step", str(batches.responses), f"{config.rollout.prompts_per_step} prompts"
     yield "optimizer steps of a step", str(train.mini_batches), f"{batches.mini_batch} responses each"
     yield "sequences of a rank", str(batches.sequences_per_rank), f"per mini-batch, at most {batches.longest} tokens"
     yield "micro-batches", f"{batches.fewest} to {batches.most}", f"of {train.micro_batch_tokens} tokens a rank"

@@ -11,12 +11,12 @@ from math import comb
 
 from megarl.config import Config, Layout
 from megarl.core.rollout_codec import num_encoded_bytes
+from megarl.models.names import rules_of
 from megarl.models.shapes import ModelShape
-from megarl.plan.engine_memory import weight_bytes
-from megarl.plan.layout import Stage, dense_ranks
-from megarl.plan.parameters import RankCount, count_model
-from megarl.plan.schedule import Schedule
-from megarl.plan.trainer_memory import BUCKET_BYTES, ELEMENT, cut_of, largest_piece, route_bytes
+from megarl.plan.engine_memory import cache_bytes_per_token, weight_bytes
+from megarl.plan.layout import Schedule, Stage
+from megarl.plan.parameters import RankCount, count_model, numel
+from megarl.plan.trainer_memory import BUCKET_BYTES, ELEMENT, cut_of, route_bytes
 
 REWARD_BYTES = 88
 """What all ranks know of a response: the columns of ``megarl.train.sampling.sample_table``."""
@@ -28,63 +28,45 @@ PLACEMENT_BYTES = 16
 class Trace:
     """Routes, bytes of one token."""
 
-    memory: int
-    """In the trainer: L K, in one byte for each expert up to 256, else two."""
-    wire_short: int
-    """From servers that megarl starts: base64 of L ceil(log2 C(E, K)) bits."""
-    wire_long: int
-    """From others: base64 of int32 for every layer, dense ones included."""
+    memory: int  # in the trainer: L K, in one byte for each expert up to 256, else two
+    wire_short: int  # from servers that megarl starts: base64 of L ceil(log2 C(E, K)) bits
+    wire_long: int  # from others: base64 of int32 for every layer, dense ones included
 
 
 @dataclass(frozen=True, slots=True)
 class StepTraffic:
     """Of a whole step."""
 
-    columns: int
-    """Tokens and log-probabilities from the engines, 8 bytes a token, before JSON makes text of them."""
-    routes: int
-    """Routes from the engines, as they travel; 0 unless replay is r3."""
-    routes_per_rank: int
-    """Routes that one rank's routers get from other ranks of its model copy, each of which draws a share."""
-    rollouts_per_rank: int
-    """Rollouts that one rank gets from those; with r3 also which rank has and which needs the routes of which."""
-    rewards_per_rank: int
-    """Rewards of all responses, which every rank gets; they alone grow with the number of ranks."""
+    columns: int  # tokens and log-probabilities from the engines, 8 bytes a token, before JSON makes text of them
+    routes: int  # from the engines, as they travel; 0 unless replay is r3
+    routes_per_rank: int  # that one rank's routers get from other ranks of its model copy, each of which draws a share
+    rollouts_per_rank: int  # that one rank gets from those; with r3 also who has and who needs which routes
+    rewards_per_rank: int  # of all responses, which every rank gets; they alone grow with the number of ranks
 
 
 @dataclass(frozen=True, slots=True)
 class RankTraffic:
-    """Of one rank, received."""
+    """Of one rank, received: per optimizer step the first two, else per micro-batch, in both directions."""
 
-    gradients: int
-    """Per optimizer step: gradients to their shards."""
-    gathered_weights: int
-    """Per optimizer step: updated weights from their shards."""
-    experts: int
-    """Per micro-batch: rows to experts and back, both directions, over ep and etp."""
-    tensor: int
-    """Per micro-batch: sequence-parallel gathers and scatters, both directions."""
-    pipeline: int
-    """Per micro-batch: hidden states from the stage before, gradients from the one behind."""
-    context: int
-    """Per micro-batch: keys and values of other context-parallel ranks, and their gradients."""
+    gradients: int  # to their shards
+    gathered_weights: int  # updated, from their shards
+    experts: int  # rows to experts and back, over ep and etp
+    tensor: int  # sequence-parallel gathers and scatters
+    pipeline: int  # hidden states from the stage before, gradients from the one behind
+    context: int  # keys and values of other context-parallel ranks, and their gradients
 
 
 @dataclass(frozen=True, slots=True)
 class SyncTraffic:
     """Of one update of the engine."""
 
-    gathered: int
-    """What a rank receives until every tensor has been whole on it."""
-    sent: int
-    """What the leader sends to each server: the weights in the engine's form."""
-    tensors_at_once: int
-    """The largest thing that is gathered whole."""
-    buckets: int
-    """At most, of 256 MiB."""
+    gathered: int  # what a rank receives until every tensor has been whole on it
+    sent: int  # what the leader sends to each server: the weights in the engine's form
+    tensors_at_once: int  # the largest thing that is gathered whole
+    buckets: int  # at most, of 256 MiB
 
 
-def trace_of(shape: ModelShape, compact: bool = True) -> Trace:
+def trace_of(shape: ModelShape) -> Trace:
     """Bytes of a token's routes; all 0 for a dense model."""
     layers, experts, topk = len(shape.moe_layers), shape.num_experts, shape.topk
     if not layers:
@@ -119,7 +101,7 @@ def step_traffic(config: Config, shape: ModelShape, layout: Layout, stage: Stage
 def rank_traffic(config: Config, shape: ModelShape, layout: Layout, stage: Stage, count: RankCount) -> RankTraffic:
     """Of a rank of the stage, with full micro-batches."""
     element = ELEMENT[config.model.dtype]
-    once = _over(dense_ranks(layout), count.dense) + _over(layout.edp, count.expert)
+    once = _over(layout.dp * layout.cp, count.dense) + _over(layout.edp, count.expert)
     sharded = config.parallel.distributed_optimizer
     passes = 3 if config.recompute.granularity == "full" else 2  # forward, backward, and forward once more
     cut, hidden = cut_of(config, layout), shape.fields["hidden_size"]
@@ -131,6 +113,7 @@ def rank_traffic(config: Config, shape: ModelShape, layout: Layout, stage: Stage
     # gather and scatter around attention, and around a dense MLP or shared experts
     shared = moe if shape.fields.get("moe_shared_expert_intermediate_size") else 0
     boundaries = 2 * (len(stage.layers) + dense + shared)
+    keys_and_values = cache_bytes_per_token(shape, element, layout.tp, expanded=True) // shape.num_layers
     crossings = len(stage.chunks) * 2 - stage.is_first - stage.is_last
     return RankTraffic(
         gradients=4 * once * (1 if sharded else 2),
@@ -138,7 +121,7 @@ def rank_traffic(config: Config, shape: ModelShape, layout: Layout, stage: Stage
         experts=passes * 2 * moe * element * hidden * exchanged,
         tensor=passes * boundaries * _over(layout.tp, whole),
         pipeline=crossings * element * hidden * cut.rows if layout.pp > 1 else 0,
-        context=passes * len(stage.layers) * (layout.cp - 1) * _keys_and_values(shape, layout) * element * cut.slots,
+        context=passes * len(stage.layers) * (layout.cp - 1) * keys_and_values * cut.slots,
     )
 
 
@@ -147,10 +130,11 @@ def sync_traffic(config: Config, shape: ModelShape, count: RankCount) -> SyncTra
     element = ELEMENT[config.model.dtype]
     fp8 = config.rollout.engine_kind.server and config.sglang.fp8
     sent = weight_bytes(shape, ELEMENT[config.rollout.dtype], fp8=fp8)
+    pieces = (numel(rule, shape) * (shape.num_experts if rule.scope == "expert" else 1) for rule in rules_of(shape))
     return SyncTraffic(
         gathered=max(0, element * (count_model(shape).total - count.total)),
         sent=sent if config.rollout.engine_kind.server else 0,
-        tensors_at_once=element * largest_piece(shape),
+        tensors_at_once=element * max(pieces),
         buckets=-(-2 * sent // BUCKET_BYTES),
     )
 
@@ -158,12 +142,3 @@ def sync_traffic(config: Config, shape: ModelShape, count: RankCount) -> SyncTra
 def _over(ranks: int, amount: int) -> int:
     """What one of ``ranks`` receives of an amount that all share: (n - 1) / n of it."""
     return amount * (ranks - 1) // ranks
-
-
-def _keys_and_values(shape: ModelShape, layout: Layout) -> int:
-    """Elements of a token's keys and values on a tensor-parallel rank, as attention uses them."""
-    fields = shape.fields
-    if fields.get("multi_latent_attention"):
-        width = fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"] + fields["v_head_dim"]
-        return fields["num_attention_heads"] * width // layout.tp
-    return 2 * fields["num_query_groups"] * fields["kv_channels"] // layout.tp

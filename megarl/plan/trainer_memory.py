@@ -10,14 +10,15 @@ from megarl.megatron.passes.logprobs import COLUMNS, ROWS
 from megarl.models.names import rules_of
 from megarl.models.shapes import ModelShape
 from megarl.plan.activations import Cut, head_bytes, input_bytes, layer_bytes, routed_rows
-from megarl.plan.layout import Stage, dense_ranks
+from megarl.plan.layout import Stage, longest_sequence
 from megarl.plan.parameters import RankCount, count_rank, numel
-from megarl.plan.schedule import longest_sequence
 
 ELEMENT = {"fp32": 4, "bf16": 2}
 """Bytes of a dtype of the configuration."""
 BUCKET_BYTES = 256 << 20
 """As in ``rollout.sglang.fleet``."""
+_OPTIMIZER = {"optimizer": "adam", "use_precision_aware_optimizer": False, "optimizer_cpu_offload": False}
+"""Fields of Megatron with the values that the formulas assume."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,23 +28,14 @@ class RankMemory:
     stage: int
     weights: int
     gradients: int
-    optimizer: int
-    """fp32 main weights (unless the weights are fp32) and Adam's two moments, after sharding."""
-    reference: int
-    """Weights of the reference policy; 0 unless the objective reads one."""
-    activations: int
-    """What the micro-batches in flight keep for their backward passes."""
-    working: int
-    """Short-lived: a recomputed unit and gradients of its rows, or what the output layer needs."""
-    sync: int
-    """What gathering for the engine takes at most, and two buckets."""
-    exchange: int
-    """Routes of a mini-batch, sent and received, while ranks exchange them (r3)."""
-    recorded: int
-    """Routes that the old-log-prob pass recorded (r2), of all mini-batches: they stay until the step ends."""
-    host_routes: int
-    """Routes on the host (r3), for all mini-batches of a step: those that the rank sampled, and those that its routers
-    replay. The first are dropped when all of the second have arrived."""
+    optimizer: int  # fp32 main weights (unless the weights are fp32) and Adam's two moments, after sharding
+    reference: int  # weights of the reference policy; 0 unless the objective reads one
+    activations: int  # what the micro-batches in flight keep for their backward passes
+    working: int  # short-lived: a recomputed unit and gradients of its rows, or what the output layer needs
+    sync: int  # what gathering for the engine takes at most, and two buckets
+    exchange: int  # routes of a mini-batch, sent and received, while ranks exchange them (r3)
+    recorded: int  # routes that the old-log-prob pass recorded (r2), of all mini-batches of the step
+    host_routes: int  # routes of a step on the host (r3): those that the rank sampled, those that its routers replay
 
     @property
     def states(self) -> int:
@@ -93,26 +85,20 @@ def state_bytes(config: Config, layout: Layout, count: RankCount) -> tuple[int, 
 
     The distributed optimizer shares out dense parameters over dp * cp ranks and experts over edp.
     """
-    _refuse_other_optimizers(config)
+    for key, value in _OPTIMIZER.items():
+        if config.megatron.get(key, value) != value:
+            raise ConfigError(
+                f"megarl plan assumes Adam in fp32 on the GPU: found megatron.{key} = {config.megatron[key]!r}, "
+                f"expected {value!r}; remove it for the plan"
+            )
     element = ELEMENT[config.model.dtype]
     in_fp32 = config.megatron.get("grad_reduce_in_fp32", True)
     gradients = (4 if in_fp32 else element) * count.total
     per_parameter = 8 if element == 4 else 12
     sharded = config.parallel.distributed_optimizer
-    dense, expert = (dense_ranks(layout), layout.edp) if sharded else (1, 1)
+    dense, expert = (layout.dp * layout.cp, layout.edp) if sharded else (1, 1)
     optimizer = per_parameter * (-(-count.dense // dense) + -(-count.expert // expert))
     return element * count.total + 4 * count.buffers, gradients, optimizer
-
-
-def _refuse_other_optimizers(config: Config) -> None:
-    expected = {"optimizer": "adam", "use_precision_aware_optimizer": False, "optimizer_cpu_offload": False}
-    for key, value in expected.items():
-        found = config.megatron.get(key, value)
-        if found != value:
-            raise ConfigError(
-                f"megarl plan assumes Adam in fp32 on the GPU: found megatron.{key} = {found!r}, expected {value!r}; "
-                "remove it for the plan"
-            )
 
 
 def activation_bytes(
@@ -122,10 +108,9 @@ def activation_bytes(
 
     ``in_flight`` says how many micro-batches wait at once. ``head_bytes`` are added at the end of the last stage.
     """
-    cut, chunks = cut_of(config, layout), len(stage.chunks)
-    per_chunk = [_chunk_bytes(config, shape, cut, chunk) for chunk in stage.chunks]
-    waiting = in_flight(layout, stage.rank, micro_batches)
-    return sum(kept for kept, _ in per_chunk) * waiting // chunks, max(unit for _, unit in per_chunk)
+    cut = cut_of(config, layout)
+    kept, units = zip(*(_chunk_bytes(config, shape, cut, chunk) for chunk in stage.chunks), strict=True)
+    return sum(kept) * in_flight(layout, stage.rank, micro_batches) // len(kept), max(units)
 
 
 def in_flight(layout: Layout, stage: int, micro_batches: int) -> int:
@@ -146,14 +131,12 @@ def _chunk_bytes(config: Config, shape: ModelShape, cut: Cut, layers: tuple[int,
         modules = recompute.modules if recompute.modules is not None else ["core_attn"]
         chosen = modules if recompute.granularity == "selective" else []
         return sum(layer_bytes(shape, layer, cut, chosen) for layer in layers), 0
-    size = recompute.num_layers or 1
+    of_layers, size = [layer_bytes(shape, layer, cut) for layer in layers], recompute.num_layers or 1
     if recompute.method == "uniform":
-        units = [layers[start : start + size] for start in range(0, len(layers), size)]
-        rest: tuple[int, ...] = ()
-    else:
-        units, rest = [(layer,) for layer in layers[:size]], layers[size:]
-    kept = len(units) * input_bytes(shape, cut) + sum(layer_bytes(shape, layer, cut) for layer in rest)
-    return kept, max((sum(layer_bytes(shape, layer, cut) for layer in unit) for unit in units), default=0)
+        units = [sum(of_layers[start : start + size]) for start in range(0, len(layers), size)]
+        return len(units) * input_bytes(shape, cut), max(units, default=0)
+    units, rest = of_layers[:size], of_layers[size:]
+    return len(units) * input_bytes(shape, cut) + sum(rest), max(units, default=0)
 
 
 def cut_of(config: Config, layout: Layout) -> Cut:
@@ -171,11 +154,11 @@ def cut_of(config: Config, layout: Layout) -> Cut:
 def _row_gradients(config: Config, shape: ModelShape, layout: Layout, stage: Stage) -> int:
     """Gradients of the widest rows of a layer: e (2 H + 3 width) for each routed row. Computed, not measured."""
     cut, fields = cut_of(config, layout), shape.fields
-    hidden = fields["hidden_size"]
     if any(layer in shape.moe_layers for layer in stage.layers):
-        width = fields["moe_ffn_hidden_size"] // cut.etp
-        return cut.element * (2 * hidden + 3 * width) * routed_rows(shape, cut)
-    return cut.element * (2 * hidden + 3 * fields["ffn_hidden_size"] // cut.tp) * cut.slots
+        width, rows = 3 * (fields["moe_ffn_hidden_size"] // cut.etp), routed_rows(shape, cut)
+    else:
+        width, rows = 3 * fields["ffn_hidden_size"] // cut.tp, cut.slots
+    return cut.element * (2 * fields["hidden_size"] + width) * rows
 
 
 def _head(config: Config, shape: ModelShape, layout: Layout, stage: Stage) -> int:
@@ -188,11 +171,6 @@ def _head(config: Config, shape: ModelShape, layout: Layout, stage: Stage) -> in
     cut, hidden = cut_of(config, layout), shape.fields["hidden_size"]
     gradients = 4 * hidden * cut.slots + -(-shape.vocab_size // cut.tp) * hidden * cut.element
     return head_bytes(shape, cut) + gradients + 8 * hidden * COLUMNS + 3 * 4 * ROWS * COLUMNS
-
-
-def largest_piece(shape: ModelShape) -> int:
-    """Elements of the largest thing that an export gathers at once: a parameter, or one kind of a layer's experts."""
-    return max(numel(rule, shape) * (shape.num_experts if rule.scope == "expert" else 1) for rule in rules_of(shape))
 
 
 def gathered_elements(shape: ModelShape) -> int:

@@ -8,7 +8,7 @@ from plan_worlds import config
 from megarl.config import Layout
 from megarl.core.packing import partition
 from megarl.errors import ConfigError
-from megarl.plan.schedule import Schedule, bubble, divide_step
+from megarl.plan.layout import Schedule, bubble, divide_step
 from megarl.plan.trainer_memory import cut_of, in_flight
 
 

@@ -10,8 +10,7 @@ from forks import Job, run_jobs
 from train_world import GROUP_SIZE, NUM_GROUPS, NUM_MOE_LAYERS, TOP_K, World
 
 from megarl.models.shapes import read_shape
-from megarl.plan.layout import stages_of
-from megarl.plan.schedule import divide_step
+from megarl.plan.layout import divide_step, stages_of
 from megarl.plan.traffic import REWARD_BYTES, step_traffic
 
 pytestmark = pytest.mark.multirank
