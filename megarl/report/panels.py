@@ -1,7 +1,4 @@
-"""The panels of a run's report: which metrics each one plots, and how to read it.
-
-A panel is a row of ``PANELS``. Most panels are only data; ``megarl.report.plots`` plots them.
-"""
+"""The panels of a run's report: which metrics each one plots, and how to read it."""
 
 from __future__ import annotations
 
@@ -15,15 +12,13 @@ from matplotlib.ticker import MaxNLocator
 
 from megarl.report import plots
 from megarl.report.plots import GREY, ORANGE, PHASES, PURPLE, RED, TEAL, Line, Scale
-from megarl.report.series import LAYER_PREFIXES, Series, layer_curves
+from megarl.report.series import LAYER_PREFIXES, Curves, layer_curves
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
     """One figure of the report."""
 
-    key: str
-    """Name of the PNG file."""
     title: str
     caption: str
     """How to read it, one or two sentences."""
@@ -31,7 +26,7 @@ class Panel:
     lines: tuple[Line, ...] = ()
     """The metrics it plots, for a panel that is nothing but lines."""
     scale: Scale = "free"
-    plot: Callable[[Axes, Series], None] | None = None
+    plot: Callable[[Axes, Curves], None] | None = None
     """Plots the panel instead of ``lines``."""
     plotted: tuple[str, ...] = ()
     """The metrics that ``plot`` reads."""
@@ -45,51 +40,45 @@ class Panel:
         """Its metrics; one of them is enough."""
         return self.plotted or tuple(line.metric for line in self.lines)
 
-    def is_recorded(self, series: Series) -> bool:
+    def is_recorded(self, curves: Curves) -> bool:
         """Whether any of its metrics has a value that can be plotted."""
         if self.plot is plots.plot_layers:
-            return bool(layer_curves(series))
-        return any(series.find(name) is not None for name in self.needs)
+            return bool(layer_curves(curves))
+        return any(name in curves for name in self.needs)
 
-    def fill(self, axes: Axes, series: Series) -> None:
+    def fill(self, axes: Axes, curves: Curves) -> None:
         """Plot its curves, and set the axes."""
         if self.plot is not None:
-            self.plot(axes, series)
+            self.plot(axes, curves)
         else:
-            plots.plot_lines(axes, series, self.lines)
+            plots.plot_lines(axes, curves, self.lines)
         plots.scale_y(axes, self.scale)
         if not axes.get_ylabel():
             axes.set_ylabel(self.y_label)
         axes.set_xlabel("global step")
 
 
-def render(panel: Panel, series: Series) -> bytes:
+def render(panel: Panel, curves: Curves) -> bytes:
     """Return the panel as a PNG."""
-    return plots.render_png((10.4, 3.9) if panel.wide else (6.2, 3.5), lambda figure: _fill(figure, panel, series))
+    return plots.render_png((10.4, 3.9) if panel.wide else (6.2, 3.5), lambda figure: _fill(figure, panel, curves))
 
 
-def _fill(figure: Figure, panel: Panel, series: Series) -> None:
+def _fill(figure: Figure, panel: Panel, curves: Curves) -> None:
     axes = figure.add_subplot()
-    panel.fill(axes, series)
+    panel.fill(axes, curves)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10, steps=[1, 2, 5, 10]))
     axes.margins(x=0.012)
-    handles, labels = axes.get_legend_handles_labels()
+    handles = sorted(
+        zip(*axes.get_legend_handles_labels(), strict=True), key=lambda entry: isinstance(entry[0], Line2D)
+    )
     if handles:
         # Areas before lines; above the axes, where no curve can run behind it.
-        order = sorted(range(len(handles)), key=lambda index: isinstance(handles[index], Line2D))
-        figure.legend(
-            [handles[index] for index in order],
-            [labels[index] for index in order],
-            loc="outside upper left",
-            ncols=8 if panel.wide else 4,
-            handlelength=1.4,
-            columnspacing=1.4,
-        )
+        place = {"loc": "outside upper left", "ncols": 8 if panel.wide else 4}
+        figure.legend(*zip(*handles, strict=True), **place, handlelength=1.4, columnspacing=1.4)
 
 
-PANELS: tuple[Panel, ...] = (
-    Panel(
-        "reward",
+PANELS = {
+    "reward": Panel(
         "Reward and pass rate",
         "Training curves are over the sampled responses of each step; dots are evaluations on held-out problems.",
         "share of responses, mean reward",
@@ -97,8 +86,7 @@ PANELS: tuple[Panel, ...] = (
         plotted=("reward/mean", "reward/pass_rate", "eval/pass_rate", "eval/reward"),
         wide=True,
     ),
-    Panel(
-        "effective_prompts",
+    "effective_prompts": Panel(
         "Prompts that teach",
         "Only prompts whose responses differ in reward have a gradient. All solved or none solved: nothing to learn.",
         "share of prompts",
@@ -108,8 +96,7 @@ PANELS: tuple[Panel, ...] = (
         ),
         "whole percent",
     ),
-    Panel(
-        "samples",
+    "samples": Panel(
         "What sampling costs",
         "Responses drawn per prompt, and the number of rounds. An adaptive rule draws more responses to hard prompts.",
         "responses, rounds",
@@ -119,8 +106,7 @@ PANELS: tuple[Panel, ...] = (
         ),
         "zero",
     ),
-    Panel(
-        "estimates",
+    "estimates": Panel(
         "Estimates that divide the budget",
         "Ada-Est: estimated pass rates, and their distance from the observed ones. GVM: the rates of its first stage.",
         "share",
@@ -133,8 +119,7 @@ PANELS: tuple[Panel, ...] = (
         "whole percent",
         optional=True,
     ),
-    Panel(
-        "episodes",
+    "episodes": Panel(
         "Episodes",
         "Turns of the model per response; failed are those whose environment raised, or that took too long.",
         "turns, share",
@@ -145,8 +130,7 @@ PANELS: tuple[Panel, ...] = (
         "zero",
         optional=True,
     ),
-    Panel(
-        "length",
+    "length": Panel(
         "Response length",
         "Tokens that the model generated, end token included.",
         "response length (tokens)",
@@ -157,16 +141,14 @@ PANELS: tuple[Panel, ...] = (
         ),
         "zero",
     ),
-    Panel(
-        "truncated",
+    "truncated": Panel(
         "Cut-off responses",
         "Responses that reached the length limit without ending.",
         "share of responses",
         (Line("response/truncated_fraction", "cut off at the length limit", ORANGE),),
         "percent",
     ),
-    Panel(
-        "entropy",
+    "entropy": Panel(
         "Entropy",
         "Mean over generated tokens, full vocabulary. A fast fall to zero is a collapse; a rise, a loss of control.",
         "entropy (nats per token)",
@@ -176,8 +158,7 @@ PANELS: tuple[Panel, ...] = (
         ),
         "zero",
     ),
-    Panel(
-        "kl",
+    "kl": Panel(
         "Gap between sampling and training",
         "Both engines hold the same weights: this is rounding, routing and, with top_p below 1, the probability "
         "outside of the nucleus. k3 is never negative; k1 may be.",
@@ -185,24 +166,21 @@ PANELS: tuple[Panel, ...] = (
         plot=plots.plot_kl,
         plotted=("rollout/k1", "rollout/k3"),
     ),
-    Panel(
-        "extreme",
+    "extreme": Panel(
         "Extreme tokens",
         "Tokens whose probability differs between the engines by more than a factor of 2.",
         "share of tokens, F(2)",
         (Line("rollout/extreme_2", "ratio above 2 or below 1/2", RED),),
         "percent",
     ),
-    Panel(
-        "ess",
+    "ess": Panel(
         "Effective sample size",
         "(sum w)² / (n sum w²): 100 % if all importance weights are alike.",
         "effective sample size (share)",
         plot=plots.plot_ess,
         plotted=("rollout/ess/fraction", "tis/ess/fraction"),
     ),
-    Panel(
-        "router",
+    "router": Panel(
         "Router disagreement",
         "Experts of the rollout engine against those used in training (zero under replay), and against those that the "
         "training routers would have chosen by themselves.",
@@ -215,16 +193,14 @@ PANELS: tuple[Panel, ...] = (
         ),
         "percent",
     ),
-    Panel(
-        "missing_rows",
+    "missing_rows": Panel(
         "Missing routes",
         "Tokens for which the rollout engine gave no route; they are routed natively.",
         "share of tokens",
         (Line("rollout/missing_rows_fraction", "tokens without a recorded route", RED),),
         "percent",
     ),
-    Panel(
-        "router_layers",
+    "router_layers": Panel(
         "Router disagreement by layer",
         "Share of tokens for which rollout and training routers choose different experts, per MoE layer and step.",
         "MoE layer",
@@ -232,16 +208,14 @@ PANELS: tuple[Panel, ...] = (
         plotted=(LAYER_PREFIXES[-1] + "XX",),
         wide=True,
     ),
-    Panel(
-        "ratio",
+    "ratio": Panel(
         "Policy ratio",
         "How far each mini-batch has moved from the policy that started the step.",
         "ratio of new to old policy",
         plot=plots.plot_ratio,
         plotted=("ratio/mean", "ratio/min", "ratio/max"),
     ),
-    Panel(
-        "clip",
+    "clip": Panel(
         "Clipping",
         "Tokens whose gradient the trust region stops, by sign of the advantage, and weights at the cap.",
         "share of tokens",
@@ -252,23 +226,20 @@ PANELS: tuple[Panel, ...] = (
         ),
         "percent",
     ),
-    Panel(
-        "grad_norm",
+    "grad_norm": Panel(
         "Gradient norm",
         "Over all parameters, before clipping.",
         "gradient norm",
         (Line("grad_norm", "before clipping"),),
         "zero",
     ),
-    Panel(
-        "loss",
+    "loss": Panel(
         "Loss",
         "A surrogate: its gradient matters, its value says little.",
         "loss",
         (Line("loss", "surrogate loss"),),
     ),
-    Panel(
-        "time",
+    "time": Panel(
         "Where the time goes",
         "Seconds of each phase. The gap between the phases of a step and the line is time outside of all phases. An "
         "evaluation, and the checkpoint of the step before, come on top.",
@@ -277,12 +248,12 @@ PANELS: tuple[Panel, ...] = (
         plotted=tuple(f"time/{phase}_s" for phase in PHASES),
         wide=True,
     ),
-    Panel(
-        "speed",
+    "speed": Panel(
         "Throughput",
         "Tokens of all ranks per second of a whole step.",
         "tokens per second",
         (Line("speed/tokens_per_s", "tokens of a step / its time", TEAL),),
         "zero",
     ),
-)
+}
+"""By name of the PNG file."""

@@ -1,7 +1,6 @@
 """All pictures of ``megarl report`` and ``megarl trace diff``: their style, their parts, and how each kind is plotted.
 
-Every ``plot_*`` function fills the axes or the figure that it is given, and labels the axes with units. None uses
-pyplot, so no global state changes and no display is needed.
+None uses pyplot, so no global state changes and no display is needed.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from matplotlib.collections import QuadMesh
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from megarl.report.series import Curve, Series, layer_curves, smooth
+from megarl.report.series import Curve, Curves, layer_curves, smooth
 
 BLUE, ORANGE, TEAL, RED, PURPLE, GREY = "#2563a8", "#d9772b", "#2a9187", "#b8383d", "#77569f", "#6b7280"
 PHASES = {
@@ -92,20 +91,14 @@ def render_png(size: tuple[float, float], plot: Callable[[Figure], None], dpi: i
     return buffer.getvalue()
 
 
-def plot_lines(axes: Axes, series: Series, lines: Sequence[Line]) -> None:
-    """Plot those of the metrics that were recorded.
-
-    Several mini-batches of a step become their mean, with a band from the lowest to the highest. A long noisy curve
-    becomes a moving average over the pale original.
-    """
+def plot_lines(axes: Axes, curves: Curves, lines: Sequence[Line]) -> None:
+    """Plot those of the metrics that were recorded: mini-batches as mean and range, long curves as moving averages."""
     for line in lines:
-        curve = series.find(line.metric)
-        if curve is None:
-            continue
-        if line.style == "dots":
+        curve = curves.get(line.metric)
+        if curve is not None and line.style == "dots":
             dots = {"marker": "o", "markersize": 6, "markeredgecolor": "white", "zorder": 3}
             axes.plot(curve.x, curve.y, color=line.color, label=line.label, **dots)
-        else:
+        elif curve is not None:
             _plot_curve(axes, curve, line)
 
 
@@ -128,87 +121,84 @@ def _plot_curve(axes: Axes, curve: Curve, line: Line) -> None:
 
 def scale_y(axes: Axes, scale: Scale) -> None:
     """Set the y axis of a panel whose lines are plotted."""
+    top = float(axes.dataLim.y1)
+    if "percent" in scale:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
     if scale == "zero":
         axes.set_ylim(bottom=0.0)
-    if scale in ("percent", "whole percent"):
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-    if scale == "whole percent":
+    elif scale == "whole percent":
         axes.set_ylim(-0.02, 1.02)
-    if scale == "percent":
-        top = float(axes.dataLim.y1)
-        axes.set_ylim(-0.015 * top, 1.08 * top) if top > 0 else axes.set_ylim(-0.0005, 0.0105)
-        if top <= 0:
-            axes.text(0.5, 0.5, "zero in every step", transform=axes.transAxes, ha="center", color=MUTED)
+    elif scale == "percent" and top > 0:
+        axes.set_ylim(-0.015 * top, 1.08 * top)
+    elif scale == "percent":
+        axes.set_ylim(-0.0005, 0.0105)
+        axes.text(0.5, 0.5, "zero in every step", transform=axes.transAxes, ha="center", color=MUTED)
 
 
-def plot_reward(axes: Axes, series: Series) -> None:
+def plot_reward(axes: Axes, curves: Curves) -> None:
     """Plot the training reward and pass rate, as one line where they are equal, and the evaluations."""
-    reward, passed = series.find("reward/mean"), series.find("reward/pass_rate")
+    reward, passed = curves.get("reward/mean"), curves.get("reward/pass_rate")
     if reward is not None and passed is not None and np.array_equal(reward.y, passed.y, equal_nan=True):
         lines = [Line("reward/pass_rate", "pass rate = mean reward (training)")]
     else:
         lines = [Line("reward/mean", "mean reward (training)", GREY), Line("reward/pass_rate", "pass rate (training)")]
-    if series.find("eval/pass_rate") is not None:
+    if curves.get("eval/pass_rate") is not None:
         lines.append(Line("eval/pass_rate", "pass rate (held-out)", ORANGE, "dots"))
     else:
         lines.append(Line("eval/reward", "mean reward (held-out)", ORANGE, "dots"))
-    plot_lines(axes, series, lines)
+    plot_lines(axes, curves, lines)
     if axes.dataLim.y0 >= 0 and axes.dataLim.y1 <= 1:
         axes.set_ylim(-0.02, 1.02)
 
 
-def plot_kl(axes: Axes, series: Series) -> None:
+def plot_kl(axes: Axes, curves: Curves) -> None:
     """Plot k3 and the size of k1, which may be negative."""
-    k1, k3 = series.find("rollout/k1"), series.find("rollout/k3")
+    k1, k3 = curves.get("rollout/k1"), curves.get("rollout/k3")
     if k1 is not None:
         axes.plot(k1.x, np.abs(k1.y), color=GREY, linewidth=0.9, alpha=0.7, label="|k1|")
         if len(k1.x) < 2 * _SMOOTHED_FROM:
             below = k1.y < 0
             axes.plot(k1.x[below], -k1.y[below], "o", color=GREY, ms=3.5, markerfacecolor="white", label="k1 < 0")
-    plot_lines(axes, series, [Line("rollout/k3", "k3")])
+    plot_lines(axes, curves, [Line("rollout/k3", "k3")])
     # With perfect replay all values may be zero, which has no logarithm.
     if any(curve is not None and (curve.finite > 0).any() for curve in (k1, k3)):
         axes.set_yscale("log", nonpositive="mask")
 
 
-def plot_ess(axes: Axes, series: Series) -> None:
+def plot_ess(axes: Axes, curves: Curves) -> None:
     """Plot effective sample sizes: percent up to 100, from wherever the curves begin."""
-    lines = [
-        Line("rollout/ess/fraction", "old against rollout"),
-        Line("tis/ess/fraction", "weights of the loss", PURPLE),
-    ]
-    plot_lines(axes, series, lines)
+    weights = Line("tis/ess/fraction", "weights of the loss", PURPLE)
+    plot_lines(axes, curves, [Line("rollout/ess/fraction", "old against rollout"), weights])
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
     axes.set_ylim(top=1.0 + 0.02 * (1.0 - axes.get_ylim()[0]))
 
 
-def plot_ratio(axes: Axes, series: Series) -> None:
+def plot_ratio(axes: Axes, curves: Curves) -> None:
     """Plot the mean policy ratio with bands of its spread and its range."""
-    low, high, mean, std = (series.find(f"ratio/{name}") for name in ("min", "max", "mean", "std"))
-    if low is not None and high is not None and np.array_equal(low.x, high.x):
+    low, high, mean, std = (curves.get(f"ratio/{name}") for name in ("min", "max", "mean", "std"))
+    if low is not None and high is not None:
         lowest, highest = low.per_step()[1], high.per_step()[2]
         axes.fill_between(lowest.x, lowest.y, highest.y, color=BLUE, alpha=0.13, linewidth=0, label="min to max")
-    if mean is not None and std is not None and np.array_equal(mean.x, std.x):
-        middle, spread = mean.per_step()[0], std.per_step()[2]
-        band = (middle.y - spread.y, middle.y + spread.y)
-        axes.fill_between(middle.x, *band, color=BLUE, alpha=0.32, linewidth=0, label="mean ± largest std")
     if mean is not None:
         middle = mean.per_step()[0]
+        if std is not None:
+            spread = std.per_step()[2].y
+            band = (middle.y - spread, middle.y + spread)
+            axes.fill_between(middle.x, *band, color=BLUE, alpha=0.32, linewidth=0, label="mean ± largest std")
         axes.plot(middle.x, middle.y, color=BLUE, label="mean")
     axes.axhline(1.0, color=GREY, linewidth=0.8, linestyle=":")
 
 
-def plot_layers(axes: Axes, series: Series) -> None:
+def plot_layers(axes: Axes, curves: Curves) -> None:
     """Plot router disagreement as a map of MoE layers against steps."""
-    curves = layer_curves(series)
-    steps = np.unique(np.concatenate([curve.x for curve in curves.values()]))
-    grid = np.full((len(curves), len(steps)), np.nan)
-    for row, curve in enumerate(curves.values()):
+    layers = layer_curves(curves)
+    steps = np.unique(np.concatenate([curve.x for curve in layers.values()]))
+    grid = np.full((len(layers), len(steps)), np.nan)
+    for row, curve in enumerate(layers.values()):
         grid[row, np.searchsorted(steps, curve.x)] = np.where(np.isfinite(curve.y), curve.y, np.nan)
     width = np.diff(steps).min() if len(steps) > 1 else 1.0
     edges = np.append(steps, steps[-1] + width) - width / 2
-    image = _plot_map(axes, edges, grid, tuple(curves))
-    _add_colorbar(image, axes, pad=0.01)
+    _add_colorbar(_plot_map(axes, edges, grid, tuple(layers)), axes)
 
 
 def plot_trace_difference(
@@ -232,9 +222,8 @@ def plot_trace_difference(
     right.grid(False, axis="y")
     right.tick_params(left=False, labelleft=False)
     right.set_xlabel("all positions")
-    _add_colorbar(image, [left, right], pad=0.01, aspect=40)
-    # Break long file names, so that the title fits the figure.
-    names = textwrap.fill(title, width=110, break_on_hyphens=False)
+    _add_colorbar(image, [left, right], aspect=40)
+    names = textwrap.fill(title, width=110, break_on_hyphens=False)  # long file names would not fit the figure
     headline = f"{per_layer.mean():.2%} of (token, layer) pairs differ\n{names}"
     figure.suptitle(headline, x=0.01, ha="left", fontsize=11, fontweight="bold")
 
@@ -253,16 +242,15 @@ def _plot_map(axes: Axes, edges: np.ndarray, grid: np.ndarray, layers: Sequence[
 
 
 def _add_colorbar(image: QuadMesh, axes: Axes | list[Axes], **style: Any) -> None:
-    bar = image.figure.colorbar(image, ax=axes, label="share of tokens routed differently", **style)
+    bar = image.figure.colorbar(image, ax=axes, label="share of tokens routed differently", pad=0.01, **style)
     bar.ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
     bar.outline.set_visible(False)
 
 
-def plot_time(axes: Axes, series: Series) -> None:
+def plot_time(axes: Axes, curves: Curves) -> None:
     """Plot the seconds of each phase as stacked bars, and the whole step as a line."""
-    curves = {phase: curve for phase in PHASES if (curve := series.find(f"time/{phase}_s")) is not None}
-    total = series.find("time/step_s")
-    steps = np.unique(np.concatenate([curve.x for curve in curves.values()]))
+    phases = {phase: curve for phase in PHASES if (curve := curves.get(f"time/{phase}_s")) is not None}
+    steps = np.unique(np.concatenate([curve.x for curve in phases.values()]))
     # More bars than _MAX_BARS would be thinner than a pixel. Then each bar is the mean of several steps.
     stride = -(-len(steps) // _MAX_BARS)
     starts = np.arange(0, len(steps), stride)
@@ -270,12 +258,12 @@ def plot_time(axes: Axes, series: Series) -> None:
     middles = np.add.reduceat(steps, starts) / sizes
     width = (float(np.diff(steps).min()) if len(steps) > 1 else 1.0) * stride * (0.92 if stride == 1 else 1.0)
     bottom = np.zeros(len(starts))
-    for phase, color in PHASES.items():
-        if phase in curves:
-            height = np.add.reduceat(_align_to(curves[phase], steps), starts) / sizes
-            axes.bar(middles, height, width, bottom=bottom, color=color, label=phase.replace("_", " "), linewidth=0)
-            bottom += height
-    if total is not None:
+    for phase, curve in phases.items():
+        height = np.add.reduceat(_align_to(curve, steps), starts) / sizes
+        label = phase.replace("_", " ")
+        axes.bar(middles, height, width, bottom=bottom, color=PHASES[phase], label=label, linewidth=0)
+        bottom += height
+    if (total := curves.get("time/step_s")) is not None:
         # Before the first step there may be an evaluation. It belongs to no step, so the line has a gap there.
         known = np.add.reduceat(np.isin(steps, total.x[np.isfinite(total.y)]).astype(np.float64), starts)
         whole = np.add.reduceat(_align_to(total, steps), starts) / np.where(known > 0, known, np.nan)

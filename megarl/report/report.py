@@ -1,7 +1,6 @@
 """``megarl report RUN_DIR``: plot the curves of a run as PNGs, and write one HTML page with all of them.
 
-The page needs no other file and no network: images and style sheet are embedded. It lists the panels whose metrics the
-run did not record.
+The page needs no other file and no network: images and style sheet are embedded.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import base64
 import html
 import math
 import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ import numpy as np
 
 from megarl.data.files import write_atomically
 from megarl.errors import DataError
-from megarl.report.panels import PANELS, Panel, render
-from megarl.report.series import Curve, Series
+from megarl.report.panels import PANELS, render
+from megarl.report.series import Curve, Curves, make_curves
 from megarl.run.metrics_log import read_metrics
 
 NOT_RECORDED = "not recorded"
@@ -67,83 +67,60 @@ def write_report(run_dir: str | Path) -> Path:
     records = read_metrics(run_dir / "metrics.jsonl")
     if not records:
         raise DataError(f"{run_dir / 'metrics.jsonl'}: the file is empty: the run has not finished its first step")
-    series = Series.of(records)
+    curves = make_curves(records)
     config = _read_config(run_dir / "config.toml")
     report_dir = run_dir / "report"
     report_dir.mkdir(exist_ok=True)
-    images: list[tuple[Panel, bytes]] = []
-    absent: list[Panel] = []
-    for panel in PANELS:
-        path = report_dir / f"{panel.key}.png"
-        if panel.is_recorded(series):
-            images.append((panel, render(panel, series)))
-            write_atomically(path, images[-1][1])
-            continue
-        path.unlink(missing_ok=True)
-        if not panel.optional:
-            absent.append(panel)
-    name = str(_get_setting(config, "run", "name") or run_dir.resolve().name)
-    page = _render_page(name, run_dir.resolve(), headline(series, config), images, absent)
+    images: dict[str, bytes] = {}
+    for key, panel in PANELS.items():
+        path = report_dir / f"{key}.png"
+        if panel.is_recorded(curves):
+            images[key] = render(panel, curves)
+            write_atomically(path, images[key])
+        else:
+            path.unlink(missing_ok=True)
+    name = _get_setting(config, "run", "name", run_dir.resolve().name)
+    page = _render_page(name, run_dir.resolve(), _make_headline(records, curves, config), images)
     write_atomically(report_dir / "index.html", page.encode())
     return report_dir / "index.html"
 
 
-def headline(series: Series, config: dict[str, Any] | None) -> dict[str, str]:
+def _make_headline(records: Sequence[Mapping[str, Any]], curves: Curves, config: dict[str, Any]) -> dict[str, str]:
     """Return the table at the top of the page, label -> value; "not recorded" where the run has no value."""
     rows: dict[str, str] = {}
-    pass_rate = series.find("eval/pass_rate")
-    if pass_rate is None:
+    if (pass_rate := curves.get("eval/pass_rate")) is None:
         rows["Held-out pass rate"] = NOT_RECORDED
     else:
-        finite = np.isfinite(pass_rate.y)
-        steps, values = pass_rate.x[finite], pass_rate.y[finite]
+        steps, values = pass_rate.x[np.isfinite(pass_rate.y)], pass_rate.finite
         for label, point in (("first", 0), ("best", int(values.argmax())), ("last", -1)):
             rows[f"Held-out pass rate, {label}"] = f"{values[point]:.1%} (step {steps[point]:.0f})"
-    rows["Steps"] = _count_steps(series)
-    rows["Wall time"] = _format_duration(
-        max(float(c["wall_s"].y.max()) for c in (series.step, series.minibatch, series.eval) if c)
-    )
-    speed = series.find("speed/tokens_per_s")
+    rows["Steps"] = str(len({record["step"] for record in records if record["kind"] == "step"}) or NOT_RECORDED)
+    rows["Wall time"] = _format_duration(max(record["wall_s"] for record in records))
+    speed = curves.get("speed/tokens_per_s")
     rows["Tokens per second (median)"] = NOT_RECORDED if speed is None else f"{np.median(speed.finite):,.0f}"
-    rows["Rewards that failed"] = _format_share(series.find("reward/error_fraction"))
-    if (failed := series.find("episode/failed_fraction")) is not None:
+    rows["Rewards that failed"] = _format_share(curves.get("reward/error_fraction"))
+    if (failed := curves.get("episode/failed_fraction")) is not None:
         rows["Episodes that failed"] = _format_share(failed)
-    rows["Objective"] = str(_get_setting(config, "train", "objective") or NOT_RECORDED)
-    rows["Routing replay"] = str(_get_setting(config, "train", "replay") or NOT_RECORDED)
-    rows["Layout"] = _describe_layout(config)
+    rows["Objective"] = _get_setting(config, "train", "objective")
+    rows["Routing replay"] = _get_setting(config, "train", "replay")
+    sizes = {key: _get_setting(config, "parallel", key) for key in ("tp", "pp", "vpp", "cp", "ep", "etp")}
+    layout = " · ".join(f"{key.upper()} {size}" for key, size in sizes.items() if size != NOT_RECORDED)
+    rows["Layout"] = layout or NOT_RECORDED
     return rows
 
 
-def _read_config(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
+def _read_config(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path}: broken TOML ({error}); something has changed the file since the run wrote it"
         ) from error
 
 
-def _get_setting(config: dict[str, Any] | None, table: str, key: str) -> Any:
-    section = (config or {}).get(table)
-    return section.get(key) if isinstance(section, dict) else None
-
-
-def _describe_layout(config: dict[str, Any] | None) -> str:
-    if not isinstance((config or {}).get("parallel"), dict):
-        return NOT_RECORDED
-    parts = []
-    for key in ("tp", "pp", "vpp", "cp", "ep", "etp"):
-        value = _get_setting(config, "parallel", key)
-        if isinstance(value, int):
-            parts.append(f"{key.upper()} {value}")
-    return " · ".join(parts) or NOT_RECORDED
-
-
-def _count_steps(series: Series) -> str:
-    done = series.find("time/step_s") or next(iter(series.step.values()), None)
-    return NOT_RECORDED if done is None else f"{len(np.unique(done.x))}"
+def _get_setting(config: dict[str, Any], table: str, key: str, missing: str = NOT_RECORDED) -> str:
+    section = config.get(table)
+    return str((section.get(key) if isinstance(section, dict) else None) or missing)
 
 
 def _format_share(curve: Curve | None) -> str:
@@ -163,9 +140,7 @@ def _format_duration(seconds: float) -> str:
     return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
 
 
-def _render_page(
-    name: str, run_dir: Path, rows: dict[str, str], images: list[tuple[Panel, bytes]], absent: list[Panel]
-) -> str:
+def _render_page(name: str, run_dir: Path, rows: dict[str, str], images: dict[str, bytes]) -> str:
     """Return the page as text; all text of the run is escaped."""
     tiles = "".join(
         f'<div class="tile"><div class="value">{html.escape(value.split(" (")[0])}</div>'
@@ -176,7 +151,8 @@ def _render_page(
     table = "".join(
         f"<tr><th>{html.escape(label)}</th><td>{html.escape(value)}</td></tr>" for label, value in rows.items()
     )
-    cards = "".join(_render_card(panel, png) for panel, png in images)
+    cards = "".join(_render_card(key, png) for key, png in images.items())
+    absent = [panel for key, panel in PANELS.items() if key not in images and not panel.optional]
     missing = ", ".join(f"{panel.title.lower()} ({', '.join(panel.needs)})" for panel in absent)
     note = f'<p class="absent">Not recorded in this run: {html.escape(missing)}.</p>' if absent else ""
     return (
@@ -190,10 +166,10 @@ def _render_page(
     )
 
 
-def _render_card(panel: Panel, png: bytes) -> str:
-    data = base64.b64encode(png).decode("ascii")
+def _render_card(key: str, png: bytes) -> str:
+    panel, data = PANELS[key], base64.b64encode(png).decode("ascii")
     return (
-        f'<figure class="card{" wide" if panel.wide else ""}" id="{panel.key}"><h2>{html.escape(panel.title)}</h2>'
+        f'<figure class="card{" wide" if panel.wide else ""}" id="{key}"><h2>{html.escape(panel.title)}</h2>'
         f"<figcaption>{html.escape(panel.caption)}</figcaption>"
         f'<img alt="{html.escape(panel.title)}" src="data:image/png;base64,{data}"></figure>'
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,72 +29,49 @@ class Curve:
     def per_step(self) -> tuple[Curve, Curve, Curve]:
         """Return (mean, lowest, highest) of each step's finite values; NaN for a step without any."""
         steps, group = np.unique(np.floor(self.x), return_inverse=True)
-        finite = np.isfinite(self.y)
-        count = np.bincount(group[finite], minlength=len(steps))
+        group, values = group[np.isfinite(self.y)], self.finite
+        count = np.bincount(group, minlength=len(steps))
+        total = np.bincount(group, weights=values, minlength=len(steps))
         low, high = np.full(len(steps), np.inf), np.full(len(steps), -np.inf)
-        np.minimum.at(low, group[finite], self.y[finite])
-        np.maximum.at(high, group[finite], self.y[finite])
-        total = np.bincount(group[finite], weights=self.y[finite], minlength=len(steps))
-        some = count > 0
+        np.minimum.at(low, group, values)
+        np.maximum.at(high, group, values)
         rows = (total / np.maximum(count, 1), low, high)
-        mean, low, high = (Curve(steps, np.where(some, row, np.nan)) for row in rows)
+        mean, low, high = (Curve(steps, np.where(count > 0, row, np.nan)) for row in rows)
         return mean, low, high
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
-    """All curves of a run, by kind of record."""
-
-    step: dict[str, Curve]
-    minibatch: dict[str, Curve]
-    eval: dict[str, Curve]
-
-    @classmethod
-    def of(cls, records: Iterable[dict[str, Any]]) -> Series:
-        """Return the curves of records, as ``read_metrics`` returns them."""
-        records = list(records)
-        num_minibatches: dict[int, int] = {}
-        for record in records:
-            if record["kind"] == "minibatch":
-                num_minibatches[record["step"]] = max(num_minibatches.get(record["step"], 0), record["minibatch"] + 1)
-        points: dict[str, dict[str, list[tuple[float, float]]]] = {"step": {}, "minibatch": {}, "eval": {}}
-        for record in records:
-            x = float(record["step"])
-            if record["kind"] == "minibatch":
-                x += record["minibatch"] / num_minibatches[record["step"]]
-            for name, value in record.items():
-                if name not in ("kind", "step", "minibatch"):
-                    points[record["kind"]].setdefault(name, []).append((x, value))
-        return cls(
-            **{
-                kind: {name: Curve(*np.array(p, dtype=np.float64).T) for name, p in curves.items()}
-                for kind, curves in points.items()
-            }
-        )
-
-    def find(self, name: str) -> Curve | None:
-        """Return the curve of a metric from the first kind of record with a finite value; None if there is none."""
-        for curves in (self.step, self.minibatch, self.eval):
-            if name in curves and curves[name].finite.size:
-                return curves[name]
-        return None
+Curves = Mapping[str, Curve]
+"""By metric."""
 
 
-def layer_curves(series: Series) -> dict[int, Curve]:
+def make_curves(records: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
+    """Return the curve of every metric with a finite value, from records as ``read_metrics`` returns them.
+
+    A metric in several kinds of record is taken from "step", else from "minibatch".
+    """
+    num_minibatches = Counter(record["step"] for record in records if record["kind"] == "minibatch")
+    points: dict[str, dict[str, list[tuple[float, float]]]] = {"eval": {}, "minibatch": {}, "step": {}}
+    for record in records:
+        x = float(record["step"])
+        if record["kind"] == "minibatch":
+            x += record["minibatch"] / num_minibatches[record["step"]]
+        for name, value in record.items():
+            if name not in ("kind", "step", "minibatch"):
+                points[record["kind"]].setdefault(name, []).append((x, value))
+    curves = [(name, Curve(*np.array(p, dtype=np.float64).T)) for kind in points.values() for name, p in kind.items()]
+    return {name: curve for name, curve in curves if curve.finite.size}
+
+
+def layer_curves(curves: Curves) -> dict[int, Curve]:
     """Return the curves of router disagreement by layer number, in order.
 
     They compare the routers' own choice where replay recorded it, because the experts in use then agree by
     construction; otherwise the experts in use.
     """
     for prefix in LAYER_PREFIXES:
-        found = {}
-        for name in {**series.minibatch, **series.step}:
-            number = name.removeprefix(prefix)
-            curve = series.find(name) if name.startswith(prefix) and number.isdigit() else None
-            if curve is not None:
-                found[int(number)] = curve
-        if found:
-            return dict(sorted(found.items()))
+        found = {name.removeprefix(prefix): curve for name, curve in curves.items() if name.startswith(prefix)}
+        if numbers := sorted((int(number), number) for number in found if number.isdigit()):
+            return {layer: found[number] for layer, number in numbers}
     return {}
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from megarl.errors import DataError, MegarlError
 from megarl.report.panels import PANELS, render
 from megarl.report.plots import PHASES, plot_time
 from megarl.report.report import write_report
-from megarl.report.series import Curve, Series, layer_curves, smooth
+from megarl.report.series import Curve, layer_curves, make_curves, smooth
 from megarl.run.metrics_log import MetricsLog, read_metrics
 from megarl.train.loop import train
 
@@ -29,12 +30,11 @@ tp = 2
 ep = 4
 sequence_parallel = true
 """
-PANEL_KEYS = {panel.key for panel in PANELS}
 
 
 def write_run(run_dir: Path, steps: int = 12) -> None:
     """A short run in which every metric of the report is recorded."""
-    step_names = [name for panel in PANELS for name in panel.needs if "XX" not in name]
+    step_names = [name for panel in PANELS.values() for name in panel.needs if "XX" not in name]
     with MetricsLog(run_dir, tensorboard=False) as log:
         for step in range(1, steps + 1):
             for minibatch in range(2):
@@ -87,21 +87,20 @@ def test_a_run_writes_every_metric_that_the_report_reads(
     )
     train(settings)
     asked: dict[str, bool] = {}
-    find = Series.find
 
-    def listening(series: Series, name: str) -> Curve | None:
-        curve = find(series, name)
-        asked[name] = curve is not None
-        return curve
+    class Listening(dict):
+        def get(self, name: str, default: Any = None) -> Any:
+            asked[name] = name in self
+            return super().get(name, default)
 
-    monkeypatch.setattr(Series, "find", listening)
+    monkeypatch.setattr("megarl.report.report.make_curves", lambda records: Listening(make_curves(records)))
     page = write_report(tmp_path).read_text()
     assert {"reward/mean", "ratio/std", "time/step_s", "speed/tokens_per_s"} <= asked.keys()
-    optional = {name for panel in PANELS if panel.optional for name in panel.needs}
+    optional = {name for panel in PANELS.values() if panel.optional for name in panel.needs}
     assert {name for name, found in asked.items() if not found} <= optional
     records = read_metrics(tmp_path / "metrics.jsonl")
     written = {name for record in records for name in record}
-    assert {name for panel in PANELS for name in panel.needs if "XX" not in name} <= written | optional
+    assert {name for panel in PANELS.values() for name in panel.needs if "XX" not in name} <= written | optional
     assert {name for name in written if name.startswith("time/")} == {f"time/{phase}_s" for phase in (*PHASES, "step")}
     assert "Not recorded in this run" not in page
     failed = [record["reward/error_fraction"] for record in records if record["kind"] == "step"]
@@ -111,7 +110,7 @@ def test_a_run_writes_every_metric_that_the_report_reads(
 
 def test_every_panel_becomes_a_png_with_something_in_it(whole_run: Path) -> None:
     files = {path.stem: path for path in (whole_run / "report").glob("*.png")}
-    assert set(files) == PANEL_KEYS
+    assert set(files) == set(PANELS)
     for path in files.values():
         pixels = np.asarray(Image.open(path).convert("RGB"))
         assert min(pixels.shape[:2]) > 300
@@ -122,15 +121,15 @@ def test_every_panel_becomes_a_png_with_something_in_it(whole_run: Path) -> None
 
 def test_absent_panels_are_named_and_their_old_images_go(tmp_path: Path) -> None:
     (tmp_path / "report").mkdir()
-    for panel in PANELS:
-        (tmp_path / "report" / f"{panel.key}.png").write_bytes(b"of an earlier run")
+    for key in PANELS:
+        (tmp_path / "report" / f"{key}.png").write_bytes(b"of an earlier run")
     with MetricsLog(tmp_path, tensorboard=False) as log:
         log.write("step", 0, {"reward/mean": 0.5, "rollout/k3": float("nan")})
     page = write_report(tmp_path).read_text()
     assert {path.stem for path in (tmp_path / "report").glob("*.png")} == {"reward"}
     (note,) = re.findall(r"Not recorded in this run: (.*?)</p>", page)
-    for panel in PANELS:
-        assert (panel.title.lower() in note) == (panel.key != "reward" and not panel.optional)
+    for key, panel in PANELS.items():
+        assert (panel.title.lower() in note) == (key != "reward" and not panel.optional)
     assert "rollout/k3" in note
     cells = dict(re.findall(r"<tr><th>(.*?)</th><td>(.*?)</td></tr>", page))
     assert cells["Held-out pass rate"] == cells["Objective"] == cells["Layout"] == "not recorded"
@@ -150,14 +149,14 @@ def test_no_metrics_is_a_clear_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("values", [[0.0], [-1.0, np.nan, np.inf, 1e-9], [0.5] * 130])
-@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.key)
+@pytest.mark.parametrize("panel", PANELS.values(), ids=PANELS)
 def test_panels_draw_degenerate_runs(panel: object, values: list[float]) -> None:
     names = [name.replace("XX", "03") for name in panel.needs]  # type: ignore[attr-defined]
     records = [
         {"kind": "step", "step": step, "minibatch": None, "wall_s": 1.0} | dict.fromkeys(names, value)
         for step, value in enumerate(values)
     ]
-    image = Image.open(io.BytesIO(render(panel, Series.of(records))))  # type: ignore[arg-type]
+    image = Image.open(io.BytesIO(render(panel, make_curves(records))))  # type: ignore[arg-type]
     assert image.size[0] > 600
 
 
@@ -170,7 +169,7 @@ def test_a_step_without_training_has_no_whole_step(num_steps: int) -> None:
         for step in range(1, num_steps)
     ]
     axes = Figure().add_subplot()
-    plot_time(axes, Series.of(records))
+    plot_time(axes, make_curves(records))
     (line,) = axes.lines
     whole = np.asarray(line.get_ydata())
     np.testing.assert_array_equal(whole, [np.nan, 2.0, 2.0] if num_steps == 3 else np.full(65, 2.0))
@@ -179,7 +178,7 @@ def test_a_step_without_training_has_no_whole_step(num_steps: int) -> None:
 def test_minibatches_lie_between_steps_and_are_summed_up_per_step() -> None:
     rows = [(3, 0, 1.0), (3, 1, 2.0), (3, 2, np.nan), (4, 0, -1.0), (5, 0, np.nan)]
     records = [{"kind": "minibatch", "step": s, "minibatch": m, "wall_s": 0.0, "loss": v} for s, m, v in rows]
-    curve = Series.of(records).minibatch["loss"]
+    curve = make_curves(records)["loss"]
     np.testing.assert_allclose(curve.x, [3, 3 + 1 / 3, 3 + 2 / 3, 4, 5])
     mean, low, high = curve.per_step()
     assert mean.x.tolist() == [3.0, 4.0, 5.0]
@@ -197,4 +196,4 @@ def test_smooth_is_a_centred_mean_without_the_missing() -> None:
 def test_layers_are_ordered_by_number() -> None:
     names = ["router/flip/layer_10", "router/flip/layer_02", "router/flip"]
     point = Curve(np.array([1.0]), np.array([0.5]))
-    assert list(layer_curves(Series(step=dict.fromkeys(names, point), minibatch={}, eval={}))) == [2, 10]
+    assert list(layer_curves(dict.fromkeys(names, point))) == [2, 10]
