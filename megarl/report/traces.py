@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +30,8 @@ class FileDifference:
     """The difference between two files, over the sequences that both hold."""
 
     total: Disagreement
-    shared: np.ndarray
-    """int64 [L], number of experts that both files use, summed over tokens."""
+    overlap: np.ndarray
+    """float64 [L], share of the experts that both files use."""
     flips: np.ndarray
     """int64 [L, bins], tokens with different expert sets, by layer and position in the sequence."""
     counts: np.ndarray
@@ -41,15 +43,14 @@ class FileDifference:
     """Number of sequences that are only in the first file, and only in the second."""
 
 
-def inspect(path: Path, console: Console | None = None) -> None:
+def inspect(path: Path) -> None:
     """Print what the file holds. Decodes every sequence, so a damaged one raises TraceError."""
     file = read_traces(path)
     info = file.info
-    missing, sources = 0, np.zeros(len(RowSource), dtype=np.int64)
+    missing, sources = 0, Counter[int]()
     for sequence in file:
         missing += sequence.trace.num_missing
-        if sequence.row_sources is not None:
-            sources += np.bincount(sequence.row_sources, minlength=len(sources))
+        sources.update([] if sequence.row_sources is None else sequence.row_sources.tolist())
     rows = {
         "model": info.model or "not said",
         "fingerprint": info.fingerprint or "not said",
@@ -61,16 +62,16 @@ def inspect(path: Path, console: Console | None = None) -> None:
         "tokens": f"{file.num_tokens:,}" + (f", longest sequence {file.lengths.max():,}" if len(file) else ""),
         "missing rows": f"{missing:,}" + (f" ({missing / file.num_tokens:.2%})" if file.num_tokens else ""),
     }
-    if sources.any():
+    if sources:
         rows["row sources"] = ", ".join(f"{sources[s]:,} {s.name.lower()}" for s in RowSource if sources[s])
     rows |= _describe_sizes(file)
     table = _make_table()
     for what, value in rows.items():
         table.add_row(what, escape(value))
-    _print(console or Console(), str(path), table)
+    _print(str(path), table)
 
 
-def stats(path: Path, console: Console | None = None) -> None:
+def stats(path: Path) -> None:
     """Print how evenly each layer uses its experts."""
     file = read_traces(path)
     counts = count_experts((sequence.trace for sequence in file), file.info)
@@ -92,7 +93,6 @@ def stats(path: Path, console: Console | None = None) -> None:
     )
     num_experts, top_k = file.info.num_experts, file.info.top_k
     _print(
-        console or Console(),
         f"{path}: expert load by layer",
         table,
         f"{tokens[0] // top_k:,} tokens, top-{top_k} of {num_experts} experts; even load has max / mean 1 and entropy "
@@ -101,15 +101,14 @@ def stats(path: Path, console: Console | None = None) -> None:
     )
 
 
-def diff(first: Path, second: Path, out: Path | None = None, console: Console | None = None) -> None:
+def diff(first: Path, second: Path, out: Path | None = None) -> None:
     """Print how far two files agree, by layer; plot layers against token positions into the PNG ``out``."""
     if out is not None and (out.suffix != ".png" or not out.parent.is_dir()):
         raise ConfigError(f"--out: found {out}, expected a .png file in a folder that exists")
     a, b = read_traces(first), read_traces(second)
     found = compare_files(a, b)
     table = _make_table("layer", "flip", "overlap")
-    by_layer = found.shared / (found.total.num_tokens * found.total.top_k)
-    for layer, flip, overlap in zip(a.info.layers, found.total.per_layer_flip, by_layer, strict=True):
+    for layer, flip, overlap in zip(a.info.layers, found.total.per_layer_flip, found.overlap, strict=True):
         table.add_row(str(layer), f"{flip:.3%}", f"{overlap:.3%}")
     table.add_section()
     table.add_row("all", f"{found.total.flip:.3%}", f"{found.total.overlap:.3%}")
@@ -120,26 +119,18 @@ def diff(first: Path, second: Path, out: Path | None = None, console: Console | 
         f"{found.total.layers_per_token:.3f} layers per token on average.",
         "flip: share of tokens with another set of experts. overlap: share of the experts that both have.",
     ]
-    if (a.info.model, a.info.fingerprint) != (b.info.model, b.info.fingerprint):
-        notes.insert(0, f"The models differ: {_format_model(a.info)} against {_format_model(b.info)}.")
-    console = console or Console()
-    _print(console, f"{first} against {second}", table, *notes)
+    one, other = (f"{info.model} ({info.fingerprint})" if info.fingerprint else info.model for info in (a.info, b.info))
+    if one != other:
+        notes.insert(0, f"The models differ: {one} against {other}.")
+    _print(f"{first} against {second}", table, *notes)
     if out is not None:
-        write_atomically(out, _render(found, a.info.layers, f"{first.name} against {second.name}"))
-        console.print(f"heat map: {escape(str(out))}", highlight=False, soft_wrap=True)
+        from megarl.report.plots import plot_trace_difference, render_png  # matplotlib takes a second to import
 
-
-def _render(found: FileDifference, layers: tuple[int, ...], title: str) -> bytes:
-    """Return the heat map as a PNG."""
-    from megarl.report.plots import plot_trace_difference, render_png  # matplotlib takes a second to import
-
-    share = np.where(found.counts > 0, found.flips / np.maximum(found.counts, 1), np.nan)
-    per_layer = found.total.per_layer_flip
-    height = max(3.2, min(9.0, 2.2 + 0.14 * len(layers)))
-    return render_png(
-        (10.4, height),
-        lambda figure: plot_trace_difference(figure, share, per_layer, layers, found.bin_tokens, title),
-    )
+        share = np.where(found.counts > 0, found.flips / np.maximum(found.counts, 1), np.nan)
+        curve = (found.total.per_layer_flip, a.info.layers, found.bin_tokens, f"{first.name} against {second.name}")
+        size = (10.4, max(3.2, min(9.0, 2.2 + 0.14 * len(a.info.layers))))
+        write_atomically(out, render_png(size, lambda figure: plot_trace_difference(figure, share, *curve)))
+        Console().print(f"heat map: {escape(str(out))}", highlight=False, soft_wrap=True)
 
 
 def count_experts(traces: Iterable[RoutingTrace], info: TraceInfo) -> np.ndarray:
@@ -165,27 +156,22 @@ def compare_files(a: TraceFile, b: TraceFile) -> FileDifference:
         raise TraceError(
             f"{a.path} and {b.path} have no sequence of the same name; they begin with {a.names[:2]} and {b.names[:2]}"
         )
+    compared = [_compare_sequences(a[name], b[name]) for name in names]
+    positions, shared = (np.concatenate(part) for part in zip(*compared, strict=True))
+    if not shared.size:
+        raise TraceError(f"{a.path} and {b.path}: no token has routes in both files")
     longest = max(1, int(a.lengths.max()))
     bin_tokens = -(-longest // MAX_BINS)
-    bins = -(-longest // bin_tokens)
-    num_layers = len(a.info.layers)
-    total = Disagreement.of(np.empty((0, num_layers), dtype=np.int64), a.info.top_k)
-    shared_sum = np.zeros(num_layers, dtype=np.int64)
-    flips, counts = np.zeros((num_layers, bins), dtype=np.int64), np.zeros(bins, dtype=np.int64)
-    for name in names:
-        positions, shared = _compare_sequences(a[name], b[name])
-        total += Disagreement.of(shared, a.info.top_k)
-        shared_sum += shared.sum(axis=0)
-        np.add.at(flips.T, positions // bin_tokens, shared < a.info.top_k)
-        counts += np.bincount(positions // bin_tokens, minlength=bins)
-    if not total.num_tokens or not num_layers:
-        raise TraceError(f"{a.path} and {b.path}: no token has routes in both files")
+    counts = np.bincount(positions // bin_tokens, minlength=-(-longest // bin_tokens))
+    flips = np.zeros((shared.shape[1], len(counts)), dtype=np.int64)
+    np.add.at(flips.T, positions // bin_tokens, shared < a.info.top_k)
     only_in = (len(a) - len(names), len(b) - len(names))
-    return FileDifference(total, shared_sum, flips, counts, bin_tokens, len(names), only_in)
+    total, overlap = Disagreement.of(shared, a.info.top_k), shared.mean(axis=0) / a.info.top_k
+    return FileDifference(total, overlap, flips, counts, bin_tokens, len(names), only_in)
 
 
 def _compare_sequences(a: TracedSequence, b: TracedSequence) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions [P] where both have routes, and the number of shared experts there, int64 [P, L]."""
+    """Return the positions [P] where both have routes, and the number of shared experts there, uint16 [P, L]."""
     both = common_rows(a.trace, b.trace)
     if a.tokens is not None and b.tokens is not None and (a.tokens != b.tokens).any():
         at = int((a.tokens != b.tokens).argmax())
@@ -193,35 +179,26 @@ def _compare_sequences(a: TracedSequence, b: TracedSequence) -> tuple[np.ndarray
             f"{a.name}: token {at} is {a.tokens[at]} in one file and {b.tokens[at]} in the other; only routes of "
             f"the same text can be compared"
         )
-    return np.flatnonzero(both), shared_experts(a.trace.experts[both], b.trace.experts[both])
+    # All tokens of both files are held at once, so the numbers are kept small.
+    return np.flatnonzero(both), shared_experts(a.trace.experts[both], b.trace.experts[both]).astype(np.uint16)
 
 
 def _describe_sizes(file: TraceFile) -> dict[str, str]:
     size = {"bytes of routes": f"{file.num_route_bytes:,}"}
     if file.num_tokens:
-        per_token = file.num_route_bytes / file.num_tokens
-        width = 1 if file.info.num_experts <= 256 else 2
-        plain = len(file.info.layers) * file.info.top_k * width
-        bound = len(file.info.layers) * math.log2(math.comb(file.info.num_experts, file.info.top_k)) / 8
+        info, per_token = file.info, file.num_route_bytes / file.num_tokens
+        bound = len(info.layers) * math.log2(math.comb(info.num_experts, info.top_k)) / 8
         size["bytes per token"] = f"{per_token:.1f}; log2 C(E, K) is {bound:.1f}"
-        if plain:
+        width = 1 if info.num_experts <= 256 else 2
+        if plain := len(info.layers) * info.top_k * width:
             size[f"against uint{8 * width}"] = f"{per_token / plain:.3f} of {plain} bytes per token"
     return size
 
 
-def _format_model(info: TraceInfo) -> str:
-    return f"{info.model} ({info.fingerprint})" if info.fingerprint else info.model
-
-
 def _format_ranges(numbers: tuple[int, ...]) -> str:
     """Return 3, 4, 5, 9 as "3-5, 9"."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], number]
-        else:
-            parts.append([number])
-    return ", ".join("-".join(map(str, part)) for part in parts)
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda entry: entry[1] - entry[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _make_table(*headings: str) -> Table:
@@ -232,7 +209,8 @@ def _make_table(*headings: str) -> Table:
     return table
 
 
-def _print(console: Console, title: str, table: Table, *notes: str) -> None:
+def _print(title: str, table: Table, *notes: str) -> None:
+    console = Console()
     console.print(escape(title), style="bold", highlight=False, soft_wrap=True)
     console.print(table)
     for note in notes:
