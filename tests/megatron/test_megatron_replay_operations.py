@@ -196,7 +196,7 @@ def test_closing_reads_the_device_once(recorded: bool, monkeypatch: pytest.Monke
     session = Replayer(routes, routers.hooks, False, None, 0.01)
     routers.open(session)
     for micro in range(2):
-        session.see_tokens(micro, torch.empty(T, dtype=torch.int32, device="meta"))
+        session.tokens[micro] = torch.empty(T, dtype=torch.int32, device="meta")
         for hook in routers.hooks:
             routers.call(hook)
     session.close(routers.hooks, Recording())

@@ -14,7 +14,8 @@ mistakes are tried, and the error names the one that explains the rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,32 +47,22 @@ def sample_rows(routes: MicroRoutes) -> torch.Tensor:
     return present[torch.arange(MOST_SAMPLED) * len(present) // MOST_SAMPLED]
 
 
-@dataclass(frozen=True, slots=True)
-class _Mistake:
-    """A wrong order of rows."""
-
-    what: str
-    order: np.ndarray
-    """int64 [T]: the place of each token's row under the mistake; -1 if the row is lost."""
-
-
-def _mistakes(num_rows: int) -> Iterator[_Mistake]:
+def _mistakes(num_rows: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Wrong orders of rows, int64 [T]: the place of each token's row under the mistake; -1 if the row is lost."""
     rows = np.arange(num_rows)
     for shift in (one for size in range(1, MOST_SHIFT + 1) for one in (size, -size)):
-        order = rows + shift
-        where = "early" if shift < 0 else "late"
-        yield _Mistake(
-            f"rows shifted: each lies {abs(shift)} place{'s' if abs(shift) > 1 else ''} too {where} (row t holds the "
-            "experts of the token that goes in at t)",
-            np.where((order >= 0) & (order < num_rows), order, -1),
+        what = (
+            f"rows shifted: each lies {abs(shift)} place{'s' if abs(shift) > 1 else ''} too "
+            f"{'early' if shift < 0 else 'late'} (row t holds the experts of the token that goes in at t)"
         )
-    for size in range(2, num_rows // 2 + 1):
-        if num_rows % size == 0:
-            yield _Mistake(
-                f"rows transposed: [{num_rows // size}, {size}] in place of [{size}, {num_rows // size}] (routers see "
-                "[s, b], so transpose a [b, s] column before it is flattened)",
-                rows.reshape(num_rows // size, size).T.ravel(),
-            )
+        order = rows + shift
+        yield what, np.where((order >= 0) & (order < num_rows), order, -1)
+    for size in (size for size in range(2, num_rows // 2 + 1) if num_rows % size == 0):
+        what = (
+            f"rows transposed: [{num_rows // size}, {size}] in place of [{size}, {num_rows // size}] (routers see "
+            "[s, b], so transpose a [b, s] column before it is flattened)"
+        )
+        yield what, rows.reshape(num_rows // size, size).T.ravel()
 
 
 def check_tokens(routes: Sequence[MicroRoutes], seen: Mapping[int, torch.Tensor]) -> int:
@@ -88,7 +79,10 @@ def check_tokens(routes: Sequence[MicroRoutes], seen: Mapping[int, torch.Tensor]
             )
     got = _to_host([seen[micro] for micro in compared])
     carried = _to_host([ids for micro in compared if (ids := routes[micro].token_ids) is not None])
-    given = {micro: (ids, _present(routes[micro])) for micro, ids in zip(compared, carried, strict=True)}
+    given: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    for micro, ids in zip(compared, carried, strict=True):
+        mask = routes[micro].present
+        given[micro] = ids, np.ones(len(ids), bool) if mask is None else mask.numpy()
     for micro, found in zip(compared, got, strict=True):
         ids, present = given[micro]
         wrong = np.flatnonzero((ids != found) & present)
@@ -101,24 +95,16 @@ def check_tokens(routes: Sequence[MicroRoutes], seen: Mapping[int, torch.Tensor]
     return len(compared)
 
 
-def _present(routes: MicroRoutes) -> np.ndarray:
-    return np.ones(len(routes.experts), bool) if routes.present is None else routes.present.numpy()
-
-
-def _has_enough(known: np.ndarray) -> bool:
-    return int(known.sum()) >= LEAST_JUDGED
-
-
 def _explain_tokens(micro: int, found: np.ndarray, given: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> str:
     """Name the mistake that explains the tokens ``found``; ``given``: (ids, present) by micro-batch."""
-    for other, (ids, present) in given.items():
-        if other != micro and len(ids) == len(found) and _has_enough(present) and (ids == found)[present].all():
-            return f"Likely {_describe_swap(other)}"
-    ids, present = given[micro]
-    for mistake in _mistakes(len(found)):
-        known = (mistake.order >= 0) & present[mistake.order]
-        if _has_enough(known) and (ids[mistake.order] == found)[known].all():
-            return f"Likely {mistake.what}"
+    swaps = [other for other in given if other != micro and len(given[other][0]) == len(found)]
+    tried = [(other, _describe_swap(other), np.arange(len(found))) for other in swaps]
+    tried += [(micro, *mistake) for mistake in _mistakes(len(found))]
+    for source, what, order in tried:
+        ids, present = given[source]
+        known = (order >= 0) & present[order]
+        if known.sum() >= LEAST_JUDGED and (ids[order] == found)[known].all():
+            return f"Likely {what}"
     return "No shift, transposition or swap within the block explains it: likely routes of another batch or rank"
 
 
@@ -136,17 +122,12 @@ def check_agreement(
     ReplayError, with the likely mistake, if a micro-batch or a layer agrees too little.
     """
     chosen = _to_host(own)
-    replayed = _to_host(
-        [
-            given.experts.index_select(0, rows.to(given.experts.device))
-            for given, rows in zip(routes, sampled, strict=True)
-        ]
-    )
+    replayed = _to_host([_rows_of(given, rows) for given, rows in zip(routes, sampled, strict=True)])
     found = [_agreement(a, b) for a, b in zip(chosen, replayed, strict=True)]
     shares = np.array([one.mean(0) if len(one) else np.full(len(layers), np.nan) for one in found])
     chance = _chance(chosen, replayed, num_experts)
     if sum(map(len, found)) and chance.min() < 1.0:  # chance is 1 if all experts are chosen
-        trial = _Trial(routes, sampled, chosen, list(layers), float(chance.mean()), min_agreement)
+        trial = _Trial(routes, sampled, chosen, layers, float(chance.mean()), min_agreement)
         _refuse_low(found, chance, trial)
     return shares
 
@@ -185,16 +166,18 @@ def _to_host(parts: Sequence[torch.Tensor]) -> list[np.ndarray]:
     return [part.numpy() for part in joined.split([len(part) for part in parts])]
 
 
+def _rows_of(routes: MicroRoutes, rows: torch.Tensor) -> torch.Tensor:
+    return routes.experts.index_select(0, rows.to(routes.experts.device))
+
+
 def _agreement(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """float64 [S, L]: the share of experts that rows [S, L, K], each without duplicates, have in common."""
-    topk = left.shape[-1]
     # Slot by slot: few large operations.
     a, b = (np.ascontiguousarray(np.moveaxis(one, -1, 0)) for one in (left, right))
     shared = np.zeros(left.shape[:-1], np.int32)
-    for i in range(topk):
-        for j in range(topk):
-            shared += a[i] == b[j]
-    return shared / topk
+    for one, other in itertools.product(a, b):
+        shared += one == other
+    return shared / left.shape[-1]
 
 
 def _kappa(share: float, chance: float) -> float:
@@ -217,7 +200,7 @@ class _Trial:
     sampled: Sequence[torch.Tensor]
     chosen: Sequence[np.ndarray]
     """int32 [S, L, K] per micro-batch: what the routers chose in the sampled rows."""
-    layers: list[int]
+    layers: Sequence[int]
     chance: float
     min_agreement: float
 
@@ -237,49 +220,40 @@ class _Trial:
         """Row orders, each for all tried micro-batches of the first one's length."""
         length = len(self.routes[tried[0]].experts)
         alike = [micro for micro in tried if len(self.routes[micro].experts) == length]
-        for mistake in _mistakes(length):
-            yield self._fit(alike, lambda micro, order=mistake.order: (micro, order)), mistake.what
+        for what, order in _mistakes(length):
+            yield self._fit([(micro, micro) for micro in alike], order), what
 
     def _swaps(self, tried: Sequence[int]) -> Iterator[tuple[float, str]]:
-        for micro in tried:
-            for other in range(len(self.routes)):
-                if other != micro:
-                    order = np.arange(len(self.routes[micro].experts))
-                    order[len(self.routes[other].experts) :] = -1
-                    yield self._fit([micro], lambda _, to=other, order=order: (to, order)), _describe_swap(other, micro)
+        for micro, other in itertools.product(tried, range(len(self.routes))):
+            if other != micro:
+                order = np.arange(len(self.routes[micro].experts))
+                order[len(self.routes[other].experts) :] = -1
+                yield self._fit([(micro, other)], order), _describe_swap(other, micro)
 
     def _layer_orders(self, tried: Sequence[int]) -> Iterator[tuple[float, str]]:
         if len(self.layers) < 2:
             return
         own = np.concatenate([self.chosen[micro] for micro in tried])
-        given = np.concatenate([self._rows(micro, self.sampled[micro].numpy()) for micro in tried])
-        match = np.array(
-            [
-                [_agreement(own[:, i], given[:, j]).mean() for j in range(len(self.layers))]
-                for i in range(len(self.layers))
-            ]
-        )
+        given = np.concatenate(_to_host([_rows_of(self.routes[micro], self.sampled[micro]) for micro in tried]))
+        columns = range(len(self.layers))
+        match = np.array([[_agreement(own[:, i], given[:, j]).mean() for j in columns] for i in columns])
         best = match.argmax(1)
-        if len(own) >= LEAST_JUDGED and len(set(best)) == len(best) and (best != np.arange(len(best))).any():
+        if len(own) >= LEAST_JUDGED and len(set(best)) == len(best) and (best != columns).any():
             order = ", ".join(f"layer {self.layers[i]} in column {j}" for i, j in enumerate(best) if i != j)
             fit = _kappa(float(match.max(1).mean()), self.chance)
             yield fit, f"layers in another order than RoutingReplay.layers: {order}"
 
-    def _fit(self, micros: Sequence[int], place: Callable[[int], tuple[int, np.ndarray]]) -> float:
-        """Kappa if each micro-batch's rows were where ``place`` says: (micro-batch, order of rows)."""
+    def _fit(self, pairs: Sequence[tuple[int, int]], order: np.ndarray) -> float:
+        """Kappa if, for each pair, the rows of the first micro-batch were in the second in this order."""
         shares = []
-        for micro in micros:
-            where, order = place(micro)
+        for micro, where in pairs:
             rows = order[self.sampled[micro].numpy()]
             known = rows >= 0
             if known.any():
-                shares.append(_agreement(self.chosen[micro][known], self._rows(where, rows[known])))
-        rows = sum(len(one) for one in shares)
+                given = _to_host([_rows_of(self.routes[where], torch.from_numpy(rows[known]))])[0]
+                shares.append(_agreement(self.chosen[micro][known], given))
+        rows = sum(map(len, shares))
         return _kappa(float(np.concatenate(shares).mean()), self.chance) if rows >= LEAST_JUDGED else 0.0
-
-    def _rows(self, micro: int, rows: np.ndarray) -> np.ndarray:
-        experts = self.routes[micro].experts
-        return _to_host([experts.index_select(0, torch.from_numpy(rows).to(experts.device))])[0]
 
 
 def _describe_swap(other: int, micro: int | None = None) -> str:

@@ -6,11 +6,13 @@ a session, and for passes outside the block, it routes natively.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
+from megarl.core.routing.trace import narrow_dtype
 from megarl.megatron.distributed import tp_position
 from megarl.megatron.replay.pass_log import Block, Call, PassLog
 
@@ -22,24 +24,18 @@ class Session(Protocol):
 
     replays: bool
     """Whether the experts come from given routes and not from the router."""
+    tokens: dict[int, torch.Tensor]
+    """By micro-batch, the ids that the model gets, one per row of its routers."""
 
     def choose(self, hook: Hook, call: Call, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
         """(scores at the experts [T_local, K], experts int64 [T_local, K]) for a pass of the block."""
-        ...
-
-    def see_tokens(self, micro: int, token_ids: torch.Tensor) -> None:
-        """Take the ids that the model gets in a forward pass, one per row of its routers."""
-        ...
 
 
 class Question:
     """One call of a router: its scores [T_local, E], and the router's own choice."""
 
-    def __init__(
-        self, scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute: TopK
-    ) -> None:
-        self.scores = scores
-        self._topk, self._groups, self._compute = topk, (num_groups, group_topk), compute
+    def __init__(self, scores: torch.Tensor, compute: TopK, topk: int, *groups: int | None) -> None:
+        self.scores, self._compute, self._topk, self._groups = scores, compute, topk, groups
         self._preferred: torch.Tensor | None = None
 
     def native(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,6 +67,10 @@ class Question:
 class RouterHook:
     """What Megatron finds as ``router.router_replay``."""
 
+    def answer(self, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
+        """(scores at the chosen experts [T_local, K], experts int64 [T_local, K])."""
+        raise NotImplementedError
+
     def get_replay_topk(
         self,
         scores: torch.Tensor,
@@ -81,11 +81,7 @@ class RouterHook:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Megatron 0.16 calls this in place of its own top-k."""
         assert default_compute_topk is not None
-        return self.answer(Question(scores, topk, num_groups, group_topk, default_compute_topk))
-
-    def answer(self, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scores at the chosen experts [T_local, K], experts int64 [T_local, K])."""
-        raise NotImplementedError
+        return self.answer(Question(scores, default_compute_topk, topk, num_groups, group_topk))
 
 
 class Hook(RouterHook):
@@ -97,10 +93,11 @@ class Hook(RouterHook):
         self.router = router
         self.topk: int = router.topk
         self.num_experts: int = router.config.num_moe_experts
+        self.dtype: torch.dtype = getattr(torch, narrow_dtype(self.num_experts, signed=True).__name__)
         self.log = PassLog(self.layer) if log is None else log.take_over()
         self.session: Session | None = None
-        self.tap: InputTap | None = None
-        """Set on the first router of a chunk."""
+        self.tap: RemovableHandle | None = None
+        """Of ``tap_inputs``, on the first router of a chunk."""
         self.keeps_dispatched = False
         self.dispatched: torch.Tensor | None = None
         """int64 [T_local, K], the experts of the latest call under replay; kept for auxiliary losses only."""
@@ -114,7 +111,7 @@ class Hook(RouterHook):
         self.log.close()
 
     def answer(self, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scores at the chosen experts [T_local, K], experts int64 [T_local, K])."""
+        """See ``RouterHook``."""
         call = self.log.identify(self.router.training)
         if self.session is None or call.micro is None:
             self.dispatched = None
@@ -124,28 +121,22 @@ class Hook(RouterHook):
         return chosen
 
 
-class InputTap:
-    """Gives the session the token ids of a chunk's forward pass, in the order of its routers' rows."""
+def tap_inputs(chunk: torch.nn.Module, hook: Hook) -> RemovableHandle:
+    """Give the session the token ids of each forward pass of a chunk, in the order of its routers' rows."""
 
-    def __init__(self, chunk: torch.nn.Module, hook: Hook) -> None:
-        self._hook, self._split = hook, bool(hook.router.config.sequence_parallel)
-        self._handle = chunk.register_forward_pre_hook(self._see, with_kwargs=True)
-
-    def remove(self) -> None:
-        self._handle.remove()
-
-    def _see(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def see(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = kwargs.get("input_ids", args[0] if args else None)
-        session = self._hook.session
-        if session is None or torch._C._current_graph_task_id() != -1:
+        if hook.session is None or torch._C._current_graph_task_id() != -1:
             return
         if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.dim() != 2:
             return
         by_row = ids.transpose(0, 1)  # hidden states are [s, b, h]
-        if self._split:
+        if hook.router.config.sequence_parallel:
             size, rank = tp_position()
             by_row = by_row.chunk(size)[rank]
-        session.see_tokens(self._hook.log.forwarded, by_row.flatten().to(torch.int32, copy=True))
+        hook.session.tokens[hook.log.forwarded] = by_row.flatten().to(torch.int32, copy=True)
+
+    return chunk.register_forward_pre_hook(see, with_kwargs=True)
 
 
 class Bystander(RouterHook):
@@ -159,8 +150,3 @@ class Bystander(RouterHook):
         if torch._C._current_graph_task_id() == -1:  # not a recomputation
             self.rows += question.scores.size(0)
         return question.native()
-
-
-def count_rows(bystanders: Iterable[Bystander]) -> int:
-    """Rows that routers without routes have seen so far."""
-    return sum(one.rows for one in bystanders)

@@ -21,14 +21,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megarl.errors import ReplayError
 from megarl.megatron.model import unwrap
 from megarl.megatron.replay.balancing import AuxLoss, count_dispatched, count_natively
-from megarl.megatron.replay.checks import (
-    check_chunks,
-    check_routers,
-    check_routes,
-    find_routers,
-    find_untraced_routers,
-)
-from megarl.megatron.replay.hooks import Bystander, Hook, InputTap, count_rows
+from megarl.megatron.replay.checks import check_chunks, check_routers, check_routes, find_routers, find_untraced_routers
+from megarl.megatron.replay.hooks import Bystander, Hook, tap_inputs
 from megarl.megatron.replay.pass_log import Block
 from megarl.megatron.replay.records import MicroRoutes, Recording
 from megarl.megatron.replay.sessions import Recorder, Replayer
@@ -75,14 +69,15 @@ class RoutingReplay:
         self._min_agreement = _check_agreement(min_agreement)
         self._hooks: list[Hook] = []
         self._bystanders: list[tuple[TopKRouter, Bystander]] = []
-        chunks = [unwrap(chunk) for chunk in _as_list(model_chunks)]
+        given = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else model_chunks
+        chunks = [unwrap(chunk) for chunk in given]
         routers = [find_routers(chunk) for chunk in chunks]
         check_chunks(chunks)
         check_routers([router for of_chunk in routers for router in of_chunk])
         for chunk, of_chunk in zip(chunks, routers, strict=True):
             hooks = [self._attach(router, aux_loss) for router in of_chunk]
             if hooks:
-                hooks[0].tap = InputTap(chunk, hooks[0])
+                hooks[0].tap = tap_inputs(chunk, hooks[0])
             for router in find_untraced_routers(chunk):
                 router.router_replay = Bystander()
                 self._bystanders.append((router, router.router_replay))
@@ -135,11 +130,7 @@ class RoutingReplay:
 
     @contextmanager
     def replay(
-        self,
-        routes: Routes,
-        observe: bool = False,
-        compared: Routes | None = None,
-        min_agreement: float | None = None,
+        self, routes: Routes, observe: bool = False, compared: Routes | None = None, min_agreement: float | None = None
     ) -> Iterator[Recording]:
         """Use ``routes``, one entry per micro-batch in the order of the forward passes.
 
@@ -183,18 +174,14 @@ class RoutingReplay:
         for hook in self._hooks:
             hook.begin(session, block)
         bystanders = [bystander for _, bystander in self._bystanders]
-        before = count_rows(bystanders)
+        before = sum(bystander.rows for bystander in bystanders)
         try:
             yield
             block.check_thread()
         finally:
-            recording.untraced_rows = count_rows(bystanders) - before
+            recording.untraced_rows = sum(bystander.rows for bystander in bystanders) - before
             for hook in self._hooks:
                 hook.end()
-
-
-def _as_list(chunks: Sequence[torch.nn.Module] | torch.nn.Module) -> list[torch.nn.Module]:
-    return [chunks] if isinstance(chunks, torch.nn.Module) else list(chunks)
 
 
 def _check_agreement(value: float) -> float:

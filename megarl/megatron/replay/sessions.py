@@ -6,48 +6,31 @@ layer by layer, and stay there until its last recomputation. Counts are read whe
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 
-from megarl.core.routing.trace import narrow_dtype
 from megarl.errors import ReplayError
 from megarl.megatron.replay.agreement import check_agreement, check_tokens, sample_rows
 from megarl.megatron.replay.hooks import Hook, Question
 from megarl.megatron.replay.pass_log import Call
 from megarl.megatron.replay.records import MicroRoutes, Recording
 
-
-class _Columns:
-    """One tensor per router and micro-batch."""
-
-    def __init__(self, hooks: Sequence[Hook]) -> None:
-        self._of: dict[int, list[torch.Tensor]] = {hook.column: [] for hook in hooks}
-
-    def add(self, hook: Hook, found: torch.Tensor) -> None:
-        self._of[hook.column].append(found.detach())
-
-    def get(self, hook: Hook, micro: int) -> torch.Tensor:
-        return self._of[hook.column][micro]
-
-    def stack(self, hooks: Sequence[Hook]) -> list[torch.Tensor]:
-        """Per micro-batch [T_local, L_local, ...]; ReplayError if the routers saw different numbers of them."""
-        counts = {hook.layer: len(self._of[hook.column]) for hook in hooks}
-        if len(set(counts.values())) > 1:
-            raise ReplayError(
-                f"routers saw different numbers of micro-batches, by layer {counts}; expected equal numbers. Likely a "
-                "layer was skipped; run whole forward passes in the block"
-            )
-        # Stored layer by layer, because a replay reads one layer at a time.
-        return [torch.stack(of_micro).transpose(0, 1) for of_micro in zip(*self._of.values(), strict=True)]
+Columns = defaultdict[Hook, list[torch.Tensor]]
+"""For each router, one tensor per micro-batch."""
 
 
-def _dtype(num_experts: int) -> torch.dtype:
-    return getattr(torch, narrow_dtype(num_experts, signed=True).__name__)
-
-
-def _narrow(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
-    return experts.to(_dtype(num_experts))
+def _stack(columns: Columns, hooks: Sequence[Hook]) -> list[torch.Tensor]:
+    """Per micro-batch [T_local, L_local, ...]; ReplayError if the routers saw different numbers of them."""
+    counts = {hook.layer: len(columns[hook]) for hook in hooks}
+    if len(set(counts.values())) > 1:
+        raise ReplayError(
+            f"routers saw different numbers of micro-batches, by layer {counts}; expected equal numbers. Likely a "
+            "layer was skipped; run whole forward passes in the block"
+        )
+    # Stored layer by layer, because a replay reads one layer at a time.
+    return [torch.stack(of_micro).transpose(0, 1) for of_micro in zip(*(columns[hook] for hook in hooks), strict=True)]
 
 
 def _count_shared(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -59,7 +42,7 @@ class _Table:
     """The routes of one micro-batch on the device of its routers."""
 
     def __init__(
-        self, routes: MicroRoutes, sampled: torch.Tensor | None, num_experts: int, device: torch.device
+        self, routes: MicroRoutes, sampled: torch.Tensor | None, dtype: torch.dtype, device: torch.device
     ) -> None:
         absent = None if routes.present is None else (~routes.present).nonzero()[:, 0]
         self.num_absent = 0 if absent is None else len(absent)
@@ -69,17 +52,12 @@ class _Table:
         """int64, the rows for which the router's own choice is computed: absent ones, then sampled ones."""
         by_layer = routes.experts.transpose(0, 1)
         # Always a copy: absent rows are filled in, and the caller may reuse its memory.
-        owned = torch.empty(by_layer.shape, dtype=_dtype(num_experts), device=by_layer.device).copy_(by_layer)
+        owned = torch.empty(by_layer.shape, dtype=dtype, device=by_layer.device).copy_(by_layer)
         self.experts = _upload(owned, device)
         """[L_local, T_local, K], narrow."""
         self.filled: set[int] = set()
         """Columns whose absent rows have been filled."""
         self.forwarded = self.awaited = 0
-
-    def fill(self, column: int, experts: torch.Tensor) -> None:
-        """Write the router's own choice [R, K] into the absent rows."""
-        self.experts[column].index_copy_(0, self.asked[: self.num_absent], experts)
-        self.filled.add(column)
 
 
 def _upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -92,9 +70,7 @@ class _Rows:
     """The routes of all micro-batches; each is on the device while routers use it."""
 
     def __init__(self, routes: Sequence[MicroRoutes], num_hooks: int, sampled: Sequence[torch.Tensor] = ()) -> None:
-        self.routes = routes
-        self._num_hooks = num_hooks
-        self._sampled = sampled
+        self.routes, self._num_hooks, self._sampled = routes, num_hooks, sampled
         self._tables: dict[int, _Table] = {}
 
     def of(self, hook: Hook, micro: int, kind: str, scores: torch.Tensor) -> _Table:
@@ -114,7 +90,7 @@ class _Rows:
             )
         if micro not in self._tables:
             sampled = self._sampled[micro] if self._sampled else None
-            self._tables[micro] = _Table(self.routes[micro], sampled, hook.num_experts, scores.device)
+            self._tables[micro] = _Table(self.routes[micro], sampled, hook.dtype, scores.device)
             if kind == "recomputation":  # after the table was freed: assume that all routers are recomputed
                 self._tables[micro].forwarded = self._tables[micro].awaited = self._num_hooks
         return self._tables[micro]
@@ -140,38 +116,31 @@ class Recorder:
     replays = False
 
     def __init__(self, hooks: Sequence[Hook], keep: bool, compared: Sequence[MicroRoutes] | None) -> None:
-        self._kept = _Columns(hooks) if keep else None
-        self._shared = _Columns(hooks)
+        self._kept = Columns(list) if keep else None
+        self._shared = Columns(list)
         self._compared = None if compared is None else _Rows(compared, len(hooks))
-        self._tokens: dict[int, torch.Tensor] = {}
-
-    def see_tokens(self, micro: int, token_ids: torch.Tensor) -> None:
-        if self._kept is not None:
-            self._tokens[micro] = token_ids
+        self.tokens: dict[int, torch.Tensor] = {}
 
     def choose(self, hook: Hook, call: Call, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
         assert call.micro is not None
         if not call.first and self._kept is not None:
-            return question.at(self._kept.get(hook, call.micro).long())
+            return question.at(self._kept[hook][call.micro].long())
         experts = question.preferred()
         if call.first and self._kept is not None:
-            self._kept.add(hook, _narrow(experts, hook.num_experts))
+            self._kept[hook].append(experts.to(hook.dtype))
         if call.first and self._compared is not None:
             others = self._compared.take_once(hook, call.micro, "forward", question.scores)
-            self._shared.add(hook, _count_shared(experts, others))
+            self._shared[hook].append(_count_shared(experts, others))
         return question.at(experts)
 
     def close(self, hooks: Sequence[Hook], recording: Recording) -> None:
         if self._kept is not None:
-            recording.routes = [
-                MicroRoutes(experts, token_ids=self._tokens_of(micro, len(experts)))
-                for micro, experts in enumerate(self._kept.stack(hooks))
-            ]
-        recording.shared = self._shared.stack(hooks)
-
-    def _tokens_of(self, micro: int, num_rows: int) -> torch.Tensor | None:
-        ids = self._tokens.get(micro)
-        return ids if ids is not None and len(ids) == num_rows else None
+            for micro, experts in enumerate(_stack(self._kept, hooks)):
+                ids = self.tokens.get(micro)
+                recording.routes.append(
+                    MicroRoutes(experts, None, ids if ids is not None and len(ids) == len(experts) else None)
+                )
+        recording.shared = _stack(self._shared, hooks)
 
 
 class Replayer:
@@ -190,17 +159,14 @@ class Replayer:
         self._min_agreement = min_agreement
         self._sampled = [sample_rows(micro) for micro in routes] if min_agreement > 0 else []
         self._rows = _Rows(routes, len(hooks), self._sampled)
-        self._own = _Columns(hooks)  # the routers' own choice in the sampled rows
+        self._own = Columns(list)  # the routers' own choice in the sampled rows
         self._fills: dict[tuple[int, int], torch.Tensor] = {}  # the same in absent rows, by (micro-batch, column)
-        self._native = _Columns(hooks) if observe else None
-        self._shared, self._native_shared = _Columns(hooks), _Columns(hooks)
+        self._native = Columns(list) if observe else None
+        self._shared, self._native_shared = Columns(list), Columns(list)
         # If the replayed routes are compared with themselves, they need no second copy on the device.
         same = compared is routes
         self._compared = None if compared is None else self._rows if same else _Rows(compared, len(hooks))
-        self._tokens: dict[int, torch.Tensor] = {}
-
-    def see_tokens(self, micro: int, token_ids: torch.Tensor) -> None:
-        self._tokens[micro] = token_ids
+        self.tokens: dict[int, torch.Tensor] = {}
 
     def choose(self, hook: Hook, call: Call, question: Question) -> tuple[torch.Tensor, torch.Tensor]:
         assert call.micro is not None
@@ -222,26 +188,26 @@ class Replayer:
         asks = table.num_absent > 0 and key not in self._fills
         samples = call.first and bool(self._sampled)
         if asks or samples:
-            own = _narrow(
-                question.preferred_at(table.asked if samples else table.asked[: table.num_absent]), hook.num_experts
-            )
+            rows = table.asked if samples else table.asked[: table.num_absent]
+            own = question.preferred_at(rows).to(hook.dtype)
             if asks:
                 self._fills[key] = own[: table.num_absent]
             if samples:
-                self._own.add(hook, own[table.num_absent :])
+                self._own[hook].append(own[table.num_absent :])
         if table.num_absent and hook.column not in table.filled:
-            table.fill(hook.column, self._fills[key])
+            table.experts[hook.column].index_copy_(0, table.asked[: table.num_absent], self._fills[key])
+            table.filled.add(hook.column)
 
     def _compare(self, hook: Hook, micro: int, experts: torch.Tensor, question: Question) -> None:
         preferred = question.preferred()
         if self._native is not None:
-            self._native.add(hook, _narrow(preferred, hook.num_experts))
+            self._native[hook].append(preferred.to(hook.dtype))
         if self._compared is None:
             return
         same = self._compared is self._rows
         others = experts if same else self._compared.take_once(hook, micro, "comparison", question.scores)
-        self._shared.add(hook, _count_shared(experts, others))
-        self._native_shared.add(hook, _count_shared(preferred, others))
+        self._shared[hook].append(_count_shared(experts, others))
+        self._native_shared[hook].append(_count_shared(preferred, others))
 
     def close(self, hooks: Sequence[Hook], recording: Recording) -> None:
         routes = self._rows.routes
@@ -252,12 +218,12 @@ class Replayer:
                     "micro-batches; each must be used once. Likely this router was bypassed, or the block closed too "
                     "early; close it after the last forward pass"
                 )
-        recording.compared_tokens = check_tokens(routes, self._tokens)
+        recording.compared_tokens = check_tokens(routes, self.tokens)
         if self._sampled and hooks:
             recording.agreement = check_agreement(
                 routes,
                 self._sampled,
-                self._own.stack(hooks),
+                _stack(self._own, hooks),
                 [hook.layer for hook in hooks],
                 hooks[0].num_experts,
                 self._min_agreement,
@@ -266,5 +232,5 @@ class Replayer:
             len(hooks) * int((~micro.present).sum()) for micro in routes if micro.present is not None
         )
         if self._native is not None:
-            recording.native = [MicroRoutes(experts) for experts in self._native.stack(hooks)]
-        recording.shared, recording.native_shared = self._shared.stack(hooks), self._native_shared.stack(hooks)
+            recording.native = [MicroRoutes(experts) for experts in _stack(self._native, hooks)]
+        recording.shared, recording.native_shared = _stack(self._shared, hooks), _stack(self._native_shared, hooks)
