@@ -9,11 +9,8 @@ nothing is changed on a machine with CUDA.
    functions of the listed modules: same code, other constants.
 3. It fuses small functions with ``torch.compile`` at import. On a CPU, that needs a C++ compiler and seconds per
    function. During that import, ``torch.compile`` returns functions unchanged.
-4. Parts of it need Transformer Engine or NCCL:
-   - The all-to-all dispatcher keeps its split sizes in tensors, and expert-tensor parallelism gathers shares of unequal
-     size. gloo accepts neither.
-   - The router's GEMM, the recomputation of single modules and latent attention name symbols of Transformer Engine.
-   - 0.12 calls Transformer Engine in a step without FP8 parameters too.
+4. Parts of it need NCCL: gloo takes no split sizes in tensors (all-to-all dispatcher), and no shares of unequal size
+   (expert-tensor parallelism). Others need symbols of Transformer Engine; 0.12 calls it even without FP8 parameters.
 5. torch's Adam, the fallback for the fused one, has a step count for each parameter. Loading a reshardable checkpoint
    of the distributed optimizer drops it. Megatron restores the count right before, so the current value is kept.
 6. Each of its dozens of process groups starts an event loop of gloo, a thread that wakes up a hundred times a second.
@@ -33,7 +30,8 @@ import types
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, ClassVar
+from functools import cache
+from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
@@ -62,16 +60,10 @@ class _Stream:
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def synchronize(self, *_: Any) -> None:
-        pass
+    def synchronize(self, *_: Any) -> _Stream:
+        return self  # true, which is the answer to ``query``
 
-    record = wait = wait_stream = wait_event = synchronize
-
-    def query(self) -> bool:
-        return True
-
-    def record_event(self, event: _Event | None = None) -> _Event:
-        return event or _Event()
+    record = wait = wait_stream = wait_event = query = record_event = synchronize
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Stream)
@@ -84,33 +76,21 @@ class _Event(_Stream):
     """A class of its own, as torch's compiler expects."""
 
 
-class _NoFP8:
-    """What Megatron asks of Transformer Engine's ``FP8GlobalStateManager`` before it recomputes a module."""
-
-    @staticmethod
-    def is_fp8_enabled() -> bool:
-        return False
-
-
 class _SharedLoopGloo(distributed_c10d.ProcessGroupGloo):
     """Remedy 6: a gloo group that uses the one event loop of this process."""
 
-    _devices: ClassVar[dict[int, Any]] = {}
-    """By process id, because threads do not survive a fork."""
-
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         options = self._Options()
-        process = os.getpid()
-        if process not in self._devices:
-            self._devices[process] = self._new_device()
-        options._devices = [self._devices[process]]
-        options._timeout = timeout
+        options._devices, options._timeout = [_gloo_device(os.getpid())], timeout
         super().__init__(store, rank, size, options)
 
-    @classmethod
-    def _new_device(cls) -> Any:
-        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-        return cls.create_device(interface=interface) if interface else cls.create_default_device()
+
+@cache
+def _gloo_device(process: int) -> Any:
+    del process  # a key of the cache, because threads do not survive a fork
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    gloo = distributed_c10d.ProcessGroupGloo
+    return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
 
 
 def _get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
@@ -177,12 +157,10 @@ def _eager_functions() -> Iterator[None]:
 
 def _replace_literals(constant: Any) -> Any:
     """The constant of a function without CUDA: a string, a tuple of constants, or the code of an inner function."""
-    if isinstance(constant, str):
-        if constant == "cuda":
-            return "cpu"
-        if constant.startswith("torch.cuda.") and constant.endswith("Tensor"):
-            return constant.replace("torch.cuda.", "torch.")
-        return constant
+    if constant == "cuda":
+        return "cpu"
+    if isinstance(constant, str) and constant.startswith("torch.cuda.") and constant.endswith("Tensor"):
+        return constant.replace("torch.cuda.", "torch.")
     if isinstance(constant, tuple):
         return tuple(_replace_literals(item) for item in constant)
     if isinstance(constant, types.CodeType):
@@ -238,7 +216,9 @@ def _replace_helpers() -> None:
     random._set_cuda_rng_state = _set_rng_state
     _stand_in_for_transformer_engine(random)
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
-    dispatcher.maybe_move_tensor_to_cpu = _to_split_sizes
+    dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    )
     _allow_unequal_shares(importlib.import_module("megatron.core.tensor_parallel.mappings"))
     _keep_adam_steps(importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer)
 
@@ -249,7 +229,7 @@ def _stand_in_for_transformer_engine(random: types.ModuleType) -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     if not hasattr(random, "FP8GlobalStateManager"):
-        random.FP8GlobalStateManager = _NoFP8
+        random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
         random.activation_recompute_forward = random.fp8_autocast = lambda **_: contextlib.nullcontext()
     if importlib.util.find_spec("transformer_engine") is None:  # latent attention mistakes Megatron's dummies for it
         importlib.import_module("megatron.core.transformer.multi_latent_attention").HAVE_TE = False
@@ -261,11 +241,6 @@ def _stand_in_for_transformer_engine(random: types.ModuleType) -> None:
             quantize(parameters, *rest, **named)
 
     fp8._quantize_param_shard_impl = quantize_any
-
-
-def _to_split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    del record_stream
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _keep_adam_steps(optimizer: Any) -> None:

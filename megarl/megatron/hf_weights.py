@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,9 +38,6 @@ class _Placed:
     layer: int
     expert: int
 
-    def hf_names(self) -> list[str]:
-        return self.rule.hf_names(self.layer, self.expert)
-
     @property
     def layout(self) -> str:
         """Key of LAYOUTS. Transformer Engine keeps the projections to latent space whole, the local layers cut them."""
@@ -48,19 +46,14 @@ class _Placed:
 
 
 def _matchers(shape: ModelShape) -> list[tuple[re.Pattern[str], Rule]]:
-    rules = [*rules_of(shape)]
-    if shape.tied_embeddings:  # the last stage has a copy of the embedding as output layer
-        rules.append(
-            Rule(("output_layer.weight",), ("model.embed_tokens.weight",), ("vocab hidden",), "vocab", "model")
-        )
-    found = []
-    for rule in rules:
-        for pattern in rule.megatron:
-            regex = (
-                re.escape(pattern).replace(r"\{layer\}", r"(?P<layer>\d+)").replace(r"\{expert\}", r"(?P<expert>\d+)")
-            )
-            found.append((re.compile(regex), rule))
-    return found
+    tied = Rule(("output_layer.weight",), ("model.embed_tokens.weight",), ("vocab hidden",), "vocab", "model")
+    # With tied embeddings, the last stage has a copy of the embedding as output layer.
+    rules = [*rules_of(shape), *([tied] if shape.tied_embeddings else [])]
+    return [
+        (re.compile(re.sub(r"\\\{(layer|expert)\\\}", r"(?P<\1>\\d+)", re.escape(pattern))), rule)
+        for rule in rules
+        for pattern in rule.megatron
+    ]
 
 
 def _place(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> list[_Placed]:
@@ -70,7 +63,9 @@ def _place(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> list[_Placed
     first_expert = local_experts * parallel_state.get_expert_model_parallel_rank()
     placed = []
     for chunk in map(unwrap, chunks):
-        for name, tensor in _tensors(chunk):
+        stored = chunk.state_dict().keys()
+        buffers = ((name, buffer) for name, buffer in chunk.named_buffers() if name in stored)  # expert biases
+        for name, tensor in (*chunk.named_parameters(), *buffers):
             match, rule = next(((m, rule) for regex, rule in matchers if (m := regex.fullmatch(name))), (None, None))
             if match is None or rule is None:
                 raise CheckpointError(f"no rule of family {shape.family!r} covers the Megatron parameter {name!r}")
@@ -78,13 +73,6 @@ def _place(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> list[_Placed
             layer = chunk.decoder.layers[int(parts["layer"])].layer_number - 1 if "layer" in parts else 0
             placed.append(_Placed(tensor, rule, layer, first_expert + int(parts.get("expert", 0))))
     return placed
-
-
-def _tensors(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, and the buffers that are in checkpoints (expert biases)."""
-    yield from chunk.named_parameters()
-    stored = chunk.state_dict().keys()
-    yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name in stored)
 
 
 def load_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, path: str | Path) -> None:
@@ -100,7 +88,7 @@ def load_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, path: str | Pa
 
 def _load_one(entry: _Placed, checkpoint: HFCheckpoint, shape: ModelShape) -> None:
     group = _tensor_group(entry.rule)
-    names = entry.hf_names()
+    names = entry.rule.hf_names(entry.layer, entry.expert)
     tensors = [checkpoint.read(name) for name in names]
     try:
         local = LAYOUTS[entry.layout].cut(tensors, group.rank(), group.size(), shape)
@@ -197,41 +185,40 @@ def save_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, source: str | 
 
     Config and tokenizer files are copied from ``source``. The folder appears under its name when it is complete.
     """
-    writer = _FolderWriter(Path(source), Path(out)) if dist.get_rank() == 0 else None
-    for name, tensor in export_hf(chunks, shape):
-        if writer:
-            writer.add(name, tensor)
-    if writer:
-        writer.close()
+    tensors = export_hf(chunks, shape)
+    if dist.get_rank() == 0:
+        _write_folder(tensors, Path(source), Path(out))
+    else:
+        deque(tensors, maxlen=0)
     dist.barrier()
 
 
-class _FolderWriter:
-    def __init__(self, source: Path, out: Path) -> None:
-        self._out, self._partial = out, out.with_name(out.name + ".partial")
-        shutil.rmtree(self._partial, ignore_errors=True)
-        self._partial.mkdir(parents=True)
-        self._source, self._dtype = source, None
-        self._pending: dict[str, torch.Tensor] = {}
-        self._bytes = self._total = 0
-        self._weight_map: dict[str, str] = {}
+def _write_folder(tensors: Iterator[tuple[str, torch.Tensor]], source: Path, out: Path) -> None:
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    listing: dict[str, str] = {}
+    total, dtype = 0, None
+    for number, shard in enumerate(_collect_shards(tensors), 1):
+        file = f"model-{number:05d}.safetensors"
+        save_tensors(shard, partial / file)
+        listing.update(dict.fromkeys(shard, file))
+        total += sum(tensor.nbytes for tensor in shard.values())
+        dtype = dtype or next(iter(shard.values())).dtype  # of the embedding
+    write_index(partial, listing, total)
+    copy_model_files(source, partial, dtype)
+    replace_folder(partial, out)
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        if self._pending and self._bytes + tensor.nbytes > _SHARD_BYTES:
-            self._flush()
-        self._dtype = self._dtype or tensor.dtype  # the first is the embedding
-        self._pending[name] = tensor.detach().cpu().contiguous().clone()
-        self._bytes += tensor.nbytes
 
-    def _flush(self) -> None:
-        file = f"model-{len(set(self._weight_map.values())) + 1:05d}.safetensors"
-        save_tensors(self._pending, self._partial / file)
-        self._weight_map.update(dict.fromkeys(self._pending, file))
-        self._total += self._bytes
-        self._pending, self._bytes = {}, 0
-
-    def close(self) -> None:
-        self._flush()
-        write_index(self._partial, self._weight_map, self._total)
-        copy_model_files(self._source, self._partial, self._dtype)
-        replace_folder(self._partial, self._out)
+def _collect_shards(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    """What goes into each file, on the host; the dictionary is emptied for the next file."""
+    shard: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > _SHARD_BYTES:
+            yield shard
+            shard.clear()
+            size = 0
+        shard[name] = tensor.detach().cpu().contiguous().clone()
+        size += tensor.nbytes
+    yield shard

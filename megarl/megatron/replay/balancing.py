@@ -21,22 +21,21 @@ _Method = Callable[..., Any]
 def count_dispatched(router: TopKRouter, hook: Hook, aux_loss: AuxLoss) -> None:
     """Make the auxiliary losses of this router count the experts that tokens are dispatched to."""
     count_natively(router)  # undo what an earlier RoutingReplay did
-    hook.keeps_dispatched = _has_balancing_loss(router)
+    if hasattr(router, "is_aux_loss_enabled"):  # from 0.14 on
+        hook.keeps_dispatched = router.is_aux_loss_enabled()
+    else:
+        is_used = router.config.moe_aux_loss_coeff > 0
+        hook.keeps_dispatched = is_used and router.routing_type in ("aux_loss", "seq_aux_loss")
     if hook.keeps_dispatched:
         for name, wrap in _METHODS.items():
-            setattr(router, name, wrap(getattr(router, name), hook, aux_loss))
+            if hasattr(router, name):
+                setattr(router, name, wrap(getattr(router, name), hook, aux_loss))
 
 
 def count_natively(router: TopKRouter) -> None:
     """Restore Megatron's own losses."""
     for name in _METHODS:
         vars(router).pop(name, None)
-
-
-def _has_balancing_loss(router: TopKRouter) -> bool:
-    if hasattr(router, "is_aux_loss_enabled"):  # from 0.14 on
-        return router.is_aux_loss_enabled()
-    return router.routing_type in ("aux_loss", "seq_aux_loss") and router.config.moe_aux_loss_coeff > 0
 
 
 def _wrap_loss(method: _Method, hook: Hook, aux_loss: AuxLoss) -> _Method:
@@ -78,14 +77,10 @@ def _wrap_switch(method: _Method, hook: Hook, aux_loss: AuxLoss) -> _Method:
 
 
 _METHODS: dict[str, Callable[[_Method, Hook, AuxLoss], _Method]] = {
-    name: wrap
-    for name, wrap in {
-        "_apply_aux_loss": _wrap_loss,
-        "_apply_seq_aux_loss": _wrap_loss,
-        "_apply_global_aux_loss": _wrap_loss,
-        "compute_routing_scores_for_aux_loss": _wrap_scores,
-        "apply_load_balancing_loss": _wrap_switch,
-    }.items()
-    if hasattr(TopKRouter, name)
+    "_apply_aux_loss": _wrap_loss,
+    "_apply_seq_aux_loss": _wrap_loss,
+    "_apply_global_aux_loss": _wrap_loss,
+    "compute_routing_scores_for_aux_loss": _wrap_scores,
+    "apply_load_balancing_loss": _wrap_switch,
 }
-"""Methods of this release's router that compute balancing losses, with their wrappers."""
+"""Methods of a router that compute balancing losses, with their wrappers; each release has some of them."""

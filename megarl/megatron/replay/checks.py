@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,39 +29,31 @@ def find_routers(chunk: Any) -> list[TopKRouter]:
         raise ReplayError(f"{type(chunk).__name__} has no decoder; expected a Megatron GPTModel")
     found = []
     for layer in decoder.layers:
-        routers = [module for module in layer.modules() if isinstance(module, TopKRouter)]
-        _check_layer(layer, routers, isinstance(chunk, GPTModel))
+        modules = list(layer.modules())
+        routers = [module for module in modules if isinstance(module, TopKRouter)]
+        moe_layers = [module for module in modules if isinstance(module, BaseMoELayer)]
+        strangers = [type(one.router).__name__ for one in moe_layers if not isinstance(one.router, TopKRouter)]
+        number = getattr(layer, "layer_number", 0)
+        if strangers:
+            raise ReplayError(
+                f"layer {number - 1}: its router is a {strangers[0]}, expected a TopKRouter or a subclass, which asks "
+                "router_replay for its experts; replay would skip this layer. Derive the router from TopKRouter"
+            )
+        expected = int(_is_moe(layer.config, number)) if isinstance(chunk, GPTModel) else len(routers)
+        if len(routers) != expected:
+            raise ReplayError(
+                f"layer {number - 1}: found {len(routers)} routers, expected {expected} by moe_layer_freq = "
+                f"{layer.config.moe_layer_freq!r}. Likely a MoE layer is not Megatron's; it must have one TopKRouter"
+            )
         found += routers
     return found
 
 
-def _check_layer(layer: Any, routers: Sequence[TopKRouter], by_frequency: bool) -> None:
-    """A MoE layer, by its class or by ``moe_layer_freq``, must have one TopKRouter."""
-    strangers = [
-        type(module.router).__name__
-        for module in layer.modules()
-        if isinstance(module, BaseMoELayer) and not isinstance(module.router, TopKRouter)
-    ]
-    number = getattr(layer, "layer_number", 0)
-    if strangers:
-        raise ReplayError(
-            f"layer {number - 1}: its router is a {strangers[0]}, expected a TopKRouter or a subclass, which asks "
-            "router_replay for its experts; replay would skip this layer. Derive the router from TopKRouter"
-        )
-    expected = int(_is_moe(layer.config, number)) if by_frequency else len(routers)
-    if len(routers) != expected:
-        raise ReplayError(
-            f"layer {number - 1}: found {len(routers)} routers, expected {expected} by moe_layer_freq = "
-            f"{layer.config.moe_layer_freq!r}. Likely a MoE layer is not Megatron's; it must have one TopKRouter"
-        )
-
-
 def _is_moe(config: Any, number: int) -> bool:
     """Whether the layer with this 1-based number has experts, as Megatron's ``moe_layer_freq`` says."""
-    if not config.num_moe_experts:
-        return False
     frequency = config.moe_layer_freq
-    return bool(frequency[number - 1]) if isinstance(frequency, list) else (number - 1) % frequency == 0
+    is_moe = frequency[number - 1] if isinstance(frequency, list) else (number - 1) % frequency == 0
+    return bool(config.num_moe_experts and is_moe)
 
 
 def find_untraced_routers(chunk: Any) -> Iterator[TopKRouter]:
@@ -76,23 +69,20 @@ def check_routers(routers: Sequence[Any]) -> None:
     if twice:
         raise ReplayError(f"found two routers of layer {twice[0]}, expected one; make one RoutingReplay per model")
     for router in routers:
-        _check_router(router)
-
-
-def _check_router(router: Any) -> None:
-    if not hasattr(router, "router_replay"):
-        raise ReplayError(
-            f"this Megatron-Core has no replay hook: found {RELEASE} without the patch, expected 0.16.0 or later; run "
-            "`python tools/patch.py apply`, or install megatron-core 0.16.1"
-        )
-    if (router.config.num_moe_experts or 0) > MOST_EXPERTS:
-        raise ReplayError(f"{router.config.num_moe_experts} experts, expected at most {MOST_EXPERTS}: rows are 16 bits")
-    for blocker in replay_blockers(vars(router.config)):
-        found = getattr(router.config, blocker.setting, None)
-        raise ReplayError(f"{blocker.setting} = {found!r}: replay cannot hold, because {blocker.reason}")
-    hook = router.router_replay
-    if isinstance(hook, Hook) and hook.session is not None:
-        raise ReplayError(f"layer {hook.layer}: another RoutingReplay is recording or replaying; close its block")
+        config = router.config
+        if not hasattr(router, "router_replay"):
+            raise ReplayError(
+                f"this Megatron-Core has no replay hook: found {RELEASE} without the patch, expected 0.16.0 or later; "
+                "run `python tools/patch.py apply`, or install megatron-core 0.16.1"
+            )
+        if (config.num_moe_experts or 0) > MOST_EXPERTS:
+            raise ReplayError(f"{config.num_moe_experts} experts, expected at most {MOST_EXPERTS}: rows are 16 bits")
+        for blocker in replay_blockers(vars(config)):
+            found = getattr(config, blocker.setting, None)
+            raise ReplayError(f"{blocker.setting} = {found!r}: replay cannot hold, because {blocker.reason}")
+        hook = router.router_replay
+        if isinstance(hook, Hook) and hook.session is not None:
+            raise ReplayError(f"layer {hook.layer}: another RoutingReplay is recording or replaying; close its block")
 
 
 def check_chunks(chunks: Sequence[Any]) -> None:
@@ -159,9 +149,8 @@ def _check_experts(label: str, experts: torch.Tensor, present: torch.Tensor | No
     num_experts = hooks[0].num_experts
     slots = experts.permute(2, 0, 1).contiguous()  # slot by slot: few large operations
     wrong = (slots.amin(0) < 0) | (slots.amax(0) >= num_experts)
-    for slot in range(1, len(slots)):
-        for other in range(slot):
-            wrong |= slots[slot] == slots[other]
+    for one, other in itertools.combinations(slots, 2):
+        wrong |= one == other
     if present is not None:
         wrong &= present.to(wrong.device)[:, None]
     if not bool(wrong.any()):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import TraceError
-from megarl.megatron.distributed import cp_position, gather_bytes, tp_position
+from megarl.megatron.distributed import cp_position, tp_position
 from megarl.megatron.passes.micro_batches import MicroBatch, router_tokens
 
 
@@ -39,7 +39,6 @@ class Placement:
     layers: tuple[int, ...]
     """0-based global layers."""
     tp: tuple[int, int] = (1, 0)
-    """Size and rank."""
     cp: tuple[int, int] = (1, 0)
     """Size and rank."""
 
@@ -68,36 +67,8 @@ class Placement:
 
     def meets(self, other: Placement) -> bool:
         """Whether the two have a sequence in common. A cheap test that most pairs of ranks fail."""
-        mine, theirs = (
-            np.concatenate([np.empty(0, np.int64), *(piece.sequences for piece in one.pieces)]) for one in (self, other)
-        )
-        return bool(np.isin(mine, theirs).any())
-
-    def encode(self) -> np.ndarray:
-        """The placement as bytes: all its numbers as int64."""
-        head = [len(self.layers), *self.layers, *self.tp, *self.cp, len(self.pieces)]
-        parts = [np.array(head, np.int64)]
-        for piece in self.pieces:
-            parts += [np.array([piece.num_slots, len(piece.sequences)], np.int64), piece.sequences, piece.lengths]
-        return np.concatenate(parts).astype(np.int64).view(np.uint8)
-
-    @staticmethod
-    def decode(data: np.ndarray) -> Placement:
-        """Inverse of ``encode``."""
-        numbers, position = data.view(np.int64), 0
-
-        def take(count: int) -> np.ndarray:
-            nonlocal position
-            position += count
-            return numbers[position - count : position]
-
-        layers = tuple(take(int(take(1)[0])).tolist())
-        tp, tp_rank, cp, cp_rank, num_pieces = take(5).tolist()
-        pieces = []
-        for _ in range(num_pieces):
-            num_slots, size = take(2).tolist()
-            pieces.append(Piece(take(size), take(size), num_slots))
-        return Placement(tuple(pieces), layers, (tp, tp_rank), (cp, cp_rank))
+        mine, theirs = ({name for piece in one.pieces for name in piece.sequences.tolist()} for one in (self, other))
+        return not mine.isdisjoint(theirs)
 
     def rows_by_piece(self) -> list[int]:
         """How many rows each piece has."""
@@ -119,8 +90,8 @@ def exchange(have: Placement, rows: torch.Tensor, want: Placement, group: dist.P
     mine, wanted = have.rows(), want.rows()
     if len(mine) != len(rows) or rows.size(1) != len(have.layers):
         raise TraceError(f"routes are {list(rows.shape)}, expected {len(mine)} rows of {len(have.layers)} layers")
-    has, wants = (gather_bytes(placement.encode(), group) for placement in (have, want))
-    placements = [(Placement.decode(mine), Placement.decode(theirs)) for mine, theirs in zip(has, wants, strict=True)]
+    placements: list[tuple[Placement, Placement]] = [(have, want)] * group.size()
+    dist.all_gather_object(placements, (have, want), group=group)
     order = np.argsort(mine, kind="stable")
     known = mine[order]
     parcels = [_parcel(have, rows, order, known, of_rank) for _, of_rank in placements]
@@ -133,7 +104,14 @@ def exchange(have: Placement, rows: torch.Tensor, want: Placement, group: dist.P
             grid = np.ix_(at, columns)
             result[grid] = parcel.view(len(at), len(columns), rows.size(2))
             filled[grid] = True
-    _check_filled(filled, wanted, want)
+    lacking = ~filled & (wanted >= 0)[:, None]
+    if lacking.any():
+        row, column = np.argwhere(lacking)[0]
+        sequence, position = divmod(int(wanted[row]), 1 << 32)
+        raise TraceError(
+            f"sequence {sequence}, token {position}: no rank has its route in layer {want.layers[column]} "
+            f"({np.count_nonzero(lacking)} such rows); the rank that sampled or recorded the sequence must pass it"
+        )
     return result
 
 
@@ -168,14 +146,3 @@ def _all_to_all(parcels: Sequence[torch.Tensor], sizes: Sequence[int], group: di
         received, sent, [size * width for size in sizes], [parcel.numel() * width for parcel in parcels], group=group
     )
     return list(received.cpu().view(parcels[0].dtype).split(list(sizes)))
-
-
-def _check_filled(filled: np.ndarray, wanted: np.ndarray, want: Placement) -> None:
-    lacking = ~filled & (wanted >= 0)[:, None]
-    if lacking.any():
-        row, column = np.argwhere(lacking)[0]
-        sequence, position = divmod(int(wanted[row]), 1 << 32)
-        raise TraceError(
-            f"sequence {sequence}, token {position}: no rank has its route in layer {want.layers[column]} "
-            f"({np.count_nonzero(lacking)} such rows); the rank that sampled or recorded the sequence must pass it"
-        )

@@ -87,7 +87,6 @@ class PassLog:
         elsewhere = threading.get_ident() != self._block.thread
         self._closed.append((self._block.opened, sys.maxsize if elsewhere else torch.autograd._get_sequence_nr()))
         self._block = None
-        self._marks, self._micros = [], []
 
     def take_over(self) -> PassLog:
         """Return this log for a newer RoutingReplay. Making one declares that other threads are done."""
@@ -138,8 +137,7 @@ class PassLog:
                 "it runs inside a backward pass, and no known checkpoint started it (an autograd function with "
                 "run_function, as those of torch, Megatron and Transformer Engine)"
             )
-        number = node._sequence_nr()
-        block = self._block
+        number, block = node._sequence_nr(), self._block
         if block is not None and number >= block.opened:
             if self._threads - {block.thread}:
                 raise self._unknown_pass(
