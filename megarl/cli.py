@@ -19,7 +19,7 @@ from megarl.commands import COMMANDS, Command
 from megarl.config import file as config_file
 from megarl.config.flags import split_overrides
 from megarl.errors import ConfigError, MegarlError, StopError
-from megarl.run.failure import write_failure
+from megarl.run.status import write_failure
 
 USAGE_ERROR = 2
 INTERRUPTED = 130

@@ -29,10 +29,8 @@ from megarl.launch import topology
 from megarl.launch.server_steps import ServerSteps
 from megarl.launch.steps import PYTHON, Step, srun
 from megarl.launch.topology import Topology
-from megarl.run import failure
 from megarl.run.lock import BEAT_S, RunLock
-from megarl.run.signs import describe_ranks, read_signs, stop_file
-from megarl.run.status import newest_checkpoint
+from megarl.run.status import FAILURE_VARIABLE, describe_ranks, newest_checkpoint, read_signs, stop_file
 
 FINISHED, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75
 KEY_VARIABLE = "MEGARL_API_KEY"
@@ -168,7 +166,7 @@ class Supervisor:
             port = topology.free_ports(1, number, self._attempt)[0]
             self.topology = replace(self.topology, master_port=port)
         os.environ[ATTEMPT_VARIABLE] = f"{self.logs.name}-{self._attempt}"
-        os.environ[failure.VARIABLE] = str(self._logs_of_attempt / "failure.json")
+        os.environ[FAILURE_VARIABLE] = str(self._logs_of_attempt / "failure.json")
         self._write_for_ranks()
         if self._stop_signal is not None:
             return STOPPED

@@ -19,7 +19,7 @@ from megarl.plan.parameters import RankCount, count_model, numel
 from megarl.plan.trainer_memory import BUCKET_BYTES, ELEMENT, cut_of, route_bytes
 
 REWARD_BYTES = 88
-"""What all ranks know of a response: the columns of ``megarl.train.sampling.sample_table``."""
+"""What all ranks know of a response: the columns of ``megarl.train.sampling.step_rollouts``."""
 PLACEMENT_BYTES = 16
 """Number and length of a sequence, of which a rank has the routes or needs them."""
 

@@ -2,9 +2,8 @@
 
 - **Begin**: ``folder`` (resolved configuration, new run or resumption), ``lock`` (one writer).
 - **While it runs**: ``progress`` (terminal), ``metrics_log`` (metrics.jsonl, TensorBoard, wandb), ``audit`` (which
-  samples trained), ``vitals`` and ``signs`` (signs of life, written and read).
-- **End**: ``stop_request`` (signals), ``ending`` (recorded in the status), ``failure`` (the error, for the launcher).
-- **From outside**: ``status`` (``megarl status``).
+  samples trained), ``vitals`` (signs of life); ``stop_request`` (signals).
+- **From outside**: ``status`` (``megarl status``, and why a rank failed).
 
 Nothing here trains. From ``megarl.megatron`` it imports the names of checkpoints and collective calls only.
 """

@@ -39,9 +39,11 @@ class Audit:
         self._append({"resumed_after": done, "time": time.strftime("%Y-%m-%d %H:%M:%S")})
 
     def _append(self, line: dict[str, object]) -> None:
-        with self.path.open("ab") as file:
-            if file.tell() and not _ends_with_newline(self.path):
-                file.write(b"\n")  # a kill has cut the line before
+        with self.path.open("a+b") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":
+                    file.write(b"\n")  # a kill has cut the line before
             file.write(json.dumps(line).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
@@ -86,9 +88,3 @@ def check(path: Path, steps: int) -> int:
                 raise DataError(f"{path}: prompt {key[0]}, sample {key[1]} has trained in steps {seen[key]} and {step}")
             seen[key] = step
     return len(seen)
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import tomllib
-from pathlib import Path
 from typing import Any
 
 from megarl.config import Config
@@ -40,7 +39,7 @@ def claim(config: Config) -> None:
             )
     write_atomically(saved, config.to_toml().encode())
     metrics = folder / "metrics.jsonl"
-    if metrics.exists() and metrics.stat().st_size and not complete_checkpoints(checkpoint_folder(config)):
+    if metrics.exists() and metrics.stat().st_size and not complete_checkpoints(folder / "checkpoints"):
         # Without a checkpoint the run begins again, and its records with it: the earlier ones are kept beside them.
         number = len(list(folder.glob("metrics.earlier-*.jsonl"))) + 1
         shutil.copy2(metrics, folder / f"metrics.earlier-{number}.jsonl")
@@ -50,15 +49,7 @@ def _first_difference(before: dict[str, Any], now: dict[str, Any]) -> tuple[str,
     for table in sorted({*before, *now} - _FREE):
         old, new = before.get(table, {}), now.get(table, {})
         for key in sorted({*old, *new}):
-            if (
-                (table, key) not in _FREE_KEYS
-                and not (table == "sglang" and key != "fp8")
-                and old.get(key) != new.get(key)
-            ):
+            is_free = (table, key) in _FREE_KEYS or (table == "sglang" and key != "fp8")
+            if not is_free and old.get(key) != new.get(key):
                 return f"{table}.{key}", old.get(key), new.get(key)
     return None
-
-
-def checkpoint_folder(config: Config) -> Path:
-    """Where the checkpoints of a run lie."""
-    return config.run_dir / "checkpoints"

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from megarl.errors import ConfigError
@@ -29,17 +28,12 @@ STALE_S = 60.0
 
 
 class RunLock:
-    """A context manager that holds ``path``. wait_s: how long to wait for a holder on this node; tell: gets a line when
-    it waits."""
+    """A context manager that holds ``path``."""
 
     def __init__(
-        self,
-        path: Path,
-        tell: Callable[[str], None] = lambda line: None,
-        *,
-        wait_s: float = 0.0,
-        stale_s: float = STALE_S,
+        self, path: Path, tell: Callable[[str], None] = lambda _: None, *, wait_s: float = 0, stale_s: float = STALE_S
     ) -> None:
+        """tell: gets a line when it waits; wait_s: for a holder on this node; stale_s: for one on another node."""
         self._path, self._tell, self._wait_s, self._stale_s = path, tell, wait_s, stale_s
         self._file: int | None = None
         self._owner: dict[str, Any] = {}
@@ -47,39 +41,30 @@ class RunLock:
     def __enter__(self) -> RunLock:
         """Raise ConfigError with the holder's name if there is one."""
         try:
-            self._take()
-        except OSError as error:
-            raise ConfigError(f"run.dir: {self._path.parent} cannot be written: {error}") from None
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._await_kernel(self._file)
+            self._await_other_node()
+            self._owner = _owner()
+            self._write(self._owner)
+        except BaseException as error:
+            self._close()
+            if isinstance(error, OSError):
+                raise ConfigError(f"run.dir: {self._path.parent} cannot be written: {error}") from None
+            raise
+        os.register_at_fork(after_in_child=self._close)  # a forked process may outlive the holder
         return self
 
-    def _take(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            self._await_kernel(file)
-            self._await_other_node()
-            self._file, self._owner = file, _owner()
-            self._write(self._owner)
-        except BaseException:
-            self._file = None
-            os.close(file)
-            raise
-        os.register_at_fork(after_in_child=self._forget)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file is not None:
             try:
                 with suppress(OSError):  # an error here must not hide the outcome of the block
                     if read_holder(self._path) == self._owner:
                         self._write({})
             finally:
-                os.close(self._file)
-                self._file = None
+                self._close()
 
-    def _forget(self) -> None:
-        """Release the copy of the lock in a forked process, which may outlive the holder."""
+    def _close(self) -> None:
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -109,21 +94,23 @@ class RunLock:
                     raise
                 return None  # no flock here: rely on the touched file alone
             if not told and self._wait_s > _GLANCE_S:
-                self._tell(f"{self._path} is held by {describe(read_holder(self._path))}; waiting for its end")
+                self._tell(f"{self._path} is held by {_describe(read_holder(self._path))}; waiting for its end")
                 told = True
             time.sleep(0.2)
 
     def _await_other_node(self) -> None:
         """No process on this node holds it; wait to see whether one on another node still touches the file."""
         holder = read_holder(self._path)
-        if holder is None or holder["host"] == socket.gethostname() or _is_former_self(holder):
+        if holder is None or holder["host"] == socket.gethostname():
+            return
+        job = os.environ.get("SLURM_JOB_ID")
+        if job is not None and holder.get("job") == job:  # an earlier start of this job: Slurm runs one at a time
             return
         beat, until = self._path.stat().st_mtime, time.monotonic() + self._stale_s
         if self._now() - beat > self._stale_s:
             return
-        self._tell(
-            f"{self._path} was left by {describe(holder)}; waiting up to {self._stale_s:.0f} s for a sign of life"
-        )
+        wait = f"waiting up to {self._stale_s:.0f} s for a sign of life"
+        self._tell(f"{self._path} was left by {_describe(holder)}; {wait}")
         while time.monotonic() < until:
             if self._path.stat().st_mtime > beat:
                 raise self._refusal()
@@ -139,9 +126,9 @@ class RunLock:
             probe.unlink(missing_ok=True)
 
     def _refusal(self) -> ConfigError:
-        holder = read_holder(self._path)
+        holder = _describe(read_holder(self._path))
         return ConfigError(
-            f"{self._path.parent} is in use by {describe(holder)}; wait for its end, stop it, or choose another run.dir"
+            f"{self._path.parent} is in use by {holder}; wait for its end, stop it, or choose another run.dir"
         )
 
     def _write(self, owner: dict[str, Any]) -> None:
@@ -181,8 +168,7 @@ def is_held(path: Path) -> bool:
     return holder["host"] != socket.gethostname() and time.time() - path.stat().st_mtime < STALE_S
 
 
-def describe(holder: dict[str, Any] | None) -> str:
-    """E.g. "process 12 on n1, Slurm job 7"."""
+def _describe(holder: dict[str, Any] | None) -> str:
     if holder is None:
         return "another process"
     job = f", Slurm job {holder['job']}" if holder.get("job") else ""
@@ -196,9 +182,3 @@ def _owner() -> dict[str, Any]:
         "job": os.environ.get("SLURM_JOB_ID"),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
-
-
-def _is_former_self(holder: dict[str, Any]) -> bool:
-    """An earlier start of this Slurm job holds nothing: Slurm runs one start at a time."""
-    job = os.environ.get("SLURM_JOB_ID")
-    return job is not None and holder.get("job") == job

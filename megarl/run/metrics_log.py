@@ -2,23 +2,19 @@
 
 A record is ``{"kind": "step" | "minibatch" | "eval", "step": int, "minibatch": int | null, "wall_s": float,
 "<metric>": float, ...}``. JSON knows no NaN and no infinity: they are written as the strings "nan", "inf" and
-"-inf", and read back as floats.
-
-Everything that depends on the clock is in ``wall_s`` or under the prefixes ``time/`` and ``speed/``, so that two runs
-can be compared bit for bit without it (:func:`without_timing`).
+"-inf", and read back as floats. Everything that depends on the clock is in ``wall_s`` or under the prefixes ``time/``
+and ``speed/``, so that two runs can be compared bit for bit without it (:func:`without_timing`).
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TextIO, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TextIO
 
 from megarl.data.files import write_atomically
 from megarl.errors import ConfigError, DataError
@@ -35,11 +31,9 @@ TIMING_PREFIXES = ("time/", "speed/")
 """Prefixes of metrics that depend on the clock."""
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
-logger = logging.getLogger(__name__)
-
 
 class MetricsLog:
-    """Appends the records of a run; lives on one rank only.
+    """Appends the records of a run, on the one rank where it is ``enabled``; elsewhere it does nothing.
 
     Every record reaches the operating system at once; a "step" or "eval" record reaches the disk (fsync) before
     ``write`` returns, with all records before it. So a kill costs at most the step under way, and a torn last line,
@@ -48,92 +42,75 @@ class MetricsLog:
     ``wall_s`` counts seconds of training: a resumed run goes on from the last record that is kept.
     """
 
-    def __init__(self, run_dir: str | Path, tensorboard: bool = True, wandb_project: str | None = None) -> None:
-        """Opens run_dir/metrics.jsonl for appending (the folder is made); run_dir/tensorboard takes the event files.
-
-        Raises ConfigError if wandb is asked for and not installed.
-        """
+    def __init__(
+        self, run_dir: str | Path, tensorboard: bool = True, wandb_project: str | None = None, enabled: bool = True
+    ) -> None:
+        """Make the folder. Event files go to run_dir/tensorboard. ConfigError if wandb is wanted and not installed."""
         self.run_dir = Path(run_dir)
         self.path = self.run_dir / "metrics.jsonl"
-        self.run_dir.mkdir(parents=True, exist_ok=True)
         self._file: TextIO | None = None
         self._tensorboard: SummaryWriter | None = None
-        self._use_tensorboard = tensorboard
+        self._use_tensorboard, self._enabled = tensorboard, enabled
         self._purge_from: int | None = None
-        self._wandb = _start_wandb(wandb_project, self.run_dir) if wandb_project is not None else None
-        self._started_s = time.monotonic() - _last_wall_s(self.path)
+        self._wandb: Any = None
+        if enabled:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            self._wandb = _start_wandb(wandb_project, self.run_dir) if wandb_project is not None else None
+            self._cut(math.inf)
 
     def write(self, kind: Kind, step: int, metrics: Mapping[str, float], minibatch: int | None = None) -> None:
-        """Appends one record. metrics: flat name -> number (Python, numpy or a one-element tensor); minibatch: its
-        index in the step.
-
-        Raises ValueError for an unknown kind, a minibatch index where none belongs (or none where one does), a
-        reserved name.
-        """
-        if kind not in get_args(Kind) or (kind == "minibatch") != (minibatch is not None):
-            raise ValueError(
-                f"record of kind {kind!r} with minibatch {minibatch}: all 'minibatch' records have one, others none"
-            )
+        """Append one record. metrics: numbers of Python or numpy, or one-element tensors; minibatch: its index."""
+        if not self._enabled:
+            return
+        assert metrics.keys().isdisjoint(HEADER), f"metrics must not be named {', '.join(HEADER)}"
+        wall_s = round(time.monotonic() - self._started_s, 3)
         values = {name: float(value) for name, value in metrics.items()}
-        if reserved := [name for name in HEADER if name in values]:
-            raise ValueError(f"metrics must not be named {', '.join(reserved)}: these keys are the record's own")
-        record: Record = {
-            "kind": kind,
-            "step": int(step),
-            "minibatch": minibatch,
-            "wall_s": round(self.wall_s, 3),
-        } | values
-        self._open().write(_to_json(record) + "\n")
+        record: Record = {"kind": kind, "step": step, "minibatch": minibatch, "wall_s": wall_s}
+        if self._file is None:
+            self._file = self.path.open("a", buffering=1, encoding="utf-8")
+        self._file.write(_to_json(record | values) + "\n")
         if kind != "minibatch":
             self.sync()
         self._mirror(kind, step, minibatch, values)
 
-    @property
-    def wall_s(self) -> float:
-        """Seconds of training so far, those before a resume included."""
-        return time.monotonic() - self._started_s
-
     def sync(self) -> None:
-        """Forces everything written so far onto the disk."""
+        """Force everything written so far onto the disk."""
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
 
     def truncate_after(self, step: int) -> int:
-        """Drops all records with a larger step, and a torn last line; returns how many. Used when a run resumes after
-        ``step``.
+        """Drop all records with a larger step, and a torn last line, when a run resumes; return how many.
 
         The file is replaced as a whole, so a kill leaves either the old or the new one. TensorBoard hides the dropped
         steps; wandb cannot take points back, there a resumed run is a new run of the same group.
         """
+        if not self._enabled:
+            return 0
         self._close_files()
-        dropped = _rewrite(self.path, step)
         self._purge_from = step + 1
-        self._started_s = time.monotonic() - _last_wall_s(self.path)
-        return dropped
-
-    def close(self) -> None:
-        """Closes all files; may be called twice."""
-        self._close_files()
-        if self._wandb is not None:
-            self._wandb.finish()
-            self._wandb = None
+        return self._cut(step)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self) -> TextIO:
-        if self._file is None:
-            if _is_torn(self.path):
-                dropped = _rewrite(self.path, None)
-                logger.warning("%s ended in the middle of a line: %d torn record dropped", self.path, dropped)
-            self._file = self.path.open("a", buffering=1, encoding="utf-8")
-        return self._file
+    def close(self) -> None:
+        self._close_files()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def _cut(self, last_step: float) -> int:
+        """Keep the records up to last_step and no torn line; return how many lines went."""
+        data = self.path.read_bytes() if self.path.is_file() else b""
+        kept = [record for record in (read_metrics(self.path) if data else []) if record["step"] <= last_step]
+        num_lines = sum(1 for line in data.split(b"\n") if line.strip())
+        if num_lines > len(kept) or (data and not data.endswith(b"\n")):
+            write_atomically(self.path, "".join(_to_json(record) + "\n" for record in kept).encode())
+        self._started_s = time.monotonic() - (float(kept[-1]["wall_s"]) if kept else 0.0)
+        return num_lines - len(kept)
 
     def _close_files(self) -> None:
         if self._file is not None:
@@ -183,14 +160,12 @@ def read_metrics(path: str | Path) -> list[Record]:
     return records
 
 
-def is_timing(name: str) -> bool:
-    """Whether a record's key depends on the clock rather than on the run's numbers."""
-    return name == "wall_s" or name.startswith(TIMING_PREFIXES)
-
-
 def without_timing(records: Iterable[Record]) -> list[Record]:
     """The records without everything that depends on the clock: equal for two runs that computed the same."""
-    return [{name: value for name, value in record.items() if not is_timing(name)} for record in records]
+    return [
+        {name: value for name, value in record.items() if name != "wall_s" and not name.startswith(TIMING_PREFIXES)}
+        for record in records
+    ]
 
 
 def _to_json(record: Record) -> str:
@@ -203,34 +178,6 @@ def _from_json(line: bytes) -> Record:
     if not isinstance(record, dict) or not all(name in record for name in HEADER):
         raise ValueError(f"expected a JSON object with {', '.join(HEADER)}")
     return {k: _NON_FINITE.get(v, v) if isinstance(v, str) and k not in HEADER else v for k, v in record.items()}
-
-
-def _is_torn(path: Path) -> bool:
-    """Whether the file does not end with a line end: what the next write appends would be glued to a torn line."""
-    if not path.is_file() or path.stat().st_size == 0:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"
-
-
-def _rewrite(path: Path, last_step: int | None) -> int:
-    """Keeps the records up to last_step (None: all of them) and no torn line; returns how many lines went."""
-    if not path.is_file():
-        return 0
-    records = read_metrics(path)
-    kept = [record for record in records if last_step is None or record["step"] <= last_step]
-    num_lines = sum(1 for line in path.read_bytes().split(b"\n") if line.strip())
-    if num_lines > len(kept) or _is_torn(path):
-        write_atomically(path, "".join(_to_json(record) + "\n" for record in kept).encode())
-    return num_lines - len(kept)
-
-
-def _last_wall_s(path: Path) -> float:
-    if not path.is_file():
-        return 0.0
-    records = read_metrics(path)
-    return float(records[-1]["wall_s"]) if records else 0.0
 
 
 def _start_wandb(project: str, run_dir: Path) -> Any:

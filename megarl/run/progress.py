@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TextIO
 
 from rich.console import Console
@@ -38,44 +38,27 @@ class StepProgress:
     """Bars and lines of one run."""
 
     def __init__(self, enabled: bool = True, stream: TextIO | None = None) -> None:
-        """enabled: whether this rank shows anything (the first one should); stream: standard output if None."""
+        """enabled: whether this rank shows anything; stream: standard output if None."""
         self._enabled = enabled
         self._stream = stream if stream is not None else sys.stdout
         # Asked of the stream itself: rich would also believe FORCE_COLOR and write control characters into a file.
         self._terminal = self._stream.isatty() and os.environ.get("TERM") not in (None, "dumb", "unknown")
         self._console = Console(file=self._stream, force_terminal=self._terminal, highlight=False, markup=False)
 
-    def rollout(self, num_responses: int) -> AbstractContextManager[Advance]:
-        """``with progress.rollout(256) as advance:`` shows a bar that ``advance(n)`` moves by n responses."""
-        return self.bar("rollout", num_responses)
-
-    def training(self, num_minibatches: int) -> AbstractContextManager[Advance]:
-        """The same for the mini-batches of a step."""
-        return self.bar("training", num_minibatches)
-
-    def step_line(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
-        """Prints the line of a step; a metric that is not there is left out of it."""
-        self.line(format_step(step, num_steps, metrics))
-
     def line(self, text: str) -> None:
-        """Prints a line of its own, above a bar if there is one."""
+        """Print a line of its own, above a bar if there is one."""
         if self._enabled:
             self._console.print(text, soft_wrap=True)
             self._stream.flush()
 
     @contextmanager
     def bar(self, label: str, total: int) -> Iterator[Advance]:
-        """The same for anything else: evaluation, the cold start."""
+        """``with progress.bar("rollout", 256) as advance:`` shows a bar that ``advance(n)`` moves by n items."""
         if not (self._enabled and self._terminal):
             yield lambda count: None
             return
-        columns = (
-            TextColumn("{task.description:>10}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
+        label_column = TextColumn("{task.description:>10}")
+        columns = (label_column, BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         with Progress(*columns, console=self._console, transient=True) as bars:
             task = bars.add_task(label, total=total)
             yield lambda count: bars.advance(task, count)

@@ -1,18 +1,25 @@
-"""``megarl status``: the state of a run, from its files, whether or not it still runs."""
+"""What the processes of a run leave in files about its state, and ``megarl status``, which reads them.
+
+``megarl.run.vitals`` writes the signs of life; ``megarl launch``, which sees only exit codes, reads why a rank failed.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import socket
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megarl.data.files import read_record
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, MegarlError
 from megarl.run.lock import is_held, read_holder
-from megarl.run.signs import describe_ranks, read_signs
 
-ALIVE, DEAD = 0, 1
+FAILURE_VARIABLE = "MEGARL_FAILURE"
+"""The environment variable with the path of the file that ``write_failure`` writes."""
 _QUIET_S = 30.0
 
 
@@ -20,7 +27,7 @@ def show(run_dir: Path, as_json: bool = False) -> int:
     """Print the status; returns 0, or 1 for a run that has failed or is lost."""
     found = read_status(run_dir)
     print(json.dumps(found) if as_json else "\n".join(_lines(found)))
-    return DEAD if found["state"] in ("failed", "lost") else ALIVE
+    return int(found["state"] in ("failed", "lost"))
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
@@ -60,7 +67,7 @@ def _read_launch(run_dir: Path) -> dict[str, Any] | None:
 
 
 def newest_checkpoint(run_dir: Path) -> str | None:
-    """Name of the newest complete checkpoint of a run, found without importing Megatron."""
+    """Return the name of the newest complete checkpoint; without importing Megatron."""
     return max((path.name for path in run_dir.glob("checkpoints/step_???????")), default=None)
 
 
@@ -91,9 +98,94 @@ def _lines(found: dict[str, Any]) -> list[str]:
 
 
 def _duration(seconds: float) -> str:
-    """E.g. "2 h 05 min", "3 min 20 s", "12 s"."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours} h {minutes:02d} min"
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def rank_file(folder: Path, rank: int) -> Path:
+    return folder / "ranks" / f"{rank:05d}.json"
+
+
+def stop_file(folder: Path) -> Path:
+    """A request to stop: it holds the name of the start of the trainer that should end."""
+    return folder / "stop"
+
+
+def stacks_file(folder: Path, rank: int) -> Path:
+    return folder / "ranks" / f"{rank:05d}.stacks.txt"
+
+
+def read_signs(folder: Path, ranks: int, attempt: str | None = None) -> list[dict[str, Any]]:
+    """The last sign of each rank, of this start of the trainer if one is named; a rank without a sign has step -1."""
+    signs = []
+    for rank in range(ranks):
+        sign = read_record(rank_file(folder, rank))
+        if sign and (attempt is None or sign.get("attempt") == attempt):
+            signs.append(sign)
+        else:
+            signs.append({"rank": rank, "host": "?", "pid": 0, "step": -1, "phase": "no sign of life", "beat": 0.0})
+    return signs
+
+
+def describe_ranks(signs: Sequence[Mapping[str, Any]], now: float | None) -> str:
+    """Where ranks are, most suspicious first: ranks that are gone, then silent ones, then the smallest group.
+
+    ``now`` is None if all of them have ended; then the smallest group comes first.
+
+    E.g. "rank 1: gone in train after step 3; ranks 0, 2-3: sync after step 3".
+    """
+    places: dict[tuple[int, str], list[int]] = {}
+    for sign in signs:
+        state, rank = ("", 0) if now is None else _judge(sign, now)
+        text = state + sign["phase"] + (f" after step {sign['step']}" if sign["step"] >= 0 else "")
+        text += f" ({sign['error']})" if sign.get("error") else ""
+        places.setdefault((rank, text), []).append(sign["rank"])
+    ordered = sorted(places.items(), key=lambda item: (item[0][0], len(item[1])))
+    return "; ".join(f"{_name_ranks(members)}: {text}" for (_, text), members in ordered)
+
+
+def _judge(sign: Mapping[str, Any], now: float) -> tuple[str, int]:
+    """Return what is wrong with a rank, as the beginning of a phrase, and its place in the order."""
+    if sign["host"] == socket.gethostname() and sign["pid"] and not Path(f"/proc/{sign['pid']}").exists():
+        return "gone in ", 0
+    silent = now - sign["beat"]
+    if silent > 2.5 * sign.get("beat_s", 2.0):
+        return f"silent for {silent:.0f} s in " if sign["beat"] else "", 1
+    return "", 2
+
+
+def _name_ranks(members: list[int]) -> str:
+    spans: list[list[int]] = []
+    for rank in members:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    words = ", ".join("-".join(map(str, span)) for span in spans)
+    return f"rank{'s' if len(members) > 1 else ''} {words}"
+
+
+def write_failure(error: MegarlError) -> None:
+    """Write kind and message of the error, unless another rank has already written one.
+
+    An error that only says that another rank failed gives way to one that knows the cause. Does nothing without
+    ``megarl launch``, and on a file system that refuses.
+    """
+    if FAILURE_VARIABLE not in os.environ:
+        return
+    path = Path(os.environ[FAILURE_VARIABLE])
+    record = {"kind": type(error).__name__, "message": " ".join(str(error).split()), "second_hand": error.second_hand}
+    own = path.with_name(f".{path.name}.{os.environ.get('RANK', '0')}")
+    with suppress(OSError):
+        own.write_text(json.dumps(record))
+        try:
+            os.link(own, path)  # the whole file at once, and never over that of another rank
+        except FileExistsError:
+            if not error.second_hand and read_record(path).get("second_hand"):
+                own.replace(path)
+        except OSError:  # a file system without links
+            own.replace(path)
+        own.unlink(missing_ok=True)

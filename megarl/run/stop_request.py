@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -43,9 +43,7 @@ class StopRequest:
             self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -68,13 +66,11 @@ class StopRequest:
         return checked
 
     def agree(self) -> bool:
-        """Whether any rank was asked to stop; a collective call."""
+        """Return whether any rank was asked to stop; a collective call."""
         return bool(largest(int(self.reason is not None), dist.group.WORLD))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if (
-            number == signal.SIGINT and os.getpid() == self._process
-        ):  # not in forked writers, which end with this process
+        if number == signal.SIGINT and os.getpid() == self._process:  # not in forked writers
             self._on_ctrl_c()
         self.reason = self.reason or signal.Signals(number).name
 

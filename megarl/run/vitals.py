@@ -18,15 +18,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from megarl.errors import ConfigError
 from megarl.run.lock import RunLock
-from megarl.run.signs import rank_file, stacks_file, stop_file
+from megarl.run.status import rank_file, stacks_file, stop_file
 
 State = Literal["starting", "running", "finished", "stopped", "failed"]
 BETWEEN = "between phases"
@@ -50,7 +49,7 @@ class RunStatus:
     started: float = field(default_factory=time.time)
     updated: float = 0.0
     step_s: float | None = None
-    """Wall-clock seconds per step, work between steps included; mean of the last 20."""
+    """Wall-clock seconds, work between steps included; mean of the last 20."""
     tokens_per_s: float | None = None
     eta_s: float | None = None
     ranks: int = 1
@@ -71,16 +70,16 @@ class Vitals:
     def __init__(
         self, folder: Path, rank: int, ranks: int, *, steps: int, hang_s: float, beat_s: float | None = None
     ) -> None:
-        """hang_s: seconds without progress before stacks are written; beat_s: seconds between two signs, default 2,
-        with many ranks more, so that all together write at most 50 files a second."""
+        """hang_s: seconds without progress before stacks are written; beat_s: seconds between two signs."""
         self._folder, self._rank, self._hang_s = folder, rank, hang_s
-        self._beat_s = beat_s or max(2.0, ranks / 50)
-        self._main = rank == 0
+        self._beat_s = beat_s or max(2.0, ranks / 50)  # all ranks together write at most 50 files a second
         self._parent = os.getppid()
         # Without torchrun the parent is a shell, which may end before the run (nohup).
         self._has_launcher = "TORCHELASTIC_RUN_ID" in os.environ
-        self._lock: RunLock | None = None
-        self._ask: Callable[[str], None] | None = None
+        self.lock: RunLock | None = None
+        """Touched with every sign. The rank ends if another run has taken it."""
+        self.ask: Callable[[str], None] | None = None
+        """Called when ``megarl launch`` leaves a request to stop in the run folder."""
         self._moved, self._hang_reported = time.monotonic(), False
         self._ends: deque[float] = deque(maxlen=_SPEED_STEPS + 1)
         self._ended = threading.Event()
@@ -93,20 +92,10 @@ class Vitals:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
         self._write()
-
-    def keep_lock(self, lock: RunLock) -> None:
-        """Touch this lock with every sign; end the rank if another run has taken it."""
-        self._lock = lock
-
-    def watch_stop_file(self, ask: Callable[[str], None]) -> None:
-        """Call ``ask`` when ``megarl launch`` leaves a request to stop in the run folder."""
-        self._ask = ask
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -165,22 +154,17 @@ class Vitals:
                 print(f"megarl: warning: {error}", file=sys.stderr, flush=True)
 
     def _check(self) -> None:
-        if self._lock is not None:
-            self._lock.beat()
-        if self._ask is not None and self._stop_is_asked():
-            self._ask("megarl launch")
+        if self.lock is not None:
+            self.lock.beat()
+        # The file names a start of the trainer, so that an old file does not stop a later start.
+        with suppress(OSError):
+            if self.ask is not None and stop_file(self._folder).read_text() == self.status.attempt:
+                self.ask("megarl launch")
         if time.monotonic() - self._moved > self._hang_s and not self._hang_reported:
-            self._hang_reported = True
             self._report_hang()
 
-    def _stop_is_asked(self) -> bool:
-        """The file names a start of the trainer, so that an old file does not stop a later start."""
-        try:
-            return self.status.attempt is not None and stop_file(self._folder).read_text() == self.status.attempt
-        except OSError:
-            return False
-
     def _report_hang(self) -> None:
+        self._hang_reported = True
         path = stacks_file(self._folder, self._rank)
         with path.open("a") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self._where()}\n")
@@ -211,7 +195,7 @@ class Vitals:
                 own |= {"phase": self.status.phase, "phase_since": self.status.phase_since, "beat": time.time()}
                 own |= {"beat_s": self._beat_s, "error": self.status.last_error, "attempt": self.status.attempt}
                 _replace(rank_file(self._folder, self._rank), own)
-                if self._main:
+                if self._rank == 0:
                     _replace(self._folder / "status.json", asdict(self.status))
             except OSError as error:  # such as a full disk, which must not end a run
                 print(f"megarl: warning: no status written: {error}", file=sys.stderr, flush=True)

@@ -25,12 +25,12 @@ import torch.distributed as dist
 
 from megarl.config import Config
 from megarl.core.metrics import Stat, finalize
+from megarl.core.packing import drop_routes
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints import checkpoint
 from megarl.megatron.config_errors import as_config_error
 from megarl.megatron.policy import Policy, schedule_of
 from megarl.run.audit import Audit
-from megarl.run.ending import record_ending
 from megarl.run.folder import claim
 from megarl.run.lock import RunLock
 from megarl.run.metrics_log import MetricsLog
@@ -39,10 +39,10 @@ from megarl.run.stop_request import StopRequest
 from megarl.run.vitals import Vitals
 from megarl.train.engines import make_engine
 from megarl.train.mini_batch import MiniBatch
-from megarl.train.monitor import Monitor, NoLog, open_log
+from megarl.train.monitor import Monitor
 from megarl.train.sampling.sampler import Sampler
 from megarl.train.sampling.step_rollouts import StepRollouts
-from megarl.train.saving import ERRORS_ON_ALL_RANKS, EarlyEnd, RunCheckpoints
+from megarl.train.saving import ERRORS_ON_ALL_RANKS, RunCheckpoints, record_ending
 from megarl.train.step import TrainStep, collect
 from megarl.train.token_advantages import Judged
 from megarl.train.trace_dump import TraceDump
@@ -66,10 +66,13 @@ def train(config: Config) -> None:
 
         distributed.from_main_rank(lock_and_claim)
         vitals = Vitals(folder, rank, ranks, steps=config.run.steps, hang_s=config.log.hang_s)
-        vitals.keep_lock(lock)
         stop = held.enter_context(StopRequest())
-        vitals.watch_stop_file(stop.ask)
-        with vitals, record_ending(vitals, folder, rank, ranks), open_log(config) as log:
+        vitals.lock, vitals.ask = lock, stop.ask
+        with (
+            vitals,
+            record_ending(vitals, folder, rank, ranks),
+            MetricsLog(folder, config.log.tensorboard, config.log.wandb_project, enabled=rank == 0) as log,
+        ):
             Trainer(config, log, vitals, stop).run()
     distributed.shutdown()
 
@@ -77,7 +80,7 @@ def train(config: Config) -> None:
 class Trainer:
     """A run on this rank: policy, engine, sampler and log. ``_step`` is one step from top to bottom."""
 
-    def __init__(self, config: Config, log: MetricsLog | NoLog, vitals: Vitals, stop: StopRequest) -> None:
+    def __init__(self, config: Config, log: MetricsLog, vitals: Vitals, stop: StopRequest) -> None:
         self.config, self.log, self.vitals, self.stop = config, log, vitals, stop
         self.monitor = Monitor(config, log, vitals)
         self.audit = Audit(config.run_dir) if distributed.is_main_rank() else None
@@ -90,8 +93,7 @@ class Trainer:
         self.train_step = TrainStep(config, self.policy, objective)
         self.sampler = Sampler(config, self.engine, objective, self.train_step, stop.check_after(self.monitor.watch()))
         self.traces = TraceDump(config.run_dir / "traces", self.policy) if config.log.traces_every else None
-        self.checkpoints = RunCheckpoints(config, self.policy, self.monitor.say)
-        self.early_end = EarlyEnd(config, stop, self.checkpoints, self._save, self.monitor.say)
+        self.checkpoints = RunCheckpoints(config, self.policy, stop, self._save, self.monitor.say)
         self._eval_is_due = False
 
     def run(self) -> None:
@@ -99,7 +101,7 @@ class Trainer:
         try:
             first = self._resume()
             self.vitals.begin(first)
-            with self.early_end.save_on_failure(first):
+            with self.checkpoints.save_on_failure(first):
                 self._sync(first)
             if self._eval_is_due:
                 self._evaluate(first)
@@ -107,10 +109,10 @@ class Trainer:
                 with self._explain_megatron_errors(is_first=step == first):
                     self._step(step)
                 self.checkpoints.poll()
-                self.early_end.end_if_asked(step + 1)
+                self.checkpoints.end_if_asked(step + 1)
             self.checkpoints.poll(wait=True)
         finally:
-            self.checkpoints.close()
+            self.checkpoints.saver.abandon()
             self.engine.close()
             self.sampler.close()
 
@@ -120,8 +122,9 @@ class Trainer:
         rollouts = self._sample(step)
         minis = self._prepare_batches(rollouts, keep_routes=self._dumps_traces(done))
         self._run_passes(minis, rollouts.judged)
+        num_micro_batches = sum(len(mini.micro_batches) for mini in minis)
         last_update: dict[str, float] = {}
-        with self.monitor.phase("train"), self.monitor.progress.training(_num_micro_batches(minis)) as advance:
+        with self.monitor.phase("train"), self.monitor.progress.bar("training", num_micro_batches) as advance:
             for index, mini in enumerate(minis):
                 # Replay, forward, coefficients, backward, optimizer step.
                 statistics = collect([self.train_step.update(mini, self.monitor.watch(advance))])
@@ -131,7 +134,7 @@ class Trainer:
         self._record_samples(done, rollouts, minis)
         self._eval_is_due = self._is_due(done, self.config.eval.every, at_end=bool(self.config.eval.every))
         statistics = collect([rollouts.metrics, *(mini.metrics for mini in minis)])
-        with self.early_end.save_on_failure(done), self._log_step(done, started, statistics, last_update):
+        with self.checkpoints.save_on_failure(done), self._log_step(done, started, statistics, last_update):
             if not self.config.rollout.one_step_off:
                 self._sync(done)
         if self._eval_is_due:
@@ -143,11 +146,11 @@ class Trainer:
         """Return the rollouts of a step, and with ``one_step_off`` begin those of the next one."""
         config, monitor = self.config, self.monitor
         # If sampling fails, the checkpoint that follows must hold the sampler's state from before this step.
-        with self.early_end.save_on_failure(step, self.sampler.state_dict()):
+        with self.checkpoints.save_on_failure(step, self.sampler.state_dict()):
             per_rank = -(-config.responses_per_step // dist.get_world_size())
-            with monitor.phase("rollout"), monitor.progress.rollout(per_rank) as advance:
+            with monitor.phase("rollout"), monitor.progress.bar("rollout", per_rank) as advance:
                 rollouts = self.sampler.sample_step(step, self.stop.check_after(monitor.watch(advance)))
-            self.early_end.raise_if_asked()
+            self.checkpoints.raise_if_asked()
             if config.rollout.one_step_off and step + 1 < config.run.steps:
                 self._sync(step)
                 self.sampler.begin_step(step + 1)
@@ -165,7 +168,8 @@ class Trainer:
             parts = zip(rollouts.mini_batches, rollouts.advantages, strict=True)
             minis = [self.train_step.prepare(of_mini, advantages) for of_mini, advantages in parts]
         if not keep_routes:
-            rollouts.drop_routes()
+            for part in rollouts.mini_batches:  # every rank has its rows of the routes
+                part[:] = [drop_routes(rollout) for rollout in part]
         self.train_step.keeps_native_routes = keep_routes
         return minis
 
@@ -188,7 +192,8 @@ class Trainer:
         if self.traces is not None and self._dumps_traces(done):
             self.traces.write(done, rollouts.mini_batches, minis)
         if self.audit is not None:
-            self.audit.record_step(done, rollouts.oldest_version, rollouts.trained)
+            oldest = min(int(r.weight_versions.min()) for part in rollouts.mini_batches for r in part)
+            self.audit.record_step(done, oldest, rollouts.trained)
 
     @contextmanager
     def _log_step(
@@ -210,20 +215,20 @@ class Trainer:
             if self.config.sglang.release_memory:
                 self.policy.offload()
             self.engine.update_weights(self.policy.export(), version=version)
-        self.monitor.add_seconds("sync", self.engine.sync_seconds)
+        self.monitor.seconds |= {f"sync_{part}": seconds for part, seconds in self.engine.sync_seconds.items()}
 
     def _evaluate(self, done: int) -> None:
         """Evaluate the held-out prompts after ``done`` steps."""
         total = len(self.sampler.heldout) * self.config.eval.samples
         per_rank = -(-total // dist.get_world_size())
-        with self.early_end.save_on_failure(done):
+        with self.checkpoints.save_on_failure(done):
             self.sampler.settle()
-            self.early_end.raise_if_asked()
+            self.checkpoints.raise_if_asked()
             self._sync(done)
             started = time.perf_counter()
             with self.vitals.phase("evaluate"), self.monitor.progress.bar("evaluate", per_rank) as advance:
                 metrics = self.sampler.evaluate(done, self.stop.check_after(self.monitor.watch(advance)))
-            self.early_end.raise_if_asked()
+            self.checkpoints.raise_if_asked()
         self._eval_is_due = False
         seconds = time.perf_counter() - started
         self.log.write("eval", done, metrics | {"time/eval_s": seconds})
@@ -253,7 +258,7 @@ class Trainer:
         return done
 
     def _save(self, done: int, sampling: dict[str, Any] | None = None) -> None:
-        """Save a checkpoint after ``done`` steps. ``sampling``: see ``EarlyEnd.save_on_failure``."""
+        """Save a checkpoint after ``done`` steps. ``sampling``: see ``RunCheckpoints.save_on_failure``."""
         self.log.sync()  # the records of these steps must be on disk before the checkpoint is
         with self.monitor.phase("checkpoint"):
             state = self.sampler.state_dict() if sampling is None else sampling
@@ -269,7 +274,3 @@ class Trainer:
         """Megatron rejects some settings only when it uses them: in the first step."""
         settings = self.config.megatron
         return as_config_error("train", settings) if is_first and settings else nullcontext()
-
-
-def _num_micro_batches(minis: list[MiniBatch]) -> int:
-    return sum(len(mini.micro_batches) for mini in minis)

@@ -10,19 +10,19 @@ from megarl.config import Config
 from megarl.core.metrics import Stat, finalize
 from megarl.megatron import distributed
 from megarl.run.metrics_log import MetricsLog
-from megarl.run.progress import Advance, StepProgress
+from megarl.run.progress import Advance, StepProgress, format_step
 from megarl.run.vitals import Vitals
 
 
 class Monitor:
     """Reports phases, progress and metrics of one rank."""
 
-    def __init__(self, config: Config, log: MetricsLog | NoLog, vitals: Vitals) -> None:
+    def __init__(self, config: Config, log: MetricsLog, vitals: Vitals) -> None:
         self.log, self.vitals = log, vitals
         self.progress = StepProgress(enabled=distributed.is_main_rank())
         self.say: Callable[[str], None] = self.progress.line
         self._num_steps = config.run.steps
-        self._seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
         """Of each phase since the last record of a step."""
 
     @contextmanager
@@ -31,11 +31,7 @@ class Monitor:
         started = time.perf_counter()
         with self.vitals.phase(name):
             yield
-        self._seconds[name] = time.perf_counter() - started
-
-    def add_seconds(self, prefix: str, seconds: Mapping[str, float]) -> None:
-        """Add the seconds of the parts of a phase."""
-        self._seconds |= {f"{prefix}_{part}": value for part, value in seconds.items()}
+        self.seconds[name] = time.perf_counter() - started
 
     def watch(self, advance: Advance | None = None) -> Advance:
         """Return ``advance`` so that each call of it also shows that this rank does not hang."""
@@ -54,37 +50,11 @@ class Monitor:
         """Write the record of a step; ``statistics`` is None except on the main rank."""
         if statistics is not None:
             metrics = finalize(statistics)
-            metrics |= {f"time/{phase}_s": seconds for phase, seconds in self._seconds.items()}
+            metrics |= {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
             metrics |= {"time/step_s": step_s, "speed/tokens_per_s": metrics["sampling/tokens"] / step_s}
-            self._seconds = {}  # checkpoint time, which comes later, is logged with the next step
+            self.seconds = {}  # checkpoint time, which comes later, is logged with the next step
             self.log.write("step", done, metrics)
             self.vitals.status.tokens_per_s = metrics["speed/tokens_per_s"]
             shown = {name: last_update[name] for name in ("loss", "grad_norm") if name in last_update}
-            self.progress.step_line(done, self._num_steps, metrics | shown)
+            self.say(format_step(done, self._num_steps, metrics | shown))
         self.vitals.finish_step(done)
-
-
-def open_log(config: Config) -> MetricsLog | NoLog:
-    """Return the metrics log on the main rank, and on other ranks an object that does nothing."""
-    if distributed.is_main_rank():
-        return MetricsLog(config.run_dir, config.log.tensorboard, config.log.wandb_project)
-    return NoLog()
-
-
-class NoLog:
-    """Stands for the metrics log on ranks that do not write it."""
-
-    def __enter__(self) -> NoLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def write(self, *_: object, **__: object) -> None:
-        pass
-
-    def sync(self) -> None:
-        pass
-
-    def truncate_after(self, _: int) -> int:
-        return 0

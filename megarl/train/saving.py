@@ -1,32 +1,48 @@
-"""Checkpoints of a run, and what is saved before a run ends early."""
+"""Checkpoints of a run, what is saved before a run ends early, and the record of how it ends."""
 
 from __future__ import annotations
 
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from megarl.config import Config
-from megarl.errors import RolloutError, SaveError, StopError, WeightSyncError
+from megarl.errors import MegarlError, PeerError, RolloutError, SaveError, StopError, WeightSyncError
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints import checkpoint
 from megarl.megatron.checkpoints.background_saver import BackgroundSaver
 from megarl.megatron.policy import Policy
-from megarl.run.folder import checkpoint_folder
+from megarl.run.status import describe_ranks, read_signs
 from megarl.run.stop_request import StopRequest
+from megarl.run.vitals import Vitals
 
 ERRORS_ON_ALL_RANKS = (RolloutError, WeightSyncError, StopError)
 """If one rank raises one of these, all ranks do. So all of them can save together."""
+_SIGNS_ARE_OLD_S = 6.0
+"""After this time the signs of a rank that has died are old enough to show it."""
 
 
 class RunCheckpoints:
-    """Loads and saves the checkpoints of a run; all methods but ``close`` are collective calls."""
+    """Saves a run, also before it ends early: when it is asked to stop, or when the engine fails on all ranks.
 
-    def __init__(self, config: Config, policy: Policy, say: Callable[[str], None]) -> None:
-        self.folder = checkpoint_folder(config)
+    All methods are collective calls.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        policy: Policy,
+        stop: StopRequest,
+        save_run: Callable[[int, dict[str, Any] | None], None],
+        say: Callable[[str], None],
+    ) -> None:
+        """``save_run(done, sampling)`` calls ``save`` with the state of the run; see ``save_on_failure``."""
+        self.folder = config.run_dir / "checkpoints"
         self.saver = BackgroundSaver(self.folder, config.checkpoint.keep)
-        self._settings, self._policy, self._say = config.checkpoint, policy, say
+        self._config, self._policy, self._stop, self._save_run, self._say = config, policy, stop, save_run, say
 
     def newest(self) -> tuple[int, Path] | None:
         """Return (finished steps, folder) of the newest complete checkpoint."""
@@ -36,41 +52,17 @@ class RunCheckpoints:
 
     def save(self, done: int, state: dict[str, Any]) -> None:
         """Save the policy and ``state`` after ``done`` steps, in the background if ``checkpoint.asynchronous``."""
-        if self._settings.asynchronous:
+        if self._config.checkpoint.asynchronous:
             self.poll(wait=True)
             self.saver.begin(done, self._policy, state)
         else:
-            self._report(checkpoint.save(self.folder, done, self._policy, state, self._settings.keep))
+            path = checkpoint.save(self.folder, done, self._policy, state, self._config.checkpoint.keep)
+            self._say(f"saved {path}")
 
     def poll(self, *, wait: bool = False) -> None:
         """Finish the save in the background if it is written; ``wait`` until it is."""
-        self._report(self.saver.poll(wait=wait))
-
-    def close(self) -> None:
-        """Abandon a save in the background."""
-        self.saver.abandon()
-
-    def _report(self, path: Path | None) -> None:
-        if path is not None:
+        if path := self.saver.poll(wait=wait):
             self._say(f"saved {path}")
-
-
-class EarlyEnd:
-    """Ends a run before its last step, and first saves the steps that are finished.
-
-    A run ends early if it is asked to stop, or if the engine fails on all ranks. Its methods are collective calls.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        stop: StopRequest,
-        checkpoints: RunCheckpoints,
-        save: Callable[[int, dict[str, Any] | None], None],
-        say: Callable[[str], None],
-    ) -> None:
-        """``save(done, sampling)`` saves the run after ``done`` steps; see ``save_on_failure``."""
-        self._config, self._stop, self._checkpoints, self._save, self._say = config, stop, checkpoints, save, say
 
     @contextmanager
     def save_on_failure(self, done: int, sampling: dict[str, Any] | None = None) -> Iterator[None]:
@@ -99,26 +91,45 @@ class EarlyEnd:
 
     def _end(self, done: int, sampling: dict[str, Any] | None) -> None:
         asked = self._stop.agree()
-        self._finish_background_save()
-        settings = self._config.checkpoint
-        wanted = asked or settings.every or settings.at_end
-        if wanted and not self._is_saved(done):
-            self._save(done, sampling)
-            self._checkpoints.poll(wait=True)
-        kept = f"step {done} is saved in {self._checkpoints.folder}" if done else "no step was finished"
+        try:
+            self.poll(wait=True)
+        except SaveError as error:
+            if not error.on_all_ranks:
+                raise
+            self._say(f"warning: {error}")  # continue: the disk may have room again
+        wanted = asked or self._config.checkpoint.every or self._config.checkpoint.at_end
+        if wanted and done and (self.newest() or (0,))[0] < done:
+            self._save_run(done, sampling)
+            self.poll(wait=True)
+        kept = f"step {done} is saved in {self.folder}" if done else "no step was finished"
         if asked:
             raise StopError(f"asked to stop; {kept}, start the run again to continue")
         if wanted:
             self._say(f"the engine cannot go on; {kept}, start the run again to continue")
 
-    def _finish_background_save(self) -> None:
-        try:
-            self._checkpoints.poll(wait=True)
-        except SaveError as error:
-            if not error.on_all_ranks:
-                raise
-            self._say(f"warning: {error}")  # continue: the disk may have room again
 
-    def _is_saved(self, done: int) -> bool:
-        newest = self._checkpoints.newest()
-        return done == 0 or (newest is not None and int(newest[0]) >= done)
+@contextmanager
+def record_ending(vitals: Vitals, folder: Path, rank: int, ranks: int) -> Iterator[None]:
+    """Record in ``vitals`` how the block ends. A failed collective call becomes a PeerError."""
+    try:
+        yield
+    except StopError:
+        vitals.end("stopped")
+        raise
+    except BaseException as error:
+        is_own = ranks == 1 or isinstance(error, MegarlError) or not isinstance(error, Exception)
+        if is_own or not distributed.is_collective_error(error):
+            vitals.end("failed", error)
+            raise
+        status, traced = vitals.status, "".join(traceback.format_exception(error))
+        (folder / "ranks" / f"{rank:05d}.error.txt").write_text(traced)
+        time.sleep(_SIGNS_ARE_OLD_S)
+        where = describe_ranks([sign for sign in read_signs(folder, ranks) if sign["rank"] != rank], time.time())
+        lost = PeerError(
+            f"rank {rank} lost the others in phase {status.phase} after step {status.step}: "
+            f"{str(error).splitlines()[0][:200]}; {where}; the run continues from its newest checkpoint when it is "
+            "started again"
+        )
+        vitals.end("failed", lost)
+        raise lost from error
+    vitals.end("finished")

@@ -24,8 +24,7 @@ from megarl.launch.server_steps import end_file
 from megarl.launch.steps import Step, srun
 from megarl.launch.supervisor import Supervisor
 from megarl.launch.topology import Node
-from megarl.run.failure import write_failure
-from megarl.run.status import read_status
+from megarl.run.status import read_status, write_failure
 
 ROOT = Path(__file__).parents[2]
 FINISHES = """echo '{"state": "finished", "attempt": "'$MEGARL_ATTEMPT'"}' > $RUN/status.json"""

@@ -13,7 +13,7 @@ from model_jobs import NUM_UPDATES, Case, case_training, heads, learn, prompts_a
 from test_step_oracle import model_at
 from train_world import World
 
-from megarl.errors import CheckpointError, ConfigError, NumericsError
+from megarl.errors import CheckpointError, NumericsError
 from megarl.train.sampling.value_head import ValueHead, prompt_features
 
 ALONE = Case({}, ())
@@ -138,16 +138,9 @@ def test_one_update_moves_estimates_towards_the_pools(world: World) -> None:
         assert head.state_dict() == before
 
 
-def test_bad_input_is_refused(world: World) -> None:
-    prompts, _ = prompts_and_rates(2, 3)
+def test_a_state_of_another_head_is_refused(world: World) -> None:
     with case_training(world, ALONE) as step:
-        for wrong in ({"lr": 0.0}, {"steps": 0}, {"prior": 1.0}, {"decay": 1.0}, {"lr": 1.0, "weight_decay": 1.0}):
-            with pytest.raises(ConfigError, match="value head"):
-                ValueHead(step.policy, micro_batch_tokens=64, **wrong)
         head = ValueHead(step.policy, micro_batch_tokens=64)
-        for samples, positives in (([4, 4], [1, 1]), ([4, 4, 4], [1, 5, 1]), ([4, 4, 4], [-1, 0, 0])):
-            with pytest.raises(ValueError, match="positives"):
-                head.update(prompts, samples, positives)
         state = head.state_dict()
         with pytest.raises(CheckpointError, match="sums missing"):
             head.load_state_dict({name: value for name, value in state.items() if name != "sums"})

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import ConfigError, PeerError, RolloutError, StopError
-from megarl.run.ending import record_ending
 from megarl.run.lock import RunLock
-from megarl.run.signs import describe_ranks, rank_file, read_signs, stacks_file, stop_file
-from megarl.run.status import read_status, show
+from megarl.run.status import describe_ranks, rank_file, read_signs, read_status, show, stacks_file, stop_file
 from megarl.run.vitals import Vitals
+from megarl.train.saving import record_ending
 
 
 def vitals_of(folder: Path, rank: int = 0, ranks: int = 1, hang_s: float = 60.0) -> Vitals:
@@ -32,7 +31,7 @@ def until(holds: object, timeout_s: float = 300.0) -> None:
 
 def test_status_tells_step_phase_speed_and_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunLock(tmp_path / "lock") as lock, vitals_of(tmp_path) as vitals:
-        vitals.keep_lock(lock)
+        vitals.lock = lock
         vitals.begin(2)
         with vitals.phase("rollout"):
             vitals.status.tokens_per_s = 123.0
@@ -107,7 +106,7 @@ def test_a_request_to_stop_is_for_the_start_that_it_names(tmp_path: Path, monkey
     monkeypatch.setenv("MEGARL_ATTEMPT", "7-0-2")
     asked: list[str] = []
     with vitals_of(tmp_path) as vitals:
-        vitals.watch_stop_file(asked.append)
+        vitals.ask = asked.append
         stop_file(tmp_path).write_text("7-0-1")
         time.sleep(0.3)
         assert not asked
@@ -151,7 +150,7 @@ def fail(vitals: Vitals, folder: Path, error: Exception) -> None:
 
 
 def test_a_failed_collective_call_names_phase_and_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.run.ending._SIGNS_ARE_OLD_S", 0.1)
+    monkeypatch.setattr("megarl.train.saving._SIGNS_ARE_OLD_S", 0.1)
     gone = {"rank": 1, "host": socket.gethostname(), "pid": 2**22 + 1, "step": 4, "phase": "sync", "beat": 0.0}
     vitals = vitals_of(tmp_path, 0, 2)
     vitals.begin(4)

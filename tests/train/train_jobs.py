@@ -171,11 +171,11 @@ class _DiesAfter(MetricsLog):
 
 def run(world: World, overrides: Mapping[str, Any], die_after: tuple[str, int, int | None] | None = None) -> None:
     """A whole run; ``die_after`` = (kind, step, minibatch) kills rank 0 with SIGKILL behind that record."""
-    import megarl.train.monitor as monitor
+    import megarl.train.loop as loop
 
     if die_after is not None:
         _DiesAfter.record = die_after
-        monitor.MetricsLog = _DiesAfter
+        loop.MetricsLog = _DiesAfter
     train(world.settings(**overrides))
 
 

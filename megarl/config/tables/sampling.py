@@ -157,7 +157,7 @@ class EstimateConfig(Table):
     """Positive responses that each prompt has beforehand, so to speak: alpha of a Beta prior."""
     prior_negatives: PositiveFloat = 1.0
     """Negative ones: beta."""
-    head_lr: PositiveFloat = 0.1
+    head_lr: float = Field(default=0.1, gt=0, lt=10)
     """Learning rate of the value head: about how far one of its 8 steps per update moves a logit."""
 
     @model_validator(mode="after")

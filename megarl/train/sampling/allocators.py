@@ -1,48 +1,39 @@
-"""Allocators decide before a step how many samples each prompt gets. Here: the protocol, and Ada-Est."""
+"""Rules that decide before a step how many samples each prompt gets: Ada-Est, and GVM."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from megarl.config import Config
 from megarl.core.metrics import Stat
+from megarl.core.packing import drop_routes
 from megarl.core.sampling.allocation import ada_est_weights, allocate, allocate_by_weights
+from megarl.core.sampling.gvm import gvm_allocate, gvm_estimates
 from megarl.core.sampling.pass_rates import PassRateCounts
+from megarl.core.types import Rollout
 from megarl.data.prompts import Prompt
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, ConfigError
+from megarl.megatron import distributed
+from megarl.megatron.block_gradients import block_parameters
+from megarl.rollout.player import Sample
+from megarl.train.sampling.assignment import Key
+from megarl.train.sampling.gradient_norms import gradient_norms
 from megarl.train.sampling.value_head import ValueHead
 from megarl.train.step import TrainStep
 
-
-class Allocator(Protocol):
-    """Allocates samples to prompts before a step, and learns from their outcomes.
-
-    All methods are collective calls with equal arguments on all ranks.
-    """
-
-    def counts(self, step: int, prompts: Sequence[Prompt]) -> np.ndarray:
-        """Return the number of samples of each prompt, int64 [B]; the sum is prompts_per_step * group_size."""
-        ...
-
-    def learn(self, prompts: Sequence[Prompt], samples: np.ndarray, positives: np.ndarray) -> dict[str, Stat]:
-        """Update the estimates: of each prompt, samples with a reward and positive ones. Returns metrics."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds; plain, and equal on all ranks."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict``; CheckpointError if it is of another allocator."""
-        ...
+Presample = Callable[[int, Sequence[Key]], dict[Key, Sample]]
+"""Draws samples of a step's prompts: (step, this rank's keys) -> samples. A collective call."""
 
 
 class AdaEst:
-    """Allocates by estimates of pass rates that are kept from step to step (Ada-Est, arXiv 2510.04996v3)."""
+    """Allocates by estimates of pass rates that are kept from step to step (Ada-Est, arXiv 2510.04996v3).
+
+    All methods are collective calls with equal arguments on all ranks.
+    """
 
     def __init__(self, config: Config, num_prompts: int, train_step: TrainStep | None) -> None:
         """``train_step``: for a value head, which needs the policy."""
@@ -65,7 +56,7 @@ class AdaEst:
         self._last_rates = np.zeros(0)
 
     def counts(self, step: int, prompts: Sequence[Prompt]) -> np.ndarray:
-        """See ``Allocator.counts``."""
+        """Return the number of samples of each prompt, int64 [B]; the sum is prompts_per_step * group_size."""
         if isinstance(self._estimator, ValueHead):
             rates = self._estimator.rates([prompt.tokens for prompt in prompts])
         else:
@@ -78,7 +69,7 @@ class AdaEst:
         return allocate(rates, total, estimate.objective, estimate.min_samples, high)
 
     def learn(self, prompts: Sequence[Prompt], samples: np.ndarray, positives: np.ndarray) -> dict[str, Stat]:
-        """See ``Allocator.learn``."""
+        """Update the estimates: of each prompt, samples with a reward and positive ones. Return metrics."""
         found = {"estimate/rate_mean": Stat.mean(torch.from_numpy(self._last_rates))}
         drawn = samples > 0
         if self._last_rates.shape == drawn.shape:
@@ -92,13 +83,13 @@ class AdaEst:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``Allocator.state_dict``."""
+        """Return what a checkpoint holds; plain, and equal on all ranks."""
         if isinstance(self._estimator, ValueHead):
             return {"value_head": self._estimator.state_dict()}
         return {"counts": {name: column.tolist() for name, column in self._estimator.state_dict().items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See ``Allocator.load_state_dict``."""
+        """Continue from ``state_dict``; CheckpointError if it is of another allocator."""
         kind = "value_head" if isinstance(self._estimator, ValueHead) else "counts"
         if kind not in state:
             raise CheckpointError(
@@ -106,3 +97,117 @@ class AdaEst:
                 "[estimate] as it was, or begin a new run"
             )
         self._estimator.load_state_dict(state[kind])
+
+
+class Gvm:
+    """Allocates by acceptance rates and gradient norms, which one first stage estimates for several steps.
+
+    GVM, arXiv 2505.02391. Its methods are those of ``AdaEst``.
+    """
+
+    def __init__(
+        self, config: Config, train_step: TrainStep, prompts_of: Callable[[int], Sequence[Prompt]], presample: Presample
+    ) -> None:
+        try:
+            block_parameters(train_step.policy, config.gvm.block)  # refuse a wrong name before anything is sampled
+        except ConfigError as error:
+            raise ConfigError(f"gvm.block: {error}") from error
+        self._config, self._train_step = config, train_step
+        self._prompts_of, self._presample = prompts_of, presample
+        self._until = 0
+        """The first step without estimates."""
+        self._estimates: dict[int, tuple[float, float]] = {}
+        """Acceptance rate and gradient norm, by the prompt's index in the data."""
+        self._spent = np.zeros(3)
+        """Cost of the first stage before this step: samples, tokens, samples without a reward. 0 if there was none."""
+
+    def counts(self, step: int, prompts: Sequence[Prompt]) -> np.ndarray:
+        """Also runs a first stage if there are no estimates for this step."""
+        gvm = self._config.gvm
+        self._spent = np.zeros(3)
+        if step >= self._until:
+            self._refresh(step)
+        rates, norms = np.array([self._estimates[prompt.index] for prompt in prompts]).T
+        total = self._config.rollout.group_size * len(prompts)
+        limits = {"solved_above": gvm.solved_above, "min_accepted": gvm.min_accepted}
+        return gvm_allocate(rates, norms, total, gvm.alpha, gvm.beta, **limits)
+
+    def learn(self, prompts: Sequence[Prompt], samples: np.ndarray, positives: np.ndarray) -> dict[str, Stat]:
+        """Returns metrics only, since only a first stage makes estimates."""
+        rates, norms = np.array([self._estimates[prompt.index] for prompt in prompts]).T
+        # These are sums, and equal on all ranks: one model copy reports them.
+        spent = (self._spent if distributed.dp_rank() == 0 else np.zeros(3)).tolist()
+        return {
+            "gvm/first_stage_samples": Stat.total(spent[0]),
+            "gvm/first_stage_tokens": Stat.total(spent[1]),
+            "gvm/first_stage_failed": Stat.total(spent[2]),
+            "gvm/acceptance_rate": Stat.mean(torch.from_numpy(rates)),
+            "gvm/gradient_norm": Stat.mean(torch.from_numpy(norms), torch.from_numpy(rates > 0)),
+            "gvm/hopeless_fraction": Stat.mean(torch.from_numpy((rates == 0).astype(np.float64))),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"gvm": {"until": self._until, "estimates": [[i, *pair] for i, pair in sorted(self._estimates.items())]}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "gvm" not in state:
+            raise CheckpointError('the checkpoint holds no estimates of rule = "gvm"; begin a new run, or set its rule')
+        self._until = int(state["gvm"]["until"])
+        self._estimates = {int(index): (rate, norm) for index, rate, norm in state["gvm"]["estimates"]}
+
+    def _refresh(self, step: int) -> None:
+        """Estimate the prompts of the next steps. Step by step, so that the routes of one step can be freed."""
+        until = min(step + self._config.gvm.refresh_every, self._config.run.steps)
+        estimates: dict[int, tuple[float, float]] = {}
+        for later in range(step, until):
+            prompts = self._prompts_of(later)
+            rates, norms = self._run_stage(later, len(prompts))
+            estimates |= {
+                prompt.index: (float(rate), float(norm))
+                for prompt, rate, norm in zip(prompts, rates, norms, strict=True)
+            }
+        # All or nothing: if the engine fails, the next checkpoint must not hold half of a stage.
+        self._until, self._estimates = until, estimates
+
+    def _run_stage(self, step: int, num_prompts: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return acceptance rates and gradient norms, [B] each, of one step's prompts."""
+        gvm = self._config.gvm
+        copy, copies = distributed.dp_rank(), distributed.dp_size()
+        keys = [(prompt, sample) for prompt in range(copy, num_prompts, copies) for sample in range(gvm.pre_samples)]
+        group = distributed.model_group()
+        mine = self._presample(step, keys[group.rank() :: group.size()])
+        accepted = self._gather_accepted(mine)
+        norms = gradient_norms(self._train_step, [rollout for _, rollout in accepted], gvm.block)
+        norm_of = {key: norm for (key, _), norm in zip(accepted, norms.tolist(), strict=True)}
+        rows = [
+            [
+                *key,
+                s.reward is not None,
+                key in norm_of,
+                norm_of.get(key, 0.0),
+                s.rollout.num_tokens if s.rollout else 0,
+            ]
+            for key, s in mine.items()
+        ]
+        found = distributed.gather_rows(np.array(rows, dtype=np.float64).reshape(-1, 6))
+        judged = found[:, 2] > 0
+        self._spent += [len(found), found[:, 5].sum(), (~judged).sum()]
+        found, missing = found[judged], np.setdiff1d(np.arange(num_prompts), found[judged, 0])
+        # A prompt without rewards has acceptance rate 0.
+        found = np.concatenate([found, np.pad(missing[:, None], ((0, 0), (0, 5)))])
+        return gvm_estimates(found[:, 0].astype(np.int64), found[:, 3] > 0, found[:, 4], num_prompts, gvm.average)
+
+    def _gather_accepted(self, mine: Mapping[Key, Sample]) -> list[tuple[Key, Rollout]]:
+        """Return the model copy's accepted responses in their order; this rank's with routes."""
+        threshold = self._config.reward.threshold
+        good = {
+            key: sample.rollout
+            for key, sample in mine.items()
+            if sample.reward is not None and sample.reward > threshold and sample.rollout is not None
+        }
+        gathered = distributed.gather_rollouts([drop_routes(rollout) for rollout in good.values()])
+        found = {(rollout.group, rollout.sample): rollout for rollout in gathered}
+        return sorted((found | good).items(), key=lambda item: item[0])
+
+
+Allocator = AdaEst | Gvm

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -54,24 +53,11 @@ class Refill:
     """Prompts that are drawn ahead."""
 
 
-class Assignment(Protocol):
-    """Who draws and trains what in one step. Every rank has one, for its own coordinates."""
-
-    def asker(self) -> Asker:
-        """Return what asks for the samples that this rank draws."""
-        ...
-
-    def select(self, rewards: Rewards) -> Selection:
-        """Return the samples that train, equal on all ranks."""
-        ...
-
-    def own_keys(self, selection: Selection) -> list[list[Key]]:
-        """Return the samples that this model copy trains on, by mini-batch."""
-        ...
-
-
 class SequenceAssignment:
-    """Assigns single sequences. All of them train, and all prompts have the same number of samples."""
+    """Assigns single sequences. All of them train, and all prompts have the same number of samples.
+
+    Every rank has an assignment for a step, for its own coordinates.
+    """
 
     def __init__(self, rule: Uniform, num_prompts: int, mini_batches: int, at: RankCoordinates) -> None:
         self._rule, self._num_prompts = rule, num_prompts
@@ -81,18 +67,23 @@ class SequenceAssignment:
         self._mine = [keys[i] for i in np.array_split(np.arange(len(keys)), at.ranks)[at.rank]]
 
     def asker(self) -> Asker:
+        """Return what asks for the samples that this rank draws."""
         return FixedSamples(self._mine)
 
     def select(self, rewards: Rewards) -> Selection:
+        """Return the samples that train, equal on all ranks."""
         return select_samples(Collector(self._rule, self._num_prompts), rewards)
 
     def own_keys(self, selection: Selection) -> list[list[Key]]:
-        """Sequences without a reward are included: they keep their place, but do not train."""
+        """Return the samples that this model copy trains on, by mini-batch.
+
+        Sequences without a reward are included: they keep their place, but do not train.
+        """
         return self._own
 
 
 class PromptAssignment:
-    """Assigns whole prompts, for any rule."""
+    """Assigns whole prompts, for any rule; its methods are those of ``SequenceAssignment``."""
 
     def __init__(
         self,
@@ -112,8 +103,8 @@ class PromptAssignment:
 
     def asker(self) -> Asker:
         share = self._share(self._at.copy, self._at.rank)
-        if share.num_places:
-            return _ShareAsker(share)
+        if share is not None:
+            return share
         copy_is_empty = not self._num_places(self._at.copy)
         return FixedSamples([self._dummy_sample()] if copy_is_empty and self._at.rank == 0 else [])
 
@@ -121,7 +112,7 @@ class PromptAssignment:
         if self._refill is None:
             return select_samples(Collector(self._rule, self._num_prompts, seed=self._seed), rewards)
         shares = [self._share(copy, rank) for copy in range(self._at.copies) for rank in range(self._at.ranks)]
-        return join_selections([share.select(rewards) for share in shares if share.num_places], self._rule)
+        return join_selections([share.select(rewards) for share in shares if share is not None], self._rule)
 
     def own_keys(self, selection: Selection) -> list[list[Key]]:
         if self._refill is None:
@@ -129,8 +120,8 @@ class PromptAssignment:
         else:
             # The prompts that found a place are known only now: split this copy's evenly over the mini-batches.
             shares = [self._share(self._at.copy, rank) for rank in range(self._at.ranks)]
-            mine = {number for share in shares for number in share.numbers}
-            prompts = np.array([pool.prompt for pool in selection.pools if pool.prompt in mine], dtype=np.int64)
+            mine = np.concatenate([[], *(share.numbers for share in shares if share is not None)])
+            prompts = np.intersect1d([pool.prompt for pool in selection.pools], mine).astype(np.int64)
             parts = [set(part.tolist()) for part in np.array_split(prompts, len(self._bins))]
         keys = selection.keys
         return [[key for key in keys if key[0] in part] for part in parts]
@@ -141,59 +132,75 @@ class PromptAssignment:
         prompt, count = max(enumerate(self._rule.counts), key=lambda item: item[1])
         return prompt, count + self._at.copy
 
-    def _share(self, copy: int, rank: int) -> _Share:
+    def _share(self, copy: int, rank: int) -> _Share | None:
+        """Return what a rank may begin; None if it has no prompts."""
         ranks = self._at.ranks
         first = sorted(prompt for mini in self._bins for prompt in mini[copy])[rank::ranks]
+        if not first:
+            return None
         if self._refill is None:
             rule = self._rule
             if isinstance(rule, Allotted):
                 rule = replace(rule, counts=tuple(rule.counts[prompt] for prompt in first))
             return _Share(rule, first, len(first))
-        if not first:
-            return _Share(self._rule, [], 0)
         # New prompts go in turn to the ranks that have places. So no two ranks begin the same prompt, none is left
         # out, and ranks need not communicate.
         in_turn = [(c, r) for c in range(self._at.copies) for r in range(min(ranks, self._num_places(c)))]
         turn, turns = in_turn.index((copy, rank)), len(in_turn)
         more = range(self._num_prompts + turn, self._refill.max_prompts, turns)
         seed = None if self._seed is None else self._seed + turn
-        return _Share(self._rule, [*first, *more], len(first), True, -(-self._refill.spare // turns), seed)
+        spare = -(-self._refill.spare // turns)
+        return _Share(self._rule, [*first, *more], len(first), refill=True, spare=spare, seed=seed)
 
     def _num_places(self, copy: int) -> int:
         """The number of prompts that a model copy trains on."""
         return sum(len(mini[copy]) for mini in self._bins)
 
 
-@dataclass(frozen=True, slots=True)
+Assignment = SequenceAssignment | PromptAssignment
+
+
 class _Share:
-    """The prompts that one rank may begin."""
+    """The prompts that one rank may begin: a collector with the prompt numbers of the step."""
 
-    rule: SamplingRule
-    numbers: list[int]
-    """In the order in which they begin."""
-    num_places: int
-    """Prompts that train. Those after the first ``num_places`` are replacements."""
-    refills: bool = False
-    spare: int = 0
-    seed: int | None = None
+    def __init__(
+        self,
+        rule: SamplingRule,
+        numbers: Sequence[int],
+        num_places: int,
+        *,
+        refill: bool = False,
+        spare: int = 0,
+        seed: int | None = None,
+    ) -> None:
+        """numbers: of the prompts, in the order in which they begin; those after ``num_places`` are replacements."""
+        limit = len(numbers) if refill else None
+        self._collector = Collector(rule, num_places, refill=refill, spare=spare, max_prompts=limit, seed=seed)
+        self.numbers = np.array(numbers, dtype=np.int64)
+        self._index_of = {number: index for index, number in enumerate(numbers)}
 
-    def collector(self) -> Collector:
-        limit = len(self.numbers) if self.refills else None
-        return Collector(
-            self.rule, self.num_places, refill=self.refills, spare=self.spare, max_prompts=limit, seed=self.seed
-        )
+    def start(self) -> list[Ask]:
+        return self._renumber(self._collector.start())
+
+    def add(self, prompt: int, sample: int, reward: float | None) -> list[Ask]:
+        return self._renumber(self._collector.add(self._index_of[prompt], sample, reward))
+
+    @property
+    def done(self) -> bool:
+        return self._collector.done
+
+    def _renumber(self, asks: Sequence[Ask]) -> list[Ask]:
+        return [Ask(int(self.numbers[ask.prompt]), ask.samples) for ask in asks]
 
     def select(self, rewards: Rewards) -> Selection:
-        """Return what trains of this share, with the prompt numbers of the step."""
-        index_of = {number: index for index, number in enumerate(self.numbers)}
-        known = {(index_of[p], sample): reward for (p, sample), reward in rewards.items() if p in index_of}
-        found = select_samples(self.collector(), known)
-        numbers = np.array(self.numbers, dtype=np.int64)
+        """Return what trains of this share, which must not have started."""
+        known = {(self._index_of[p], sample): reward for (p, sample), reward in rewards.items() if p in self._index_of}
+        found = select_samples(self._collector, known)
         return replace(
             found,
-            prompts=numbers[found.prompts],
-            pools=tuple(replace(pool, prompt=self.numbers[pool.prompt]) for pool in found.pools),
-            drawn=np.concatenate([numbers[found.drawn[:1]], found.drawn[1:]]),
+            prompts=self.numbers[found.prompts],
+            pools=tuple(replace(pool, prompt=int(self.numbers[pool.prompt])) for pool in found.pools),
+            drawn=np.concatenate([self.numbers[found.drawn[:1]], found.drawn[1:]]),
         )
 
 
@@ -210,28 +217,6 @@ class FixedSamples:
 
     def add(self, prompt: int, sample: int, reward: float | None) -> list[Ask]:
         return []
-
-
-class _ShareAsker:
-    """The collector of one share, with the prompt numbers of the step."""
-
-    def __init__(self, share: _Share) -> None:
-        self._numbers = share.numbers
-        self._index_of = {number: index for index, number in enumerate(share.numbers)}
-        self._collector = share.collector()
-
-    def start(self) -> list[Ask]:
-        return self._renumber(self._collector.start())
-
-    def add(self, prompt: int, sample: int, reward: float | None) -> list[Ask]:
-        return self._renumber(self._collector.add(self._index_of[prompt], sample, reward))
-
-    @property
-    def done(self) -> bool:
-        return self._collector.done
-
-    def _renumber(self, asks: Sequence[Ask]) -> list[Ask]:
-        return [Ask(self._numbers[ask.prompt], ask.samples) for ask in asks]
 
 
 def split_sequences(num_sequences: int, mini_batches: int, rank: int, ranks: int) -> list[list[int]]:

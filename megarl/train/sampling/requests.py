@@ -56,22 +56,10 @@ def eval_params(config: Config, stop_tokens: tuple[int, ...]) -> SamplingParams:
     )
 
 
-def load_train_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """Return the prompts of ``data.train``."""
-    return _load(config, tokenizer, config.data.train, config.data.split, None)
-
-
-def load_heldout_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """Return the prompts of ``data.heldout``, at most ``eval.max_prompts``; empty without it."""
-    data = config.data
-    if data.heldout is None:
-        return []
-    return _load(config, tokenizer, data.heldout, data.resolved_heldout_split, config.eval.max_prompts)
-
-
-def _load(
-    config: Config, tokenizer: PreTrainedTokenizerBase, source: str, split: str | None, limit: int | None
+def load_run_prompts(
+    config: Config, tokenizer: PreTrainedTokenizerBase, source: str, split: str | None, limit: int | None = None
 ) -> list[Prompt]:
+    """Return at most ``limit`` prompts of a source, read as [data] says."""
     data = config.data
     return load_prompts(
         source,

@@ -23,7 +23,6 @@ from megarl.core.metrics import Stat
 from megarl.core.objectives import Objective
 from megarl.core.routing.provenance import provenance_metrics, refuse_mixed_versions
 from megarl.core.sampling.collector import Selection
-from megarl.core.types import Rollout
 from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt, PromptOrder
 from megarl.errors import CheckpointError, MegarlError, RolloutError
@@ -34,7 +33,7 @@ from megarl.rollout.player import Sample
 from megarl.run.progress import Advance
 from megarl.train.environments import make_player, turn_ends
 from megarl.train.sampling.advantages import process_advantages, response_advantages
-from megarl.train.sampling.allocators import AdaEst, Allocator
+from megarl.train.sampling.allocators import AdaEst, Allocator, Gvm
 from megarl.train.sampling.assignment import (
     Assignment,
     FixedSamples,
@@ -45,21 +44,18 @@ from megarl.train.sampling.assignment import (
     SequenceAssignment,
 )
 from megarl.train.sampling.background import BackgroundSampling
-from megarl.train.sampling.gvm import Gvm
 from megarl.train.sampling.requests import (
     EVALUATE,
     KEEP,
     PRESAMPLE,
     TRAIN,
     eval_params,
-    load_heldout_prompts,
-    load_train_prompts,
+    load_run_prompts,
     request_maker,
     sampling_seed,
     train_params,
 )
-from megarl.train.sampling.sample_table import SampleTable
-from megarl.train.sampling.step_rollouts import StepRollouts, exchange_rollouts
+from megarl.train.sampling.step_rollouts import SampleTable, StepRollouts, exchange_rollouts
 from megarl.train.step import TrainStep
 from megarl.train.token_advantages import Judged
 
@@ -72,7 +68,7 @@ class _AssignedStep:
     position: int
     """Where its first prompt is in the run's order."""
     assignment: Assignment
-    background: BackgroundSampling[dict[Key, Sample]] | None = None
+    background: BackgroundSampling | None = None
 
 
 class Sampler:
@@ -93,12 +89,17 @@ class Sampler:
         """
         self.config, self.engine, self.objective = config, engine, objective
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(config.model.path)
-        self.prompts = load_train_prompts(config, self.tokenizer)
-        self.heldout = load_heldout_prompts(config, self.tokenizer)
+        data, limit = config.data, config.eval.max_prompts
+        self.prompts = load_run_prompts(config, self.tokenizer, data.train, data.split)
+        self.heldout: list[Prompt] = []
+        if data.heldout is not None:
+            split = data.resolved_heldout_split
+            self.heldout = load_run_prompts(config, self.tokenizer, data.heldout, split, limit)
         self.order = PromptOrder(len(self.prompts), config.run.seed)
         self.judge = Judge(config.reward.function, workers=config.reward.workers, timeout_s=config.reward.timeout_s)
         self.player = make_player(config, self.tokenizer, self.judge)
-        self.stop_tokens = turn_ends(config, self.tokenizer)
+        self._stop_tokens = turn_ends(config, self.tokenizer)
+        self._params = train_params(config, self._stop_tokens)
         self._position = 0
         """The next prompt in the run's order, with refill. Without refill it follows from the step."""
         self._ahead: _AssignedStep | None = None
@@ -131,8 +132,8 @@ class Sampler:
         """
         assert self._ahead is None, "one step ahead is all there is"
         assigned = self._assign(step)
-        draw, params = self._make_step_draw(assigned), train_params(self.config, self.stop_tokens)
-        background = BackgroundSampling(lambda on_finish: self._converse(draw, params, on_finish))
+        draw = self._make_step_draw(assigned)
+        background = BackgroundSampling(lambda on_finish: self._converse(draw, self._params, on_finish))
         self._ahead = replace(assigned, background=background)
 
     def settle(self) -> None:
@@ -145,7 +146,7 @@ class Sampler:
         """Sample, judge and distribute the responses of a global step; a collective call."""
         assigned, self._ahead = self._ahead or self._assign(step), None
         assert assigned.step == step, f"step {assigned.step} was begun, step {step} is asked for"
-        samples = self._draw_step(assigned, on_finish)
+        samples = self._raise_on_all_ranks(lambda: self._draw_step(assigned, on_finish))
         table = SampleTable.gather(samples)
         first_error = next(filter(None, (s.reward_error or s.episode_error for s in samples.values())), None)
         selection = self._select(assigned, table, first_error)
@@ -154,6 +155,9 @@ class Sampler:
         share = exchange_rollouts(own, selection, samples)
         by_token = process_advantages(self.objective, share, selection, samples)
         metrics = self._metrics(table, selection, trains)
+        if rollouts := share.without_dummies(own):  # else nothing that this model copy drew was selected
+            metrics |= provenance_metrics(rollouts, trainer_version=step)
+            metrics["rollout/tokens"] = Stat.total(float(sum(rollout.num_tokens for rollout in rollouts)))
         # Update persistent state last, so that a failed step leaves the previous checkpoint valid.
         metrics |= self._update_estimates(step, selection)
         self._advance_position(assigned, selection)
@@ -161,7 +165,7 @@ class Sampler:
             share.mask_unless(trains),
             by_token or [np.append(advantages, 0.0)[rows] for rows in share.rows],
             Judged(np.append(selection.rewards, 0.0), np.append(selection.prompts, -1), share.rows),
-            metrics | _rollout_metrics(share.without_dummies(own), trainer_version=step),
+            metrics,
             first_error,
             [(assigned.position + p, s) for (p, s), train in zip(selection.keys, trains, strict=True) if train],
         )
@@ -176,7 +180,7 @@ class Sampler:
         total = len(self.heldout) * per_prompt
         mine = [divmod(s, per_prompt) for s in range(dist.get_rank(), total, dist.get_world_size())]
         draw = self._make_draw(FixedSamples(mine), self.heldout, EVALUATE, 0)
-        params = eval_params(self.config, self.stop_tokens)
+        params = eval_params(self.config, self._stop_tokens)
         table = SampleTable.gather(self._raise_on_all_ranks(lambda: self._converse(draw, params, on_finish)))
         judged = table.column("reward")[table.is_judged]
         if not len(judged):
@@ -193,7 +197,8 @@ class Sampler:
         """Assign the samples of a step to ranks; a collective call for rules that allocate counts."""
         config, sampling, number = self.config, self.config.sampling, self.config.rollout.prompts_per_step
         position = self._position if sampling.refill else step * number
-        at, mini_batches, threshold = rank_coordinates(), config.train.mini_batches, config.reward.threshold
+        mini_batches, threshold, group = config.train.mini_batches, config.reward.threshold, distributed.model_group()
+        at = RankCoordinates(distributed.dp_rank(), distributed.dp_size(), group.rank(), group.size())
         if self._allocator is not None:
             counts = self._allocator.counts(step, self._step_prompts(step))
             allotted = Allotted(tuple(counts.tolist()), threshold=threshold)
@@ -218,8 +223,7 @@ class Sampler:
     def _presample(self, step: int, keys: Sequence[Key]) -> dict[Key, Sample]:
         """Draw given samples of a step's prompts, with seeds of their own."""
         draw = self._make_draw(FixedSamples(keys), self._step_prompts(step), PRESAMPLE, step)
-        params = train_params(self.config, self.stop_tokens)
-        return self._raise_on_all_ranks(lambda: self._converse(draw, params, self._while_waiting))
+        return self._raise_on_all_ranks(lambda: self._converse(draw, self._params, self._while_waiting))
 
     def _step_prompts(self, step: int) -> list[Prompt]:
         """The prompts of a step without refill."""
@@ -227,12 +231,9 @@ class Sampler:
         return [self.prompts[i] for i in self.order.take(step * number, number)]
 
     def _draw_step(self, assigned: _AssignedStep, on_finish: Advance | None) -> dict[Key, Sample]:
-        """This rank's samples of a step."""
         if assigned.background is not None:
-            background = assigned.background
-            return self._raise_on_all_ranks(lambda: background.result(on_finish))
-        params = train_params(self.config, self.stop_tokens)
-        return self._raise_on_all_ranks(lambda: self._converse(self._make_step_draw(assigned), params, on_finish))
+            return assigned.background.result(on_finish)
+        return self._converse(self._make_step_draw(assigned), self._params, on_finish)
 
     def _make_step_draw(self, assigned: _AssignedStep) -> Draw:
         most = self.config.prompts_per_step_at_most
@@ -301,16 +302,3 @@ class Sampler:
         if distributed.dp_rank() == 0:  # these are sums, and equal on all ranks: count them once
             found |= selection.metrics | {"sampling/tokens": Stat.total(float(table.column("tokens").sum()))}
         return found
-
-
-def rank_coordinates() -> RankCoordinates:
-    """Return where this rank is."""
-    copy = distributed.model_group()
-    return RankCoordinates(distributed.dp_rank(), distributed.dp_size(), copy.rank(), copy.size())
-
-
-def _rollout_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dict[str, Stat]:
-    if not rollouts:  # nothing that this model copy drew was selected
-        return {}
-    tokens = Stat.total(float(sum(rollout.num_tokens for rollout in rollouts)))
-    return {**provenance_metrics(rollouts, trainer_version), "rollout/tokens": tokens}

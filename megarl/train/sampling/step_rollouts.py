@@ -1,7 +1,7 @@
-"""What a model copy trains on in a step, and the exchange of rollouts between its ranks.
+"""What ranks exchange after they have sampled a step: a row of numbers per sample, and the rollouts to train on.
 
-Ranks exchange rollouts without their routes. Each rank needs other rows of the routes, so routes stay on the rank that
-drew them until the step is split into micro-batches.
+All ranks get the rows. Rollouts are exchanged within a model copy and without their routes: each rank needs other rows
+of the routes, so routes stay on the rank that drew them until the step is split into micro-batches.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from megarl.core.metrics import Stat
@@ -21,6 +22,89 @@ from megarl.megatron import distributed
 from megarl.rollout.player import Sample
 from megarl.train.sampling.assignment import Key
 from megarl.train.token_advantages import Judged
+
+_COLUMNS = (
+    *("prompt", "sample", "reward", "judged", "tokens", "appended", "generated"),
+    *("turns", "cut", "episode_failed", "late_reward"),
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleTable:
+    """The samples of all ranks, in the order of (prompt, sample)."""
+
+    rows: np.ndarray
+    """float64 [S, C]."""
+
+    @classmethod
+    def gather(cls, samples: Mapping[Key, Sample]) -> SampleTable:
+        """Exchange the rows of all ranks; a collective call. ``samples`` are this rank's."""
+        mine = np.array([_row(key, sample) for key, sample in samples.items()]).reshape(-1, len(_COLUMNS))
+        rows = distributed.gather_rows(mine)
+        return cls(rows[np.lexsort((rows[:, 1], rows[:, 0]))])
+
+    def column(self, name: str) -> np.ndarray:
+        """float64 [S]."""
+        return self.rows[:, _COLUMNS.index(name)]
+
+    def rewards(self) -> dict[Key, float | None]:
+        """Return rewards by (prompt, sample), None for those that failed."""
+        prompts, samples = self.column("prompt").astype(int).tolist(), self.column("sample").astype(int).tolist()
+        columns = (prompts, samples, self.column("reward").tolist(), self.is_judged.tolist())
+        return {(p, s): reward if judged else None for p, s, reward, judged in zip(*columns, strict=True)}
+
+    @property
+    def is_judged(self) -> np.ndarray:
+        """bool [S]: whether there is a reward."""
+        return self.column("judged") > 0
+
+    def metrics(self, environment: bool, threshold: float) -> dict[str, Stat]:
+        """Return means over all samples. They are equal on every rank, so merging ranks does not change them.
+
+        environment: include the metrics of episodes. threshold: larger rewards count in the pass rate.
+        """
+        judged = self.is_judged
+        rewards = self.column("reward")[judged]
+        found = {
+            "reward/mean": _mean(rewards),
+            "reward/pass_rate": _mean(rewards > threshold),
+            "reward/error_fraction": _mean(~judged & (self.column("episode_failed") == 0)),
+            "reward/late_fraction": _mean(self.column("late_reward")),
+            "response/length_mean": _mean(self.column("generated")),
+            "response/length_max": Stat.max(torch.from_numpy(self.column("generated").copy())),
+            "response/truncated_fraction": _mean(self.column("cut")),
+        }
+        if environment:
+            found |= {
+                "episode/turns_mean": _mean(self.column("turns")),
+                "episode/environment_tokens_mean": _mean(self.column("appended")),
+                "episode/failed_fraction": _mean(self.column("episode_failed")),
+            }
+        return found
+
+
+def _mean(values: np.ndarray) -> Stat:
+    return Stat.mean(torch.from_numpy(np.asarray(values, dtype=np.float64)))
+
+
+def _row(key: Key, sample: Sample) -> list[float]:
+    rollout = sample.rollout
+    tokens, appended, generated = 0, 0, 0
+    if rollout is not None:
+        generated = int(rollout.loss_mask.sum())
+        tokens, appended = rollout.num_tokens, int((~rollout.loss_mask[rollout.prompt_length :]).sum())
+    return [
+        *key,
+        sample.reward or 0.0,
+        sample.reward is not None,
+        tokens,
+        appended,
+        generated,
+        sample.turns,
+        rollout is not None and rollout.finish_reason == "length",
+        sample.episode_error is not None,
+        sample.late_reward,
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +125,6 @@ class StepRollouts:
     trained: list[Key]
     """All samples that train, on any rank: (place of the prompt in the run's order, sample). No two steps share one."""
 
-    @property
-    def oldest_version(self) -> int:
-        """The oldest version of the weights that sampled any token of this rank's rollouts."""
-        return min(int(rollout.weight_versions.min()) for part in self.mini_batches for rollout in part)
-
-    def drop_routes(self) -> None:
-        """Free the routes, once every rank has its rows of them."""
-        for part in self.mini_batches:
-            part[:] = [drop_routes(rollout) for rollout in part]
-
 
 @dataclass(frozen=True, slots=True)
 class CopyShare:
@@ -66,8 +140,13 @@ class CopyShare:
         They keep their place in the batch, but count in no denominator.
         """
         counts = np.append(trains, False)
-        parts = [list(zip(*part, strict=True)) for part in zip(self.rollouts, self.rows, strict=True)]
-        return [[rollout if counts[row] else _without_loss(rollout) for rollout, row in part] for part in parts]
+        return [
+            [
+                r if counts[row] else replace(r, loss_mask=np.zeros_like(r.loss_mask))
+                for r, row in zip(*part, strict=True)
+            ]
+            for part in zip(self.rollouts, self.rows, strict=True)
+        ]
 
     def without_dummies(self, own: list[list[Key]]) -> list[Rollout]:
         """Return each rollout of ``own`` once."""
@@ -100,7 +179,3 @@ def exchange_rollouts(own: list[list[Key]], selection: Selection, samples: Mappi
         share.rollouts.append([found[key] for key in keys])
         share.rows.append(rows + [len(row_of)] * (size - len(part)))
     return share
-
-
-def _without_loss(rollout: Rollout) -> Rollout:
-    return replace(rollout, loss_mask=np.zeros_like(rollout.loss_mask))

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from megarl.core.packing import pack
 from megarl.core.sampling.pass_rates import Integers, pass_rate_loss
-from megarl.errors import CheckpointError, ConfigError, NumericsError
+from megarl.errors import CheckpointError, NumericsError
 from megarl.megatron import distributed
 from megarl.megatron.passes import forward
 from megarl.megatron.policy import Policy
@@ -32,6 +32,8 @@ from megarl.train.mini_batch import make_rollout, split
 
 BETAS, EPS = (0.9, 0.99), 1e-8
 """Of Adam. The second moment decays quickly because features change."""
+STEPS, WEIGHT_DECAY = 8, 0.1
+"""Of Adam per update; per step, the weights (not the bias) shrink by ``lr * WEIGHT_DECAY``."""
 LARGEST_STANDARDISED = 5.0
 """Coordinates are clipped here, so that an unusual prompt does not get an extreme estimate."""
 LARGEST_LOGIT = 15.0
@@ -44,33 +46,16 @@ WEIGHTS, FIRST, SECOND, SUMS, SQUARES = range(len(VECTORS))
 class ValueHead:
     """The head's parameters, equal on every rank; rates and updates are collective calls.
 
-    - ``lr``: of Adam; about the change of a logit per step. ``steps``: per update.
-    - ``weight_decay``: per step, the weights (not the bias) shrink by ``lr * weight_decay``.
+    - ``lr``: of Adam; about the change of a logit per step.
     - ``decay``: of the features' statistics, per update.
     - ``prior``: every prompt's estimate before the first update.
     - ``micro_batch_tokens``: of one forward pass per rank.
-
-    Raises ConfigError for numbers out of range.
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        *,
-        micro_batch_tokens: int,
-        lr: float = 0.1,
-        steps: int = 8,
-        weight_decay: float = 0.1,
-        decay: float = 0.9,
-        prior: float = 0.5,
+        self, policy: Policy, *, micro_batch_tokens: int, lr: float = 0.1, decay: float = 0.9, prior: float = 0.5
     ) -> None:
-        if not (0 < lr < np.inf and steps >= 1 and 0 <= weight_decay * lr < 1 and 0 <= decay < 1 and 0 < prior < 1):
-            raise ConfigError(
-                f"value head: lr {lr}, {steps} steps, weight decay {weight_decay}, decay {decay}, prior {prior}; "
-                "expected lr above 0, 1 step or more, lr times weight decay and decay from 0 to below 1, and a prior "
-                "between 0 and 1"
-            )
-        self.lr, self.steps, self.weight_decay, self.decay = lr, steps, weight_decay, decay
+        self.lr, self.decay = lr, decay
         self._policy, self._micro_batch_tokens = policy, micro_batch_tokens
         width = policy.megatron_config.hidden_size
         self._num_steps, self._num_prompts = 0, 0.0
@@ -94,15 +79,9 @@ class ValueHead:
         """Learn from a step: ``samples`` of each prompt, of which ``positives`` were positive.
 
         Return the loss before the update: ``pass_rate_loss``, the binary cross-entropy of the estimates, weighted by
-        the number of samples. The update is ``steps`` full-batch steps of Adam. Arguments are equal on all ranks.
+        the number of samples. The update is ``STEPS`` full-batch steps of Adam. Arguments are equal on all ranks.
         """
         drawn, good = (torch.as_tensor(np.asarray(counts, np.float64)) for counts in (samples, positives))
-        fits = drawn.shape == good.shape == (len(prompts),)
-        if not fits or not bool(((good >= 0) & (good <= drawn)).all()):
-            raise ValueError(
-                f"{len(prompts)} prompts with samples {list(drawn.shape)} and positives {list(good.shape)}: expected "
-                "one each, and no more positives than samples"
-            )
         if not len(prompts) or not bool(drawn.any()):
             return 0.0
         features = prompt_features(self._policy, prompts, self._micro_batch_tokens)
@@ -110,7 +89,7 @@ class ValueHead:
         for row, new in ((SUMS, features), (SQUARES, features.square())):
             self._state[row, :-1] = self.decay * self._state[row, :-1] + new.sum(0)
         standardised = self._standardise(features)
-        losses = [self._adam_step(standardised, drawn, good) for _ in range(self.steps)]
+        losses = [self._adam_step(standardised, drawn, good) for _ in range(STEPS)]
         self._state = _broadcast(self._state)
         return float(_broadcast(torch.tensor(losses[0], dtype=torch.float64)))
 
@@ -141,7 +120,7 @@ class ValueHead:
         first, second = (
             self._state[row] / (1 - beta**self._num_steps) for row, beta in ((FIRST, BETAS[0]), (SECOND, BETAS[1]))
         )
-        self._state[WEIGHTS, :-1] *= 1 - self.lr * self.weight_decay
+        self._state[WEIGHTS, :-1] *= 1 - self.lr * WEIGHT_DECAY
         self._state[WEIGHTS] -= self.lr * first / (second.sqrt() + EPS)
         return float(loss.detach())
 
