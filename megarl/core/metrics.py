@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,8 +53,7 @@ class Stat:
     @classmethod
     def exp_mean(cls, values: Tensor, mask: Tensor | None = None) -> Stat:
         """``exp(mean(values))``: a geometric mean of exp(values), such as a perplexity."""
-        values, count = _select(values, mask)
-        return cls("exp_mean", torch.stack([values.sum(), count]), _vector(device=values.device))
+        return replace(cls.mean(values, mask), kind="exp_mean")
 
     @classmethod
     def max(cls, values: Tensor, mask: Tensor | None = None) -> Stat:
@@ -63,7 +63,7 @@ class Stat:
     @classmethod
     def min(cls, values: Tensor, mask: Tensor | None = None) -> Stat:
         """Smallest value over the mask."""
-        return cls("min", _vector(device=values.device), _largest(-values, mask).reshape(1))
+        return replace(cls.max(-values, mask), kind="min")
 
     @classmethod
     def summary(cls, values: Tensor, mask: Tensor | None = None) -> Stat:
@@ -85,9 +85,7 @@ class Stat:
     @classmethod
     def ess(cls, weights: Tensor, mask: Tensor | None = None) -> Stat:
         """Effective sample size ``(sum w)^2 / sum w^2`` and, as ``_fraction``, its share of the number of entries."""
-        selected, count = _select(weights, mask)
-        sums = torch.stack([count, selected.sum(), selected.square().sum()])
-        return cls("ess", sums, _vector(device=weights.device))
+        return cls("ess", cls.summary(weights, mask).sums, _vector(device=weights.device))
 
     def merge(self, other: Stat) -> Stat:
         """Return the statistic of both sets of observations together."""
@@ -154,24 +152,8 @@ def _largest(values: Tensor, mask: Tensor | None) -> Tensor:
     return torch.cat([values.flatten(), values.new_full((1,), -math.inf)]).max()
 
 
-def _total(sums: list[float], _maxima: list[float]) -> dict[str, float]:
-    return {"": sums[0]}
-
-
-def _mean(sums: list[float], _maxima: list[float]) -> dict[str, float]:
+def _mean(sums: list[float]) -> dict[str, float]:
     return {"": sums[0] / sums[1]} if sums[1] else {}
-
-
-def _exp_mean(sums: list[float], _maxima: list[float]) -> dict[str, float]:
-    return {"": math.exp(sums[0] / sums[1])} if sums[1] else {}
-
-
-def _max(_sums: list[float], maxima: list[float]) -> dict[str, float]:
-    return {"": maxima[0]} if maxima[0] != -math.inf else {}
-
-
-def _min(_sums: list[float], maxima: list[float]) -> dict[str, float]:
-    return {"": -maxima[0]} if maxima[0] != -math.inf else {}
 
 
 def _summary(sums: list[float], maxima: list[float]) -> dict[str, float]:
@@ -193,32 +175,26 @@ def _ratio(sums: list[float], maxima: list[float]) -> dict[str, float]:
 def _quantile(counts: list[float], level: float) -> float:
     """Return the middle of the first bin at which the cumulative share reaches the level."""
     edges = HISTOGRAM_EDGES.tolist()
-    remaining = level * sum(counts)
-    index = 0
-    while index < len(counts) - 1 and counts[index] < remaining:
-        remaining -= counts[index]
-        index += 1
+    index = min(int(np.searchsorted(np.cumsum(counts), level * sum(counts))), len(edges))
     if index in (0, len(edges)):
         return edges[0] if index == 0 else edges[-1]
     low, high = edges[index - 1], edges[index]
     return 0.0 if low < 0 < high else math.copysign(math.sqrt(low * high), low)
 
 
-def _ess(sums: list[float], _maxima: list[float]) -> dict[str, float]:
+def _ess(sums: list[float]) -> dict[str, float]:
     count, first, second = sums
-    if not second:
-        return {}
-    effective = first * first / second
-    return {"": effective, "fraction": effective / count}
+    effective = first * first / second if second else 0.0
+    return {"": effective, "fraction": effective / count} if second else {}
 
 
 _FINALIZERS: Mapping[Kind, Callable[[list[float], list[float]], dict[str, float]]] = {
-    "total": _total,
-    "mean": _mean,
-    "exp_mean": _exp_mean,
-    "max": _max,
-    "min": _min,
+    "total": lambda sums, _: {"": sums[0]},
+    "mean": lambda sums, _: _mean(sums),
+    "exp_mean": lambda sums, _: {name: math.exp(value) for name, value in _mean(sums).items()},
+    "max": lambda _, maxima: {"": maxima[0]} if maxima[0] != -math.inf else {},
+    "min": lambda _, maxima: {"": -maxima[0]} if maxima[0] != -math.inf else {},
     "summary": _summary,
     "ratio": _ratio,
-    "ess": _ess,
+    "ess": lambda sums, _: _ess(sums),
 }

@@ -1,12 +1,12 @@
 """Routing traces as bytes: ceil(log2 C(E, K)) bits per token and layer, or the experts themselves in their order.
 
     header   magic, version, flags, L, K, E, T, payload length, CRC32 of the payload, CRC32 of the header so far
-    payload  which tokens have a row | the rows of those tokens, token by token, layer by layer
+    payload  mask | the rows of the tokens that have one, token by token, layer by layer
 
-Numbers are little-endian. An unordered row is the number of its set among the C(E, K) ones (``combinations``), rows
-back to back, lowest bit first; an ordered row is K bytes (E <= 256) or K 16-bit words. Which tokens have a row is
-written only if the trace has a mask: as one bit per token or, where that is shorter, as the number of runs and their
-lengths, 32-bit words, of tokens with and without a row in turn. A compressed payload is a zlib stream of the same.
+Numbers are little-endian. An unordered row is the number of its set (``combinations``), rows back to back, lowest bit
+first; an ordered row is K bytes (E <= 256) or K 16-bit words. The mask is written only if the trace has one: one bit
+per token or, where that is shorter, the number of runs and their lengths, 32-bit words, of tokens with and without a
+row in turn. A compressed payload is a zlib stream of the same.
 """
 
 from __future__ import annotations
@@ -104,10 +104,8 @@ class _Shape:
 def encode(trace: RoutingTrace, *, ordered: bool = False, compress: bool = False) -> bytes:
     """Write a trace as bytes; its label is not written.
 
-    Unordered: ceil(log2 C(E, K)) bits per present token and layer, K at most 64 (else TraceError). ``ordered`` keeps
-    the order of each row for one byte per expert (E <= 256) or two. ``compress`` runs zlib over the payload and keeps
-    the result if it is smaller: worth its time for ordered traces; unordered ones have little left to save unless
-    tokens repeat each other's experts.
+    Unordered traces hold at most top-64 (else TraceError). ``compress`` runs zlib over the payload and keeps the result
+    if it is smaller, which pays for ordered traces.
     """
     num_tokens, num_layers, top_k = trace.experts.shape
     shape = _Shape(num_tokens, num_layers, top_k, trace.num_experts, ordered)
@@ -117,7 +115,7 @@ def encode(trace: RoutingTrace, *, ordered: bool = False, compress: bool = False
     flags |= _Flag.ORDERED if ordered else _Flag(0)
     experts = trace.experts if trace.present is None else trace.experts[trace.present]
     rows = experts.reshape(len(experts) * num_layers, top_k)
-    payload = mask + (_write_ordered if ordered else _write_unordered)(rows, shape)
+    payload = mask + (rows.astype(shape.expert_dtype).tobytes() if ordered else _write_unordered(rows, shape))
     if compress and len(smaller := zlib.compress(payload)) < len(payload):
         flags, payload = flags | _Flag.COMPRESSED, smaller
     header = _HEADER.pack(
@@ -139,8 +137,10 @@ def decode(data: bytes | bytearray | memoryview, label: str = "routing trace") -
         payload = _decompress(payload, -(-shape.num_tokens // 8) + shape.rows_bytes(shape.num_tokens), label)
     present, rest = _read_mask(payload, flags, shape, label)
     num_present = shape.num_tokens if present is None else int(np.count_nonzero(present))
-    stream = np.frombuffer(rest, dtype=np.uint8)
-    rows = _read_ordered(stream, shape) if shape.ordered else _read_unordered(stream, num_present, shape, label)
+    if shape.ordered:
+        rows = np.frombuffer(rest, dtype=shape.expert_dtype).astype(shape.expert_dtype.newbyteorder("="))
+    else:
+        rows = _read_unordered(np.frombuffer(rest, dtype=np.uint8), num_present, shape, label)
     experts = rows.reshape(num_present, shape.num_layers, shape.top_k)
     if present is not None:
         scattered = np.zeros((shape.num_tokens, shape.num_layers, shape.top_k), dtype=experts.dtype)
@@ -152,14 +152,6 @@ def decode(data: bytes | bytearray | memoryview, label: str = "routing trace") -
 @lru_cache(maxsize=4)
 def _combinations(num_experts: int, top_k: int) -> Combinations:
     return Combinations(num_experts, top_k)
-
-
-def _write_ordered(rows: np.ndarray, shape: _Shape) -> bytes:
-    return rows.astype(shape.expert_dtype, copy=False).tobytes()
-
-
-def _read_ordered(stream: np.ndarray, shape: _Shape) -> np.ndarray:
-    return stream.view(shape.expert_dtype).astype(shape.expert_dtype.newbyteorder("="))
 
 
 def _write_unordered(rows: np.ndarray, shape: _Shape) -> bytes:
@@ -190,10 +182,8 @@ def _read_unordered(stream: np.ndarray, num_present: int, shape: _Shape, label: 
 def _write_mask(present: np.ndarray | None) -> tuple[_Flag, bytes]:
     if present is None:
         return _Flag(0), b""
-    edges = np.flatnonzero(present[1:] != present[:-1]) + 1 if len(present) else np.empty(0, dtype=np.intp)
-    starts_without = len(present) > 0 and not present[0]
-    bounds = np.concatenate([[0], [0] if starts_without else [], edges, [len(present)]]).astype(np.int64)
-    lengths = np.diff(bounds)
+    edges = np.flatnonzero(np.diff(present, prepend=True))
+    lengths = np.diff(np.concatenate([[0], edges, [len(present)]]))
     runs = np.concatenate([[len(lengths)], lengths]).astype("<u4").tobytes()
     bits = np.packbits(present, bitorder="little").tobytes()
     if len(present) < 1 << 32 and len(runs) < len(bits):
@@ -202,36 +192,28 @@ def _write_mask(present: np.ndarray | None) -> tuple[_Flag, bytes]:
 
 
 def _read_mask(payload: memoryview, flags: _Flag, shape: _Shape, label: str) -> tuple[np.ndarray | None, memoryview]:
-    """The mask, bool [T] or None, and the rest of the payload, which is found to be of the right length."""
-    if flags & _Flag.MASK_AS_RUNS:
-        return _read_runs(payload, shape, label)
-    if not flags & _Flag.MASK_AS_BITS:
+    """The mask, bool [T] or None, and the rest of the payload, whose length is checked."""
+    if not flags & (_Flag.MASK_AS_BITS | _Flag.MASK_AS_RUNS):
         shape.check_rows(shape.num_tokens, len(payload), label)
         return None, payload
-    length = -(-shape.num_tokens // 8)
+    as_runs = bool(flags & _Flag.MASK_AS_RUNS)
+    length = 4 + 4 * int.from_bytes(payload[:4], "little") if as_runs else -(-shape.num_tokens // 8)
     if len(payload) < length:
         raise TraceError(
             f"{label}: a payload of {len(payload)} bytes, expected {length} for the mask of {shape.num_tokens} tokens "
             f"alone: the data is damaged"
         )
-    bits = np.unpackbits(np.frombuffer(payload[:length], dtype=np.uint8), bitorder="little")
-    present = bits[: shape.num_tokens].astype(bool)
-    shape.check_rows(int(np.count_nonzero(present)), len(payload) - length, label)
-    return present, payload[length:]
-
-
-def _read_runs(payload: memoryview, shape: _Shape, label: str) -> tuple[np.ndarray, memoryview]:
-    length = 4 + 4 * int.from_bytes(payload[:4], "little")
-    if len(payload) < length:
-        raise TraceError(
-            f"{label}: a payload of {len(payload)} bytes, expected {length} for the mask alone: the data is damaged"
-        )
+    if not as_runs:
+        bits = np.frombuffer(payload[:length], dtype=np.uint8)
+        present = np.unpackbits(bits, count=shape.num_tokens, bitorder="little").astype(bool)
+        shape.check_rows(int(np.count_nonzero(present)), len(payload) - length, label)
+        return present, payload[length:]
     runs = np.frombuffer(payload[4:length], dtype="<u4").astype(np.int64)
     if int(runs.sum()) != shape.num_tokens:
         raise TraceError(
             f"{label}: a mask of {int(runs.sum())} tokens, expected {shape.num_tokens}: the data is damaged"
         )
-    shape.check_rows(int(runs[::2].sum()), len(payload) - length, label)
+    shape.check_rows(int(runs[::2].sum()), len(payload) - length, label)  # before the mask itself takes memory
     return np.repeat(np.arange(len(runs)) % 2 == 0, runs), payload[length:]
 
 

@@ -47,7 +47,11 @@ class RoutingTrace:
                 f"{self.label}: top-{experts.shape[2]} of {self.num_experts} experts; "
                 f"num_experts must be 1..65536 and at least the top-k"
             )
-        present = None if self.present is None else self._check_present(experts.shape[0])
+        present = None if self.present is None else np.asarray(self.present)
+        if present is not None and (present.dtype != np.bool_ or present.shape != experts.shape[:1]):
+            raise TraceError(
+                f"{self.label}: present is {present.dtype} {list(present.shape)}, expected bool [{len(experts)}]"
+            )
         if present is not None and not present.all():
             experts = np.where(present[:, None, None], experts, 0)
         self._check_range(experts)
@@ -60,14 +64,6 @@ class RoutingTrace:
     def num_missing(self) -> int:
         """Tokens without a recorded row."""
         return 0 if self.present is None else int(np.count_nonzero(~self.present))
-
-    def _check_present(self, num_tokens: int) -> np.ndarray:
-        present = np.asarray(self.present)
-        if present.dtype != np.bool_ or present.shape != (num_tokens,):
-            raise TraceError(
-                f"{self.label}: present is {present.dtype} {list(present.shape)}, expected bool [{num_tokens}]"
-            )
-        return present
 
     def _check_range(self, experts: np.ndarray) -> None:
         if not experts.size or (experts.min() >= 0 and experts.max() < self.num_experts):
