@@ -42,7 +42,6 @@ SCORED = {
     "objectives/weights": f"{_OBJECTIVES} sequence_ratios",
     "objectives/loss": f"{_OBJECTIVES} sequence_ratios step_advantages table",
     "objectives/columns": _OBJECTIVES,
-    "objectives/process_rewards": "process_rewards step_advantages",
     "advantages": "advantages step_advantages credit_assignment",
     "ratios": f"ratios sequence_ratios {_OBJECTIVES} advantages",
     "packing": "packing turns",

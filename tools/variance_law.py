@@ -10,17 +10,56 @@ A cross leaves the line if the few samples that dominate the mean were not drawn
 from __future__ import annotations
 
 import argparse
+import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from megarl.core.diagnostics import RatioSpread, simulate_variance, variance_law
-
 SIGMAS = (0.02, 0.05, 0.1, 0.2)
 LENGTHS = (1, 3, 10, 30, 100, 300, 1000)
 COLORS = ("#4c72b0", "#55a868", "#dd8452", "#c44e52")
+
+
+@dataclass(frozen=True, slots=True)
+class RatioSpread:
+    """How widely the product of H independent token ratios scatters."""
+
+    variance: float
+    """Var of the product, in units of its mean 1."""
+    ess_fraction: float
+    """Effective sample size per sample."""
+
+
+def variance_law(sigma: float, length: int) -> RatioSpread:
+    """Return ``Var prod rho = exp(H sigma^2) - 1`` and ``ESS / N = exp(-H sigma^2)``: sequence weights explode.
+
+    For log rho ~ N(-sigma^2 / 2, sigma^2) per token, so that E[rho] = 1. sigma: standard deviation of a token's
+    log-ratio; length: H tokens. The variance is inf where float64 ends (H sigma^2 above 709).
+    """
+    exponent = length * sigma**2
+    try:
+        return RatioSpread(math.expm1(exponent), math.exp(-exponent))
+    except OverflowError:
+        return RatioSpread(math.inf, math.exp(-exponent))
+
+
+def simulate_variance(sigma: float, length: int, samples: int, generator: torch.Generator) -> RatioSpread:
+    """Return the same from random draws: samples products of length token ratios each.
+
+    The estimate of the variance is useless once exp(H sigma^2) nears the number of samples: the few draws that make
+    up the mean are then not among them, which is just what happens to a policy gradient.
+    """
+    log_products = torch.zeros(samples, dtype=torch.float64)
+    for _ in range(length):
+        log_products += sigma * torch.randn(samples, dtype=torch.float64, generator=generator) - sigma**2 / 2
+    products = log_products.exp()
+    # The mean is known to be 1; an estimated one would hide what is missing.
+    variance = float((products - 1).square().mean())
+    return RatioSpread(variance, float(products.sum().square() / products.square().sum()) / samples)
+
 
 Simulations = dict[tuple[float, int], RatioSpread]
 

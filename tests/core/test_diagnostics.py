@@ -9,16 +9,11 @@ from core_batches import random_columns
 from oracles import reference
 
 from megarl.core.diagnostics import (
-    RatioSpread,
-    chi2,
     effective_prompt_ratio,
     entropy,
     entropy_stat,
-    extreme_share,
     mismatch_metrics,
     prefix_variance_rate,
-    simulate_variance,
-    variance_law,
 )
 from megarl.core.metrics import Stat, finalize, merge
 
@@ -104,18 +99,15 @@ def test_explosion_of_the_product_ratio():
     second = float((share * ratio.square()).sum())
     assert second - 1 == pytest.approx(1.7182818284590453, abs=1e-9)
     assert float((share * ratio).sum()) ** 2 / second == pytest.approx(0.36787944117144233, abs=1e-9)
-    # chi2 itself, on draws whose shares are equal.
-    equal = torch.tensor([0.5, 1.5], dtype=torch.float64)
-    assert float(chi2(equal, torch.ones(2, dtype=torch.bool))) == pytest.approx(0.25)
 
 
-def test_extreme_share():
+def test_share_of_extreme_tokens():
     log_ratio = torch.tensor([math.log(2.5), -math.log(2.5), math.log(1.9), 0.0], dtype=torch.float64)
-    assert float(extreme_share(log_ratio, ALL)) == 0.5
-    assert float(extreme_share(log_ratio, ALL, tau=1.5)) == 0.75
-    assert float(extreme_share(log_ratio, torch.tensor([True, False, True, True]))) == pytest.approx(1 / 3)
-    with pytest.raises(ValueError, match="tau"):
-        extreme_share(log_ratio, ALL, tau=0.5)
+    zero, bounds = torch.zeros(4, dtype=torch.float64), torch.tensor([0, 4])
+    old, mu = log_ratio - 1, zero - 1
+    assert finalize(mismatch_metrics(old, mu, ALL, bounds))["rollout/extreme_2"] == 0.5
+    some = torch.tensor([True, False, True, True])
+    assert finalize(mismatch_metrics(old, mu, some, bounds))["rollout/extreme_2"] == pytest.approx(1 / 3)
 
 
 def test_effective_prompt_ratio():
@@ -133,32 +125,6 @@ def test_effective_prompt_ratio_in_expectation(rate, size, expected):
         probability = rate ** sum(rewards) * (1 - rate) ** (size - sum(rewards))
         total += probability * float(effective_prompt_ratio(rewards, [0] * size))
     assert total == pytest.approx(expected, abs=1e-9)
-
-
-def test_variance_law():
-    assert variance_law(0.1, 100).variance == pytest.approx(1.7182818284590453, abs=1e-9)
-    assert variance_law(0.1, 100).ess_fraction == pytest.approx(0.36787944117144233, abs=1e-9)
-    assert variance_law(0.1, 1000).variance == pytest.approx(22025.465794806718, rel=1e-9)
-    assert variance_law(1.0, 1000) == RatioSpread(math.inf, 0.0)
-
-
-def test_variance_of_drawn_products_follows_the_law():
-    """200 000 products of 20 ratios with sigma 0.15: e^0.45 - 1 = 0.568, known to about 2 %."""
-    drawn = simulate_variance(0.15, 20, 200_000, torch.Generator().manual_seed(0))
-    law = variance_law(0.15, 20)
-    assert drawn.variance == pytest.approx(law.variance, rel=0.05)
-    assert drawn.ess_fraction == pytest.approx(law.ess_fraction, rel=0.02)
-
-
-def test_variance_of_prefix_ratios():
-    """Var rho_t = (1 + delta)^t - 1 with E[rho^2] = 1 + delta per token."""
-    delta = math.expm1(0.1**2)
-    assert variance_law(0.1, 100).variance == pytest.approx((1 + delta) ** 100 - 1)
-    sigma = math.sqrt(math.log1p(0.01))
-    assert variance_law(sigma, 100).variance == pytest.approx(1.7048138294215285, abs=1e-9)
-    assert variance_law(sigma, 1000).variance == pytest.approx(20958.155637813845, rel=1e-9)
-    full, prefix = variance_law(sigma, 1000).variance + 1, variance_law(sigma, 100).variance + 1
-    assert full / prefix == pytest.approx(7748.8348402508445, rel=1e-9)
 
 
 def test_prefix_variance_rate():

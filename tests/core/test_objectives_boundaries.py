@@ -47,13 +47,13 @@ def columns_of(theta, old=0.0, mu=0.0, advantages=1.0, mask=None, cu_seqlens=Non
 
 
 def weights_of(objective: Objective, columns: TokenColumns) -> list[float]:
-    return importance_weight(objective, prepare(columns)).values.tolist()
+    return importance_weight(objective, prepare(columns))[0].tolist()
 
 
 def trust_of(objective: Objective, columns: TokenColumns) -> tuple[list[bool], dict[str, float]]:
     state = prepare(columns)
-    trust = find_trusted(objective, state, log_ratio(state.logprobs, state.old_logprobs, state.keep))
-    return trust.inside.tolist(), finalize(trust.metrics)
+    inside, metrics = find_trusted(objective, state, log_ratio(state.logprobs, state.old_logprobs, state.keep))
+    return inside.tolist(), finalize(metrics)
 
 
 def replaced(**changes) -> Objective:
@@ -201,35 +201,35 @@ class TestGap:
 
     def test_the_factor_is_reported(self):
         columns = columns_of([0.0, 0.0], mu=[-1.0, 1.0])
-        metrics = finalize(importance_weight(replaced(gap="old_mu", gap_high=2.0), prepare(columns)).metrics)
+        metrics = finalize(importance_weight(replaced(gap="old_mu", gap_high=2.0), prepare(columns))[1])
         assert metrics["gap/weight/max"] == pytest.approx(math.e)
-        assert "gap/weight/max" not in finalize(importance_weight(PLAIN, prepare(columns)).metrics)
+        assert "gap/weight/max" not in finalize(importance_weight(PLAIN, prepare(columns))[1])
 
 
 class TestWeight:
     def test_a_weight_at_the_cap_is_not_truncated(self):
         objective = replaced(weight="theta_old", cap=1.0)
-        result = importance_weight(objective, prepare(columns_of([0.0, 0.5, -0.5])))
-        assert result.values.tolist() == pytest.approx([1.0, 1.0, math.exp(-0.5)])
-        assert finalize(result.metrics)["tis/truncated"] == pytest.approx(1 / 3)
+        values, metrics = importance_weight(objective, prepare(columns_of([0.0, 0.5, -0.5])))
+        assert values.tolist() == pytest.approx([1.0, 1.0, math.exp(-0.5)])
+        assert finalize(metrics)["tis/truncated"] == pytest.approx(1 / 3)
 
     def test_truncated_tokens_of_both_factors_count(self):
         """Decoupled: old/mu = e is cut by the cap, theta/old = e by the clip; one token each."""
         objective = replaced(weight="theta_mu", tis_on="old_mu", weight_fn="upper_clip", eps_high=0.5, cap=2.0)
-        result = importance_weight(objective, prepare(columns_of([1.0, 1.0, 0.0], old=[1.0, 0.0, 0.0])))
-        assert result.values.tolist() == pytest.approx([2.0, 1.5, 1.0])
-        assert finalize(result.metrics)["tis/truncated"] == pytest.approx(2 / 3)
+        values, metrics = importance_weight(objective, prepare(columns_of([1.0, 1.0, 0.0], old=[1.0, 0.0, 0.0])))
+        assert values.tolist() == pytest.approx([2.0, 1.5, 1.0])
+        assert finalize(metrics)["tis/truncated"] == pytest.approx(2 / 3)
 
     def test_function_and_cap_both_count(self):
         objective = replaced(weight="theta_old", weight_fn="upper_clip", eps_high=1.0, cap=5.0)
-        metrics = finalize(importance_weight(objective, prepare(columns_of([1.0, 0.0]))).metrics)
+        metrics = finalize(importance_weight(objective, prepare(columns_of([1.0, 0.0])))[1])
         assert metrics["tis/truncated"] == 0.5
         capped = dataclasses.replace(objective, eps_high=9.0, cap=2.0)
-        assert finalize(importance_weight(capped, prepare(columns_of([1.0, 0.0]))).metrics)["tis/truncated"] == 0.5
+        assert finalize(importance_weight(capped, prepare(columns_of([1.0, 0.0])))[1])["tis/truncated"] == 0.5
 
     def test_tokens_without_loss_are_not_truncated(self):
         columns = columns_of([5.0, 0.0], mask=[False, True])
-        metrics = finalize(importance_weight(replaced(weight="theta_old", cap=0.5), prepare(columns)).metrics)
+        metrics = finalize(importance_weight(replaced(weight="theta_old", cap=0.5), prepare(columns))[1])
         assert metrics["tis/truncated"] == 1.0
 
     @pytest.mark.parametrize(
@@ -254,9 +254,9 @@ class TestWeight:
     def test_a_shared_power_is_used(self):
         objective = dataclasses.replace(OBJECTIVES["adaptive_power"], ess_target=0.9)
         state = prepare(columns_of([1.0, -1.0]))
-        result = importance_weight(objective, state, 0.25)
-        assert result.values.tolist() == pytest.approx([math.exp(0.25), math.exp(-0.25)])
-        assert finalize(result.metrics)["tis/power"] == 0.25
+        values, metrics = importance_weight(objective, state, 0.25)
+        assert values.tolist() == pytest.approx([math.exp(0.25), math.exp(-0.25)])
+        assert finalize(metrics)["tis/power"] == 0.25
 
 
 class TestAdaptivePower:
@@ -376,9 +376,9 @@ class TestSums:
         columns.logprobs[1] = -math.inf
         columns.rollout_logprobs[3] = -math.inf
         result = coefficients(replaced(aggregation="token-mean"), columns)
-        metrics = finalize(result.metrics)
+        metrics = finalize(metrics)
         assert (metrics["loss_tokens"], metrics["logprobs/invalid"], metrics["logprobs/dropped"]) == (2, 1, 1)
-        assert result.values.tolist() == [0, 0, 0.5, 0]
+        assert values.tolist() == [0, 0, 0.5, 0]
 
     def test_prefix_gradient_collects_what_comes_after(self):
         """rho = (e, e^2, e^3) of prefixes; token i collects rho_t for t >= i; a token without loss gets 0."""

@@ -1,7 +1,7 @@
-"""Advantages of process rewards by response, against those of packed tokens."""
-
 from __future__ import annotations
 
+import math
+import statistics
 from dataclasses import replace
 
 import numpy as np
@@ -10,49 +10,119 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.core.advantages import grpo
 from megarl.core.objectives import OBJECTIVES, select_responses, sequence_advantages, step_advantages
-from megarl.core.objectives.process_rewards import process_advantages
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, NumericsError
 
 PROCESS = replace(OBJECTIVES["grpo"], advantage="process", std_ddof=0, std_eps=1e-4)
 
+Response = tuple[int, int, list[tuple[int, float]]]
+"""Group, tokens, and per step its last token in the response and its reward."""
+
+
+@st.composite
+def responses(draw: st.DrawFn) -> Response:
+    length = draw(st.integers(0, 6))
+    step = st.tuples(st.integers(0, max(length - 1, 0)), st.sampled_from([0.0, 0.1, 0.5, 1.0, -2.0]))
+    return draw(st.integers(-1, 1)), length, draw(st.lists(step, max_size=4 if length else 0))
+
+
+batches = st.lists(responses(), min_size=1, max_size=7)
+
+
+def advantages_of(batch: list[Response], ddof: int = 1, eps: float = 1e-6, shift: float = 0.0) -> np.ndarray:
+    """float64 [T], those of all responses back to back."""
+    objective = replace(OBJECTIVES["grpo"], advantage="process", std_ddof=ddof, std_eps=eps)
+    steps = [sorted(((at, reward + shift) for at, reward in row), key=lambda step: step[0]) for _, _, row in batch]
+    found = step_advantages(objective, steps, [group for group, _, _ in batch], [length for _, length, _ in batch])
+    return np.concatenate(found)
+
+
+def slow(batch: list[Response], ddof: int, eps: float) -> list[float]:
+    """Every token looks at every step of its response, every step at every step of its group."""
+    advantages = []
+    for group, length, steps in batch:
+        everything = [reward for g, _, row in batch if g == group for _, reward in row]
+        for token in range(length):
+            total = 0.0
+            for at, reward in steps:
+                if at < token or len(set(everything)) == 1:
+                    continue
+                deviation = statistics.stdev(everything) if ddof else statistics.pstdev(everything)
+                total += (reward - math.fsum(everything) / len(everything)) / (deviation + eps)
+            advantages.append(total)
+    return advantages
+
+
+def close(actual: np.ndarray, expected: object) -> None:
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-9)
+
+
+def test_hand_computed():
+    """Steps 1 and 0 in one response, 1 in the other: mean 2/3, population's deviation sqrt(2)/3, the third has none."""
+    batch: list[Response] = [(4, 4, [(1, 1.0), (2, 0.0)]), (4, 2, [(1, 1.0)]), (4, 2, []), (5, 1, [(0, 7.0)])]
+    good, bad = 1 / math.sqrt(2), -math.sqrt(2)
+    close(advantages_of(batch, ddof=0, eps=0.0), [good + bad, good + bad, bad, 0, good, good, 0, 0, 0])
+    # The unbiased deviation of 1, 0, 1 is 1 / sqrt(3).
+    close(advantages_of(batch, eps=0.0)[4:6], [math.sqrt(3) / 3] * 2)
+
+
+@settings(max_examples=150, deadline=None)
+@given(batch=batches, ddof=st.sampled_from([0, 1]))
+def test_against_reference(batch, ddof):
+    close(advantages_of(batch, ddof, 1e-2), slow(batch, ddof, 1e-2))
+
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 10**6))
-def test_as_on_packed_tokens(lengths: list[int], seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    groups = np.sort(rng.integers(0, 3, len(lengths)))
-    steps = []
-    for length in lengths:
-        ends = np.sort(rng.choice(length, size=rng.integers(0, length + 1), replace=False))
-        steps.append([(int(end), float(rng.integers(0, 3))) for end in ends])
-    starts = np.cumsum([0, *lengths])
-    expected = process_advantages(
-        np.array([reward for each in steps for _, reward in each]),
-        np.array([start + end for start, each in zip(starts, steps, strict=False) for end, _ in each], dtype=np.int64),
-        groups,
-        torch.ones(int(starts[-1]), dtype=torch.bool),
-        torch.from_numpy(starts),
-        ddof=0,
-        eps=1e-4,
-    )
-    found = step_advantages(PROCESS, steps, groups, lengths)
-    np.testing.assert_allclose(np.concatenate(found), expected.numpy(), atol=1e-12)
-    wanted = [length if index % 2 else 0 for index, length in enumerate(lengths)]
-    partly = step_advantages(PROCESS, steps, groups, wanted)  # the others only enter the statistics
-    assert [len(each) for each in partly] == wanted
-    for index, each in enumerate(partly):
-        np.testing.assert_array_equal(each, found[index][: wanted[index]])
+@given(batch=batches, shift=st.floats(-10, 10))
+def test_a_shift_of_all_step_rewards_changes_nothing(batch, shift):
+    np.testing.assert_allclose(advantages_of(batch, eps=1e-2, shift=shift), advantages_of(batch, eps=1e-2), atol=1e-8)
 
 
-def test_a_caller_with_nothing_but_rewards_is_told() -> None:
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(-1, 1), st.integers(1, 5), st.floats(-3, 3)), min_size=1, max_size=8),
+    ddof=st.sampled_from([0, 1]),
+)
+def test_one_step_at_the_end_is_the_advantage_of_the_response(rows, ddof):
+    batch: list[Response] = [(group, length, [(length - 1, reward)]) for group, length, reward in rows]
+    rewards, groups = [r for _, _, r in rows], [g for g, _, _ in rows]
+    lengths = torch.tensor([length for _, length, _ in rows])
+    close(advantages_of(batch, ddof), grpo(rewards, groups, ddof).repeat_interleave(lengths).numpy())
+
+
+@settings(max_examples=60, deadline=None)
+@given(batch=batches, data=st.data())
+def test_order_of_responses_does_not_matter(batch, data):
+    order = data.draw(st.permutations(range(len(batch))))
+    own = np.split(advantages_of(batch), np.cumsum([length for _, length, _ in batch])[:-1])
+    close(advantages_of([batch[n] for n in order]), np.concatenate([own[n] for n in order]))
+
+
+@settings(max_examples=30, deadline=None)
+@given(reward=st.floats(-1e3, 1e3))
+def test_no_contrast_is_exactly_zero(reward):
+    batch: list[Response] = [(0, 3, [(0, reward), (2, reward)]), (0, 2, [(1, reward)]), (1, 1, [(0, reward)])]
+    assert advantages_of(batch).tolist() == [0.0] * 6
+    assert advantages_of([(0, 4, [])]).tolist() == [0.0] * 4
+
+
+def test_only_the_tokens_that_are_wanted():
+    """A response of length 0 only enters the statistics."""
+    steps = [[(0, 1.0), (2, 0.0)], [(1, 1.0)]]
+    both = step_advantages(PROCESS, steps, [0, 0], [3, 2])
+    first, second = step_advantages(PROCESS, steps, [0, 0], [0, 2])
+    assert len(first) == 0
+    np.testing.assert_array_equal(second, both[1])
+
+
+def test_refusals():
+    with pytest.raises(NumericsError, match="nan, expected a finite number"):
+        advantages_of([(0, 2, [(0, 1.0), (1, math.nan)])])
+    with pytest.raises(ValueError, match="shorter"):
+        step_advantages(PROCESS, [[(0, 1.0)], [(1, 0.0)]], [0, 0], [2])
     with pytest.raises(ConfigError, match="step_advantages"):
         sequence_advantages(PROCESS, [1.0, 0.0], [0, 0])
     assert select_responses(PROCESS, [1.0, 0.0], [0, 0]).all()
     with pytest.raises(ConfigError, match="one advantage per response, but those of 'process' differ"):
         replace(PROCESS, selection="positive")
-
-
-def test_one_length_per_response() -> None:
-    with pytest.raises(ValueError, match="shorter"):
-        step_advantages(PROCESS, [[(0, 1.0)], [(1, 0.0)]], [0, 0], [2])

@@ -40,7 +40,7 @@ class Objective:
 
     advantage: AdvantageName
     """How rewards become advantages; see ``megarl.core.advantages``. "token_level_kl" and "process" differ between
-    tokens, the latter by the rewards of steps (``megarl.core.objectives.process_rewards``)."""
+    tokens, the latter by the rewards of steps (``megarl.core.objectives.step_advantages``)."""
     weight: WeightPolicies
     """The policies whose ratio weights a token, numerator first; "none" is weight 1."""
     mask: MaskKind

@@ -23,7 +23,6 @@ from megarl.core.choices.parts import Objective
 from megarl.core.choices.stopping import POSITIVE
 from megarl.core.metrics import Stat
 from megarl.core.objectives.columns import Denominators, TokenColumns, TokenState, prepare
-from megarl.core.objectives.process_rewards import process_advantages
 from megarl.core.objectives.weights import (
     Total,
     adaptive_power,
@@ -108,28 +107,25 @@ def token_advantages(
 def step_advantages(
     objective: Objective, steps: Sequence[Sequence[tuple[int, float]]], groups: Values, lengths: Sequence[int]
 ) -> list[np.ndarray]:
-    """Return the advantage "process" of each token of each response: float64 [T_n], n = 0..N-1.
+    """Return the advantage "process": the sum of ``z_s`` over the steps s of the response that end at or after a token.
+
+    result: one float64 [T_n] per response.
+    ``z_s = (r_s - mean) / (std + eps)`` with statistics over all steps of all responses of the group, so a response of
+    many steps weighs more in them. A response without steps is in no statistics and gets 0; so do tokens after the last
+    step. Source: DeepSeekMath (arXiv 2402.03300), 4.1.3, process supervision.
 
     steps: by response, (index of the last token, reward) of its steps, ascending; groups: integer [N], whole groups;
-    lengths: T_n, or 0 for a response whose tokens are not wanted. See ``megarl.core.objectives.process_rewards``.
+    lengths: T_n, or 0 for a response whose tokens are not wanted. Raises NumericsError if a reward is not finite.
     """
-    # Only the order of steps matters for their sums: each response is laid out as if a step were a token.
     counts = [len(each) for each in steps]
-    cu_seqlens = torch.tensor([0, *counts]).cumsum(0)
     rewards = np.array([reward for each in steps for _, reward in each], dtype=np.float64)
-    values = process_advantages(
-        rewards,
-        np.arange(len(rewards)),
-        groups,
-        torch.ones(len(rewards), dtype=torch.bool),
-        cu_seqlens,
-        ddof=objective.std_ddof,
-        eps=objective.std_eps,
-    ).numpy()
+    of_group = np.repeat(np.asarray(groups), counts)
+    values = grpo(rewards, of_group, objective.std_ddof, objective.std_eps).numpy()
     found: list[np.ndarray] = []
-    for each, to_go, length in zip(steps, np.split(values, cu_seqlens[1:-1].tolist()), lengths, strict=True):
+    for each, own, length in zip(steps, np.split(values, np.cumsum(counts)[:-1]), lengths, strict=True):
         ends = np.array([end for end, _ in each], dtype=np.int64)
-        found.append(np.append(to_go, 0.0)[np.searchsorted(ends, np.arange(length))])
+        to_go = np.append(own[::-1].cumsum()[::-1], 0.0)
+        found.append(to_go[np.searchsorted(ends, np.arange(length))])
     return found
 
 
@@ -170,10 +166,10 @@ def coefficients(
     """
     state = prepare(columns)
     log_staleness = log_ratio(state.logprobs, state.old_logprobs, state.keep)
-    weight = importance_weight(objective, state, power)
-    trust = find_trusted(objective, state, log_staleness)
+    weight, weight_metrics = importance_weight(objective, state, power)
+    inside, trust_metrics = find_trusted(objective, state, log_staleness)
     scale = _aggregation_scale(objective, state, denominators)
-    values = torch.where(trust.inside, weight.values * state.advantages * scale, 0.0)
+    values = torch.where(inside, weight * state.advantages * scale, 0.0)
     if objective.prefix_grad:
         # d rho_t / d log pi_i = rho_t for every i <= t: each token collects the terms of all tokens after it.
         collected = segment_cumsum(values, state.cu_seqlens, reverse=True).to(values.dtype)
@@ -183,8 +179,8 @@ def coefficients(
         "logprobs/invalid": Stat.total((columns.loss_mask & ~state.usable).sum()),
         "logprobs/dropped": Stat.total((state.usable & ~state.keep).sum()),
         "ratio": Stat.ratio(log_staleness, state.keep),
-        **weight.metrics,
-        **trust.metrics,
+        **weight_metrics,
+        **trust_metrics,
     }
     if objective.kl != "none":
         if state.ref_logprobs is None:

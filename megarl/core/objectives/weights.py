@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,26 +21,10 @@ Total = Callable[[Tensor], Tensor]
 """Adds a vector of sums over ranks."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Weight:
-    """The importance weight of each token."""
-
-    values: Tensor
-    """[T], detached; finite everywhere."""
-    metrics: dict[str, Stat]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Trust:
-    """Which tokens may train."""
-
-    inside: Tensor
-    """bool [T]."""
-    metrics: dict[str, Stat]
-
-
-def importance_weight(objective: Objective, state: TokenState, power: float | None = None) -> Weight:
-    """Return ``min(f(rho), cap)``, times the truncated gap factor where there is one.
+def importance_weight(
+    objective: Objective, state: TokenState, power: float | None = None
+) -> tuple[Tensor, dict[str, Stat]]:
+    """Return ``min(f(rho), cap)``, times the truncated gap factor where there is one: [T], finite; and its metrics.
 
     power: q of "adaptive_power"; None chooses it from this state.
     """
@@ -68,11 +51,11 @@ def importance_weight(objective: Objective, state: TokenState, power: float | No
         "tis/ess": Stat.ess(values, state.keep),
         "tis/truncated": Stat.mean(truncated, state.keep),
     }
-    return Weight(values, metrics | extra)
+    return values, metrics | extra
 
 
-def find_trusted(objective: Objective, state: TokenState, log_staleness: Tensor) -> Trust:
-    """Return which tokens pass mask, dual clip and gap mask; log_staleness: [T], log theta/old of single tokens."""
+def find_trusted(objective: Objective, state: TokenState, log_staleness: Tensor) -> tuple[Tensor, dict[str, Stat]]:
+    """Return which tokens pass the masks, bool [T], and metrics; log_staleness: [T], log theta/old of single tokens."""
     keep, advantages = state.keep, state.advantages
     nowhere = torch.zeros_like(keep)
     high = low = dual = gap = nowhere
@@ -97,7 +80,7 @@ def find_trusted(objective: Objective, state: TokenState, log_staleness: Tensor)
             gap = gap | (factor > objective.gap_high)
         extra["gap/dropped"] = Stat.mean(gap & keep, keep)
     inside = keep & ~(high | low | dual | gap)
-    return Trust(inside, {"clip/high": Stat.mean(high, keep), "clip/low": Stat.mean(low, keep)} | extra)
+    return inside, {"clip/high": Stat.mean(high, keep), "clip/low": Stat.mean(low, keep)} | extra
 
 
 def kl_penalty(kind: KlPenalty, logprobs: Tensor, ref_logprobs: Tensor, keep: Tensor) -> tuple[Tensor, dict[str, Stat]]:
