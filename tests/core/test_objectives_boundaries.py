@@ -376,9 +376,9 @@ class TestSums:
         columns.logprobs[1] = -math.inf
         columns.rollout_logprobs[3] = -math.inf
         result = coefficients(replaced(aggregation="token-mean"), columns)
-        metrics = finalize(metrics)
+        metrics = finalize(result.metrics)
         assert (metrics["loss_tokens"], metrics["logprobs/invalid"], metrics["logprobs/dropped"]) == (2, 1, 1)
-        assert values.tolist() == [0, 0, 0.5, 0]
+        assert result.values.tolist() == [0, 0, 0.5, 0]
 
     def test_prefix_gradient_collects_what_comes_after(self):
         """rho = (e, e^2, e^3) of prefixes; token i collects rho_t for t >= i; a token without loss gets 0."""
