@@ -17,14 +17,14 @@ from typing import Any
 
 import psutil
 
-from megarl.launch.topology import from_plain
+from megarl.launch.topology import read_topology
 
 _PR_SET_PDEATHSIG = 1
 
 
 def torchrun(launch: Mapping[str, Any], node: int) -> list[str]:
     """The command line of torchrun on a node. Each rank writes into files of its own; the first one also to here."""
-    topology = from_plain(launch["topology"])
+    topology = read_topology(launch)
     logs = Path(launch["logs"]) / f"node{node}"
     words = [sys.executable, "-m", "torch.distributed.run"]
     words += ["--nnodes", str(len(topology.trainers)), "--node-rank", str(node)]
@@ -37,7 +37,7 @@ def torchrun(launch: Mapping[str, Any], node: int) -> list[str]:
 def environment(launch: Mapping[str, Any], node: int) -> dict[str, str]:
     """What torchrun and its ranks need besides: the interface that has this node's address, where names need not
     resolve, and lines without a prefix."""
-    address = from_plain(launch["topology"]).trainers[node].address
+    address = read_topology(launch).trainers[node].address
     interface = next(
         (
             name

@@ -21,8 +21,8 @@ from megarl.config import file as config_file
 from megarl.config.flags import split_overrides
 from megarl.data.files import write_atomically
 from megarl.errors import ConfigError, MegarlError, RolloutError
-from megarl.launch.server_steps import end_file, ready_file
-from megarl.launch.topology import from_plain
+from megarl.launch.steps import end_file, ready_file
+from megarl.launch.topology import read_topology
 from megarl.rollout.sglang.http import key_named
 from megarl.rollout.sglang.server import Server
 from megarl.train.engines import server_specs
@@ -31,7 +31,7 @@ from megarl.train.engines import server_specs
 def serve(config: Config, launch_file: Path, index: int) -> None:
     """Run a server until it is to end. RolloutError if it does not start, or ends by itself."""
     launch = json.loads(launch_file.read_text())
-    topology = from_plain(launch["topology"])
+    topology = read_topology(launch)
     # A folder for each server: two of a node would write the files of one at the same time.
     folder = config.run_dir / "sglang" / f"server{index}"
     host = topology.server_node(index).address

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,13 +26,12 @@ from megarl.config import Config
 from megarl.data.files import read_record, write_atomically
 from megarl.errors import ConfigError, RolloutError
 from megarl.launch import topology
-from megarl.launch.server_steps import ServerSteps
-from megarl.launch.steps import PYTHON, Step, srun
+from megarl.launch.steps import BAD_INPUT, PYTHON, ServerSteps, Step, srun
 from megarl.launch.topology import Topology
 from megarl.run.lock import BEAT_S, RunLock
 from megarl.run.status import FAILURE_VARIABLE, describe_ranks, newest_checkpoint, read_signs, stop_file
 
-FINISHED, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75
+FINISHED, FAILED, STOPPED = 0, 1, 75
 KEY_VARIABLE = "MEGARL_API_KEY"
 ATTEMPT_VARIABLE = "MEGARL_ATTEMPT"
 """Environment variable that names this start of the trainer; its status file repeats it."""
@@ -62,7 +61,11 @@ class Supervisor:
         with self._lock:
             job = os.environ.get("SLURM_JOB_ID", time.strftime("%Y%m%d-%H%M%S"))
             again = os.environ.get("SLURM_RESTART_COUNT", "0")
-            self.logs = _make_new_folder(self.folder / "logs", f"{job}-{again}")
+            name, number = f"{job}-{again}", itertools.count(2)
+            self.logs = self.folder / "logs" / name
+            while self.logs.exists():  # one Slurm job may launch a run twice
+                self.logs = self.logs.with_name(f"{name}-{next(number)}")
+            self.logs.mkdir(parents=True)
             self.launch_file = self.folder / "launch.json"
             self._servers = ServerSteps(self.config, self.launch_file, self.logs, self._tell)
             try:
@@ -72,7 +75,7 @@ class Supervisor:
                 code = FAILED
             finally:
                 self._servers.stop()
-            self._write_status({0: "finished", 75: "stopped"}.get(code, "gave up"))
+            self._write_status({FINISHED: "finished", STOPPED: "stopped"}.get(code, "gave up"))
         if code == STOPPED and self._stop_signal == signal.SIGUSR1:
             self._requeue()
         return code
@@ -85,7 +88,7 @@ class Supervisor:
         while True:
             if not self._wait_for_servers(first=self._attempt == 0):
                 return STOPPED
-            before = self._progress()
+            before = newest_checkpoint(self.folder) or ""
             code = self._train()
             status = self._status()
             if status.get("state") == "finished":
@@ -98,11 +101,14 @@ class Supervisor:
                 self._wait_for_slurm()
                 return STOPPED
             found = read_record(self._logs_of_attempt / "failure.json")
-            why = found.get("message") or status.get("last_error") or f"exit code {code}; {self._find_ranks()}"
+            signs = read_signs(self.folder, self.config.launch.ranks, os.environ[ATTEMPT_VARIABLE])
+            # Ranks that were killed, or aborted by NCCL after a time-out, have written no error.
+            last_seen = f"exit code {code}; last seen: {describe_ranks(signs, now=None)}"
+            why = found.get("message") or status.get("last_error") or last_seen
             if found.get("kind") in _BAD_INPUT:
                 self._tell(f"the trainer cannot go on: {why}")
                 return BAD_INPUT
-            fruitless = 0 if self._progress() > before else fruitless + 1
+            fruitless = 0 if (newest_checkpoint(self.folder) or "") > before else fruitless + 1
             if fruitless > self.config.launch.max_restarts:
                 self._tell(f"the trainer died {fruitless} times without a new checkpoint and is given up: {why}")
                 return FAILED
@@ -115,15 +121,18 @@ class Supervisor:
             os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
 
     def _write(self, says: str) -> None:
+        """Write launch.json, which all other processes read."""
         key, of_trainer = [], []
         if self.topology.servers:
             of_trainer = ["--sglang.urls", json.dumps(self.topology.urls), "--sglang.gpus", "[]"]
             if self.config.sglang.api_key_env is None:
                 key = ["--sglang.api_key_env", KEY_VARIABLE]
         *words, path = self.command
+        if self._attempt:
+            says += f", {self._attempt} starts of the trainer, {self._servers.num_restarts} restarts of servers"
         launch = {
             "launch": self.logs.name,
-            "topology": self.topology.plain(),
+            "topology": asdict(self.topology),
             "command": [*words, *key, *of_trainer, path],
             "server_command": [*words, *key, path],
             "logs": str(self._logs_of_attempt),
@@ -131,16 +140,11 @@ class Supervisor:
         }
         write_atomically(self.launch_file, json.dumps(launch, indent=1).encode())
 
-    def _write_with_starts(self, text: str) -> None:
-        number = self._servers.num_restarts
-        restarts = f", {number} restarts of servers" if number else ""
-        self._write(f"{text}, {self._attempt} starts of the trainer{restarts}")
-
-    def _write_status(self, text: str) -> None:
+    def _write_status(self, says: str) -> None:
         try:
-            self._write_with_starts(text)
+            self._write(says)
         except OSError as error:
-            # Such as a full disk. Only `megarl status` reads this, so it must not end a trainer or prevent a requeue.
+            # For example a full disk. Only `megarl status` reads this: it must not end a trainer or prevent a requeue.
             self._tell(f"warning: {self.launch_file} is not up to date: {error}")
 
     def _write_for_ranks(self) -> None:
@@ -149,13 +153,12 @@ class Supervisor:
         while self._stop_signal is None:
             try:
                 self._logs_of_attempt.mkdir(parents=True, exist_ok=True)
-                return self._write_with_starts("running")
+                return self._write("running")
             except OSError as error:
                 if time.monotonic() > until:
                     raise RolloutError(f"{self.launch_file} cannot be written: {error}") from error
                 self._tell(f"warning: {self.launch_file} cannot be written: {error}; trying again")
-            time.sleep(min(5.0, _FULL_DISK_S / 10))
-            self._beat()
+            self._wait(min(5.0, _FULL_DISK_S / 10))
         return None
 
     def _train(self) -> int:
@@ -173,8 +176,7 @@ class Supervisor:
         step = Step("trainer", self._trainer_words())
         try:
             while step.code is None:
-                time.sleep(_POLL_S)
-                self._beat()
+                self._wait()
                 self._restart_servers()
                 if self._stop_signal is not None:
                     self._stop_trainer(step)
@@ -201,30 +203,29 @@ class Supervisor:
     def _wait_for_servers(self, *, first: bool) -> bool:
         """Wait until all servers answer; False if asked to stop meanwhile.
 
-        RolloutError if they do not in time, and in the first start as soon as one ends."""
-        until = time.monotonic() + self.config.sglang.start_deadline_s
+        RolloutError if they do not in time. At the first start, a server that ends is not started again.
+        """
+        deadline_s = self.config.sglang.start_deadline_s
+        until = time.monotonic() + deadline_s
         while self._stop_signal is None:
-            if first and not self._servers.all_ready:
-                self._servers.require_first_start()
-            self._restart_servers()
+            if not first:
+                self._restart_servers()
+            self._servers.require_alive()
             if self._servers.all_ready:
                 return True
-            self._servers.require_alive()
             if time.monotonic() > until:
                 raise RolloutError(
-                    f"the servers were not ready after sglang.start_deadline_s = "
-                    f"{self.config.sglang.start_deadline_s:.0f} s; see {self.logs}, or raise it"
+                    f"the servers were not ready after sglang.start_deadline_s = {deadline_s:.0f} s; see {self.logs}, "
+                    "or raise it"
                 )
-            time.sleep(_POLL_S)
-            self._beat()
+            self._wait()
         return False
 
     def _wait_for_slurm(self) -> None:
         """Wait for Slurm, which has stopped the ranks itself and now ends or requeues this script."""
         until = time.monotonic() + self.config.launch.stop_grace_s
         while self.topology.job is not None and self._stop_signal is None and time.monotonic() < until:
-            time.sleep(_POLL_S)
-            self._beat()
+            self._wait()
 
     def _restart_servers(self) -> None:
         if self._stop_signal is None and self._servers.restart_ended():
@@ -238,14 +239,6 @@ class Supervisor:
         """The last status of the trainer's main rank; empty if this start has written none."""
         found = read_record(self.folder / "status.json")
         return found if found.get("attempt") == os.environ[ATTEMPT_VARIABLE] else {}
-
-    def _find_ranks(self) -> str:
-        """Where the ranks were, for those that wrote no error: killed, or aborted by NCCL on a time-out."""
-        signs = read_signs(self.folder, self.config.launch.ranks, os.environ[ATTEMPT_VARIABLE])
-        return f"last seen: {describe_ranks(signs, now=None)}"
-
-    def _progress(self) -> str:
-        return newest_checkpoint(self.folder) or ""
 
     def _requeue(self) -> None:
         """Put the job back into Slurm's queue; Slurm then ends this script."""
@@ -268,7 +261,9 @@ class Supervisor:
         if number != signal.SIGUSR1 and time.monotonic() - self._stop_asked_at > 1.0:
             self._stop_asked_at = -self.config.launch.stop_grace_s  # asked twice: do not wait for the trainer
 
-    def _beat(self) -> None:
+    def _wait(self, seconds: float = _POLL_S) -> None:
+        """Sleep, and keep the lock."""
+        time.sleep(seconds)
         if time.monotonic() - self._beaten > BEAT_S:
             self._beaten = time.monotonic()
             with suppress(OSError):
@@ -276,18 +271,6 @@ class Supervisor:
 
     def _tell(self, line: str) -> None:
         print(f"megarl: {line}", file=sys.stderr, flush=True)
-
-
-def _make_new_folder(parent: Path, name: str) -> Path:
-    """A folder that did not exist: attempts are named after it, and one Slurm job may launch a run twice."""
-    for number in itertools.count(1):
-        path = parent / (name if number == 1 else f"{name}-{number}")
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        return path
-    raise AssertionError("unreachable: itertools.count does not end")
 
 
 def launch(config: Config, command: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""Which nodes, addresses and ports a job has: found once, written to <run>/launch.json, and read by everybody else."""
+"""The nodes, addresses and ports of a job. The launcher finds them; all other processes read <run>/launch.json."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import re
 import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from megarl.config import Config
 from megarl.errors import ConfigError
 
-FIRST_PORT, LAST_PORT = 20000, 30000
-"""Below the ports that a system gives to outgoing connections."""
+FIRST_PORT, LAST_PORT = 20000, 30000  # below the ports that a system gives to outgoing connections
 Ask = Callable[[Sequence[str]], str]
 """Runs a command and returns what it prints."""
 
@@ -25,14 +26,14 @@ class Node:
     """A machine of the job."""
 
     name: str
-    """As Slurm calls it."""
+    """Slurm's name."""
     address: str
-    """IP address by which the other nodes reach it."""
+    """IP address that the other nodes use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Who runs where."""
+    """What runs on which node."""
 
     trainers: tuple[Node, ...]
     servers: tuple[Node, ...]
@@ -41,11 +42,11 @@ class Topology:
     master_port: int
     """On the first trainer node."""
     server_ports: tuple[int, ...]
-    """Of each server, those of the first server node first. No two are equal: in a test, nodes share an address."""
+    """One for each server, node by node. All differ, because nodes share an address in tests."""
     het: bool = False
     """Server nodes are the second component of a heterogeneous job."""
     job: str | None = None
-    """Of Slurm; None without it."""
+    """Slurm's job number; None without Slurm."""
 
     @property
     def master_address(self) -> str:
@@ -62,27 +63,19 @@ class Topology:
 
     @property
     def urls(self) -> list[str]:
-        """All servers on nodes of their own."""
-        return [
-            f"http://{in_url(self.server_node(index).address)}:{port}" for index, port in enumerate(self.server_ports)
-        ]
-
-    def plain(self) -> dict[str, Any]:
-        """For JSON; ``from_plain`` reads it."""
-        return asdict(self)
+        """The addresses of all servers on nodes of their own."""
+        hosts = [self.server_node(index).address for index in range(len(self.server_ports))]
+        hosts = [f"[{host}]" if ":" in host else host for host in hosts]  # IPv6
+        return [f"http://{host}:{port}" for host, port in zip(hosts, self.server_ports, strict=True)]
 
 
-def from_plain(data: Mapping[str, Any]) -> Topology:
-    """Inverse of ``Topology.plain``."""
-    nodes = {key: tuple(Node(**node) for node in data[key]) for key in ("trainers", "servers")}
-    return Topology(**{**data, **nodes, "server_ports": tuple(data["server_ports"])})
+def read_topology(launch: Mapping[str, Any]) -> Topology:
+    """The topology in the contents of launch.json."""
+    return TypeAdapter(Topology).validate_python(launch["topology"])
 
 
 def find(config: Config, env: Mapping[str, str], ask: Ask | None = None) -> Topology:
-    """The nodes of this Slurm job, or this machine alone.
-
-    ConfigError if the job has not the nodes that [launch] says.
-    """
+    """The nodes of this Slurm job, or this machine alone; ConfigError if [launch] expects other nodes."""
     launch, ask = config.launch, ask or ask_slurm
     if launch.layout == "local":
         ports = free_ports(1, os.getpid())
@@ -94,7 +87,14 @@ def find(config: Config, env: Mapping[str, str], ask: Ask | None = None) -> Topo
             'set launch.layout = "local"'
         )
     het = launch.layout == "heterogeneous"
-    trainers, servers = _het_nodes(env, ask) if het else _job_nodes(env, ask, launch.nodes)
+    if het and env.get("SLURM_HET_SIZE") != "2":
+        raise ConfigError(
+            f"found a Slurm job of {env.get('SLURM_HET_SIZE', '1')} components, expected 2, trainer nodes and server "
+            "nodes; submit launch/heterogeneous.sbatch"
+        )
+    lists = ["_HET_GROUP_0", "_HET_GROUP_1"] if het else [""]
+    hostnames = [ask(["scontrol", "show", "hostnames", env[f"SLURM_JOB_NODELIST{group}"]]).split() for group in lists]
+    trainers, servers = hostnames if het else (hostnames[0][: launch.nodes], hostnames[0][launch.nodes :])
     for what, found, expected in (("nodes", trainers, launch.nodes), ("server_nodes", servers, launch.server_nodes)):
         if len(found) != expected:
             raise ConfigError(
@@ -102,52 +102,28 @@ def find(config: Config, env: Mapping[str, str], ask: Ask | None = None) -> Topo
                 f"expected {expected}; submit with other --nodes, or change the configuration"
             )
     addresses = addresses_of([*trainers, *servers], env, ask)
-    wanted = launch.server_nodes * config.sglang.servers
-    ports = free_ports(1 + wanted, int(env["SLURM_JOB_ID"]))
-    return Topology(
-        tuple(Node(name, addresses[name]) for name in trainers),
-        tuple(Node(name, addresses[name]) for name in servers),
-        launch.ranks_per_node,
-        ports[0],
-        tuple(ports[1:]),
-        het,
-        env["SLURM_JOB_ID"],
-    )
-
-
-def _job_nodes(env: Mapping[str, str], ask: Ask, trainers: int) -> tuple[list[str], list[str]]:
-    names = _hostnames(env["SLURM_JOB_NODELIST"], ask)
-    return names[:trainers], names[trainers:]
-
-
-def _het_nodes(env: Mapping[str, str], ask: Ask) -> tuple[list[str], list[str]]:
-    if env.get("SLURM_HET_SIZE") != "2":
-        raise ConfigError(
-            f"found a Slurm job of {env.get('SLURM_HET_SIZE', '1')} components, expected 2, trainer nodes and server "
-            "nodes; submit launch/heterogeneous.sbatch"
-        )
-    first, second = (_hostnames(env[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"], ask) for group in (0, 1))
-    return first, second
-
-
-def _hostnames(nodes: str, ask: Ask) -> list[str]:
-    return ask(["scontrol", "show", "hostnames", nodes]).split()
+    job = env["SLURM_JOB_ID"]
+    port, *server_ports = free_ports(1 + launch.server_nodes * config.sglang.servers, int(job))
+    nodes = [tuple(Node(name, addresses[name]) for name in names) for names in (trainers, servers)]
+    return Topology(*nodes, launch.ranks_per_node, port, tuple(server_ports), het, job)
 
 
 def addresses_of(names: Sequence[str], env: Mapping[str, str], ask: Ask) -> dict[str, str]:
-    """The IP address of each node: from MEGARL_ADDRESSES ("n1=10.0.0.1,n2=10.0.0.2"), else what Slurm has.
+    """The IP address of each node: from MEGARL_ADDRESSES ("n1=10.0.0.1,n2=10.0.0.2"), else Slurm's NodeAddr.
 
-    Slurm's NodeAddr need not be a name that resolves. ConfigError if a node has no address, or a loopback address that
-    is of no use to the others.
+    ConfigError if an address does not resolve.
     """
     given = dict(pair.split("=", 1) for pair in env.get("MEGARL_ADDRESSES", "").split(",") if "=" in pair)
     told = {name: given.get(name) or _slurm_address(name, ask) for name in names}
-    found = {name: _resolved(name, address) for name, address in told.items()}
+    found = {name: _resolve(name, address) for name, address in told.items()}
     others = [address for address in found.values() if not ipaddress.ip_address(address).is_loopback]
     for name, address in found.items():
         if ipaddress.ip_address(address).is_loopback and others:
-            # A node often takes its own name for the loopback address: how do the others see it?
-            found[name] = _own_address(others[0])
+            # A node often resolves its own name to loopback: take the address that its packets to the others have.
+            family = socket.AF_INET6 if ":" in others[0] else socket.AF_INET
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((others[0], 9))  # sends nothing
+                found[name] = str(probe.getsockname()[0])
     return found
 
 
@@ -156,11 +132,7 @@ def _slurm_address(name: str, ask: Ask) -> str:
     return match[1] if match else name
 
 
-def _resolved(name: str, address: str) -> str:
-    try:
-        return str(ipaddress.ip_address(address))
-    except ValueError:
-        pass
+def _resolve(name: str, address: str) -> str:
     try:
         return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
@@ -170,16 +142,8 @@ def _resolved(name: str, address: str) -> str:
         ) from None
 
 
-def _own_address(towards: str) -> str:
-    """The address that packets to ``towards`` leave from; none are sent."""
-    family = socket.AF_INET6 if ":" in towards else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((towards, 9))
-        return str(probe.getsockname()[0])
-
-
 def free_ports(count: int, job: int, attempt: int = 0) -> list[int]:
-    """Ports that nobody on this node listens on; those of different jobs begin at different places."""
+    """Ports on which nothing listens here. Each job, and each attempt, begins its search at another port."""
     span = LAST_PORT - FIRST_PORT
     start = (job * 61 + attempt * 997) % span
     found: list[int] = []
@@ -202,17 +166,11 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def in_url(address: str) -> str:
-    """An address as it is written in a URL."""
-    return f"[{address}]" if ":" in address else address
-
-
 def ask_slurm(words: Sequence[str]) -> str:
-    """What a command of Slurm prints; ConfigError if it is missing or fails."""
+    """The output of a Slurm command; ConfigError if the command is missing or fails."""
     try:
         return subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
     except FileNotFoundError:
         raise ConfigError(f"found a Slurm job but no command {words[0]}; add Slurm's commands to PATH") from None
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        said = (error.stderr or str(error)) if isinstance(error.stderr, str) else str(error)
-        raise ConfigError(f"{' '.join(words)} failed: {said.strip()}") from None
+        raise ConfigError(f"{' '.join(words)} failed: {str(error.stderr or error).strip()}") from None

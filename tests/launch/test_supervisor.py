@@ -18,10 +18,9 @@ import pytest
 from megarl.config import Config
 from megarl.config.file import parse
 from megarl.errors import ConfigError, DataError, MegarlError, PeerError, RolloutError
-from megarl.launch import server_steps
+from megarl.launch import steps
 from megarl.launch import supervisor as module
-from megarl.launch.server_steps import end_file
-from megarl.launch.steps import Step, srun
+from megarl.launch.steps import Step, end_file, srun
 from megarl.launch.supervisor import Supervisor
 from megarl.launch.topology import Node
 from megarl.run.status import read_status, write_failure
@@ -121,7 +120,7 @@ def test_a_launcher_whose_folder_is_taken_over_ends_its_trainer(
 
 
 def test_servers_are_ended_by_the_launch_that_started_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_steps, "_GRACE_S", 0.1)
+    monkeypatch.setattr(steps, "_GRACE_S", 0.1)
     made = launched(tmp_path, FINISHES)
     assert made.run() == 0
     made._servers._steps = [Step("servers", ["sleep", "60"])]

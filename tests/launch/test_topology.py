@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from megarl.config.flags import split_overrides
 from megarl.errors import ConfigError
 from megarl.launch import node
 from megarl.launch.supervisor import Supervisor
-from megarl.launch.topology import addresses_of, find, free_ports, from_plain
+from megarl.launch.topology import addresses_of, find, free_ports, read_topology
 
 TABLE: dict[str, Any] = {
     "run": {"steps": 1},
@@ -50,7 +51,7 @@ def test_trainer_nodes_come_first_and_servers_get_ports_of_their_own() -> None:
     assert found.master_address == "10.0.0.1"
     assert found.urls == [f"http://10.0.1.1:{port}" for port in found.server_ports]
     assert len({found.master_port, *found.server_ports}) == 3
-    assert from_plain(found.plain()) == found
+    assert read_topology(json.loads(json.dumps({"topology": asdict(found)}))) == found
 
 
 def test_the_components_of_a_heterogeneous_job() -> None:
@@ -107,7 +108,7 @@ def test_ports_that_somebody_listens_on_are_passed_over_and_jobs_begin_elsewhere
 
 def test_the_command_line_of_a_node() -> None:
     found = find(config(layout="disaggregated", nodes=2, server_nodes=1, ranks_per_node=8), JOB, slurm)
-    launch = {"topology": found.plain(), "logs": "/run/logs/7-0/attempt1", "command": ["train", "c.toml"]}
+    launch = {"topology": asdict(found), "logs": "/run/logs/7-0/attempt1", "command": ["train", "c.toml"]}
     first, second = (" ".join(node.torchrun(launch, index)) for index in (0, 1))
     assert "--nnodes 2 --node-rank 1 --nproc-per-node 8 --max-restarts 0 --master-addr 10.0.0.1" in second
     assert f"--master-port {found.master_port}" in first
