@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import tyro
 
-from megarl.commands import COMMANDS, Command
+from megarl.commands import COMMANDS, Command, OnConfiguration
 from megarl.config import file as config_file
 from megarl.config.flags import split_overrides
 from megarl.errors import ConfigError, MegarlError, StopError
@@ -26,7 +26,6 @@ INTERRUPTED = 130
 STOPPED = 75
 """The run was asked to stop and has saved itself (EX_TEMPFAIL): start it again to continue."""
 _DESCRIPTION = "Stable reinforcement learning of Mixture-of-Experts language models on Megatron-Core."
-_TAKE_A_CONFIGURATION = ("train", "launch", "sft", "eval", "plan")
 _FIRST_RANK_SPEAKS_S = 3.0
 
 
@@ -35,7 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         arguments, overrides = split_overrides(words)
-        return _parse_command(arguments).run(overrides)
+        command = _parse_command(arguments)
+        if overrides and getattr(command, "config", None) is None:
+            raise ConfigError(f"megarl {arguments[0]} reads no configuration: remove --{next(iter(overrides))}")
+        return command.run(overrides) or 0
     except StopError as error:
         _complain(str(error), on_every_rank=False)
         return STOPPED
@@ -58,7 +60,7 @@ def _parse_command(arguments: list[str]) -> Command:
     except SystemExit as stop:
         if stop.code:
             raise ConfigError(_one_line(complaint.getvalue())) from None
-        if arguments[0] in _TAKE_A_CONFIGURATION:
+        if issubclass(COMMANDS.get(arguments[0], object), OnConfiguration):
             _print_keys()
         raise
 

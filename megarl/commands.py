@@ -1,8 +1,7 @@
-"""The commands of ``megarl``: what each takes from the command line, and what it does.
+"""The commands of ``megarl``: the arguments of each, and what it does.
 
-A command is a record that tyro fills; its docstrings are the help texts. ``run`` gets the other flags, ``--table.key
-value``, and returns the exit code. Everything heavy is imported inside ``run``, after the configuration has been found
-valid.
+A command is a record that tyro fills; its docstrings are the help texts. ``run`` imports heavy packages only after the
+configuration has been checked.
 """
 
 from __future__ import annotations
@@ -27,30 +26,32 @@ Overrides = Mapping[str, Any]
 class Command(Protocol):
     """A command with its arguments."""
 
-    def run(self, overrides: Overrides) -> int:
-        """Do it; returns the exit code."""
+    def run(self, overrides: Overrides) -> int | None:
+        """Do it; return the exit code, None for 0."""
         ...
 
 
 @dataclass(frozen=True)
-class Train:
-    """Train with RL: alone, or on many ranks under torchrun."""
+class OnConfiguration:
+    """A command that takes a configuration; only these accept overrides."""
 
     config: Positional[Path]
 
-    def run(self, overrides: Overrides) -> int:
+
+@dataclass(frozen=True)
+class Train(OnConfiguration):
+    """Train with RL: alone, or on many ranks under torchrun."""
+
+    def run(self, overrides: Overrides) -> None:
         config = _load_for_ranks(self.config, overrides)
         from megarl.train.loop import train
 
         train(config)
-        return 0
 
 
 @dataclass(frozen=True)
-class Launch:
+class Launch(OnConfiguration):
     """Train where the [launch] table says, with all ranks and servers, and keep the run going: docs/launch.md."""
-
-    config: Positional[Path]
 
     def run(self, overrides: Overrides) -> int:
         from megarl.launch.supervisor import launch
@@ -60,12 +61,10 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Sft:
+class Sft(OnConfiguration):
     """Teach the model a format from demonstrations (the [sft] table), before RL."""
 
-    config: Positional[Path]
-
-    def run(self, overrides: Overrides) -> int:
+    def run(self, overrides: Overrides) -> None:
         config = _load_for_ranks(self.config, overrides)
         if config.sft is None:
             raise ConfigError(
@@ -74,14 +73,12 @@ class Sft:
         from megarl.train.sft import sft
 
         sft(config)
-        return 0
 
 
 @dataclass(frozen=True)
-class Eval:
+class Eval(OnConfiguration):
     """Sample benchmarks and print avg@k and pass@k with intervals: alone, or on many ranks under torchrun."""
 
-    config: Positional[Path]
     checkpoint: Path | None = None
     """Step folder of a run, or a run's folder for its newest; without it the weights in model.path."""
     data: tuple[str, ...] = ()
@@ -95,7 +92,7 @@ class Eval:
     out: Path | None = None
     """Folder for figures and responses; default <run.dir>/eval/<checkpoint>."""
 
-    def run(self, overrides: Overrides) -> int:
+    def run(self, overrides: Overrides) -> None:
         from megarl.evaluate.request import WITHOUT_TRAINING, eval_request
 
         request = eval_request(
@@ -111,27 +108,24 @@ class Eval:
         from megarl.evaluate.evaluation import evaluate
 
         evaluate(request, _world_size())
-        return 0
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(OnConfiguration):
     """Estimate memory, bytes moved and batches from the configuration alone; refuse what cannot fit or divide."""
 
-    config: Positional[Path]
     model: Path | None = None
     """Folder with the model's config.json; default model.path, then the shipped one of that name."""
     json: bool = False
     """Print the numbers as JSON."""
 
-    def run(self, overrides: Overrides) -> int:
+    def run(self, overrides: Overrides) -> None:
         config = config_file.load(self.config, overrides)
         from megarl.plan import table
         from megarl.plan.plan import plan
 
         found = plan(config, self.model, self.config)
         print(table.to_json(found) if self.json else table.to_text(found, config))
-        return 0
 
 
 @dataclass(frozen=True)
@@ -141,8 +135,6 @@ class Doctor:
     config: Positional[Path | None] = None
 
     def run(self, overrides: Overrides) -> int:
-        if self.config is None:
-            _refuse_overrides("doctor without a file", overrides)
         from megarl.doctor import doctor
 
         return doctor(self.config, overrides)
@@ -154,12 +146,10 @@ class Report:
 
     run_dir: Positional[Path]
 
-    def run(self, overrides: Overrides) -> int:
-        _refuse_overrides("report", overrides)
+    def run(self, overrides: Overrides) -> None:
         from megarl.report.report import write_report
 
         print(f"report: {write_report(self.run_dir)}")
-        return 0
 
 
 @dataclass(frozen=True)
@@ -171,7 +161,6 @@ class Status:
     """Print status.json, with what is known of the ranks, for programs."""
 
     def run(self, overrides: Overrides) -> int:
-        _refuse_overrides("status", overrides)
         from megarl.run.status import show
 
         return show(self.run_dir, self.json)
@@ -185,8 +174,7 @@ class Trace:
     files: Positional[tuple[Path, ...]]
     out: Path | None = None
 
-    def run(self, overrides: Overrides) -> int:
-        _refuse_overrides("trace", overrides)
+    def run(self, overrides: Overrides) -> None:
         expected = 2 if self.action == "diff" else 1
         if len(self.files) != expected:
             raise ConfigError(f"megarl trace {self.action}: found {len(self.files)} files, expected {expected}")
@@ -194,13 +182,7 @@ class Trace:
             raise ConfigError(f"megarl trace {self.action} plots nothing: remove --out; only megarl trace diff has it")
         from megarl.report import traces
 
-        if self.action == "inspect":
-            traces.inspect(self.files[0])
-        elif self.action == "stats":
-            traces.stats(self.files[0])
-        else:
-            traces.diff(self.files[0], self.files[1], self.out)
-        return 0
+        getattr(traces, self.action)(*self.files, *([self.out] if self.action == "diff" else []))
 
 
 @dataclass(frozen=True)
@@ -220,12 +202,10 @@ class Simulate:
     out: Path = Path("runs/simulate.png")
     """The picture, a PNG file."""
 
-    def run(self, overrides: Overrides) -> int:
-        _refuse_overrides("simulate", overrides)
+    def run(self, overrides: Overrides) -> None:
         from megarl.simulate import Budget, simulate
 
         simulate(self.rates, Budget(self.samples, self.train_size, self.round_size, self.max_samples), self.out)
-        return 0
 
 
 @dataclass(frozen=True)
@@ -253,8 +233,7 @@ class Convert:
     overwrite: bool = False
     """Replace OUT if it exists, at the end and in one step."""
 
-    def run(self, overrides: Overrides) -> int:
-        _refuse_overrides("convert", overrides)
+    def run(self, overrides: Overrides) -> None:
         if not 0 < self.shard_gib < float("inf"):
             raise ConfigError(f"--shard-gib: found {self.shard_gib}, expected more than 0")
         from megarl.convert.command import DTYPES, convert, installed_layers
@@ -269,7 +248,6 @@ class Convert:
             overwrite=self.overwrite,
         )
         convert(self.source, self.out, self.model, options, self.verify)
-        return 0
 
 
 @dataclass(frozen=True)
@@ -278,31 +256,14 @@ class Quickstart:
 
     out: Path = Path("runs/quickstart")
 
-    def run(self, overrides: Overrides) -> int:
-        _refuse_overrides("quickstart", overrides)
+    def run(self, overrides: Overrides) -> None:
         from megarl.quickstart import quickstart
 
         quickstart(self.out)
-        return 0
 
 
-COMMANDS: Mapping[str, type[Command]] = {
-    command.__name__.lower(): command
-    for command in (
-        Train,
-        Launch,
-        Sft,
-        Eval,
-        Plan,
-        Doctor,
-        Report,
-        Status,
-        Trace,
-        Simulate,
-        Convert,
-        Quickstart,
-    )
-}
+_ALL = (Train, Launch, Sft, Eval, Plan, Doctor, Report, Status, Trace, Simulate, Convert, Quickstart)
+COMMANDS: Mapping[str, type[Command]] = {command.__name__.lower(): command for command in _ALL}
 """By the name on the command line."""
 
 
@@ -315,8 +276,3 @@ def _load_for_ranks(path: Path, overrides: Overrides) -> Config:
     config = config_file.load(path, overrides)
     config.check_world_size(_world_size())
     return config
-
-
-def _refuse_overrides(command: str, overrides: Overrides) -> None:
-    if overrides:
-        raise ConfigError(f"megarl {command} reads no configuration: remove --{next(iter(overrides))}")
