@@ -9,7 +9,7 @@ import os
 import platform
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,18 +29,14 @@ from megarl.rollout.sglang.versions import CAPABILITIES, FAULTS, NEWEST, OLDEST,
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the table: a thing that megarl needs or can use."""
+    """A package or program that megarl needs or can use."""
 
     name: str
     found: str | None
     """Version or short description; None if it is absent."""
     required: bool
     note: str
-    """What it enables, or what to do about its absence."""
-
-    @property
-    def ok(self) -> bool:
-        return self.found is not None or not self.required
+    """What it enables, or how to get it."""
 
 
 _PACKAGES = (
@@ -60,13 +56,12 @@ _PACKAGES = (
 
 
 def findings() -> list[Finding]:
-    """Look at everything; never raises because something is absent or broken."""
+    """Check everything; never raises because something is absent or broken."""
     return [
         Finding("Python", platform.python_version() if sys.version_info >= (3, 11) else None, True, "3.11 or later"),
         _torch(),
-        _megatron(),
-        _replay_hook(),
-        *(_package(*package) for package in _PACKAGES),
+        *_megatron(),
+        *(Finding(name, _version(name), required, note) for name, required, note in _PACKAGES),
         _sglang(Path(SGLangConfig().python)),
         _bubblewrap(),
     ]
@@ -75,16 +70,8 @@ def findings() -> list[Finding]:
 def _version(distribution: str) -> str | None:
     try:
         return version(distribution)
-    except PackageNotFoundError:
-        return None
-
-
-def _package(distribution: str, required: bool, note: str) -> Finding:
-    module = distribution.replace("-", "_")
-    found = _version(distribution)
-    if found is None and importlib.util.find_spec(module) is not None:
-        found = "installed, version unknown"  # built in place
-    return Finding(distribution, found, required, note)
+    except PackageNotFoundError:  # it may have been built in place
+        return "installed, version unknown" if importlib.util.find_spec(distribution.replace("-", "_")) else None
 
 
 def _torch() -> Finding:
@@ -99,35 +86,32 @@ def _torch() -> Finding:
     return Finding("torch", f"{torch.__version__}, {device}", True, note)
 
 
-def _megatron() -> Finding:
-    found = _version("megatron-core")
-    if found is None:
-        try:
-            found = f"source at {megatron_fields.source_root()}"
-        except ConfigError:
-            return Finding("megatron-core", None, True, "the trainer: pip install megatron-core==0.16.1")
-    return Finding("megatron-core", found, True, "the trainer; tested with 0.16.1, and with 0.12.3 to 0.16.0")
-
-
-def _replay_hook() -> Finding:
-    """Read, not imported: the router must hold a replay object and the top-k function must ask it."""
-    name = "replay hook"
+def _megatron() -> list[Finding]:
+    """Megatron, and the replay hook: read from its source, which is not imported."""
     try:
-        moe = megatron_fields.source_root() / "transformer" / "moe"
-        asks = ".get_replay_topk(" in (moe / "moe_utils.py").read_text()
-        holds = "self.router_replay" in (moe / "router.py").read_text()
-    except (ConfigError, OSError):
-        return Finding(name, None, True, "needs megatron-core, 0.12.3 or later")
-    if asks and holds:
-        return Finding(name, "present", True, 'routing replay: train.replay = "r2" and "r3"')
-    return Finding(name, None, True, "this Megatron-Core cannot replay routes: run `python tools/patch.py apply`")
+        root = megatron_fields.source_root()
+    except ConfigError:
+        return [
+            Finding("megatron-core", None, True, "the trainer: pip install megatron-core==0.16.1"),
+            Finding("replay hook", None, True, "needs megatron-core, 0.12.3 or later"),
+        ]
+    moe = root / "transformer" / "moe"
+    # The router must hold a replay object, and the top-k function must call it.
+    hook = {"moe_utils.py": ".get_replay_topk(", "router.py": "self.router_replay"}
+    has_hook = all((moe / file).is_file() and words in (moe / file).read_text() for file, words in hook.items())
+    note = 'routing replay: train.replay = "r2" and "r3"'
+    if not has_hook:
+        note = "this Megatron-Core cannot replay routes: run `python tools/patch.py apply`"
+    trainer = "the trainer; tested with 0.16.1, and with 0.12.3 to 0.16.0"
+    return [
+        Finding("megatron-core", _version("megatron-core") or f"source at {root}", True, trainer),
+        Finding("replay hook", "present" if has_hook else None, True, note),
+    ]
 
 
 def _sglang(python: Path) -> Finding:
     """In the environment that `make sglang-cpu` makes, or in this one."""
-    note = (
-        'rollout.engine = "sglang": run `make sglang-cpu`, or name the Python of another environment in sglang.python'
-    )
+    note = 'rollout.engine = "sglang": run `make sglang-cpu`, or set sglang.python to the Python of another environment'
     found = _version("sglang")
     if python.exists():
         try:
@@ -138,7 +122,7 @@ def _sglang(python: Path) -> Finding:
 
 
 def _bubblewrap() -> Finding:
-    """Tried, not only looked for: some hosts have it and do not let it work."""
+    """Try it: on some hosts it is installed but may not run."""
     from megarl.rollout.tools.python_tool import PythonTool
 
     try:
@@ -151,20 +135,20 @@ def _bubblewrap() -> Finding:
 def doctor(path: Path | None = None, overrides: Mapping[str, Any] | None = None, console: Console | None = None) -> int:
     """Print the tables; with a configuration also its layout and the replay blockers that it hits.
 
-    Returns 0, or 1 if something required is missing or a run would refuse its SGLang servers. Raises ConfigError, after
-    the tables, if the configuration is wrong.
+    Returns 0, or 1 if something required is missing or a run would refuse its SGLang servers. A wrong configuration
+    raises ConfigError after the tables.
     """
     console = console or Console()
     results = findings()
-    console.print(_installed_table(results))
-    console.print(_blockers_table(_raw_megatron(path, overrides)))
-    missing = [finding.name for finding in results if not finding.ok]
+    _print_table(console, "Installed", ["", "what", "found", "enables"], [_installed_row(each) for each in results])
+    _print_blockers(console, _raw_megatron(path, overrides))
+    missing = [finding.name for finding in results if finding.required and finding.found is None]
     if missing:
         console.print(f"Missing: {', '.join(missing)}.", style="bold red")
     else:
         console.print("Everything that is required is here.", style="green")
     if path is None:
-        console.print(_releases_table())
+        _print_releases(console)
         return 1 if missing else 0
     config = config_file.load(path, overrides)
     _print_config(console, config)
@@ -172,58 +156,49 @@ def doctor(path: Path | None = None, overrides: Mapping[str, Any] | None = None,
     return 1 if missing or not usable else 0
 
 
-def _installed_table(results: list[Finding]) -> Table:
-    table = Table(title="Installed", box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
-    for heading in ("", "what", "found", "enables"):
-        table.add_column(heading, overflow="fold")
-    for finding in results:
-        mark = "[green]yes[/]" if finding.found else "[red]MISSING[/]" if finding.required else "[yellow]no[/]"
-        table.add_row(mark, finding.name, escape(finding.found or "-"), escape(finding.note))
-    return table
-
-
-def _blockers_table(settings: Mapping[str, Any] | None) -> Table:
-    title = 'Megatron settings that replay cannot live with (refused unless train.replay = "none")'
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
-    table.add_column(escape("[megatron]") + " key", no_wrap=True)
-    table.add_column("because", overflow="fold")
-    if settings is not None:
-        table.add_column("this file", no_wrap=True)
-    for blocker in REPLAY_BLOCKERS:
-        row = [blocker.setting, blocker.reason]
-        if settings is not None:
-            row.append("[red]HIT[/]" if blocker.hit(settings) else "[green]free[/]")
+def _print_table(console: Console, title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Names (the headings "key" and "name") stay on one line."""
+    table = Table(title=escape(title), box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    for heading in headings:
+        table.add_column(heading, overflow="fold", no_wrap=heading in ("key", "name"))
+    for row in rows:
         table.add_row(*row)
-    return table
+    console.print(table)
 
 
-def _releases_table() -> Table:
+def _installed_row(finding: Finding) -> list[str]:
+    mark = "[green]yes[/]" if finding.found else "[red]MISSING[/]" if finding.required else "[yellow]no[/]"
+    return [mark, finding.name, escape(finding.found or "-"), escape(finding.note)]
+
+
+def _print_blockers(console: Console, settings: Mapping[str, Any] | None) -> None:
+    title = 'Keys of [megatron] that prevent routing replay (refused unless train.replay = "none")'
+    rows = [[blocker.setting, blocker.reason] for blocker in REPLAY_BLOCKERS]
+    if settings is None:
+        return _print_table(console, title, ["key", "because"], rows)
+    marks = ["[red]HIT[/]" if blocker.hit(settings) else "[green]free[/]" for blocker in REPLAY_BLOCKERS]
+    rows = [[*row, mark] for row, mark in zip(rows, marks, strict=True)]
+    return _print_table(console, title, ["key", "because", "this file"], rows)
+
+
+def _print_releases(console: Console) -> None:
     title = f"SGLang releases that megarl samples with: {dotted(OLDEST)} to {dotted(NEWEST)}"
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
-    table.add_column("releases", no_wrap=True)
-    table.add_column("what", no_wrap=True)
-    table.add_column("meaning", overflow="fold")
-    for entry in CAPABILITIES:
-        table.add_row(f"from {dotted(entry.since)}", entry.name, escape(entry.meaning))
+    rows = [[f"from {dotted(entry.since)}", entry.name, escape(entry.meaning)] for entry in CAPABILITIES]
     for fault in FAULTS:
-        table.add_row(
-            f"to {dotted(fault.last)}" if fault.last else "all", fault.name, escape(f"refused: {fault.meaning}")
-        )
-    return table
+        releases = f"to {dotted(fault.last)}" if fault.last else "all"
+        rows.append([releases, fault.name, escape(f"refused: {fault.meaning}")])
+    _print_table(console, title, ["releases", "name", "meaning"], rows)
 
 
 def _print_servers(console: Console, config: Config) -> bool:
     """Whether a run would accept all its SGLang servers."""
-    from megarl.rollout.sglang.check import examine  # needs psutil and httpx, whose absence is told above
+    from megarl.rollout.sglang.check import examine  # needs psutil and httpx; the table shows whether they are missing
 
-    table = Table(title="SGLang servers", box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
-    for heading in ("", "where", "release", "can"):
-        table.add_column(heading, overflow="fold")
-    examined = examine(config)
+    examined, rows = examine(config), []
     for server in examined:
         mark = "[green]yes[/]" if server.problem is None else "[red]REFUSED[/]"
-        table.add_row(mark, escape(server.where), server.release or "-", ", ".join(server.able) or "-")
-    console.print(table)
+        rows.append([mark, escape(server.where), server.release or "-", ", ".join(server.able) or "-"])
+    _print_table(console, "SGLang servers", ["", "where", "release", "can"], rows)
     for server in examined:
         for warning in server.warnings:
             console.print(f"warning: {server.where}: {warning}", style="yellow", markup=False)
@@ -239,7 +214,7 @@ def _raw_megatron(path: Path | None, overrides: Mapping[str, Any] | None) -> dic
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8")).get("megatron", {})
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
-        return None  # config_file.load explains it below the tables
+        return None  # config_file.load reports it after the tables
     below = {key.partition(".")[2]: value for key, value in (overrides or {}).items() if key.startswith("megatron.")}
     return {**table, **below} if isinstance(table, dict) else None
 
@@ -249,32 +224,29 @@ def _print_config(console: Console, config: Config) -> None:
     smallest = math.lcm(p.tp * p.pp * p.cp, p.ep * p.expert_tp * p.pp)
     world_size = int(os.environ.get("WORLD_SIZE", smallest))
     layout = config.check_world_size(world_size)
-    table = Table(title=escape(f"Configuration of run {config.run.name!r}"), box=box.SIMPLE_HEAD, title_justify="left")
-    table.add_column("what")
-    table.add_column("resolved", overflow="fold")
     vpp = f" (vpp {layout.vpp})" if layout.vpp else ""
-    table.add_row("ranks", f"{world_size}; must be a multiple of {smallest}")
-    table.add_row("dense weights", f"tp {layout.tp} x pp {layout.pp}{vpp} x cp {layout.cp} x dp {layout.dp}")
-    table.add_row("expert weights", f"etp {layout.etp} x ep {layout.ep} x pp {layout.pp} x dp {layout.edp}")
-    table.add_row("sequence parallel", "on" if p.uses_sequence_parallel else "off")
-    table.add_row(
-        "a step",
-        f"{config.rollout.prompts_per_step} prompts x {config.rollout.group_size} responses in "
-        f"{config.train.mini_batches} mini-batches, {layout.sequences_per_rank} sequences per rank and mini-batch",
-    )
     able = ", ".join(config.rollout.engine_kind.capabilities) or "nothing that is optional"
-    table.add_row("engine", escape(f"{config.rollout.engine}; can: {able}"))
+    rows = {
+        "ranks": f"{world_size}; must be a multiple of {smallest}",
+        "dense weights": f"tp {layout.tp} x pp {layout.pp}{vpp} x cp {layout.cp} x dp {layout.dp}",
+        "expert weights": f"etp {layout.etp} x ep {layout.ep} x pp {layout.pp} x dp {layout.edp}",
+        "sequence parallel": "on" if p.uses_sequence_parallel else "off",
+        "a step": f"{config.rollout.prompts_per_step} prompts x {config.rollout.group_size} responses in "
+        f"{config.train.mini_batches} mini-batches, {layout.sequences_per_rank} sequences per rank and mini-batch",
+        "engine": f"{config.rollout.engine}; can: {able}",
+    }
     if not config.sampling.fixed:
         refill = f", refilled from up to {config.prompts_per_step_at_most} prompts" if config.sampling.refill else ""
         credited = "from all that is drawn" if config.sampling.uses_credit else "the objective's"
-        table.add_row("sampling", f"{config.sampling.rule}{refill}; advantages {credited}")
+        rows["sampling"] = f"{config.sampling.rule}{refill}; advantages {credited}"
     if config.environment.function is not None:
         tools = ", ".join(config.environment.tools) or config.environment.function
-        table.add_row("environment", escape(f"{tools}, up to {config.environment.max_turns} turns"))
-    table.add_row("objective, replay", f"{config.train.objective}, {config.train.replay}")
+        rows["environment"] = f"{tools}, up to {config.environment.max_turns} turns"
+    rows["objective, replay"] = f"{config.train.objective}, {config.train.replay}"
     if config.train.resolved_objective.needs_ref_logprobs:
-        table.add_row("reference policy", escape(config.reference_path))
-    table.add_row("run folder", escape(str(config.run_dir)))
-    console.print(table)
+        rows["reference policy"] = config.reference_path
+    rows["run folder"] = str(config.run_dir)
+    title = f"Configuration of run {config.run.name!r}"
+    _print_table(console, title, ["name", "resolved"], [[name, escape(value)] for name, value in rows.items()])
     for warning in config.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False)

@@ -49,16 +49,12 @@ _COLORS = (BLUE, TEAL, RED, ORANGE, PURPLE, INK, "#c8b560")
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Numbers that the rules share. ConfigError if they do not fit together."""
+    """Numbers that the rules share, as the options of the command. ConfigError if they do not fit together."""
 
     samples: int = 8
-    """Per prompt: of uniform sampling, and on average of rules that divide a budget among the prompts."""
     train_size: int = 4
-    """Samples of a prompt that train, for rules that draw more than they train on."""
     round_size: int = 8
-    """Samples of a round of Ada-Seq."""
     max_samples: int = 32
-    """Cap of Ada-Seq."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.samples <= _MAX_SAMPLES or self.round_size < 1:
@@ -108,10 +104,10 @@ class Result:
         return self.samples / self.contrast if self.contrast else float("inf")
 
 
-def simulate(words: Sequence[str], budget: Budget, out: Path, console: Console | None = None) -> list[Result]:
-    """Print the table, and write the picture to ``out``, a PNG file.
+def simulate(words: Sequence[str], budget: Budget, out: Path) -> list[Result]:
+    """Print the table for pass rates (``P`` or ``P:PROMPTS``; none for the default) and write the picture, a PNG file.
 
-    words: pass rates, ``P`` or ``P:PROMPTS`` each; none for the default. Raises ConfigError.
+    Raises ConfigError.
     """
     rates = parse_rates(words or DEFAULT_RATES)
     if out.suffix != ".png" or out.is_dir():
@@ -120,12 +116,10 @@ def simulate(words: Sequence[str], budget: Budget, out: Path, console: Console |
     results = [evaluate(arm, rates) for arm in compared]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(out, plot_rules(compared, rates))
+        write_atomically(out, render_png((10.4, 4.2), lambda figure: _plot(figure, compared, rates)))
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot write the file ({error.strerror}); choose another one") from error
-    console = console or Console()
-    if console.width < _WIDTH:  # a pipe or a narrow terminal: keep each row on one line
-        console = Console(file=console.file, width=_WIDTH)
+    console = Console(width=max(Console().width, _WIDTH))  # keep each row on one line in a pipe or narrow terminal
     console.print(f"{rates.size} prompts, mean pass rate {rates.mean():.3f}", highlight=False)
     console.print(_table(results, f"uniform {budget.samples}"))
     console.print(f"picture: {out}", highlight=False, soft_wrap=True)
@@ -152,13 +146,9 @@ def parse_rates(words: Sequence[str]) -> np.ndarray:
 def arms(rates: np.ndarray, budget: Budget) -> list[Arm]:
     """Return the rules to compare. rates: [P]; rules that divide a budget are given them, where a run has estimates."""
     n, keep, size = budget.samples, budget.train_size, rates.size
-    limits = {"round_size": budget.round_size, "max_samples": budget.max_samples}
     found = [Arm(f"uniform {m}", [Uniform(m)] * size, plotted=m == n) for m in sorted({keep, n, 2 * n})]
-    for name, rule in (
-        ("ada-seq-pos", ada_seq_pos(keep, **limits)),
-        ("ada-seq-balance", ada_seq_balance(keep, **limits)),
-    ):
-        arm = Arm(name, [rule] * size)
+    for name, make in (("ada-seq-pos", ada_seq_pos), ("ada-seq-balance", ada_seq_balance)):
+        arm = Arm(name, [make(keep, round_size=budget.round_size, max_samples=budget.max_samples)] * size)
         # Ada-Seq stops by itself, so no budget can be set: compare with uniform sampling at the same cost.
         same = max(round(evaluate(arm, rates).samples), keep)
         found += [arm, Arm(f"uniform {same}, {keep} train", [Uniform(same, keep, "balance")] * size, plotted=False)]
@@ -209,7 +199,6 @@ def moments(rule: SamplingRule, rate: float) -> tuple[float, float, float, float
 
 
 def _num_right(rule: SamplingRule, positives: int, negatives: int) -> int:
-    """Positives among the samples that train."""
     if rule.train_size is None or positives + negatives <= rule.train_size:
         return positives
     return positives_to_keep(positives, negatives, rule.train_size, rule.keeps(positives, negatives))
@@ -239,12 +228,8 @@ def _ratio(value: float, base: float) -> str:
     return f"{value / base:.2f}" if base else "-"
 
 
-def plot_rules(compared: list[Arm], rates: np.ndarray) -> bytes:
-    """Return a PNG: samples drawn and chance of contrast, by pass rate."""
-    return render_png((10.4, 4.2), lambda figure: _plot_panels(figure, compared, rates))
-
-
-def _plot_panels(figure: Figure, compared: list[Arm], rates: np.ndarray) -> None:
+def _plot(figure: Figure, compared: list[Arm], rates: np.ndarray) -> None:
+    """Samples drawn and chance of contrast, by pass rate."""
     left, right = figure.subplots(1, 2, sharex=True)
     values, counts = np.unique(rates, return_counts=True)
     right.bar(values, counts / rates.size, 0.03, color=GREY, alpha=0.35, label="share of the prompts")
@@ -259,17 +244,14 @@ def _plot_panels(figure: Figure, compared: list[Arm], rates: np.ndarray) -> None
         style = {"color": next(colors)} | ({} if same else {"linestyle": ":", "linewidth": 1.0, "marker": "o", "ms": 4})
         left.plot(points, ends[:, 0], label=arm.name, **style)
         right.plot(points, ends[:, 1], **style)
-    left.set_ylabel("samples drawn")
-    left.set_ylim(bottom=0)
-    right.set_ylabel("chance of contrast")
-    right.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-    for axes in (left, right):
-        axes.set_xlabel("pass rate p")
+    left.set(xlabel="pass rate p", ylabel="samples drawn", ylim=(0, None))
+    right.set(xlabel="pass rate p", ylabel="chance of contrast")
+    right.yaxis.set_major_formatter(PercentFormatter(1.0))
     figure.legend(loc="outside upper left", ncols=8, handlelength=1.4, columnspacing=1.2)
 
 
-def _mean_law(arm: Arm, rates: np.ndarray, rate: float, same: bool) -> tuple[float, float]:
+def _mean_law(arm: Arm, rates: np.ndarray, rate: float, same: bool) -> np.ndarray:
     """Samples and contrast at one pass rate, averaged over its prompts: equal prompts may get other counts."""
     rules = arm.rules[:1] if same else [arm.rules[place] for place in np.flatnonzero(rates == rate)]
     laws = [stopping_law(rule, rate) for rule in rules]
-    return sum(law.expected_samples for law in laws) / len(laws), sum(law.contrast for law in laws) / len(laws)
+    return np.mean([(law.expected_samples, law.contrast) for law in laws], axis=0)

@@ -5,7 +5,6 @@ import math
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from megarl import cli
 from megarl.core.sampling import Collector, SamplingRule, Uniform, ada_seq_balance, ada_seq_pos, stopping_law
@@ -103,7 +102,7 @@ def test_rates_that_are_none(word):
 
 
 def test_prompts_that_are_never_solved_have_no_gradient(tmp_path, capsys):
-    results = {row.name: row for row in simulate(["0:6"], Budget(), tmp_path / "out.png", Console())}
+    results = {row.name: row for row in simulate(["0:6"], Budget(), tmp_path / "out.png")}
     assert all(row.contrast == row.precision == 0 for row in results.values())
     assert results["ada-seq-pos"].samples == 32
     assert results["dapo 8"].cost == math.inf
