@@ -1,4 +1,4 @@
-"""The protocol of every sampling engine, and the settings of a sampling request."""
+"""The protocol of every sampling engine, the base of their sessions, and the settings of a sampling request."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import asyncio
 import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
+import numpy as np
 import torch
 
-from megarl.core.types import Rollout, SampleRequest
+from megarl.core.types import FinishReason, Rollout, SampleRequest
 from megarl.errors import ConfigError, RolloutError
 
 
@@ -52,23 +53,57 @@ class SamplingParams:
             )
 
 
-class Session(Protocol):
+class Session:
     """What an episode sees of an engine: it awaits ``sample`` as often as it needs.
 
     An episode is a coroutine; between two samples it may await anything else (an environment, a reward). Episodes do
     not wait for each other, unless the engine can only compute in batches.
     """
 
+    def __init__(self) -> None:
+        self._episodes: set[asyncio.Task[None]] = set()
+        self._tasks = asyncio.TaskGroup()
+
+    async def run_episodes(self, begin: Callable[[Self], None]) -> None:
+        """Runs the episodes that ``begin`` starts, until all have ended."""
+        async with self._tasks:
+            begin(self)
+
     def start(self, episode: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs an episode. The session lasts until all have ended; the first one that raises ends it.
 
         A cancelled episode does not count as an error, and its request is dropped.
         """
-        ...
+        task = self._tasks.create_task(episode)
+        self._episodes.add(task)
+        task.add_done_callback(self._end_episode)
+        return task
 
     async def sample(self, request: SampleRequest) -> Rollout:
         """Samples one response."""
-        ...
+        raise NotImplementedError
+
+    def _end_episode(self, task: asyncio.Task[None]) -> None:
+        self._episodes.discard(task)
+        self._after_episode()
+
+    def _after_episode(self) -> None:
+        raise NotImplementedError
+
+
+def run_session(session: Coroutine[Any, Any, None]) -> None:
+    """Runs it in an event loop of its own; of several errors the first is raised, which ended the others."""
+    try:
+        asyncio.run(session)
+    except ExceptionGroup as several:
+        raise several.exceptions[0] from None
+
+
+Begin = Callable[[Session], None]
+"""Starts the first episodes of a session."""
+OnFinish = Callable[[int], None] | None
+"""Called with ``n`` whenever ``n`` more responses are complete, and perhaps with 0 in between; what it raises ends the
+sampling."""
 
 
 class Engine(Protocol):
@@ -84,25 +119,16 @@ class Engine(Protocol):
         """Seconds that this rank has spent on the parts of the last weight update; empty if it has no parts."""
         return {}
 
-    def converse(
-        self,
-        begin: Callable[[Session], None],
-        params: SamplingParams,
-        on_finish: Callable[[int], None] | None = None,
-    ) -> None:
+    def converse(self, begin: Begin, params: SamplingParams, on_finish: OnFinish = None) -> None:
         """Runs the episodes that ``begin`` starts, and those that they start, in an event loop of its own.
 
-        ``on_finish(n)`` is called whenever ``n`` more responses are complete, and may be called with 0 in between; what
-        it raises ends the sampling. Raises RolloutError for a request that cannot be served or an answer that cannot be
-        right, WeightSyncError while the weights are incomplete, and whatever an episode raises.
+        Raises RolloutError for a request that cannot be served or an answer that cannot be right, WeightSyncError while
+        the weights are incomplete, and whatever an episode raises.
         """
         ...
 
     def generate(
-        self,
-        requests: Sequence[SampleRequest],
-        params: SamplingParams,
-        on_finish: Callable[[int], None] | None = None,
+        self, requests: Sequence[SampleRequest], params: SamplingParams, on_finish: OnFinish = None
     ) -> list[Rollout]:
         """Samples one response for each request, in the order of the requests; the rest as in ``converse``."""
         return sample_each(lambda begin: self.converse(begin, params, on_finish), requests)
@@ -134,9 +160,7 @@ def limit_response(request: SampleRequest, params: SamplingParams) -> int:
     return params.max_response_tokens if own is None else min(own, params.max_response_tokens)
 
 
-def sample_each(
-    converse: Callable[[Callable[[Session], None]], None], requests: Sequence[SampleRequest]
-) -> list[Rollout]:
+def sample_each(converse: Callable[[Begin], None], requests: Sequence[SampleRequest]) -> list[Rollout]:
     """Samples one response for each request, each in an episode of its own."""
     rollouts: dict[int, Rollout] = {}
 
@@ -149,3 +173,27 @@ def sample_each(
 
     converse(begin)
     return [rollouts[position] for position in range(len(requests))]
+
+
+def make_rollout(
+    request: SampleRequest,
+    response: np.ndarray,
+    logprobs: np.ndarray,
+    experts: np.ndarray | None,
+    has_experts: np.ndarray | None,
+    versions: np.ndarray,
+    finish_reason: FinishReason,
+) -> Rollout:
+    """Joins a prompt of P tokens and a response: tokens and log-probabilities [R], the other columns [P + R]."""
+    prompt = np.asarray(request.prompt_tokens, dtype=np.int32)
+    return Rollout(
+        group=request.group,
+        sample=request.sample,
+        tokens=np.concatenate([prompt, response.astype(np.int32)]),
+        loss_mask=np.arange(len(prompt) + len(response)) >= len(prompt),
+        rollout_logprobs=np.concatenate([np.zeros(len(prompt)), logprobs]).astype(np.float32),
+        routed_experts=experts,
+        routed_mask=has_experts,
+        weight_versions=versions.astype(np.int32),
+        finish_reason=finish_reason,
+    )

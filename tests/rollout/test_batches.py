@@ -11,7 +11,7 @@ import pytest
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError
-from megarl.rollout.local.session import BatchSession
+from megarl.rollout.local.engine import BatchSession
 
 
 def request(group: int, sample: int = 0) -> SampleRequest:

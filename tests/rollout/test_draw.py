@@ -23,8 +23,7 @@ from megarl.errors import RolloutError
 from megarl.rollout.draw import Draw
 from megarl.rollout.engine import SamplingParams, Session
 from megarl.rollout.episodes import EpisodeLimits
-from megarl.rollout.local.engine import LocalEngine
-from megarl.rollout.local.session import BatchSession
+from megarl.rollout.local.engine import BatchSession, LocalEngine
 from megarl.rollout.player import Player
 from megarl.rollout.sglang.client import ClientSettings, SGLangClient
 

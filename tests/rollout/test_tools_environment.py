@@ -20,7 +20,7 @@ from megarl.core.types import FinishReason, Rollout, SampleRequest
 from megarl.errors import ConfigError
 from megarl.rollout.engine import Session
 from megarl.rollout.episodes import EpisodeLimits, EpisodeResult, play
-from megarl.rollout.local.session import BatchSession
+from megarl.rollout.local.engine import BatchSession
 from megarl.rollout.tools.calculator import CalculatorTool
 from megarl.rollout.tools.environment import Block, Hermes, ToolEnvironment
 from megarl.rollout.tools.protocol import Environment, ModelTurn, Observation, ToolResult

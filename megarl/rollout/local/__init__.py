@@ -1,5 +1,5 @@
 """The engine on transformers, in the trainer's own process.
 
-engine (requests and weights) -> session (one batch whenever all episodes wait) -> decode (the loop over tokens), which
-draws from a distribution and reads the routes with a recorder.
+engine (requests, weights, and batches of what all episodes wait for) -> decode (the loop over tokens), which draws from
+a distribution and reads the routes with a recorder.
 """

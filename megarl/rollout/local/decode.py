@@ -1,4 +1,4 @@
-"""The decoding loop of the local engine: one batch of requests, from prompts to tokens.
+"""The decoding loop of the local engine: one batch of requests, from prompts to rollouts.
 
 1. Equal prompts are read once, left-padded to one length; the cache is then copied to every response.
 2. Each step draws a token for each row, and reads the tokens that were drawn.
@@ -10,33 +10,18 @@ the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from megarl.core.types import SampleRequest
-from megarl.rollout.engine import SamplingParams
+from megarl.core.types import Rollout, SampleRequest
+from megarl.rollout.engine import OnFinish, SamplingParams, make_rollout
 from megarl.rollout.local.distribution import Noise, draw, sampling_logprobs
 from megarl.rollout.local.recorder import RouteRecorder
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """What the loop found for one request."""
-
-    response_tokens: np.ndarray
-    """int32 [R]."""
-    logprobs: np.ndarray
-    """float32 [R]."""
-    routed_experts: np.ndarray | None
-    """uint8 or uint16 [P + R, L, K]."""
-    stopped: bool
-    """True if the response ends with a stop token, False if it was cut at the length limit."""
 
 
 class _Reader:
@@ -91,24 +76,6 @@ class _Reader:
         return output.logits[:, -1], None if self._recorder is None else self._recorder.take(*ids.shape)
 
 
-@dataclass(slots=True)
-class _Columns:
-    """Values of all rows, step after step, and the request that each belongs to."""
-
-    requests: list[np.ndarray]
-    values: list[np.ndarray]
-
-    def append(self, requests: np.ndarray, values: np.ndarray) -> None:
-        self.requests.append(requests)
-        self.values.append(values)
-
-    def split(self, num_requests: int) -> list[np.ndarray]:
-        """One array per request, its values in the order of the steps."""
-        owners = np.concatenate(self.requests)
-        values = np.concatenate(self.values)[np.argsort(owners, kind="stable")]
-        return np.split(values, np.cumsum(np.bincount(owners, minlength=num_requests))[:-1])
-
-
 @torch.inference_mode()
 def decode(
     model: PreTrainedModel,
@@ -116,8 +83,9 @@ def decode(
     requests: Sequence[SampleRequest],
     params: SamplingParams,
     limits: np.ndarray,
-    on_finish: Callable[[int], None] | None,
-) -> list[Sampled]:
+    version: int,
+    on_finish: OnFinish,
+) -> list[Rollout]:
     """Samples one response per request, at most ``limits`` int64 [B] tokens long, in one batch.
 
     Experts are recorded if there is a ``recorder``. The requests must have been checked.
@@ -126,41 +94,52 @@ def decode(
     prompts, prompt_of_request = _distinct([request.prompt_tokens for request in requests])
     logits, prompt_routes = reader.read_prompts(prompts)
     if len(prompts) != len(requests):
-        expand = torch.from_numpy(prompt_of_request).to(logits.device)
+        expand = torch.tensor(prompt_of_request, device=logits.device)
         reader.select(expand)
         logits = logits[expand]
 
     noise = Noise([request.seed for request in requests], int(limits.max()))
     stop_ids = np.array(params.stop_token_ids, dtype=np.int64)
     stopped = np.zeros(len(requests), dtype=bool)
-    tokens_of, logprobs_of, routes_of = _Columns([], []), _Columns([], []), _Columns([], [])
+    steps: list[list[np.ndarray]] = []
+    """Of each step: the requests of the rows, their tokens and log-probabilities, and their experts if recorded."""
     alive = np.arange(len(requests))  # the request of each row
     for step in range(int(limits.max())):
         tokens, logprobs = _sample(logits, params, noise, step, alive)
         drawn = tokens.cpu().numpy()
-        tokens_of.append(alive, drawn)
-        logprobs_of.append(alive, logprobs.cpu().numpy())
+        steps.append([alive, drawn, logprobs.cpu().numpy()])
         at_stop = np.isin(drawn, stop_ids)
         finished = at_stop | (step + 1 >= limits[alive])
         stopped[alive[at_stop]] = True
         if on_finish is not None and finished.any():
             on_finish(int(finished.sum()))
-        if recorder is None:
-            alive, tokens = _drop(finished, alive, tokens, reader)
-            if not alive.size:
-                break
-            logits, _ = reader.read_tokens(tokens)
-        else:
+        if recorder is not None:
             logits, routes = reader.read_tokens(tokens)
             assert routes is not None
-            routes_of.append(alive, routes[:, 0])
-            alive, logits = _drop(finished, alive, logits, reader)
+            steps[-1].append(routes[:, 0])
+        if finished.any():
+            alive = alive[~finished]
             if not alive.size:
                 break
+            kept = torch.from_numpy(np.flatnonzero(~finished)).to(logits.device)
+            reader.select(kept)
+            tokens, logits = tokens[kept], logits[kept]
+        if recorder is None:
+            logits, _ = reader.read_tokens(tokens)
 
-    routes = _join_routes(prompt_routes, prompts, prompt_of_request, routes_of)
-    columns = zip(tokens_of.split(len(requests)), logprobs_of.split(len(requests)), routes, stopped, strict=True)
-    return [Sampled(t.astype(np.int32), lp.astype(np.float32), r, bool(s)) for t, lp, r, s in columns]
+    owners, *columns = (np.concatenate(column) for column in zip(*steps, strict=True))
+    order, ends = np.argsort(owners, kind="stable"), np.cumsum(np.bincount(owners))[:-1]
+    responses = zip(*(np.split(column[order], ends) for column in columns), strict=True)
+    rollouts = []
+    for i, (request, (response, logprobs_of, *routes_of)) in enumerate(zip(requests, responses, strict=True)):
+        num_tokens = len(request.prompt_tokens) + len(response)
+        experts = mask = None
+        if prompt_routes is not None:  # the last rows: the prompt is padded on the left
+            experts = np.concatenate([prompt_routes[prompt_of_request[i], -len(request.prompt_tokens) :], *routes_of])
+            mask = np.ones(num_tokens, dtype=bool)
+        versions, end = np.full(num_tokens, version), "stop" if stopped[i] else "length"
+        rollouts.append(make_rollout(request, response, logprobs_of, experts, mask, versions, end))
+    return rollouts
 
 
 def _sample(
@@ -176,40 +155,8 @@ def _sample(
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
 
 
-def _drop(
-    finished: np.ndarray, alive: np.ndarray, values: torch.Tensor, reader: _Reader
-) -> tuple[np.ndarray, torch.Tensor]:
-    """Takes the finished rows out of the batch."""
-    if not finished.any():
-        return alive, values
-    kept = np.flatnonzero(~finished)
-    if kept.size:
-        rows = torch.from_numpy(kept).to(values.device)
-        reader.select(rows)
-        values = values[rows]
-    return alive[kept], values
-
-
-def _distinct(prompts: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
+def _distinct(prompts: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[int]]:
     """The different prompts, and for each request the index of its prompt among them."""
-    index: dict[bytes, int] = {}
-    distinct: list[np.ndarray] = []
-    of_request = np.empty(len(prompts), dtype=np.int64)
-    for request, prompt in enumerate(prompts):
-        key = np.ascontiguousarray(prompt, dtype=np.int64).tobytes()
-        if key not in index:
-            index[key] = len(distinct)
-            distinct.append(prompt)
-        of_request[request] = index[key]
-    return distinct, of_request
-
-
-def _join_routes(
-    prompt_routes: np.ndarray | None, prompts: list[np.ndarray], prompt_of_request: np.ndarray, routes_of: _Columns
-) -> list[np.ndarray | None]:
-    """Experts of prompt and response back to back, without the rows of the padding."""
-    if prompt_routes is None:
-        return [None] * len(prompt_of_request)
-    unpadded = [rows[len(rows) - len(prompt) :] for rows, prompt in zip(prompt_routes, prompts, strict=True)]
-    responses = routes_of.split(len(prompt_of_request))
-    return [np.concatenate([unpadded[p], r]) for p, r in zip(prompt_of_request, responses, strict=True)]
+    keys = [prompt.astype(np.int64).tobytes() for prompt in prompts]
+    index = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return [np.frombuffer(key, np.int64) for key in index], [index[key] for key in keys]

@@ -6,6 +6,7 @@ routes are the expert ids that the model was called with.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,9 @@ from transformers.initialization import no_init_weights
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError, WeightSyncError
-from megarl.rollout.engine import Engine, SamplingParams, Session, limit_response
-from megarl.rollout.local.decode import Sampled, decode
+from megarl.rollout.engine import Begin, Engine, OnFinish, SamplingParams, Session, limit_response, run_session
+from megarl.rollout.local.decode import decode
 from megarl.rollout.local.recorder import RouteRecorder
-from megarl.rollout.local.session import BatchSession
 from megarl.rollout.weights import WeightForm, checkpoint_views, require_each_once
 
 
@@ -67,13 +67,7 @@ class LocalEngine(Engine):
         self._closed = False
 
     @classmethod
-    def from_pretrained(
-        cls,
-        path: str | Path,
-        *,
-        weight_version: int = 0,
-        **options: Any,
-    ) -> LocalEngine:
+    def from_pretrained(cls, path: str | Path, *, weight_version: int = 0, **options: Any) -> LocalEngine:
         """Builds the engine from a Hugging Face checkpoint folder with safetensors files; ``options`` as above.
 
         Raises RolloutError if the folder holds no config or weights, WeightSyncError if they do not fit.
@@ -91,11 +85,6 @@ class LocalEngine(Engine):
         """Version of the weights in the engine; -1 before the first update."""
         return self._version
 
-    @property
-    def num_moe_layers(self) -> int:
-        """L, the number of layers in a routing trace."""
-        return self._recorder.num_layers
-
     @torch.no_grad()
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See ``Engine.update_weights``. Tensors may be on any device; they are read one at a time."""
@@ -107,12 +96,7 @@ class LocalEngine(Engine):
         self._version = version
         self._missing = None
 
-    def converse(
-        self,
-        begin: Callable[[Session], None],
-        params: SamplingParams,
-        on_finish: Callable[[int], None] | None = None,
-    ) -> None:
+    def converse(self, begin: Begin, params: SamplingParams, on_finish: OnFinish = None) -> None:
         """See ``Engine.converse``. Samples once every episode waits, so batches do not depend on timing.
 
         A response ends early (``length``) at the model's last position.
@@ -120,25 +104,22 @@ class LocalEngine(Engine):
         self._require_open()
         if self._missing is not None:
             raise WeightSyncError(f"the engine cannot generate, {self._missing}: send all weights with update_weights")
-        if params.return_routed_experts and self.num_moe_layers == 0:
+        if params.return_routed_experts and self._recorder.num_layers == 0:
             raise RolloutError(f"{type(self._model).__name__} has no experts: set return_routed_experts to False")
         BatchSession(lambda requests: self._sample(requests, params, on_finish)).run(begin)
 
-    def _sample(
-        self, requests: Sequence[SampleRequest], params: SamplingParams, on_finish: Callable[[int], None] | None
-    ) -> list[Rollout]:
+    def _sample(self, requests: Sequence[SampleRequest], params: SamplingParams, on_finish: OnFinish) -> list[Rollout]:
         limits = self._check(requests, params)
         recorder = self._recorder if params.return_routed_experts else None
-        rollouts: list[Rollout | None] = [None] * len(requests)
         # Requests of similar length share a batch, so that little of it is padding.
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_tokens))
+        rollouts: dict[int, Rollout] = {}
         for start in range(0, len(order), self._max_batch_size):
             chosen = order[start : start + self._max_batch_size]
             batch = [requests[i] for i in chosen]
-            sampled = decode(self._model, recorder, batch, params, limits[chosen], on_finish)
-            for i, request, result in zip(chosen, batch, sampled, strict=True):
-                rollouts[i] = _make_rollout(request, result, self._version)
-        return [rollout for rollout in rollouts if rollout is not None]
+            sampled = decode(self._model, recorder, batch, params, limits[chosen], self._version, on_finish)
+            rollouts.update(zip(chosen, sampled, strict=True))
+        return [rollouts[i] for i in range(len(requests))]
 
     def close(self) -> None:
         """See ``Engine.close``."""
@@ -155,8 +136,7 @@ class LocalEngine(Engine):
     def _check(self, requests: Sequence[SampleRequest], params: SamplingParams) -> np.ndarray:
         """Returns the longest response to each request, int64 [B]; RolloutError for one that cannot be served."""
         config = self._model.config.get_text_config()
-        vocab_size = config.vocab_size
-        max_positions = getattr(config, "max_position_embeddings", None)
+        vocab_size, max_positions = config.vocab_size, getattr(config, "max_position_embeddings", None)
         if any(token >= vocab_size for token in params.stop_token_ids):
             raise RolloutError(f"stop_token_ids {params.stop_token_ids} leave the vocabulary of {vocab_size} tokens")
         limits = np.array([limit_response(request, params) for request in requests], dtype=np.int64)
@@ -173,20 +153,51 @@ class LocalEngine(Engine):
         return limits
 
 
-def _make_rollout(request: SampleRequest, sampled: Sampled, version: int) -> Rollout:
-    prompt = np.asarray(request.prompt_tokens, dtype=np.int32)
-    num_tokens = len(prompt) + len(sampled.response_tokens)
-    logprobs = np.zeros(num_tokens, dtype=np.float32)
-    logprobs[len(prompt) :] = sampled.logprobs
-    routes = sampled.routed_experts
-    return Rollout(
-        group=request.group,
-        sample=request.sample,
-        tokens=np.concatenate([prompt, sampled.response_tokens]),
-        loss_mask=np.arange(num_tokens) >= len(prompt),
-        rollout_logprobs=logprobs,
-        routed_experts=routes,
-        routed_mask=None if routes is None else np.ones(num_tokens, dtype=bool),
-        weight_versions=np.full(num_tokens, version, dtype=np.int32),
-        finish_reason="stop" if sampled.stopped else "length",
-    )
+class BatchSession(Session):
+    """Samples one batch whenever every episode waits for a response.
+
+    What is in a batch then depends on the episodes alone and not on their timing, and so does every float of the
+    results.
+    """
+
+    def __init__(self, sample: Callable[[Sequence[SampleRequest]], list[Rollout]]) -> None:
+        """``sample`` gets all waiting requests, in the order of (group, sample), and blocks the event loop."""
+        super().__init__()
+        self._sample_batch = sample
+        self._waiting: dict[asyncio.Future[Rollout], SampleRequest] = {}
+
+    def run(self, begin: Begin) -> None:
+        """Run all episodes; raises the first error of one of them, or of ``begin``."""
+        run_session(self.run_episodes(begin))
+
+    async def sample(self, request: SampleRequest) -> Rollout:
+        answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
+        self._waiting[answer] = request
+        self._after_episode()
+        try:
+            return await answer
+        finally:
+            self._waiting.pop(answer, None)
+
+    def _after_episode(self) -> None:
+        if self._all_wait():
+            asyncio.get_running_loop().call_soon(self._answer_all)
+
+    def _all_wait(self) -> bool:
+        return 0 < len(self._waiting) >= len(self._episodes)
+
+    def _answer_all(self) -> None:
+        if not self._all_wait():  # an episode has gone on since: this is called again when it waits
+            return
+        waiting = sorted(self._waiting.items(), key=lambda item: (item[1].group, item[1].sample))
+        self._waiting.clear()
+        try:
+            rollouts = self._sample_batch([request for _, request in waiting])
+        except Exception as error:  # any error must reach the waiting episodes, which end the session
+            for answer, _ in waiting:
+                if not answer.done():
+                    answer.set_exception(error)
+            return
+        for (answer, _), rollout in zip(waiting, rollouts, strict=True):
+            if not answer.done():  # done: the episode was cancelled
+                answer.set_result(rollout)

@@ -23,15 +23,14 @@ class RouteRecorder:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = [(name, module) for name, module in model.named_modules() if _holds_experts(module)]
+        self._modules = [(name, module) for name, module in model.named_modules() if _num_experts(module)]
         self._seen: dict[int, torch.Tensor] = {}
         self._active = False
         self._handles = [
             module.register_forward_pre_hook(self._hook(layer), with_kwargs=True)
             for layer, (_, module) in enumerate(self._modules)
         ]
-        num_experts = max((_num_experts(module) or 0 for _, module in self._modules), default=0)
-        self._dtype = narrow_dtype(num_experts)
+        self._dtype = narrow_dtype(max((_num_experts(module) for _, module in self._modules), default=0))
 
     @property
     def num_layers(self) -> int:
@@ -77,11 +76,7 @@ class RouteRecorder:
         return record
 
 
-def _num_experts(module: nn.Module) -> int | None:
+def _num_experts(module: nn.Module) -> int:
+    """E for a module with the stacked weights [E, ., .] of all experts of a layer, else 0."""
     number = getattr(module, "num_experts", None)
-    return number if isinstance(number, int) else None
-
-
-def _holds_experts(module: nn.Module) -> bool:
-    """True for a module with the stacked weights [E, ., .] of all experts of a layer."""
-    return _num_experts(module) is not None and any(p.dim() == 3 for p in module.parameters(recurse=False))
+    return number if isinstance(number, int) and any(p.dim() == 3 for p in module.parameters(recurse=False)) else 0

@@ -19,8 +19,7 @@ import aiohttp
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError, TraceError
-from megarl.rollout.engine import Session
-from megarl.rollout.sessions import SessionBase, run_session
+from megarl.rollout.engine import Session, run_session
 from megarl.rollout.sglang.http import MODEL_INFO, authorization
 
 KEEP_CONNECTION_S = 3.0
@@ -131,7 +130,7 @@ class SGLangClient:
         run_session(run())
 
 
-class _RequestSession(SessionBase):
+class _RequestSession(Session):
     """A session: assigns requests to servers, and repeats those that fail."""
 
     def __init__(
