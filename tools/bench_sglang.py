@@ -35,7 +35,7 @@ from megarl.rollout.engine import SamplingParams
 from megarl.rollout.sglang.answers import decode_routes
 from megarl.rollout.sglang.client import ClientSettings
 from megarl.rollout.sglang.engine import SGLangEngine
-from megarl.rollout.sglang.plugin.compact import Ask, compact
+from megarl.rollout.sglang.plugin.compact import compact, make_header
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec
 
@@ -54,12 +54,12 @@ def coding(name: str, shape: MoeShape, tokens: int, repeats: int) -> None:
     for row in whole:
         scores = rng.random((len(shape.moe_layers), shape.num_experts), dtype=np.float32)
         row[list(shape.moe_layers)] = np.argpartition(scores, shape.topk, axis=1)[:, : shape.topk]
-    raw, ask = whole.tobytes(), Ask.of(shape)
-    short = compact(raw, ask)
+    raw = whole.tobytes()
+    short = compact(raw, shape)
     assert short is not None
     plain_text, short_text = (base64.b64encode(data).decode() for data in (raw, short))
     steps: dict[str, Callable[[], object]] = {
-        "server": lambda: compact(raw, ask),
+        "server": lambda: compact(raw, shape),
         "client, plain": lambda: decode_routes(plain_text, tokens, shape, name),
         "client, short": lambda: decode_routes(short_text, tokens, shape, name),
     }
@@ -141,9 +141,9 @@ def spread(values: Sequence[float], digits: int) -> str:
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
-def answer_sizes(url: str, body: bytes, ask: Ask) -> None:
+def answer_sizes(url: str, body: bytes, shape: MoeShape) -> None:
     """Bytes of one answer, plain and short."""
-    for name, headers in (("plain", {}), ("short", ask.header())):
+    for name, headers in (("plain", {}), ("short", make_header(shape))):
         headers = headers | {"content-type": "application/json"}
         answer = httpx.post(f"{url}/generate", content=body, headers=headers, timeout=600.0).raise_for_status()
         meta = answer.json()["meta_info"]
@@ -167,7 +167,7 @@ def rates(url: str, model: Path, args: argparse.Namespace) -> None:
         engines[name] = SGLangEngine([url], config, fleet=None, settings=settings)
         engines[name].update_weights([], 0)  # none are sent: the server keeps its own
     bodies = [json.dumps(engines["client, short"]._body(request, params)).encode() for request in requests]
-    answer_sizes(url, bodies[0], Ask.of(MoeShape.of(config)))
+    answer_sizes(url, bodies[0], MoeShape.of(config))
     work: dict[str, Callable[[], object]] = {"limit": lambda: raw_posts(url, bodies, args.concurrency)}
     for name, engine in engines.items():
         work[name] = lambda engine=engine: engine.generate(requests, params)

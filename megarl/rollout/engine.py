@@ -150,14 +150,27 @@ class Engine(Protocol):
         ...
 
 
-def limit_response(request: SampleRequest, params: SamplingParams) -> int:
-    """Returns the longest response to a request, in tokens; RolloutError if that is less than one."""
-    own = request.max_response_tokens
-    if own is not None and own < 1:
-        raise RolloutError(
-            f"group {request.group} sample {request.sample}: max_response_tokens is {own}, expected at least 1"
-        )
-    return params.max_response_tokens if own is None else min(own, params.max_response_tokens)
+def limit_response(request: SampleRequest, params: SamplingParams, vocabulary: int, positions: int) -> int:
+    """Returns the longest response to a request, in tokens; RolloutError for a request that cannot be served.
+
+    vocabulary, positions: how many tokens and positions the model has.
+    """
+    prompt, label = request.prompt_tokens, f"group {request.group} sample {request.sample}"
+    if not prompt.size:
+        raise RolloutError(f"{label}: the prompt is empty, expected at least one token")
+    if prompt.ndim != 1 or not np.issubdtype(prompt.dtype, np.integer):
+        raise RolloutError(f"{label}: the prompt is {prompt.dtype} {prompt.shape}, expected integers [P]")
+    if prompt.min() < 0 or prompt.max() >= vocabulary:
+        raise RolloutError(f"{label}: the prompt has a token outside of 0..{vocabulary - 1}")
+    if any(token >= vocabulary for token in params.stop_token_ids):
+        raise RolloutError(f"stop_token_ids {params.stop_token_ids} leave the vocabulary of {vocabulary} tokens")
+    asked = params.max_response_tokens if request.max_response_tokens is None else request.max_response_tokens
+    limit = min(asked, params.max_response_tokens, positions - len(prompt))
+    if asked < 1:
+        raise RolloutError(f"{label}: max_response_tokens is {asked}, expected at least 1")
+    if limit < 1:
+        raise RolloutError(f"{label}: a prompt of {len(prompt)} tokens leaves no room in {positions} positions")
+    return limit
 
 
 def sample_each(converse: Callable[[Begin], None], requests: Sequence[SampleRequest]) -> list[Rollout]:

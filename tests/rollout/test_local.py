@@ -296,8 +296,8 @@ def test_bfloat16_engine(model_path: Path) -> None:
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (SampleRequest(np.array([], dtype=np.int32), 4, 2, 0), "group 4, sample 2"),
-        (SampleRequest(np.array([[3]], dtype=np.int32), 4, 2, 0), "group 4, sample 2"),
+        (SampleRequest(np.array([], dtype=np.int32), 4, 2, 0), "group 4 sample 2"),
+        (SampleRequest(np.array([[3]], dtype=np.int32), 4, 2, 0), "group 4 sample 2"),
         (SampleRequest(np.array([3.0]), 4, 2, 0), "integers"),
         (SampleRequest(np.array([3, 32], dtype=np.int32), 4, 2, 0), r"0\.\.31"),
         (SampleRequest(np.array([-1], dtype=np.int32), 4, 2, 0), r"0\.\.31"),

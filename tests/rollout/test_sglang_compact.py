@@ -17,17 +17,18 @@ from megarl.core.routing import RoutingTrace, encode
 from megarl.errors import TraceError
 from megarl.models.shapes import MoeShape
 from megarl.rollout.sglang.answers import decode_routes
-from megarl.rollout.sglang.plugin.compact import HEADER, Ask, compact, is_compact
+from megarl.rollout.sglang.plugin.compact import HEADER, compact, is_compact, make_header, parse_header
 from megarl.rollout.sglang.spec import PLUGIN
 
-ASK = Ask(num_layers=4, dense_layers=(0, 2), num_experts=16, topk=3)
 SHAPE = MoeShape(num_layers=4, moe_layers=(1, 3), num_experts=16, topk=3)
 
 
-def routes(rows: int, ask: Ask = ASK) -> np.ndarray:
+def routes(rows: int, shape: MoeShape = SHAPE) -> np.ndarray:
     """int32 [rows, all layers, K], zeros in dense layers, in the order of no sorting."""
-    found = np.random.default_rng(rows).random((rows, ask.num_layers, ask.num_experts)).argsort(2)[..., : ask.topk]
-    found[:, list(ask.dense_layers)] = 0
+    found = (
+        np.random.default_rng(rows).random((rows, shape.num_layers, shape.num_experts)).argsort(2)[..., : shape.topk]
+    )
+    found[:, list(shape.dense_layers)] = 0
     return found.astype("<i4")
 
 
@@ -37,12 +38,13 @@ def text_of(raw: bytes | None) -> str:
 
 
 @pytest.mark.parametrize(
-    "ask", [ASK, Ask(2, (), 300, 8), Ask(3, (), 256, 8), Ask(2, (0,), 8, 1)], ids=["dense", "wide", "256", "top-1"]
+    "shape",
+    [SHAPE, MoeShape(2, (0, 1), 300, 8), MoeShape(3, (0, 1, 2), 256, 8), MoeShape(2, (1,), 8, 1)],
+    ids=["dense", "wide", "256", "top-1"],
 )
-def test_both_forms_say_the_same_sets(ask: Ask) -> None:
-    whole = routes(50, ask)
-    shape = MoeShape(ask.num_layers, tuple(ask.moe_layers), ask.num_experts, ask.topk)
-    short = compact(whole.tobytes(), ask)
+def test_both_forms_say_the_same_sets(shape: MoeShape) -> None:
+    whole = routes(50, shape)
+    short = compact(whole.tobytes(), shape)
     assert short is not None
     assert is_compact(short)
     assert not is_compact(whole.tobytes())
@@ -50,34 +52,34 @@ def test_both_forms_say_the_same_sets(ask: Ask) -> None:
     found = decode_routes(text_of(short), 50, shape, "x")
     assert found.dtype == plain.dtype
     assert np.array_equal(found, np.sort(plain, axis=2))
-    suffix = compact(whole[20:].tobytes(), ask)
+    suffix = compact(whole[20:].tobytes(), shape)
     for text in (text_of(suffix), text_of(short), text_of(whole[20:].tobytes()), text_of(whole.tobytes())):
         assert np.array_equal(np.sort(decode_routes(text, 50, shape, "x", known_rows=20), 2), found[20:])
 
 
 @pytest.mark.parametrize(("layers", "experts", "least"), [(48, 128, 6.0), (58, 256, 5.0)])
 def test_the_short_form_has_a_fourth_of_the_bytes_at_most(layers: int, experts: int, least: float) -> None:
-    ask = Ask(layers, (), experts, 8)
-    whole = routes(200, ask).tobytes()
-    assert len(text_of(whole)) / len(text_of(compact(whole, ask))) > least
+    shape = MoeShape(layers, tuple(range(layers)), experts, 8)
+    whole = routes(200, shape).tobytes()
+    assert len(text_of(whole)) / len(text_of(compact(whole, shape))) > least
 
 
 def test_what_is_not_as_asked_for_is_left_to_the_client() -> None:
     good = routes(50)
-    assert compact(good.tobytes(), ASK) is not None
+    assert compact(good.tobytes(), SHAPE) is not None
     dense, large, twice = good.copy(), good.copy(), good.copy()
     dense[7, 2] = (1, 2, 3)
     large[7, 1, 0] = 16
     twice[7, 1] = 5
     for wrong in (dense, large, twice, good[:0]):
-        assert compact(wrong.tobytes(), ASK) is None
-    assert compact(good.tobytes()[:-4], ASK) is None
-    tiny = Ask(1, (), 4, 1)
+        assert compact(wrong.tobytes(), SHAPE) is None
+    assert compact(good.tobytes()[:-4], SHAPE) is None
+    tiny = MoeShape(1, (0,), 4, 1)
     assert compact(routes(1, tiny).tobytes(), tiny) is None  # it would be longer
 
 
 def test_a_short_form_that_is_wrong_is_an_error() -> None:
-    short = compact(routes(50).tobytes(), ASK)
+    short = compact(routes(50).tobytes(), SHAPE)
     assert short is not None
 
     def told(raw: bytes, rows: int = 50) -> str:
@@ -100,8 +102,8 @@ def test_a_short_form_that_is_wrong_is_an_error() -> None:
 
 
 def test_an_ask_survives_its_header() -> None:
-    assert Ask.parse(ASK.header()[HEADER]) == ASK
-    assert ASK.moe_layers == [1, 3]
+    assert parse_header(make_header(SHAPE)) == SHAPE
+    assert json.loads(make_header(SHAPE)[HEADER])["dense_layers"] == [0, 2]
 
 
 @pytest.mark.parametrize(
@@ -120,14 +122,14 @@ def test_an_ask_survives_its_header() -> None:
     ],
 )
 def test_an_ask_that_makes_no_sense_is_none(change: dict[str, object]) -> None:
-    good = json.loads(ASK.header()[HEADER])
-    assert Ask.parse(json.dumps(good)) == ASK
-    assert Ask.parse(json.dumps(good | change)) is None
+    good = json.loads(make_header(SHAPE)[HEADER])
+    assert parse_header({HEADER: json.dumps(good)}) == SHAPE
+    assert parse_header({HEADER: json.dumps(good | change)}) is None
 
 
 @pytest.mark.parametrize("header", [None, "", "{", "[]", "1", '{"version": 1}', "[" * 100_000])
 def test_no_ask_is_none(header: str | None) -> None:
-    assert Ask.parse(header) is None
+    assert parse_header({} if header is None else {HEADER: header}) is None
 
 
 def test_the_plugin_is_announced_once_in_both_ways() -> None:
@@ -153,13 +155,13 @@ def test_the_plugin_finds_megarl_alone_and_loads_nothing_that_a_server_lacks(tmp
         "assert importlib.util.find_spec('megarl') is None\n"
         "import megarl_routes_plugin\n"
         "path = list(sys.path); megarl_routes_plugin.import_megarl(); assert sys.path == path\n"
-        "from megarl.rollout.sglang.plugin.compact import Ask\n"
-        "print('pydantic' in sys.modules, 'httpx' in sys.modules, Ask(2, (), 4, 1).moe_layers)"
+        "from megarl.rollout.sglang.plugin.compact import parse_header\n"
+        "print('pydantic' in sys.modules, 'httpx' in sys.modules, parse_header({}))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": str(PLUGIN)}, capture_output=True, text=True, cwd=tmp_path
     )
-    assert done.stdout == "False False [0, 1]\n", done.stderr
+    assert done.stdout == "False False None\n", done.stderr
 
 
 REGISTRY = """

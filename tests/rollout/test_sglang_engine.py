@@ -224,7 +224,7 @@ def test_a_response_ends_where_the_positions_end(engine: SGLangEngine, hostile_m
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        (np.arange(63) % 28 + 2, "a prompt of 63 tokens leaves no room in the model's 64 positions"),
+        (np.arange(63) % 28 + 2, "a prompt of 63 tokens leaves no room in 63 positions"),
         (np.arange(61) % 28 + 2, "refuses the request, HTTP 400"),
         (np.array([3, 32]), r"token outside of 0\.\.31"),
         (np.array([], np.int32), "the prompt is empty"),

@@ -29,7 +29,7 @@ from megarl.rollout.sglang.answers import decode_routes
 from megarl.rollout.sglang.client import ClientSettings
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet
-from megarl.rollout.sglang.plugin.compact import Ask, is_compact
+from megarl.rollout.sglang.plugin.compact import is_compact, make_header
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec, environment
 from megarl.rollout.weights import WeightForm
@@ -68,10 +68,6 @@ def shape_of(model: Path) -> MoeShape:
     return MoeShape.of(json.loads((model / "config.json").read_text()))
 
 
-def ask_of(shape: MoeShape) -> dict[str, str]:
-    return Ask(shape.num_layers, (), shape.num_experts, shape.topk).header()
-
-
 def texts(server: Server, headers: dict[str, str], **changes: Any) -> list[str]:
     """The traces of a greedy request, one for each sample, in the order of prompts and samples."""
     sampling = {"temperature": 0.0, "max_new_tokens": OUTPUT, "ignore_eos": True} | changes.pop("sampling", {})
@@ -100,7 +96,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def check_both_forms(server: Server, model: Path, **changes: Any) -> None:
     shape = shape_of(model)
     plain = texts(server, {}, **changes)
-    short = texts(server, ask_of(shape), **changes)
+    short = texts(server, make_header(shape), **changes)
     assert len(short) == len(plain)
     for one, other in zip(plain, short, strict=True):
         assert not is_compact(base64.b64decode(one))
@@ -120,7 +116,7 @@ def test_the_short_form_says_what_the_plain_one_says(sglang_server: Server, sgla
 def test_an_ask_for_another_model_is_answered_plainly(sglang_server: Server, sglang_model: Path):
     shape = shape_of(sglang_model)
     for wrong in (replace(shape, topk=shape.topk + 5), replace(shape, num_experts=2)):
-        (text,) = texts(sglang_server, ask_of(wrong))
+        (text,) = texts(sglang_server, make_header(wrong))
         assert len(decode_routes(text, NUM_ROWS, shape, "x")) == NUM_ROWS
         assert not is_compact(base64.b64decode(text))
 
@@ -189,7 +185,7 @@ def test_a_second_turn_asks_for_the_rows_that_the_first_one_lacks(
 
 def test_the_rows_of_a_suffix_are_those_of_the_whole(sglang_server: Server, sglang_model: Path):
     shape = shape_of(sglang_model)
-    for headers in ({}, ask_of(shape)):
+    for headers in ({}, make_header(shape)):
         (whole,) = (np.sort(decode_routes(t, NUM_ROWS, shape, "x"), 2) for t in texts(sglang_server, headers))
         for known in (1, 13, len(PROMPTS[0])):
             (text,) = texts(sglang_server, headers, routed_experts_start_len=known)

@@ -65,7 +65,7 @@ def test_a_known_prefix_has_no_rows() -> None:
         assert found.routed_experts is not None
         assert found.routed_mask.tolist() == [False, False, True, True, False]
         assert np.array_equal(found.routed_experts[2:4], routes(4)[2:, 1:])
-    with pytest.raises(TraceError, match="3 rows of 4 layers with top-2; expected 2 rows"):
+    with pytest.raises(TraceError, match="3 rows, expected 2 rows of 4 layers with top-2"):
         parse_answer(replace(REQUEST, known_rows=2), answer(routed_experts=encoded(routes(3))), 7, SHAPE)
 
 
@@ -143,8 +143,8 @@ def test_routes_that_are_absent_or_wrong_are_errors() -> None:
     assert "--enable-return-routed-experts" in told("absent")
     whole = encoded(routes(4))
     assert "cut short" in told(whole[:-3])
-    assert "no whole number of rows of 4 layers with top-2; expected 4 rows" in told(whole[:-8])
-    assert "5 rows of 4 layers with top-2; expected 4 rows" in told(encoded(routes(5)))
+    assert "no whole number of rows of 4 layers with top-2" in told(whole[:-8])
+    assert "5 rows, expected 4 rows of 4 layers with top-2" in told(encoded(routes(5)))
     dense = routes(4)
     dense[2, 0] = (1, 2)
     assert "dense layer 0 has routes" in told(encoded(dense))

@@ -24,6 +24,8 @@ from megarl.rollout.local.decode import decode
 from megarl.rollout.local.recorder import RouteRecorder
 from megarl.rollout.weights import WeightForm, checkpoint_views, require_each_once
 
+_NO_LIMIT = 1 << 30
+
 
 class LocalEngine(Engine):
     """Samples with a transformers causal language model.
@@ -109,7 +111,9 @@ class LocalEngine(Engine):
         BatchSession(lambda requests: self._sample(requests, params, on_finish)).run(begin)
 
     def _sample(self, requests: Sequence[SampleRequest], params: SamplingParams, on_finish: OnFinish) -> list[Rollout]:
-        limits = self._check(requests, params)
+        config = self._model.config.get_text_config()
+        positions = getattr(config, "max_position_embeddings", None) or _NO_LIMIT
+        limits = np.array([limit_response(request, params, config.vocab_size, positions) for request in requests])
         recorder = self._recorder if params.return_routed_experts else None
         # Requests of similar length share a batch, so that little of it is padding.
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_tokens))
@@ -132,25 +136,6 @@ class LocalEngine(Engine):
     def _require_open(self) -> None:
         if self._closed:
             raise RolloutError("the engine is closed: build a new one")
-
-    def _check(self, requests: Sequence[SampleRequest], params: SamplingParams) -> np.ndarray:
-        """Returns the longest response to each request, int64 [B]; RolloutError for one that cannot be served."""
-        config = self._model.config.get_text_config()
-        vocab_size, max_positions = config.vocab_size, getattr(config, "max_position_embeddings", None)
-        if any(token >= vocab_size for token in params.stop_token_ids):
-            raise RolloutError(f"stop_token_ids {params.stop_token_ids} leave the vocabulary of {vocab_size} tokens")
-        limits = np.array([limit_response(request, params) for request in requests], dtype=np.int64)
-        for i, request in enumerate(requests):
-            prompt, where = request.prompt_tokens, f"request (group {request.group}, sample {request.sample})"
-            if prompt.ndim != 1 or not len(prompt) or not np.issubdtype(prompt.dtype, np.integer):
-                raise RolloutError(f"{where}: prompt is {prompt.dtype} {prompt.shape}, expected integers [P], P >= 1")
-            if prompt.min() < 0 or prompt.max() >= vocab_size:
-                raise RolloutError(f"{where}: prompt has a token outside of 0..{vocab_size - 1}")
-            if max_positions is not None:
-                if len(prompt) >= max_positions:
-                    raise RolloutError(f"{where}: prompt of {len(prompt)} tokens fills all {max_positions} positions")
-                limits[i] = min(limits[i], max_positions - len(prompt))
-        return limits
 
 
 class BatchSession(Session):

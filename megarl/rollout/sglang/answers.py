@@ -18,7 +18,8 @@ from megarl.core.routing import RoutingTrace, decode
 from megarl.core.types import FinishReason, Rollout, SampleRequest
 from megarl.errors import RolloutError, TraceError
 from megarl.models.shapes import MoeShape
-from megarl.rollout.sglang.plugin.compact import is_compact
+from megarl.rollout.engine import make_rollout
+from megarl.rollout.sglang.plugin.compact import is_compact, read_routes
 
 _FINISH: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
 
@@ -34,14 +35,17 @@ def decode_routes(text: str, num_rows: int, shape: MoeShape, label: str, known_r
         raw = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise TraceError(f"{label}: routed_experts are no base64 ({error}); the answer was cut short") from error
-    experts = (
-        _decode_short(raw, shape, label) if is_compact(raw) else _decode_long(raw, num_rows, known_rows, shape, label)
-    )
-    if len(experts) not in (num_rows, num_rows - known_rows):
+    if is_compact(raw):
+        experts = _decode_short(raw, shape, label)
+    else:
+        experts = RoutingTrace(read_routes(raw, shape, label), shape.num_experts, label=label).experts
+    expected = num_rows - known_rows
+    if len(experts) not in (num_rows, expected):
         raise TraceError(
-            f"{label}: routes of {len(experts)} rows, expected {num_rows - known_rows}: the server lost part of them"
+            f"{label}: routes of {len(experts)} rows, expected {expected} rows of {shape.num_layers} layers with "
+            f"top-{shape.topk}: the server runs another model, or lost part of the routes"
         )
-    return experts[len(experts) - (num_rows - known_rows) :]
+    return experts[len(experts) - expected :]
 
 
 def _decode_short(raw: bytes, shape: MoeShape, label: str) -> np.ndarray:
@@ -56,30 +60,7 @@ def _decode_short(raw: bytes, shape: MoeShape, label: str) -> np.ndarray:
     return trace.experts
 
 
-def _decode_long(raw: bytes, num_rows: int, known_rows: int, shape: MoeShape, label: str) -> np.ndarray:
-    per_row = 4 * shape.num_layers * shape.topk
-    if len(raw) not in (num_rows * per_row, (num_rows - known_rows) * per_row):
-        rows = f"{len(raw) // per_row} rows" if len(raw) % per_row == 0 else "no whole number of rows"
-        raise TraceError(
-            f"{label}: routes of {len(raw)} bytes, {rows} of {shape.num_layers} layers with top-{shape.topk}; expected "
-            f"{num_rows - known_rows} rows: the server runs another model, or lost part of the routes"
-        )
-    whole = np.frombuffer(raw, "<i4").reshape(-1, shape.num_layers, shape.topk)
-    dense = list(shape.dense_layers)
-    if dense:
-        if whole[:, dense].any():
-            layer = dense[int(whole[:, dense].any(axis=(0, 2)).argmax())]
-            raise TraceError(f"{label}: the dense layer {layer} has routes: the server runs another model")
-        whole = whole[:, list(shape.moe_layers)]
-    return RoutingTrace(whole, shape.num_experts, label=label).experts
-
-
-def parse_answer(
-    request: SampleRequest,
-    answer: Any,
-    version: int,
-    shape: MoeShape | None,
-) -> Rollout:
+def parse_answer(request: SampleRequest, answer: Any, version: int, shape: MoeShape | None) -> Rollout:
     """Returns the rollout that a ``/generate`` answer describes.
 
     version: of the weights, if the answer names none. shape: None if no routes were asked for.
@@ -101,42 +82,22 @@ def _parse(
     if not isinstance(meta, Mapping) or "output_ids" not in answer:
         raise RolloutError(f"{label}: the server's answer has keys {sorted(answer)}, expected output_ids and meta_info")
     output = np.asarray(answer["output_ids"], np.int32)
-    prompt = np.asarray(request.prompt_tokens, np.int32)
-    _check_counts(meta, len(prompt), len(output), label)
-    num_tokens = len(prompt) + len(output)
-    logprobs = np.zeros(num_tokens, np.float32)
-    logprobs[len(prompt) :] = _parse_logprobs(meta, output, label)
-    versions = _parse_versions(meta, len(prompt), len(output), version, label)
+    num_prompt, num_tokens = len(request.prompt_tokens), len(request.prompt_tokens) + len(output)
+    if not len(output):
+        raise RolloutError(f"{label}: the server generated no token")
+    for name, expected in (("prompt_tokens", num_prompt), ("completion_tokens", len(output))):
+        if meta.get(name) != expected:
+            raise RolloutError(f"{label}: the server counts {name} = {meta.get(name)}, the tokens are {expected}")
+    logprobs = _parse_logprobs(meta, output, label)
+    versions = _parse_versions(meta, num_prompt, len(output), version, label)
     experts = mask = None
     if shape is not None:
         experts, mask = _parse_routes(meta, num_tokens, request.known_rows, shape, label)
-    return Rollout(
-        group=request.group,
-        sample=request.sample,
-        tokens=np.concatenate([prompt, output]),
-        loss_mask=np.arange(num_tokens) >= len(prompt),
-        rollout_logprobs=logprobs,
-        routed_experts=experts,
-        routed_mask=mask,
-        weight_versions=versions,
-        finish_reason=_parse_finish_reason(meta, label),
-    )
-
-
-def _parse_finish_reason(meta: Mapping[str, Any], label: str) -> FinishReason:
     reason = meta.get("finish_reason")
     kind = reason.get("type") if isinstance(reason, Mapping) else reason
     if kind not in _FINISH:
         raise RolloutError(f"{label}: the server finished with {reason}, expected stop or length")
-    return _FINISH[kind]
-
-
-def _check_counts(meta: Mapping[str, Any], prompt: int, output: int, label: str) -> None:
-    if not output:
-        raise RolloutError(f"{label}: the server generated no token")
-    for name, expected in (("prompt_tokens", prompt), ("completion_tokens", output)):
-        if meta.get(name) != expected:
-            raise RolloutError(f"{label}: the server counts {name} = {meta.get(name)}, the tokens are {expected}")
+    return make_rollout(request, output, logprobs, experts, mask, versions, _FINISH[kind])
 
 
 def _parse_logprobs(meta: Mapping[str, Any], output: np.ndarray, label: str) -> np.ndarray:

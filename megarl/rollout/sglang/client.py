@@ -19,7 +19,7 @@ import aiohttp
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError, TraceError
-from megarl.rollout.engine import Session, run_session
+from megarl.rollout.engine import Begin, OnFinish, Session, run_session
 from megarl.rollout.sglang.http import MODEL_INFO, authorization
 
 KEEP_CONNECTION_S = 3.0
@@ -103,12 +103,7 @@ class SGLangClient:
         self.headers = authorization(settings.api_key) | dict(headers or {})
 
     def converse(
-        self,
-        begin: Callable[[Session], None],
-        body: Body,
-        decode: Decode,
-        on_finish: Callable[[int], None] | None = None,
-        version: str | None = None,
+        self, begin: Begin, body: Body, decode: Decode, on_finish: OnFinish = None, version: str | None = None
     ) -> None:
         """See ``Engine.converse``; RolloutError if a request keeps failing, naming the last failure.
 
@@ -124,8 +119,7 @@ class SGLangClient:
                 read_bufsize=BUFFER_BYTES,
                 trust_env=False,
             ) as http:
-                session = _RequestSession(self.urls, self.settings, http, body, decode, on_finish, version)
-                await session.run_episodes(begin)
+                await _RequestSession(self, http, body, decode, on_finish, version).run_episodes(begin)
 
         run_session(run())
 
@@ -135,36 +129,33 @@ class _RequestSession(Session):
 
     def __init__(
         self,
-        urls: Sequence[str],
-        settings: ClientSettings,
+        client: SGLangClient,
         http: aiohttp.ClientSession,
         body: Body,
         decode: Decode,
-        on_finish: Callable[[int], None] | None,
+        on_finish: OnFinish,
         version: str | None,
     ) -> None:
         super().__init__()
-        self._servers = [_Server(url) for url in urls]
-        self._settings, self._http = settings, http
+        self._servers = [_Server(url) for url in client.urls]
+        self._settings, self._http = client.settings, http
         self._body, self._decode, self._on_finish, self._version = body, decode, on_finish, version
         self._helpers: list[asyncio.Task[None]] = []
         """Tasks that end with the last episode: the ticks, and waits for servers that are away."""
         self._serving: dict[asyncio.Future[Rollout], asyncio.Task[None]] = {}
 
-    async def run_episodes(self, begin: Callable[[Session], None]) -> None:
-        """Run all episodes."""
+    async def run_episodes(self, begin: Begin) -> None:
         async with self._tasks:
             begin(self)
-            if self._episodes and self._on_finish is not None:
-                self._helpers.append(self._tasks.create_task(self._tick(self._on_finish)))
+            if self._episodes:
+                self._helpers.append(self._tasks.create_task(self._tick()))
 
-    async def _tick(self, on_finish: Callable[[int], None]) -> None:
-        while True:
+    async def _tick(self) -> None:
+        while self._on_finish is not None:
             await asyncio.sleep(TICK_S)
-            on_finish(0)
+            self._on_finish(0)
 
     async def sample(self, request: SampleRequest) -> Rollout:
-        """See ``Session.sample``."""
         answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
         queue, job = self._servers[request.group % len(self._servers)].queue, _Job(request, answer)
         # A later turn goes first: the prefix of its episode is still in the server's cache.
@@ -210,21 +201,31 @@ class _RequestSession(Session):
 
     async def _serve(self, server: _Server, job: _Job) -> None:
         """Send a request; set its answer, or queue it again."""
+        settings = self._settings
         try:
-            async with asyncio.timeout(self._settings.deadline_s):
+            async with asyncio.timeout(settings.deadline_s):
                 answer = await self._post(server.url, self._body(job.request))
             try:
                 rollout = self._decode(job.request, answer)
             except (RolloutError, TraceError) as error:
                 raise RetryError(str(error)) from error
         except AwayError as failure:
-            self._count_loss(job, failure)
+            job.losses += 1
+            if job.losses >= settings.losses:
+                raise RolloutError(
+                    f"{job}: lost {job.losses} times with its connection, the last: {failure}; if this request ends "
+                    "the server, its log says why"
+                ) from failure
             server.queue.appendleft(job)
             if not server.away:
                 server.away = True
                 self._helpers.append(self._tasks.create_task(self._await_return(server, failure)))
         except (RetryError, TimeoutError) as failure:
-            await self._back_off(job, failure)
+            job.failures += 1
+            if job.failures >= settings.attempts:
+                reason = str(failure) or f"no answer within {settings.deadline_s} s"
+                raise RolloutError(f"{job}: {job.failures} attempts failed, the last: {reason}") from failure
+            await asyncio.sleep(0.25 * 2**job.failures)
             following = (self._servers.index(server) + 1) % len(self._servers)
             self._servers[following].queue.append(job)
         else:
@@ -283,21 +284,6 @@ class _RequestSession(Session):
                     async with self._http.get(f"{url}/{path}") as response:
                         if response.status == 200:
                             return str((await response.json()).get("weight_version")) == self._version
+            return self._version is None
         except (aiohttp.ClientError, TimeoutError, ValueError):
             return False
-        return self._version is None
-
-    def _count_loss(self, job: _Job, failure: AwayError) -> None:
-        job.losses += 1
-        if job.losses >= self._settings.losses:
-            raise RolloutError(
-                f"{job}: lost {job.losses} times with its connection, the last: {failure}; if this request ends the "
-                "server, its log says why"
-            )
-
-    async def _back_off(self, job: _Job, failure: BaseException) -> None:
-        job.failures += 1
-        if job.failures >= self._settings.attempts:
-            reason = str(failure) or f"no answer within {self._settings.deadline_s} s"
-            raise RolloutError(f"{job}: {job.failures} attempts failed, the last: {reason}")
-        await asyncio.sleep(0.25 * 2**job.failures)

@@ -13,11 +13,11 @@ import torch
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import ConfigError, MegarlError, RolloutError, WeightSyncError
 from megarl.models.shapes import MoeShape
-from megarl.rollout.engine import Engine, SamplingParams, Session, limit_response
+from megarl.rollout.engine import Begin, Engine, OnFinish, SamplingParams, limit_response
 from megarl.rollout.sglang.answers import parse_answer
 from megarl.rollout.sglang.client import ClientSettings, SGLangClient
 from megarl.rollout.sglang.fleet import Fleet
-from megarl.rollout.sglang.plugin.compact import Ask
+from megarl.rollout.sglang.plugin.compact import make_header
 from megarl.rollout.weights import WeightForm
 
 
@@ -44,8 +44,13 @@ class SGLangEngine(Engine):
         """
         settings = settings or ClientSettings()
         self._shape = MoeShape.of(config)
-        self._client = SGLangClient(urls, settings, Ask.of(self._shape).header() if settings.compact_routes else None)
-        _check_model(config, self._shape)
+        self._client = SGLangClient(urls, settings, make_header(self._shape) if settings.compact_routes else None)
+        if config.get("model_type") in ("qwen2_moe", "qwen3_moe") and self._shape.dense_layers:
+            raise ConfigError(
+                f"only layers {self._shape.moe_layers} of {self._shape.num_layers} have experts: SGLang's Qwen models "
+                "have experts in every layer and would compute something else (mlp_only_layers, decoder_sparse_step); "
+                'set rollout.engine = "local", or take a model without dense layers'
+            )
         self._positions = int(config.get("max_position_embeddings") or 1 << 30)
         self._vocabulary = int(config.get("vocab_size") or 1 << 31)
         self._fleet, self._agree = fleet, agree or _raise
@@ -62,15 +67,10 @@ class SGLangEngine(Engine):
 
     @property
     def sync_seconds(self) -> Mapping[str, float]:
-        """See ``Engine.sync_seconds``: gather, quantise, send; empty on ranks that send nothing."""
+        """Of gather, quantise, send; empty on ranks that send nothing."""
         return self._sync_seconds
 
-    def converse(
-        self,
-        begin: Callable[[Session], None],
-        params: SamplingParams,
-        on_finish: Callable[[int], None] | None = None,
-    ) -> None:
+    def converse(self, begin: Begin, params: SamplingParams, on_finish: OnFinish = None) -> None:
         """See ``Engine.converse``. ConfigError for top_p below 1; WeightSyncError while an update is incomplete."""
         if not self._complete:
             raise WeightSyncError("the servers have no complete weights: update_weights first, and look for its error")
@@ -81,15 +81,21 @@ class SGLangEngine(Engine):
             )
         shape = self._shape if params.return_routed_experts else None
 
-        def body(request: SampleRequest) -> dict[str, Any]:
-            return self._body(request, params)
-
         def decode(request: SampleRequest, answer: Any) -> Rollout:
-            return self._require_version(parse_answer(request, answer, self._version, shape))
+            rollout = parse_answer(request, answer, self._version, shape)
+            found = set(rollout.weight_versions.tolist())
+            if found != {self._version}:
+                raise RolloutError(
+                    f"group {request.group} sample {request.sample}: made with weight versions {sorted(found)}, "
+                    f"expected {self._version} alone"
+                )
+            return rollout
 
         self._sampling = True
         try:
-            self._client.converse(begin, body, decode, on_finish, version=str(self._version))
+            self._client.converse(
+                begin, lambda request: self._make_body(request, params), decode, on_finish, version=str(self._version)
+            )
         finally:
             self._sampling = False
 
@@ -102,45 +108,45 @@ class SGLangEngine(Engine):
         busy = "responses are being sampled: wait for generate to return before the weights change"
         self._agree(WeightSyncError(busy) if self._sampling else None)
         self._complete = False
-        failure: MegarlError | None = None
         outstanding = iter(tensors)
-        if self._fleet is not None:
-            try:
-                self._sync_seconds = self._fleet.update(outstanding, version, self._form)
-            except (RolloutError, WeightSyncError) as error:
-                failure = error
+
+        def send(fleet: Fleet) -> None:
+            self._sync_seconds = fleet.update(outstanding, version, self._form)
+
+        failure = self._try(send)
         for _ in outstanding:  # gathering a sharded model is collective: every rank must reach the end
             pass
         self._agree(failure)
         self._version, self._complete = version, True
 
     def rest(self) -> None:
-        """See ``Engine.rest``."""
         self._complete, self._version = False, -1
-        failure: MegarlError | None = None
-        if self._fleet is not None:
-            try:
-                self._fleet.rest()
-            except (RolloutError, WeightSyncError) as error:
-                failure = error
-        self._agree(failure)
+        self._agree(self._try(Fleet.rest))
 
     def close(self) -> None:
         """Stop the servers that this rank has started."""
         if self._fleet is not None:
             self._fleet.close()
 
-    def _body(self, request: SampleRequest, params: SamplingParams) -> dict[str, Any]:
-        prompt = request.prompt_tokens.tolist()
-        self._check_tokens(prompt, request, params)
-        room = self._positions - len(prompt) - 1
-        if room < 1:
+    def _try(self, step: Callable[[Fleet], None]) -> MegarlError | None:
+        """Runs a step of the fleet where there is one; returns its error, which all ranks then raise."""
+        try:
+            if self._fleet is not None:
+                step(self._fleet)
+        except (RolloutError, WeightSyncError) as error:
+            return error
+        return None
+
+    def _make_body(self, request: SampleRequest, params: SamplingParams) -> dict[str, Any]:
+        # The last position stays free: a server refuses a request that could fill it.
+        limit = limit_response(request, params, self._vocabulary, self._positions - 1)
+        if not 0 <= request.known_rows <= len(request.prompt_tokens):
             raise RolloutError(
-                f"group {request.group} sample {request.sample}: a prompt of {len(prompt)} tokens leaves no room in "
-                f"the model's {self._positions} positions"
+                f"group {request.group} sample {request.sample}: known_rows is {request.known_rows}, expected "
+                f"0..{len(request.prompt_tokens)}, the prompt"
             )
         return {
-            "input_ids": prompt,
+            "input_ids": request.prompt_tokens.tolist(),
             "sampling_params": {
                 # All named, because the server takes the others from the model's generation_config.json.
                 "temperature": params.temperature,
@@ -150,7 +156,7 @@ class SGLangEngine(Engine):
                 "repetition_penalty": 1.0,
                 "presence_penalty": 0.0,
                 "frequency_penalty": 0.0,
-                "max_new_tokens": min(limit_response(request, params), room),
+                "max_new_tokens": limit,
                 "stop_token_ids": list(params.stop_token_ids),
                 "ignore_eos": not params.stop_token_ids,  # else the server stops at the model's own eos too
                 "skip_special_tokens": False,
@@ -161,36 +167,6 @@ class SGLangEngine(Engine):
             "routed_experts_start_len": request.known_rows,
             "stream": False,
         }
-
-    def _check_tokens(self, prompt: list[int], request: SampleRequest, params: SamplingParams) -> None:
-        """Checks what would end the server (a token outside the vocabulary) or is not refused by every release."""
-        label = f"group {request.group} sample {request.sample}"
-        if not prompt:
-            raise RolloutError(f"{label}: the prompt is empty, expected at least one token")
-        if min(prompt) < 0 or max(prompt) >= self._vocabulary:
-            raise RolloutError(f"{label}: the prompt has a token outside of 0..{self._vocabulary - 1}")
-        if not 0 <= request.known_rows <= len(prompt):
-            raise RolloutError(f"{label}: known_rows is {request.known_rows}, expected 0..{len(prompt)}, the prompt")
-        if any(token >= self._vocabulary for token in params.stop_token_ids):
-            raise RolloutError(f"stop_token_ids {params.stop_token_ids} leave the vocabulary of {self._vocabulary}")
-
-    def _require_version(self, rollout: Rollout) -> Rollout:
-        found = set(rollout.weight_versions.tolist())
-        if found != {self._version}:
-            raise RolloutError(
-                f"group {rollout.group} sample {rollout.sample}: made with weight versions {sorted(found)}, expected "
-                f"{self._version} alone"
-            )
-        return rollout
-
-
-def _check_model(config: Mapping[str, Any], shape: MoeShape) -> None:
-    if config.get("model_type") in ("qwen2_moe", "qwen3_moe") and len(shape.moe_layers) < shape.num_layers:
-        raise ConfigError(
-            f"only layers {shape.moe_layers} of {shape.num_layers} have experts: SGLang's Qwen models have experts in "
-            "every layer and would compute something else (mlp_only_layers, decoder_sparse_step); set rollout.engine = "
-            '"local", or take a model without dense layers'
-        )
 
 
 def _raise(failure: MegarlError | None) -> None:

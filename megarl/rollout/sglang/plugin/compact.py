@@ -10,83 +10,68 @@ begins with four letters, which as an int32 would be expert 1414287949.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import numpy as np
 
 from megarl.core.routing.codec import MAGIC, encode
 from megarl.core.routing.trace import RoutingTrace
 from megarl.errors import TraceError
-
-if TYPE_CHECKING:  # the server's side needs no model
-    from megarl.models.shapes import MoeShape
+from megarl.models.shapes import MoeShape
 
 HEADER = "megarl-routes"
 VERSION = 1
+_COUNTS = ("num_layers", "num_experts", "topk")
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """The shape of the routes that a client expects, without which SGLang's bytes cannot be read."""
-
-    num_layers: int
-    """All decoder layers."""
-    dense_layers: tuple[int, ...]
-    """0-based indices of those without experts."""
-    num_experts: int
-    """E."""
-    topk: int
-    """K."""
-
-    @staticmethod
-    def of(shape: MoeShape) -> Ask:
-        """What a client of this model asks for."""
-        return Ask(shape.num_layers, shape.dense_layers, shape.num_experts, shape.topk)
-
-    def header(self) -> dict[str, str]:
-        """The request header that asks for the short form."""
-        return {HEADER: json.dumps({"version": VERSION, **asdict(self)}, separators=(",", ":"))}
-
-    @staticmethod
-    def parse(header: str | None) -> Ask | None:
-        """What a request asks for; None without the header, and for one of another version or that makes no sense."""
-        try:
-            found = json.loads(header or "null")
-            if not isinstance(found, dict) or found.pop("version", None) != VERSION:
-                return None
-            if set(found) != {field.name for field in fields(Ask)}:
-                return None
-            dense = tuple(int(layer) for layer in found.pop("dense_layers"))
-            ask = Ask(dense_layers=dense, **{name: int(value) for name, value in found.items()})
-        except (TypeError, ValueError, OverflowError, RecursionError):
-            return None
-        is_sound = 0 < ask.num_layers <= 1 << 16 and ask.topk > 0 and ask.num_experts > 0
-        return ask if is_sound and set(dense) < set(range(ask.num_layers)) else None
-
-    @property
-    def moe_layers(self) -> list[int]:
-        """0-based indices of the layers that have experts."""
-        return sorted(set(range(self.num_layers)) - set(self.dense_layers))
+def make_header(shape: MoeShape) -> dict[str, str]:
+    """Returns the request header that asks for the short form: JSON with the shape that the client expects."""
+    found = {name: getattr(shape, name) for name in ("num_layers", "dense_layers", "num_experts", "topk")}
+    return {HEADER: json.dumps({"version": VERSION, **found}, separators=(",", ":"))}
 
 
-def compact(raw: bytes, ask: Ask) -> bytes | None:
-    """The short form of ``raw``, int32 [rows, layers, K]; None where there is none or it would not be shorter.
-
-    There is none of routes that are not of the shape that was asked for: the client sees them and tells what is wrong.
-    """
-    if not raw or len(raw) % (4 * ask.num_layers * ask.topk):
-        return None
-    whole = np.frombuffer(raw, "<i4").reshape(-1, ask.num_layers, ask.topk)
-    if ask.dense_layers:
-        if whole[:, list(ask.dense_layers)].any():
-            return None
-        whole = whole[:, ask.moe_layers]
+def parse_header(headers: Mapping[str, str]) -> MoeShape | None:
+    """Returns the shape that a request asks for; None without the header, in another version, or without sense."""
     try:
-        short = encode(RoutingTrace(whole, ask.num_experts))
+        found = json.loads(headers.get(HEADER) or "null")
+        if not isinstance(found, dict) or found.keys() != {"version", "dense_layers", *_COUNTS}:
+            return None
+        num_layers, num_experts, topk = (int(found[name]) for name in _COUNTS)
+        dense = {int(layer) for layer in found["dense_layers"]}
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return None
+    if found["version"] != VERSION or not 0 < num_layers <= 1 << 16 or topk < 1 or num_experts < 1:
+        return None
+    moe_layers = tuple(layer for layer in range(num_layers) if layer not in dense)
+    is_sound = moe_layers and dense < set(range(num_layers))
+    return MoeShape(num_layers, moe_layers, num_experts, topk) if is_sound else None
+
+
+def compact(raw: bytes, shape: MoeShape) -> bytes | None:
+    """Returns the short form of ``raw``, int32 [rows, layers, K]; None where there is none or it would not be shorter.
+
+    There is none of routes of another shape: the client sees them and tells what is wrong.
+    """
+    try:
+        short = encode(RoutingTrace(read_routes(raw, shape), shape.num_experts))
     except TraceError:
         return None
-    return short if len(short) < len(raw) else None
+    return short if raw and len(short) < len(raw) else None
+
+
+def read_routes(raw: bytes, shape: MoeShape, label: str = "routes") -> np.ndarray:
+    """Returns SGLang's int32 [rows, layers, K] without the dense layers; TraceError if it is of another shape."""
+    per_row = 4 * shape.num_layers * shape.topk
+    if len(raw) % per_row:
+        raise TraceError(
+            f"{label}: routes of {len(raw)} bytes, no whole number of rows of {shape.num_layers} layers with "
+            f"top-{shape.topk}: the server runs another model"
+        )
+    whole = np.frombuffer(raw, "<i4").reshape(-1, shape.num_layers, shape.topk)
+    for layer in shape.dense_layers:
+        if whole[:, layer].any():
+            raise TraceError(f"{label}: the dense layer {layer} has routes: the server runs another model")
+    return whole[:, list(shape.moe_layers)] if shape.dense_layers else whole
 
 
 def is_compact(raw: bytes) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megarl.rollout.sglang.plugin.compact import Ask
+    from megarl.models.shapes import MoeShape
 
 MODULE = "sglang.srt.managers.tokenizer_manager"
 TARGET = "TokenizerManager.generate_request"
@@ -73,39 +73,38 @@ def generate_request(
     original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None, **more: Any
 ) -> AsyncIterator[Any]:
     """Stands around ``TokenizerManager.generate_request``: the same answers, traces in the short form if asked for."""
-    from megarl.rollout.sglang.plugin.compact import HEADER, Ask
+    from megarl.rollout.sglang.plugin.compact import parse_header
 
     answers = original(manager, obj, request, **more)
-    headers = getattr(request, "headers", None)
-    ask = None if headers is None else Ask.parse(headers.get(HEADER))
-    return answers if ask is None else _compacted(answers, ask)
+    shape = parse_header(getattr(request, "headers", None) or {})
+    return answers if shape is None else _compact_all(answers, shape)
 
 
-async def _compacted(answers: Any, ask: Ask) -> AsyncIterator[Any]:
+async def _compact_all(answers: Any, shape: MoeShape) -> AsyncIterator[Any]:
     try:
         async for answer in answers:
             for one in answer if isinstance(answer, list) else [answer]:  # several prompts, or several samples
-                await _compact_one(one, ask)
+                await _compact_one(one, shape)
             yield answer
     finally:  # SGLang takes one answer and drops the iterator, which must then let go of its locks
         await answers.aclose()
 
 
-async def _compact_one(answer: Any, ask: Ask) -> None:
+async def _compact_one(answer: Any, shape: MoeShape) -> None:
     meta = answer.get("meta_info") if isinstance(answer, dict) else None
     text = meta.get("routed_experts") if isinstance(meta, dict) else None
     if not isinstance(text, str):  # no routes, or not the last part of a stream
         return
     if len(text) < IN_THREAD_FROM:
-        meta["routed_experts"] = _short(text, ask)
+        meta["routed_experts"] = _short(text, shape)
     else:
-        meta["routed_experts"] = await asyncio.to_thread(_short, text, ask)
+        meta["routed_experts"] = await asyncio.to_thread(_short, text, shape)
 
 
-def _short(text: str, ask: Ask) -> str:
+def _short(text: str, shape: MoeShape) -> str:
     import pybase64  # SGLang's own, and many times as fast as the standard library's
 
     from megarl.rollout.sglang.plugin.compact import compact
 
-    short = compact(pybase64.b64decode(text), ask)
+    short = compact(pybase64.b64decode(text), shape)
     return text if short is None else pybase64.b64encode(short).decode("ascii")
