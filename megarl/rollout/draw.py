@@ -21,16 +21,13 @@ class Asker(Protocol):
 
     def start(self) -> Sequence[Ask]:
         """Returns the first samples to draw."""
-        ...
 
     def add(self, prompt: int, sample: int, reward: float | None) -> Sequence[Ask]:
         """Takes a sample that has arrived; returns what to draw after it."""
-        ...
 
     @property
     def done(self) -> bool:
         """Whether it has enough: samples in flight are not needed."""
-        ...
 
 
 class Draw:

@@ -47,10 +47,7 @@ class SamplingParams:
         policy would be wrong.
         """
         if self.temperature == 0.0:
-            raise ConfigError(
-                "temperature is 0 (greedy) for rollouts that train: their log-probabilities are those of a point mass, "
-                "set a temperature > 0 and keep 0 for evaluation"
-            )
+            raise ConfigError("temperature is 0 (greedy) for rollouts that train: set one > 0, keep 0 for evaluation")
 
 
 class Session:
@@ -112,7 +109,6 @@ class Engine(Protocol):
     @property
     def weight_version(self) -> int:
         """Version of the weights that the next token is sampled with; -1 before the first update."""
-        ...
 
     @property
     def sync_seconds(self) -> Mapping[str, float]:
@@ -125,7 +121,6 @@ class Engine(Protocol):
         Raises RolloutError for a request that cannot be served or an answer that cannot be right, WeightSyncError while
         the weights are incomplete, and whatever an episode raises.
         """
-        ...
 
     def generate(
         self, requests: Sequence[SampleRequest], params: SamplingParams, on_finish: OnFinish = None
@@ -140,14 +135,12 @@ class Engine(Protocol):
         unknown, repeated or mis-shaped name raises WeightSyncError; the engine then refuses to sample until a whole
         update has arrived.
         """
-        ...
 
     def rest(self) -> None:
         """Frees memory until the next ``update_weights`` if the engine can; collective over the ranks that share it."""
 
     def close(self) -> None:
         """Frees what the engine holds. It cannot be used afterwards; closing twice does nothing."""
-        ...
 
 
 def limit_response(request: SampleRequest, params: SamplingParams, vocabulary: int, positions: int) -> int:

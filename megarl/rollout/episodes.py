@@ -14,6 +14,8 @@ from __future__ import annotations
 import asyncio
 import math
 import numbers
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -87,19 +89,24 @@ async def play(
     """
     run = _EpisodeRun(request)
     episode: Episode | None = None
-    failure = closing = None
+    failure = None
     try:
         async with asyncio.timeout(None) as clock:
-            episode = _begin(environment, prompt, request.seed)
+            with _foreign("the environment failed to begin"):
+                episode = environment.begin(prompt, request.seed)
             await run.play_turns(session, episode, tokenizer, limits, places, clock)
     except TimeoutError:
         failure = f"the episode took more than {limits.episode_s:g} s"
     except EpisodeError as error:
         failure = str(error)
-    finally:  # _close returns its failure: raising it would hide an error of the engine
+    finally:
         if episode is not None:
-            closing = await _close(episode, limits.step_s)
-    failure = failure or closing
+            try:
+                with _foreign("the environment failed to close"):
+                    async with asyncio.timeout(limits.step_s):
+                        await episode.close()
+            except (EpisodeError, ConfigError) as error:  # raised here, it would hide an error of the engine
+                failure = failure or str(error)
     return run.result(failure)
 
 
@@ -108,8 +115,6 @@ class EpisodeError(Exception):
 
 
 class _EpisodeRun:
-    """The state of a running episode."""
-
     def __init__(self, request: SampleRequest) -> None:
         self._request = request
         self._prompt_length = len(request.prompt_tokens)
@@ -182,39 +187,39 @@ def turn_seed(seed: int, turn: int) -> int:
     return seed if turn == 0 else int(np.random.SeedSequence([seed, turn]).generate_state(1, np.uint64)[0])
 
 
-def _begin(environment: Environment, prompt: str, seed: int) -> Episode:
+@contextmanager
+def _foreign(failed: str) -> Iterator[None]:
+    """Around foreign code: any error of it costs one episode, and is raised as EpisodeError."""
     try:
-        return environment.begin(prompt, seed)
+        yield
     except ConfigError:
         raise
-    except (Exception, SystemExit) as error:  # foreign code, as in _step
-        raise EpisodeError(f"the environment failed to begin: {_describe(error)}") from error
+    except asyncio.CancelledError as error:
+        if _is_cancelled():
+            raise
+        # The environment has cancelled a task of its own. Raised, this would look as if the episode was dropped.
+        raise EpisodeError(f"{failed}: CancelledError") from error
+    except (Exception, SystemExit) as error:
+        raise EpisodeError(f"{failed}: " + " ".join(f"{type(error).__name__}: {error}".split())[:300]) from error
 
 
 async def _step(episode: Episode, turn: ModelTurn, seconds: float, places: asyncio.Semaphore) -> Observation:
     """Returns the environment's answer; EpisodeError if it is late, raises, or is no observation."""
-    failed = f"turn {turn.index}: the environment failed"
     async with places:
         try:
-            async with asyncio.timeout(seconds) as deadline:
-                observation = await episode.step(turn)
-            # An environment may swallow the CancelledError of the deadline, or of this task.
-            if deadline.expired():
-                raise TimeoutError
-            if _is_cancelled():
-                raise asyncio.CancelledError
-            _check(observation)
-        except ConfigError:
-            raise
-        except asyncio.CancelledError as error:
-            if _is_cancelled():
-                raise
-            # The environment has cancelled a task of its own. Raised, this would look as if the episode was dropped.
-            raise EpisodeError(f"{failed}: CancelledError") from error
-        except (Exception, SystemExit) as error:  # foreign code: any error costs one episode
-            if isinstance(error, TimeoutError) and deadline.expired():
+            with _foreign(f"turn {turn.index}: the environment failed"):
+                async with asyncio.timeout(seconds) as deadline:
+                    observation = await episode.step(turn)
+                # An environment may swallow the CancelledError of the deadline, or of this task.
+                if deadline.expired():
+                    raise TimeoutError
+                if _is_cancelled():
+                    raise asyncio.CancelledError
+                _check(observation)
+        except EpisodeError as error:
+            if isinstance(error.__cause__, TimeoutError) and deadline.expired():
                 raise EpisodeError(f"turn {turn.index}: the environment took more than {seconds:g} s") from error
-            raise EpisodeError(f"{failed}: {_describe(error)}") from error
+            raise
     if observation.reward is not None and not math.isfinite(observation.reward):
         raise EpisodeError(f"turn {turn.index}: the environment gave the reward {observation.reward}")
     return observation
@@ -230,28 +235,10 @@ def _check(observation: object) -> None:
         raise TypeError(f"the reward of its observation is a {type(observation.reward).__name__}, expected a number")
 
 
-async def _close(episode: Episode, seconds: float) -> str | None:
-    """Closes the episode; returns why that failed, or None."""
-    try:
-        async with asyncio.timeout(seconds):
-            await episode.close()
-    except asyncio.CancelledError:
-        if _is_cancelled():
-            raise
-        return "the environment failed to close: CancelledError"
-    except (Exception, SystemExit) as error:  # foreign code, as in _step
-        return f"the environment failed to close: {_describe(error)}"
-    return None
-
-
 def _is_cancelled() -> bool:
     """Whether the running task itself was cancelled, and not another one that it waits for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-def _describe(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:

@@ -29,7 +29,6 @@ class Sample:
     steps: tuple[tuple[int, float], ...] = ()
     """(index of the last token, reward) of each step, ascending; empty without process rewards."""
     turns: int = 1
-    """Turns of the model."""
     reward_error: str | None = None
     """Why there is no reward."""
     late_reward: bool = False
@@ -56,7 +55,11 @@ class Player:
 
     async def play(self, session: Session, request: SampleRequest, prompt: Prompt) -> Sample:
         """Draw and judge one sample. It names a failure of environment or reward; errors of the engine are raised."""
-        played = await self._play_episode(session, request, prompt)
+        if self._environment is None:
+            played = await play_turn(session, request)
+        else:
+            parts = self._environment, self._tokenizer, self._limits, self._semaphore()
+            played = await play(session, request, prompt.text, *parts)
         turns = len(played.turn_ends)
         rollout = played.rollout
         if rollout is None or played.failure is not None:
@@ -70,13 +73,6 @@ class Player:
             turns,
             verdict.error,
             verdict.timed_out,
-        )
-
-    async def _play_episode(self, session: Session, request: SampleRequest, prompt: Prompt) -> EpisodeResult:
-        if self._environment is None:
-            return await play_turn(session, request)
-        return await play(
-            session, request, prompt.text, self._environment, self._tokenizer, self._limits, self._semaphore()
         )
 
     def _semaphore(self) -> asyncio.Semaphore:

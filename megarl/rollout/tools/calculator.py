@@ -20,7 +20,7 @@ MAX_DEPTH = 50
 
 Number = int | float
 
-_BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
+_OPERATORS: dict[type[ast.operator | ast.unaryop], Callable[..., Number]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -28,22 +28,17 @@ _BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
 }
-_UNARY: dict[type[ast.unaryop], Callable[[Number], Number]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 _FUNCTIONS: dict[str, tuple[Callable[..., Any], int, int]] = {
+    **{name: (getattr(math, name), 1, 1) for name in ("ceil", "cos", "exp", "floor", "sin", "sqrt", "tan")},
     "abs": (abs, 1, 1),
-    "ceil": (math.ceil, 1, 1),
-    "cos": (math.cos, 1, 1),
-    "exp": (math.exp, 1, 1),
-    "floor": (math.floor, 1, 1),
     "gcd": (math.gcd, 2, 2),
     "log": (math.log, 1, 2),
     "max": (max, 2, MAX_LENGTH),
     "min": (min, 2, MAX_LENGTH),
     "round": (round, 1, 1),
-    "sin": (math.sin, 1, 1),
-    "sqrt": (math.sqrt, 1, 1),
-    "tan": (math.tan, 1, 1),
 }
 """Function, least and most arguments. ``round`` has no digits: ``round(5, -10**9)`` would take forever."""
 _CONSTANTS = {"pi": math.pi, "e": math.e}
@@ -88,10 +83,14 @@ def _compute(node: ast.expr, depth: int) -> Number:
             return _require_small(number)
         case ast.Name(id=name) if name in _CONSTANTS:
             return _CONSTANTS[name]
-        case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
-            return _UNARY[type(op)](_compute(operand, depth + 1))
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            return _apply(op, _compute(left, depth + 1), _compute(right, depth + 1))
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_compute(operand, depth + 1))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            a, b = _compute(left, depth + 1), _compute(right, depth + 1)
+            # Check a power before it is computed: it can be huge. No other result is much longer than its operands.
+            if isinstance(op, ast.Pow) and isinstance(a, int) and isinstance(b, int) and abs(a) > 1 and b > 0:
+                _check_bits((abs(a).bit_length() - 1) * b)
+            return _require_small(_OPERATORS[type(op)](a, b))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
             function, least, most = _FUNCTIONS[name]
             if not least <= len(args) <= most:
@@ -103,13 +102,6 @@ def _compute(node: ast.expr, depth: int) -> Number:
             raise ValueError(f"{name!r} is not known; known are {', '.join([*_FUNCTIONS, *_CONSTANTS])}")
         case _:
             raise ValueError(f"this is no arithmetic: it holds a {type(node).__name__}")
-
-
-def _apply(op: ast.operator, left: Number, right: Number) -> Number:
-    # Check a power before it is computed, because it can be huge. No other result is much longer than its operands.
-    if isinstance(op, ast.Pow) and isinstance(left, int) and isinstance(right, int) and abs(left) > 1 and right > 0:
-        _check_bits((abs(left).bit_length() - 1) * right)
-    return _require_small(_BINARY[type(op)](left, right))
 
 
 def _require_small(value: Number) -> Number:

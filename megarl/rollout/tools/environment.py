@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.errors import ConfigError
 from megarl.rollout.tools.protocol import Episode, ModelTurn, Observation, Tool
@@ -31,18 +31,6 @@ class Call:
     """Whether its end is written. If not, it is whole only where the turn ended by itself, and was not cut."""
 
 
-class CallFormat(Protocol):
-    """How calls and observations are written."""
-
-    def calls(self, text: str) -> list[Call]:
-        """The calls of a turn, in order; none ends the episode."""
-        ...
-
-    def observation(self, outputs: Sequence[str]) -> str:
-        """The text that is appended for them."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Block:
     """The last block of a turn is its call. One that is not closed counts: its mark may have been the stop token."""
@@ -53,13 +41,13 @@ class Block:
     """The observation, {output} being the tool's."""
 
     def calls(self, text: str) -> list[Call]:
-        """See ``CallFormat.calls``. Text after the block is no answer yet: an episode ends with a turn without one."""
+        """Returns the call of a turn. Text after it is no answer yet: an episode ends with a turn without a call."""
         _, found, rest = text.rpartition(self.begin)
         argument, closed, _ = rest.partition(self.end)
         return [Call(None, argument, closed=bool(closed))] if found else []
 
     def observation(self, outputs: Sequence[str]) -> str:
-        """See ``CallFormat.observation``."""
+        """Returns the text that is appended for the outputs of the calls."""
         return self.template.replace("{output}", outputs[0])
 
 
@@ -84,11 +72,11 @@ class Hermes:
     """The observation, {output} being all outputs, with the tags between them."""
 
     def calls(self, text: str) -> list[Call]:
-        """See ``CallFormat.calls``. What is no JSON is a call that fails, so that the model can mend it."""
+        """Returns the calls of a turn, in order. What is no JSON is a call that fails, for the model to mend it."""
         return [replace(_hermes_call(found), closed=bool(end)) for found, end in _TOOL_CALL.findall(text)]
 
     def observation(self, outputs: Sequence[str]) -> str:
-        """See ``CallFormat.observation``."""
+        """Returns the text that is appended for the outputs of the calls."""
         return self.template.replace("{output}", "\n</tool_response>\n<tool_response>\n".join(outputs))
 
 
@@ -106,22 +94,19 @@ def _hermes_call(text: str) -> Call:
 
 
 class ToolEnvironment:
-    """Runs the calls of each turn, one after the other, and ends the episode with a turn that has none."""
+    """Runs the calls of each turn, one after the other, and ends the episode with a turn that has none.
 
-    def __init__(self, tools: Sequence[Tool], form: CallFormat) -> None:
+    Tools keep nothing between calls, so that all its episodes are one and the same.
+    """
+
+    def __init__(self, tools: Sequence[Tool], form: Block | Hermes) -> None:
         self._tools = {tool.name: tool for tool in tools}
         self._form = form
         if len(self._tools) < len(tools) or not tools:
             raise ConfigError(f"the tools are {[tool.name for tool in tools]}, expected at least one, with own names")
 
     def begin(self, prompt: str, seed: int) -> Episode:
-        """See ``Environment.begin``; tools keep nothing between calls, so an episode has no state."""
-        return _ToolEpisode(self._tools, self._form)
-
-
-class _ToolEpisode:
-    def __init__(self, tools: Mapping[str, Tool], form: CallFormat) -> None:
-        self._tools, self._form = tools, form
+        return self
 
     async def step(self, turn: ModelTurn) -> Observation:
         calls = self._form.calls(turn.text)
@@ -132,7 +117,7 @@ class _ToolEpisode:
         return Observation(self._form.observation(outputs), done=False)
 
     async def close(self) -> None:
-        pass
+        """Nothing is open."""
 
     async def _output(self, call: Call, cut: bool) -> str:
         if cut and not call.closed:  # half of an expression may well be one

@@ -1,8 +1,7 @@
 """What a tool and an environment are to whoever drives a rollout of several turns.
 
-The driver owns the tokens: it keeps those that the model generated as they came, tokenizes only the text of an
-observation, appends it, and leaves it out of the loss. It also owns turn limits and deadlines: it cancels what is too
-slow, so every coroutine here must give up its processes and files when it is cancelled.
+The driver owns the tokens, turn limits and deadlines: it cancels what is too slow, so every coroutine here must give up
+its processes and files when it is cancelled.
 
     episode = environment.begin(prompt.text, seed)
     try:
@@ -42,11 +41,9 @@ class Tool(Protocol):
     @property
     def name(self) -> str:
         """What the model calls it."""
-        ...
 
     async def __call__(self, argument: str) -> ToolResult:
         """Runs one call. What the model did wrong is a result; RolloutError is raised for faults of the host alone."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +77,9 @@ class Episode(Protocol):
 
     async def step(self, turn: ModelTurn) -> Observation:
         """Answers a turn. Raises RolloutError where the environment failed, not the model; may be cancelled."""
-        ...
 
     async def close(self) -> None:
         """Frees what the episode holds; called once, also after an error or a cancelled step."""
-        ...
 
 
 class Environment(Protocol):
@@ -92,4 +87,3 @@ class Environment(Protocol):
 
     def begin(self, prompt: str, seed: int) -> Episode:
         """Starts an episode on a prompt; the same prompt and seed give the same episode for the same turns."""
-        ...

@@ -26,8 +26,6 @@ END_S = 30.0
 """How long the kernel may take to remove killed processes."""
 TRY_S = 60.0
 """How long one line of code may take when the sandbox is tried."""
-_SIGNALLED = range(129, 193)
-"""Exit statuses with which bubblewrap reports a signal."""
 
 
 class PythonTool:
@@ -59,15 +57,13 @@ class PythonTool:
 
 
 class _Call:
-    """One running call."""
-
     def __init__(self, child: Child, limits: Limits) -> None:
         self._child, self._limits = child, limits
         self._loop = asyncio.get_running_loop()
         self._process_fd = os.pidfd_open(child.process.pid)
         self._init_fd: int | None = None
         self._stopped: asyncio.Future[ToolExit | None] = self._loop.create_future()
-        self._output = _Pipe(limits.output_bytes, on_data=self._on_output)
+        self._output = _Pipe(limits.output_bytes, on_data=lambda: self._output.more and self._stop("output_limit"))
         self._status = _Pipe(1 << 12, on_data=self._on_status)
 
     async def result(self) -> ToolResult:
@@ -95,10 +91,6 @@ class _Call:
         if not self._stopped.done():
             self._stopped.set_result(reason)
 
-    def _on_output(self) -> None:
-        if self._output.more:
-            self._stop("output_limit")
-
     def _on_status(self) -> None:
         """Opens the sandbox's first process; killing it ends all others."""
         line, complete, _ = bytes(self._status.data).partition(b"\n")
@@ -119,7 +111,10 @@ class _Call:
             await self._kill()
             async with asyncio.timeout(END_S):
                 await _await_readable(self._process_fd)  # bubblewrap ends after the last process in it
-                await self._await_output_end()
+                # Without a sandbox, a process that removed its mark may keep the pipe open.
+                with contextlib.suppress(TimeoutError) if self._child.scratch else contextlib.nullcontext():
+                    async with asyncio.timeout(1.0 if self._child.scratch else None):
+                        await self._output.ended.wait()
         except TimeoutError as error:
             raise RolloutError(f"a Python call could not be killed within {END_S:g} s: look at the host") from error
         finally:
@@ -132,15 +127,6 @@ class _Call:
             if self._child.scratch:
                 await asyncio.to_thread(_remove, self._child.scratch)
 
-    async def _await_output_end(self) -> None:
-        if self._child.scratch is None:
-            await self._output.ended.wait()
-            return
-        # Without a sandbox, a process that removed its mark may keep the pipe open.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
-                await self._output.ended.wait()
-
     async def _kill(self) -> None:
         if self._child.scratch is None:
             # If killed before its child is set up, bubblewrap would leave that child waiting.
@@ -148,7 +134,9 @@ class _Call:
                 async with asyncio.timeout(START_S):
                     await self._status.line.wait()
             # Kill the first process: bubblewrap reaps it and ends. Killing bubblewrap would leave a zombie.
-            _kill_fd(self._process_fd if self._init_fd is None else self._init_fd)
+            with contextlib.suppress(ProcessLookupError):
+                init = self._process_fd if self._init_fd is None else self._init_fd
+                signal.pidfd_send_signal(init, signal.SIGKILL)
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.process.pid, signal.SIGKILL)
@@ -158,9 +146,8 @@ class _Call:
         status = self._child.process.returncode
         text = bytes(self._output.data).decode("utf-8", "replace")
         if b"ready\n" not in self._status.data:
-            raise RolloutError(
-                f"a Python call did not start ({reason or f'exit status {status}'}): {text.strip()[-500:]}"
-            )
+            why = reason or f"exit status {status}"
+            raise RolloutError(f"a Python call did not start ({why}): {text.strip()[-500:]}")
         if self._output.more:
             text += f"\n[cut after {self._limits.output_bytes} bytes]"
         if reason is None:
@@ -171,7 +158,7 @@ class _Call:
 class _Pipe(asyncio.Protocol):
     """Keeps the first bytes of a pipe, and stops reading if there are more."""
 
-    def __init__(self, max_bytes: int, on_data: Callable[[], None]) -> None:
+    def __init__(self, max_bytes: int, on_data: Callable[[], object]) -> None:
         self.data = bytearray()
         self.more = False
         self.line = asyncio.Event()
@@ -210,7 +197,7 @@ def _classify_exit(status: int) -> ToolExit:
         return "memory"
     if status in (-signal.SIGXCPU, 128 + signal.SIGXCPU):
         return "timeout"
-    return "killed" if status < 0 or status in _SIGNALLED else "error"
+    return "killed" if status < 0 or 128 < status <= 192 else "error"  # bubblewrap reports a signal as 128 + number
 
 
 def _try(sandbox: Sandbox) -> None:
@@ -233,11 +220,6 @@ def _try(sandbox: Sandbox) -> None:
             f"Python does not run {how} on this host: {text.strip()[-500:]!r}. A container may need the right to make "
             "namespaces, memory_bytes may be too small for the interpreter; limits_alone=True goes without isolation"
         )
-
-
-def _kill_fd(pidfd: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
 
 def _kill_marked(mark: str) -> None:

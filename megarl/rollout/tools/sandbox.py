@@ -35,7 +35,6 @@ MEMORY_EXIT = 86
 MARK = "MEGARL_TOOL_CALL"
 """Environment variable that marks the processes of a call where no sandbox holds them together."""
 _MAX_OPEN_FILES = 256
-_SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +106,7 @@ class Sandbox:
                 ours.callback(shutil.rmtree, scratch)
             output_fd, output_end = _pipe(ours, theirs)
             status_fd, status_end = _pipe(ours, theirs)
-            ready_end = _close_with(
-                os.dup(status_end), theirs
-            )  # a second one, because bubblewrap does not pass on its own
+            ready_end = _close_with(os.dup(status_end), theirs)  # bubblewrap does not pass on its own
             passed = [status_end, ready_end]
             wrapper: list[str] = []
             if self.bwrap:
@@ -173,9 +170,8 @@ def prepare(limits: Limits, interpreter: str, limits_alone: bool) -> Sandbox:
     if limits_alone:
         if limits.num_processes is not None and os.geteuid() == 0:
             raise ConfigError(
-                "num_processes cannot be limited without a sandbox for root, whom the kernel exempts: run as another "
-                "user, install bubblewrap, or set num_processes to None (environment.python_processes = -1) and accept "
-                "that a fork bomb is not contained"
+                "num_processes cannot be limited for root without a sandbox: run as another user, install bubblewrap, "
+                "or set num_processes to None (environment.python_processes = -1) and accept that fork bombs work"
             )
         return Sandbox(limits, interpreter, None, ())
     if limits.num_processes is None:
@@ -252,6 +248,7 @@ def _make_sealed_file(data: bytes) -> int:
     fd = os.memfd_create("megarl-tool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(fd, "wb", closefd=False) as file:
         file.write(data)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    seals = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
