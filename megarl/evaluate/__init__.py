@@ -4,7 +4,6 @@ The way through:
 
     request      what the command line asks for, checked without torch
     evaluation   the main path: weights, sampling, scores
-    responses    one rank's share of a benchmark: drawn and judged
     scores       avg@k, pass@k, intervals, the printed table
     results      the folder with all results
 """

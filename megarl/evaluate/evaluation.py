@@ -2,9 +2,6 @@
 
     weights -> engine;  for each benchmark: prompts -> responses -> rewards -> files -> scores
 
-- The weights of ``model.path`` are streamed from its files, without a Megatron model.
-- The weights of a checkpoint pass through a Megatron model in the configuration's layout.
-
 Every rank samples its share of the responses. Each response has its own seed, so results do not depend on the ranks.
 """
 
@@ -12,37 +9,40 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.config import Config
+from megarl.core.types import SampleRequest
 from megarl.data import benchmarks
-from megarl.data.benchmarks import Benchmark
+from megarl.data.benchmarks import HELDOUT, Benchmark
+from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt
 from megarl.data.rewards import load_reward
 from megarl.errors import ConfigError, MegarlError, RolloutError
 from megarl.evaluate import results
 from megarl.evaluate.request import EvalRequest
-from megarl.evaluate.responses import draw_lines
 from megarl.evaluate.scores import print_table, widen
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.checkpoint import complete_checkpoints
 from megarl.megatron.frozen import FrozenModel
 from megarl.models.hf_reader import HFCheckpoint
+from megarl.rollout.draw import Draw
 from megarl.rollout.engine import Engine
-from megarl.run.progress import StepProgress
+from megarl.rollout.player import Sample
+from megarl.run.progress import Advance, StepProgress
 from megarl.train.engines import make_engine
-from megarl.train.environments import make_environment
+from megarl.train.environments import make_environment, make_player, turn_ends
+from megarl.train.sampling.assignment import FixedSamples, Key
+from megarl.train.sampling.requests import EVALUATE, eval_params, sampling_seed
 
-Line = dict[str, Any]
-"""A line of responses.jsonl."""
 _STEP_FOLDER = re.compile(r"step_\d+")
 
 
@@ -63,7 +63,7 @@ class Task:
     """Benchmarks that are not sampled again."""
 
 
-def evaluate(request: EvalRequest, world_size: int, console: Console | None = None) -> Path:
+def evaluate(request: EvalRequest, world_size: int) -> Path:
     """Evaluate, print the table, and return the folder with all results; a collective call."""
     config = request.layout(world_size)
     distributed.initialize(config)
@@ -78,12 +78,18 @@ def evaluate(request: EvalRequest, world_size: int, console: Console | None = No
         config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(task.out)})})
         engine = make_engine(config, progress.line)
         try:
-            give_weights(engine, config, task.checkpoint)
+            if task.checkpoint is None:  # streamed from the files, without a Megatron model
+                with HFCheckpoint(config.model.path) as source:
+                    engine.update_weights(((name, source.read(name)) for name in sorted(source.names())), version=0)
+            else:
+                model = FrozenModel(config, task.checkpoint)
+                engine.update_weights(model.export(), version=model.step)
+                del model  # frees its memory for the samples
             for benchmark in missing:
                 _draw_benchmark(engine, request, benchmark, task, tokenizer, progress)
         finally:
             engine.close()
-    distributed.from_main_rank(lambda: _conclude(request, task, console))
+    distributed.from_main_rank(lambda: _conclude(request, task))
     distributed.shutdown()
     return task.out
 
@@ -110,25 +116,6 @@ def find_checkpoint(path: Path) -> Path:
     )
 
 
-def give_weights(engine: Engine, config: Config, checkpoint: Path | None) -> None:
-    """Load the weights into the engine; a collective call.
-
-    The version of the weights is the number of steps they were trained for, 0 for model.path. The Megatron model of a
-    checkpoint is freed before this returns.
-    """
-    if checkpoint is None:
-        with HFCheckpoint(config.model.path) as source:
-            engine.update_weights(_tensors(source), version=0)
-    else:
-        model = FrozenModel(config, checkpoint)
-        engine.update_weights(model.export(), version=model.step)
-
-
-def _tensors(source: HFCheckpoint) -> Iterator[tuple[str, torch.Tensor]]:
-    for name in sorted(source.names()):
-        yield name, source.read(name)
-
-
 def _tokenizer(model_path: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(model_path, local_files_only=True)
@@ -147,8 +134,7 @@ def _prepare(request: EvalRequest) -> Task:
     if checkpoint is None:
         with HFCheckpoint(config.model.path):  # raises if there are no weights
             pass
-    default = config.run_dir / "eval" / ("model" if checkpoint is None else checkpoint.resolve().name)
-    out = request.out or default
+    out = request.out or config.run_dir / "eval" / ("model" if checkpoint is None else checkpoint.resolve().name)
     tokenizer = _tokenizer(config.model.path)
     for benchmark in request.benchmarks:
         load_reward(benchmark.reward)
@@ -187,7 +173,7 @@ def _draw_benchmark(
     prompts = task.prompts[benchmark.name]
     total = len(prompts) * request.samples
     mine = [divmod(index, request.samples) for index in range(dist.get_rank(), total, dist.get_world_size())]
-    lines: list[Line] = []
+    lines: list[results.Json] = []
     failure: MegarlError | None = None
     try:
         with progress.bar(benchmark.name, len(mine)) as advance:
@@ -201,21 +187,61 @@ def _draw_benchmark(
     progress.line(f"{benchmark.name}: {total} responses in {time.perf_counter() - started:.1f} s")
 
 
-def _save(
-    request: EvalRequest,
+def draw_lines(
+    engine: Engine,
+    config: Config,
     benchmark: Benchmark,
-    task: Task,
-    gathered: Sequence[list[Line]],
-    version: int,
-) -> None:
-    """Save a benchmark; on the main rank.
+    prompts: Sequence[Prompt],
+    keys: Sequence[Key],
+    tokenizer: PreTrainedTokenizerBase,
+    on_finish: Advance,
+) -> list[results.Json]:
+    """Draw and judge the samples ``keys``, (prompt, sample) each; return a line of responses.jsonl for each.
 
-    The responses are kept even if none has a reward, but then the benchmark is not complete.
+    Not a collective call. Errors of a reward or an environment are in the lines; errors of the engine are raised.
     """
+
+    def request_of(prompt: int, sample: int) -> tuple[SampleRequest, Prompt]:
+        seed = response_seed(config.run.seed, benchmark.name, prompt, sample)
+        return SampleRequest(prompts[prompt].tokens, group=prompt, sample=sample, seed=seed), prompts[prompt]
+
+    with Judge(benchmark.reward, workers=config.reward.workers, timeout_s=config.reward.timeout_s) as judge:
+        draw = Draw(FixedSamples(keys), request_of, make_player(config, tokenizer, judge))
+        engine.converse(draw.begin, eval_params(config, turn_ends(config, tokenizer)), on_finish)
+    return [_line(key, sample, tokenizer) for key, sample in draw.samples.items()]
+
+
+def response_seed(run_seed: int, benchmark: str, prompt: int, sample: int) -> int:
+    """Return the seed of one response. It depends on the benchmark's name, not on the other benchmarks of a call.
+
+    For held-out prompts it is the seed of the trainer's evaluation, so that both give the same scores.
+    """
+    number = 0 if benchmark == HELDOUT else zlib.crc32(benchmark.encode())
+    return sampling_seed(run_seed, EVALUATE, number, prompt, sample)
+
+
+def _line(key: Key, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> results.Json:
+    """Return a line. ``length`` counts the model's tokens; ``response`` includes those of the environment."""
+    rollout = sample.rollout
+    return {
+        "prompt": key[0],
+        "sample": key[1],
+        "reward": sample.reward,
+        "error": sample.reward_error or sample.episode_error,
+        "finish_reason": "abort" if rollout is None else rollout.finish_reason,
+        "length": 0 if rollout is None else int(rollout.loss_mask.sum()),
+        "turns": sample.turns,
+        "response": "" if rollout is None else tokenizer.decode(rollout.response_tokens, skip_special_tokens=True),
+    }
+
+
+def _save(
+    request: EvalRequest, benchmark: Benchmark, task: Task, gathered: Sequence[list[results.Json]], version: int
+) -> None:
+    """Save a benchmark; on the main rank. Without any reward the responses are kept, but it is not complete."""
     lines = sorted((line for part in gathered for line in part), key=lambda line: (line["prompt"], line["sample"]))
     first_error = next((line["error"] for line in lines if line["error"] is not None), None)
-    threshold = request.config.reward.threshold
-    samples = results.write_benchmark(task.out, benchmark, task.prompts[benchmark.name], lines, threshold)
+    samples = results.write_benchmark(task.out, request, benchmark.name, task.prompts[benchmark.name], lines)
     if not samples.num_valid.any():
         raise RolloutError(
             f"{benchmark.name}: no response has a reward, {benchmark.reward} or the environment failed; first: "
@@ -226,23 +252,22 @@ def _save(
     results.write_result(task.out, benchmark, settings, known, samples, request.ks)
 
 
-def _conclude(request: EvalRequest, task: Task, console: Console | None) -> None:
+def _conclude(request: EvalRequest, task: Task) -> None:
     """Compute scores for the k of this call, write eval.json, print the table; on the main rank."""
-    found: dict[str, Mapping[str, Any]] = {}
-    threshold = request.config.reward.threshold
+    found: dict[str, results.Json] = {}
     before = results.complete_results(task.out)
     for benchmark in request.benchmarks:
         name = benchmark.name
         known = {key: before[name][key] for key in ("weights_version", "first_error")}
-        samples = results.read_samples(task.out, name, len(task.prompts[name]), request.samples, threshold)
-        settings = task.shared | task.own[name]
-        found[name] = results.write_result(task.out, benchmark, settings, known, samples, request.ks)
+        samples = results.read_samples(task.out, request, name, len(task.prompts[name]))
+        found[name] = results.write_result(
+            task.out, benchmark, task.shared | task.own[name], known, samples, request.ks
+        )
     results.write_summary(task.out, request, task.shared)
-    shown = widen(console)
+    console = widen(Console())
     weights = request.config.model.path if task.checkpoint is None else task.checkpoint
     engine, temperature = request.config.rollout.engine, request.config.eval.temperature
-    shown.print(
-        f"{weights}, engine {engine}, temperature {temperature:g}", highlight=False, markup=False, soft_wrap=True
-    )
-    print_table(found, shown)
-    shown.print(f"eval: {task.out / 'eval.json'}", highlight=False, markup=False, soft_wrap=True)
+    style: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
+    console.print(f"{weights}, engine {engine}, temperature {temperature:g}", **style)
+    print_table(found, console)
+    console.print(f"eval: {task.out / 'eval.json'}", **style)

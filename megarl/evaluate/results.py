@@ -16,6 +16,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,16 @@ from megarl.evaluate.scores import Samples, score, score_prompts
 Json = dict[str, Any]
 _TRAINING = {"sampling", "estimate", "gvm", "credit", "train", "optim", "recompute", "checkpoint", "log", "sft"}
 """Tables of the configuration that do not affect an evaluation."""
+_SHARED = (
+    *("rollout.engine", "rollout.dtype", "rollout.fp8_rounding", "sglang.fp8", "rollout.top_p"),
+    *("rollout.max_response_tokens", "eval.temperature", "reward.threshold", "run.seed"),
+)
 _PACKAGES = ("megarl", "torch", "transformers", "megatron-core", "numpy", "math-verify", "datasets")
 
 
 def shared_settings(request: EvalRequest, checkpoint: Path | None) -> Json:
     """Return the settings that all benchmarks of a folder share, by flag: weights, engine, sampling."""
     config = request.config
-    rollout = config.rollout
     model = Path(config.model.path).resolve()
     # The precision of training affects only weights that pass through Megatron.
     trained = {} if checkpoint is None else {"model.dtype": config.model.dtype}
@@ -47,15 +51,7 @@ def shared_settings(request: EvalRequest, checkpoint: Path | None) -> Json:
         "checkpoint": None if checkpoint is None else str(checkpoint.resolve()),
         "weights written": _weights_time(model if checkpoint is None else checkpoint),
         **trained,
-        "rollout.engine": rollout.engine,
-        "rollout.dtype": rollout.dtype,
-        "rollout.fp8_rounding": rollout.fp8_rounding,
-        "sglang.fp8": config.sglang.fp8,
-        "rollout.top_p": rollout.top_p,
-        "rollout.max_response_tokens": rollout.max_response_tokens,
-        "eval.temperature": config.eval.temperature,
-        "reward.threshold": config.reward.threshold,
-        "run.seed": config.run.seed,
+        **{key: attrgetter(key)(config) for key in _SHARED},
         "[environment]": config.environment.model_dump(mode="json"),
     }
 
@@ -102,17 +98,13 @@ def refuse_other_settings(out: Path, results: Mapping[str, Json], shared: Json, 
 
 
 def write_benchmark(
-    out: Path,
-    benchmark: Benchmark,
-    prompts: Sequence[Prompt],
-    responses: Sequence[Json],
-    threshold: float,
+    out: Path, request: EvalRequest, name: str, prompts: Sequence[Prompt], responses: Sequence[Json]
 ) -> Samples:
-    """Write the responses of a benchmark, and return them as arrays. threshold: rewards above it are correct."""
-    folder = out / benchmark.name
+    """Write the responses of a benchmark, and return them as arrays."""
+    folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
     write_jsonl(folder / "responses.jsonl", responses)
-    samples = _to_samples(responses, len(prompts), threshold)
+    samples = _to_samples(responses, len(prompts), request)
     rows = (
         {"prompt": p.index, "source": p.source, "answer": p.answer, **row, "text": p.text}
         for p, row in zip(prompts, score_prompts(samples), strict=True)
@@ -121,66 +113,54 @@ def write_benchmark(
     return samples
 
 
-def read_samples(out: Path, name: str, num_prompts: int, num_samples: int, threshold: float) -> Samples:
+def read_samples(out: Path, request: EvalRequest, name: str, num_prompts: int) -> Samples:
     """Return the samples of a complete benchmark. Raises DataError if responses are missing."""
     path = out / name / "responses.jsonl"
     try:
         # Not splitlines: it also splits at separators that a response may contain.
         responses = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-        found = _to_samples(responses, num_prompts, threshold)
+        return _to_samples(responses, num_prompts, request)
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise DataError(f"{path}: {type(error).__name__}: {error}; remove {path.parent} to sample it again") from error
-    if found.rewards.shape != (num_prompts, num_samples):
-        raise DataError(
-            f"{path}: found {len(responses)} responses, expected {num_prompts} prompts * {num_samples} samples; remove "
-            f"{path.parent} to draw it again"
-        )
-    return found
 
 
 def write_result(
     out: Path, benchmark: Benchmark, settings: Json, known: Json, samples: Samples, ks: Sequence[int]
 ) -> Json:
     """Compute the scores and mark the benchmark as complete. known: weights version and first error of the run."""
-    result = {
-        "source": benchmark.source,
-        "split": benchmark.split,
-        **known,
-        "settings": settings,
-        "figures": score(samples, ks),
-    }
+    asked = {"source": benchmark.source, "split": benchmark.split}
+    result = {**asked, **known, "settings": settings, "figures": score(samples, ks)}
     write_atomically(out / benchmark.name / "result.json", _json(result))
     return result
 
 
-def write_summary(out: Path, request: EvalRequest, shared: Json) -> Json:
+def write_summary(out: Path, request: EvalRequest, shared: Json) -> None:
     """Write eval.json: the results of all benchmarks in the folder, with settings and package versions."""
     results = complete_results(out)
-    own = {
-        name: {key: value for key, value in result["settings"].items() if key not in shared}
-        for name, result in results.items()
-    }
+    for result in results.values():
+        result["settings"] = {key: value for key, value in result["settings"].items() if key not in shared}
     versions = {name: found for name in _PACKAGES if (found := _version(name))}
     summary = {
         "settings": shared,
-        "benchmarks": {name: result | {"settings": own[name]} for name, result in results.items()},
+        "benchmarks": results,
         "config": request.config.model_dump(mode="json", exclude=_TRAINING),
         "packages": versions | {"python": platform.python_version()},
     }
     write_atomically(out / "eval.json", _json(summary))
-    return summary
 
 
-def _to_samples(responses: Sequence[Json], num_prompts: int, threshold: float) -> Samples:
+def _to_samples(responses: Sequence[Json], num_prompts: int, request: EvalRequest) -> Samples:
     """Return the responses as [P, S] arrays. Raises ValueError unless they are complete and in order."""
-    shape = (num_prompts, len(responses) // num_prompts)
-    order = [(line["prompt"], line["sample"]) for line in responses]
-    if order != [(prompt, sample) for prompt in range(shape[0]) for sample in range(shape[1])]:
-        raise ValueError("responses are missing, or not in the order of prompts and samples")
+    shape = (num_prompts, request.samples)
+    if [(line["prompt"], line["sample"]) for line in responses] != list(np.ndindex(shape)):
+        wanted = f"{num_prompts} prompts * {request.samples} samples in this order"
+        raise ValueError(f"found {len(responses)} responses, expected {wanted}")
     rewards = np.array([np.nan if line["reward"] is None else line["reward"] for line in responses], dtype=np.float64)
     lengths = np.array([line["length"] for line in responses], dtype=np.int64)
     truncated = np.array([line["finish_reason"] == "length" for line in responses], dtype=bool)
-    return Samples(rewards.reshape(shape), lengths.reshape(shape), truncated.reshape(shape), threshold)
+    return Samples(
+        rewards.reshape(shape), lengths.reshape(shape), truncated.reshape(shape), request.config.reward.threshold
+    )
 
 
 def _version(package: str) -> str | None:

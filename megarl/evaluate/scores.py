@@ -86,12 +86,8 @@ def _score_pass(n: np.ndarray, c: np.ndarray, k: int) -> dict[str, Any]:
 
 
 def _average(values: np.ndarray, *, is_binary: bool, left_out: int) -> dict[str, Any]:
-    """Return the mean over prompts with its interval.
-
-    is_binary: each value is one draw of 0 or 1. Then Wilson's interval holds; the normal one would have no width where
-    all prompts agree.
-    """
     interval: Interval | None = None
+    # Each value is one draw of 0 or 1: the normal interval would have no width where all prompts agree.
     if is_binary and values.size:
         interval = wilson_interval(int(values.sum()), values.size, LEVEL)
     elif values.size > 1:
@@ -112,19 +108,12 @@ def _clip(interval: Interval | None) -> list[float] | None:
 def print_table(results: Mapping[str, Mapping[str, Any]], console: Console) -> None:
     """Print one row per score of each benchmark, and the remarks below."""
     table = Table(box=box.SIMPLE_HEAD)
-    for heading, justify in (
-        ("benchmark", "left"),
-        ("score", "left"),
-        ("value", "right"),
-        ("95 %, other prompts", "right"),
-        ("95 %, other samples", "right"),
-        ("prompts", "right"),
-    ):
-        table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    headings = ("benchmark", "score", "value", "95 %, other prompts", "95 %, other samples", "prompts")
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if index < 2 else "right", no_wrap=True)
     for name, result in results.items():
         found = result["figures"]
-        rows = {f"avg@{found['samples']}": found["avg"]} | {f"pass@{k}": entry for k, entry in found["pass"].items()}
-        for index, (label, entry) in enumerate(rows.items()):
+        for index, (label, entry) in enumerate(_label(found).items()):
             shown = _percent(entry["value"]), _range(entry["other_prompts"]), _range(entry.get("other_samples"))
             table.add_row("" if index else escape(name), label, *shown, str(entry["prompts"]))
         table.add_row("", "length", f"{found['length_mean']:.1f}", "", "", "")
@@ -132,31 +121,33 @@ def print_table(results: Mapping[str, Mapping[str, Any]], console: Console) -> N
         table.add_section()
     console.print(table)
     for name, result in results.items():
-        for line in remarks(result):
+        for line in _remarks(result["figures"], result["first_error"]):
             console.print(escape(f"{name}: {line}"), highlight=False, soft_wrap=True)
 
 
-def remarks(result: Mapping[str, Any]) -> list[str]:
+def _label(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a score by their names."""
+    return {f"avg@{found['samples']}": found["avg"]} | {f"pass@{k}": entry for k, entry in found["pass"].items()}
+
+
+def _remarks(found: Mapping[str, Any], first_error: str | None) -> list[str]:
     """Return what the table does not say: rewards that failed, and the prompts that a score leaves out for it."""
-    found = result["figures"]
     lines = []
     if found["reward_errors"]:
         total = found["prompts"] * found["samples"]
         lines.append(
             f"{found['reward_errors']} of {total} responses have no reward, and count only in length and "
-            f"truncated above; first: {result['first_error']}"
+            f"truncated above; first: {first_error}"
         )
-    entries = {f"avg@{found['samples']}": found["avg"]} | {f"pass@{k}": entry for k, entry in found["pass"].items()}
-    short = [f"{entry['left_out']} from {name}" for name, entry in entries.items() if entry["left_out"]]
+    short = [f"{entry['left_out']} from {name}" for name, entry in _label(found).items() if entry["left_out"]]
     if short:
         lines.append(f"prompts left out because too few of their samples have a reward: {', '.join(short)}")
     return lines
 
 
-def widen(console: Console | None) -> Console:
+def widen(console: Console) -> Console:
     """Return a console that is wide enough for the table, also in a pipe."""
-    found = console or Console()
-    return found if found.width >= _WIDTH else Console(file=found.file, width=_WIDTH)
+    return console if console.width >= _WIDTH else Console(file=console.file, width=_WIDTH)
 
 
 def _percent(share: float | None) -> str:

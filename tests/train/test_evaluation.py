@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import megarl.evaluate.evaluation as evaluation
 from megarl import cli
 from megarl.core.sampling.pass_at_k import pass_at_k
-from megarl.evaluate.responses import response_seed
+from megarl.evaluate.evaluation import response_seed
 from megarl.run.metrics_log import read_metrics
 from megarl.train.sampling.requests import EVALUATE, sampling_seed
 

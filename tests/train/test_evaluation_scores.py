@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from megarl.config import Config
+from megarl.config.tables.data import RewardConfig
 from megarl.core.sampling.pass_at_k import fixed_prompts_interval, mean_interval, wilson_interval
-from megarl.data.benchmarks import Benchmark
 from megarl.data.prompts import Prompt
 from megarl.errors import ConfigError, DataError
 from megarl.evaluate import results
+from megarl.evaluate.request import EvalRequest
 from megarl.evaluate.scores import Samples, print_table, score, score_prompts, widen
 
 NAN = float("nan")
@@ -116,8 +119,9 @@ def line(prompt: int, sample: int, text: str = "x", reward: float | None = 1.0) 
 def test_responses_read_back_whatever_they_hold(tmp_path: Path) -> None:
     prompts = [Prompt(0, np.array([1], np.int32), "q\u2028", "a", "here:1")]
     lines = [line(0, 0, "a\u2028b\x85c\n\x0bd\x1ce"), line(0, 1, "", None)]
-    written = results.write_benchmark(tmp_path, Benchmark("b", "s"), prompts, lines, 0.7)
-    read = results.read_samples(tmp_path, "b", 1, 2, 0.7)
+    request = EvalRequest(Config.model_construct(reward=RewardConfig(threshold=0.7)), (), samples=2, ks=(1,))
+    written = results.write_benchmark(tmp_path, request, "b", prompts, lines)
+    read = results.read_samples(tmp_path, request, "b", 1)
     for name in ("rewards", "lengths", "truncated"):
         np.testing.assert_array_equal(getattr(read, name), getattr(written, name))
     assert np.isnan(read.rewards[0, 1])
@@ -125,13 +129,13 @@ def test_responses_read_back_whatever_they_hold(tmp_path: Path) -> None:
     assert json.loads(path.read_text().split("\n")[0])["response"] == lines[0]["response"]
     assert [p.name for p in sorted((tmp_path / "b").iterdir())] == ["prompts.jsonl", "responses.jsonl"]
     with pytest.raises(DataError, match="found 2 responses, expected 1 prompts \\* 3 samples"):
-        results.read_samples(tmp_path, "b", 1, 3, 0.7)
+        results.read_samples(tmp_path, replace(request, samples=3), "b", 1)
     path.write_text(json.dumps(line(0, 1)) + "\n" + json.dumps(line(0, 0)) + "\n")
-    with pytest.raises(DataError, match="not in the order of prompts and samples; remove"):
-        results.read_samples(tmp_path, "b", 1, 2, 0.7)
+    with pytest.raises(DataError, match="samples in this order; remove"):
+        results.read_samples(tmp_path, request, "b", 1)
     path.write_text(path.read_text()[:-9])
     with pytest.raises(DataError, match="JSONDecodeError"):
-        results.read_samples(tmp_path, "b", 1, 2, 0.7)
+        results.read_samples(tmp_path, request, "b", 1)
 
 
 def test_other_settings_are_refused_with_what_to_remove(tmp_path: Path) -> None:
