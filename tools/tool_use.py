@@ -14,8 +14,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megarl.data.tiny import write_tiny_model
-from megarl.data.tool_task import write_tool_task
+import numpy as np
+
+from megarl.data.records import write_jsonl
+from megarl.data.rewards import instantaneous
+from megarl.data.tiny import choose_share, write_tiny_model
 from megarl.run.metrics_log import read_metrics
 
 CONFIG = """\
@@ -36,14 +39,14 @@ heldout = "{out}/task/heldout.jsonl"
 max_prompt_tokens = 16
 
 [reward]
-function = "megarl.data.tool_task:last_number"
+function = "tool_use:last_number"
 
 [environment]
 function = "tools"
 tools = ["calculator"]
 call_open = "("
 call_close = ")"
-observation = ":{output},"   # as megarl/data/tool_task.py writes it
+observation = ":{output},"   # as OBSERVATION below
 stop = [")"]                # one token: a turn ends with a call
 max_turns = 3
 
@@ -74,6 +77,8 @@ steps = 250
 batch_size = 256
 lr = 2e-3
 """
+OBSERVATION = ":%d,"
+"""What the calculator appends to a call."""
 
 
 def main() -> None:
@@ -110,10 +115,49 @@ def main() -> None:
         print(f"{objective:<10} {rates[0]:>8.1%} -> {rates[-1]:>6.1%} {turns:>12} {tokens:>26}")
 
 
+def write_tool_task(
+    folder: Path,
+    *,
+    seed: int = 0,
+    num_train: int = 4096,
+    num_heldout: int = 256,
+    num_demonstrations: int = 38400,
+    guess_share: float = 0.55,
+) -> None:
+    """Write train.jsonl, heldout.jsonl and demonstrations.jsonl: distinct products of two three-digit numbers.
+
+    A model of this size cannot multiply, but it can copy. ``(123*456)`` is a call, the calculator appends ``:56088,``,
+    and the answer is ``56088``. Exactly ``round(guess_share * num_demonstrations)`` demonstrations guess five or six
+    random digits instead, so a model that was trained on them does both. The reward selects the call.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    num_problems = num_train + num_heldout
+    chosen = rng.choice(900 * 900, size=num_problems + num_demonstrations, replace=False)
+    pairs = [(100 + int(n) // 900, 100 + int(n) % 900) for n in chosen]
+    guesses = choose_share(rng, guess_share, num_demonstrations).tolist()
+    wrong = rng.integers(10_000, 1_000_000, size=num_demonstrations).tolist()
+    problems = [{"prompt": f"{a}*{b}=", "answer": str(a * b)} for a, b in pairs[:num_problems]]
+    demonstrations = [
+        {"prompt": f"{a}*{b}=", "response": str(guess) if guessed else f"({a}*{b}){OBSERVATION % (a * b)}{a * b}"}
+        for (a, b), guess, guessed in zip(pairs[num_problems:], wrong, guesses, strict=True)
+    ]
+    write_jsonl(folder / "train.jsonl", problems[:num_train])
+    write_jsonl(folder / "heldout.jsonl", problems[num_train:])
+    write_jsonl(folder / "demonstrations.jsonl", demonstrations)
+
+
+@instantaneous
+def last_number(*, prompt: str, response: str, answer: str) -> float:
+    """Return 1 if the text after the last observation, or the whole response without one, is the answer, else 0."""
+    return float(response.rpartition(OBSERVATION[-1])[2].strip() == answer)
+
+
 def megarl(ranks: int, command: str, *words: object) -> None:
     """Run a command of megarl under torchrun; ends the script if it fails."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])  # the reward function is in this file
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path}
     code = subprocess.run(
         [*launcher, "-m", "megarl.cli", command, *map(str, words)], env=environment, check=False
     ).returncode

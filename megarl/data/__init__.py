@@ -9,6 +9,6 @@ The way through:
     judge            calls them; judge_worker: the processes in which they run
     reasoning_steps  from the steps of a process reward to tokens
     traces           files of routing traces
-    tiny, tool_task  the quickstart's model and tasks
+    tiny             the quickstart's model and task
     files            files and folders that appear complete or not at all
 """

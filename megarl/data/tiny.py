@@ -11,7 +11,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,24 +18,9 @@ import numpy as np
 from megarl.data.records import write_jsonl
 from megarl.errors import DataError
 
-PAD_TOKEN = "<pad>"
-EOS_TOKEN = "<eos>"
 CHARACTERS = "0123456789=+-*/ ,.:?()abcdefgh"
 """The 30 characters of the vocabulary; with pad (id 0) and end (id 1) it has 32 tokens."""
-PAD_ID = 0
-EOS_ID = 1
-
-
-@dataclass(frozen=True, slots=True)
-class TaskFiles:
-    """The three JSONL files of a task."""
-
-    train: Path
-    """Lines of {"prompt", "answer"}."""
-    heldout: Path
-    """Lines of {"prompt", "answer"}; no prompt is in another file too."""
-    demonstrations: Path
-    """Lines of {"prompt", "response"} for the supervised cold start; some responses are wrong."""
+PAD_ID, EOS_ID = 0, 1
 
 
 def write_tiny_model(
@@ -116,10 +100,11 @@ def write_sort_task(
     num_demonstrations: int = 38400,
     digits: int = 6,
     wrong_share: float | Sequence[float] = 0.55,
-) -> TaskFiles:
+) -> None:
     """Write train.jsonl, heldout.jsonl and demonstrations.jsonl of the sorting task into the folder ``path``.
 
-    All prompts of the three files differ. Prompts of one repeated digit are left out, because both orders are correct.
+    Lines of the first two are {"prompt", "answer"}, of the third {"prompt", "response"}. All prompts differ. Prompts of
+    one repeated digit are left out, because both orders are correct.
 
     wrong_share: exactly this share of the demonstrations, at random places, is sorted in descending order. Ten shares
     are probabilities by first digit, so that some problems are harder than others.
@@ -128,12 +113,8 @@ def write_sort_task(
     """
     counts = (num_train, num_heldout, num_demonstrations)
     shares = [wrong_share] if isinstance(wrong_share, float | int) else list(wrong_share)
-    if (
-        min(counts) < 0
-        or not 1 <= digits <= 18
-        or len(shares) not in (1, 10)
-        or not 0 <= min(shares) <= max(shares) <= 1
-    ):
+    are_shares = len(shares) in (1, 10) and 0 <= min(shares) <= max(shares) <= 1
+    if min(counts) < 0 or not 1 <= digits <= 18 or not are_shares:
         raise DataError(
             "sort task: expected counts >= 0, 1 <= digits <= 18 and 0 <= wrong_share <= 1, one or ten of them, found "
             f"counts {counts}, digits {digits}, wrong_share {wrong_share}"
@@ -145,31 +126,20 @@ def write_sort_task(
             "ask for fewer or use more digits"
         )
     rng = np.random.default_rng(seed)
-    numbers = _draw_numbers(rng, digits, sum(counts))
-    num_problems = num_train + num_heldout
-    is_wrong = _choose_wrong(rng, shares, numbers[num_problems:])
-    problems = [{"prompt": f"{n}=", "answer": _sort(n)} for n in numbers[:num_problems]]
-    demonstrations = [
-        {"prompt": f"{n}=", "response": _sort(n, descending=wrong)}
-        for n, wrong in zip(numbers[num_problems:], is_wrong.tolist(), strict=True)
-    ]
-    return write_task(path, problems[:num_train], problems[num_train:], demonstrations)
-
-
-def write_task(
-    path: str | Path,
-    train: Sequence[dict[str, str]],
-    heldout: Sequence[dict[str, str]],
-    demonstrations: Sequence[dict[str, str]],
-) -> TaskFiles:
-    """Write the three files of a task into the folder ``path``; each appears complete or not at all."""
+    drawn = rng.choice(10**digits, size=min(sum(counts) + 10, 10**digits), replace=False).tolist()
+    numbers = [number for n in drawn if len(set(number := f"{n:0{digits}d}")) > 1]  # at most ten are left out
+    train, heldout, shown = np.split(numbers[: sum(counts)], np.cumsum(counts[:2]))
+    if len(shares) == 10:
+        is_wrong = rng.random(num_demonstrations) < np.array([shares[int(number[0])] for number in shown])
+    else:
+        is_wrong = choose_share(rng, shares[0], num_demonstrations)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    files = TaskFiles(folder / "train.jsonl", folder / "heldout.jsonl", folder / "demonstrations.jsonl")
-    write_jsonl(files.train, train)
-    write_jsonl(files.heldout, heldout)
-    write_jsonl(files.demonstrations, demonstrations)
-    return files
+    for name, numbers in (("train", train), ("heldout", heldout)):
+        write_jsonl(folder / f"{name}.jsonl", ({"prompt": f"{n}=", "answer": "".join(sorted(n))} for n in numbers))
+    responses = ("".join(sorted(n, reverse=wrong)) for n, wrong in zip(shown, is_wrong.tolist(), strict=True))
+    demonstrations = ({"prompt": f"{n}=", "response": text} for n, text in zip(shown, responses, strict=True))
+    write_jsonl(folder / "demonstrations.jsonl", demonstrations)
 
 
 def choose_share(rng: np.random.Generator, share: float, count: int) -> np.ndarray:
@@ -180,38 +150,20 @@ def choose_share(rng: np.random.Generator, share: float, count: int) -> np.ndarr
     return chosen
 
 
-def _draw_numbers(rng: np.random.Generator, digits: int, count: int) -> list[str]:
-    """Return distinct digit strings in random order, none of one repeated digit."""
-    drawn = rng.choice(10**digits, size=min(count + 10, 10**digits), replace=False)
-    numbers = [f"{n:0{digits}d}" for n in drawn.tolist()]
-    return [n for n in numbers if len(set(n)) > 1][:count]  # at most ten are left out
-
-
-def _choose_wrong(rng: np.random.Generator, shares: Sequence[float], numbers: Sequence[str]) -> np.ndarray:
-    """Return bool [N]: which demonstrations are sorted in descending order."""
-    if len(shares) == 10:
-        return rng.random(len(numbers)) < np.array([shares[int(number[0])] for number in numbers])
-    return choose_share(rng, shares[0], len(numbers))
-
-
-def _sort(number: str, *, descending: bool = False) -> str:
-    return "".join(sorted(number, reverse=descending))
-
-
 def _save_tokenizer(path: Path, max_positions: int) -> None:
     """Save a fast tokenizer with one token per character; a character outside the vocabulary is an error."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: index for index, token in enumerate([PAD_TOKEN, EOS_TOKEN, *CHARACTERS])}
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *CHARACTERS])}
     # WordLevel without an unknown token raises on a foreign character. BPE would drop it silently.
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        pad_token=PAD_TOKEN,
-        eos_token=EOS_TOKEN,
+        pad_token="<pad>",
+        eos_token="<eos>",
         padding_side="left",
         model_max_length=max_positions,
         clean_up_tokenization_spaces=False,

@@ -76,8 +76,12 @@ def test_tokenizer_special_tokens(model_path: Path) -> None:
 
 
 def test_sort_task_is_right_disjoint_and_partly_wrong(tmp_path: Path) -> None:
-    files = write_sort_task(tmp_path, num_train=300, num_heldout=100, num_demonstrations=500, digits=4)
-    train, heldout, demonstrations = read(files.train), read(files.heldout), read(files.demonstrations)
+    write_sort_task(tmp_path, num_train=300, num_heldout=100, num_demonstrations=500, digits=4)
+    train, heldout, demonstrations = (
+        read(tmp_path / "train.jsonl"),
+        read(tmp_path / "heldout.jsonl"),
+        read(tmp_path / "demonstrations.jsonl"),
+    )
     assert (len(train), len(heldout), len(demonstrations)) == (300, 100, 500)
     for row in train + heldout:
         assert row["prompt"].endswith("=")
@@ -94,8 +98,8 @@ def test_sort_task_is_right_disjoint_and_partly_wrong(tmp_path: Path) -> None:
 
 def test_problems_of_the_sort_task_can_differ_in_how_hard_they_are(tmp_path: Path) -> None:
     shares = [0.0] * 3 + [0.5] * 4 + [1.0] * 3
-    files = write_sort_task(tmp_path, num_train=0, num_heldout=0, num_demonstrations=2000, wrong_share=shares)
-    rows = read(files.demonstrations)
+    write_sort_task(tmp_path, num_train=0, num_heldout=0, num_demonstrations=2000, wrong_share=shares)
+    rows = read(tmp_path / "demonstrations.jsonl")
     by_digit = {
         d: [r["response"] == "".join(sorted(r["prompt"][:-1])) for r in rows if r["prompt"][0] == d] for d in "1580"
     }
@@ -106,10 +110,10 @@ def test_problems_of_the_sort_task_can_differ_in_how_hard_they_are(tmp_path: Pat
 
 def test_sort_task_is_a_function_of_the_seed(tmp_path: Path) -> None:
     sizes = {"num_train": 20, "num_heldout": 5, "num_demonstrations": 20}
-    a = write_sort_task(tmp_path / "a", seed=3, **sizes)
-    b = write_sort_task(tmp_path / "b", seed=3, **sizes)
-    c = write_sort_task(tmp_path / "c", seed=4, **sizes)
-    assert a.train.read_text() == b.train.read_text() != c.train.read_text()
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        write_sort_task(tmp_path / name, seed=seed, **sizes)
+    a, b, c = (read(tmp_path / name / "train.jsonl") for name in "abc")
+    assert a == b != c
 
 
 @pytest.mark.parametrize(
@@ -130,5 +134,5 @@ def test_sort_task_refuses_what_it_cannot_do(tmp_path: Path, bad: dict[str, floa
 
 
 def test_every_usable_prompt_can_be_drawn(tmp_path: Path) -> None:
-    files = write_sort_task(tmp_path, num_train=80, num_heldout=10, num_demonstrations=0, digits=2)
-    assert len({row["prompt"] for row in read(files.train) + read(files.heldout)}) == 90
+    write_sort_task(tmp_path, num_train=80, num_heldout=10, num_demonstrations=0, digits=2)
+    assert len({row["prompt"] for row in read(tmp_path / "train.jsonl") + read(tmp_path / "heldout.jsonl")}) == 90
