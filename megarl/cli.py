@@ -17,7 +17,7 @@ import tyro
 
 from megarl.commands import COMMANDS, Command, OnConfiguration
 from megarl.config import file as config_file
-from megarl.config.flags import split_overrides
+from megarl.config.file import split_overrides
 from megarl.errors import ConfigError, MegarlError, StopError
 from megarl.run.status import write_failure
 

@@ -16,7 +16,7 @@ from tyro.conf import Positional
 
 from megarl.config import Config
 from megarl.config import file as config_file
-from megarl.config.flags import as_flag
+from megarl.config.file import as_flag
 from megarl.errors import ConfigError
 
 Overrides = Mapping[str, Any]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl import cli, commands
-from megarl.config.flags import split_overrides
+from megarl.config.file import split_overrides
 from megarl.errors import ConfigError, DataError
 
 CONFIG = """
@@ -172,7 +172,7 @@ def test_a_module_beside_the_file_is_found_from_any_folder_by_the_console_script
     elsewhere.mkdir()
     (settings / "beside_the_file.py").write_text(
         "from dataclasses import replace\n"
-        "from megarl.config.engines import ENGINES\n"
+        "from megarl.config.plugs import ENGINES\n"
         "from megarl.core.choices.table import OBJECTIVES\n"
         'engine, objective = ENGINES["local"], replace(OBJECTIVES["grpo"], weight_fn="power", power=1.5)\n'
     )

@@ -194,7 +194,6 @@ def test_off_stands_for_none_in_objective_overrides():
             ["selection 'positive'", "'mixed_groups'"],
         ),
         ({"train__replay": "r4"}, ["train.replay: found 'r4'", "'none', 'r2' or 'r3'"]),
-        ({"train__mini_batches": 3}, ["train.mini_batches: found 3", "divisor", "256"]),
         ({"train__micro_batch_tokens": 25}, ["train.micro_batch_tokens: found 25", "at least", "= 26"]),
         (
             {"train__micro_batch_tokens": 27, "parallel__tp": 2},

@@ -24,8 +24,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from megarl.config import Config
-from megarl.config.file import parse
-from megarl.config.flags import split_overrides
+from megarl.config.file import parse, split_overrides
 from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES, Policy, schedule_of
 from megarl.megatron.replay import RoutingReplay

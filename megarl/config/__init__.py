@@ -3,12 +3,11 @@
 A run is described by one TOML file. Values come from the defaults, then the file, then the command line. Nothing here
 imports torch or Megatron, so that a wrong file is reported at once. The way through, from the command line down:
 
-    flags            ``--table.key value`` of a command line
-    file             reads the TOML file; turns every problem into a ConfigError of one line
+    file             reads the TOML file and flags, ``--table.key value``; every mistake is a ConfigError of one line
     root             ``Config``: all tables, checked, and the layout of its ranks; ``to_toml`` writes it
     rules            rules between tables
     tables/          each table with its keys, their help texts and its own checks
-    engines, plugs   sampling engines and what they can do; objects that the user names as "package.module:name"
+    plugs            objects that the user names as "package.module:name"; sampling engines and what they can do
     megatron_fields  the [megatron] table, checked against Megatron's source
 """
 

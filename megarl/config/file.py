@@ -1,15 +1,18 @@
-"""Reading a configuration: a TOML file, values from the command line on top, and one clear line when it is wrong."""
+"""Read a configuration: a TOML file, and flags of the command line, which win; any mistake is one line."""
 
 from __future__ import annotations
 
 import difflib
+import json
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
+from types import NoneType
 from typing import Any, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from megarl.config import Config
@@ -35,11 +38,11 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Config
 
 
 def parse(table: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, *, source: str = "config") -> Config:
-    """Validate nested tables, overrides (dotted key -> value) applied first; ConfigError names `source` and the key."""
-    merged = _copy(table)
+    """Check nested tables, with overrides (dotted key -> value) applied; ConfigError names `source` and the key."""
+    merged: Any = deepcopy(dict(table))
     for dotted, value in (overrides or {}).items():
         *parents, leaf = dotted.split(".")
-        node: Any = merged
+        node = merged
         for parent in parents:
             node = node.setdefault(parent, {}) if isinstance(node, dict) else None
         if not isinstance(node, dict):
@@ -54,10 +57,6 @@ def parse(table: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, 
     if config.run.dir is None:  # resolved, so that the saved file says where the run lies
         config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(config.run_dir)})})
     return config
-
-
-def _copy(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _copy(value) if isinstance(value, dict) else value for key, value in table.items()}
 
 
 def _table_class(annotation: Any) -> type[Table] | None:
@@ -115,3 +114,56 @@ def _one_line(error: ValidationError) -> str:
     more = len(problems) - 1
     text = " ".join(text.split())
     return text + (f" (and {more} more problem{'s' if more > 1 else ''})" if more else "")
+
+
+def split_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Take ``--table.key value``, ``--table.key=value`` and ``--table.flag`` (= true) out of the command line.
+
+    Returns the other words and dotted key -> value of the key's type. Raises ConfigError for a key that does not exist
+    or a value of the wrong type.
+    """
+    rest: list[str] = []
+    overrides: dict[str, Any] = {}
+    position = 0
+    while position < len(words):
+        name, equals, text = words[position].partition("=")
+        position += 1
+        if not name.startswith("--") or "." not in name:
+            rest.append(words[position - 1])
+            continue
+        if not equals:
+            has_value = position < len(words) and not words[position].startswith("--")
+            text = words[position] if has_value else "true"
+            position += has_value
+        key = name[2:]
+        overrides[key] = _typed(key, text)
+    return rest, overrides
+
+
+def _typed(key: str, text: str) -> Any:
+    annotation = annotation_of(key)
+    if annotation is None:
+        raise ConfigError(f"--{key}: {unknown_key(key)}")
+    if annotation is Any or list in (get_origin(option) for option in (annotation, *get_args(annotation))):
+        return _toml_value(text)
+    if text == "none" and NoneType in get_args(annotation):
+        return None
+    try:
+        return TypeAdapter(annotation).validate_python(text)
+    except ValidationError as error:
+        raise ConfigError(f"--{key}: found {text!r}, {error.errors()[0]['msg'].lower()}") from error
+
+
+def _toml_value(text: str) -> Any:
+    """The text as a TOML value (1, 0.5, true, [1, 2]); a string if it is none."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def as_flag(value: Any) -> str:
+    """A value as ``split_overrides`` reads it."""
+    if value is None:
+        return "none"
+    return json.dumps(value) if isinstance(value, (bool, list)) else str(value)

@@ -1,8 +1,15 @@
-"""The user's own parts: a setting may name an object as "package.module:name"."""
+"""Parts of the user's own, which a setting names as "package.module:name", and the sampling engines.
+
+The configuration is checked against what an engine can do. A user's engine is an ``EngineKind``:
+``rollout.engine = "package.module:name"``.
+"""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any
 
 from megarl.errors import ConfigError
@@ -29,3 +36,50 @@ def load_plug(key: str, path: str, built_in: str = "a built-in name") -> Any:
     except AttributeError:
         where = getattr(module, "__file__", None) or module_name
         raise ConfigError(f"{key}: found {path!r}, but {where} has nothing named {name!r}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """A kind of sampling engine. A capability that is False makes settings that need it an error."""
+
+    factory: str | Callable[..., Any]
+    """Makes the engine: ``factory(config, tell)`` returns a ``megarl.rollout.engine.Engine``. All ranks call it
+    together. A string "package.module:name" is imported when the run starts."""
+    routes: bool = False
+    """Returns the experts of every token; train.replay = "r3" needs them."""
+    fp8: bool = False
+    """Can round its weights through FP8: rollout.fp8_rounding."""
+    nucleus: bool = False
+    """Returns log-probabilities of the nucleus that it samples from; rollout.top_p below 1 needs them."""
+    server: bool = False
+    """Samples in servers, which the [sglang] table describes and which can work while the trainer trains."""
+    resumable: bool = False
+    """A response follows from weights, prompt and seed alone, so that a resumed run repeats lost steps exactly."""
+
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        """The names of what it can do."""
+        return tuple(field.name for field in fields(self)[1:] if getattr(self, field.name))
+
+
+ENGINES: Mapping[str, EngineKind] = MappingProxyType(
+    {
+        "local": EngineKind(
+            "megarl.train.engines:make_local_engine", routes=True, fp8=True, nucleus=True, resumable=True
+        ),
+        "sglang": EngineKind("megarl.train.engines:make_sglang_engine", routes=True, fp8=True, server=True),
+    }
+)
+"""The engines that megarl brings."""
+
+
+def engine_kind(name: str) -> EngineKind:
+    """The engine of a name in ENGINES, or of "package.module:name". ConfigError if there is none."""
+    if name in ENGINES:
+        return ENGINES[name]
+    found = load_plug("engine", name, " or ".join(f'"{known}"' for known in ENGINES))
+    if not isinstance(found, EngineKind):
+        raise ConfigError(
+            f"engine: found {type(found).__name__} at {name!r}, expected a megarl.config.plugs.EngineKind"
+        )
+    return found

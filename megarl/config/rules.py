@@ -42,11 +42,6 @@ def find_warnings(tables: Tables) -> tuple[str, ...]:
 
 def _check_sizes(tables: Tables) -> None:
     train = tables.train
-    if tables.sampling.fixed and tables.responses_per_step % train.mini_batches:
-        raise ConfigError(
-            f"train.mini_batches: found {train.mini_batches}, expected a divisor of "
-            f"rollout.prompts_per_step * group_size = {tables.responses_per_step}"
-        )
     longest = tables.data.max_prompt_tokens + tables.rollout.max_response_tokens
     if train.micro_batch_tokens < longest:
         raise ConfigError(
@@ -77,11 +72,6 @@ def _check_sampling(tables: Tables) -> None:
         raise ConfigError(
             f"sampling.max_prompts: found {sampling.max_prompts}, expected at least rollout.prompts_per_step = "
             f"{prompts}"
-        )
-    if not sampling.fixed and tables.train.mini_batches > prompts:
-        raise ConfigError(
-            f"train.mini_batches: found {tables.train.mini_batches}, expected at most rollout.prompts_per_step = "
-            f"{prompts}: this sampling makes mini-batches of whole groups"
         )
     least, most = tables.estimate.min_samples, sampling.max_samples
     if sampling.rule == "ada_est" and not least <= group_size <= most:

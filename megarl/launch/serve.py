@@ -18,7 +18,7 @@ from types import FrameType
 
 from megarl.config import Config
 from megarl.config import file as config_file
-from megarl.config.flags import split_overrides
+from megarl.config.file import split_overrides
 from megarl.data.files import write_atomically
 from megarl.errors import ConfigError, MegarlError, RolloutError
 from megarl.launch.steps import end_file, ready_file

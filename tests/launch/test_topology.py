@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Config
-from megarl.config.file import parse
-from megarl.config.flags import split_overrides
+from megarl.config.file import parse, split_overrides
 from megarl.errors import ConfigError
 from megarl.launch import node
 from megarl.launch.supervisor import Supervisor

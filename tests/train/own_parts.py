@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megarl.config import Config
-from megarl.config.engines import EngineKind
+from megarl.config.plugs import EngineKind
 from megarl.core.metrics import Stat
 from megarl.core.objectives import OBJECTIVES, Coefficients, TokenColumns
 from megarl.core.types import Rollout, SampleRequest

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from megarl.config.engines import EngineKind, engine_kind
+from megarl.config.plugs import EngineKind, engine_kind
 from megarl.config.tables.base import Count, Dtype, Table
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -72,23 +72,15 @@ class SamplingConfig(Table):
 
         ConfigError if sizes do not go together."""
         train_size = group_size if self.train_size is None else self.train_size
+        limits: dict[str, Any] = {
+            "round_size": self.round_size,
+            "max_samples": self.max_samples,
+            "threshold": threshold,
+        }
         if self.rule == "ada_seq_pos":
-            return ada_seq_pos(
-                train_size,
-                positives=1 if self.positives is None else self.positives,
-                round_size=self.round_size,
-                max_samples=self.max_samples,
-                threshold=threshold,
-            )
+            return ada_seq_pos(train_size, positives=1 if self.positives is None else self.positives, **limits)
         if self.rule == "ada_seq_balance":
-            return ada_seq_balance(
-                train_size,
-                positives=self.positives,
-                negatives=self.negatives,
-                round_size=self.round_size,
-                max_samples=self.max_samples,
-                threshold=threshold,
-            )
+            return ada_seq_balance(train_size, positives=self.positives, negatives=self.negatives, **limits)
         assert self.rule == "uniform", "counts of the other rules are made for each step"
         if self.train_size is None:
             return Uniform(group_size, threshold=threshold)
@@ -214,13 +206,6 @@ class CreditConfig(Table):
     def record(self, rule: Rule, eps: float) -> Credit:
         """The credit with its defaults resolved; ConfigError if its parts do not go together."""
         estimated = rule == "ada_est" and self.combination == "plain"
-        return Credit(
-            statistics=self.statistics,
-            scale=self.scale or ("root_rate" if estimated else "none"),
-            ddof=self.ddof,
-            floor=self.floor,
-            rate_eps=(eps if estimated else 0.0) if self.rate_eps is None else self.rate_eps,
-            combination=self.combination,
-            objective=self.objective,
-            weigh=self.weigh,
-        )
+        rate_eps = (eps if estimated else 0.0) if self.rate_eps is None else self.rate_eps
+        scale = self.scale or ("root_rate" if estimated else "none")
+        return Credit(**self.model_dump(exclude={"scale", "rate_eps"}), scale=scale, rate_eps=rate_eps)

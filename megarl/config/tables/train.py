@@ -19,7 +19,7 @@ from megarl.errors import ConfigError
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root"]
 _AROUND_A_FUNCTION = replace(OBJECTIVES["minirl"], weight="none", mask="none", cap=None)
 """What a function does not compute: advantages (group mean), denominator (sequences), KL (none)."""
-_PARTS_AROUND = (
+_PARTS_AROUND = [
     "advantage",
     "selection",
     "std_ddof",
@@ -29,7 +29,7 @@ _PARTS_AROUND = (
     "kl",
     "kl_coef",
     "kl_horizon",
-)
+]
 
 
 class TrainConfig(Table):
