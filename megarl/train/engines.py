@@ -55,6 +55,7 @@ def make_sglang_engine(config: Config, tell: Callable[[str], None]) -> SGLangEng
     """
     settings, key = config.sglang, key_named(config.sglang.api_key_env)
     fleet, urls = _start_servers(config, key, tell)
+    fp8: FP8Form = "blocks" if settings.fp8 else "rounded" if config.rollout.fp8_rounding else "off"
     client = ClientSettings(
         concurrency=settings.concurrency,
         deadline_s=settings.deadline_s,
@@ -70,7 +71,7 @@ def make_sglang_engine(config: Config, tell: Callable[[str], None]) -> SGLangEng
         fleet=fleet,
         agree=lambda failure: distributed.fail_together(failure, "the weight update"),
         settings=client,
-        form=WeightForm(DTYPES[config.rollout.dtype], _fp8_form(config)),
+        form=WeightForm(DTYPES[config.rollout.dtype], fp8),
     )
 
 
@@ -150,9 +151,28 @@ def _make_fleet(config: Config, key: str | None, nodes: Sequence[int], host: str
 
 def server_specs(config: Config, host: str, key: str | None, folder: Path) -> list[ServerSpec]:
     """Return the ``sglang.servers`` servers of one node, on free ports. Their logs are written to ``folder``."""
-    model = _served_model(config, folder)
+    settings, model = config.sglang, _served_model(config, folder)
+    folder.mkdir(parents=True, exist_ok=True)
     return [
-        _spec(config, index, host, key, model, folder / f"server{index}.log") for index in range(config.sglang.servers)
+        ServerSpec(
+            model_path=model,
+            python=settings.python,
+            dtype={"fp32": "float32", "bf16": "bfloat16"}[config.rollout.dtype],
+            host=host,
+            tp=settings.tp,
+            gpus=tuple(settings.gpus[index * settings.tp : (index + 1) * settings.tp]) or None,
+            mem_fraction=settings.mem_fraction,
+            max_total_tokens=settings.max_total_tokens,
+            log_file=folder / f"server{index}.log",
+            api_key=key,
+            # The FP8 folder has no weights: they arrive with the first update.
+            extra_args=(
+                *(["--load-format", "dummy"] if settings.fp8 else []),
+                *(["--enable-memory-saver"] if settings.release_memory and settings.gpus else []),
+                *settings.arguments,
+            ),
+        )
+        for index in range(settings.servers)
     ]
 
 
@@ -160,32 +180,3 @@ def _served_model(config: Config, folder: Path) -> Path:
     """Return the model folder for servers. For FP8, write one whose config says so."""
     source = Path(config.model.path)
     return write_fp8_model(source, folder / "model") if config.sglang.fp8 else source
-
-
-def _spec(config: Config, index: int, host: str, key: str | None, model: Path, log_file: Path) -> ServerSpec:
-    settings = config.sglang
-    log_file.parent.mkdir(parents=True, exist_ok=True)
-    return ServerSpec(
-        model_path=model,
-        python=settings.python,
-        dtype={"fp32": "float32", "bf16": "bfloat16"}[config.rollout.dtype],
-        host=host,
-        tp=settings.tp,
-        gpus=tuple(settings.gpus[index * settings.tp : (index + 1) * settings.tp]) or None,
-        mem_fraction=settings.mem_fraction,
-        max_total_tokens=settings.max_total_tokens,
-        log_file=log_file,
-        api_key=key,
-        # The FP8 folder has no weights: they arrive with the first update.
-        extra_args=(
-            *(["--load-format", "dummy"] if settings.fp8 else []),
-            *(["--enable-memory-saver"] if settings.release_memory and settings.gpus else []),
-            *settings.arguments,
-        ),
-    )
-
-
-def _fp8_form(config: Config) -> FP8Form:
-    if config.sglang.fp8:
-        return "blocks"
-    return "rounded" if config.rollout.fp8_rounding else "off"

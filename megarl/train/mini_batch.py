@@ -1,8 +1,7 @@
-"""One optimizer step's share of a rank: rollouts checked, packed, split into micro-batches, with their routes."""
+"""One optimizer step's share of a rank, and the steps of making it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,14 +12,10 @@ from megatron.core import parallel_state
 from megarl.config import Config
 from megarl.core.metrics import Stat
 from megarl.core.objectives.columns import Denominators
-from megarl.core.packing import drop_routes, pack
 from megarl.core.types import Rollout, TrainBatch
-from megarl.errors import MegarlError, RolloutError, TraceError
-from megarl.megatron import distributed
-from megarl.megatron.passes.micro_batches import MicroBatch, split_by_sequence, split_micro_batches
-from megarl.megatron.policy import Policy
+from megarl.errors import TraceError
+from megarl.megatron.passes.micro_batches import MicroBatch, split_micro_batches
 from megarl.megatron.replay import MicroRoutes
-from megarl.megatron.replay.rollout_routes import check_rollouts, deliver_routes
 
 
 @dataclass(slots=True)
@@ -44,44 +39,6 @@ class MiniBatch:
     """As ``old_logprobs``, of the reference policy; None without one."""
     metrics: dict[str, Stat] = field(default_factory=dict)
     """The gap between the engines; part of the step's record."""
-
-
-def make_mini_batch(
-    config: Config,
-    policy: Policy,
-    rollouts: Sequence[Rollout],
-    advantages: np.ndarray | Sequence[np.ndarray],
-    one_by_one: bool = False,
-) -> MiniBatch:
-    """See ``TrainStep.prepare``."""
-    r3, replay = config.train.replay == "r3", policy.replay
-    bare = [drop_routes(rollout) for rollout in rollouts]
-    recorded = all(rollout.routed_mask is not None for rollout in bare)
-    failure: MegarlError | None = None
-    try:
-        if not rollouts:
-            raise RolloutError(
-                "this rank has no sequence of the mini-batch, expected one or more on every data-parallel rank; "
-                "lower train.mini_batches or raise rollout.prompts_per_step"
-            )
-        if r3 or recorded:
-            check_rollouts(rollouts, policy.shape)
-        batch = pack(bare, advantages)
-        if r3:
-            _check_missing_rows(batch, config.train.max_missing_rows)
-    except MegarlError as error:
-        failure = error
-    distributed.fail_together(failure, "the check of rollouts")
-    micro_batches = (
-        split_by_sequence(batch, config.parallel.equal_micro_batches) if one_by_one else split(config, batch)
-    )
-    denominators = Denominators.of(batch.loss_mask, batch.cu_seqlens, batch.rollout_logprobs)
-    mini = MiniBatch(micro_batches, over_ranks(denominators))
-    if replay is not None and recorded:
-        mini.rollout_routes = deliver_routes(rollouts, micro_batches, replay.layers, policy.shape)
-    if r3:
-        mini.routes = mini.rollout_routes
-    return mini
 
 
 def split(config: Config, batch: TrainBatch, max_tokens: int | None = None) -> list[MicroBatch]:
@@ -117,7 +74,8 @@ def over_ranks(local: Denominators) -> Denominators:
     return Denominators(*counts.tolist())
 
 
-def _check_missing_rows(batch: TrainBatch, limit: float) -> None:
+def check_missing_rows(batch: TrainBatch, limit: float) -> None:
+    """TraceError if a larger share of the tokens than ``limit`` has no recorded route."""
     assert batch.routed_mask is not None
     missing = ~batch.routed_mask
     # Engines have no row for the last token: they never processed it. Nothing is predicted from it either.

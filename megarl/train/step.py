@@ -19,28 +19,28 @@ from megarl.config import Config
 from megarl.core.diagnostics import entropy_stat, mismatch_metrics
 from megarl.core.metrics import Stat, merge
 from megarl.core.objectives import Objective, coefficients, function_coefficients, mini_batch_power
-from megarl.core.objectives.columns import TokenColumns
+from megarl.core.objectives.columns import Denominators, TokenColumns
+from megarl.core.packing import drop_routes, pack
 from megarl.core.routing import Disagreement
 from megarl.core.types import Rollout, TrainBatch
-from megarl.errors import MegarlError, ReplayError
+from megarl.errors import MegarlError, ReplayError, RolloutError
 from megarl.megatron import distributed
 from megarl.megatron.frozen import Reference
 from megarl.megatron.passes import forward
+from megarl.megatron.passes.micro_batches import split_by_sequence
 from megarl.megatron.policy import Policy
 from megarl.megatron.replay import Recording
-from megarl.megatron.replay.rollout_routes import gather_shared
+from megarl.megatron.replay.rollout_routes import check_rollouts, deliver_routes, gather_shared
 from megarl.run.progress import Advance
-from megarl.train.mini_batch import MiniBatch, make_mini_batch
-from megarl.train.token_advantages import Judged, with_token_advantages
+from megarl.train.mini_batch import MiniBatch, check_missing_rows, over_ranks, split
+from megarl.train.token_advantages import Judged, set_token_advantages
 
 
 class TrainStep:
     """Trains a policy on the rollouts of a step."""
 
     def __init__(self, config: Config, policy: Policy, objective: Objective) -> None:
-        self.config = config
-        self.policy = policy
-        self.objective = objective
+        self.config, self.policy, self.objective = config, policy, objective
         self._function = config.train.objective_function
         """The user's own coefficients, in place of the objective's."""
         self.reference = Reference(policy, config.reference_path) if objective.needs_ref_logprobs else None
@@ -75,12 +75,39 @@ class TrainStep:
         rollout a micro-batch, in the given order, for passes that take one at a time. TraceError if routes are not of
         this model, or if replay is "r3" and routes are absent or too many rows are missing.
         """
-        return make_mini_batch(self.config, self.policy, rollouts, advantages, one_by_one)
+        config, replay, shape = self.config, self.policy.replay, self.policy.shape
+        r3 = config.train.replay == "r3"
+        bare = [drop_routes(rollout) for rollout in rollouts]
+        recorded = all(rollout.routed_mask is not None for rollout in bare)
+        failure: MegarlError | None = None
+        try:
+            if not rollouts:
+                raise RolloutError(
+                    "this rank has no sequence of the mini-batch, expected one or more on every data-parallel rank; "
+                    "lower train.mini_batches or raise rollout.prompts_per_step"
+                )
+            if r3 or recorded:
+                check_rollouts(rollouts, shape)
+            batch = pack(bare, advantages)
+            if r3:
+                check_missing_rows(batch, config.train.max_missing_rows)
+        except MegarlError as error:
+            failure = error
+        distributed.fail_together(failure, "the check of rollouts")
+        equal = config.parallel.equal_micro_batches
+        micro_batches = split_by_sequence(batch, equal) if one_by_one else split(config, batch)
+        denominators = Denominators.of(batch.loss_mask, batch.cu_seqlens, batch.rollout_logprobs)
+        mini = MiniBatch(micro_batches, over_ranks(denominators))
+        if replay is not None and recorded:
+            mini.rollout_routes = deliver_routes(rollouts, micro_batches, replay.layers, shape)
+        if r3:
+            mini.routes = mini.rollout_routes
+        return mini
 
     def old_logprobs(self, mini: MiniBatch) -> None:
         """Run the old-log-prob pass over one mini-batch; r2 records its routes here."""
         with self._context(mini) as seen:
-            outputs = self._run(mini, None, None)
+            outputs = self._run(mini)
         mini.old_logprobs = [output.logprobs for output in outputs]
         mini.old_updates = self._updates
         mini.metrics = merge(
@@ -98,22 +125,8 @@ class TrainStep:
 
     def token_advantages(self, minis: Sequence[MiniBatch], judged: Judged) -> None:
         """Compute the advantage of every token, after both passes over all mini-batches; a collective call."""
-        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-            return  # only this stage computes the loss
-        old, ref = [mini.old_logprobs for mini in minis], [mini.ref_logprobs for mini in minis]
-        assert None not in old
-        assert None not in ref
-        found, metrics = with_token_advantages(
-            self.objective,
-            judged,
-            [mini.micro_batches for mini in minis],
-            old,  # type: ignore[arg-type]
-            ref,  # type: ignore[arg-type]
-            parallel_state.get_data_parallel_group(),
-        )
-        for mini, micro_batches in zip(minis, found, strict=True):
-            mini.micro_batches = micro_batches
-        minis[0].metrics = merge([minis[0].metrics, metrics])
+        if parallel_state.is_pipeline_last_stage(ignore_virtual=True):  # only this stage computes the loss
+            set_token_advantages(self.objective, judged, minis, parallel_state.get_data_parallel_group())
 
     def update(self, mini: MiniBatch, on_micro_batch: Advance | None = None) -> dict[str, Stat]:
         """Take one optimizer step; return the statistics of its mini-batch on this rank."""
@@ -150,7 +163,7 @@ class TrainStep:
         logprobs = mini.old_logprobs
         if self._updates != mini.old_updates and self.objective.corrected != "old_mu":
             with self._context(mini):
-                logprobs = [output.logprobs for output in self._run(mini, None, None)]
+                logprobs = [output.logprobs for output in self._run(mini)]
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return None
         columns = [
@@ -159,7 +172,7 @@ class TrainStep:
         return mini_batch_power(self.objective, columns, _sum_over_ranks)
 
     def _run(
-        self, mini: MiniBatch, weigh: forward.CoefficientFn | None, on_micro_batch: Advance | None
+        self, mini: MiniBatch, weigh: forward.CoefficientFn | None = None, on_micro_batch: Advance | None = None
     ) -> list[forward.MicroOutput]:
         return forward.run(
             self.policy.chunks,
@@ -227,7 +240,6 @@ class TrainStep:
 
 
 def _columns(mini: MiniBatch, index: int, batch: TrainBatch, logprobs: torch.Tensor) -> TokenColumns:
-    """The inputs of the objective for one micro-batch, with log pi_theta as given."""
     old = logprobs if mini.old_logprobs is None else mini.old_logprobs[index]
     ref = None if mini.ref_logprobs is None else mini.ref_logprobs[index]
     device = logprobs.device

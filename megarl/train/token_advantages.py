@@ -13,11 +13,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megarl.core.metrics import Stat
+from megarl.core.metrics import Stat, merge
 from megarl.core.objectives import Objective, token_advantages
 from megarl.core.ratios import log_ratio, segment_expand, segment_sum, usable_mask
 from megarl.megatron.distributed import all_gather
 from megarl.megatron.passes.micro_batches import MicroBatch
+from megarl.train.mini_batch import MiniBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +45,19 @@ class _Columns:
     """float32 [2, T]: old and reference."""
 
 
-def with_token_advantages(
-    objective: Objective,
-    judged: Judged,
-    mini_batches: Sequence[Sequence[MicroBatch]],
-    old_logprobs: Sequence[Sequence[torch.Tensor]],
-    ref_logprobs: Sequence[Sequence[torch.Tensor]],
-    group: dist.ProcessGroup,
-) -> tuple[list[list[MicroBatch]], dict[str, Stat]]:
-    """Return the micro-batches of all mini-batches of a step, with the objective's advantage of every token.
+def set_token_advantages(
+    objective: Objective, judged: Judged, minis: Sequence[MiniBatch], group: dist.ProcessGroup
+) -> None:
+    """Set the objective's advantage of every token in all mini-batches of a step.
 
-    old_logprobs, ref_logprobs: [T] by mini-batch and micro-batch. ``group`` is the data-parallel group. A collective
-    call of the last pipeline stage. The metric ``kl/ref`` is the mean of log pi_old - log pi_ref.
+    ``group`` is the data-parallel group. A collective call of the last pipeline stage. The metric ``kl/ref`` is the
+    mean of log pi_old - log pi_ref.
     """
-    micros = [micro for mini in mini_batches for micro in mini]
-    old, ref = ([column for mini in columns for column in mini] for columns in (old_logprobs, ref_logprobs))
-    ids = [judged.owned[n][index] for n, mini in enumerate(mini_batches) for micro in mini for index in micro.sequences]
+    micros = [micro for mini in minis for micro in mini.micro_batches]
+    old = [column for mini in minis for column in mini.old_logprobs or []]
+    ref = [column for mini in minis for column in mini.ref_logprobs or []]
+    owned = zip(judged.owned, minis, strict=True)
+    ids = [mine[index] for mine, mini in owned for micro in mini.micro_batches for index in micro.sequences]
     keeps = [usable_mask(micro.batch.loss_mask, micro.batch.rollout_logprobs) for micro in micros]
     lengths = [segment_sum(keep, micro.batch.cu_seqlens) for keep, micro in zip(keeps, micros, strict=True)]
     device = old[0].device
@@ -70,13 +68,12 @@ def with_token_advantages(
     )
     values = _compute_own(objective, judged, own, group)
     counts = [int(keep.sum()) for keep in keeps]
-    replaced = iter(
-        _set_advantages(micro, keep, part)
-        for micro, keep, part in zip(micros, keeps, values.float().cpu().split(counts), strict=True)
-    )
+    parts = iter(zip(keeps, values.float().cpu().split(counts), strict=True))
+    for mini in minis:
+        mini.micro_batches = [_set_advantages(micro, *next(parts)) for micro in mini.micro_batches]
     possible = ~torch.isneginf(own.logprobs[0])
     drift = log_ratio(own.logprobs[0], own.logprobs[1], possible)
-    return [[next(replaced) for _ in mini] for mini in mini_batches], {"kl/ref": Stat.mean(drift, possible)}
+    minis[0].metrics = merge([minis[0].metrics, {"kl/ref": Stat.mean(drift, possible)}])
 
 
 def _pick(columns: Sequence[torch.Tensor], keeps: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -84,7 +81,6 @@ def _pick(columns: Sequence[torch.Tensor], keeps: Sequence[torch.Tensor]) -> tor
 
 
 def _set_advantages(micro: MicroBatch, keep: torch.Tensor, values: torch.Tensor) -> MicroBatch:
-    """Set the advantages of the tokens of ``keep`` to ``values``, and all others to 0."""
     advantages = torch.zeros_like(micro.batch.advantages).masked_scatter(keep, values)
     return replace(micro, batch=replace(micro.batch, advantages=advantages))
 

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.config import file as config_file
 from megarl.rollout.sglang.spec import command
-from megarl.train.engines import _spec
+from megarl.train.engines import server_specs
 
 
 def words(tmp_path: Path, sglang: dict[str, Any]) -> list[str]:
@@ -21,7 +21,7 @@ def words(tmp_path: Path, sglang: dict[str, Any]) -> list[str]:
         "sglang": sglang,
         "optim": {"lr": 1e-4},
     }
-    spec = _spec(config_file.parse(settings, {}), 0, "127.0.0.1", None, Path("model"), tmp_path / "log")
+    spec = server_specs(config_file.parse(settings, {}), "127.0.0.1", None, tmp_path)[0]
     return command(spec)
 
 

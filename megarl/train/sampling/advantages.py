@@ -19,9 +19,6 @@ from megarl.rollout.player import Sample
 from megarl.train.sampling.assignment import Key
 from megarl.train.sampling.step_rollouts import CopyShare
 
-Steps = tuple[tuple[int, float], ...]
-"""See ``Sample.steps``."""
-
 
 def response_advantages(config: Config, objective: Objective, selection: Selection) -> tuple[np.ndarray, np.ndarray]:
     """Return the advantage of each selected response, float64 [N], and whether it trains, bool [N].
@@ -52,8 +49,13 @@ def process_advantages(
     """
     if objective.advantage != "process":
         return None
-    mine = {key: _steps(sample) for key, sample in samples.items() if sample.reward is not None}
-    gathered: list[dict[Key, Steps]] = [{}] * dist.get_world_size()
+    mine = {
+        # A response that was judged as a whole is one step.
+        key: sample.steps or ((sample.rollout.num_tokens - 1, sample.reward),)
+        for key, sample in samples.items()
+        if sample.reward is not None and sample.rollout is not None
+    }
+    gathered = [mine] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     steps = {key: each for of_rank in gathered for key, each in of_rank.items()}
     placed = [list(zip(*part, strict=True)) for part in zip(share.rollouts, share.rows, strict=True)]
@@ -64,13 +66,6 @@ def process_advantages(
     return [
         [values[row] if row < len(keys) else np.zeros(rollout.num_tokens) for rollout, row in part] for part in placed
     ]
-
-
-def _steps(sample: Sample) -> Steps:
-    """A response that was judged as a whole is one step."""
-    assert sample.rollout is not None
-    assert sample.reward is not None
-    return sample.steps or ((sample.rollout.num_tokens - 1, sample.reward),)
 
 
 def _require_rates(credit: Credit, selection: Selection) -> None:

@@ -17,8 +17,7 @@ from megarl.errors import NumericsError
 from megarl.megatron.block_gradients import block_parameters, local_square, on_block
 from megarl.megatron.distributed import dp_size, fail_together, largest, model_group
 from megarl.megatron.passes import forward
-from megarl.models.shapes import ModelShape
-from megarl.train.mini_batch import MiniBatch
+from megarl.train.mini_batch import MiniBatch, make_rollout
 from megarl.train.step import TrainStep
 
 
@@ -41,10 +40,14 @@ def gradient_norms(train_step: TrainStep, rollouts: Sequence[Rollout], block: st
         return np.zeros(0)
     # Copies wait for each other at the experts of every layer, so run rollouts of similar length together.
     order = np.argsort([-rollout.num_tokens for rollout in rollouts], kind="stable")
-    dummies = [_dummy_rollout(train_step.policy.shape)] * (passes - len(rollouts))
-    mini = train_step.prepare(
-        _drop_unused_routes(train_step, [*(rollouts[i] for i in order), *dummies]), np.zeros(passes), one_by_one=True
-    )
+    # A dummy is for a pass in which only other model copies have a sample: two tokens without loss.
+    shape = train_step.policy.shape
+    experts = np.broadcast_to(np.arange(shape.topk, dtype=np.uint8), (2, len(shape.moe_layers), shape.topk))
+    dummy = replace(make_rollout(np.zeros(2)), routed_experts=experts, routed_mask=np.ones(2, bool))
+    taken = [*(rollouts[i] for i in order), *[dummy] * (passes - len(rollouts))]
+    if train_step.config.train.replay != "r3":  # nothing here is compared with the routes
+        taken = [replace(rollout, routed_experts=None, routed_mask=None) for rollout in taken]
+    mini = train_step.prepare(taken, np.zeros(passes), one_by_one=True)
     squares = torch.zeros(passes, dtype=torch.float64, device=torch.cuda.current_device())
     with on_block(train_step.policy, parameters):
         for index in range(passes):
@@ -55,31 +58,15 @@ def gradient_norms(train_step: TrainStep, rollouts: Sequence[Rollout], block: st
     averaged_over = dp_size() * parallel_state.get_context_parallel_world_size()
     norms = np.zeros(len(rollouts))
     norms[order] = squares.sqrt().cpu().numpy()[: len(rollouts)] / averaged_over
-    _check_finite(norms, rollouts)
+    failure: NumericsError | None = None
+    if len(bad := np.flatnonzero(~np.isfinite(norms))):
+        first = rollouts[int(bad[0])]
+        failure = NumericsError(
+            f"gradient norm of group {first.group} sample {first.sample} is {norms[bad[0]]}, expected a finite number "
+            f"({bad.size} such samples of this rank); look for log-probabilities of minus infinity"
+        )
+    fail_together(failure, "gradient norms of samples")
     return norms
-
-
-def _drop_unused_routes(train_step: TrainStep, rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Keep routes only if they are replayed: nothing here is compared with them."""
-    if train_step.config.train.replay == "r3":
-        return list(rollouts)
-    return [replace(rollout, routed_experts=None, routed_mask=None) for rollout in rollouts]
-
-
-def _dummy_rollout(shape: ModelShape) -> Rollout:
-    """Two tokens without loss, for a pass in which only other model copies have a sample."""
-    routes = np.broadcast_to(np.arange(shape.topk, dtype=np.uint8), (2, len(shape.moe_layers), shape.topk))
-    return Rollout(
-        group=-1,
-        sample=-1,
-        tokens=np.zeros(2, np.int32),
-        loss_mask=np.zeros(2, bool),
-        rollout_logprobs=np.zeros(2, np.float32),
-        routed_experts=routes,
-        routed_mask=np.ones(2, bool),
-        weight_versions=np.zeros(2, np.int32),
-        finish_reason="abort",
-    )
 
 
 def _backward(train_step: TrainStep, mini: MiniBatch, index: int) -> None:
@@ -103,15 +90,3 @@ def _backward(train_step: TrainStep, mini: MiniBatch, index: int) -> None:
             vocab_size=train_step.policy.shape.vocab_size,
             coefficients=weigh,
         )
-
-
-def _check_finite(norms: np.ndarray, rollouts: Sequence[Rollout]) -> None:
-    failure: NumericsError | None = None
-    bad = np.flatnonzero(~np.isfinite(norms))
-    if bad.size:
-        first = rollouts[int(bad[0])]
-        failure = NumericsError(
-            f"gradient norm of group {first.group} sample {first.sample} is {norms[bad[0]]}, expected a finite number "
-            f"({bad.size} such samples of this rank); look for log-probabilities of minus infinity"
-        )
-    fail_together(failure, "gradient norms of samples")
