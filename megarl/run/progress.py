@@ -1,4 +1,4 @@
-"""What the user sees while a run goes: a bar per phase on a terminal, and one line per step everywhere.
+"""What the user sees while a run goes: a bar per phase on a terminal, one line per step everywhere, and metrics.
 
 On a terminal the bars vanish when their phase ends and the lines stay. Into a file or a pipe only the lines are
 written, without control characters. On every rank but the first nothing is shown.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TextIO
@@ -15,23 +16,27 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from megarl.config import Config
+from megarl.core.metrics import Stat, finalize
+from megarl.megatron import distributed
+from megarl.run.metrics_log import MetricsLog
+from megarl.run.vitals import Vitals
+
 Advance = Callable[[int], None]
 """Says that so many more items are done; fits an engine's ``on_finish``."""
 
-_LINE: tuple[tuple[str, str, str], ...] = (
-    ("reward/mean", "reward", ".3f"),
-    ("reward/pass_rate", "pass", ".1%"),
-    ("response/length_mean", "length", ".1f"),
-    ("rollout/k3", "k3", ".1e"),
-    ("router/flip", "flip", ".2%"),
-    ("loss", "loss", ".2e"),
-    ("grad_norm", "grad", ".2f"),
-    ("eval/pass_rate", "held-out", ".1%"),
-    ("time/step_s", "time", ".1f"),
-    ("speed/tokens_per_s", "tok/s", ".0f"),
-)
-"""Metric, label and format of the parts of a step's line, in order."""
-_UNITS = {"time/step_s": " s"}
+_LINE = {
+    "reward/mean": "reward {:.3f}",
+    "reward/pass_rate": "pass {:.1%}",
+    "response/length_mean": "length {:.1f}",
+    "rollout/k3": "k3 {:.1e}",
+    "router/flip": "flip {:.2%}",
+    "loss": "loss {:.2e}",
+    "grad_norm": "grad {:.2f}",
+    "time/step_s": "time {:.1f} s",
+    "speed/tokens_per_s": "tok/s {:.0f}",
+}
+"""The parts of a step's line, in order."""
 
 
 class StepProgress:
@@ -67,7 +72,50 @@ class StepProgress:
 def format_step(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
     """The line of one step, e.g. ``step  7/60  reward 0.523  pass 52.3%  k3 1.2e-04  time 2.1 s``."""
     parts = [f"step {step:>{len(str(num_steps))}}/{num_steps}"]
-    for name, label, spec in _LINE:
-        if name in metrics:
-            parts.append(f"{label} {metrics[name]:{spec}}{_UNITS.get(name, '')}")
-    return "  ".join(parts)
+    return "  ".join(parts + [text.format(metrics[name]) for name, text in _LINE.items() if name in metrics])
+
+
+class Monitor:
+    """Reports phases, progress and metrics of one rank."""
+
+    def __init__(self, config: Config, log: MetricsLog, vitals: Vitals) -> None:
+        self.log, self.vitals = log, vitals
+        self.progress = StepProgress(enabled=distributed.is_main_rank())
+        self.say: Callable[[str], None] = self.progress.line
+        self._num_steps = config.run.steps
+        self.seconds: dict[str, float] = {}
+        """Of each phase since the last record of a step."""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase, and show it in ``megarl status``."""
+        started = time.perf_counter()
+        with self.vitals.phase(name):
+            yield
+        self.seconds[name] = time.perf_counter() - started
+
+    def watch(self, *advances: Advance) -> Advance:
+        """Return what calls all of ``advances``, and also shows that this rank does not hang."""
+
+        def watched(count: int) -> None:
+            if count:
+                self.vitals.mark_progress()
+            for advance in advances:
+                advance(count)
+
+        return watched
+
+    def log_step(
+        self, done: int, step_s: float, statistics: dict[str, Stat] | None, last_update: Mapping[str, float]
+    ) -> None:
+        """Write the record of a step; ``statistics`` is None except on the main rank."""
+        if statistics is not None:
+            metrics = finalize(statistics)
+            metrics |= {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
+            metrics |= {"time/step_s": step_s, "speed/tokens_per_s": metrics["sampling/tokens"] / step_s}
+            self.seconds = {}  # checkpoint time, which comes later, is logged with the next step
+            self.log.write("step", done, metrics)
+            self.vitals.status.tokens_per_s = metrics["speed/tokens_per_s"]
+            shown = {name: last_update[name] for name in ("loss", "grad_norm") if name in last_update}
+            self.say(format_step(done, self._num_steps, metrics | shown))
+        self.vitals.finish_step(done)

@@ -10,7 +10,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -18,7 +17,6 @@ import torch.distributed as dist
 
 from megarl.errors import StopError
 from megarl.megatron.distributed import largest
-from megarl.run.progress import Advance
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 _ONE_KEY_S = 1.0
@@ -51,19 +49,10 @@ class StopRequest:
         """Request a stop in the name of ``who``; from any thread."""
         self.reason = self.reason or who
 
-    def check(self) -> None:
+    def check(self, _: int = 0) -> None:
         """Raise StopError if this rank was asked to stop. Call only where the work can be repeated."""
         if self.reason is not None:
             raise StopError(f"asked to stop by {self.reason}")
-
-    def check_after(self, advance: Callable[[int], None]) -> Advance:
-        """Return ``advance`` followed by ``check``."""
-
-        def checked(count: int) -> None:
-            advance(count)
-            self.check()
-
-        return checked
 
     def agree(self) -> bool:
         """Return whether any rank was asked to stop; a collective call."""

@@ -1,7 +1,7 @@
 """Training: the loop of a run, the steps of the optimizer, and the supervised cold start.
 
 - ``loop``: a run, step by step: sample, train, sync the engine, log, evaluate, checkpoint. ``saving`` has its
-  checkpoints and early ends, ``monitor`` its log and progress.
+  checkpoints and how it ends.
 - ``sampling``: which samples a step consists of, and which rank draws and trains each of them.
 - ``step``: the forward passes and optimizer updates of a step, on each ``mini_batch``; ``token_advantages`` for the
   objectives that compute advantages from log-probabilities.

@@ -34,12 +34,11 @@ from megarl.run.audit import Audit
 from megarl.run.folder import claim
 from megarl.run.lock import RunLock
 from megarl.run.metrics_log import MetricsLog
-from megarl.run.progress import StepProgress
+from megarl.run.progress import Monitor, StepProgress
 from megarl.run.stop_request import StopRequest
 from megarl.run.vitals import Vitals
 from megarl.train.engines import make_engine
 from megarl.train.mini_batch import MiniBatch
-from megarl.train.monitor import Monitor
 from megarl.train.sampling.sampler import Sampler
 from megarl.train.sampling.step_rollouts import StepRollouts
 from megarl.train.saving import ERRORS_ON_ALL_RANKS, RunCheckpoints, record_ending
@@ -91,7 +90,7 @@ class Trainer:
         self.policy = Policy(config, schedule_of(config))
         self.engine = make_engine(config, self.monitor.say)
         self.train_step = TrainStep(config, self.policy, objective)
-        self.sampler = Sampler(config, self.engine, objective, self.train_step, stop.check_after(self.monitor.watch()))
+        self.sampler = Sampler(config, self.engine, objective, self.train_step, self.monitor.watch(stop.check))
         self.traces = TraceDump(config.run_dir / "traces", self.policy) if config.log.traces_every else None
         self.checkpoints = RunCheckpoints(config, self.policy, stop, self._save, self.monitor.say)
         self._eval_is_due = False
@@ -120,7 +119,7 @@ class Trainer:
         """Run one global step. ``step`` counts from 0; records and checkpoints count finished steps, from 1."""
         started, done = time.perf_counter(), step + 1
         rollouts = self._sample(step)
-        minis = self._prepare_batches(rollouts, keep_routes=self._dumps_traces(done))
+        minis = self._prepare_batches(done, rollouts)
         self._run_passes(minis, rollouts.judged)
         num_micro_batches = sum(len(mini.micro_batches) for mini in minis)
         last_update: dict[str, float] = {}
@@ -149,7 +148,7 @@ class Trainer:
         with self.checkpoints.save_on_failure(step, self.sampler.state_dict()):
             per_rank = -(-config.responses_per_step // dist.get_world_size())
             with monitor.phase("rollout"), monitor.progress.bar("rollout", per_rank) as advance:
-                rollouts = self.sampler.sample_step(step, self.stop.check_after(monitor.watch(advance)))
+                rollouts = self.sampler.sample_step(step, monitor.watch(advance, self.stop.check))
             self.checkpoints.raise_if_asked()
             if config.rollout.one_step_off and step + 1 < config.run.steps:
                 self._sync(step)
@@ -162,11 +161,12 @@ class Trainer:
                 self.policy.reload()
         return rollouts
 
-    def _prepare_batches(self, rollouts: StepRollouts, keep_routes: bool) -> list[MiniBatch]:
+    def _prepare_batches(self, done: int, rollouts: StepRollouts) -> list[MiniBatch]:
         """Pack each mini-batch, split it into micro-batches, and fetch the routes that this rank replays."""
         with self.monitor.phase("prepare"):
             parts = zip(rollouts.mini_batches, rollouts.advantages, strict=True)
             minis = [self.train_step.prepare(of_mini, advantages) for of_mini, advantages in parts]
+        keep_routes = self.traces is not None and done % self.config.log.traces_every == 0
         if not keep_routes:
             for part in rollouts.mini_batches:  # every rank has its rows of the routes
                 part[:] = [drop_routes(rollout) for rollout in part]
@@ -189,7 +189,7 @@ class Trainer:
 
     def _record_samples(self, done: int, rollouts: StepRollouts, minis: list[MiniBatch]) -> None:
         """Write the routes of a step if they are wanted, and which samples it trained on."""
-        if self.traces is not None and self._dumps_traces(done):
+        if self.traces is not None and self.train_step.keeps_native_routes:
             self.traces.write(done, rollouts.mini_batches, minis)
         if self.audit is not None:
             oldest = min(int(r.weight_versions.min()) for part in rollouts.mini_batches for r in part)
@@ -227,7 +227,7 @@ class Trainer:
             self._sync(done)
             started = time.perf_counter()
             with self.vitals.phase("evaluate"), self.monitor.progress.bar("evaluate", per_rank) as advance:
-                metrics = self.sampler.evaluate(done, self.stop.check_after(self.monitor.watch(advance)))
+                metrics = self.sampler.evaluate(done, self.monitor.watch(advance, self.stop.check))
             self.checkpoints.raise_if_asked()
         self._eval_is_due = False
         seconds = time.perf_counter() - started
@@ -266,9 +266,6 @@ class Trainer:
 
     def _is_due(self, done: int, every: int, *, at_end: bool) -> bool:
         return (at_end and done == self.config.run.steps) or bool(every and done % every == 0)
-
-    def _dumps_traces(self, done: int) -> bool:
-        return self.traces is not None and done % self.config.log.traces_every == 0
 
     def _explain_megatron_errors(self, is_first: bool) -> AbstractContextManager[None]:
         """Megatron rejects some settings only when it uses them: in the first step."""

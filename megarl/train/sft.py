@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from megarl.config import Config, SftConfig
+from megarl.config import Config
 from megarl.core.metrics import Stat, finalize
 from megarl.core.objectives.columns import Denominators
 from megarl.core.packing import pack
@@ -54,7 +54,15 @@ def sft(config: Config) -> None:
         max_positions=read_shape(config.model.path).max_sequence_length,
     )
     order = PromptOrder(len(demonstrations), config.run.seed)
-    policy = Policy(config, _schedule(settings))
+    schedule = Schedule(
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        warmup_steps=settings.warmup_steps,
+        decay_steps=max(settings.steps, settings.warmup_steps + 1),
+        decay_style=settings.decay_style,
+        weight_decay=settings.weight_decay,
+    )
+    policy = Policy(config, schedule)
     progress = StepProgress(enabled=distributed.is_main_rank())
     share = settings.batch_size // distributed.dp_size()
     own = slice(distributed.dp_rank() * share, (distributed.dp_rank() + 1) * share)
@@ -91,14 +99,3 @@ def _step(config: Config, policy: Policy, demonstrations: list[Demonstration]) -
     policy.optimizer_step()
     found = collect([output.metrics for output in outputs])
     return finalize(found) if found is not None else {}
-
-
-def _schedule(settings: SftConfig) -> Schedule:
-    return Schedule(
-        lr=settings.lr,
-        min_lr=settings.min_lr,
-        warmup_steps=settings.warmup_steps,
-        decay_steps=max(settings.steps, settings.warmup_steps + 1),
-        decay_style=settings.decay_style,
-        weight_decay=settings.weight_decay,
-    )

@@ -22,11 +22,10 @@ from megarl.core.types import Rollout
 from megarl.data.prompts import PromptOrder
 from megarl.errors import CheckpointError, ConfigError, RolloutError
 from megarl.run.metrics_log import read_metrics, without_timing
-from megarl.train.sampling.advantages import response_advantages
 from megarl.train.sampling.allocators import Gvm
 from megarl.train.sampling.gradient_norms import gradient_norms
 from megarl.train.sampling.sampler import Sampler
-from megarl.train.sampling.step_rollouts import SampleTable
+from megarl.train.sampling.step_rollouts import SampleTable, response_advantages
 from megarl.train.step import TrainStep
 
 PROMPTS = 8

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.core.types import Rollout
 from megarl.errors import RolloutError
-from megarl.train.sampling.background import BackgroundSampling
+from megarl.train.sampling.requests import BackgroundSampling
 
 
 def rollout(sample: int) -> Rollout:

@@ -1,17 +1,19 @@
-"""What the engine is asked for: prompts, one seed per response, and sampling parameters."""
+"""What the engine is asked for: prompts, seeds and sampling parameters; and sampling in a thread of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config import Config
-from megarl.core.types import SampleRequest
 from megarl.data.prompts import Prompt, load_prompts
-from megarl.rollout.draw import RequestOf
 from megarl.rollout.engine import SamplingParams
+from megarl.rollout.player import Sample
+from megarl.run.progress import Advance
 
 TRAIN, EVALUATE, PRESAMPLE, KEEP = 0, 1, 2, 3
 """Purposes of a seed. They differ so that evaluation, for example, never repeats the noise of training."""
@@ -21,16 +23,6 @@ def sampling_seed(run_seed: int, purpose: int, step: int, group: int, sample: in
     """Return the seed of one response of a run. It does not depend on the rank that draws it."""
     words = np.random.SeedSequence([run_seed, purpose, step, group, sample]).generate_state(1, np.uint64)
     return int(words[0])
-
-
-def request_maker(prompts: Sequence[Prompt], run_seed: int, purpose: int, step: int) -> RequestOf:
-    """Return the function from (prompt, sample) to the request and its prompt."""
-
-    def request_of(number: int, sample: int) -> tuple[SampleRequest, Prompt]:
-        seed = sampling_seed(run_seed, purpose, step, number, sample)
-        return SampleRequest(prompts[number].tokens, group=number, sample=sample, seed=seed), prompts[number]
-
-    return request_of
 
 
 def train_params(config: Config, stop_tokens: tuple[int, ...]) -> SamplingParams:
@@ -57,10 +49,12 @@ def eval_params(config: Config, stop_tokens: tuple[int, ...]) -> SamplingParams:
 
 
 def load_run_prompts(
-    config: Config, tokenizer: PreTrainedTokenizerBase, source: str, split: str | None, limit: int | None = None
+    config: Config, tokenizer: PreTrainedTokenizerBase, source: str | None, split: str | None, limit: int | None = None
 ) -> list[Prompt]:
-    """Return at most ``limit`` prompts of a source, read as [data] says."""
+    """Return at most ``limit`` prompts of a source, read as [data] says; none without a source."""
     data = config.data
+    if source is None:
+        return []
     return load_prompts(
         source,
         tokenizer=tokenizer,
@@ -71,3 +65,36 @@ def load_run_prompts(
         split=split,
         limit=limit,
     )
+
+
+class BackgroundSampling:
+    """Samples while the trainer's thread trains. Starts at once. ``result`` raises what ``sample`` raises."""
+
+    def __init__(self, sample: Callable[[Advance], dict[tuple[int, int], Sample]]) -> None:
+        """``sample(on_finish)`` must make no collective call: those belong to the trainer's thread."""
+        self._lock = threading.Lock()
+        self._num_finished = 0
+        self._on_finish: Advance | None = None
+        self._future: Future[dict[tuple[int, int], Sample]] = Future()
+        # A daemon thread: a trainer that ends with an error does not wait for responses that nobody wants.
+        threading.Thread(target=self._run, args=(sample,), name="sampling", daemon=True).start()
+
+    def result(self, on_finish: Advance | None = None) -> dict[tuple[int, int], Sample]:
+        """Wait for the result. ``on_finish`` is called with what is complete now, then for every further response."""
+        with self._lock:
+            self._on_finish = on_finish
+            if on_finish is not None and self._num_finished:
+                on_finish(self._num_finished)
+        return self._future.result()
+
+    def _run(self, sample: Callable[[Advance], dict[tuple[int, int], Sample]]) -> None:
+        try:
+            self._future.set_result(sample(self._count))
+        except BaseException as error:
+            self._future.set_exception(error)
+
+    def _count(self, number: int) -> None:
+        with self._lock:
+            self._num_finished += number
+            if self._on_finish is not None:
+                self._on_finish(number)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from megarl.core.metrics import Stat
 from megarl.core.objectives import Objective
 from megarl.core.routing.provenance import provenance_metrics, refuse_mixed_versions
 from megarl.core.sampling.collector import Selection
+from megarl.core.types import SampleRequest
 from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt, PromptOrder
 from megarl.errors import CheckpointError, MegarlError, RolloutError
@@ -32,7 +34,7 @@ from megarl.rollout.engine import Engine, SamplingParams
 from megarl.rollout.player import Sample
 from megarl.run.progress import Advance
 from megarl.train.environments import make_player, turn_ends
-from megarl.train.sampling.advantages import process_advantages, response_advantages
+from megarl.train.sampling import requests
 from megarl.train.sampling.allocators import AdaEst, Allocator, Gvm
 from megarl.train.sampling.assignment import (
     Assignment,
@@ -43,19 +45,13 @@ from megarl.train.sampling.assignment import (
     Refill,
     SequenceAssignment,
 )
-from megarl.train.sampling.background import BackgroundSampling
-from megarl.train.sampling.requests import (
-    EVALUATE,
-    KEEP,
-    PRESAMPLE,
-    TRAIN,
-    eval_params,
-    load_run_prompts,
-    request_maker,
-    sampling_seed,
-    train_params,
+from megarl.train.sampling.step_rollouts import (
+    SampleTable,
+    StepRollouts,
+    exchange_rollouts,
+    process_advantages,
+    response_advantages,
 )
-from megarl.train.sampling.step_rollouts import SampleTable, StepRollouts, exchange_rollouts
 from megarl.train.step import TrainStep
 from megarl.train.token_advantages import Judged
 
@@ -68,7 +64,7 @@ class _AssignedStep:
     position: int
     """Where its first prompt is in the run's order."""
     assignment: Assignment
-    background: BackgroundSampling | None = None
+    background: requests.BackgroundSampling | None = None
 
 
 class Sampler:
@@ -89,22 +85,24 @@ class Sampler:
         """
         self.config, self.engine, self.objective = config, engine, objective
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(config.model.path)
-        data, limit = config.data, config.eval.max_prompts
-        self.prompts = load_run_prompts(config, self.tokenizer, data.train, data.split)
-        self.heldout: list[Prompt] = []
-        if data.heldout is not None:
-            split = data.resolved_heldout_split
-            self.heldout = load_run_prompts(config, self.tokenizer, data.heldout, split, limit)
+        data, load = config.data, partial(requests.load_run_prompts, config, self.tokenizer)
+        self.prompts = load(data.train, data.split)
+        self.heldout = load(data.heldout, data.resolved_heldout_split, config.eval.max_prompts)
         self.order = PromptOrder(len(self.prompts), config.run.seed)
         self.judge = Judge(config.reward.function, workers=config.reward.workers, timeout_s=config.reward.timeout_s)
         self.player = make_player(config, self.tokenizer, self.judge)
         self._stop_tokens = turn_ends(config, self.tokenizer)
-        self._params = train_params(config, self._stop_tokens)
+        self._params = requests.train_params(config, self._stop_tokens)
         self._position = 0
         """The next prompt in the run's order, with refill. Without refill it follows from the step."""
         self._ahead: _AssignedStep | None = None
         self._while_waiting = while_waiting
-        self._allocator = self._make_allocator(train_step)
+        self._allocator: Allocator | None = None
+        if config.sampling.rule == "ada_est":
+            self._allocator = AdaEst(config, len(self.prompts), train_step)
+        elif config.sampling.rule == "gvm":
+            assert train_step is not None, "gradients are of a policy"
+            self._allocator = Gvm(config, train_step, self._step_prompts, self._presample)
 
     def close(self) -> None:
         """End the processes of the reward."""
@@ -133,7 +131,7 @@ class Sampler:
         assert self._ahead is None, "one step ahead is all there is"
         assigned = self._assign(step)
         draw = self._make_step_draw(assigned)
-        background = BackgroundSampling(lambda on_finish: self._converse(draw, self._params, on_finish))
+        background = requests.BackgroundSampling(lambda on_finish: self._converse(draw, self._params, on_finish))
         self._ahead = replace(assigned, background=background)
 
     def settle(self) -> None:
@@ -179,8 +177,8 @@ class Sampler:
         per_prompt = self.config.eval.samples
         total = len(self.heldout) * per_prompt
         mine = [divmod(s, per_prompt) for s in range(dist.get_rank(), total, dist.get_world_size())]
-        draw = self._make_draw(FixedSamples(mine), self.heldout, EVALUATE, 0)
-        params = eval_params(self.config, self._stop_tokens)
+        draw = self._make_draw(FixedSamples(mine), self.heldout, requests.EVALUATE, 0)
+        params = requests.eval_params(self.config, self._stop_tokens)
         table = SampleTable.gather(self._raise_on_all_ranks(lambda: self._converse(draw, params, on_finish)))
         judged = table.column("reward")[table.is_judged]
         if not len(judged):
@@ -208,21 +206,13 @@ class Sampler:
             assert isinstance(rule, Uniform)
             return _AssignedStep(step, position, SequenceAssignment(rule, number, mini_batches, at))
         refill = Refill(config.prompts_per_step_at_most, sampling.spare) if sampling.refill else None
-        seed = sampling_seed(config.run.seed, KEEP, step, 0, 0) if sampling.keep == "random" else None
+        seed = requests.sampling_seed(config.run.seed, requests.KEEP, step, 0, 0) if sampling.keep == "random" else None
         assignment = PromptAssignment(rule, number, mini_batches, at, refill=refill, seed=seed)
         return _AssignedStep(step, position, assignment)
 
-    def _make_allocator(self, train_step: TrainStep | None) -> Allocator | None:
-        if self.config.sampling.rule == "ada_est":
-            return AdaEst(self.config, len(self.prompts), train_step)
-        if self.config.sampling.rule == "gvm":
-            assert train_step is not None, "gradients are of a policy"
-            return Gvm(self.config, train_step, self._step_prompts, self._presample)
-        return None
-
     def _presample(self, step: int, keys: Sequence[Key]) -> dict[Key, Sample]:
         """Draw given samples of a step's prompts, with seeds of their own."""
-        draw = self._make_draw(FixedSamples(keys), self._step_prompts(step), PRESAMPLE, step)
+        draw = self._make_draw(FixedSamples(keys), self._step_prompts(step), requests.PRESAMPLE, step)
         return self._raise_on_all_ranks(lambda: self._converse(draw, self._params, self._while_waiting))
 
     def _step_prompts(self, step: int) -> list[Prompt]:
@@ -238,10 +228,14 @@ class Sampler:
     def _make_step_draw(self, assigned: _AssignedStep) -> Draw:
         most = self.config.prompts_per_step_at_most
         prompts = [self.prompts[i] for i in self.order.take(assigned.position, most)]
-        return self._make_draw(assigned.assignment.asker(), prompts, TRAIN, assigned.step)
+        return self._make_draw(assigned.assignment.asker(), prompts, requests.TRAIN, assigned.step)
 
     def _make_draw(self, asker: Asker, prompts: Sequence[Prompt], purpose: int, step: int) -> Draw:
-        return Draw(asker, request_maker(prompts, self.config.run.seed, purpose, step), self.player)
+        def request_of(number: int, sample: int) -> tuple[SampleRequest, Prompt]:
+            seed = requests.sampling_seed(self.config.run.seed, purpose, step, number, sample)
+            return SampleRequest(prompts[number].tokens, group=number, sample=sample, seed=seed), prompts[number]
+
+        return Draw(asker, request_of, self.player)
 
     def _converse(self, draw: Draw, params: SamplingParams, on_finish: Advance | None) -> dict[Key, Sample]:
         self.engine.converse(draw.begin, params, on_finish)
