@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from megarl.convert.fp8_selection import is_misread
-from megarl.convert.integrity import Ranks
+from megarl.convert.job import Ranks
 from megarl.convert.quantization import Options, Quantized, quantize
 from megarl.errors import MegarlError
 from megarl.models.hf_reader import some

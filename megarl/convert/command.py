@@ -10,15 +10,23 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
 
 from megarl.convert.conversion import Converted, Options, to_hf, to_megatron
-from megarl.convert.integrity import Ranks
-from megarl.convert.keys import Keys, Layers
-from megarl.convert.megatron_files import torch_dist_folder
-from megarl.errors import ConfigError
+from megarl.convert.job import Ranks
+from megarl.convert.megatron_files import Keys, Layers, torch_dist_folder
+from megarl.errors import CheckpointError, ConfigError
+from megarl.megatron.attention import PackedSequences
+from megarl.megatron.checkpoints.checkpoint import read_weights
+from megarl.megatron.model import build_model, transformer_config
+from megarl.models.shapes import ModelShape
 
 DTYPES = {"keep": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Verify = Literal["none", "checksums", "logits"]
+_LENGTHS = (17, 32, 5)
+TOLERANCE = 1e-5
+"""Largest difference of fp32 logits, for logits of size up to 1; relative to the largest one beyond."""
 
 
 def installed_layers() -> Layers:
@@ -84,7 +92,65 @@ def _check_logits(done: Converted, hf: Path, megatron: Path) -> None:
             f"{done.out} is complete, but logits cannot be compared here: the Megatron checkpoint has the names "
             f"{done.keys}, and a model built here needs {wanted}"
         )
-    from megarl.convert.logits import compare_logits
+    compare_logits(hf, megatron, done.shape)
 
-    check = compare_logits(hf, megatron, done.shape)
-    print(f"logits of Megatron and transformers differ by at most {check.difference:.2g} (largest {check.largest:.3g})")
+
+def compare_logits(hf: Path, megatron: Path, shape: ModelShape) -> None:
+    """Load both checkpoints in fp32, each with its own library, and compare logits of three random sequences.
+
+    Megatron gets the sequences packed, transformers one by one. One process must hold the model twice. Raises
+    CheckpointError if a checkpoint does not load, or if logits differ by more than TOLERANCE.
+    """
+    found, wanted = _compute_megatron(megatron, shape), _compute_hf(hf, shape)
+    difference, largest = float((found - wanted).abs().max()), float(wanted.abs().max())
+    if not difference <= TOLERANCE * max(1.0, largest):
+        raise CheckpointError(
+            f"logits of Megatron and transformers differ by {difference:.3g} (largest {largest:.3g}), expected at most "
+            f"{TOLERANCE:g} of it: the weights are equal, so one of the two built another model"
+        )
+    print(f"logits of Megatron and transformers differ by at most {difference:.2g} (largest {largest:.3g})")
+
+
+def _make_sequences(shape: ModelShape) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = (min(length, shape.max_sequence_length) for length in _LENGTHS)
+    return [torch.randint(shape.vocab_size, (length,), generator=generator) for length in lengths]
+
+
+@torch.no_grad()
+def _compute_hf(folder: Path, shape: ModelShape) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{folder}: transformers cannot load it, so logits cannot be compared ({error})") from error
+    return torch.cat([model.eval()(tokens[None]).logits[0] for tokens in _make_sequences(shape)])
+
+
+@torch.no_grad()
+def _compute_megatron(path: Path, shape: ModelShape) -> torch.Tensor:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    is_guest = parallel_state.model_parallel_is_initialized()  # another model lives in this process
+    if not is_guest:
+        parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    try:
+        (model,) = build_model(shape, transformer_config(shape, {}, torch.float32))
+        read_weights(path, [model])
+        sequences = _make_sequences(shape)
+        tokens = torch.cat(sequences)[None]
+        bounds = torch.tensor([0, *(len(one) for one in sequences)]).cumsum(0)
+        logits = model.eval()(
+            input_ids=tokens,
+            position_ids=torch.zeros_like(tokens),
+            attention_mask=None,
+            packed_seq_params=PackedSequences.of(bounds),
+        )
+    finally:
+        if not is_guest:
+            parallel_state.destroy_model_parallel()
+    return logits[0]

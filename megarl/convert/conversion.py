@@ -10,16 +10,17 @@ import math
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megarl.convert.integrity import Ranks, fingerprint, require_apart, require_unchanged, same_bits
-from megarl.convert.job import ConversionJob
-from megarl.convert.keys import Keys, Layers
+from megarl.convert.job import ConversionJob, Ranks, fingerprint, require_apart, require_unchanged, same_bits
 from megarl.convert.megatron_files import (
     HF_FOLDER,
+    Keys,
+    Layers,
     MegatronCheckpoint,
     Piece,
     model_folder,
@@ -27,7 +28,7 @@ from megarl.convert.megatron_files import (
     torch_dist_folder,
     units_of,
 )
-from megarl.convert.torch_dist import Chunk, TorchDistWriter
+from megarl.convert.torch_dist import Chunk, write_file, write_metadata
 from megarl.errors import CheckpointError, ConfigError, NumericsError
 from megarl.models.hf_reader import HFCheckpoint, check_tensors
 from megarl.models.hf_writer import copy_model_files, pack_shards
@@ -77,15 +78,12 @@ class Converted:
     num_parameters: int
     num_bytes: int
     num_files: int
-    num_kept: int
-    """Files of this rank that an interrupted conversion had finished."""
+    num_kept: int  # files of this rank that an interrupted conversion had finished
     dropped: list[str]
-    source_checksums: bool
-    """Whether the source had checksums of an earlier conversion, and they were compared."""
+    source_checksums: bool  # whether the source had checksums of an earlier conversion, and they were compared
     keys: Keys
     shape: ModelShape = field(repr=False)
-    num_padded_rows: int = 0
-    """Padding rows of the source's vocabulary, left out."""
+    num_padded_rows: int = 0  # of the source's vocabulary, left out
 
 
 def to_megatron(source: Path, out: Path, options: Options, ranks: Ranks) -> Converted:
@@ -104,18 +102,16 @@ def to_megatron(source: Path, out: Path, options: Options, ranks: Ranks) -> Conv
         dropped = check_tensors(hf, hf_shapes(shape), options.drop)
         checked = options.verify and require_unchanged(source, ranks)
         chunks = [[_chunk(piece, keys, shape, hf, options) for piece in unit] for unit in units]
-        states = [sorted({name for piece in unit for name in piece.extra_states(keys, shape)}) for unit in units]
+        states = [sorted({name for piece in unit for name in keys.extra_states(piece, shape)}) for unit in units]
         sizes = [sum(math.prod(chunk.shape) * chunk.dtype.itemsize for chunk in unit) for unit in chunks]
         identity = fingerprint(hf.files(), source, **options.of_output())
         with ConversionJob(out, identity, ranks, overwrite=options.overwrite) as job:
-            writer = TorchDistWriter(job.folder)
 
             def write_unit(number: int, unit: list[Chunk]) -> tuple[Path, Any]:
-                return job.folder / f"__{number}_0.distcp", writer.write_file(number, unit, states[number])
+                return job.folder / f"__{number}_0.distcp", write_file(job.folder, number, unit, states[number])
 
             def finish(results: list[Any]) -> None:
-                flat = ([entry for unit in of_all for entry in unit] for of_all in (chunks, states))
-                writer.finish(*flat, results)
+                write_metadata(job.folder, chain(*chunks), chain(*states), results)
                 torch.save(_common_state(shape, keys), job.folder / "common.pt")
                 (job.folder / HF_FOLDER).mkdir(exist_ok=True)
                 copy_model_files(source, job.folder / HF_FOLDER, options.dtype)
@@ -125,7 +121,8 @@ def to_megatron(source: Path, out: Path, options: Options, ranks: Ranks) -> Conv
                 back = MegatronCheckpoint(job.folder, shape)
                 job.verify(units, sizes, lambda piece: _changed_tensors(piece, hf, back, options))
             job.publish(_manifest("megatron", shape, keys, options, dropped))
-    return Converted(out, _count(units), sum(sizes), len(units), job.kept, dropped, checked, keys, shape)
+    count = sum(map(len, units))
+    return Converted(out, count, sum(sizes), len(units), job.kept, dropped, checked, keys, shape)
 
 
 def to_hf(source: Path, out: Path, model: Path | None, options: Options, ranks: Ranks) -> Converted:
@@ -140,12 +137,16 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options, ranks: 
     shape = read_shape(model)
     megatron = MegatronCheckpoint(source, shape, options.drop)
     checked = options.verify and require_unchanged(source, ranks)
-    shards, sizes = _shards(megatron, shape, options)
+    pieces = list(chain(*units_of(shape)))
+    dtypes = [options.dtype_of(piece, megatron.dtype(piece)) for piece in pieces]
+    counts = [math.prod(parameter_shape(piece, shape)) for piece in pieces]
+    lengths = [count * dtype.itemsize for count, dtype in zip(counts, dtypes, strict=True)]
+    shards, sizes = pack_shards(pieces, lengths, options.shard_bytes)
     identity = fingerprint(source.glob("*.distcp"), model, **options.of_output())
     with ConversionJob(out, identity, ranks, overwrite=options.overwrite) as job:
 
         def finish(_: list[Any]) -> None:
-            copy_model_files(model, job.folder, _one_dtype(megatron, shape, options))
+            copy_model_files(model, job.folder, _one_dtype(pieces, megatron, options))
 
         job.write_shards(shards, sizes, lambda piece: (dict(hf_tensors(piece, megatron, options)), None), finish)
         if options.verify:
@@ -153,13 +154,12 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options, ranks: 
                 check_tensors(hf, hf_shapes(shape))
                 job.verify(shards, sizes, lambda piece: _changed_parameter(piece, hf, megatron, options))
         job.publish(_manifest("hf", shape, megatron.keys, options, megatron.dropped))
-    counts = (_count(shards), sum(sizes), len(shards), job.kept)
-    padded = megatron.num_padded_rows
-    return Converted(out, *counts, megatron.dropped, checked, megatron.keys, shape, padded)
+    found = (megatron.dropped, checked, megatron.keys, shape, megatron.num_padded_rows)
+    return Converted(out, len(pieces), sum(sizes), len(shards), job.kept, *found)
 
 
 def _chunk(piece: Piece, keys: Keys, shape: ModelShape, hf: HFCheckpoint, options: Options) -> Chunk:
-    (place,) = piece.places(keys, shape)
+    (place,) = keys.places(piece, shape)
     dtypes = {options.dtype_of(piece, hf.dtype(name)) for name in piece.hf}
     if len(dtypes) > 1:
         names = ", ".join(piece.hf)
@@ -188,20 +188,10 @@ def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return cast
 
 
-def _shards(megatron: MegatronCheckpoint, shape: ModelShape, options: Options) -> tuple[list[list[Piece]], list[int]]:
-    """The parameters of each safetensors file, and its bytes."""
-    pieces = [piece for unit in units_of(shape) for piece in unit]
-    dtypes = [options.dtype_of(piece, megatron.dtype(piece)) for piece in pieces]
-    sizes = [
-        math.prod(parameter_shape(piece, shape)) * dtype.itemsize for piece, dtype in zip(pieces, dtypes, strict=True)
-    ]
-    return pack_shards(pieces, sizes, options.shard_bytes)
-
-
-def _one_dtype(megatron: MegatronCheckpoint, shape: ModelShape, options: Options) -> torch.dtype | None:
+def _one_dtype(pieces: Sequence[Piece], megatron: MegatronCheckpoint, options: Options) -> torch.dtype | None:
     """The dtype of all parameters that may be cast; None if they have several."""
-    pieces = (piece for unit in units_of(shape) for piece in unit if piece.rule.megatron[0] not in _KEEP_DTYPE)
-    found = {options.dtype_of(piece, megatron.dtype(piece)) for piece in pieces}
+    cast = (piece for piece in pieces if piece.rule.megatron[0] not in _KEEP_DTYPE)
+    found = {options.dtype_of(piece, megatron.dtype(piece)) for piece in cast}
     return found.pop() if len(found) == 1 else None
 
 
@@ -219,7 +209,7 @@ def _changed_parameter(piece: Piece, written: HFCheckpoint, source: MegatronChec
     wanted = source.read(piece)
     wanted = wanted[: source.shape.vocab_size] if piece.rule.layout == "vocab" else wanted
     same = same_bits(back, wanted.to(options.dtype_of(piece, wanted.dtype)))
-    return [] if same else [piece.places(source.keys, source.shape)[0].key]
+    return [] if same else [source.keys.places(piece, source.shape)[0].key]
 
 
 def _common_state(shape: ModelShape, keys: Keys) -> dict[str, Any]:
@@ -240,7 +230,3 @@ def _common_state(shape: ModelShape, keys: Keys) -> dict[str, Any]:
 
 def _manifest(to: str, shape: ModelShape, keys: Keys, options: Options, dropped: list[str]) -> dict[str, Any]:
     return {"to": to, "family": shape.family, "keys": asdict(keys), "verified": options.verify, "dropped": dropped}
-
-
-def _count(units: Sequence[Sequence[Piece]]) -> int:
-    return sum(map(len, units))

@@ -54,9 +54,7 @@ class Selection:
     """The tensors that become FP8."""
 
     quantized: set[str]
-    """Names of tensors."""
-    config: dict[str, Any]
-    """``quantization_config`` of the result."""
+    config: dict[str, Any]  # ``quantization_config`` of the result
 
 
 def select_tensors(tensors: Sequence[Tensor], keep: Sequence[str], block: tuple[int, int]) -> Selection:

@@ -7,13 +7,16 @@ verified.
 
 from __future__ import annotations
 
+import atexit
 import fcntl
+import hashlib
 import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,14 +26,89 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from safetensors import SafetensorError
 
-from megarl.convert.integrity import Ranks, partial_of, sha256_of
 from megarl.data.files import replace_folder, sync_folder, write_atomically
-from megarl.errors import CheckpointError, MegarlError
-from megarl.models.hf_reader import MANIFEST, some
-from megarl.models.hf_writer import save_tensors, shard_name, write_index
+from megarl.errors import CheckpointError, ConfigError, MegarlError
+from megarl.megatron.distributed import shutdown
+from megarl.models.hf_reader import MANIFEST, read_json, some
+from megarl.models.hf_writer import save_tensors, write_index
 
 _JOB, _LOCK = ".job.json", ".lock"
 T = TypeVar("T")
+_WAIT = timedelta(hours=24)
+"""Ranks wait for the slowest; a conversion of a large model takes hours."""
+
+
+class Ranks:
+    """The processes of torchrun that share the work through the file system; alone without it."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        if self.size > 1 and "RANK" not in os.environ:
+            raise ConfigError("found WORLD_SIZE without RANK; start with torchrun, or unset WORLD_SIZE")
+        if self.size > 1 and not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=_WAIT)
+            atexit.register(shutdown)  # gloo's threads abort a process that ends with them
+
+    def wait(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def share(self, units: Sequence[T]) -> list[tuple[int, T]]:
+        """(number, unit) of this rank's units."""
+        return list(enumerate(units))[self.rank :: self.size]
+
+
+def partial_of(out: Path) -> Path:
+    """The name of a folder until it is complete."""
+    if not out.name:
+        raise ConfigError(f"{out} cannot be written; name a folder")
+    return out.with_name(out.name + ".partial")
+
+
+def require_apart(out: Path, *sources: Path | None) -> None:
+    """ConfigError if ``out`` or its ``.partial`` folder is a source or contains one."""
+    written = (out.resolve(), partial_of(out.resolve()))
+    for source in sources:
+        if source is not None and {source.resolve(), *source.resolve().parents} & set(written):
+            raise ConfigError(f"{out} would replace its own source {source}; choose another folder")
+
+
+def sha256_of(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def require_unchanged(folder: Path, ranks: Ranks) -> bool:
+    """Compare a folder with the checksums of the conversion that wrote it; False if it has none.
+
+    Raises CheckpointError naming the file that has changed.
+    """
+    manifest = folder / MANIFEST
+    if not manifest.is_file():
+        return False
+    digests = read_json(manifest).get("sha256")
+    if not isinstance(digests, dict):
+        raise CheckpointError(f"{manifest} holds no checksums; remove it if it is not of a conversion")
+    for _, (name, digest) in ranks.share(sorted(digests.items())):
+        if not (folder / name).is_file() or sha256_of(folder / name) != digest:
+            raise CheckpointError(
+                f"{folder / name} is not the file that was written: {MANIFEST} has another SHA-256 (remove {MANIFEST} "
+                "if the change is yours)"
+            )
+    return True
+
+
+def fingerprint(files: Iterable[Path], model: Path, **settings: Any) -> dict[str, Any]:
+    """Plain data that tells one conversion from another: source files, the model's config, and settings."""
+    stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files)]
+    return {"source": stats, "config": (model / "config.json").read_text(), **settings}
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal in shape, dtype and every bit, NaN included."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
 
 
 class ConversionJob:
@@ -44,11 +122,9 @@ class ConversionJob:
         self.out = out.resolve()  # a link stays; its target is replaced
         self.folder = partial_of(self.out)
         self.ranks = ranks
-        self._fingerprint = json.loads(json.dumps(fingerprint))
-        self._overwrite = overwrite
+        self._fingerprint, self._overwrite = fingerprint, overwrite
         self._lock: Any = None
-        self.kept = 0
-        """Units that an earlier start had finished."""
+        self.kept = 0  # units that an earlier start had finished
 
     def __enter__(self) -> ConversionJob:
         if self.out.exists() and not self._overwrite:
@@ -56,7 +132,7 @@ class ConversionJob:
         if self.out.exists() and not self.out.is_dir():
             raise CheckpointError(f"{self.out} is a file, expected a folder or nothing")
         if self.ranks.rank == 0:
-            with self.disk_errors():
+            with self._explain_disk_errors():
                 self._claim()
         self.ranks.wait()
         return self
@@ -72,25 +148,21 @@ class ConversionJob:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise CheckpointError(f"another process writes {self.folder}; wait for it or stop it") from error
-        job = self.folder / _JOB
+        job, identity = self.folder / _JOB, json.dumps(self._fingerprint, sort_keys=True, indent=1).encode()
         others = [entry.name for entry in self.folder.iterdir() if entry.name not in (_LOCK, _JOB)]
         if others and not job.is_file():
             raise CheckpointError(
                 f"{self.folder} holds {some(others)} and is not what an interrupted conversion leaves (it may be a "
                 "folder that --overwrite has replaced); remove it, or give it another name"
             )
-        if not job.is_file() or job.read_bytes() != self._identity():
+        if not job.is_file() or job.read_bytes() != identity:
             for entry in self.folder.iterdir():
                 if entry.name != _LOCK:
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-            write_atomically(job, self._identity())
-
-    def _identity(self) -> bytes:
-        return json.dumps(self._fingerprint, sort_keys=True, indent=1).encode()
+            write_atomically(job, identity)
 
     @contextmanager
-    def disk_errors(self) -> Iterator[None]:
-        """Turn an error of the disk into a CheckpointError that says what is left."""
+    def _explain_disk_errors(self) -> Iterator[None]:
         try:
             yield
         except MegarlError:
@@ -117,19 +189,18 @@ class ConversionJob:
                 if self._record(number) is not None:
                     self.kept += 1
                     continue
-                with self.disk_errors():
+                with self._explain_disk_errors():
                     file, record = write_unit(number, unit)
-                    _sync_file(file)  # before its record, so that a record always means a complete file
+                    with file.open("rb") as stream:  # before its record: a record always means a complete file
+                        os.fsync(stream.fileno())
                     kept = {"file": file.name, "bytes": file.stat().st_size, "record": record}
                     write_atomically(self._record_file(number), pickle.dumps(kept))
         self.ranks.wait()
         if self.ranks.rank == 0:
-            with self.disk_errors():
+            with self._explain_disk_errors():
                 records = [self._record(number) for number in range(len(units))]
                 if None in records:
-                    raise CheckpointError(
-                        f"a unit of {self.folder} is gone; another process has written there: try again"
-                    )
+                    raise CheckpointError(f"a unit of {self.folder} is gone: somebody else writes there; try again")
                 finish(records)
         self.ranks.wait()
 
@@ -145,17 +216,16 @@ class ConversionJob:
         ``encode(part)`` returns the tensors of a part and a note; rank 0 calls ``finish`` with the notes of all parts.
         """
 
+        files = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
+
         def write_shard(number: int, shard: Sequence[T]) -> tuple[Path, Any]:
             encoded = [encode(part) for part in shard]
             tensors = {name: tensor for made, _ in encoded for name, tensor in made.items()}
-            file = self.folder / shard_name(number, len(shards))
-            save_tensors(tensors, file)
-            return file, (list(tensors), [note for _, note in encoded])
+            save_tensors(tensors, self.folder / files[number])
+            return self.folder / files[number], (list(tensors), [note for _, note in encoded])
 
         def write_folder(records: list[Any]) -> None:
-            listing = {
-                name: shard_name(number, len(shards)) for number, (names, _) in enumerate(records) for name in names
-            }
+            listing = {name: file for file, (names, _) in zip(files, records, strict=True) for name in names}
             write_index(self.folder, listing, sum(sizes))
             finish([note for _, notes in records for note in notes])
 
@@ -184,10 +254,10 @@ class ConversionJob:
     @contextmanager
     def _share(self, label: str, units: Sequence[Any], sizes: Sequence[int]) -> Iterator[Iterator[tuple[int, Any]]]:
         """Inside: iterate over (number, unit) of this rank's units; rank 0 shows a progress bar in bytes."""
-        mine = list(self.ranks.share(units))
+        mine = self.ranks.share(units)
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        console, is_silent = Console(stderr=True), self.ranks.rank != 0
-        with Progress(*columns, TimeRemainingColumn(), console=console, disable=is_silent) as bar:
+        console = Console(stderr=True)
+        with Progress(*columns, TimeRemainingColumn(), console=console, disable=self.ranks.rank != 0) as bar:
             task = bar.add_task(label, total=sum(sizes[number] for number, _ in mine))
 
             def advance() -> Iterator[tuple[int, Any]]:
@@ -212,31 +282,20 @@ class ConversionJob:
     def publish(self, manifest: Mapping[str, Any]) -> None:
         """Give the folder its name, with ``manifest`` and the SHA-256 of every file of weights in it."""
         files = sorted(path for path in self.folder.iterdir() if path.suffix in (".safetensors", ".distcp"))
-        digests = self._digests(files)
+        digests = {file.name: sha256_of(file) for _, file in self.ranks.share(files)}
+        if self.ranks.size > 1:
+            gathered: list[dict[str, str]] = [{}] * self.ranks.size
+            dist.all_gather_object(gathered, digests)
+            digests = {name: digest for part in gathered for name, digest in sorted(part.items())}
         if self.ranks.rank == 0:
-            with self.disk_errors():
+            with self._explain_disk_errors():
                 text = json.dumps({**manifest, "sha256": digests}, indent=1)
                 write_atomically(self.folder / MANIFEST, text.encode())
                 sync_folder(self.folder)
                 if self.out.exists() and not self._overwrite:
-                    raise CheckpointError(
-                        f"{self.out} has appeared meanwhile; {self.folder} is whole: rename one of them"
-                    )
+                    raise CheckpointError(f"{self.out} has appeared meanwhile; {self.folder} is whole: rename one")
                 replace_folder(self.folder, self.out)
                 # Last: until the folder has its name, these files mark it as a conversion's.
                 for entry in (*self.out.glob(".unit_*"), self.out / _JOB, self.out / _LOCK):
                     entry.unlink()
         self.ranks.wait()
-
-    def _digests(self, files: Sequence[Path]) -> dict[str, str]:
-        mine = {file.name: sha256_of(file) for _, file in self.ranks.share(files)}
-        if self.ranks.size == 1:
-            return mine
-        gathered: list[dict[str, str]] = [{}] * self.ranks.size
-        dist.all_gather_object(gathered, mine)
-        return {name: digest for part in gathered for name, digest in sorted(part.items())}
-
-
-def _sync_file(file: Path) -> None:
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())

@@ -6,17 +6,27 @@ import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from megarl.convert.keys import Keys, Place
-from megarl.convert.torch_dist import TorchDistReader
+from megarl.convert.torch_dist import Place, TorchDistReader
 from megarl.errors import CheckpointError, ConfigError
 from megarl.megatron.checkpoints.checkpoint import complete_checkpoints
 from megarl.models.hf_reader import some
 from megarl.models.names import LAYOUTS, Rule, dimensions, rules_of
 from megarl.models.shapes import ModelShape
 
+Layers = Literal["local", "te"]
+"""Which layers will load the checkpoint: Megatron's local ones, or Transformer Engine's."""
+
+_FUSED_IN_LOCAL = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+"""What local layers with grouped attention call these parameters in checkpoints."""
+_LAYER = "layers.{layer}."
+_LAYERS: tuple[Layers, ...] = ("local", "te")
 HF_FOLDER = "huggingface"
 """Subfolder of a converted Megatron checkpoint with config and tokenizer of its model."""
 _ARGUMENTS = ("num_layers", "hidden_size", "num_attention_heads", "kv_channels")
@@ -37,11 +47,67 @@ class Piece:
     def hf(self) -> list[str]:
         return self.rule.hf_names(self.layer, self.expert)
 
-    def places(self, keys: Keys, shape: ModelShape) -> list[Place]:
-        return keys.places(self.rule, shape, self.layer, self.expert)
 
-    def extra_states(self, keys: Keys, shape: ModelShape) -> list[str]:
-        return keys.extra_states(self.rule, shape, self.layer, self.expert)
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """One way in which Megatron names parameters in checkpoints; ``Keys.all_of`` lists all that it has used."""
+
+    layers: Layers
+    stacked: bool  # one tensor [L, ...] for all layers, Megatron's default where they are of one kind; else one each
+    single_experts: bool = False
+    """One key per expert, and gate and up apart (``singleton_local_shards``); else one axis for the experts."""
+
+    @staticmethod
+    def all_of(shape: ModelShape) -> list[Keys]:
+        one_kind = len(shape.moe_layers) in (0, shape.num_layers)
+        plain = [Keys(layers, stacked) for stacked in ([False, True] if one_kind else [False]) for layers in _LAYERS]
+        return [*plain, *(Keys(layers, False, single_experts=True) for layers in _LAYERS)]
+
+    @staticmethod
+    def of_megatron(shape: ModelShape, layers: Layers, stacked: bool = False) -> Keys:
+        """The keys that Megatron asks for: it stacks layers unless ``moe_layer_freq`` is a list, as in a MoE model."""
+        return Keys(layers, stacked or not shape.moe_layers)
+
+    def places(self, piece: Piece, shape: ModelShape) -> list[Place]:
+        """One, or with ``single_experts`` the two halves of a gated matrix."""
+        rule, layer, expert = piece.rule, piece.layer, piece.expert
+        name, index, sizes = self._name(rule, shape), [], []
+        if rule.scope != "model":
+            if self.stacked:
+                name = name.replace(_LAYER, "layers.")
+                index, sizes = [layer], [shape.num_layers]
+            else:
+                name = name.replace(_LAYER, f"layers.{layer}.")
+        if rule.scope == "expert" and self.single_experts:
+            name = name.replace("{expert}", str(expert))
+        elif rule.scope == "expert":
+            name = name.replace("{expert}.", "")
+            index, sizes = [*index, expert], [*sizes, shape.num_experts]
+        halves = ("_w", "_v") if self.single_experts and rule.layout == "gate_up" else ("",)
+        return [Place(name + half, tuple(index), tuple(sizes)) for half in halves]
+
+    def _name(self, rule: Rule, shape: ModelShape) -> str:
+        if rule.scope == "expert":  # the same for both kinds of layers
+            return rule.megatron[0].replace("local_experts.{expert}", "experts.{expert}")
+        name = rule.megatron[0 if self.layers == "local" else -1]
+        if self.layers == "local" and not shape.fields.get("multi_latent_attention"):
+            for local, fused in _FUSED_IN_LOCAL.items():
+                name = name.replace(local, fused)
+        return name
+
+    def extra_states(self, piece: Piece, shape: ModelShape) -> list[str]:
+        """Names of the ``_extra_state`` objects that the parameter's module loads: None without FP8 training."""
+        place = self.places(piece, shape)[0]
+        module = place.key.rpartition(".")[0]
+        leaf = module.rpartition(".")[2]
+        is_whole = piece.rule.scope == "model" and leaf != "final_layernorm"
+        if is_whole or not (leaf.startswith("linear_") or self.layers == "te"):
+            return []
+        index, sizes = (".".join(map(str, numbers)) for numbers in (place.index or (0,), place.sizes or (1,)))
+        modules = [module]
+        if self.layers == "te" and leaf == "linear_proj":
+            modules.append(module.replace("linear_proj", "core_attention"))
+        return [f"{name}._extra_state/shard_{index}_{sizes}" for name in modules if leaf != "router"]
 
 
 def units_of(shape: ModelShape) -> list[list[Piece]]:
@@ -133,13 +199,13 @@ class MegatronCheckpoint:
     def _recognise(self, pieces: Sequence[Piece]) -> tuple[Keys, set[str]]:
         """The names under which the fewest parameters are missing."""
         candidates = [
-            (keys, {place.key for piece in pieces for place in piece.places(keys, self.shape)})
+            (keys, {place.key for piece in pieces for place in keys.places(piece, self.shape)})
             for keys in Keys.all_of(self.shape)
         ]
         return min(candidates, key=lambda candidate: len(candidate[1] - set(self._stored)))
 
     def _check_shape(self, piece: Piece) -> None:
-        places = piece.places(self.keys, self.shape)
+        places = self.keys.places(piece, self.shape)
         first, *others = parameter_shape(piece, self.shape)
         for place in places:
             expected = (*place.sizes, first // len(places), *others)
@@ -151,9 +217,9 @@ class MegatronCheckpoint:
                 raise CheckpointError(f"{self._reader.path}: {place.key} has shape {found}, expected {expected}")
 
     def dtype(self, piece: Piece) -> torch.dtype:
-        return self._stored[piece.places(self.keys, self.shape)[0].key].properties.dtype
+        return self._stored[self.keys.places(piece, self.shape)[0].key].properties.dtype
 
     def read(self, piece: Piece) -> torch.Tensor:
         """The whole parameter; a vocabulary may be padded."""
-        parts = [self._reader.read(place) for place in piece.places(self.keys, self.shape)]
+        parts = [self._reader.read(place) for place in self.keys.places(piece, self.shape)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -19,8 +19,7 @@ import torch
 from megarl.convert import conversion
 from megarl.convert.conversion import hf_tensors
 from megarl.convert.fp8_selection import Tensor, select_tensors
-from megarl.convert.integrity import Ranks, fingerprint, require_apart, require_unchanged, same_bits
-from megarl.convert.job import ConversionJob
+from megarl.convert.job import ConversionJob, Ranks, fingerprint, require_apart, require_unchanged, same_bits
 from megarl.convert.megatron_files import MegatronCheckpoint, Piece, model_folder, torch_dist_folder, units_of
 from megarl.core.fp8 import BLOCK, SCALE, grid_of
 from megarl.core.fp8_errors import BlockErrors, ErrorSum, quantize_by_stripes
@@ -36,14 +35,10 @@ from megarl.models.shapes import read_shape
 class Options:
     """How to quantise."""
 
-    block: tuple[int, int] = BLOCK
-    """Rows and columns of a block."""
-    keep: tuple[str, ...] = ()
-    """Globs of further tensors that stay in high precision."""
-    shard_bytes: int = 2 << 30
-    """Largest safetensors file, unless one parameter is larger."""
-    verify: bool = True
-    """Read everything back and compare it, bit for bit, with the source quantised once more."""
+    block: tuple[int, int] = BLOCK  # rows and columns
+    keep: tuple[str, ...] = ()  # globs of further tensors that stay in high precision
+    shard_bytes: int = 2 << 30  # largest safetensors file, unless one parameter is larger
+    verify: bool = True  # read everything back and compare it, bit for bit, with the source quantised once more
     overwrite: bool = False
 
 
@@ -52,17 +47,12 @@ class Quantized:
     """The result of a quantisation."""
 
     out: Path
-    errors: dict[str, BlockErrors]
-    """Of each quantised tensor."""
-    shapes: dict[str, tuple[int, ...]]
-    """Of all tensors."""
+    errors: dict[str, BlockErrors]  # of each quantised tensor
+    shapes: dict[str, tuple[int, ...]]  # of all tensors
     bytes_before: int
     bytes_after: int
     num_files: int
-    num_resumed: int
-    """Files of this rank that an interrupted start had finished."""
-    source_checksums: bool
-    """Whether the source had checksums of a conversion, and they were compared."""
+    num_resumed: int  # files of this rank that an interrupted start had finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +66,7 @@ class _Part:
 @dataclass(frozen=True, slots=True)
 class _Source:
     path: Path
-    model: Path
-    """Where config and tokenizer are."""
+    model: Path  # where config and tokenizer are
     files: list[Path]
     parts: list[_Part]
 
@@ -92,7 +81,8 @@ def quantize(source: Path, out: Path, model: Path | None, options: Options, rank
     """
     with _open_source(source, model) as found:
         require_apart(out, found.path, found.model)
-        checked = options.verify and require_unchanged(found.path, ranks)
+        if options.verify:
+            require_unchanged(found.path, ranks)
         tensors = [tensor for part in found.parts for tensor in part.tensors]
         selection = select_tensors(tensors, options.keep, options.block)
         encode = partial(_encode, quantized=selection.quantized, block=options.block)
@@ -104,9 +94,9 @@ def quantize(source: Path, out: Path, model: Path | None, options: Options, rank
 
             def finish(errors: list[dict[str, BlockErrors]]) -> None:
                 copy_model_files(found.model, job.folder, None, selection.config)
-                _write_errors(
-                    job.folder / FP8_ERRORS, {name: one for part in errors for name, one in part.items()}, options
-                )
+                by_name = {name: asdict(one) for part in errors for name, one in part.items()}
+                content = {"block": options.block, "tensors": by_name}
+                write_atomically(job.folder / FP8_ERRORS, json.dumps(content, indent=1).encode())
 
             job.write_shards(shards, totals, encode, finish)
             if options.verify:
@@ -115,7 +105,7 @@ def quantize(source: Path, out: Path, model: Path | None, options: Options, rank
             job.publish({"to": "fp8", "block": options.block, "keep": options.keep, "verified": options.verify})
     before = sum(tensor.num_bytes for tensor in tensors)
     shapes = {tensor.name: tensor.shape for tensor in tensors}
-    return Quantized(out, read_errors(out), shapes, before, sum(totals), len(shards), job.kept, checked)
+    return Quantized(out, read_errors(out), shapes, before, sum(totals), len(shards), job.kept)
 
 
 def read_errors(folder: Path) -> dict[str, BlockErrors]:
@@ -132,19 +122,14 @@ def _open_source(source: Path, model: Path | None) -> Iterator[_Source]:
         return
     if model is not None:
         raise ConfigError(f"{source} is a Hugging Face folder, which has its own config; --model goes with Megatron's")
-    _require_high_precision(source)
-    with HFCheckpoint(source) as hf:
-        yield _Source(source, source, hf.files(), [_hf_part(hf, name) for name in hf.in_file_order()])
-
-
-def _require_high_precision(source: Path) -> None:
-    found = read_json(source / "config.json").get("quantization_config")
-    if found:
+    if found := read_json(source / "config.json").get("quantization_config"):
         found = found if isinstance(found, dict) else {"quant_method": found}
         raise ConfigError(
             f"{source} is quantised already ({found.get('quant_method')!r}, blocks {found.get('weight_block_size')}), "
             "expected a model in high precision: quantising twice adds errors"
         )
+    with HFCheckpoint(source) as hf:
+        yield _Source(source, source, hf.files(), [_hf_part(hf, name) for name in hf.names()])
 
 
 def _hf_part(hf: HFCheckpoint, name: str) -> _Part:
@@ -178,7 +163,11 @@ def _encode(
     errors: dict[str, BlockErrors] = {}
     for tensor, content in zip(part.tensors, part.read(), strict=True):
         name = tensor.name
-        _require_finite(name, content)
+        if content.is_floating_point() and not (finite := content.isfinite()).all():
+            raise NumericsError(
+                f"{name} holds {int((~finite).sum())} values of {content.numel()} that are not finite; the source is "
+                "not worth quantising, and nothing was put in place"
+            )
         if name not in quantized:
             made[name] = content.contiguous()
             continue
@@ -189,18 +178,5 @@ def _encode(
     return made, errors
 
 
-def _require_finite(name: str, content: torch.Tensor) -> None:
-    if content.is_floating_point() and not (finite := content.isfinite()).all():
-        raise NumericsError(
-            f"{name} holds {int((~finite).sum())} values of {content.numel()} that are not finite; the source is not "
-            "worth quantising, and nothing was put in place"
-        )
-
-
 def _find_changed(expected: dict[str, torch.Tensor], back: HFCheckpoint) -> list[str]:
     return [name for name, tensor in expected.items() if not same_bits(back.stored(name), tensor)]
-
-
-def _write_errors(file: Path, errors: dict[str, BlockErrors], options: Options) -> None:
-    content = {"block": options.block, "tensors": {name: asdict(one) for name, one in errors.items()}}
-    write_atomically(file, json.dumps(content, indent=1).encode())

@@ -9,7 +9,8 @@ from __future__ import annotations
 import io
 import json
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,21 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megarl.convert.keys import Place
 from megarl.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of a parameter in a global tensor: ``global[(*index, ...)]`` is the parameter."""
+
+    key: str
+    index: tuple[int, ...]  # layer, expert, or both, where the global tensor has an axis for them
+    sizes: tuple[int, ...]  # lengths of these axes
+
+    def part(self, shape: Sequence[int]) -> ChunkStorageMetadata:
+        """Offsets and sizes in the global tensor of a parameter with this shape."""
+        offsets, sizes = (*self.index, *(0 for _ in shape)), (*(1 for _ in self.index), *shape)
+        return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +52,15 @@ class Chunk:
     """A tensor to be written; ``make`` is called when it is written, so that one at a time is in memory."""
 
     place: Place
-    shape: tuple[int, ...]
-    """Without the axes of ``place``."""
+    shape: tuple[int, ...]  # without the axes of ``place``
     dtype: torch.dtype
     make: Callable[[], torch.Tensor]
 
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        return (*self.place.index, *(0 for _ in self.shape))
+    def part(self) -> ChunkStorageMetadata:
+        return self.place.part(self.shape)
 
-    @property
-    def global_shape(self) -> tuple[int, ...]:
-        return (*self.place.sizes, *self.shape)
-
-    @property
-    def chunk_shape(self) -> tuple[int, ...]:
-        return (*(1 for _ in self.place.index), *self.shape)
+    def global_size(self) -> torch.Size:
+        return torch.Size((*self.place.sizes, *self.shape))
 
 
 class _Planner:
@@ -74,47 +81,35 @@ class _Planner:
                 f"{chunk.place.key}: made {made.dtype} {tuple(made.shape)}, expected {chunk.dtype} {chunk.shape}"
             )
         # torch.save would store a view with all of the memory behind it.
-        return made.reshape(chunk.chunk_shape).clone(memory_format=torch.contiguous_format)
+        return made.reshape(chunk.part().sizes).clone(memory_format=torch.contiguous_format)
 
 
-class TorchDistWriter:
-    """Writes files of chunks, each in any process; then the metadata that makes them one checkpoint."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def write_file(self, number: int, chunks: Sequence[Chunk], extra_states: Sequence[str]) -> list[WriteResult]:
-        """Write file ``__<number>_0.distcp``; pass the results to ``finish``."""
-        items = [_write_item(chunk) for chunk in chunks]
-        by_index = dict(zip((item.index for item in items), chunks, strict=True))
-        items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in extra_states]
-        plan = SavePlan(items, storage_data=_StoragePrefix(f"__{number}_"))
-        writer = FileSystemWriter(self._folder, thread_count=1)
-        return writer.write_data(plan, _Planner(by_index)).wait()  # type: ignore[arg-type]
-
-    def finish(
-        self, chunks: Iterable[Chunk], extra_states: Iterable[str], results: Sequence[list[WriteResult]]
-    ) -> None:
-        """Write ``.metadata`` and ``metadata.json``; the caller writes ``common.pt``."""
-        tensors: dict[str, Any] = {}
-        for chunk in chunks:
-            meta = TensorStorageMetadata(TensorProperties(dtype=chunk.dtype), torch.Size(chunk.global_shape), [])
-            one = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.chunk_shape))
-            tensors.setdefault(chunk.place.key, meta).chunks.append(one)
-        objects = {name: BytesStorageMetadata() for name in extra_states}
-        FileSystemWriter(self._folder).finish(Metadata({**tensors, **objects}), list(results))
-        about = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-        about |= {"common_backend": "torch", "common_backend_version": 1}
-        (self._folder / "metadata.json").write_text(json.dumps(about))
+def write_file(folder: Path, number: int, chunks: Sequence[Chunk], extra_states: Sequence[str]) -> list[WriteResult]:
+    """Write file ``__<number>_0.distcp`` in any process; pass the results to ``write_metadata``."""
+    items: list[WriteItem] = []
+    for chunk in chunks:
+        part = chunk.part()
+        data = TensorWriteData(part, TensorProperties(dtype=chunk.dtype), chunk.global_size())
+        items.append(WriteItem(MetadataIndex(chunk.place.key, part.offsets), WriteItemType.SHARD, tensor_data=data))
+    by_index = dict(zip((item.index for item in items), chunks, strict=True))
+    items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in extra_states]
+    plan = SavePlan(items, storage_data=_StoragePrefix(f"__{number}_"))
+    return FileSystemWriter(folder, thread_count=1).write_data(plan, _Planner(by_index)).wait()  # type: ignore[arg-type]
 
 
-def _write_item(chunk: Chunk) -> WriteItem:
-    data = TensorWriteData(
-        ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.chunk_shape)),
-        TensorProperties(dtype=chunk.dtype),
-        torch.Size(chunk.global_shape),
-    )
-    return WriteItem(MetadataIndex(chunk.place.key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+def write_metadata(
+    folder: Path, chunks: Iterable[Chunk], extra_states: Iterable[str], results: Sequence[list[WriteResult]]
+) -> None:
+    """Make files one checkpoint: write ``.metadata`` and ``metadata.json``; the caller writes ``common.pt``."""
+    tensors: dict[str, Any] = {}
+    for chunk in chunks:
+        meta = TensorStorageMetadata(TensorProperties(dtype=chunk.dtype), chunk.global_size(), [])
+        tensors.setdefault(chunk.place.key, meta).chunks.append(chunk.part())
+    objects = {name: BytesStorageMetadata() for name in extra_states}
+    FileSystemWriter(folder).finish(Metadata({**tensors, **objects}), list(results))
+    about = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    about |= {"common_backend": "torch", "common_backend_version": 1}
+    (folder / "metadata.json").write_text(json.dumps(about))
 
 
 class _OneTensor:
@@ -124,10 +119,8 @@ class _OneTensor:
         self._target = target
 
     def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
-        view = self._target
-        for axis, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
-            view = view.narrow(axis, offset, length)
-        return view
+        bounds = zip(item.dest_offsets, item.lengths, strict=True)
+        return self._target[tuple(slice(offset, offset + length) for offset, length in bounds)]
 
     def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
         """Nothing to do: torch has copied into the target already."""
@@ -140,6 +133,15 @@ _UNREADABLE = (
 """What pickle and torch raise for damaged files."""
 
 
+@contextmanager
+def _explain_damage(what: object) -> Iterator[None]:
+    try:
+        yield
+    except _UNREADABLE as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise CheckpointError(f"{what} cannot be read ({reason}); the file is damaged") from error
+
+
 class TorchDistReader:
     """Read access by key to a ``torch_dist`` checkpoint. Raises CheckpointError for what is missing or damaged."""
 
@@ -150,10 +152,8 @@ class TorchDistReader:
                 f"{path} holds no metadata.json and .metadata, expected the folder of a torch_dist checkpoint"
             )
         self._reader = FileSystemReader(path)
-        try:
+        with _explain_damage(path / ".metadata"):
             self._metadata = self._reader.read_metadata()
-        except _UNREADABLE as error:
-            raise CheckpointError(f"{path}/.metadata cannot be read ({type(error).__name__}: {error})") from error
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         known = self._metadata.state_dict_metadata
         self.tensors = {key: meta for key, meta in known.items() if isinstance(meta, TensorStorageMetadata)}
@@ -168,42 +168,27 @@ class TorchDistReader:
             file = self.path / name
             if not file.is_file():
                 raise CheckpointError(f"{self.path} lacks {name}, which its metadata names")
-            if file.stat().st_size < end:
-                raise CheckpointError(
-                    f"{file} has {file.stat().st_size} bytes, expected at least {end}: it is truncated"
-                )
+            if (size := file.stat().st_size) < end:
+                raise CheckpointError(f"{file} has {size} bytes, expected at least {end}: it is truncated")
 
     def common(self) -> dict[str, Any]:
         """The state that Megatron keeps beside the tensors (``common.pt``); empty if the file is missing."""
         file = self.path / "common.pt"
         if not file.is_file():
             return {}
-        try:
+        with _explain_damage(file):
             found = torch.load(file, map_location="cpu", weights_only=False)
-        except _UNREADABLE as error:
-            raise CheckpointError(f"{file} cannot be read ({type(error).__name__}: {error})") from error
         return found if isinstance(found, dict) else {}
 
     def read(self, place: Place) -> torch.Tensor:
-        """The parameter at ``place``."""
+        """The parameter at ``place``; the caller has compared the axes of the place with ``tensors``."""
         meta = self.tensors[place.key]
-        if tuple(meta.size[: len(place.sizes)]) != place.sizes:
-            raise CheckpointError(
-                f"{self.path}: {place.key} has shape {tuple(meta.size)}, expected {place.sizes} in front"
-            )
-        shape = tuple(meta.size[len(place.index) :])
-        wanted = ChunkStorageMetadata(
-            torch.Size((*place.index, *(0 for _ in shape))), torch.Size((*(1 for _ in place.index), *shape))
-        )
+        shape = meta.size[len(place.index) :]
+        wanted = place.part(shape)
         items = create_read_items_for_chunk_list(place.key, meta, [wanted])
         target = torch.empty(wanted.sizes, dtype=meta.properties.dtype)
         if sum(torch.Size(item.lengths).numel() for item in items) != target.numel():
             raise CheckpointError(f"{self.path}: the chunks of {place.key} do not cover {tuple(wanted.offsets)}")
-        try:
+        with _explain_damage(f"{self.path}: {place.key}"):
             self._reader.read_data(LoadPlan(items), _OneTensor(target))  # type: ignore[arg-type]
-        except _UNREADABLE as error:
-            reason = " ".join(str(error).split())
-            raise CheckpointError(
-                f"{self.path}: {place.key} cannot be read ({type(error).__name__}: {reason[:200]}); the file is damaged"
-            ) from error
         return target.view(shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ class HFCheckpoint:
         self._where = self._locate()
         self._block = self._fp8_block()
         scales = {name + SCALE for name in self._where} if self._block else set()
-        self._names = set(self._where) - scales
+        self._names = {name: None for name in self._where if name not in scales}
 
     def __enter__(self) -> HFCheckpoint:
         return self
@@ -49,12 +49,9 @@ class HFCheckpoint:
     def __exit__(self, *_: object) -> None:
         self._open = None  # nothing else refers to the handle: the file is unmapped
 
-    def names(self) -> set[str]:
-        return set(self._names)
-
-    def in_file_order(self) -> list[str]:
-        """The names, those of one file after those of another."""
-        return [name for name in self._where if name in self._names]
+    def names(self) -> KeysView[str]:
+        """Those of one file after those of another."""
+        return self._names.keys()
 
     def files(self) -> list[Path]:
         """The files that hold tensors."""
@@ -66,10 +63,10 @@ class HFCheckpoint:
     def dtype(self, name: str) -> torch.dtype:
         stored = self._handle(name).get_slice(name).get_dtype()
         if stored not in _DTYPES:
-            raise CheckpointError(
-                f"{self._where[name]}: {name} has dtype {stored}, expected one of {', '.join(_DTYPES)}"
-            )
-        return self._high_precision() if self._is_fp8(name) else _DTYPES[stored]
+            known = ", ".join(_DTYPES)
+            raise CheckpointError(f"{self._where[name]}: {name} has dtype {stored}, expected one of {known}")
+        is_fp8 = self._block is not None and name + SCALE in self._where
+        return self._high_precision() if is_fp8 else _DTYPES[stored]
 
     def stored(self, name: str) -> torch.Tensor:
         """The tensor as it stands in its file, FP8 weights and their scales too."""
@@ -104,9 +101,6 @@ class HFCheckpoint:
             self._open, self._num_read = (file, _opened(file)), 0
         return self._open[1]
 
-    def _is_fp8(self, name: str) -> bool:
-        return self._block is not None and name + SCALE in self._where
-
     def _high_precision(self) -> torch.dtype:
         return getattr(torch, str(self._config.get("dtype") or self._config.get("torch_dtype") or "bfloat16"))
 
@@ -132,7 +126,10 @@ class HFCheckpoint:
             raise CheckpointError(f"{index}: weight_map is no table of names and files")
         alone = self.path / "model.safetensors"  # where it is, others beside it are copies in another form
         files = [alone] if alone.is_file() else sorted(self.path.glob("*.safetensors"))
-        files = files if listed is None else self._listed_files(listed)
+        if listed is not None:
+            files = sorted({self.path / name for name in listed.values()})
+            if absent := [file.name for file in files if not file.is_file()]:
+                raise CheckpointError(f"{self.path}: {INDEX} names {some(absent)}, which are not there")
         if not files:
             raise CheckpointError(f"{self.path} holds no *.safetensors file, expected a Hugging Face checkpoint folder")
         where: dict[str, Path] = {}
@@ -145,19 +142,10 @@ class HFCheckpoint:
             self._compare(listed, where)
         return where
 
-    def _listed_files(self, listed: dict[str, str]) -> list[Path]:
-        files = sorted({self.path / name for name in listed.values()})
-        absent = [file.name for file in files if not file.is_file()]
-        if absent:
-            raise CheckpointError(f"{self.path}: {INDEX} names {some(absent)}, which are not there")
-        return files
-
     def _compare(self, listed: dict[str, str], where: dict[str, Path]) -> None:
-        absent = [name for name, file in listed.items() if name not in where or where[name].name != file]
-        if absent:
+        if absent := [name for name, file in listed.items() if name not in where or where[name].name != file]:
             raise CheckpointError(f"{self.path}: {INDEX} names {some(absent)}, which are not in the file that it says")
-        unlisted = [name for name in where if name not in listed]
-        if unlisted:
+        if unlisted := [name for name in where if name not in listed]:
             raise CheckpointError(f"{self.path}: the files hold {some(unlisted)}, which {INDEX} does not name")
 
 

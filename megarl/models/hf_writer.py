@@ -32,10 +32,6 @@ def pack_shards(pieces: Sequence[T], sizes: Sequence[int], shard_bytes: int) -> 
     return shards, totals
 
 
-def shard_name(number: int, count: int) -> str:
-    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
 def save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
     """A safetensors file that others may read: safetensors 0.8 makes it private."""
     save_file(dict(tensors), file, metadata={"format": "pt"})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
 import torch
@@ -23,34 +24,22 @@ class Rule:
 
     megatron: tuple[str, ...]
     """Name patterns, ``{layer}`` and ``{expert}`` local to the rank. Several: local layers, Transformer Engine's."""
-    hf: tuple[str, ...]
-    """Name patterns, ``{layer}`` and ``{expert}`` global."""
-    dims: tuple[str, ...]
-    """Shape of each Hugging Face tensor, as names of ``dimensions``."""
-    layout: str
-    """Key of LAYOUTS."""
-    scope: Scope
-    """Where the rule applies: once, in every layer, in MoE or dense layers only, or once per expert."""
-    when: str = ""
-    """The rule applies only if this field of the shape is set; with "no " in front, only if it is not."""
+    hf: tuple[str, ...]  # name patterns, ``{layer}`` and ``{expert}`` global
+    dims: tuple[str, ...]  # shape of each Hugging Face tensor, as names of ``dimensions``
+    layout: str  # key of LAYOUTS
+    scope: Scope  # once, in every layer, in MoE or dense layers only, or once per expert
+    when: str = ""  # only if this field of the shape is set; with "no " in front, only if it is not
 
     def applies(self, shape: ModelShape) -> bool:
-        negated = self.when.startswith("no ")
-        return not self.when or bool(shape.fields.get(self.when.removeprefix("no "))) != negated
+        is_set = bool(shape.fields.get(self.when.removeprefix("no ")))
+        return not self.when or is_set != self.when.startswith("no ")
 
     def places(self, shape: ModelShape) -> Iterator[tuple[int, int]]:
         """(layer, expert) of every parameter of this rule, global; 0 where it has none."""
-        moe = set(shape.moe_layers)
-        of_scope = {
-            "model": [0],
-            "layer": range(shape.num_layers),
-            "moe": shape.moe_layers,
-            "expert": shape.moe_layers,
-            "dense": [layer for layer in range(shape.num_layers) if layer not in moe],
-        }
-        for layer in of_scope[self.scope]:
-            for expert in range(shape.num_experts) if self.scope == "expert" else [0]:
-                yield layer, expert
+        moe, layers = set(shape.moe_layers), range(1 if self.scope == "model" else shape.num_layers)
+        wanted = {"moe": True, "expert": True, "dense": False}.get(self.scope)
+        chosen = [layer for layer in layers if wanted is None or (layer in moe) == wanted]
+        yield from product(chosen, range(shape.num_experts if self.scope == "expert" else 1))
 
     def hf_names(self, layer: int, expert: int) -> list[str]:
         return [name.format(layer=layer, expert=expert) for name in self.hf]
@@ -85,11 +74,10 @@ def _cut_qkv(tensors: Sequence[torch.Tensor], rank: int, size: int, shape: Model
 
 
 def _join_qkv(shards: Sequence[torch.Tensor], shape: ModelShape) -> list[torch.Tensor]:
-    fields = shape.fields
+    fields, width = shape.fields, shape.fields["kv_channels"]
     heads = fields["num_attention_heads"] // fields["num_query_groups"]
-    width = fields["kv_channels"]
     full = torch.cat(list(shards))
-    grouped = full.view(fields["num_query_groups"], (heads + 2) * width, *full.shape[1:])
+    grouped = full.unflatten(0, (fields["num_query_groups"], (heads + 2) * width))
     return [part.flatten(0, 1) for part in grouped.split([heads * width, width, width], 1)]
 
 
@@ -98,8 +86,7 @@ def _cut_gate_up(tensors: Sequence[torch.Tensor], rank: int, size: int, _: Model
 
 
 def _join_gate_up(shards: Sequence[torch.Tensor], _: ModelShape) -> list[torch.Tensor]:
-    halves = [shard.chunk(2) for shard in shards]
-    return [torch.cat([pair[0] for pair in halves]), torch.cat([pair[1] for pair in halves])]
+    return [torch.cat(halves) for halves in zip(*(shard.chunk(2) for shard in shards), strict=True)]
 
 
 LAYOUTS: Mapping[str, Layout] = {
@@ -114,8 +101,7 @@ LAYOUTS: Mapping[str, Layout] = {
 
 def dimensions(shape: ModelShape) -> dict[str, int]:
     """The sizes that ``Rule.dims`` names; those that the model does not have are absent."""
-    fields = shape.fields
-    heads = fields["num_attention_heads"]
+    fields, heads = shape.fields, shape.fields["num_attention_heads"]
     found = {
         "vocab": shape.vocab_size,
         "hidden": fields["hidden_size"],
@@ -232,23 +218,16 @@ def _shared_expert(hf: str) -> tuple[Rule, ...]:
 
 
 _DENSE_MLP = _gated_mlp("mlp", "mlp", "ffn", "dense")
-_EXPERT_BIAS = Rule(
-    (_LAYER + "mlp.router.expert_bias",),
-    (_HF + "mlp.gate.e_score_correction_bias",),
-    ("experts",),
-    "replicated",
-    "moe",
-)
+_BIAS_NAMES = (_LAYER + "mlp.router.expert_bias",), (_HF + "mlp.gate.e_score_correction_bias",)
+_EXPERT_BIAS = Rule(*_BIAS_NAMES, ("experts",), "replicated", "moe")
 _SHARED_GATE = _whole((_LAYER + "mlp.shared_experts.gate_weight",), "mlp.shared_expert_gate", "moe", "one hidden")
+_GATED_SHARED_EXPERT = (*_shared_expert("mlp.shared_expert"), _SHARED_GATE)
 _SIGMOID_EXPERTS = (*_experts(), _EXPERT_BIAS, *_shared_expert("mlp.shared_experts"), *_DENSE_MLP)
 
 FAMILIES: Mapping[str, tuple[Rule, ...]] = {
     "qwen3_moe": (*_ENDS, *_grouped_attention(), *_experts(), *_DENSE_MLP),
     "qwen3": (*_ENDS, *_grouped_attention(), *_DENSE_MLP),
-    "qwen2_moe": (
-        *(*_ENDS, *_grouped_attention(), *_experts(), *_DENSE_MLP),
-        *(*_shared_expert("mlp.shared_expert"), _SHARED_GATE),
-    ),
+    "qwen2_moe": (*_ENDS, *_grouped_attention(), *_experts(), *_DENSE_MLP, *_GATED_SHARED_EXPERT),
     "mixtral": (*_ENDS, *_grouped_attention(), *_experts("block_sparse_moe", names=("w1", "w3", "w2"))),
     "olmoe": (*_ENDS, *_grouped_attention("q", "kv"), *_experts()),
     "glm4_moe": (*_ENDS, *_grouped_attention(), *_SIGMOID_EXPERTS),

@@ -18,20 +18,16 @@ from megarl.errors import ConfigError
 class ModelShape:
     """The architecture of a model."""
 
-    family: str
-    """Key of ``names.FAMILIES``."""
+    family: str  # key of ``names.FAMILIES``
     fields: Mapping[str, Any]
     """Values for ``TransformerConfig``, or ``MLATransformerConfig`` with ``multi_latent_attention``."""
     vocab_size: int
     max_sequence_length: int
     rotary_base: float
     tied_embeddings: bool
-    rotary_percent: float = 1.0
-    """Share of a head's dimensions that is rotated."""
-    latent_norm_epsilon: float | None = None
-    """Epsilon of the norms of latent queries, keys and values, where it is not that of the other norms."""
-    norm_over_heads: bool = False
-    """Query and key norms run over all heads at once, not over each."""
+    rotary_percent: float = 1.0  # share of a head's dimensions that is rotated
+    latent_norm_epsilon: float | None = None  # of latent queries, keys and values, where it is not that of other norms
+    norm_over_heads: bool = False  # query and key norms run over all heads at once, not over each
 
     @property
     def num_layers(self) -> int:
@@ -61,18 +57,13 @@ class ModelShape:
 class MoeShape:
     """Which layers of a model have experts, and how many: the shape of its routing traces."""
 
-    num_layers: int
-    """All decoder layers, dense ones included."""
-    moe_layers: tuple[int, ...]
-    """0-based indices of the L MoE layers."""
-    num_experts: int
-    """E."""
-    topk: int
-    """K."""
+    num_layers: int  # all decoder layers, dense ones included
+    moe_layers: tuple[int, ...]  # 0-based indices of the L MoE layers
+    num_experts: int  # E
+    topk: int  # K
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
-        """0-based indices of the layers without experts."""
         return tuple(sorted(set(range(self.num_layers)) - set(self.moe_layers)))
 
     @staticmethod
@@ -87,10 +78,8 @@ class MoeShape:
                 f"{', '.join(names)} nor {last} together with num_experts_per_tok"
             )
         num_layers, dense = hf["num_hidden_layers"], set(hf.get("mlp_only_layers") or ())
-        first, step = (
-            hf.get("first_k_dense_replace") or 0,
-            hf.get("decoder_sparse_step") or hf.get("moe_layer_freq") or 1,
-        )
+        first = hf.get("first_k_dense_replace") or 0
+        step = hf.get("decoder_sparse_step") or hf.get("moe_layer_freq") or 1
         offset = 1 if hf.get("decoder_sparse_step") else 0  # Qwen counts layers from 1, DeepSeek from 0
         layers = (i for i in range(first, num_layers) if i not in dense and (i + offset) % step == 0)
         return MoeShape(num_layers, tuple(layers), experts, topk)
@@ -100,16 +89,8 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """E under the names of Qwen and OLMoE, of Mixtral, and of DeepSeek and GLM-4."""
 
 
-def _model_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of ModelShape beside ``fields``; ConfigError for sliding windows."""
-    if hf.get("use_sliding_window") or (hf["model_type"] == "mixtral" and hf.get("sliding_window")):
-        raise ConfigError("the model uses sliding-window attention, which is not supported")
-    return {
-        "vocab_size": hf["vocab_size"],
-        "max_sequence_length": hf["max_position_embeddings"],
-        "rotary_base": float(_rope(hf).get("rope_theta", 10000.0)),
-        "tied_embeddings": hf.get("tie_word_embeddings", False),
-    }
+Part = Callable[[Mapping[str, Any]], dict[str, Any]]
+"""Reads a part of the fields from a config."""
 
 
 def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,12 +99,6 @@ def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
     found |= hf.get("rope_scaling") or {}
     found["rope_type"] = found.get("rope_type") or found.get("type") or "default"
     return found
-
-
-def _require_plain_rope(hf: Mapping[str, Any]) -> None:
-    kind = _rope(hf)["rope_type"]
-    if kind != "default":
-        raise ConfigError(f"rope type {kind!r} of the model is not supported; expected 'default'")
 
 
 def _layers(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,25 +115,35 @@ def _layers(hf: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _grouped_attention(hf: Mapping[str, Any], *, qk_norm: bool, bias: bool) -> dict[str, Any]:
-    _require_plain_rope(hf)
-    return {
-        "num_query_groups": hf["num_key_value_heads"],
-        "kv_channels": hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-        "qk_layernorm": qk_norm,
-        "add_qkv_bias": bias,
+def _grouped_attention(norm: str = "", bias: str = "", has_norm: bool = False, has_bias: bool = False) -> Part:
+    """Keys of the config that switch query and key norms and biases on, and what holds without them."""
+
+    def read(hf: Mapping[str, Any]) -> dict[str, Any]:
+        kind = _rope(hf)["rope_type"]
+        if kind != "default":
+            raise ConfigError(f"rope type {kind!r} of the model is not supported; expected 'default'")
+        return {
+            "num_query_groups": hf["num_key_value_heads"],
+            "kv_channels": hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+            "qk_layernorm": hf.get(norm, has_norm),
+            "add_qkv_bias": hf.get(bias, has_bias),
+        }
+
+    return read
+
+
+def _softmax_experts(width: str, normalised: bool = False) -> Part:
+    # A softmax over the chosen logits equals one over all logits, normalised again over the chosen.
+    return lambda hf: {
+        **_experts(hf, width),
+        "moe_router_pre_softmax": not (normalised or hf.get("norm_topk_prob", False)),
     }
 
 
-def _softmax_experts(hf: Mapping[str, Any], *, width: int, normalised: bool) -> dict[str, Any]:
-    # A softmax over the chosen logits equals one over all logits, normalised again over the chosen.
-    return {**_experts(hf, width), "moe_router_pre_softmax": not normalised}
-
-
-def _experts(hf: Mapping[str, Any], width: int) -> dict[str, Any]:
+def _experts(hf: Mapping[str, Any], width: str) -> dict[str, Any]:
     moe = MoeShape.of(hf)
     return {
-        "moe_ffn_hidden_size": width,
+        "moe_ffn_hidden_size": hf[width],
         "num_moe_experts": moe.num_experts,
         "moe_router_topk": moe.topk,
         "moe_layer_freq": [int(layer in moe.moe_layers) for layer in range(moe.num_layers)],
@@ -179,7 +164,7 @@ def _sigmoid_experts(hf: Mapping[str, Any]) -> dict[str, Any]:
             "Megatron ranks groups by another number of experts"
         )
     return {
-        **_experts(hf, hf["moe_intermediate_size"]),
+        **_experts(hf, "moe_intermediate_size"),
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_num_groups": groups if groups > 1 else None,
@@ -189,62 +174,18 @@ def _sigmoid_experts(hf: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _qwen3_moe(hf: Mapping[str, Any]) -> ModelShape:
-    """Qwen3-MoE: GQA with per-head q/k norms, softmax top-k routing, optional dense layers."""
-    experts = _softmax_experts(hf, width=hf["moe_intermediate_size"], normalised=hf.get("norm_topk_prob", False))
-    attention = _grouped_attention(hf, qk_norm=True, bias=hf.get("attention_bias", False))
-    return ModelShape("qwen3_moe", {**_layers(hf), **attention, **experts}, **_model_settings(hf))
+def _gated_shared_expert(hf: Mapping[str, Any]) -> dict[str, Any]:
+    width = hf["shared_expert_intermediate_size"]
+    return {"moe_shared_expert_intermediate_size": width, "moe_shared_expert_gate": True}
 
 
-def _qwen3(hf: Mapping[str, Any]) -> ModelShape:
-    """Qwen3: Qwen3-MoE without experts."""
-    attention = _grouped_attention(hf, qk_norm=True, bias=hf.get("attention_bias", False))
-    return ModelShape("qwen3", {**_layers(hf), **attention}, **_model_settings(hf))
-
-
-def _qwen2_moe(hf: Mapping[str, Any]) -> ModelShape:
-    """Qwen1.5/2-MoE: GQA with biases, softmax top-k routing, one shared expert with a gate."""
-    experts = _softmax_experts(hf, width=hf["moe_intermediate_size"], normalised=hf.get("norm_topk_prob", False))
-    shared = {
-        "moe_shared_expert_intermediate_size": hf["shared_expert_intermediate_size"],
-        "moe_shared_expert_gate": True,
-    }
-    attention = _grouped_attention(hf, qk_norm=False, bias=hf.get("qkv_bias", True))
-    return ModelShape("qwen2_moe", {**_layers(hf), **attention, **experts, **shared}, **_model_settings(hf))
-
-
-def _mixtral(hf: Mapping[str, Any]) -> ModelShape:
-    """Mixtral: GQA, softmax over the chosen experts, no dense layers."""
-    experts = _softmax_experts(hf, width=hf["intermediate_size"], normalised=True)
-    attention = _grouped_attention(hf, qk_norm=False, bias=False)
-    return ModelShape("mixtral", {**_layers(hf), **attention, **experts}, **_model_settings(hf))
-
-
-def _olmoe(hf: Mapping[str, Any]) -> ModelShape:
-    """OLMoE: query and key norms over all heads at once, softmax over all experts."""
-    if hf.get("clip_qkv"):
-        raise ConfigError(f"the model clips queries, keys and values at {hf['clip_qkv']}, which is not supported")
-    experts = _softmax_experts(hf, width=hf["intermediate_size"], normalised=hf.get("norm_topk_prob", False))
-    attention = _grouped_attention(hf, qk_norm=True, bias=hf.get("attention_bias", False))
-    return ModelShape("olmoe", {**_layers(hf), **attention, **experts}, norm_over_heads=True, **_model_settings(hf))
-
-
-def _glm4_moe(hf: Mapping[str, Any]) -> ModelShape:
-    """GLM-4.5: GQA with partly rotated heads, DeepSeek-V3's routing."""
-    percent = _rope(hf).get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
-    attention = _grouped_attention(hf, qk_norm=hf.get("use_qk_norm", False), bias=hf.get("attention_bias", False))
-    fields = {**_layers(hf), **attention, **_sigmoid_experts(hf)}
-    return ModelShape("glm4_moe", fields, rotary_percent=percent, **_model_settings(hf))
-
-
-def _deepseek_v3(hf: Mapping[str, Any]) -> ModelShape:
-    """DeepSeek-V3, Moonlight (no compressed queries) and Kimi-K2: latent attention, sigmoid routing with a bias."""
+def _latent_attention(hf: Mapping[str, Any]) -> dict[str, Any]:
     if hf.get("attention_bias") or not hf.get("rope_interleave", True):
         raise ConfigError(
             f"the model has attention_bias {hf.get('attention_bias')} and rope_interleave {hf.get('rope_interleave')}, "
             "expected false and true"
         )
-    attention = {
+    return {
         "multi_latent_attention": True,
         "qk_layernorm": True,
         "q_lora_rank": hf.get("q_lora_rank"),
@@ -254,10 +195,6 @@ def _deepseek_v3(hf: Mapping[str, Any]) -> ModelShape:
         "v_head_dim": hf["v_head_dim"],
         **_latent_rope(hf),
     }
-    latent = {"latent_norm_epsilon": 1e-6}  # a constant in the model's code, not rms_norm_eps
-    return ModelShape(
-        "deepseek_v3", {**_layers(hf), **attention, **_sigmoid_experts(hf)}, **latent, **_model_settings(hf)
-    )
 
 
 def _latent_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -282,17 +219,23 @@ def _latent_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-SHAPES: Mapping[str, Callable[[Mapping[str, Any]], ModelShape]] = {
-    "qwen3_moe": _qwen3_moe,
-    "qwen3": _qwen3,
-    "qwen2_moe": _qwen2_moe,
-    "mixtral": _mixtral,
-    "olmoe": _olmoe,
-    "glm4_moe": _glm4_moe,
-    "deepseek_v3": _deepseek_v3,
-    "kimi_k2": _deepseek_v3,
+_QWEN3 = _grouped_attention(bias="attention_bias", has_norm=True)
+_DEEPSEEK_V3 = (_latent_attention, _sigmoid_experts)  # Moonlight too, which has no compressed queries
+SHAPES: Mapping[str, tuple[Part, ...]] = {
+    "qwen3_moe": (_QWEN3, _softmax_experts("moe_intermediate_size")),
+    "qwen3": (_QWEN3,),
+    "qwen2_moe": (
+        _grouped_attention(bias="qkv_bias", has_bias=True),
+        _softmax_experts("moe_intermediate_size"),
+        _gated_shared_expert,
+    ),
+    "mixtral": (_grouped_attention(), _softmax_experts("intermediate_size", normalised=True)),
+    "olmoe": (_QWEN3, _softmax_experts("intermediate_size")),
+    "glm4_moe": (_grouped_attention("use_qk_norm", "attention_bias"), _sigmoid_experts),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": _DEEPSEEK_V3,
 }
-"""Hugging Face ``model_type`` -> reader of its config."""
+"""Hugging Face ``model_type`` -> readers of what its config adds to the common fields."""
 
 
 def read_shape(model_path: str | Path) -> ModelShape:
@@ -302,24 +245,44 @@ def read_shape(model_path: str | Path) -> ModelShape:
         raise ConfigError(f"{path} does not exist, expected a folder with a Hugging Face checkpoint")
     try:
         hf = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is no JSON ({error}), expected the config of a Hugging Face model") from error
     if not isinstance(hf, dict):
         raise ConfigError(f"{path} holds no JSON object, expected the config of a Hugging Face model")
-    reader = SHAPES.get(hf.get("model_type", ""))
-    if reader is None:
-        raise ConfigError(
-            f"model type {hf.get('model_type')!r} in {path} is not supported; supported are {', '.join(sorted(SHAPES))}"
-        )
+    kind = hf.get("model_type", "")
+    if kind not in SHAPES:
+        raise ConfigError(f"model type {kind!r} in {path} is not supported; supported are {', '.join(sorted(SHAPES))}")
     for name in _SIZES:
         if not isinstance(hf.get(name), int) or hf[name] < 1:
             raise ConfigError(f"{path}: {name} is {hf.get(name)!r}, expected a number of at least 1")
     try:
-        return reader(hf)
+        return _read(hf, "deepseek_v3" if kind == "kimi_k2" else kind)
     except KeyError as error:
-        raise ConfigError(f"{path} lacks {error}, which a {hf['model_type']} model has") from error
+        raise ConfigError(f"{path} lacks {error}, which a {kind} model has") from error
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        raise ConfigError(f"{path} is no config of a {hf['model_type']} model: {error}") from error
+        raise ConfigError(f"{path} is no config of a {kind} model: {error}") from error
+
+
+def _read(hf: Mapping[str, Any], family: str) -> ModelShape:
+    if hf.get("use_sliding_window") or (family == "mixtral" and hf.get("sliding_window")):
+        raise ConfigError("the model uses sliding-window attention, which is not supported")
+    if family == "olmoe" and hf.get("clip_qkv"):
+        raise ConfigError(f"the model clips queries, keys and values at {hf['clip_qkv']}, which is not supported")
+    rope, fields = _rope(hf), _layers(hf)
+    for part in SHAPES[family]:
+        fields |= part(hf)
+    rotated = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
+    return ModelShape(
+        family,
+        fields,
+        vocab_size=hf["vocab_size"],
+        max_sequence_length=hf["max_position_embeddings"],
+        rotary_base=float(rope.get("rope_theta", 10000.0)),
+        tied_embeddings=hf.get("tie_word_embeddings", False),
+        rotary_percent=rotated if family == "glm4_moe" else 1.0,
+        latent_norm_epsilon=1e-6 if family == "deepseek_v3" else None,  # in the model's code, not rms_norm_eps
+        norm_over_heads=family == "olmoe",
+    )
 
 
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")

@@ -8,7 +8,7 @@ import torch
 from tiny_world import MODELS, config, policy_of, safetensors_of
 
 from megarl.convert.conversion import Options, to_hf, to_megatron
-from megarl.convert.integrity import Ranks
+from megarl.convert.job import Ranks
 from megarl.megatron.checkpoints import checkpoint
 from megarl.megatron.policy import Policy
 

@@ -23,11 +23,9 @@ from tiny_world import safetensors_of
 
 from megarl import cli
 from megarl.convert.conversion import Options, to_hf, to_megatron
-from megarl.convert.integrity import MANIFEST, Ranks, same_bits
-from megarl.convert.job import ConversionJob
-from megarl.convert.keys import Keys
-from megarl.convert.megatron_files import HF_FOLDER, MegatronCheckpoint, torch_dist_folder, units_of
-from megarl.convert.torch_dist import Chunk, TorchDistReader, TorchDistWriter
+from megarl.convert.job import MANIFEST, ConversionJob, Ranks, same_bits
+from megarl.convert.megatron_files import HF_FOLDER, Keys, MegatronCheckpoint, torch_dist_folder, units_of
+from megarl.convert.torch_dist import Chunk, TorchDistReader, write_file, write_metadata
 from megarl.core.fp8 import quantize_fp8
 from megarl.errors import CheckpointError, ConfigError, NumericsError
 from megarl.models.hf_reader import INDEX
@@ -139,11 +137,10 @@ class TestNamesOfMegatron:
         chunks = []
         for piece in (piece for unit in units_of(shape) for piece in unit):
             whole = LAYOUTS[piece.rule.layout].cut([tensors[name] for name in piece.hf], 0, 1, shape)
-            places = piece.places(keys, shape)
+            places = keys.places(piece, shape)
             for place, part in zip(places, whole.chunk(len(places)), strict=True):
                 chunks.append(Chunk(place, tuple(part.shape), part.dtype, lambda part=part: part))
-        writer = TorchDistWriter(folder)
-        writer.finish(chunks, [], [writer.write_file(0, chunks, [])])
+        write_metadata(folder, chunks, [], [write_file(folder, 0, chunks, [])])
         return folder
 
     @pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_moe"])
@@ -158,7 +155,7 @@ class TestNamesOfMegatron:
     def test_names_of_transformer_engine(self, source: Path) -> None:
         shape = read_shape(source)
         keys = Keys("te", stacked=False)
-        found = {place.key for unit in units_of(shape) for piece in unit for place in piece.places(keys, shape)}
+        found = {place.key for unit in units_of(shape) for piece in unit for place in keys.places(piece, shape)}
         first = {key.removeprefix("decoder.layers.0.") for key in found if key.startswith("decoder.layers.0.")}
         assert first == {
             "input_layernorm.weight",
@@ -192,12 +189,11 @@ class TestNamesOfMegatron:
             tensor = checkpoint.read(piece)
             if piece.rule.layout == "vocab":
                 tensor = torch.nn.functional.pad(tensor, (0, 0, 0, 34), value=5.0)
-            (place,) = piece.places(checkpoint.keys, shape)
+            (place,) = checkpoint.keys.places(piece, shape)
             chunks.append(Chunk(place, tuple(tensor.shape), tensor.dtype, lambda tensor=tensor: tensor))
         padded = tmp_path / "padded"
         padded.mkdir()
-        writer = TorchDistWriter(padded)
-        writer.finish(chunks, [], [writer.write_file(0, chunks, [])])
+        write_metadata(padded, chunks, [], [write_file(padded, 0, chunks, [])])
         to_hf(padded, tmp_path / "back", source, Options(), ALONE)
         assert_same(source, tmp_path / "back")
 
@@ -556,7 +552,7 @@ class TestCommand:
         assert self.run(copy, tmp_path / "megatron", "--layers", "local") == 0
         config = json.loads((tmp_path / "megatron" / HF_FOLDER / "config.json").read_text())
         config["routed_scaling_factor"] = 1.0
-        from megarl.convert.logits import compare_logits
+        from megarl.convert.command import compare_logits
 
         (tmp_path / "megatron" / HF_FOLDER / "config.json").write_text(json.dumps(config))
         with pytest.raises(CheckpointError, match="logits of Megatron and transformers differ"):

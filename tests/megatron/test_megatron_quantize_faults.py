@@ -20,7 +20,7 @@ from small_disks import mounted
 from tiny_world import safetensors_of
 
 from megarl.convert import job
-from megarl.convert.integrity import Ranks
+from megarl.convert.job import Ranks
 from megarl.convert.quantization import Options, Quantized, quantize
 from megarl.errors import CheckpointError, ConfigError, NumericsError
 
@@ -239,7 +239,7 @@ def test_ranks_divide_the_files(source: Path, tmp_path: Path) -> None:
 _MEMORY = """
 import sys, threading, time
 from pathlib import Path
-from megarl.convert.integrity import Ranks
+from megarl.convert.job import Ranks
 from megarl.convert.quantization import Options, quantize
 
 def private():

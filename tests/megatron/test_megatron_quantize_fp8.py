@@ -19,7 +19,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 
 from megarl.convert import conversion
 from megarl.convert.fp8_selection import is_misread
-from megarl.convert.integrity import Ranks
+from megarl.convert.job import Ranks
 from megarl.convert.quantization import Options, Quantized, quantize, read_errors
 from megarl.core.fp8 import is_fp8_weight, quantize_fp8
 from megarl.errors import ConfigError

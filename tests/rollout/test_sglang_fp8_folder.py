@@ -16,7 +16,7 @@ from sglang_fixtures import START_DEADLINE_S
 from sglang_oracle import CLOSE, Weights, oracle_of
 
 from megarl.convert import conversion
-from megarl.convert.integrity import Ranks
+from megarl.convert.job import Ranks
 from megarl.convert.quantization import Options, quantize
 from megarl.core.fp8 import is_fp8_weight, round_through_fp8
 from megarl.data.tiny import write_tiny_model
