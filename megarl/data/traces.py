@@ -11,12 +11,12 @@ Lists in the metadata are JSON. Each encoded trace has its own checksum, and is 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from pydantic import BaseModel, Field, Json, StrictInt, StrictStr, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
@@ -71,13 +71,11 @@ class TracedSequence:
                 raise TraceError(
                     f"{self.name}: {column} is {values.dtype} {list(values.shape)}, expected {dtype} [{num_tokens}]"
                 )
-        if self.row_sources is not None and num_tokens:
-            self._check_sources(self.row_sources)
-
-    def _check_sources(self, sources: np.ndarray) -> None:
-        present = np.ones(len(sources), dtype=bool) if self.trace.present is None else self.trace.present
-        claims_row = sources == RowSource.CAPTURED
-        wrong = (sources > max(RowSource)) | (present & (sources == RowSource.MISSING)) | (~present & claims_row)
+        sources, present = self.row_sources, self.trace.present
+        if sources is None:
+            return
+        present = np.ones(num_tokens, dtype=bool) if present is None else present
+        wrong = (sources > max(RowSource)) | (sources == np.where(present, RowSource.MISSING, RowSource.CAPTURED))
         if wrong.any():
             token = int(wrong.argmax())
             has = "a row" if present[token] else "no row"
@@ -99,7 +97,7 @@ def from_rollout(rollout: Rollout, num_experts: int, prefix: str = "") -> Traced
     return TracedSequence(name, trace, rollout.tokens, row_versions(rollout), row_sources(rollout))
 
 
-def write_traces(path: str | Path, info: TraceInfo, sequences: Iterable[TracedSequence]) -> None:
+def write_traces(path: str | Path, info: TraceInfo, sequences: Sequence[TracedSequence]) -> None:
     """Write a file; it appears complete or not at all.
 
     Raises TraceError if a sequence is not of the model that ``info`` describes, if two have one name, or if only some
@@ -108,41 +106,35 @@ def write_traces(path: str | Path, info: TraceInfo, sequences: Iterable[TracedSe
     path = Path(path)
     if not path.parent.is_dir():
         raise ConfigError(f"{path}: there is no folder {path.parent}; create it first")
-    names: list[str] = []
-    encoded: list[bytes] = []
-    lengths: list[int] = []
-    columns: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMNS}
-    for sequence in sequences:
-        _check_model(sequence, info)
-        names.append(sequence.name)
-        lengths.append(len(sequence.trace.experts))
-        encoded.append(encode(sequence.trace))
-        for name, column in columns.items():
-            if (values := getattr(sequence, name)) is not None:
-                column.append(values)
+    names, lengths = [sequence.name for sequence in sequences], [len(sequence.trace.experts) for sequence in sequences]
     if len(set(names)) < len(names):
         twice = next(name for i, name in enumerate(names) if name in names[:i])
         raise TraceError(f"{path}: two sequences are called {twice!r}; give each its own name")
-    for name, column in columns.items():
-        if len(column) not in (0, len(names)):
-            raise TraceError(
-                f"{path}: {len(column)} of {len(names)} sequences have {name}; expected it in all of them or in none"
-            )
+    for sequence, length in zip(sequences, lengths, strict=True):
+        _check_model(sequence.trace, info, length, sequence.name)
+    encoded = [encode(sequence.trace) for sequence in sequences]
     tensors = {
         "routes": np.frombuffer(b"".join(encoded), dtype=np.uint8),
         "route_offsets": np.cumsum([0, *map(len, encoded)], dtype=np.int64),
         "cu_seqlens": np.cumsum([0, *lengths], dtype=np.int64),
-    } | {name: np.concatenate(column) for name, column in columns.items() if column}
+    }
+    for name in _COLUMNS:
+        column = [values for sequence in sequences if (values := getattr(sequence, name)) is not None]
+        if len(column) not in (0, len(names)):
+            raise TraceError(
+                f"{path}: {len(column)} of {len(names)} sequences have {name}; expected it in all of them or in none"
+            )
+        if column:
+            tensors[name] = np.concatenate(column)
     write_atomically(path, save(tensors, _metadata(info, names, tensors.get("row_versions"))))
 
 
-def _check_model(sequence: TracedSequence, info: TraceInfo) -> None:
-    trace = sequence.trace
-    expected = [len(info.layers), info.top_k]
-    if list(trace.experts.shape[1:]) != expected or trace.num_experts != info.num_experts:
+def _check_model(trace: RoutingTrace, info: TraceInfo, num_tokens: int, label: str) -> None:
+    found, expected = list(trace.experts.shape), [num_tokens, len(info.layers), info.top_k]
+    if found != expected or trace.num_experts != info.num_experts:
         raise TraceError(
-            f"{sequence.name}: routes [T, {trace.experts.shape[1]}, {trace.experts.shape[2]}] of {trace.num_experts} "
-            f"experts, expected [T, {expected[0]}, {expected[1]}] of {info.num_experts} for {info.model}"
+            f"{label}: routes {found} of {trace.num_experts} experts, expected {expected} of {info.num_experts} for "
+            f"{info.model}"
         )
 
 
@@ -160,6 +152,16 @@ def _metadata(info: TraceInfo, names: list[str], row_versions: np.ndarray | None
     }
 
 
+class _Metadata(BaseModel):
+    model: str = ""
+    layers: Json[tuple[StrictInt, ...]]
+    num_experts: int = Field(ge=1, le=MOST_EXPERTS)
+    top_k: int = Field(ge=1)
+    fingerprint: str = ""
+    weight_versions: Json[tuple[StrictInt, ...]]
+    names: Json[tuple[StrictStr, ...]]
+
+
 def read_traces(path: str | Path) -> TraceFile:
     """Open a file. Raises TraceError if it is missing, damaged, of another format or a later version."""
     path = Path(path)
@@ -169,34 +171,37 @@ def read_traces(path: str | Path) -> TraceFile:
     try:
         with safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
-            _check_format(path, metadata)
+            found, version = metadata.get("format", "unknown"), metadata.get("format_version")
+            if found != FORMAT:
+                raise TraceError(f"{path}: a safetensors file of format {found!r}, expected {FORMAT!r}")
+            if version != str(FORMAT_VERSION):
+                raise TraceError(
+                    f"{path}: format version {version!r}, expected '{FORMAT_VERSION}': another megarl wrote it"
+                )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        return TraceFile(path, _Metadata.model_validate(metadata), tensors)
     except (SafetensorError, OSError) as error:
         raise TraceError(f"{path}: not a readable safetensors file ({error}); expected a trace file") from error
-    return TraceFile(_Contents(path, metadata, tensors))
-
-
-def _check_format(path: Path, metadata: dict[str, str]) -> None:
-    found, version = metadata.get("format", "unknown"), metadata.get("format_version")
-    if found != FORMAT:
-        raise TraceError(f"{path}: a safetensors file of format {found!r}, expected {FORMAT!r}")
-    if version != str(FORMAT_VERSION):
-        raise TraceError(f"{path}: format version {version!r}, expected '{FORMAT_VERSION}': another megarl wrote it")
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise TraceError(
+            f"{path}: its metadata has {first['loc'][0]} = {str(first['input'])[:40]!r}: {first['msg']}"
+        ) from error
 
 
 class TraceFile:
     """The sequences of a file, in order. A sequence is decoded when it is asked for, by position or by name."""
 
-    def __init__(self, contents: _Contents) -> None:
-        self.path = path = contents.path
-        self.info = contents.info()
-        self.names: tuple[str, ...] = tuple(contents.read_list("names", str))
-        self.weight_versions: tuple[int, ...] = tuple(contents.read_list("weight_versions", int))
-        """All versions that any row has, ascending; empty if the file does not say."""
-        self._routes = contents.column("routes", np.dtype(np.uint8))
-        self._offsets = contents.bounds("route_offsets", len(self.names), len(self._routes))
-        self._cu_seqlens = contents.bounds("cu_seqlens", len(self.names))
-        self._columns = {name: contents.column(name, t) for name, t in _COLUMNS.items() if name in contents.tensors}
+    def __init__(self, path: Path, metadata: _Metadata, tensors: Mapping[str, np.ndarray]) -> None:
+        """Raise TraceError if the parts of the file contradict each other."""
+        self.path, self.names, self.weight_versions = path, metadata.names, metadata.weight_versions
+        self.info = TraceInfo(**metadata.model_dump(exclude={"names", "weight_versions"}))
+        if self.info.top_k > self.info.num_experts:
+            raise TraceError(f"{path}: top-{self.info.top_k} of {self.info.num_experts} experts")
+        self._routes = _read_column(path, tensors, "routes", np.dtype(np.uint8))
+        self._columns = {name: _read_column(path, tensors, name, t) for name, t in _COLUMNS.items() if name in tensors}
+        self._offsets = _read_bounds(path, tensors, "route_offsets", len(self.names), len(self._routes))
+        self._cu_seqlens = _read_bounds(path, tensors, "cu_seqlens", len(self.names))
         for name, column in self._columns.items():
             if len(column) != self.num_tokens:
                 raise TraceError(f"{path}: {name} has {len(column)} entries, expected {self.num_tokens}, one per token")
@@ -239,64 +244,28 @@ class TraceFile:
         data = self._routes[self._offsets[i] : self._offsets[i + 1]]
         trace = decode(data.tobytes(), label=label)
         start, stop = self._cu_seqlens[i], self._cu_seqlens[i + 1]
-        expected = (int(stop - start), len(self.info.layers), self.info.top_k)
-        if trace.experts.shape != expected or trace.num_experts != self.info.num_experts:
-            raise TraceError(
-                f"{label}: routes {list(trace.experts.shape)} of {trace.num_experts} experts, expected "
-                f"{list(expected)} of {self.info.num_experts} as the file says"
-            )
+        _check_model(trace, self.info, int(stop - start), label)
         columns = {name: column[start:stop] for name, column in self._columns.items()}
         return TracedSequence(self.names[i], trace, **columns)
 
 
-@dataclass(frozen=True, slots=True)
-class _Contents:
-    """Metadata and tensors of a file. Every method checks what it returns, and raises TraceError."""
+def _read_column(path: Path, tensors: Mapping[str, np.ndarray], name: str, dtype: np.dtype) -> np.ndarray:
+    found = tensors.get(name)
+    if found is None or found.dtype != dtype or found.ndim != 1:
+        what = "none" if found is None else f"{found.dtype} {list(found.shape)}"
+        raise TraceError(f"{path}: of tensor {name} found {what}, expected {dtype} with one dimension")
+    return found
 
-    path: Path
-    metadata: dict[str, str]
-    tensors: dict[str, np.ndarray]
 
-    def info(self) -> TraceInfo:
-        num_experts, top_k = self._read_number("num_experts"), self._read_number("top_k")
-        if not 1 <= top_k <= num_experts <= MOST_EXPERTS:
-            raise TraceError(
-                f"{self.path}: top-{top_k} of {num_experts} experts, expected 1 <= top_k <= num_experts <= "
-                f"{MOST_EXPERTS}"
-            )
-        layers, fingerprint = tuple(self.read_list("layers", int)), self.metadata.get("fingerprint", "")
-        return TraceInfo(self.metadata.get("model", ""), layers, num_experts, top_k, fingerprint)
-
-    def _read_number(self, key: str) -> int:
-        text = self.metadata.get(key)
-        if text is None or not text.isdecimal():
-            raise TraceError(f"{self.path}: its metadata has {key} = {text!r}, expected a whole number")
-        return int(text[:9])  # a longer number is refused as well, but would take long to convert
-
-    def read_list(self, key: str, kind: type) -> list[Any]:
-        text = self.metadata.get(key, "")
-        try:
-            values = json.loads(text)
-        except (ValueError, RecursionError):
-            values = None
-        if not isinstance(values, list) or not all(type(value) is kind for value in values):
-            raise TraceError(f"{self.path}: its metadata has {key} = {text[:40]!r}, expected a list")
-        return values
-
-    def column(self, name: str, dtype: np.dtype) -> np.ndarray:
-        found = self.tensors.get(name)
-        if found is None or found.dtype != dtype or found.ndim != 1:
-            what = "none" if found is None else f"{found.dtype} {list(found.shape)}"
-            raise TraceError(f"{self.path}: of tensor {name} found {what}, expected {dtype} with one dimension")
-        return found
-
-    def bounds(self, name: str, num_sequences: int, end: int | None = None) -> np.ndarray:
-        """Return [N+1] offsets that rise from 0 to ``end``; None takes their own last one."""
-        bounds = self.column(name, np.dtype(np.int64))
-        end = int(bounds[-1]) if end is None and len(bounds) else end or 0
-        rising = len(bounds) > 0 and bounds[0] == 0 and bounds[-1] == end and bool((np.diff(bounds) >= 0).all())
-        if len(bounds) != num_sequences + 1 or not rising:
-            raise TraceError(
-                f"{self.path}: {name} has {len(bounds)} entries, expected {num_sequences + 1} that rise from 0 to {end}"
-            )
-        return bounds
+def _read_bounds(
+    path: Path, tensors: Mapping[str, np.ndarray], name: str, num_sequences: int, end: int | None = None
+) -> np.ndarray:
+    """Return [N+1] offsets that rise from 0 to ``end``; None takes their own last one."""
+    bounds = _read_column(path, tensors, name, np.dtype(np.int64))
+    end = int(bounds[-1]) if end is None and len(bounds) else end or 0
+    rising = len(bounds) > 0 and bounds[0] == 0 and bounds[-1] == end and bool((np.diff(bounds) >= 0).all())
+    if len(bounds) != num_sequences + 1 or not rising:
+        raise TraceError(
+            f"{path}: {name} has {len(bounds)} entries, expected {num_sequences + 1} that rise from 0 to {end}"
+        )
+    return bounds
