@@ -1,10 +1,7 @@
 """Prompts with answers for RL, demonstrations for the cold start, and the order in which prompts are taken.
 
-A prompt is plain text or a list of chat messages:
-
-- Plain text is tokenized with the tokenizer's special tokens, such as a start token.
-- Messages, and plain text when ``chat_template`` is on, pass through the tokenizer's chat template, which adds the
-  special tokens itself.
+Plain text is tokenized with the tokenizer's special tokens. Chat messages, and plain text when ``chat_template`` is on,
+pass through the tokenizer's chat template, which adds the special tokens itself.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from megarl.data.records import get_field, read_records, type_name
+from megarl.data.records import Record, get_field, read_records, type_name
 from megarl.errors import ConfigError, DataError
 
 
@@ -74,10 +71,7 @@ def load_prompts(
     _check_template(tokenizer, chat_template)
     prompts: list[Prompt] = []
     for index, (place, record) in enumerate(read_records(source, split=split, limit=limit)):
-        prompt = get_field(record, prompt_field, place)
-        if template is not None:
-            prompt = _fill(template, prompt, prompt_field, place)
-        text, tokens = _encode_prompt(tokenizer, prompt, prompt_field, chat_template, place)
+        text, tokens = _encode_prompt(tokenizer, record, prompt_field, chat_template, place, template)
         _check_length(len(tokens), max_prompt_tokens, "the prompt", "data.max_prompt_tokens", place)
         answer = _answer(get_field(record, answer_field, place), answer_field, place)
         prompts.append(Prompt(index, tokens, text, answer, place))
@@ -110,9 +104,7 @@ def load_demonstrations(
         raise ConfigError("the tokenizer has no eos_token: set one, otherwise the model never learns to stop")
     demonstrations: list[Demonstration] = []
     for place, record in read_records(path):
-        _, prompt = _encode_prompt(
-            tokenizer, get_field(record, prompt_field, place), prompt_field, chat_template, place
-        )
+        _, prompt = _encode_prompt(tokenizer, record, prompt_field, chat_template, place)
         response = get_field(record, response_field, place)
         if not isinstance(response, str):
             raise DataError(f"{place}: {response_field!r} is {type_name(response)}, expected text")
@@ -179,18 +171,6 @@ def _check_template(tokenizer: PreTrainedTokenizerBase, chat_template: bool) -> 
         )
 
 
-def _fill(template: str, prompt: Any, field: str, place: str) -> str:
-    """Put a problem into its template. Other braces stay as they are, because LaTeX uses them."""
-    if not isinstance(prompt, str):
-        raise DataError(
-            f"{place}: the prompt ({field!r}) is {type_name(prompt)}, but a prompt template needs text; write "
-            "its wording into the messages"
-        )
-    if not prompt.strip():
-        raise DataError(f"{place}: the prompt ({field!r}) is empty")
-    return template.replace("{prompt}", prompt)
-
-
 def _check_length(num_tokens: int, limit: int | None, what: str, limit_name: str, place: str) -> None:
     if limit is not None and num_tokens > limit:
         remedy = "shorten or remove it, or raise the setting" if "." in limit_name else "shorten or remove it"
@@ -198,21 +178,28 @@ def _check_length(num_tokens: int, limit: int | None, what: str, limit_name: str
 
 
 def _encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, prompt: Any, field: str, chat_template: bool, place: str
+    tokenizer: PreTrainedTokenizerBase,
+    record: Record,
+    field: str,
+    chat_template: bool,
+    place: str,
+    template: str | None = None,
 ) -> tuple[str, np.ndarray]:
     """Return (text that was tokenized, int32 tokens) of plain text or of chat messages."""
-    if isinstance(prompt, str):
-        if not prompt.strip():
-            raise DataError(f"{place}: the prompt ({field!r}) is empty")
-        text = _render(tokenizer, [{"role": "user", "content": prompt}], place) if chat_template else prompt
-        templated = chat_template
-    elif isinstance(prompt, list):
+    prompt = get_field(record, field, place)
+    templated = chat_template or isinstance(prompt, list)
+    if isinstance(prompt, list) and template is None:
         _check_messages(prompt, field, place)
-        text, templated = _render(tokenizer, prompt, place), True
+        text = _render(tokenizer, prompt, place)
+    elif not isinstance(prompt, str):
+        wanted = "text or a list of chat messages" if template is None else "text for the prompt template"
+        raise DataError(f"{place}: the prompt ({field!r}) is {type_name(prompt)}, expected {wanted}")
+    elif not prompt.strip():
+        raise DataError(f"{place}: the prompt ({field!r}) is empty")
     else:
-        raise DataError(
-            f"{place}: the prompt ({field!r}) is {type_name(prompt)}, expected text or a list of chat messages"
-        )
+        # Other braces stay as they are, because LaTeX uses them.
+        text = prompt if template is None else template.replace("{prompt}", prompt)
+        text = _render(tokenizer, [{"role": "user", "content": text}], place) if chat_template else text
     try:
         tokens = np.asarray(tokenizer(text, add_special_tokens=not templated)["input_ids"], dtype=np.int32)
     except Exception as error:  # tokenizers raises a bare Exception for a character without a token
@@ -229,19 +216,13 @@ def _encode_prompt(
 
 
 def _check_messages(messages: list[Any], field: str, place: str) -> None:
-    if not messages:
-        raise DataError(f"{place}: the prompt ({field!r}) is an empty list of messages")
     for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise DataError(
-                f'{place}: message {number} of {field!r} is {message!r:.80}, expected {{"role": ..., "content": ...}}'
-            )
-        if not isinstance(message["content"], str):
-            raise DataError(
-                f"{place}: content of message {number} of {field!r} is {type_name(message['content'])}, expected text"
+                f"{place}: message {number} of {field!r} is {message!r:.80}, expected role and content, both text"
             )
     if not any(message["content"].strip() for message in messages):
-        raise DataError(f"{place}: all messages of the prompt ({field!r}) are empty")
+        raise DataError(f"{place}: the prompt ({field!r}) has no message with content")
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], place: str) -> str:
@@ -257,12 +238,12 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], 
 
 
 def _answer(answer: Any, field: str, place: str) -> str:
-    if answer is None or (isinstance(answer, str) and not answer.strip()):
-        raise DataError(f"{place}: the prompt has no answer ({field!r} is {'null' if answer is None else 'blank'})")
-    if isinstance(answer, str):
+    if isinstance(answer, str) and answer.strip():
         return answer
     if isinstance(answer, int) and not isinstance(answer, bool):
         return str(answer)
+    if answer is None or isinstance(answer, str):
+        raise DataError(f"{place}: the prompt has no answer ({field!r} is {'null' if answer is None else 'blank'})")
     raise DataError(
         f"{place}: the answer ({field!r}) is {type_name(answer)}, expected text or a whole number; write it as text"
     )

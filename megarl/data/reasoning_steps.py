@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
-
-from megarl.errors import DataError
+from transformers import PreTrainedTokenizerBase
 
 INCOMPLETE = "\ufffd"
 """What a decoder writes for bytes that are not a whole character yet."""
@@ -17,21 +15,14 @@ _INVALID_RUN = 64
 """Tokens to look back through in a run of invalid bytes."""
 
 
-class Decoder(Protocol):
-    """The one method of a tokenizer that is used here."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
-
-
-def step_tokens(tokenizer: Decoder, response_tokens: np.ndarray, ends: Sequence[int]) -> np.ndarray:
+def step_tokens(tokenizer: PreTrainedTokenizerBase, response_tokens: np.ndarray, ends: Sequence[int]) -> np.ndarray:
     """Return the index of each step's last token: the first k for which tokens 0..k decode to the whole step.
 
     A step that ends with the text ends with the last token, which may be the end token. One token may be the last of
     several steps.
 
     response_tokens: integer [T]. ends: [S], characters of ``tokenizer.decode(response_tokens,
-    skip_special_tokens=True)`` up to the end of each step, exclusive, ascending, from 1 to its length. Returns int64
-    [S]. Raises DataError for other ends.
+    skip_special_tokens=True)`` up to the end of each step, as ``read_verdict`` checks them. Returns int64 [S].
 
     Decodes prefixes, about log2(T) of them per step. Sampling keeps no character offsets, and decoding token by token
     breaks characters whose bytes are spread over several tokens.
@@ -40,10 +31,9 @@ def step_tokens(tokenizer: Decoder, response_tokens: np.ndarray, ends: Sequence[
 
     @functools.cache
     def text_up_to(index: int) -> str:
-        return tokenizer.decode(tokens[: index + 1], skip_special_tokens=True)
+        return str(tokenizer.decode(tokens[: index + 1], skip_special_tokens=True))
 
     text = text_up_to(len(tokens) - 1)
-    _check_ends(ends, len(text))
     found = [
         len(tokens) - 1 if end == len(text) else _first_that_covers(text[:end], text_up_to, len(tokens)) for end in ends
     ]
@@ -65,14 +55,3 @@ def _first_that_covers(step: str, text_up_to: Callable[[int], str], num_tokens: 
             break
         before -= 1
     return index
-
-
-def _check_ends(ends: Sequence[int], length: int) -> None:
-    previous = 0
-    for step, end in enumerate(ends):
-        if not previous < end <= length:
-            raise DataError(
-                f"step {step} ends at character {end}, expected {previous + 1}..{length}: ends ascend and lie within "
-                "the response as it was judged"
-            )
-        previous = end

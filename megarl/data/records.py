@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +58,10 @@ def read_records(
         )
     else:
         records = _read_dataset(str(source), split)
-    num_records = 0
-    for place, record in islice(records, limit):
-        num_records += 1
-        yield place, record
-    if num_records == 0:
+    first = next(records, None)
+    if first is None:
         raise DataError(f"{source}: the file is empty: expected at least one example")
+    yield from islice(chain([first], records), limit)
 
 
 def write_jsonl(path: Path, rows: Iterable[Record]) -> None:

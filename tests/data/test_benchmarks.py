@@ -156,7 +156,7 @@ def test_a_template_goes_around_text_and_inside_the_chat(make_tokenizer: Any, wr
     assert prompt.text == "<u>1+1 {x}=<e><a>"
     messages = write_jsonl({"prompt": [{"role": "user", "content": "1+1"}], "answer": "2"}, name="chat.jsonl")
     (asked,) = choose([str(messages)], config(), PLAIN)
-    with pytest.raises(DataError, match="but a prompt template needs text"):
+    with pytest.raises(DataError, match="expected text for the prompt template"):
         load(asked, make_tokenizer(chat=True), chat_template=True)
     blank = write_jsonl({"prompt": " ", "answer": "2"}, name="blank.jsonl")
     with pytest.raises(DataError, match=r"blank\.jsonl:1: the prompt .* is empty"):

@@ -43,8 +43,8 @@ def test_jsonl_gives_tokens_text_answer_and_place(write_jsonl: Write, tokenizer:
         ('{"question": "1=", "answer": "1"}', "no field 'prompt'; the fields are: question, answer"),
         ('{"prompt": "1="}', "no field 'answer'"),
         ('{"prompt": " ", "answer": "1"}', "is empty"),
-        ('{"prompt": [], "answer": "1"}', "empty list"),
-        ('{"prompt": 7, "answer": "1"}', "a whole number, expected text"),
+        ('{"prompt": [], "answer": "1"}', "no message with content"),
+        ('{"prompt": 7, "answer": "1"}', "expected role and content, both text"),
         ('{"prompt": null, "answer": "1"}', "null, expected text"),
         ('{"prompt": "1=", "answer": null}', "no answer ('answer' is null)"),
         ('{"prompt": "1=", "answer": "\\n"}', "no answer ('answer' is blank)"),
@@ -126,10 +126,10 @@ def test_chat_template_wraps_plain_text(
 @pytest.mark.parametrize(
     ("messages", "told"),
     [
-        ([{"role": "user"}], 'expected {"role"'),
-        (["21="], 'expected {"role"'),
-        ([{"role": "user", "content": 3}], "a whole number, expected text"),
-        ([{"role": "user", "content": " "}], "are empty"),
+        ([{"role": "user"}], "expected role and content"),
+        (["21="], "expected role and content"),
+        ([{"role": "user", "content": 3}], "expected role and content, both text"),
+        ([{"role": "user", "content": " "}], "no message with content"),
         ([{"role": "forbidden", "content": "21="}], "role is not allowed"),
     ],
 )

@@ -13,7 +13,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from megarl.data.reasoning_steps import step_tokens
 from megarl.data.rewards import StepReward, Steps, Verdict, read_verdict
 from megarl.data.tiny import CHARACTERS, write_tiny_model
-from megarl.errors import DataError
 
 CORPUS = [
     "the step ends here. so it is: 1 + 2 = 3\n\n",
@@ -138,13 +137,6 @@ def test_a_step_at_the_end_takes_the_end_token_with_it(make_tokenizer: Callable[
     tokens = np.array([*tokenizer("abc", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id])
     assert step_tokens(tokenizer, tokens, [2, 3]).tolist() == [1, 3]
     assert step_tokens(tokenizer, tokens, []).tolist() == []
-
-
-@pytest.mark.parametrize("ends", [[0], [2, 2], [2, 1], [4], [-1]])
-def test_ends_that_cannot_be(ends: list[int], make_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> None:
-    tokens = np.array(make_tokenizer()("abc", add_special_tokens=False)["input_ids"])
-    with pytest.raises(DataError, match="ends ascend and lie within"):
-        step_tokens(make_tokenizer(), tokens, ends)
 
 
 def test_verdicts_of_steps() -> None:
