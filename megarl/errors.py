@@ -1,8 +1,8 @@
 """Every error that megarl raises on purpose.
 
-Each class is also a stdlib kin, so that ``except ValueError`` and the like keep working for callers who do not
-know megarl. A message says what was found, what was expected, and what to do. The command line prints it as one
-line and exits with code 2.
+Each class also derives from a built-in exception, so that ``except ValueError`` and the like keep working for
+callers who do not know megarl. A message says what was found, what was expected, and what to do. The command line
+prints it as one line and exits with code 2.
 """
 
 
@@ -10,7 +10,7 @@ class MegarlError(Exception):
     """Base of all errors below; the command line turns it into one line and exit code 2."""
 
     second_hand = False
-    """Whether it only says that another rank has failed, which knows more."""
+    """Whether it only says that another rank has failed; that rank has the actual error."""
 
 
 class ConfigError(MegarlError, ValueError):

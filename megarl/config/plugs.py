@@ -52,7 +52,7 @@ class EngineKind:
     nucleus: bool = False
     """Returns log-probabilities of the nucleus that it samples from; rollout.top_p below 1 needs them."""
     server: bool = False
-    """Samples in servers, which the [sglang] table describes and which can work while the trainer trains."""
+    """Samples in servers, which can work while the trainer trains. The [sglang] table describes them."""
     resumable: bool = False
     """A response follows from weights, prompt and seed alone, so that a resumed run repeats lost steps exactly."""
 

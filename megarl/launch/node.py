@@ -35,8 +35,8 @@ def torchrun(launch: Mapping[str, Any], node: int) -> list[str]:
 
 
 def environment(launch: Mapping[str, Any], node: int) -> dict[str, str]:
-    """What torchrun and its ranks need besides: the interface that has this node's address, where names need not
-    resolve, and lines without a prefix."""
+    """Environment variables that torchrun and its ranks also need: log lines without a prefix, and the interface with
+    this node's address, because host names need not resolve."""
     address = read_topology(launch).trainers[node].address
     interface = next(
         (

@@ -32,7 +32,7 @@ def serve(config: Config, launch_file: Path, index: int) -> None:
     """Run a server until it is to end. RolloutError if it does not start, or ends by itself."""
     launch = json.loads(launch_file.read_text())
     topology = read_topology(launch)
-    # A folder for each server: two of a node would write the files of one at the same time.
+    # A folder for each server, because two servers of a node would write the same files at the same time.
     folder = config.run_dir / "sglang" / f"server{index}"
     host = topology.server_node(index).address
     specs = server_specs(config, host, key_named(config.sglang.api_key_env), folder)

@@ -15,7 +15,7 @@ class RolloutConfig(Table):
 
     engine: str = "local"
     """"local": transformers in the trainer's own processes; "sglang": SGLang servers (see [sglang]); or your own,
-    "package.module:name", see docs/plugin.md."""
+    "package.module:name", see "Plugs" in docs/architecture.md."""
     prompts_per_step: PositiveInt
     """Prompts B of a global step."""
     group_size: PositiveInt
@@ -65,17 +65,18 @@ class EnvironmentConfig(Table):
     function: str | None = None
     """"tools" for those below, or "package.module:factory"; default none: a response is one turn."""
     options: dict[str, Any] = {}
-    """Keywords for that factory."""
+    """Keyword arguments of the factory that function names."""
     tools: list[str] = []
     """What the model may call: "calculator", "python" or "package.module:factory"."""
     format: Literal["block", "hermes"] = "block"
-    """How it calls: text between call_open and call_close, for one tool; or JSON in <tool_call> tags, as Qwen."""
+    """How the model calls a tool. block: text between call_open and call_close, for one tool; hermes: JSON in
+    <tool_call> tags, as Qwen does."""
     call_open: str = "<tool>"
-    """What begins a call of the format block."""
+    """Text that begins a call, with format block."""
     call_close: str = "</tool>"
-    """What ends it; what follows is not read."""
+    """Text that ends a call, with format block; text after it is ignored."""
     observation: str | None = None
-    """What is appended for a call, {output} being the tool's; default depends on the format."""
+    """Text appended after a call; {output} stands for the tool's output. The default depends on the format."""
     stop: list[str] = []
     """Texts of one token each that end a turn, besides the end token."""
     max_turns: PositiveInt = 8
@@ -85,16 +86,16 @@ class EnvironmentConfig(Table):
     step_s: PositiveFloat = 60.0
     """Longest answer of the environment; seconds."""
     episode_s: PositiveFloat = 1800.0
-    """Longest time from the end of a rollout's first turn to its end, sampling included; seconds. A later one does not
-    train, and is counted."""
+    """Longest time from the end of a rollout's first turn to the end of the rollout, sampling included; seconds. A
+    rollout that takes longer does not train, and is counted."""
     concurrency: PositiveInt = 4
-    """Answers that each rank has the environment work on at a time."""
+    """Answers that the environment computes at a time, on each rank."""
     python_s: PositiveFloat = 10.0
     """Wall and CPU time of a call of the Python tool; seconds."""
     python_memory_mb: PositiveInt = 1024
-    """Memory of each of its processes."""
+    """Memory of each process of the Python tool."""
     python_output_kb: PositiveInt = 16
-    """Most that it may print."""
+    """Longest output of the Python tool."""
     python_processes: int = Field(default=8, ge=-1)
     """Processes and threads that it may have beside the first one; -1 = no limit, with python_limits_alone only."""
     python_limits_alone: bool = False
@@ -160,7 +161,7 @@ class SGLangConfig(Table):
     deadline_s: PositiveFloat = 600.0
     """Longest time for one response; seconds."""
     attempts: PositiveInt = 4
-    """Attempts at a request, which fail by a bad or late answer, before the run ends."""
+    """Attempts at a request before the run ends. An attempt fails if the answer is bad or late."""
     start_deadline_s: PositiveFloat = 600.0
     """Longest start of a server, and longest absence of a lost one; seconds."""
     max_restarts: Count = 20

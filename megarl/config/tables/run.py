@@ -56,7 +56,7 @@ class CheckpointConfig(Table):
 
 
 class LaunchConfig(Table):
-    """[launch]: where `megarl launch` starts a run, and what `megarl plan` reckons with; see docs/launch.md."""
+    """[launch]: where `megarl launch` starts a run, and what `megarl plan` calculates with; see docs/launch.md."""
 
     layout: Literal["local", "colocated", "disaggregated", "heterogeneous"] = "local"
     """local: one machine, no Slurm; colocated: servers beside the trainer, on its GPUs; disaggregated: servers on nodes
@@ -68,13 +68,13 @@ class LaunchConfig(Table):
     server_nodes: Count = 0
     """Nodes that hold SGLang servers and nothing else, sglang.servers on each."""
     gpu_memory_gib: PositiveFloat | None = None
-    """Memory of one GPU for `megarl plan`, GiB; without it nothing is refused for want of memory."""
+    """Memory of one GPU for `megarl plan`, GiB. Without it, plan refuses nothing for lack of memory."""
     max_restarts: Count = 3
-    """Starts of the trainer in a row, after one that died, without a new checkpoint; for servers see
+    """Most restarts of a trainer that dies, in a row without a new checkpoint; for servers see
     sglang.max_restarts."""
     stop_grace_s: PositiveFloat = 240.0
-    """Seconds between the request to stop and the moment when what has not ended is killed: time for a step's updates
-    and a checkpoint, and less than the scripts' --signal=B:USR1@300."""
+    """Seconds from the request to stop until processes that still run are killed. It must be enough for a step's
+    updates and a checkpoint, and less than the 300 s of --signal=B:USR1@300 in the scripts."""
 
     @property
     def apart(self) -> bool:

@@ -27,33 +27,34 @@ class SamplingConfig(Table):
     """uniform: group_size each; ada_seq_pos, ada_seq_balance: rounds until a prompt has its positives (and negatives);
     ada_est, gvm: by estimates, prompts_per_step * group_size in all (see [estimate] and [gvm])."""
     train_size: PositiveInt | None = None
-    """Responses to a prompt that train, where it has more; default group_size with ada_seq_*, all with uniform."""
+    """Responses to a prompt that train, if more were drawn; default group_size with ada_seq_*, all with uniform."""
     round_size: PositiveInt = 8
     """Responses to a prompt in each round of ada_seq_*."""
     max_samples: PositiveInt = 32
-    """Most responses to a prompt: after so many ada_seq_* gives up, and ada_est allots no more."""
+    """Most responses to a prompt. ada_seq_* gives up after this number; ada_est allots at most this number."""
     positives: Count | None = None
     """Positive responses that end a prompt; default 1 with ada_seq_pos, half of train_size with ada_seq_balance."""
     negatives: Count | None = None
-    """Negative ones that ada_seq_balance needs besides; default the other half."""
+    """Negative responses that ada_seq_balance needs in addition; default the other half of train_size."""
     subsample: Literal["balance", "pos", "any"] | None = None
-    """Which responses train with uniform and a train_size: half of each class as far as there are, in the pool's
-    proportion but at least one of each, or whatever comes; default balance."""
+    """Which responses train with rule uniform and a train_size. balance: half positive, half negative, as far as
+    available; pos: in the proportion of all drawn, but at least one of each class; any: regardless of the reward.
+    Default balance."""
     keep: Literal["first", "random"] = "first"
-    """Which responses of a class train, where there are more: the first that were asked for, or any, by the seed."""
+    """Which responses of a class train if there are too many: those requested first, or a random choice by the seed."""
     refill: bool = False
-    """DAPO's dynamic sampling: a prompt without contrast in its rewards gives its place to a new one."""
+    """DAPO's dynamic sampling: a prompt whose rewards are all equal is replaced by a new prompt."""
     max_prompts: PositiveInt | None = None
     """Most prompts of a step with refill; default 4 * prompts_per_step."""
     spare: Count = 0
-    """Prompts drawn ahead with refill: a shorter wait at the end of a step, for responses that may be lost."""
+    """With refill, prompts drawn ahead. They shorten the wait at the end of a step, but may not be needed."""
     advantages: Literal["objective", "credit"] | None = None
     """Whose advantages: the objective's, from the responses that train, or those of [credit], from all that were drawn;
     default credit with ada_* and with train_size, else objective. Weights of [credit] go with either."""
 
     @property
     def fixed(self) -> bool:
-        """Whether it is known beforehand what is sampled, and all of it trains."""
+        """Whether it is known before a step which responses are sampled, and all of them train."""
         return self.rule == "uniform" and self.train_size is None and not self.refill
 
     @property
@@ -68,7 +69,7 @@ class SamplingConfig(Table):
         return self.advantages == "credit" or (self.advantages is None and chosen_by_reward)
 
     def rule_of(self, group_size: int, threshold: float = POSITIVE) -> SamplingRule:
-        """The rule for groups of so many, a reward above ``threshold`` being positive; not for those that allot.
+        """The sampling rule for this group size; not for rules that allot. A reward above ``threshold`` is positive.
 
         ConfigError if sizes do not go together."""
         train_size = group_size if self.train_size is None else self.train_size
@@ -87,7 +88,7 @@ class SamplingConfig(Table):
         return Uniform(group_size, self.train_size, self.subsample or "balance", threshold=threshold)
 
     def check_credit(self, credit: Credit, group_size: int) -> None:
-        """ConfigError if the credit is not used, or the responses that train may lack a class that it needs."""
+        """ConfigError if [credit] is set but not used, or needs a class that may be missing in what trains."""
         if not self.uses_credit:
             unused = [name for name in _ADVANTAGE_PARTS if getattr(credit, name) != getattr(Credit(), name)]
             if unused:
@@ -140,15 +141,15 @@ class EstimateConfig(Table):
     """Which counts: "ada_est" in proportion to 1 / sqrt(p + eps), or those of least variance for the objective "log",
     "raft", "linear", "arcsin" or "power:A"."""
     eps: PositiveFloat = 1e-3
-    """Of "ada_est"."""
+    """The eps of objective "ada_est"."""
     min_samples: Count = 1
     """Least responses to a prompt; the most are sampling.max_samples."""
     decay: float = Field(default=0.9, ge=0, le=1)
-    """What is left of a prompt's counts when it is drawn again."""
+    """Factor on the counts of a prompt whenever it is drawn again."""
     prior_positives: PositiveFloat = 1.0
-    """Positive responses that each prompt has beforehand, so to speak: alpha of a Beta prior."""
+    """alpha of the Beta prior: each prompt starts as if it had this many positive responses."""
     prior_negatives: PositiveFloat = 1.0
-    """Negative ones: beta."""
+    """beta of the Beta prior: the same for negative responses."""
     head_lr: float = Field(default=0.1, gt=0, lt=10)
     """Learning rate of the value head: about how far one of its 8 steps per update moves a logit."""
 
@@ -170,13 +171,13 @@ class GvmConfig(Table):
     refresh_every: PositiveInt = 10
     """Steps between first stages; each one looks at the prompts of all steps up to the next."""
     alpha: NonNegative = 1e-3
-    """How soon hopeless prompts are given up."""
+    """alpha of n ~ G / sqrt(p + alpha / p^(beta - 1)): the larger, the fewer responses to hard prompts."""
     beta: float = Field(default=2.0, ge=2)
-    """Exponent of the pass rate in that."""
+    """beta of the same formula."""
     block: str = "embedding"
     """Parameters whose gradient is measured: "embedding", "output_layer", or a regular expression on their names."""
     average: Literal["mean", "rms"] = "mean"
-    """Over a prompt's accepted responses: mean as the released code, rms as the theory."""
+    """How the gradient norms of a prompt's accepted responses are averaged: mean (released code) or rms (theory)."""
     solved_above: float = Field(default=1.0, ge=0, le=1)
     """Prompts with a higher acceptance rate get nothing; 1 = off."""
     min_accepted: NonNegative = 0.0
@@ -187,9 +188,9 @@ class CreditConfig(Table):
     """[credit]: advantages and weights of what adaptive sampling selected; see docs/sampling.md."""
 
     statistics: Statistics = "pool"
-    """Whose mean and standard deviation: of all that was drawn of a prompt, or of what trains."""
+    """Which responses give mean and standard deviation: all drawn responses to a prompt, or those that train."""
     scale: PoolScale | None = None
-    """What divides: none, std, rate or root_rate of that; default root_rate with ada_est, else none."""
+    """Divisor of the advantage: none, std, rate or root_rate of these; default root_rate with ada_est, else none."""
     ddof: Literal[0, 1] = 1
     """Of the standard deviation: 1 unbiased, 0 population."""
     floor: PositiveFloat = 1e-6
@@ -197,11 +198,12 @@ class CreditConfig(Table):
     rate_eps: NonNegative | None = None
     """Added to a pass rate before it divides; default estimate.eps with ada_est, else 0."""
     combination: Combination = "plain"
-    """unbiased: take out what the choice by rewards does to the gradient, which is then that of the pass rate."""
+    """unbiased: remove the bias of selecting by reward; the expected gradient is then that of the pass rate."""
     objective: str | None = None
-    """Weigh prompts by f'(p) of "log", "raft", "arcsin" or "power:A", where sampling does not follow it by itself."""
+    """Weight of a prompt with pass rate p: f'(p), for f = "log", "raft", "arcsin" or "power:A". Only for sampling
+    that does not already follow f."""
     weigh: Weigh = "sample"
-    """What counts alike: each response that trains, or each prompt."""
+    """What has equal weight: each response that trains, or each prompt."""
 
     def record(self, rule: Rule, eps: float) -> Credit:
         """The credit with its defaults resolved; ConfigError if its parts do not go together."""

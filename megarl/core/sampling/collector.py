@@ -8,8 +8,9 @@
     selection = collector.select()
     advantages, weights = assign(Credit(), selection)  # megarl.core.sampling.credit_assignment
 
-Prompts and samples are numbers, counted as they are asked for: prompt 3 is the fourth one begun, sample 9 of it its
-tenth. No prompt waits for another, and what trains depends on the rewards of (prompt, sample), not on when they came.
+Prompts and samples are numbered in the order in which they are asked for: prompt 3 is the fourth prompt begun, and its
+sample 9 is its tenth sample. No prompt waits for another. What trains depends on the rewards of (prompt, sample), not
+on the time at which they arrive.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Ask:
     """Samples to draw now."""
 
     prompt: int
-    """Index of the prompt; one above all before begins a new one."""
+    """Index of the prompt; an index larger than all earlier ones begins a new prompt."""
     samples: range
     """Indices of the samples."""
 
@@ -48,12 +49,12 @@ class Selection:
     rewards: np.ndarray
     """float64 [N]."""
     pools: tuple[Pool, ...]
-    """Those of the prompts that take a place in the batch, also where nothing of them trains; ascending."""
+    """The pools of the prompts with a place in the batch, ascending; also of prompts of which nothing trains."""
     rule: SamplingRule
-    """What drew them."""
+    """The rule that drew them."""
     drawn: np.ndarray
-    """int64 [4, A]: prompt, samples asked for, samples with a reward and positive ones, of all prompts that ended,
-    those that were replaced among them: what estimates of pass rates learn from."""
+    """int64 [4, A], by prompt that ended, replaced ones included: prompt, samples asked for, samples with a reward,
+    positive samples. Estimates of pass rates learn from it."""
     metrics: dict[str, Stat]
     """Costs and outcomes, ``sampling/...``."""
 

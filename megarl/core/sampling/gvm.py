@@ -30,13 +30,14 @@ def gvm_allocate(
     """Return ``n = total * w / sum(w)`` in whole numbers, with ``w = G / sqrt(p + alpha / p^(beta - 1))``.
 
     This minimises ``sum G^2 / (p n) / (1 + alpha / p^beta)``. The weight grows as p falls, down to
-    ``p = (alpha (beta - 1))^(1 / beta)``, 0.032 by default, and below that goes to 0: what is never accepted teaches
-    nothing. Prompts with p = 0 or G = 0 get none. ``solved_above``: nor do those with a larger p (1 is off);
-    ``min_accepted``: nor those whose expected number of accepted samples ``p n``, before this filter, is less. If that
-    leaves no prompt, as where nothing was accepted, all get the same: there is nothing to go by.
+    ``p = (alpha (beta - 1))^(1 / beta)``, 0.032 by default, and below that goes to 0, because a prompt that is never
+    accepted teaches nothing. These prompts get no samples: p = 0 or G = 0; p above ``solved_above`` (1 is off); fewer
+    expected accepted samples ``p n``, before this filter, than ``min_accepted``. If no prompt is left, for instance
+    because nothing was accepted, all prompts get the same number.
 
-    Rounds half to even; what is then missing or too much is mended by one each at the largest or smallest residuals.
-    (The released code mends at most one per prompt, which unnormalised shares could overrun, down to negative counts.)
+    Counts are rounded half to even. If their sum is then too small or too large, the prompts with the largest or
+    smallest residuals get one more or one less. (The released code corrects each prompt by at most one, which is not
+    enough for shares that are not normalised, and can make counts negative.)
     pass_rates, grad_norms: [B]; result: int64 [B], adding up to ``total``. Raises ValueError for other input.
     """
     rates, weights = np.asarray(pass_rates, dtype=np.float64), _weights(pass_rates, grad_norms, alpha, beta)

@@ -1,8 +1,8 @@
 """Turns the answers of SGLang servers into rollouts, and checks them first.
 
-An answer has the experts of every token that the server has processed, prompt included, as base64 of raw int32 for
-every layer, dense ones too; with megarl's ``plugin`` in a short form, without the dense layers. The last generated
-token was never processed, so it has no row.
+An answer has the experts of every token that the server has processed, prompt included: base64 of raw int32 for every
+layer, dense layers included. Servers with megarl's ``plugin`` send a short form without the dense layers. The last
+generated token was never processed, so it has no row.
 """
 
 from __future__ import annotations

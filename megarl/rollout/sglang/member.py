@@ -33,7 +33,7 @@ class Member:
     sender: WeightSender | None = None
     restarts: int = 0
     checked_at: float = -math.inf
-    """When the server last passed a check."""
+    """When the server last passed a health check; somebody else's server: when it was last asked for its weights."""
     silent_since: float | None = None
     missed: bool = False
     """Whether the server was away during the last update."""

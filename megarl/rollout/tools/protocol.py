@@ -1,4 +1,4 @@
-"""What a tool and an environment are to whoever drives a rollout of several turns.
+"""The protocols of tools and environments, as the code that drives a rollout of several turns sees them.
 
 The driver owns the tokens, turn limits and deadlines: it cancels what is too slow, so every coroutine here must give up
 its processes and files when it is cancelled.
@@ -24,7 +24,7 @@ ToolExit = Literal["ok", "error", "timeout", "memory", "output_limit", "killed"]
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a call of a tool gave."""
+    """The result of one call of a tool."""
 
     output: str
     """What the tool wrote, errors included; cut at its limit, and a last line then says so."""
@@ -32,7 +32,7 @@ class ToolResult:
     """ok; error: the call itself is wrong or failed; timeout: of wall or CPU time; memory: an allocation was refused;
     output_limit: it wrote more than is read; killed: it died of another signal."""
     truncated: bool = False
-    """Whether the output goes on where it was cut."""
+    """Whether the output was cut."""
 
 
 class Tool(Protocol):
@@ -40,10 +40,10 @@ class Tool(Protocol):
 
     @property
     def name(self) -> str:
-        """What the model calls it."""
+        """The name that the model uses for the tool."""
 
     async def __call__(self, argument: str) -> ToolResult:
-        """Runs one call. What the model did wrong is a result; RolloutError is raised for faults of the host alone."""
+        """Runs one call. A mistake of the model gives a result; only a fault of the host raises RolloutError."""
 
 
 @dataclass(frozen=True, slots=True)
