@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megarl.errors import SaveError
 from megarl.megatron.checkpoints.checkpoint import WRITE_ERRORS, clear_partial, partial_folder, publish
 from megarl.megatron.checkpoints.state import run_state
-from megarl.megatron.checkpoints.versions import checkpoint_metadata, forked_queue, write_errors_are_told_to_all
+from megarl.megatron.checkpoints.versions import ForkedQueue, checkpoint_metadata, write_errors_are_told_to_all
 from megarl.megatron.policy import Policy
 
 _PR_SET_PDEATHSIG = 1
@@ -46,7 +46,7 @@ class BackgroundSaver:
         """Start to write checkpoint ``step``, after the previous one is complete; a collective call."""
         self.poll(wait=True)
         path = clear_partial(self._folder, step)
-        filesystem_async._results_queue = forked_queue()
+        filesystem_async._results_queue = ForkedQueue()
         request = dist_checkpointing.save(
             run_state(policy, step, loop),
             str(partial_folder(path)),

@@ -40,30 +40,19 @@ from megarl.megatron.policy import Policy
 from megarl.models.shapes import ModelShape
 
 _NAME = re.compile(r"step_(\d+)")
-_READ_ERRORS = (
-    dist_checkpointing.core.CheckpointingException,
-    CheckpointException,  # torch's: a BaseException, no Exception
-    AssertionError,
-    AttributeError,  # from a bug in Megatron, where common.pt is missing
-    EOFError,
-    KeyError,
-    OSError,
-    RuntimeError,
-    UnpicklingError,
-    ValueError,
-)
-"""What Megatron and torch raise for a damaged or foreign checkpoint."""
+# CheckpointException is torch's: a BaseException, no Exception.
 WRITE_ERRORS = (dist_checkpointing.core.CheckpointingException, CheckpointException, OSError, RuntimeError)
+# AttributeError comes from a bug in Megatron, where common.pt is missing.
+_READ_ERRORS = (*WRITE_ERRORS, AssertionError, AttributeError, EOFError, KeyError, UnpicklingError, ValueError)
+"""What Megatron and torch raise for a damaged or foreign checkpoint."""
 _UNREACHABLE = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO)
 """Errors of a network file system that is away."""
 
 
 def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """(step, path) of every complete checkpoint in ``folder``, oldest first."""
-    if not folder.is_dir():
-        return []
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return sorted(found)
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return sorted((int(match[1]), path) for path in entries if (match := _NAME.fullmatch(path.name)))
 
 
 def save(folder: Path, step: int, policy: Policy, loop: Mapping[str, Any], keep: int) -> Path:
@@ -162,17 +151,14 @@ def _read_loop(path: Path, shape: ModelShape) -> dict[str, Any]:
     with _explain_errors(path, "is not a complete checkpoint"):
         loop = dist_checkpointing.load_common_state_dict(str(path))["loop"]
         written_by, _, _ = loop["model"], loop["layout"], loop["world_size"]
-    _refuse_other_model(path, written_by, shape.describe())
-    return loop
-
-
-def _refuse_other_model(path: Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    for key in sorted({*found, *expected}):
-        if found.get(key) != expected.get(key):
+    expected = shape.describe()
+    for key in sorted({*written_by, *expected}):
+        if written_by.get(key) != expected.get(key):
             raise CheckpointError(
-                f"{path} is of another model: {key} is {found.get(key)!r}, expected {expected.get(key)!r}; "
+                f"{path} is of another model: {key} is {written_by.get(key)!r}, expected {expected.get(key)!r}; "
                 "remove it, choose another run.dir, or set model.path back"
             )
+    return loop
 
 
 @contextmanager

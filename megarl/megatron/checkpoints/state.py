@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,15 +20,10 @@ from megarl.megatron.versions import for_stage
 
 def run_state(policy: Policy, step: int, loop: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that a checkpoint holds, for saving."""
-    state = sharded_state(policy, is_loading=False)
-    state["loop"] = {
-        **loop,
-        "step": step,
-        "world_size": dist.get_world_size(),
-        "layout": _describe_layout(policy),
-        "model": policy.shape.describe(),
-    }
-    return state
+    parallel, world = policy.config.parallel, dist.get_world_size()
+    layout = f"tp {parallel.tp} pp {parallel.pp} ep {parallel.ep} etp {parallel.expert_tp} on {world} ranks"
+    about = {"step": step, "world_size": world, "layout": layout, "model": policy.shape.describe()}
+    return {**sharded_state(policy, is_loading=False), "loop": {**loop, **about}}
 
 
 def sharded_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
@@ -48,7 +43,8 @@ def sharded_state(policy: Policy, is_loading: bool) -> dict[str, Any]:
     state["optimizer"] = policy.optimizer.sharded_state_dict(models, is_loading=is_loading, **checkpoint_metadata())
     state["scheduler"] = policy.scheduler.state_dict()
     rank, world = dist.get_rank(), dist.get_world_size()
-    state["rng"] = ShardedObject("rng", _get_rng(), (world,), (rank,), replica_id=0)
+    generators = {name: get() for name, (get, _) in _random_states().items()}
+    state["rng"] = ShardedObject("rng", generators, (world,), (rank,), replica_id=0)
     return state
 
 
@@ -84,26 +80,18 @@ def group_multipliers(optimizer: Any) -> list[dict[str, Any]]:
     return [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
 
 
-def _describe_layout(policy: Policy) -> str:
-    parallel = policy.config.parallel
-    return (
-        f"tp {parallel.tp} pp {parallel.pp} ep {parallel.ep} etp {parallel.expert_tp} on {dist.get_world_size()} ranks"
-    )
-
-
-def _get_rng() -> dict[str, Any]:
+def _random_states() -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
+    """Getter and setter of every random generator."""
+    tracker = tensor_parallel.get_cuda_rng_tracker()
     return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(),
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
-        "numpy": np.random.get_state(),
-        "python": random.getstate(),
+        "torch": (torch.get_rng_state, torch.set_rng_state),
+        "cuda": (torch.cuda.get_rng_state, torch.cuda.set_rng_state),
+        "tracker": (tracker.get_states, tracker.set_states),
+        "numpy": (np.random.get_state, np.random.set_state),
+        "python": (random.getstate, random.setstate),
     }
 
 
-def restore_rng(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    torch.cuda.set_rng_state(states["cuda"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
-    np.random.set_state(states["numpy"])
-    random.setstate(states["python"])
+def restore_rng(states: Mapping[str, Any]) -> None:
+    for name, (_, restore) in _random_states().items():
+        restore(states[name])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import pickle
 import queue
@@ -35,12 +34,7 @@ def checkpoint_metadata(name: str = "metadata") -> dict[str, dict[str, Any]]:
 
 def results_queue() -> Any:
     """The queue for the results of a blocking save; before 0.15 a forked process writes and fills it."""
-    return queue.Queue() if "execute_sync" in AsyncSaveShardedStrategy.save.__code__.co_names else _ForkedQueue()
-
-
-def forked_queue() -> Any:
-    """The queue for the results of a background save."""
-    return _ForkedQueue()
+    return queue.Queue() if "execute_sync" in AsyncSaveShardedStrategy.save.__code__.co_names else ForkedQueue()
 
 
 def write_errors_are_told_to_all() -> bool:
@@ -48,7 +42,7 @@ def write_errors_are_told_to_all() -> bool:
     return "failures_occurred" in save_state_dict_async_finalize.__code__.co_varnames
 
 
-class _ForkedQueue:
+class ForkedQueue:
     """A queue from a forked process to its parent, through a file: it neither blocks nor outlives them."""
 
     def __init__(self) -> None:
@@ -67,15 +61,11 @@ class _ForkedQueue:
         return item
 
 
-def _adapt_to_newer_libraries() -> None:
-    """Supply what checkpoints of older releases expect of numpy and torch, and newer libraries have changed."""
-    if "product" in exchange_utils._shard_size.__code__.co_names and not hasattr(np, "product"):  # to 0.15; numpy 2
-        np.product = np.prod
-    if "serialization_format" in inspect.signature(filesystem._write_item).parameters:  # torch 2.8
-        writer = filesystem_async.FileSystemWriterAsync.write_preloaded_data
-        if "serialization_format" not in writer.__code__.co_consts:  # 0.12
-            form = filesystem.SerializationFormat.TORCH_SAVE
-            filesystem_async._write_item = partial(filesystem._write_item, serialization_format=form)
-
-
-_adapt_to_newer_libraries()
+# Supply what checkpoints of older releases expect of numpy and torch, and newer libraries have changed.
+if "product" in exchange_utils._shard_size.__code__.co_names and not hasattr(np, "product"):  # to 0.15; numpy 2
+    np.product = np.prod
+if takes(filesystem._write_item, "serialization_format"):  # torch 2.8
+    _writer = filesystem_async.FileSystemWriterAsync.write_preloaded_data
+    if "serialization_format" not in _writer.__code__.co_consts:  # 0.12
+        _format = filesystem.SerializationFormat.TORCH_SAVE
+        filesystem_async._write_item = partial(filesystem._write_item, serialization_format=_format)
