@@ -37,8 +37,8 @@ def installed_layers() -> Layers:
 def convert(source: Path, out: Path, model: Path | None, options: Options, verify: Verify) -> Converted:
     """Convert a checkpoint into the other format, check it as asked, and print what was done.
 
-    A collective call under torchrun. Raises ConfigError and CheckpointError as the conversions do. A failed comparison
-    of logits leaves ``out`` in place: its weights equal the source's.
+    A collective call under torchrun. A failed comparison of logits leaves ``out`` in place: its weights equal the
+    source's.
     """
     ranks = Ranks()
     if verify == "logits" and ranks.size > 1:

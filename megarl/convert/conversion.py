@@ -1,7 +1,7 @@
 """Converts Hugging Face checkpoints into Megatron's ``torch_dist`` format and back, without building a model.
 
-Names and cuts come from ``models.names``, Megatron's keys from ``keys``. Memory: one parameter at a time towards
-Megatron, one file of ``shard_bytes`` towards Hugging Face. Under torchrun the ranks divide the files.
+Memory: one parameter at a time towards Megatron, one file of ``shard_bytes`` towards Hugging Face. Under torchrun the
+ranks divide the files.
 """
 
 from __future__ import annotations
@@ -46,20 +46,14 @@ class Options:
 
     dtype: torch.dtype | None = None
     """Of the output; None keeps each tensor's own. Expert biases always keep theirs: Megatron needs them in fp32."""
-    layers: Layers = "te"
-    """The layers whose names a Megatron checkpoint gets; a source's names are recognised."""
-    stack_layers: bool = False
-    """One tensor for all layers, Megatron's default with ``--moe-layer-freq 1``."""
-    drop: tuple[str, ...] = ()
-    """Globs of tensors of the source that may be left out, such as those of prediction layers."""
-    verify: bool = True
-    """Read everything back, invert it, and compare bit for bit."""
+    layers: Layers = "te"  # whose names a Megatron checkpoint gets; a source's names are recognised
+    stack_layers: bool = False  # one tensor for all layers, Megatron's default with ``--moe-layer-freq 1``
+    drop: tuple[str, ...] = ()  # globs of tensors of the source to leave out, such as those of prediction layers
+    verify: bool = True  # read everything back, invert it, and compare bit for bit
     overwrite: bool = False
-    shard_bytes: int = 2 << 30
-    """Largest safetensors file, unless one parameter is larger."""
+    shard_bytes: int = 2 << 30  # largest safetensors file, unless one parameter is larger
 
     def dtype_of(self, piece: Piece, stored: torch.dtype) -> torch.dtype:
-        """The output dtype of a parameter that is stored as ``stored``."""
         if self.dtype is None or piece.rule.megatron[0] in _KEEP_DTYPE or not stored.is_floating_point:
             return stored
         return self.dtype
@@ -120,7 +114,7 @@ def to_megatron(source: Path, out: Path, options: Options, ranks: Ranks) -> Conv
             if options.verify:
                 back = MegatronCheckpoint(job.folder, shape)
                 job.verify(units, sizes, lambda piece: _changed_tensors(piece, hf, back, options))
-            job.publish(_manifest("megatron", shape, keys, options, dropped))
+            job.publish(_describe("megatron", shape, keys, options, dropped))
     count = sum(map(len, units))
     return Converted(out, count, sum(sizes), len(units), job.kept, dropped, checked, keys, shape)
 
@@ -153,7 +147,7 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options, ranks: 
             with HFCheckpoint(job.folder) as hf:
                 check_tensors(hf, hf_shapes(shape))
                 job.verify(shards, sizes, lambda piece: _changed_parameter(piece, hf, megatron, options))
-        job.publish(_manifest("hf", shape, megatron.keys, options, megatron.dropped))
+        job.publish(_describe("hf", shape, megatron.keys, options, megatron.dropped))
     found = (megatron.dropped, checked, megatron.keys, shape, megatron.num_padded_rows)
     return Converted(out, len(pieces), sum(sizes), len(shards), job.kept, *found)
 
@@ -228,5 +222,5 @@ def _common_state(shape: ModelShape, keys: Keys) -> dict[str, Any]:
     }
 
 
-def _manifest(to: str, shape: ModelShape, keys: Keys, options: Options, dropped: list[str]) -> dict[str, Any]:
+def _describe(to: str, shape: ModelShape, keys: Keys, options: Options, dropped: list[str]) -> dict[str, Any]:
     return {"to": to, "family": shape.family, "keys": asdict(keys), "verified": options.verify, "dropped": dropped}

@@ -25,6 +25,7 @@ from megarl.errors import ConfigError
 from megarl.models.hf_reader import some
 
 _WEIGHT = ".weight"
+_HIGH = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _EXPERTS = re.compile(r"(.*\.experts)\.")
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
 """Projections that engines join into one matrix."""
@@ -49,16 +50,12 @@ class Tensor:
         return experts[1] if experts else self.name.removesuffix(_WEIGHT)
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """The tensors that become FP8."""
+def select_tensors(
+    tensors: Sequence[Tensor], keep: Sequence[str], block: tuple[int, int]
+) -> tuple[set[str], dict[str, Any]]:
+    """(names of the tensors that become FP8, ``quantization_config`` of the result), by name and shape.
 
-    quantized: set[str]
-    config: dict[str, Any]  # ``quantization_config`` of the result
-
-
-def select_tensors(tensors: Sequence[Tensor], keep: Sequence[str], block: tuple[int, int]) -> Selection:
-    """Select by name and shape. ``keep`` are globs of names, with or without ``.weight``, that stay as they are.
+    ``keep`` are globs of names, with or without ``.weight``, that stay as they are.
 
     Raises ConfigError for an empty block, a glob that matches nothing, weights that cannot be quantised, and a
     selection that engines would not understand.
@@ -70,12 +67,14 @@ def select_tensors(tensors: Sequence[Tensor], keep: Sequence[str], block: tuple[
     quantized = {one.name for one in matrices} - kept
     if not quantized:
         raise ConfigError("no linear weight is left to be quantised: the model has none, or --keep names all of them")
-    _require_floats([one for one in tensors if one.name in quantized])
+    integers = [f"{one.name} ({one.dtype})" for one in tensors if one.name in quantized and one.dtype not in _HIGH]
+    if integers:
+        raise ConfigError(f"{some(integers)} are quantised already, expected weights in high precision")
     _require_single_experts([one for one in tensors if one.name not in kept])
     _require_whole_matrices(matrices, quantized)
     modules = _modules_to_keep([one for one in tensors if one.name not in quantized])
     _require_distinct(modules, list(dict.fromkeys(one.module for one in matrices if one.name in quantized)))
-    return Selection(quantized, fp8_config(modules, block))
+    return quantized, fp8_config(modules, block)
 
 
 def is_misread(shape: Sequence[int], block: tuple[int, int]) -> bool:
@@ -96,13 +95,6 @@ def _match(tensors: Sequence[Tensor], keep: Sequence[str]) -> set[str]:
             raise ConfigError(f"--keep {pattern!r} matches no tensor of the model, such as {tensors[-1].name}")
         kept |= matched
     return kept
-
-
-def _require_floats(chosen: Sequence[Tensor]) -> None:
-    high = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-    quantized = [f"{one.name} ({one.dtype})" for one in chosen if one.dtype not in high]
-    if quantized:
-        raise ConfigError(f"{some(quantized)} are quantised already, expected weights in high precision")
 
 
 def _require_single_experts(tensors: Sequence[Tensor]) -> None:

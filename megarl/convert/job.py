@@ -1,8 +1,7 @@
 """Writes a folder file by file, on several ranks, and can be interrupted at any time.
 
-Until it is complete the folder is called ``OUT.partial``. Each finished unit leaves a record there, and another start
-with the same source and settings continues after these units. The folder gets its name when every unit is written and
-verified.
+Until every unit is written and verified, the folder is called ``OUT.partial``. Each finished unit leaves a record
+there, and another start with the same source and settings continues after these units.
 """
 
 from __future__ import annotations

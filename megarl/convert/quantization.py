@@ -1,6 +1,5 @@
 """Quantises checkpoints of Hugging Face or Megatron into Hugging Face folders with FP8 blocks, file by file.
 
-A linear weight is stored as e4m3 with the fp32 scales of its blocks (``core/fp8.py``); everything else unchanged.
 Memory: one file of ``shard_bytes``, and one parameter. Under torchrun the ranks divide the files.
 """
 
@@ -84,16 +83,16 @@ def quantize(source: Path, out: Path, model: Path | None, options: Options, rank
         if options.verify:
             require_unchanged(found.path, ranks)
         tensors = [tensor for part in found.parts for tensor in part.tensors]
-        selection = select_tensors(tensors, options.keep, options.block)
-        encode = partial(_encode, quantized=selection.quantized, block=options.block)
-        sizes = [sum(_num_bytes(one, selection.quantized, options) for one in part.tensors) for part in found.parts]
+        quantized, config = select_tensors(tensors, options.keep, options.block)
+        encode = partial(_encode, quantized=quantized, block=options.block)
+        sizes = [sum(_num_bytes(one, quantized, options) for one in part.tensors) for part in found.parts]
         shards, totals = pack_shards(found.parts, sizes, options.shard_bytes)
         settings = {"block": options.block, "keep": options.keep, "shard_bytes": options.shard_bytes}
         identity = fingerprint(found.files, found.model, to="fp8", **settings)
         with ConversionJob(out, identity, ranks, overwrite=options.overwrite) as job:
 
             def finish(errors: list[dict[str, BlockErrors]]) -> None:
-                copy_model_files(found.model, job.folder, None, selection.config)
+                copy_model_files(found.model, job.folder, None, config)
                 by_name = {name: asdict(one) for part in errors for name, one in part.items()}
                 content = {"block": options.block, "tensors": by_name}
                 write_atomically(job.folder / FP8_ERRORS, json.dumps(content, indent=1).encode())
@@ -101,7 +100,12 @@ def quantize(source: Path, out: Path, model: Path | None, options: Options, rank
             job.write_shards(shards, totals, encode, finish)
             if options.verify:
                 with HFCheckpoint(job.folder) as back:
-                    job.verify(shards, totals, lambda part: _find_changed(encode(part, measure=False)[0], back))
+
+                    def find_changed(part: _Part) -> list[str]:
+                        expected = encode(part, measure=False)[0].items()
+                        return [name for name, tensor in expected if not same_bits(back.stored(name), tensor)]
+
+                    job.verify(shards, totals, find_changed)
             job.publish({"to": "fp8", "block": options.block, "keep": options.keep, "verified": options.verify})
     before = sum(tensor.num_bytes for tensor in tensors)
     shapes = {tensor.name: tensor.shape for tensor in tensors}
@@ -176,7 +180,3 @@ def _encode(
         if total is not None:
             errors[name] = total.total()
     return made, errors
-
-
-def _find_changed(expected: dict[str, torch.Tensor], back: HFCheckpoint) -> list[str]:
-    return [name for name, tensor in expected.items() if not same_bits(back.stored(name), tensor)]

@@ -3,8 +3,7 @@
 No model is built. The formulas and what they were checked against: docs/plan.md. The way through:
 
     plan             puts it together: configuration -> Plan
-    layout           layers of each pipeline stage; mini-batches, micro-batches and pipeline bubble of a step
-    parameters       parameters of the model and of a rank
+    layout           layers of each stage, parameters of each rank, batches and pipeline bubble of a step
     activations      bytes that a forward pass keeps, module by module
     trainer_memory   bytes of a rank of the trainer
     engine_memory    bytes of a GPU of the sampling engine

@@ -10,8 +10,7 @@ from megarl.errors import ConfigError
 from megarl.models.shapes import read_shape
 from megarl.plan.checks import GpuMemory, check_division, check_engine, check_gpus, check_servers
 from megarl.plan.engine_memory import EngineMemory, engine_memory
-from megarl.plan.layout import Schedule, divide_step, stages_of
-from megarl.plan.parameters import ModelCount, RankCount, count_model, count_rank
+from megarl.plan.layout import ModelCount, RankCount, Schedule, count_model, count_rank, divide_step, stages_of
 from megarl.plan.traffic import (
     RankTraffic,
     StepTraffic,

@@ -14,8 +14,7 @@ from megarl.core.rollout_codec import num_encoded_bytes
 from megarl.models.names import rules_of
 from megarl.models.shapes import ModelShape
 from megarl.plan.engine_memory import cache_bytes_per_token, weight_bytes
-from megarl.plan.layout import Schedule, Stage
-from megarl.plan.parameters import RankCount, count_model, numel
+from megarl.plan.layout import RankCount, Schedule, Stage, count_model, numel
 from megarl.plan.trainer_memory import BUCKET_BYTES, ELEMENT, cut_of, route_bytes
 
 REWARD_BYTES = 88

@@ -10,8 +10,7 @@ from megarl.megatron.passes.logprobs import COLUMNS, ROWS
 from megarl.models.names import rules_of
 from megarl.models.shapes import ModelShape
 from megarl.plan.activations import Cut, head_bytes, input_bytes, layer_bytes, routed_rows
-from megarl.plan.layout import Stage, longest_sequence
-from megarl.plan.parameters import RankCount, count_rank, numel
+from megarl.plan.layout import RankCount, Stage, count_rank, longest_sequence, numel
 
 ELEMENT = {"fp32": 4, "bf16": 2}
 """Bytes of a dtype of the configuration."""

@@ -24,8 +24,7 @@ from megarl.megatron.passes import forward
 from megarl.megatron.passes.micro_batches import split_micro_batches
 from megarl.megatron.policy import Policy
 from megarl.plan.activations import head_bytes
-from megarl.plan.layout import stages_of
-from megarl.plan.parameters import count_rank
+from megarl.plan.layout import count_rank, stages_of
 from megarl.plan.trainer_memory import activation_bytes, cut_of, gathered_elements, state_bytes
 
 SLOTS = 512

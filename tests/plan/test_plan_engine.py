@@ -16,8 +16,7 @@ from megarl.core.routing import RoutingTrace, encode
 from megarl.models.names import hf_shapes
 from megarl.models.shapes import ModelShape, read_shape
 from megarl.plan.engine_memory import cache_bytes_per_token, engine_memory, weight_bytes
-from megarl.plan.layout import divide_step, stages_of
-from megarl.plan.parameters import count_rank
+from megarl.plan.layout import count_rank, divide_step, stages_of
 from megarl.plan.traffic import step_traffic, sync_traffic, trace_of
 from megarl.plan.trainer_memory import BUCKET_BYTES
 from megarl.rollout.sglang import fleet as sglang_fleet

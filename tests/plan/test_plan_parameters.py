@@ -13,8 +13,7 @@ from tiny_families import FAMILIES
 
 from megarl.models.names import hf_shapes
 from megarl.models.shapes import read_shape
-from megarl.plan.layout import stages_of
-from megarl.plan.parameters import count_model, count_rank
+from megarl.plan.layout import count_model, count_rank, stages_of
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -8,8 +8,7 @@ import pytest
 from plan_worlds import config, write_config
 
 from megarl.models.shapes import read_shape
-from megarl.plan.layout import stages_of
-from megarl.plan.parameters import count_rank
+from megarl.plan.layout import count_rank, stages_of
 from megarl.plan.traffic import RankTraffic, rank_traffic, sync_traffic
 from megarl.plan.trainer_memory import rank_memory
 
