@@ -20,7 +20,7 @@ class SamplingParams:
     """How responses are sampled; the same for all requests of a call. Raises ConfigError for a bad value."""
 
     temperature: float = 1.0
-    """Divides the logits. 0 picks the most likely token; only evaluation may, see ``require_stochastic``."""
+    """Divides the logits. 0 picks the most likely token; only evaluation may."""
     top_p: float = 1.0
     """In (0, 1]: samples from the smallest set of most likely tokens with at least this mass, renormalised."""
     max_response_tokens: int = 1024
@@ -39,15 +39,6 @@ class SamplingParams:
             raise ConfigError(f"max_response_tokens is {self.max_response_tokens}, expected at least 1")
         if any(token < 0 for token in self.stop_token_ids):
             raise ConfigError(f"stop_token_ids are {self.stop_token_ids}, expected token ids >= 0")
-
-    def require_stochastic(self) -> None:
-        """Raises ConfigError at temperature 0; call it for rollouts that train.
-
-        Greedy sampling is a point mass: all its log-probabilities are 0, so every ratio between training and sampling
-        policy would be wrong.
-        """
-        if self.temperature == 0.0:
-            raise ConfigError("temperature is 0 (greedy) for rollouts that train: set one > 0, keep 0 for evaluation")
 
 
 class Session:

@@ -154,7 +154,7 @@ def read_holder(path: Path) -> dict[str, Any] | None:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process on this node holds it, or one on another node has touched it lately."""
+    """Return whether a process on this node holds it, or one on another node has touched it lately."""
     holder = read_holder(path)
     if holder is None:
         return False

@@ -31,8 +31,10 @@ def show(run_dir: Path, as_json: bool = False) -> int:
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """status.json and more: "checkpoint" is the newest complete one, "where" says where the ranks are. "state" is
-    "lost" if the file says that the run goes on, but no process holds its lock. ConfigError if there is no run."""
+    """Return status.json and more. "state" is "lost" if it says that the run goes on, but no process holds its lock.
+
+    ConfigError if there is no run.
+    """
     path = run_dir / "status.json"
     try:
         found: dict[str, Any] = json.loads(path.read_text())
@@ -43,16 +45,12 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         raise ConfigError(f"found no {path}: {run_dir} is no folder of a run that has begun") from None
     except ValueError as error:
         raise ConfigError(f"{path} is damaged ({error}); a running run rewrites it every few seconds") from None
-    now = time.time()
-    lock = run_dir / "lock"
+    now, lock = time.time(), run_dir / "lock"
     if found["state"] in ("starting", "running") and not is_held(lock):
         found["state"] = "lost"
-    found["silent_s"] = now - found["updated"]
-    found["checkpoint"] = newest_checkpoint(run_dir)
-    found["holder"] = read_holder(lock)
-    found["where"] = describe_ranks(read_signs(run_dir, found["ranks"]), now) if found["state"] != "finished" else None
-    found["launch"] = _read_launch(run_dir)
-    return found
+    where = describe_ranks(read_signs(run_dir, found["ranks"]), now) if found["state"] != "finished" else None
+    found |= {"silent_s": now - found["updated"], "checkpoint": newest_checkpoint(run_dir), "where": where}
+    return found | {"holder": read_holder(lock), "launch": _read_launch(run_dir)}
 
 
 def _read_launch(run_dir: Path) -> dict[str, Any] | None:
@@ -131,11 +129,9 @@ def read_signs(folder: Path, ranks: int, attempt: str | None = None) -> list[dic
 
 
 def describe_ranks(signs: Sequence[Mapping[str, Any]], now: float | None) -> str:
-    """Where ranks are, most suspicious first: ranks that are gone, then silent ones, then the smallest group.
+    """Say where ranks are, e.g. "rank 1: gone in train after step 3; ranks 0, 2-3: sync after step 3".
 
-    ``now`` is None if all of them have ended; then the smallest group comes first.
-
-    E.g. "rank 1: gone in train after step 3; ranks 0, 2-3: sync after step 3".
+    Most suspicious first: ranks that are gone, silent ones, the smallest group. ``now`` is None if all have ended.
     """
     places: dict[tuple[int, str], list[int]] = {}
     for sign in signs:

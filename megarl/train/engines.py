@@ -76,10 +76,7 @@ def make_sglang_engine(config: Config, tell: Callable[[str], None]) -> SGLangEng
 
 
 def _start_servers(config: Config, key: str | None, tell: Callable[[str], None]) -> tuple[Fleet | None, list[str]]:
-    """Return the servers of this rank's node, on the rank that started them, and the URLs of all nodes.
-
-    A collective call. An error on one rank is raised on all.
-    """
+    """Return the servers of this rank's node, on the rank that started them, and all URLs; a collective call."""
     settings = config.sglang
     nodes = [0] if settings.urls else distributed.node_leaders()
     host = settings.host or (_find_host(nodes) if len(nodes) > 1 else "127.0.0.1")
@@ -105,16 +102,13 @@ def _start_servers(config: Config, key: str | None, tell: Callable[[str], None])
 
 
 def _find_host(nodes: Sequence[int]) -> str:
-    """Return the address of this rank's node as other nodes see it; a collective call.
-
-    On the master node itself, the master's name may resolve to the loopback address. It therefore takes the address
-    that it uses towards another node.
-    """
+    """Return the address of this rank's node as other nodes see it; a collective call."""
     mine = own_address(f"tcp://{os.environ['MASTER_ADDR']}")
     addresses = [mine] * dist.get_world_size()
     dist.all_gather_object(addresses, mine)
     if dist.get_rank() != nodes[0]:
         return mine
+    # On the master node, the master's name may resolve to the loopback address: ask for the way to another node.
     other = addresses[nodes[1]]
     return own_address(f"tcp://[{other}]" if ":" in other else f"tcp://{other}")
 

@@ -24,8 +24,17 @@ from megarl.rollout.tools.sandbox import Limits
 
 def make_player(config: Config, tokenizer: PreTrainedTokenizerBase, judge: Judge) -> Player:
     """Return the player that draws and judges samples; errors as in ``make_environment``."""
-    environment = make_environment(config.environment)
-    return Player(tokenizer, judge, episode_limits(config), environment, config.environment.concurrency)
+    settings = config.environment
+    model = json.loads((Path(config.model.path) / "config.json").read_text())
+    limits = EpisodeLimits(
+        response_tokens=config.rollout.max_response_tokens,
+        turns=settings.max_turns,
+        turn_tokens=settings.max_turn_tokens,
+        positions=model.get("max_position_embeddings"),
+        step_s=settings.step_s,
+        episode_s=settings.episode_s,
+    )
+    return Player(tokenizer, judge, limits, make_environment(settings), settings.concurrency)
 
 
 def turn_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -38,7 +47,9 @@ def make_environment(config: EnvironmentConfig) -> Environment | None:
     if config.function is None:
         return None
     if config.function == "tools":
-        return ToolEnvironment([_tool(name, config) for name in config.tools], _form(config))
+        given = {} if config.observation is None else {"template": config.observation}
+        form = Hermes(**given) if config.format == "hermes" else Block(config.call_open, config.call_close, **given)
+        return ToolEnvironment([_tool(name, config) for name in config.tools], form)
     made = _make("environment.function", config.function, config.options)
     if not callable(getattr(made, "begin", None)):
         raise ConfigError(
@@ -46,20 +57,6 @@ def make_environment(config: EnvironmentConfig) -> Environment | None:
             "expected an environment, see docs/environments.md"
         )
     return made
-
-
-def episode_limits(config: Config) -> EpisodeLimits:
-    """Return how long a rollout may become."""
-    environment = config.environment
-    model = json.loads((Path(config.model.path) / "config.json").read_text())
-    return EpisodeLimits(
-        response_tokens=config.rollout.max_response_tokens,
-        turns=environment.max_turns,
-        turn_tokens=environment.max_turn_tokens,
-        positions=model.get("max_position_embeddings"),
-        step_s=environment.step_s,
-        episode_s=environment.episode_s,
-    )
 
 
 def stop_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -110,11 +107,6 @@ def _tool(name: str, config: EnvironmentConfig) -> Tool:
     if not callable(tool) or not isinstance(getattr(tool, "name", None), str):
         raise ConfigError(f"environment.tools: {name!r} made a {type(tool).__name__}, expected a tool with a name")
     return tool
-
-
-def _form(config: EnvironmentConfig) -> Block | Hermes:
-    given = {} if config.observation is None else {"template": config.observation}
-    return Hermes(**given) if config.format == "hermes" else Block(config.call_open, config.call_close, **given)
 
 
 def _make(key: str, path: str, options: Mapping[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -104,8 +104,11 @@ class Trainer:
                 self._sync(first)
             if self._eval_is_due:
                 self._evaluate(first)
+            settings = self.config.megatron
             for step in range(first, self.config.run.steps):
-                with self._explain_megatron_errors(is_first=step == first):
+                # Megatron rejects some settings only when it uses them: in the first step.
+                is_new = settings and step == first
+                with as_config_error("train", settings) if is_new else nullcontext():
                     self._step(step)
                 self.checkpoints.poll()
                 self.checkpoints.end_if_asked(step + 1)
@@ -266,8 +269,3 @@ class Trainer:
 
     def _is_due(self, done: int, every: int, *, at_end: bool) -> bool:
         return (at_end and done == self.config.run.steps) or bool(every and done % every == 0)
-
-    def _explain_megatron_errors(self, is_first: bool) -> AbstractContextManager[None]:
-        """Megatron rejects some settings only when it uses them: in the first step."""
-        settings = self.config.megatron
-        return as_config_error("train", settings) if is_first and settings else nullcontext()

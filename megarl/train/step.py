@@ -64,10 +64,7 @@ class TrainStep:
         return self.config.train.mini_batches > 1 or self.needs_token_advantages or beforehand
 
     def prepare(
-        self,
-        rollouts: Sequence[Rollout],
-        advantages: np.ndarray | Sequence[np.ndarray],
-        one_by_one: bool = False,
+        self, rollouts: Sequence[Rollout], advantages: np.ndarray | Sequence[np.ndarray], one_by_one: bool = False
     ) -> MiniBatch:
         """Check, pack and split this rank's rollouts of one mini-batch, and fetch its rows of their routes.
 

@@ -61,11 +61,8 @@ def set_token_advantages(
     keeps = [usable_mask(micro.batch.loss_mask, micro.batch.rollout_logprobs) for micro in micros]
     lengths = [segment_sum(keep, micro.batch.cu_seqlens) for keep, micro in zip(keeps, micros, strict=True)]
     device = old[0].device
-    own = _Columns(
-        torch.tensor(ids, device=device),
-        torch.cat(lengths).to(device),
-        torch.stack([_pick(old, keeps), _pick(ref, keeps)]),
-    )
+    kept = [torch.cat([c[keep.to(device)] for c, keep in zip(columns, keeps, strict=True)]) for columns in (old, ref)]
+    own = _Columns(torch.tensor(ids, device=device), torch.cat(lengths).to(device), torch.stack(kept))
     values = _compute_own(objective, judged, own, group)
     counts = [int(keep.sum()) for keep in keeps]
     parts = iter(zip(keeps, values.float().cpu().split(counts), strict=True))
@@ -74,10 +71,6 @@ def set_token_advantages(
     possible = ~torch.isneginf(own.logprobs[0])
     drift = log_ratio(own.logprobs[0], own.logprobs[1], possible)
     minis[0].metrics = merge([minis[0].metrics, {"kl/ref": Stat.mean(drift, possible)}])
-
-
-def _pick(columns: Sequence[torch.Tensor], keeps: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([column[keep.to(column.device)] for column, keep in zip(columns, keeps, strict=True)])
 
 
 def _set_advantages(micro: MicroBatch, keep: torch.Tensor, values: torch.Tensor) -> MicroBatch:

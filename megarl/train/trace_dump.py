@@ -30,9 +30,8 @@ class TraceDump:
                 "log.traces_every: Megatron's settings bypass the replay hook, so its routers cannot be recorded; "
                 "run `megarl doctor` to find the setting, or remove log.traces_every"
             )
-        self.folder = folder
-        self.layers = policy.replay.layers
-        self.shape = shape = policy.shape
+        self.folder, self.layers, self.shape = folder, policy.replay.layers, policy.shape
+        shape = policy.shape
         self.info = TraceInfo(policy.config.model.path, shape.moe_layers, shape.num_experts, shape.topk)
 
     def write(self, step: int, rollouts: Sequence[Sequence[Rollout]], minis: Sequence[MiniBatch]) -> None:

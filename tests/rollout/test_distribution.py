@@ -120,9 +120,3 @@ def test_noise_refuses_bad_use() -> None:
 def test_sampling_params_are_checked(bad: dict) -> None:
     with pytest.raises(ConfigError, match=next(iter(bad))):
         SamplingParams(**bad)
-
-
-def test_greedy_rollouts_do_not_train() -> None:
-    SamplingParams(temperature=0.3).require_stochastic()
-    with pytest.raises(ConfigError, match="greedy"):
-        SamplingParams(temperature=0.0).require_stochastic()

@@ -341,14 +341,6 @@ def test_a_vocabulary_larger_than_the_tokenizer_still_gets_rewards(world: World,
     assert finalize(drawn.metrics)["reward/error_fraction"] == 0.0
 
 
-def test_greedy_rollouts_for_training_are_refused(world: World) -> None:
-    with sampler(world) as made:
-        cold = made.config.rollout.model_copy(update={"temperature": 0.0})
-        made.config = made.config.model_copy(update={"rollout": cold})
-        with pytest.raises(ConfigError, match="greedy"):
-            made.sample_step(0)
-
-
 class _Retracting:
     """The real engine, but for the versions that one of its responses reports: as if it had been prefilled anew."""
 

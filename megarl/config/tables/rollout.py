@@ -23,7 +23,7 @@ class RolloutConfig(Table):
     max_response_tokens: PositiveInt
     """Longest response, in tokens; a longer one is cut."""
     temperature: PositiveFloat = 1.0
-    """Sampling temperature."""
+    """Sampling temperature. Not 0: log-probabilities of greedy samples are all 0, and ratios would be wrong."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling: tokens come from the smallest set with at least this probability. Training computes
     log-probabilities over the whole vocabulary, so below 1 its gradient misses the rest."""

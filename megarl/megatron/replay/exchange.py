@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import TraceError
-from megarl.megatron.distributed import cp_position, tp_position
+from megarl.megatron.distributed import cp_position, gather_bytes, tp_position
 from megarl.megatron.passes.micro_batches import MicroBatch, router_tokens
 
 
@@ -70,6 +70,29 @@ class Placement:
         mine, theirs = ({name for piece in one.pieces for name in piece.sequences.tolist()} for one in (self, other))
         return not mine.isdisjoint(theirs)
 
+    def encode(self) -> np.ndarray:
+        """Return all numbers of the placement as int64 bytes."""
+        parts = [np.array([len(self.layers), *self.layers, *self.tp, *self.cp, len(self.pieces)], np.int64)]
+        for piece in self.pieces:
+            parts += [np.array([piece.num_slots, len(piece.sequences)], np.int64), piece.sequences, piece.lengths]
+        return np.concatenate(parts).astype(np.int64).view(np.uint8)
+
+    @staticmethod
+    def decode(data: np.ndarray) -> Placement:
+        """Inverse of ``encode``."""
+        numbers = iter(data.view(np.int64).tolist())
+
+        def take(count: int) -> list[int]:
+            return [next(numbers) for _ in range(count)]
+
+        layers = tuple(take(next(numbers)))
+        tp, tp_rank, cp, cp_rank, num_pieces = take(5)
+        pieces = []
+        for _ in range(num_pieces):
+            num_slots, size = take(2)
+            pieces.append(Piece(np.array(take(size), np.int64), np.array(take(size), np.int64), num_slots))
+        return Placement(tuple(pieces), layers, (tp, tp_rank), (cp, cp_rank))
+
     def rows_by_piece(self) -> list[int]:
         """How many rows each piece has."""
         return [piece.num_slots // (self.tp[0] * self.cp[0]) for piece in self.pieces]
@@ -90,8 +113,9 @@ def exchange(have: Placement, rows: torch.Tensor, want: Placement, group: dist.P
     mine, wanted = have.rows(), want.rows()
     if len(mine) != len(rows) or rows.size(1) != len(have.layers):
         raise TraceError(f"routes are {list(rows.shape)}, expected {len(mine)} rows of {len(have.layers)} layers")
-    placements: list[tuple[Placement, Placement]] = [(have, want)] * group.size()
-    dist.all_gather_object(placements, (have, want), group=group)
+    # As tensors: no pickled object travels in a step.
+    has, wants = ([Placement.decode(d) for d in gather_bytes(p.encode(), group)] for p in (have, want))
+    placements = list(zip(has, wants, strict=True))
     order = np.argsort(mine, kind="stable")
     known = mine[order]
     parcels = [_parcel(have, rows, order, known, of_rank) for _, of_rank in placements]

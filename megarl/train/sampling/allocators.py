@@ -57,11 +57,7 @@ class AdaEst:
 
     def counts(self, step: int, prompts: Sequence[Prompt]) -> np.ndarray:
         """Return the number of samples of each prompt, int64 [B]; the sum is prompts_per_step * group_size."""
-        if isinstance(self._estimator, ValueHead):
-            rates = self._estimator.rates([prompt.tokens for prompt in prompts])
-        else:
-            rates = self._estimator.rates([prompt.index for prompt in prompts])
-        self._last_rates = rates
+        self._last_rates = rates = self._estimator.rates(self._inputs(prompts))
         estimate, rollout = self._config.estimate, self._config.rollout
         total, high = rollout.group_size * len(prompts), self._config.sampling.max_samples
         if estimate.objective == "ada_est":
@@ -75,12 +71,13 @@ class AdaEst:
         if self._last_rates.shape == drawn.shape:
             gaps = np.abs(self._last_rates - positives / np.maximum(samples, 1))
             found["estimate/error"] = Stat.mean(torch.from_numpy(gaps), torch.from_numpy(drawn))
-        if isinstance(self._estimator, ValueHead):
-            loss = self._estimator.update([prompt.tokens for prompt in prompts], samples, positives)
+        loss = self._estimator.update(self._inputs(prompts), samples, positives)
+        if loss is not None:
             found["estimate/loss"] = Stat.mean(torch.tensor([loss], dtype=torch.float64))
-        else:
-            self._estimator.update([prompt.index for prompt in prompts], samples, positives)
         return found
+
+    def _inputs(self, prompts: Sequence[Prompt]) -> Any:
+        return [p.tokens if isinstance(self._estimator, ValueHead) else p.index for p in prompts]
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds; plain, and equal on all ranks."""

@@ -105,8 +105,12 @@ class PromptAssignment:
         share = self._share(self._at.copy, self._at.rank)
         if share is not None:
             return share
-        copy_is_empty = not self._num_places(self._at.copy)
-        return FixedSamples([self._dummy_sample()] if copy_is_empty and self._at.rank == 0 else [])
+        if self._num_places(self._at.copy) or self._at.rank:
+            return FixedSamples([])
+        # A copy without prompts needs something to run the model on: a sample that does not train.
+        assert isinstance(self._rule, Allotted), "other rules have a prompt for each copy"
+        prompt, count = max(enumerate(self._rule.counts), key=lambda item: item[1])
+        return FixedSamples([(prompt, count + self._at.copy)])
 
     def select(self, rewards: Rewards) -> Selection:
         if self._refill is None:
@@ -125,12 +129,6 @@ class PromptAssignment:
             parts = [set(part.tolist()) for part in np.array_split(prompts, len(self._bins))]
         keys = selection.keys
         return [[key for key in keys if key[0] in part] for part in parts]
-
-    def _dummy_sample(self) -> Key:
-        """A sample for a copy without prompts: it needs something to run the model on. It does not train."""
-        assert isinstance(self._rule, Allotted), "other rules have a prompt for each copy"
-        prompt, count = max(enumerate(self._rule.counts), key=lambda item: item[1])
-        return prompt, count + self._at.copy
 
     def _share(self, copy: int, rank: int) -> _Share | None:
         """Return what a rank may begin; None if it has no prompts."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -26,26 +27,15 @@ def sampling_seed(run_seed: int, purpose: int, step: int, group: int, sample: in
 
 
 def train_params(config: Config, stop_tokens: tuple[int, ...]) -> SamplingParams:
-    """Return the parameters of responses that train; ConfigError at temperature 0."""
-    params = SamplingParams(
-        temperature=config.rollout.temperature,
-        top_p=config.rollout.top_p,
-        max_response_tokens=config.rollout.max_response_tokens,
-        stop_token_ids=stop_tokens,
-    )
-    params.require_stochastic()
-    return params
+    """Return the parameters of responses that train."""
+    rollout = config.rollout
+    return SamplingParams(rollout.temperature, rollout.top_p, rollout.max_response_tokens, stop_tokens)
 
 
 def eval_params(config: Config, stop_tokens: tuple[int, ...]) -> SamplingParams:
     """Return the parameters of evaluation."""
-    return SamplingParams(
-        temperature=config.eval.temperature,
-        top_p=config.rollout.top_p,
-        max_response_tokens=config.rollout.max_response_tokens,
-        stop_token_ids=stop_tokens,
-        return_routed_experts=False,
-    )
+    params = train_params(config, stop_tokens)
+    return replace(params, temperature=config.eval.temperature, return_routed_experts=False)
 
 
 def load_run_prompts(

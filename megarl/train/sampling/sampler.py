@@ -158,7 +158,11 @@ class Sampler:
             metrics["rollout/tokens"] = Stat.total(float(sum(rollout.num_tokens for rollout in rollouts)))
         # Update persistent state last, so that a failed step leaves the previous checkpoint valid.
         metrics |= self._update_estimates(step, selection)
-        self._advance_position(assigned, selection)
+        # The next step begins behind the last prompt that trains, or behind all if there were too few. Spare prompts
+        # come again: how many of them were drawn depends on timing, and the training data must not.
+        full = len(selection.pools) == self.config.rollout.prompts_per_step
+        used = selection.pools[-1].prompt + 1 if full else self.config.prompts_per_step_at_most
+        self._position = assigned.position + used
         return StepRollouts(
             share.mask_unless(trains),
             by_token or [np.append(advantages, 0.0)[rows] for rows in share.rows],
@@ -275,16 +279,6 @@ class Sampler:
         number, _, judged, good = selection.drawn
         samples[number], positives[number] = judged, good
         return self._allocator.learn(prompts, samples, positives)
-
-    def _advance_position(self, assigned: _AssignedStep, selection: Selection) -> None:
-        """Begin the next step behind the last prompt that trains, or behind all if there were too few.
-
-        Spare prompts that were not needed come again. How many of them were drawn depends on timing, and the training
-        data must not.
-        """
-        full = len(selection.pools) == self.config.rollout.prompts_per_step
-        used = selection.pools[-1].prompt + 1 if full else self.config.prompts_per_step_at_most
-        self._position = assigned.position + used
 
     def _metrics(self, table: SampleTable, selection: Selection, trains: np.ndarray) -> dict[str, Stat]:
         rewards, groups = torch.from_numpy(selection.rewards), torch.from_numpy(selection.prompts)

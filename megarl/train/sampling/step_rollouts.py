@@ -180,10 +180,9 @@ def exchange_rollouts(own: list[list[Key]], selection: Selection, samples: Mappi
     share = CopyShare([], [])
     for part in own:
         size = distributed.largest(max(len(part), 1), dist.group.WORLD)
-        keys = [key if key in found else dummy for key in part] + [dummy] * (size - len(part))
-        rows = [row_of.get(key, len(row_of)) if key in found else len(row_of) for key in part]
-        share.rollouts.append([found[key] for key in keys])
-        share.rows.append(rows + [len(row_of)] * (size - len(part)))
+        present = [key if key in found else None for key in part] + [None] * (size - len(part))
+        share.rollouts.append([found[key or dummy] for key in present])
+        share.rows.append([len(row_of) if key is None else row_of.get(key, len(row_of)) for key in present])
     return share
 
 

@@ -64,11 +64,7 @@ class ValueHead:
         self._state[WEIGHTS, -1] = float(np.log(prior / (1 - prior)))
 
     def rates(self, prompts: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the estimates, float64 [B] in (0, 1), of prompts given as token ids, which are equal on all ranks.
-
-        A forward pass over the prompts, divided over the data-parallel ranks. NumericsError naming a prompt whose
-        hidden state is not finite.
-        """
+        """Return the estimates, float64 [B] in (0, 1), of prompts given as token ids; see ``prompt_features``."""
         if not len(prompts):
             return np.zeros(0)
         features = prompt_features(self._policy, prompts, self._micro_batch_tokens)
@@ -76,10 +72,9 @@ class ValueHead:
         return torch.sigmoid(_broadcast(logits).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)).numpy()
 
     def update(self, prompts: Sequence[np.ndarray], samples: Integers, positives: Integers) -> float:
-        """Learn from a step: ``samples`` of each prompt, of which ``positives`` were positive.
+        """Learn from a step, in ``STEPS`` full-batch steps of Adam, and return ``pass_rate_loss`` before them.
 
-        Return the loss before the update: ``pass_rate_loss``, the binary cross-entropy of the estimates, weighted by
-        the number of samples. The update is ``STEPS`` full-batch steps of Adam. Arguments are equal on all ranks.
+        ``samples`` of each prompt, of which ``positives`` were positive. Arguments are equal on all ranks.
         """
         drawn, good = (torch.as_tensor(np.asarray(counts, np.float64)) for counts in (samples, positives))
         if not len(prompts) or not bool(drawn.any()):
