@@ -176,16 +176,10 @@ class Gvm:
         accepted = self._gather_accepted(mine)
         norms = gradient_norms(self._train_step, [rollout for _, rollout in accepted], gvm.block)
         norm_of = {key: norm for (key, _), norm in zip(accepted, norms.tolist(), strict=True)}
-        rows = [
-            [
-                *key,
-                s.reward is not None,
-                key in norm_of,
-                norm_of.get(key, 0.0),
-                s.rollout.num_tokens if s.rollout else 0,
-            ]
-            for key, s in mine.items()
-        ]
+        rows = []
+        for key, sample in mine.items():
+            tokens = 0 if sample.rollout is None else sample.rollout.num_tokens
+            rows.append([*key, sample.reward is not None, key in norm_of, norm_of.get(key, 0.0), tokens])
         found = distributed.gather_rows(np.array(rows, dtype=np.float64).reshape(-1, 6))
         judged = found[:, 2] > 0
         self._spent += [len(found), found[:, 5].sum(), (~judged).sum()]
