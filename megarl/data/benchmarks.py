@@ -48,11 +48,6 @@ class Benchmark:
     reward: str = "math_verify"
     """As ``reward.function``."""
 
-    @property
-    def is_local(self) -> bool:
-        """Whether it is read from this machine's disk, not from the hub."""
-        return self.source.endswith(_FILES) or Path(self.source).exists()
-
 
 BENCHMARKS = {
     benchmark.name: benchmark
@@ -82,18 +77,17 @@ def choose(words: Sequence[str], config: Config, template: str | None = None) ->
     if words:
         chosen = [_read_word(word, config) for word in words]
     elif config.data.heldout is not None:
-        split = config.data.resolved_heldout_split
-        chosen = [_from_config(HELDOUT, config.data.heldout, split, config)]
+        heldout = _from_config(HELDOUT, config.data.heldout, config)
+        chosen = [replace(heldout, split=config.data.resolved_heldout_split)]
     else:
         raise ConfigError(
             f"found nothing to evaluate on: pass --data with files, hub names or {', '.join(BENCHMARKS)}, or set "
             "data.heldout"
         )
-    for index, benchmark in enumerate(chosen):
-        if benchmark.name in (other.name for other in chosen[:index]):
-            raise ConfigError(
-                f"--data: found two benchmarks named {benchmark.name}; give one as NAME={benchmark.source}"
-            )
+    names = [benchmark.name for benchmark in chosen]
+    for index, (name, benchmark) in enumerate(zip(names, chosen, strict=True)):
+        if name in names[:index]:
+            raise ConfigError(f"--data: found two benchmarks named {name}; give one as NAME={benchmark.source}")
     return tuple(chosen if template is None else (replace(benchmark, template=template) for benchmark in chosen))
 
 
@@ -121,7 +115,7 @@ def load(
             template=benchmark.template,
         )
     except UnavailableError as error:
-        if benchmark.is_local:
+        if Path(benchmark.source).exists():
             raise
         raise DataError(
             f"{error}. Without network: on a machine that has it, write the data set to a JSONL file (fields "
@@ -132,7 +126,7 @@ def load(
 def _read_word(word: str, config: Config) -> Benchmark:
     name, equals, source = word.partition("=")
     if not equals or Path(word).exists():
-        return BENCHMARKS.get(word) or _from_config(_derive_name(word), word, _choose_split(word, config), config)
+        return BENCHMARKS.get(word) or _from_config(_derive_name(word), word, config)
     if not source or not _NAME.fullmatch(name):
         raise ConfigError(
             f"--data: found {word!r}, expected NAME=SOURCE, the name of letters, digits, dots, dashes and underscores"
@@ -141,16 +135,12 @@ def _read_word(word: str, config: Config) -> Benchmark:
     if name in BENCHMARKS:
         split = BENCHMARKS[name].split if not source.endswith(_FILES) and not Path(source).is_dir() else None
         return replace(BENCHMARKS[name], source=source, split=split)
-    return _from_config(name, source, _choose_split(source, config), config)
+    return _from_config(name, source, config)
 
 
-def _choose_split(source: str, config: Config) -> str | None:
-    """Return the split to read; files have none."""
-    return None if source.endswith(_FILES) else config.data.split
-
-
-def _from_config(name: str, source: str, split: str | None, config: Config) -> Benchmark:
+def _from_config(name: str, source: str, config: Config) -> Benchmark:
     data = config.data
+    split = None if source.endswith(_FILES) else data.split
     return Benchmark(name, source, split, data.prompt_field, data.answer_field, None, config.reward.function)
 
 

@@ -9,7 +9,6 @@ import asyncio
 import inspect
 import signal
 from concurrent.futures.process import BrokenProcessPool
-from types import TracebackType
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
@@ -22,7 +21,6 @@ START_S = 120.0
 TRIES = 3
 """How often a call is begun. A worker that dies before it confirms a call did not die of that call."""
 Call = ProcessFuture[Verdict | ConfigError]
-_ABSENT = object()
 
 
 class Judge:
@@ -46,7 +44,7 @@ class Judge:
         self.function = function
         self.timeout_s = timeout_s
         self._reward = load_reward(function)
-        self._async = _is_async(self._reward)
+        self._async = any(map(inspect.iscoroutinefunction, (self._reward, type(self._reward).__call__)))
         self._here = not self._async and bool(getattr(self._reward, "instantaneous", False))
         if function.startswith("__main__:") and not (self._async or self._here):
             raise ConfigError(
@@ -62,9 +60,7 @@ class Judge:
     def __enter__(self) -> Judge:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     async def score(self, *, prompt: str, response: str, answer: str) -> Verdict:
@@ -154,7 +150,9 @@ class Judge:
                 outcome = await asyncio.wrap_future(future)
         except ProcessExpired as error:
             kill_group(error.pid)  # processes that the call started may be left
-            return Verdict(None, error=f"the worker died in this call, {_describe_exit(error.exitcode)}")
+            status = error.exitcode
+            how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+            return Verdict(None, error=f"the worker died in this call, {how}")
         except TimeoutError:
             if guard.expired():
                 raise BrokenProcessPool("the worker did not begin in time") from None
@@ -172,7 +170,9 @@ class Judge:
 
         A pool whose call was cancelled or timed out is sound: pebble starts another process in it.
         """
-        if self._busy.pop(pool, _ABSENT) is _ABSENT:
+        try:
+            del self._busy[pool]
+        except KeyError:
             return  # closed in the meantime, perhaps by another thread
         if is_sound and not self._closed:
             self._idle.append(pool)
@@ -188,14 +188,6 @@ def _end(pool: ProcessPool) -> None:
     pool.join()
 
 
-def _is_async(reward: object) -> bool:
-    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None))  # noqa: B004
-
-
 def _is_being_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-def _describe_exit(status: int) -> str:
-    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"

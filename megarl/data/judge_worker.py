@@ -1,9 +1,7 @@
 """The worker processes in which a judge runs reward functions.
 
-They differ from multiprocessing's spawned processes in two ways:
-
-- They do not import the trainer's main module. Without ``if __name__ == "__main__"``, that would run the whole script.
-- They and the processes that they start end with the trainer, even if it is killed.
+They do not import the trainer's main module: without ``if __name__ == "__main__"``, that would run the whole script.
+They and the processes that they start end with the trainer, even if it is killed.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ import importlib
 import multiprocessing
 import multiprocessing.context
 import os
+import re
 import select
 import signal
 import sys
@@ -22,13 +21,11 @@ import threading
 import types
 from collections.abc import Iterator
 
-from megarl.data.rewards import RewardFunction, Verdict, describe_failure, load_reward, read_verdict
+from megarl.data.rewards import Verdict, describe_failure, load_reward, read_verdict
 from megarl.errors import ConfigError
 
-DISTRIBUTED = frozenset(
-    f"{scope}{name}" for scope in ("", "LOCAL_", "GROUP_", "ROLE_") for name in ("RANK", "WORLD_SIZE")
-) | {"MASTER_ADDR", "MASTER_PORT", "ROLE_NAME"}
-"""Variables that a launcher sets, besides TORCHELASTIC_*. They would make a library take a worker for a rank."""
+DISTRIBUTED = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|ROLE_NAME|TORCHELASTIC_.*)")
+"""Variables that a launcher sets. They would make a library take a worker for a rank."""
 _MAIN = threading.Lock()
 
 
@@ -61,7 +58,7 @@ def set_up_worker(function: str) -> None:
     os.setpgid(0, 0)
     _die_with_parent()
     for name in tuple(os.environ):
-        if name in DISTRIBUTED or name.startswith("TORCHELASTIC_"):
+        if DISTRIBUTED.fullmatch(name):
             del os.environ[name]
     with contextlib.suppress(ConfigError):  # the first call raises it again, where it can be reported
         _load(function)
@@ -79,9 +76,7 @@ def call_in_worker(function: str, prompt: str, response: str, answer: str) -> Ve
         return describe_failure(error)
 
 
-@functools.cache
-def _load(function: str) -> RewardFunction:
-    return load_reward(function)
+_load = functools.cache(load_reward)
 
 
 def _die_with_parent() -> None:

@@ -142,7 +142,19 @@ def load_reward(name_or_path: str) -> RewardFunction:
             raise ConfigError("reward.function is math_verify, but the package is missing: pip install math-verify")
         return BUILT_IN_REWARDS[name_or_path]
     reward = load_plug("reward.function", name_or_path, ", ".join(BUILT_IN_REWARDS))
-    _check_callable(reward, name_or_path)
+    if not callable(reward):
+        raise ConfigError(f"reward.function {name_or_path!r} is {type(reward).__name__}, expected a function")
+    try:
+        signature = inspect.signature(reward)
+    except ValueError:  # some built-ins have no signature
+        return reward
+    try:
+        signature.bind(prompt="", response="", answer="")  # a wrong signature would fail on every response
+    except TypeError as error:
+        wanted = "expected (*, prompt, response, answer)"
+        raise ConfigError(
+            f"reward.function {name_or_path!r} has the parameters {signature} ({error}): {wanted}"
+        ) from None
     return reward
 
 
@@ -188,19 +200,3 @@ def _check_finite(value: object, what: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{what} {number}, expected a finite number")
     return number
-
-
-def _check_callable(reward: object, name: str) -> None:
-    """Check the signature before the run starts: a wrong one would fail on every response."""
-    if not callable(reward):
-        raise ConfigError(f"reward.function {name!r} is {type(reward).__name__}, expected a function")
-    try:
-        signature = inspect.signature(reward)
-    except ValueError:  # some built-ins have no signature
-        return
-    try:
-        signature.bind(prompt="", response="", answer="")
-    except TypeError as error:
-        raise ConfigError(
-            f"reward.function {name!r} has the parameters {signature} ({error}): expected (*, prompt, response, answer)"
-        ) from None

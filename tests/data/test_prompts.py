@@ -44,7 +44,7 @@ def test_jsonl_gives_tokens_text_answer_and_place(write_jsonl: Write, tokenizer:
         ('{"prompt": "1="}', "no field 'answer'"),
         ('{"prompt": " ", "answer": "1"}', "is empty"),
         ('{"prompt": [], "answer": "1"}', "no message with content"),
-        ('{"prompt": 7, "answer": "1"}', "expected role and content, both text"),
+        ('{"prompt": 7, "answer": "1"}', "a whole number, expected text"),
         ('{"prompt": null, "answer": "1"}', "null, expected text"),
         ('{"prompt": "1=", "answer": null}', "no answer ('answer' is null)"),
         ('{"prompt": "1=", "answer": "\\n"}', "no answer ('answer' is blank)"),
