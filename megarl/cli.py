@@ -17,7 +17,6 @@ import tyro
 
 from megarl.commands import COMMANDS, Command, OnConfiguration
 from megarl.config import file as config_file
-from megarl.config.file import split_overrides
 from megarl.errors import ConfigError, MegarlError, StopError
 from megarl.run.status import write_failure
 
@@ -33,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, 1 (something is missing or lost), 2 (an error), 75 (asked to stop)."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        arguments, overrides = split_overrides(words)
+        arguments, overrides = config_file.split_overrides(words)
         command = _parse_command(arguments)
         if overrides and getattr(command, "config", None) is None:
             raise ConfigError(f"megarl {arguments[0]} reads no configuration: remove --{next(iter(overrides))}")

@@ -16,7 +16,6 @@ from tyro.conf import Positional
 
 from megarl.config import Config
 from megarl.config import file as config_file
-from megarl.config.file import as_flag
 from megarl.errors import ConfigError
 
 Overrides = Mapping[str, Any]
@@ -56,7 +55,7 @@ class Launch(OnConfiguration):
     def run(self, overrides: Overrides) -> int:
         from megarl.launch.supervisor import launch
 
-        words = [word for key, value in overrides.items() for word in (f"--{key}", as_flag(value))]
+        words = [word for key, value in overrides.items() for word in (f"--{key}", config_file.as_flag(value))]
         return launch(config_file.load(self.config, overrides), ["train", *words, str(self.config)])
 
 

@@ -140,7 +140,11 @@ def doctor(path: Path | None = None, overrides: Mapping[str, Any] | None = None,
     """
     console = console or Console()
     results = findings()
-    _print_table(console, "Installed", ["", "what", "found", "enables"], [_installed_row(each) for each in results])
+    rows = []
+    for each in results:
+        mark = "[green]yes[/]" if each.found else "[red]MISSING[/]" if each.required else "[yellow]no[/]"
+        rows.append([mark, each.name, escape(each.found or "-"), escape(each.note)])
+    _print_table(console, "Installed", ["", "what", "found", "enables"], rows)
     _print_blockers(console, _raw_megatron(path, overrides))
     missing = [finding.name for finding in results if finding.required and finding.found is None]
     if missing:
@@ -164,11 +168,6 @@ def _print_table(console: Console, title: str, headings: Sequence[str], rows: It
     for row in rows:
         table.add_row(*row)
     console.print(table)
-
-
-def _installed_row(finding: Finding) -> list[str]:
-    mark = "[green]yes[/]" if finding.found else "[red]MISSING[/]" if finding.required else "[yellow]no[/]"
-    return [mark, finding.name, escape(finding.found or "-"), escape(finding.note)]
 
 
 def _print_blockers(console: Console, settings: Mapping[str, Any] | None) -> None:

@@ -1,11 +1,7 @@
 """``megarl quickstart``: from nothing to a report in a few minutes on two cores.
 
-1. Make a tiny Qwen3-MoE, and the task of sorting six digits.
-2. Train on demonstrations, 55 % of which are sorted in the wrong order.
-3. Let RL select the right order.
-4. Write a report.
-
-Steps 2 and 3 are ordinary megarl commands under torchrun, with an ordinary configuration file.
+It makes a tiny Qwen3-MoE and the task of sorting six digits. Demonstrations, of which 55 % are sorted in the wrong
+order, teach the format. RL selects the right order. Both are ordinary megarl commands under torchrun.
 """
 
 from __future__ import annotations
@@ -26,69 +22,12 @@ from megarl.run.metrics_log import read_metrics
 
 RANKS = 2
 
-CONFIG = """\
-# The quickstart: MiniRL with R3 on a tiny MoE, expert-parallel on two CPU ranks. The engine's weights are rounded
-# through FP8 and training is fp32, so engine and trainer disagree as on real clusters, routing included.
-# Start it again:  torchrun --nproc-per-node 2 -m megarl.cli train {config}
-# Try:             --train.replay none | r2      --train.objective grpo      --parallel.ep 1 --parallel.tp 2
-#                  (with --run.dir somewhere/else; any key below is a flag)
-
-[run]
-name = "quickstart"
-dir = "{run}"
-steps = 60
-
-[model]
-path = "{model}"            # the cold start writes it
-dtype = "fp32"
-
-[parallel]
-ep = 2
-
-[data]
-train = "{task}/train.jsonl"
-heldout = "{task}/heldout.jsonl"
-max_prompt_tokens = 16
-
-[rollout]
-prompts_per_step = 32
-group_size = 8
-max_response_tokens = 10
-fp8_rounding = true         # e4m3, 128 x 128 blocks
-dtype = "fp32"
-
-[train]
-objective = "minirl"
-mini_batches = 2
-micro_batch_tokens = 4096
-replay = "r3"
-
-[optim]
-lr = 1e-4
-min_lr = 1e-5
-decay_style = "linear"
-
-[eval]
-every = 10
-max_prompts = 256
-
-[checkpoint]
-every = 30
-
-[sft]
-data = "{task}/demonstrations.jsonl"
-out = "{model}"
-steps = 150
-batch_size = 256
-lr = 2e-3
-"""
+CONFIG = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+"""The configuration, with the paths {config}, {run}, {model} and {task} left open."""
 
 
 def quickstart(out: Path) -> None:
-    """Make model and task in ``out``, run cold start, RL and report there, and print the result.
-
-    Steps that an earlier, interrupted call has finished are skipped.
-    """
+    """Make model and task in ``out``, run cold start, RL and report, and print the result; skip finished steps."""
     started = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     run, model, task = out / "run", out / "model", out / "task"
@@ -131,11 +70,8 @@ def _torchrun(command: str, config: Path, *overrides: str) -> None:
 
 
 def _print_summary(config: Config, report: Path, seconds: float) -> None:
-    rates = [
-        record["eval/pass_rate"]
-        for record in read_metrics(config.run_dir / "metrics.jsonl")
-        if record["kind"] == "eval"
-    ]
+    metrics = read_metrics(config.run_dir / "metrics.jsonl")
+    rates = [record["eval/pass_rate"] for record in metrics if record["kind"] == "eval"]
     _say(
         f"done in {seconds:.0f} s: held-out pass rate {rates[0]:.1%} -> {rates[-1]:.1%} "
         f"(best {max(rates):.1%})\n"

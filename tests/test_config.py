@@ -146,7 +146,8 @@ def test_frozen():
 
 def test_off_stands_for_none_in_objective_overrides():
     config = parsed(train__objective_overrides={"cap": "off", "eps_low": 0.1, "mask": "none"})
-    assert config.train.objective_parts == {"cap": None, "eps_low": 0.1, "mask": "none"}
+    objective = config.train.resolved_objective
+    assert (objective.cap, objective.eps_low, objective.mask) == (None, 0.1, "none")
 
 
 @pytest.mark.parametrize(

@@ -59,32 +59,27 @@ def parse(table: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, 
     return config
 
 
-def _table_class(annotation: Any) -> type[Table] | None:
-    """The table that an annotation such as ``SftConfig | None`` holds, if it holds one."""
-    options = (annotation, *get_args(annotation))
-    return next((option for option in options if isinstance(option, type) and issubclass(option, Table)), None)
-
-
-def annotation_of(dotted: str) -> Any:
-    """Type of a dotted key such as "rollout.temperature"; Any below a free table; None if there is no such key."""
-    annotation: Any = Config
-    for part in dotted.split("."):
-        table = _table_class(annotation)
-        if table is None:
-            return Any if get_origin(annotation) is dict else None
-        if part not in table.model_fields:
-            return None
-        annotation = table.model_fields[part].annotation
-    return annotation
-
-
 def keys() -> dict[str, FieldInfo]:
     """Every dotted key with pydantic's description of it, in file order; "megatron.*" stands for the free table."""
     found: dict[str, FieldInfo] = {}
     for name, info in Config.model_fields.items():
-        table = _table_class(info.annotation)
-        found |= {f"{name}.{key}": inner for key, inner in table.model_fields.items()} if table else {f"{name}.*": info}
+        options = (info.annotation, *get_args(info.annotation))  # "SftConfig | None" holds a table too
+        tables = [option for option in options if isinstance(option, type) and issubclass(option, Table)]
+        for table in tables:
+            found |= {f"{name}.{key}": inner for key, inner in table.model_fields.items()}
+        if not tables:
+            found[f"{name}.*"] = info
     return found
+
+
+def annotation_of(dotted: str) -> Any:
+    """Type of a dotted key such as "rollout.temperature"; Any below a free table; None if there is no such key."""
+    known = keys()
+    if dotted in known:
+        return known[dotted].annotation
+    table, _, key = dotted.partition(".")
+    parents = [known.get(f"{table}.*"), known.get(f"{table}.{key.partition('.')[0]}")]
+    return Any if any(info and get_origin(info.annotation) is dict for info in parents) else None
 
 
 def unknown_key(dotted: str) -> str:

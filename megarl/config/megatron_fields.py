@@ -43,6 +43,7 @@ _FROM_MODEL = (
     " moe_shared_expert_intermediate_size mtp_num_layers multi_latent_attention normalization num_attention_heads"
     " num_layers num_moe_experts num_query_groups qk_layernorm rotary_interleaved softmax_scale window_size"
 )
+_CONTEXT_PARALLEL = ("context_parallel_size", "hierarchical_context_parallel_sizes", "hybrid_context_parallel")
 _OPTIMIZER = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 
 DERIVED: Mapping[str, str] = {
@@ -51,15 +52,12 @@ DERIVED: Mapping[str, str] = {
     **{key: f"optim.{key}" for key in _OPTIMIZER},
     **{f"recompute_{key}": f"recompute.{key}" for key in ("granularity", "method", "num_layers", "modules")},
     "moe_layer_recompute": "recompute.modules",
-    "tensor_model_parallel_size": "parallel.tp",
-    "sequence_parallel": "parallel.tp",
+    **dict.fromkeys(("tensor_model_parallel_size", "sequence_parallel"), "parallel.tp"),
+    **dict.fromkeys(_CONTEXT_PARALLEL, "parallel.cp"),
     "pipeline_model_parallel_size": "parallel.pp",
     "virtual_pipeline_model_parallel_size": "parallel.vpp",
     "expert_model_parallel_size": "parallel.ep",
     "expert_tensor_parallel_size": "parallel.etp",
-    "context_parallel_size": "parallel.cp",
-    "hierarchical_context_parallel_sizes": "parallel.cp",
-    "hybrid_context_parallel": "parallel.cp",
     "moe_token_dispatcher_type": "parallel.dispatcher",
     "use_distributed_optimizer": "parallel.distributed_optimizer",
     "deterministic_mode": "run.deterministic",
@@ -163,7 +161,12 @@ def source_root() -> Path:
 @cache
 def fields() -> dict[str, dict[str, str]]:
     """Dataclass -> field -> annotation as written in Megatron's source, e.g. ``"Optional[int]"``."""
-    return {name: {key: text for path in paths for key, text in _parse(path)} for name, paths in DATACLASSES.items()}
+    found: dict[str, dict[str, str]] = {name: {} for name in DATACLASSES}
+    for name, paths in DATACLASSES.items():
+        for node in (statement for path in paths for statement in _class_body(path)):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                found[name][node.target.id] = ast.unparse(node.annotation)
+    return found
 
 
 def _class_body(dotted: str) -> list[ast.stmt]:
@@ -177,21 +180,11 @@ def _class_body(dotted: str) -> list[ast.stmt]:
     raise ConfigError(f"found no class {class_name} in {path}, expected megatron-core 0.16.1")
 
 
-def _parse(dotted: str) -> list[tuple[str, str]]:
-    return [
-        (node.target.id, ast.unparse(node.annotation))
-        for node in _class_body(dotted)
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    ]
-
-
 def check(table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Sort a flat ``[megatron]`` table by dataclass, checking names and simple types.
+    """Sort a flat ``[megatron]`` table by dataclass (a key may be in several), checking names and types.
 
-    Returns a dict for each name in DATACLASSES; a key that several of them have (such as bf16) is set in all. Values of
-    torch.dtype and enum fields stay names ("bfloat16", "flash"); ``realize`` turns them into objects later.
-    Raises ConfigError, one line, for an unknown key (with the closest names), a wrong type, or a field that no file can
-    hold (a callable).
+    Values of torch.dtype and enum fields stay names ("bfloat16", "flash"). Raises ConfigError for an unknown key (with
+    the closest names), a wrong type, or a field that no file can hold (a callable).
     """
     result: dict[str, dict[str, Any]] = {name: {} for name in DATACLASSES}
     for key, value in table.items():
@@ -249,10 +242,9 @@ def _check_type(key: str, value: Any, annotation: str) -> None:
 
 
 def realize(dataclass_name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The checked values of one dataclass, with names of dtypes and enum members replaced by the objects themselves.
+    """The checked values of one dataclass, with names of dtypes and enum members replaced by the objects.
 
-    For the layer that builds Megatron's configs, where torch is loaded anyway: the modules are looked up at the call.
-    A name of CudaGraphScope stays a string, because Megatron parses those itself.
+    It imports torch. A name of CudaGraphScope stays a string, because Megatron parses it.
     """
     result = dict(values)
     for key, value in values.items():

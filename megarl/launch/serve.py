@@ -1,7 +1,6 @@
-"""What runs in the step of a server: it starts one SGLang server, writes down that it answers, and ends with it.
+"""The step of a server, ``python -m megarl.launch.serve LAUNCH_JSON INDEX``: it starts one SGLang server.
 
-``python -m megarl.launch.serve LAUNCH_JSON INDEX``. The launcher watches the step and starts it again. The trainer
-sends the weights, also to a server that was restarted.
+The launcher watches the step and restarts it. The trainer sends the weights, also to a restarted server.
 """
 
 from __future__ import annotations
@@ -14,11 +13,9 @@ import threading
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 
 from megarl.config import Config
 from megarl.config import file as config_file
-from megarl.config.file import split_overrides
 from megarl.data.files import write_atomically
 from megarl.errors import ConfigError, MegarlError, RolloutError
 from megarl.launch.steps import end_file, ready_file
@@ -29,7 +26,7 @@ from megarl.train.engines import server_specs
 
 
 def serve(config: Config, launch_file: Path, index: int) -> None:
-    """Run a server until it is to end. RolloutError if it does not start, or ends by itself."""
+    """Run a server until it is asked to end. RolloutError if it does not start, or ends by itself."""
     launch = json.loads(launch_file.read_text())
     topology = read_topology(launch)
     # A folder for each server, because two servers of a node would write the same files at the same time.
@@ -45,24 +42,21 @@ def serve(config: Config, launch_file: Path, index: int) -> None:
         while server.alive and not ended.wait(1.0):
             pass
         if not ended.is_set():
-            raise RolloutError(f"the server has ended; see {spec.log_file}, whose end is\n{server.log_tail()}")
+            raise RolloutError(f"the server has ended; see {spec.log_file}, which ends with\n{server.log_tail()}")
 
 
 def _listen_for_end(file: Path, launch: str) -> threading.Event:
-    """Set by SIGTERM, by a file that names this launch, and when the process that started this one is gone."""
+    """An event that SIGTERM, a file with the name of this launch, or the end of the parent process sets."""
     ended = threading.Event()
     parent = os.getppid()
 
-    def end(number: int, frame: FrameType | None) -> None:
-        ended.set()
-
     def look() -> None:
         while not ended.wait(1.0):
-            with suppress(OSError):  # there is no such file, or the file system is away for a moment
+            with suppress(OSError):  # no such file, or the file system does not answer for a moment
                 if os.getppid() != parent or file.read_text() == launch:
                     ended.set()
 
-    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGTERM, lambda number, frame: ended.set())
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # meant for the trainer
     threading.Thread(target=look, daemon=True).start()
     return ended
@@ -71,7 +65,7 @@ def _listen_for_end(file: Path, launch: str) -> threading.Event:
 def main(words: list[str]) -> int:
     """The step; returns its exit code: 0, 1 if the server failed, 2 for bad input."""
     launch_file, index = Path(words[0]), int(words[1])
-    rest, overrides = split_overrides(json.loads(launch_file.read_text())["server_command"])
+    rest, overrides = config_file.split_overrides(json.loads(launch_file.read_text())["server_command"])
     try:
         serve(config_file.load(Path(rest[-1]), overrides), launch_file, index)
     except MegarlError as error:

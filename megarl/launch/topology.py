@@ -49,10 +49,6 @@ class Topology:
     """Slurm's job number; None without Slurm."""
 
     @property
-    def master_address(self) -> str:
-        return self.trainers[0].address
-
-    @property
     def per_node(self) -> int:
         """Servers of each server node."""
         return len(self.server_ports) // max(1, len(self.servers))
@@ -114,8 +110,11 @@ def addresses_of(names: Sequence[str], env: Mapping[str, str], ask: Ask) -> dict
     ConfigError if an address does not resolve.
     """
     given = dict(pair.split("=", 1) for pair in env.get("MEGARL_ADDRESSES", "").split(",") if "=" in pair)
-    told = {name: given.get(name) or _slurm_address(name, ask) for name in names}
-    found = {name: _resolve(name, address) for name, address in told.items()}
+    found: dict[str, str] = {}
+    for name in names:
+        slurm = "" if name in given else ask(["scontrol", "--oneliner", "show", "node", name])
+        match = re.search(r"\bNodeAddr=(\S+)", slurm)
+        found[name] = _resolve(name, given.get(name) or (match[1] if match else name))
     others = [address for address in found.values() if not ipaddress.ip_address(address).is_loopback]
     for name, address in found.items():
         if ipaddress.ip_address(address).is_loopback and others:
@@ -125,11 +124,6 @@ def addresses_of(names: Sequence[str], env: Mapping[str, str], ask: Ask) -> dict
                 probe.connect((others[0], 9))  # sends nothing
                 found[name] = str(probe.getsockname()[0])
     return found
-
-
-def _slurm_address(name: str, ask: Ask) -> str:
-    match = re.search(r"\bNodeAddr=(\S+)", ask(["scontrol", "--oneliner", "show", "node", name]))
-    return match[1] if match else name
 
 
 def _resolve(name: str, address: str) -> str:

@@ -47,7 +47,7 @@ JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a[1-2],b1"}
 def test_trainer_nodes_come_first_and_servers_get_ports_of_their_own() -> None:
     found = find(config(layout="disaggregated", nodes=2, server_nodes=1, ranks_per_node=8), JOB, slurm)
     assert [each.name for each in found.trainers] == ["a1", "a2"]
-    assert found.master_address == "10.0.0.1"
+    assert found.trainers[0].address == "10.0.0.1"
     assert found.urls == [f"http://10.0.1.1:{port}" for port in found.server_ports]
     assert len({found.master_port, *found.server_ports}) == 3
     assert read_topology(json.loads(json.dumps({"topology": asdict(found)}))) == found

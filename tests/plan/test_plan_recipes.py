@@ -57,7 +57,7 @@ def test_off_policy_flags_are_those_of_the_paper() -> None:
 @pytest.mark.parametrize("flags", OFF_POLICY)
 @pytest.mark.parametrize("name", LARGE)
 def test_off_policy_variants_are_planned(name: str, flags: str) -> None:
-    _, overrides = cli.split_overrides(flags.split())
+    _, overrides = config_file.split_overrides(flags.split())
     path = RECIPES / f"{name}.toml"
     found = plan(config_file.load(path, overrides), source=path)
     assert found.batches.mini_batch == 1024

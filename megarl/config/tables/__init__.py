@@ -73,8 +73,15 @@ class Tables(Table):
 
     @property
     def credit_record(self) -> Credit:
-        """[credit] with its defaults resolved."""
-        return self.credit.record(self.sampling.rule, self.estimate.eps)
+        """[credit] with its defaults resolved; ConfigError if its parts do not go together."""
+        table = self.credit
+        estimated = self.sampling.rule == "ada_est" and table.combination == "plain"
+        default_eps = self.estimate.eps if estimated else 0.0
+        return Credit(
+            **table.model_dump(exclude={"scale", "rate_eps"}),
+            scale=table.scale or ("root_rate" if estimated else "none"),
+            rate_eps=default_eps if table.rate_eps is None else table.rate_eps,
+        )
 
     @property
     def optimizer_steps(self) -> int:

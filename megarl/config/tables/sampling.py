@@ -73,11 +73,7 @@ class SamplingConfig(Table):
 
         ConfigError if sizes do not go together."""
         train_size = group_size if self.train_size is None else self.train_size
-        limits: dict[str, Any] = {
-            "round_size": self.round_size,
-            "max_samples": self.max_samples,
-            "threshold": threshold,
-        }
+        limits: Any = {"round_size": self.round_size, "max_samples": self.max_samples, "threshold": threshold}
         if self.rule == "ada_seq_pos":
             return ada_seq_pos(train_size, positives=1 if self.positives is None else self.positives, **limits)
         if self.rule == "ada_seq_balance":
@@ -204,10 +200,3 @@ class CreditConfig(Table):
     that does not already follow f."""
     weigh: Weigh = "sample"
     """What has equal weight: each response that trains, or each prompt."""
-
-    def record(self, rule: Rule, eps: float) -> Credit:
-        """The credit with its defaults resolved; ConfigError if its parts do not go together."""
-        estimated = rule == "ada_est" and self.combination == "plain"
-        rate_eps = (eps if estimated else 0.0) if self.rate_eps is None else self.rate_eps
-        scale = self.scale or ("root_rate" if estimated else "none")
-        return Credit(**self.model_dump(exclude={"scale", "rate_eps"}), scale=scale, rate_eps=rate_eps)

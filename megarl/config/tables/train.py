@@ -58,11 +58,6 @@ class TrainConfig(Table):
     """What load-balancing losses count under replay: the experts that tokens are sent to, or nothing (off)."""
 
     @property
-    def objective_parts(self) -> dict[str, bool | int | float | str | None]:
-        """objective_overrides with "off" turned into None, for ``dataclasses.replace``."""
-        return {key: None if value == "off" else value for key, value in self.objective_overrides.items()}
-
-    @property
     def _named(self) -> Any:
         """What ``objective`` names: an Objective or a function."""
         if self.objective in OBJECTIVES:
@@ -74,7 +69,8 @@ class TrainConfig(Table):
         """The objective with its parts replaced; of a function what it does not compute. ConfigError if parts do not
         go together."""
         named = self._named
-        return replace(named if isinstance(named, Objective) else _AROUND_A_FUNCTION, **self.objective_parts)
+        parts: Any = {key: None if value == "off" else value for key, value in self.objective_overrides.items()}
+        return replace(named if isinstance(named, Objective) else _AROUND_A_FUNCTION, **parts)
 
     @property
     def objective_function(self) -> Callable[[Any], Any] | None:
