@@ -23,8 +23,7 @@ from megarl.convert.fp8_selection import is_misread
 from megarl.convert.job import Ranks
 from megarl.convert.quantization import Options, Quantized, quantize
 from megarl.errors import MegarlError
-from megarl.models.hf_reader import some
-from megarl.models.hf_writer import FP8_ERRORS
+from megarl.models.hf_files import FP8_ERRORS, some
 
 NUM_WORST = 5
 HEADER = ("rel. error", "max error", "of block", "underflow", "zero blocks", "saturated")

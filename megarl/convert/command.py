@@ -30,16 +30,11 @@ TOLERANCE = 1e-5
 
 
 def installed_layers() -> Layers:
-    """The layers of a Megatron model in this environment."""
     return "te" if importlib.util.find_spec("transformer_engine") else "local"
 
 
 def convert(source: Path, out: Path, model: Path | None, options: Options, verify: Verify) -> Converted:
-    """Convert a checkpoint into the other format, check it as asked, and print what was done.
-
-    A collective call under torchrun. A failed comparison of logits leaves ``out`` in place: its weights equal the
-    source's.
-    """
+    """Convert a checkpoint into the other format, check it as asked, and print what was done; a collective call."""
     ranks = Ranks()
     if verify == "logits" and ranks.size > 1:
         raise ConfigError("--verify logits builds the models in one process, found torchrun; use --verify checksums")
@@ -62,8 +57,8 @@ def convert(source: Path, out: Path, model: Path | None, options: Options, verif
         )
     if ranks.rank == 0:
         _print_summary(done, time.monotonic() - begun, options.verify)
-        if verify == "logits":
-            _check_logits(done, *pair)
+    if verify == "logits":
+        _check_logits(done, *pair)
     return done
 
 
@@ -98,8 +93,7 @@ def _check_logits(done: Converted, hf: Path, megatron: Path) -> None:
 def compare_logits(hf: Path, megatron: Path, shape: ModelShape) -> None:
     """Load both checkpoints in fp32, each with its own library, and compare logits of three random sequences.
 
-    Megatron gets the sequences packed, transformers one by one. One process must hold the model twice. Raises
-    CheckpointError if a checkpoint does not load, or if logits differ by more than TOLERANCE.
+    One process must hold the model twice. CheckpointError if they differ by more than TOLERANCE.
     """
     found, wanted = _compute_megatron(megatron, shape), _compute_hf(hf, shape)
     difference, largest = float((found - wanted).abs().max()), float(wanted.abs().max())

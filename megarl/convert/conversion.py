@@ -30,8 +30,7 @@ from megarl.convert.megatron_files import (
 )
 from megarl.convert.torch_dist import Chunk, write_file, write_metadata
 from megarl.errors import CheckpointError, ConfigError, NumericsError
-from megarl.models.hf_reader import HFCheckpoint, check_tensors
-from megarl.models.hf_writer import copy_model_files, pack_shards
+from megarl.models.hf_files import HFCheckpoint, check_tensors, copy_model_files, pack_shards
 from megarl.models.names import LAYOUTS, hf_shapes
 from megarl.models.shapes import ModelShape, read_shape
 
@@ -83,8 +82,7 @@ class Converted:
 def to_megatron(source: Path, out: Path, options: Options, ranks: Ranks) -> Converted:
     """Convert a Hugging Face folder into a ``torch_dist`` checkpoint, on all ranks alike.
 
-    Raises ConfigError for an unknown model, CheckpointError for an incomplete source or if ``out`` cannot be written;
-    ``out`` is then unchanged.
+    ConfigError for an unknown model, CheckpointError for an incomplete source or disk; ``out`` is then unchanged.
     """
     require_apart(out, source)
     shape = read_shape(source)
@@ -120,10 +118,9 @@ def to_megatron(source: Path, out: Path, options: Options, ranks: Ranks) -> Conv
 
 
 def to_hf(source: Path, out: Path, model: Path | None, options: Options, ranks: Ranks) -> Converted:
-    """Convert a ``torch_dist`` checkpoint into a Hugging Face folder, on all ranks alike.
+    """Convert a ``torch_dist`` checkpoint into a Hugging Face folder, as ``to_megatron`` does.
 
-    ``model`` is a folder with config and tokenizer, by default the one inside a converted checkpoint. Errors are those
-    of ``to_megatron``.
+    ``model`` is a folder with config and tokenizer, by default the one inside a converted checkpoint.
     """
     source = torch_dist_folder(source)
     model = model_folder(source, model)
@@ -192,8 +189,7 @@ def _one_dtype(pieces: Sequence[Piece], megatron: MegatronCheckpoint, options: O
 def _changed_tensors(piece: Piece, hf: HFCheckpoint, written: MegatronCheckpoint, options: Options) -> list[str]:
     """Names of source tensors that the written parameter, converted back, does not equal."""
     back = LAYOUTS[piece.rule.layout].join([written.read(piece)], written.shape)
-    wanted = [hf.read(name) for name in piece.hf]
-    wanted = [tensor.to(options.dtype_of(piece, tensor.dtype)) for tensor in wanted]
+    wanted = (tensor.to(options.dtype_of(piece, tensor.dtype)) for tensor in map(hf.read, piece.hf))
     return [name for name, *pair in zip(piece.hf, back, wanted, strict=True) if not same_bits(*pair)]
 
 

@@ -22,7 +22,7 @@ import torch
 
 from megarl.core.fp8 import fp8_config, grid_of, is_fp8_weight
 from megarl.errors import ConfigError
-from megarl.models.hf_reader import some
+from megarl.models.hf_files import some
 
 _WEIGHT = ".weight"
 _HIGH = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -55,10 +55,8 @@ def select_tensors(
 ) -> tuple[set[str], dict[str, Any]]:
     """(names of the tensors that become FP8, ``quantization_config`` of the result), by name and shape.
 
-    ``keep`` are globs of names, with or without ``.weight``, that stay as they are.
-
-    Raises ConfigError for an empty block, a glob that matches nothing, weights that cannot be quantised, and a
-    selection that engines would not understand.
+    ``keep`` are globs of names, with or without ``.weight``, that stay as they are. ConfigError for a glob that matches
+    nothing, weights that cannot be quantised, and a selection that engines would not understand.
     """
     if min(block) < 1:
         raise ConfigError(f"blocks of {block[0]} x {block[1]} are empty, expected two numbers of at least 1")

@@ -28,8 +28,7 @@ from safetensors import SafetensorError
 from megarl.data.files import replace_folder, sync_folder, write_atomically
 from megarl.errors import CheckpointError, ConfigError, MegarlError
 from megarl.megatron.distributed import shutdown
-from megarl.models.hf_reader import MANIFEST, read_json, some
-from megarl.models.hf_writer import save_tensors, write_index
+from megarl.models.hf_files import MANIFEST, read_json, save_tensors, some, write_index
 
 _JOB, _LOCK = ".job.json", ".lock"
 T = TypeVar("T")
@@ -78,10 +77,7 @@ def sha256_of(file: Path) -> str:
 
 
 def require_unchanged(folder: Path, ranks: Ranks) -> bool:
-    """Compare a folder with the checksums of the conversion that wrote it; False if it has none.
-
-    Raises CheckpointError naming the file that has changed.
-    """
+    """Compare a folder with the checksums of the conversion that wrote it; False if it has none."""
     manifest = folder / MANIFEST
     if not manifest.is_file():
         return False
@@ -231,17 +227,13 @@ class ConversionJob:
         self.write(shards, sizes, write_shard, write_folder)
 
     def verify(self, units: Sequence[Sequence[T]], sizes: Sequence[int], changed: Callable[[T], list[str]]) -> None:
-        """Raise CheckpointError if ``changed(part)`` names anything; each rank checks its units.
-
-        The next start writes these units anew.
-        """
+        """Raise CheckpointError if ``changed(part)`` names anything; the next start writes these units anew."""
         names: list[str] = []
         with self._share("verifying", units, sizes) as mine:
             for number, unit in mine:
-                different = [name for part in unit for name in changed(part)]
-                if different:
+                if different := [name for part in unit for name in changed(part)]:
                     self._record_file(number).unlink(missing_ok=True)
-                names += different
+                    names += different
         if names:
             raise CheckpointError(
                 f"{some(names)} came out different from the source; nothing was put in place. Run the command again: "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +14,7 @@ import torch
 from megarl.convert.torch_dist import Place, TorchDistReader
 from megarl.errors import CheckpointError, ConfigError
 from megarl.megatron.checkpoints.checkpoint import complete_checkpoints
-from megarl.models.hf_reader import some
+from megarl.models.hf_files import some
 from megarl.models.names import LAYOUTS, Rule, dimensions, rules_of
 from megarl.models.shapes import ModelShape
 
@@ -165,17 +166,14 @@ class MegatronCheckpoint:
         self._reader = TorchDistReader(path)
         self._stored = self._reader.tensors
         self._check_model()
-        pieces = [piece for unit in units_of(shape) for piece in unit]
+        pieces = list(chain(*units_of(shape)))
         self.keys, wanted = self._recognise(pieces)
         rest = [key for key in self._stored if key not in wanted and not key.startswith(_NO_WEIGHTS)]
         self.dropped = sorted({key for pattern in drop for key in fnmatch.filter(rest, pattern)})
-        """Unknown tensors that ``drop`` matches."""
-        self.num_padded_rows = 0
-        """Padding rows of the vocabulary, left out."""
-        missing, unknown = sorted(wanted - set(self._stored)), sorted(set(rest) - set(self.dropped))
-        if missing or unknown:
-            lists = ((missing, "missing"), (unknown, "unknown"))
-            told = "; ".join(f"{len(names)} tensors {what}: {some(names)}" for names, what in lists if names)
+        self.num_padded_rows = 0  # of the vocabulary, left out
+        faults = {"missing": list(wanted - set(self._stored)), "unknown": list(set(rest) - set(self.dropped))}
+        if any(faults.values()):
+            told = "; ".join(f"{len(names)} tensors {what}: {some(names)}" for what, names in faults.items() if names)
             raise CheckpointError(f"{path} does not hold a {shape.family} model of this config: {told}")
         for piece in pieces:
             self._check_shape(piece)
@@ -188,10 +186,9 @@ class MegatronCheckpoint:
         wanted = self.shape.describe()
         if not said and arguments is not None:
             names = [*_ARGUMENTS, *(["num_query_groups"] if getattr(arguments, "group_query_attention", False) else [])]
-            said = {name: getattr(arguments, name, None) for name in names}
-            said = {name: value for name, value in said.items() if value is not None}
+            said = {name: found for name in names if (found := getattr(arguments, name, None)) is not None}
         for name, value in said.items():
-            if name in wanted and wanted[name] != value:
+            if wanted.get(name, value) != value:
                 raise CheckpointError(
                     f"{self._reader.path} is of another model: {name} is {value!r}, and {wanted[name]!r} in the config"
                 )
@@ -210,8 +207,7 @@ class MegatronCheckpoint:
         for place in places:
             expected = (*place.sizes, first // len(places), *others)
             found = tuple(self._stored[place.key].size)
-            is_padded = piece.rule.layout == "vocab" and found[1:] == expected[1:] and found[0] > expected[0]
-            if is_padded:
+            if piece.rule.layout == "vocab" and found[1:] == expected[1:] and found[0] > expected[0]:
                 self.num_padded_rows = found[0] - expected[0]
             elif found != expected:
                 raise CheckpointError(f"{self._reader.path}: {place.key} has shape {found}, expected {expected}")

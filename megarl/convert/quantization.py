@@ -24,8 +24,7 @@ from megarl.core.fp8 import BLOCK, SCALE, grid_of
 from megarl.core.fp8_errors import BlockErrors, ErrorSum, quantize_by_stripes
 from megarl.data.files import write_atomically
 from megarl.errors import CheckpointError, ConfigError, NumericsError
-from megarl.models.hf_reader import HFCheckpoint, read_json
-from megarl.models.hf_writer import FP8_ERRORS, copy_model_files, pack_shards
+from megarl.models.hf_files import FP8_ERRORS, HFCheckpoint, copy_model_files, pack_shards, read_json
 from megarl.models.names import hf_shapes
 from megarl.models.shapes import read_shape
 
@@ -73,10 +72,9 @@ class _Source:
 def quantize(source: Path, out: Path, model: Path | None, options: Options, ranks: Ranks) -> Quantized:
     """Write ``source``, a Hugging Face folder or a ``torch_dist`` checkpoint, as an FP8 checkpoint, on all ranks alike.
 
-    ``model`` is the folder with config and tokenizer of a Megatron checkpoint; a converted one contains it. Raises
-    ConfigError for a source that is quantised already and for settings that do not fit, CheckpointError for an
-    incomplete source or if ``out`` cannot be written, NumericsError for a value that is not finite; ``out`` is then
-    unchanged.
+    ``model`` is the folder with config and tokenizer of a Megatron checkpoint; a converted one contains it. ConfigError
+    for a source that is quantised already, CheckpointError for an incomplete source or disk, NumericsError for a value
+    that is not finite; ``out`` is then unchanged.
     """
     with _open_source(source, model) as found:
         require_apart(out, found.path, found.model)

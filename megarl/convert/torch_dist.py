@@ -1,7 +1,6 @@
 """Reads and writes Megatron's ``torch_dist`` checkpoints one tensor at a time, without a model or process group.
 
-The format is torch's distributed checkpoint with Megatron's names (``keys``): every tensor is stored whole or in
-chunks of a global tensor, so any layout can load it.
+The format is torch's distributed checkpoint: tensors whole or in chunks of a global one, so any layout can load it.
 """
 
 from __future__ import annotations

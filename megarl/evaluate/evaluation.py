@@ -33,7 +33,7 @@ from megarl.evaluate.scores import print_table, widen
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.checkpoint import complete_checkpoints
 from megarl.megatron.frozen import FrozenModel
-from megarl.models.hf_reader import HFCheckpoint
+from megarl.models.hf_files import HFCheckpoint
 from megarl.rollout.draw import Draw
 from megarl.rollout.engine import Engine
 from megarl.rollout.player import Sample

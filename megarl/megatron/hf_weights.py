@@ -21,8 +21,7 @@ from megarl.data.files import replace_folder
 from megarl.errors import CheckpointError
 from megarl.megatron.distributed import all_gather
 from megarl.megatron.model import unwrap
-from megarl.models.hf_reader import HFCheckpoint, check_tensors
-from megarl.models.hf_writer import copy_model_files, save_tensors, write_index
+from megarl.models.hf_files import HFCheckpoint, check_tensors, copy_model_files, save_tensors, write_index
 from megarl.models.names import LAYOUTS, Rule, hf_shapes, rules_of
 from megarl.models.shapes import ModelShape
 

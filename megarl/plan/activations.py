@@ -1,8 +1,7 @@
 """Bytes that a forward pass keeps for the backward pass, per layer, as megarl's local layers save them.
 
-Each term is what one tensor that autograd saves costs; e is the size of an element of the training dtype, H the hidden
-size, S the slots of a micro-batch on this rank (a share of 1/cp), S' = S / tp under sequence parallelism. Transformer
-Engine and fused kernels save less, and other things.
+e is the size of an element of the training dtype, H the hidden size, S the slots of a micro-batch on this rank (a share
+of 1/cp), S' = S / tp under sequence parallelism. Transformer Engine and fused kernels save less, and other things.
 """
 
 from __future__ import annotations

@@ -50,10 +50,7 @@ class Plan:
 
 
 def plan(config: Config, model: Path | None = None, source: Path | None = None) -> Plan:
-    """Plan a run; ConfigError, one line, for what cannot divide or fit.
-
-    ``model`` is a folder with a config.json; see ``find_model``. ``source`` is the file of the configuration.
-    """
+    """Plan a run; ConfigError, one line, for what cannot divide or fit. ``model``, ``source``: see ``find_model``."""
     folder = find_model(config, model, source)
     shape = read_shape(folder)
     layout = config.check_world_size(config.launch.ranks)
@@ -90,7 +87,7 @@ def plan(config: Config, model: Path | None = None, source: Path | None = None) 
 def find_model(config: Config, model: Path | None, source: Path | None) -> Path:
     """The first folder with a config.json, of ``model``, model.path, and configs shipped for the model's or run's name.
 
-    Shipped configs are searched beside ``source`` and in the working directory. ConfigError if there is none.
+    Shipped ones are searched beside ``source``, the file of the configuration, and in the working directory.
     """
     if model is not None:
         return model

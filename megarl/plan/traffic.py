@@ -1,7 +1,6 @@
 """Bytes that move: between engine and trainer, between the trainer's ranks, and with an update of the weights.
 
-What a rank receives; a collective over n ranks brings each (n - 1) / n of the whole. Sequences are reckoned at their
-longest, so a step moves at most this.
+What a rank receives. Sequences are reckoned at their longest, so a step moves at most this.
 """
 
 from __future__ import annotations

@@ -80,10 +80,7 @@ def route_bytes(config: Config, shape: ModelShape, layout: Layout, stage: Stage)
 
 
 def state_bytes(config: Config, layout: Layout, count: RankCount) -> tuple[int, int, int]:
-    """(weights, gradients, optimizer) of a rank, bytes: e P, 4 P, and 8 or 12 per parameter after sharding.
-
-    The distributed optimizer shares out dense parameters over dp * cp ranks and experts over edp.
-    """
+    """(weights, gradients, optimizer) of a rank, bytes: e P, 4 P, and 8 or 12 per parameter after sharding."""
     for key, value in _OPTIMIZER.items():
         if config.megatron.get(key, value) != value:
             raise ConfigError(
@@ -91,22 +88,16 @@ def state_bytes(config: Config, layout: Layout, count: RankCount) -> tuple[int, 
                 f"expected {value!r}; remove it for the plan"
             )
     element = ELEMENT[config.model.dtype]
-    in_fp32 = config.megatron.get("grad_reduce_in_fp32", True)
-    gradients = (4 if in_fp32 else element) * count.total
-    per_parameter = 8 if element == 4 else 12
-    sharded = config.parallel.distributed_optimizer
-    dense, expert = (layout.dp * layout.cp, layout.edp) if sharded else (1, 1)
-    optimizer = per_parameter * (-(-count.dense // dense) + -(-count.expert // expert))
+    gradients = (4 if config.megatron.get("grad_reduce_in_fp32", True) else element) * count.total
+    dense, expert = (layout.dp * layout.cp, layout.edp) if config.parallel.distributed_optimizer else (1, 1)
+    optimizer = (8 if element == 4 else 12) * (-(-count.dense // dense) + -(-count.expert // expert))
     return element * count.total + 4 * count.buffers, gradients, optimizer
 
 
 def activation_bytes(
     config: Config, shape: ModelShape, layout: Layout, stage: Stage, micro_batches: int
 ) -> tuple[int, int]:
-    """(kept by layers for the backward passes, one recomputed unit), bytes.
-
-    ``in_flight`` says how many micro-batches wait at once. ``head_bytes`` are added at the end of the last stage.
-    """
+    """(kept by layers for the backward passes, one recomputed unit), bytes; without ``head_bytes`` of the last."""
     cut = cut_of(config, layout)
     kept, units = zip(*(_chunk_bytes(config, shape, cut, chunk) for chunk in stage.chunks), strict=True)
     return sum(kept) * in_flight(layout, stage.rank, micro_batches) // len(kept), max(units)
@@ -161,10 +152,7 @@ def _row_gradients(config: Config, shape: ModelShape, layout: Layout, stage: Sta
 
 
 def _head(config: Config, shape: ModelShape, layout: Layout, stage: Stage) -> int:
-    """What the last stage keeps between loss and backward pass, and takes for both; blocks as in ``linear_logprobs``.
-
-    ``head_bytes``, gradients of hidden states and output layer, rows of that in fp32, three blocks of logits.
-    """
+    """``head_bytes``, gradients of hidden states and output layer, rows of that in fp32, three blocks of logits."""
     if not stage.is_last:
         return 0
     cut, hidden = cut_of(config, layout), shape.fields["hidden_size"]
@@ -173,10 +161,7 @@ def _head(config: Config, shape: ModelShape, layout: Layout, stage: Stage) -> in
 
 
 def gathered_elements(shape: ModelShape) -> int:
-    """Elements that an export needs at a time, at most: a layer's experts of one kind twice, a dense parameter thrice.
-
-    Gathered parts and their whole; of a dense parameter then also the Hugging Face tensors.
-    """
-    return max(
-        numel(rule, shape) * (2 * shape.num_experts if rule.scope == "expert" else 3) for rule in rules_of(shape)
-    )
+    """Elements that an export holds, at most: a layer's experts of one kind twice, a dense parameter thrice."""
+    # Gathered parts and their whole; of a dense parameter then also the Hugging Face tensors.
+    copies = {"expert": 2 * shape.num_experts}
+    return max(numel(rule, shape) * copies.get(rule.scope, 3) for rule in rules_of(shape))

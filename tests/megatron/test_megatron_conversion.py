@@ -28,7 +28,7 @@ from megarl.convert.megatron_files import HF_FOLDER, Keys, MegatronCheckpoint, t
 from megarl.convert.torch_dist import Chunk, TorchDistReader, write_file, write_metadata
 from megarl.core.fp8 import quantize_fp8
 from megarl.errors import CheckpointError, ConfigError, NumericsError
-from megarl.models.hf_reader import INDEX
+from megarl.models.hf_files import INDEX
 from megarl.models.names import LAYOUTS
 from megarl.models.shapes import read_shape
 

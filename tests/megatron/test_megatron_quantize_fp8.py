@@ -23,7 +23,7 @@ from megarl.convert.job import Ranks
 from megarl.convert.quantization import Options, Quantized, quantize, read_errors
 from megarl.core.fp8 import is_fp8_weight, quantize_fp8
 from megarl.errors import ConfigError
-from megarl.models.hf_reader import HFCheckpoint
+from megarl.models.hf_files import HFCheckpoint
 
 
 @pytest.fixture(scope="module")

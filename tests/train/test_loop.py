@@ -17,7 +17,7 @@ from megarl.errors import CheckpointError, ConfigError, MegarlError, RolloutErro
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.checkpoint import complete_checkpoints
 from megarl.megatron.hf_weights import export_hf, save_hf
-from megarl.models.hf_reader import HFCheckpoint
+from megarl.models.hf_files import HFCheckpoint
 from megarl.rollout.local.engine import LocalEngine
 from megarl.run.metrics_log import read_metrics, without_timing
 from megarl.train.loop import Trainer, train

@@ -1,8 +1,8 @@
 """Checkpoints of a run in Megatron's torch_dist format: saved, found and loaded again.
 
 A checkpoint is a folder ``step_<n>``. It is written as ``step_<n>.partial`` and renamed when every rank is done, so a
-folder under its final name is complete, however the writer ended. Model weights load in any layout. Optimizer state
-does not load from ep = 1 into ep > 1 or back, because Megatron stores experts apart with ep > 1.
+folder under its final name is complete. Model weights load in any layout; optimizer state does not load from ep = 1
+into ep > 1 or back, because Megatron stores experts apart with ep > 1.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 def save(folder: Path, step: int, policy: Policy, loop: Mapping[str, Any], keep: int) -> Path:
     """Write checkpoint ``step``, then remove all but the newest ``keep``; a collective call.
 
-    ``loop`` is what the training loop needs to resume: small, equal on all ranks, and plain data (numbers, strings,
-    lists, dicts).
+    ``loop`` is what the training loop needs to resume: small, equal on all ranks, and plain data.
     """
     path = clear_partial(folder, step)
     if filesystem_async._results_queue is None:

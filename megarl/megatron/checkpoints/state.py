@@ -65,8 +65,7 @@ def _allocate_adam_state(optimizer: Any) -> None:
 
 
 def separate_adam_steps(optimizer: Any) -> None:
-    """Give each parameter its own step: Megatron's distributed optimizer loads one shared tensor, which every parameter
-    would then advance."""
+    """Give each parameter its own step; Megatron loads one shared tensor, which every parameter would advance."""
     for _, state in _torch_adam_states(optimizer):
         state["step"] = state["step"].clone()
 

@@ -1,22 +1,28 @@
-"""Hugging Face checkpoint folders: safetensors files read by name, one open at a time."""
+"""Hugging Face checkpoint folders: read by name, one file open at a time, and written."""
 
 from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Iterable, KeysView, Sequence
+import shutil
+from collections.abc import Iterable, KeysView, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from megarl.core.fp8 import SCALE, dequantize_fp8, grid_of
+from megarl.data.files import model_files
 from megarl.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 MANIFEST = "conversion.json"
 """What a conversion writes beside the files: their checksums, and what it left out."""
+FP8_ERRORS = "fp8_errors.json"
+"""What a folder with FP8 blocks says about the errors of each tensor."""
+T = TypeVar("T")
 _MAPPED_BYTES = 256 << 20
 """A file is opened anew when this much of it has been read, for what was read stays mapped into memory."""
 _DTYPES = {
@@ -174,10 +180,9 @@ def some(names: Sequence[str], most: int = 3) -> str:
 
 
 def check_tensors(found: HFCheckpoint, expected: dict[str, tuple[int, ...]], drop: Iterable[str] = ()) -> list[str]:
-    """Compare a checkpoint with what its config promises, by name and shape.
+    """Compare a checkpoint with what its config promises, by name and shape; CheckpointError names all differences.
 
-    Returns the names that ``drop`` (globs) excuses from being known. CheckpointError names what is missing, unknown or
-    of another shape: nothing is skipped silently.
+    Returns the unknown names that ``drop`` (globs) matches.
     """
     unknown = {name for name in found.names() - set(expected) if not _is_known_copy(name, found, expected)}
     dropped = {name for pattern in drop for name in fnmatch.filter(unknown, pattern)}
@@ -205,3 +210,45 @@ def _is_known_copy(name: str, found: HFCheckpoint, expected: dict[str, tuple[int
     if name != "lm_head.weight" or not {embedding} & found.names() & set(expected):
         return False
     return found.shape(name) == found.shape(embedding) and torch.equal(found.read(name), found.read(embedding))
+
+
+def pack_shards(pieces: Sequence[T], sizes: Sequence[int], shard_bytes: int) -> tuple[list[list[T]], list[int]]:
+    """What goes into each file, in order, and its bytes; a file is larger than ``shard_bytes`` only if one piece is."""
+    shards: list[list[T]] = [[]]
+    totals = [0]
+    for piece, size in zip(pieces, sizes, strict=True):
+        if shards[-1] and totals[-1] + size > shard_bytes:
+            shards.append([])
+            totals.append(0)
+        shards[-1].append(piece)
+        totals[-1] += size
+    return shards, totals
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+    """A safetensors file that others may read: safetensors 0.8 makes it private."""
+    save_file(dict(tensors), file, metadata={"format": "pt"})
+    file.chmod(0o644)
+
+
+def write_index(folder: Path, listing: Mapping[str, str], num_bytes: int) -> None:
+    """Which file holds which tensor."""
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": listing}
+    (folder / INDEX).write_text(json.dumps(index, indent=1))
+
+
+def copy_model_files(
+    source: Path, target: Path, dtype: torch.dtype | None, quantization: Mapping[str, Any] | None = None
+) -> None:
+    """Config, tokenizer, code; the config says what the weights now are."""
+    for file in model_files(source):
+        if file.name not in (MANIFEST, FP8_ERRORS):
+            shutil.copyfile(file, target / file.name)
+    config = json.loads((source / "config.json").read_text())
+    config.pop("quantization_config", None)
+    if dtype is not None:
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(dtype).removeprefix("torch.")
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    (target / "config.json").write_text(json.dumps(config, indent=2))
