@@ -18,18 +18,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megarl.core.sampling import (
-    Allotted,
-    SamplingRule,
-    Uniform,
-    ada_est_weights,
-    ada_seq_balance,
-    ada_seq_pos,
-    allocate,
-    allocate_by_weights,
-    gvm_allocate,
-    stopping_law,
-)
+from megarl.core.choices.stopping import Allotted, SamplingRule, Uniform, ada_seq_balance, ada_seq_pos
+from megarl.core.sampling import ada_est_weights, allocate, allocate_by_weights, gvm_allocate, stopping_law
 from megarl.core.sampling.subsampling import positives_to_keep
 from megarl.data.files import write_atomically
 from megarl.errors import ConfigError

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from megarl import cli
-from megarl.core.sampling import Collector, SamplingRule, Uniform, ada_seq_balance, ada_seq_pos, stopping_law
+from megarl.core.choices.stopping import SamplingRule, Uniform, ada_seq_balance, ada_seq_pos
+from megarl.core.sampling import stopping_law
+from megarl.core.sampling.collector import Collector
 from megarl.errors import ConfigError
 from megarl.simulate import DEFAULT_RATES, Budget, arms, evaluate, moments, parse_rates, simulate
 

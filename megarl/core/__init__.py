@@ -21,5 +21,5 @@ Modules:
     diagnostics    entropy, KL, effective sample size, extreme tokens
     turns          several turns of a conversation as one sequence
     rollout_codec  rollouts as bytes, to exchange them between ranks
-    fp8            weights in FP8 blocks; fp8_errors: what that changes about them
+    fp8            weights in FP8 blocks, and the errors of that
 """

@@ -7,14 +7,13 @@ be learned from it, and rounding must not pretend otherwise. Only RAFT, which ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.core.choices.parts import AdvantageName, PoolScale
+from megarl.core.choices.parts import PoolScale
 from megarl.core.choices.stopping import POSITIVE
 from megarl.core.ratios import (
     check_cu_seqlens,
@@ -77,13 +76,7 @@ def raft(rewards: Values, groups: Values, threshold: float = POSITIVE) -> Tensor
     return (rewards > threshold).to(rewards.dtype)
 
 
-ADVANTAGES: Mapping[AdvantageName, Callable[..., Tensor]] = MappingProxyType(
-    {"group_mean": group_mean, "grpo": grpo, "rloo": rloo, "raft": raft}
-)
-"""Advantage by name; each is called with (rewards, groups) and gives one number per response."""
-
-
-def pooled(
+def normalize_by_pool(
     rewards: Values,
     groups: Values,
     pool_rewards: Values,
@@ -103,8 +96,8 @@ def pooled(
     """
     if scale not in ("none", "std", "rate", "root_rate") or ddof not in (0, 1) or not floor > 0 or not rate_eps >= 0:
         raise ValueError(
-            f"pooled: scale {scale!r}, ddof {ddof}, floor {floor}, rate_eps {rate_eps}; expected a {PoolScale}, 0 or "
-            "1, above 0, and 0 or more"
+            f"scale {scale!r}, ddof {ddof}, floor {floor}, rate_eps {rate_eps}; expected a {PoolScale}, 0 or 1, above "
+            "0, and 0 or more"
         )
     rewards, _ = _prepare(rewards, groups)
     pool, inverse = _prepare(pool_rewards, pool_groups)
@@ -122,7 +115,7 @@ def pooled(
         squares = torch.zeros_like(mean).index_add(0, inverse, _center(pool, inverse).square())
         divisor = (squares / (counts - ddof).clamp(min=1)).sqrt().clamp(min=floor)
     elif bool((mean < 0).any()):
-        raise ValueError(f"pooled: scale {scale!r} needs pass rates, but the mean of a pool is {float(mean.min())}")
+        raise ValueError(f"scale {scale!r} needs pass rates, but the mean of a pool is {float(mean.min())}")
     else:
         divisor = mean + rate_eps if scale == "rate" else (mean + rate_eps).sqrt()
     flat = uniform | (divisor == 0)

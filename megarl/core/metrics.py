@@ -1,7 +1,6 @@
-"""Statistics that merge exactly over micro-batches and ranks.
+"""Statistics that merge exactly over micro-batches and ranks, in any order and grouping.
 
-A ``Stat`` holds only numbers that are added and numbers of which the largest is taken (a minimum is a negated maximum),
-so the parts may be merged in any grouping and number.
+A ``Stat`` holds only sums and maxima; a minimum is a negated maximum.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Stat:
 
     @classmethod
     def total(cls, value: Tensor | float) -> Stat:
-        """A number that simply adds up: a count, or a loss that is already divided by global denominators."""
+        """A sum: a count, or a loss that is already divided by global denominators."""
         return cls("total", _vector(value), _vector())
 
     @classmethod

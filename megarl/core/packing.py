@@ -1,14 +1,13 @@
-"""Sequences into micro-batches, and rollouts into the packed columns that train.
+"""Partition sequences into micro-batches, and pack rollouts into the columns that train.
 
-Everything is deterministic and free of random numbers: the same lengths give the same micro-batches on every rank
-and in every resumed run.
+No random numbers: the same lengths give the same micro-batches on every rank and in every resumed run.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import torch
@@ -19,28 +18,17 @@ from megarl.core.ratios import LOGPROB_TOLERANCE, segment_expand, segment_length
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import NumericsError, RolloutError, TraceError
 
-TOKEN_COLUMNS = (
-    "tokens",
-    "loss_mask",
-    "rollout_logprobs",
-    "advantages",
-    "old_logprobs",
-    "ref_logprobs",
-    "routed_experts",
-    "routed_mask",
-    "weight_versions",
-)
+TOKEN_COLUMNS = tuple(field.name for field in fields(TrainBatch) if field.name != "cu_seqlens")
 """The fields of TrainBatch with one entry per token."""
 
 
 def partition(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -> list[list[int]]:
     """Split sequences into balanced micro-batches of at most max_tokens each.
 
-    Takes the smallest number of bins for which longest-first placement into the emptiest bin fits, and at most as
-    many as first-fit-decreasing needs; then at least min_bins. So ranks that partition once, take the largest count
-    and partition again with it as min_bins end with the same number. Returns sequence indices, ascending within a
-    bin, bins ordered by their first index. Raises ValueError if one sequence alone exceeds max_tokens, or there are
-    fewer sequences than min_bins.
+    Takes the smallest number of bins for which longest-first placement into the emptiest bin fits, at most as many as
+    first-fit-decreasing needs, and at least min_bins: ranks that partition again with the largest count as min_bins end
+    with the same number. Returns sequence indices, ascending within a bin, bins ordered by their first index. Raises
+    ValueError if one sequence alone exceeds max_tokens, or there are fewer sequences than min_bins.
     """
     _check_lengths(lengths, min_bins)
     for sequence, length in enumerate(lengths):
@@ -75,56 +63,49 @@ def partition_into(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
 def pack(rollouts: Sequence[Rollout], advantages: Values | Sequence[np.ndarray]) -> TrainBatch:
     """Put rollouts back to back, in the given order, with their advantages.
 
-    advantages: [N], the one of a sequence goes to each of its tokens; or a list of N arrays, [T_n], one per token.
-    Routes of 16 bits become int16, which torch indexes everywhere. A mask of routes that lie elsewhere is kept. Raises
-    RolloutError or TraceError, naming group and sample, if a column does not fit its tokens or only some rollouts carry
-    routes; NumericsError if the log-probability of a loss token is NaN or above 0, or an advantage is not finite.
+    advantages: [N], one per sequence; or a list of N arrays, [T_n], one per token. Routes of 16 bits become int16,
+    which torch can index on every device. Raises RolloutError or TraceError, naming group and sample, if a column does
+    not fit its tokens or only some rollouts carry routes; NumericsError if the log-probability of a loss token is NaN
+    or above 0, or an advantage is not finite.
     """
     if not rollouts:
         raise ValueError("there are no rollouts to pack, expected at least one")
     for rollout in rollouts:
         _check_rollout(rollout)
-    lengths = torch.tensor([0, *(rollout.num_tokens for rollout in rollouts)])
-    cu_seqlens = lengths.cumsum(0)
     routed_experts, routed_mask = _pack_routes(rollouts)
     return TrainBatch(
         tokens=_concatenate([r.tokens for r in rollouts], np.int64),
-        cu_seqlens=cu_seqlens,
+        cu_seqlens=torch.tensor([0, *(rollout.num_tokens for rollout in rollouts)]).cumsum(0),
         loss_mask=_concatenate([r.loss_mask for r in rollouts], np.bool_),
         rollout_logprobs=_concatenate([r.rollout_logprobs for r in rollouts], np.float32),
-        advantages=_per_token(advantages, rollouts, cu_seqlens),
+        advantages=_per_token(advantages, rollouts),
         routed_experts=routed_experts,
         routed_mask=routed_mask,
         weight_versions=_concatenate([r.weight_versions for r in rollouts], np.int32),
     )
 
 
-def _per_token(advantages: Values | Sequence[np.ndarray], rollouts: Sequence[Rollout], cu_seqlens: Tensor) -> Tensor:
+def _per_token(advantages: Values | Sequence[np.ndarray], rollouts: Sequence[Rollout]) -> Tensor:
     """float32 [T]."""
     if len(advantages) != len(rollouts):
         raise ValueError(f"advantages are [{len(advantages)}], expected [{len(rollouts)}], one per rollout")
     if isinstance(advantages[0], np.ndarray):
-        columns = [np.atleast_1d(np.asarray(column, dtype=np.float32)) for column in advantages]
-        for rollout, column in zip(rollouts, columns, strict=True):
-            if column.shape != (rollout.num_tokens,):
-                raise ValueError(f"{_name(rollout)}: advantages are {list(column.shape)}, expected one per token")
-            _check_finite(rollout, column)
-        return torch.from_numpy(np.concatenate(columns))
-    per_sequence = torch.as_tensor(advantages, dtype=torch.float32, device="cpu")
-    if per_sequence.shape != (len(rollouts),):
-        raise ValueError(f"advantages are {list(per_sequence.shape)}, expected [{len(rollouts)}], one per rollout")
-    for rollout, advantage in zip(rollouts, per_sequence.numpy(), strict=True):
-        _check_finite(rollout, advantage)
-    return segment_expand(per_sequence, cu_seqlens)
-
-
-def _check_finite(rollout: Rollout, advantage: np.ndarray) -> None:
-    if not np.isfinite(advantage).all():
-        raise NumericsError(f"{_name(rollout)}: the advantage is {advantage}, expected a finite number")
+        columns = [np.asarray(column) for column in advantages]
+    else:
+        values = torch.as_tensor(advantages, dtype=torch.float32, device="cpu").numpy()
+        if values.ndim != 1:
+            raise ValueError(f"advantages are {list(values.shape)}, expected [{len(rollouts)}], one per rollout")
+        columns = [np.full(rollout.num_tokens, value) for rollout, value in zip(rollouts, values, strict=True)]
+    for rollout, column in zip(rollouts, columns, strict=True):
+        if column.shape != (rollout.num_tokens,):
+            raise ValueError(f"{_name(rollout)}: advantages are {list(column.shape)}, expected one per token")
+        if (bad := column[~np.isfinite(column)]).size:
+            raise NumericsError(f"{_name(rollout)}: the advantage is {bad[0]}, expected a finite number")
+    return _concatenate(columns, np.float32)
 
 
 def drop_routes(rollout: Rollout) -> Rollout:
-    """The rollout as other ranks see it: its mask still says which rows there are."""
+    """Return the rollout without routes, as other ranks hold it; its mask still says which rows exist."""
     mask = rollout.routed_mask
     if mask is None and rollout.routed_experts is not None:
         mask = np.ones(rollout.num_tokens, bool)

@@ -22,10 +22,10 @@ def pad_cu_seqlens(cu_seqlens: Tensor, multiple: int) -> Tensor:
     return torch.cat([padded.new_zeros(1), padded.cumsum(0)])
 
 
-def padded_positions(cu_seqlens: Tensor, padded: Tensor) -> Tensor:
+def find_padded_positions(cu_seqlens: Tensor, padded: Tensor) -> Tensor:
     """Return int64 [T]: where each token goes when every sequence starts at its padded offset.
 
-    ``out[padded_positions] = column`` pads a column, ``out[padded_positions]`` takes the padding away again.
+    ``out[find_padded_positions] = column`` pads a column, ``out[find_padded_positions]`` takes the padding away again.
     """
     if padded.shape != cu_seqlens.shape or bool((segment_lengths(padded) < segment_lengths(cu_seqlens)).any()):
         raise ValueError("padded must be cu_seqlens of the same sequences, each at least as long as before")
@@ -62,7 +62,9 @@ def zigzag_indices(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
 def zigzag_inverse(cu_seqlens: Tensor, cp_size: int) -> Tensor:
     """Return int64 [T] with ``torch.cat(columns of rank 0, 1, ...)[inverse]`` in packed order again."""
     gathered = torch.cat([zigzag_indices(cu_seqlens, cp_size, rank) for rank in range(cp_size)])
-    return inverse_permutation(gathered)
+    inverse = torch.empty_like(gathered)
+    inverse[gathered] = torch.arange(gathered.numel(), device=gathered.device)
+    return inverse
 
 
 def sequence_parallel_slice(num_tokens: int, tp_size: int, tp_rank: int) -> slice:
@@ -72,13 +74,6 @@ def sequence_parallel_slice(num_tokens: int, tp_size: int, tp_rank: int) -> slic
         raise ValueError(f"{num_tokens} tokens do not split into tp_size = {tp_size} equal slices: pad them first")
     share = num_tokens // tp_size
     return slice(tp_rank * share, (tp_rank + 1) * share)
-
-
-def inverse_permutation(order: Tensor) -> Tensor:
-    """Return int64 [T] with ``inverse[order[i]] == i``, so that ``column[order][inverse]`` is the column."""
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(order.numel(), device=order.device)
-    return inverse
 
 
 def _check_rank(size: int, rank: int, name: str) -> None:

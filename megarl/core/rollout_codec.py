@@ -1,9 +1,9 @@
 """Rollouts as one array of bytes, so that ranks exchange them as tensors and not as pickled objects.
 
-Header int64 [N + 1, 6]: the number of sequences in the first row, then (group, sample, tokens, finish reason, flags, 0)
-of each. After it the columns of all sequences back to back, one after the other: tokens int32, rollout_logprobs
-float32, weight_versions int32, loss_mask uint8, then, for the sequences that have them, routed_mask uint8,
-route_versions int32, route_sources uint8. Routes are not part of it: every rank needs other rows of them.
+The header is int64 [N + 1, 6]: the number of sequences, then (group, sample, tokens, finish reason, flags, 0) of each.
+The columns follow, each of all sequences back to back: tokens int32, rollout_logprobs float32, weight_versions int32,
+loss_mask uint8; then of the sequences that have them: routed_mask uint8, route_versions int32, route_sources uint8.
+Routes are left out, because every rank needs other rows of them.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def encode_rollouts(rollouts: Sequence[Rollout]) -> np.ndarray:
     for row, rollout in zip(header[1:], rollouts, strict=True):
         flags = sum(1 << bit for bit, (name, _) in enumerate(_SOME) if getattr(rollout, name) is not None)
         row[:5] = (rollout.group, rollout.sample, rollout.num_tokens, _REASONS.index(rollout.finish_reason), flags)
-    columns = [[getattr(rollout, name) for rollout in rollouts] for name, _ in (*_ALWAYS, *_SOME)]
     parts = [header.reshape(-1).view(np.uint8)]
-    for (name, dtype), column in zip((*_ALWAYS, *_SOME), columns, strict=True):
-        for rollout, values in zip(rollouts, column, strict=True):
+    for name, dtype in (*_ALWAYS, *_SOME):
+        for rollout in rollouts:
+            values = getattr(rollout, name)
             if values is None:
                 continue
             if len(values) != rollout.num_tokens:
@@ -73,33 +73,27 @@ def decode_rollouts(data: np.ndarray) -> list[Rollout]:
             sample=int(sample),
             finish_reason=_REASONS[int(reason)],
             routed_experts=None,
-            tokens=found["tokens"][index],
-            loss_mask=found["loss_mask"][index],
-            rollout_logprobs=found["rollout_logprobs"][index],
-            weight_versions=found["weight_versions"][index],
-            routed_mask=found["routed_mask"].get(index),
-            route_versions=found["route_versions"].get(index),
-            route_sources=found["route_sources"].get(index),
+            **columns,
         )
-        for index, (group, sample, _, reason, _, _) in enumerate(header.tolist())
+        for (group, sample, _, reason, _, _), columns in zip(header.tolist(), found, strict=True)
     ]
 
 
-def _columns(data: np.ndarray, header: np.ndarray, position: int) -> tuple[dict[str, dict[int, Any]], int]:
-    """Column name -> index of a sequence -> its values; and where they end."""
+def _columns(data: np.ndarray, header: np.ndarray, position: int) -> tuple[list[dict[str, Any]], int]:
+    """The columns of each sequence by name, None where it has none; and where they end."""
     wrong = (header[:, 2] < 0) | (header[:, 3] < 0) | (header[:, 3] >= len(_REASONS))
     if wrong.any():
         index = int(wrong.argmax())
         raise ValueError(f"sequence {index} has {header[index, 2]} tokens and finish reason {header[index, 3]}")
-    found: dict[str, dict[int, Any]] = {}
+    found: list[dict[str, Any]] = [{} for _ in header]
     for bit, (name, dtype) in enumerate((*_ALWAYS, *_SOME), start=-len(_ALWAYS)):
-        found[name] = {}
         for index, (_, _, length, _, flags, _) in enumerate(header.tolist()):
             if bit >= 0 and not flags >> bit & 1:
+                found[index][name] = None
                 continue
             end = position + length * np.dtype(dtype).itemsize
             if end > len(data):
                 raise ValueError(f"{name} of sequence {index} ends at {end}")
-            found[name][index] = data[position:end].copy().view(dtype)
+            found[index][name] = data[position:end].copy().view(dtype)
             position = end
     return found, position

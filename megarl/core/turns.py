@@ -39,9 +39,9 @@ def join(earlier: Rollout, later: Rollout) -> Rollout:
         )
     whole = replace(
         later,
-        loss_mask=_join_column(earlier.loss_mask, later.loss_mask),
-        rollout_logprobs=_join_column(earlier.rollout_logprobs, later.rollout_logprobs),
-        weight_versions=_join_column(earlier.weight_versions, later.weight_versions),
+        loss_mask=np.concatenate([earlier.loss_mask, later.loss_mask[size:]]),
+        rollout_logprobs=np.concatenate([earlier.rollout_logprobs, later.rollout_logprobs[size:]]),
+        weight_versions=np.concatenate([earlier.weight_versions, later.weight_versions[size:]]),
     )
     return _join_routes(whole, earlier, later, label)
 
@@ -72,7 +72,3 @@ def _join_routes(whole: Rollout, earlier: Rollout, later: Rollout, label: str) -
         route_versions=rows(row_versions(earlier), row_versions(later)),
         route_sources=rows(row_sources(earlier), row_sources(later)) if sourced else None,
     )
-
-
-def _join_column(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    return np.concatenate([first, second[len(first) :]])

@@ -90,7 +90,7 @@ def test_estimates():
         (lambda: gvm_allocate([0.1], [1, 2], 4), r"\[B\]"),
         (lambda: gvm_allocate([0.1], [1], 4, beta=1.5), "at least 2"),
         (lambda: gvm_allocate([1.2], [1], 4), "0 to 1"),
-        (lambda: gvm_allocate([0.2], [np.inf], 4), "finite norms"),
+        (lambda: gvm_allocate([0.2], [np.inf], 4), "norm 0 is inf"),
         (lambda: gvm_allocate([0.2], [1], -1), "0 or more"),
         (lambda: gvm_allocate([], [], 1), "0 prompts"),
         (lambda: gvm_estimates([0], [True], [np.nan], 1), "not finite"),

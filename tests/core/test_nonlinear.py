@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.core.choices.nonlinear import parse_objective
+from megarl.core.choices.credit import parse_objective
 from megarl.errors import ConfigError
 
 

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from oracles import reference
 
 from megarl.core.parallel import (
-    inverse_permutation,
+    find_padded_positions,
     pad_cu_seqlens,
-    padded_positions,
     sequence_parallel_slice,
     zigzag_indices,
     zigzag_inverse,
@@ -53,7 +52,7 @@ def test_padding_and_taking_it_away(lengths, multiple):
     cu_seqlens = offsets(lengths)
     padded = pad_cu_seqlens(cu_seqlens, multiple)
     assert padded.diff().tolist() == [-(-length // multiple) * multiple for length in lengths]
-    positions = padded_positions(cu_seqlens, padded)
+    positions = find_padded_positions(cu_seqlens, padded)
     starts = padded.tolist()
     assert positions.tolist() == [starts[n] + i for n, length in enumerate(lengths) for i in range(length)]
     column = torch.arange(sum(lengths)) + 1
@@ -61,11 +60,6 @@ def test_padding_and_taking_it_away(lengths, multiple):
     wide[positions] = column
     assert torch.equal(wide[positions], column)
     assert wide.count_nonzero() == len(column)
-
-
-def test_inverse_permutation():
-    order = torch.tensor([2, 0, 3, 1])
-    assert inverse_permutation(order).tolist() == [1, 3, 0, 2]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +70,7 @@ def test_inverse_permutation():
         (lambda: sequence_parallel_slice(7, 2, 0), "7 tokens do not split"),
         (lambda: sequence_parallel_slice(8, 2, -1), "tp_rank is -1"),
         (lambda: pad_cu_seqlens(torch.tensor([0, 4]), 0), "multiple is 0"),
-        (lambda: padded_positions(torch.tensor([0, 4]), torch.tensor([0, 3])), "at least as long"),
+        (lambda: find_padded_positions(torch.tensor([0, 4]), torch.tensor([0, 3])), "at least as long"),
     ],
 )
 def test_refusals(call, message):

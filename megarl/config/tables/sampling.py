@@ -7,8 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megarl.config.tables.base import Count, NonNegative, Table
-from megarl.core.choices.credit import Combination, Credit, Statistics, Weigh
-from megarl.core.choices.nonlinear import parse_objective
+from megarl.core.choices.credit import Combination, Credit, Statistics, Weigh, parse_objective
 from megarl.core.choices.parts import PoolScale
 from megarl.core.choices.stopping import POSITIVE, SamplingRule, Uniform, ada_seq_balance, ada_seq_pos
 from megarl.errors import ConfigError

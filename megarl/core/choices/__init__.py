@@ -6,6 +6,5 @@ Imports neither torch nor numpy, so that a configuration is checked before anyth
     table      the named objectives
     family     weight functions between no correction and importance sampling
     stopping   rules that say how many samples a prompt gets
-    credit     choices of baseline, unbiased combination and weights
-    nonlinear  names of objectives f(p)
+    credit     choices of baseline, unbiased combination and weights; names of objectives f(p)
 """

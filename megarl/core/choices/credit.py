@@ -1,7 +1,7 @@
-"""How what adaptive sampling selected is credited: the record. Imports no torch, so that a configuration can make it.
+"""Credit of the samples that adaptive sampling selects, and the names of objectives f(p). Imports no torch.
 
-A rule that looks at rewards trains on samples that are no fair draw from the policy. What that does to the gradient is
-decided here: whose statistics the baseline is from, and whether the bias of the choice is taken out.
+A rule that looks at rewards trains on samples that are not a fair draw from the policy. The record says which samples
+give the baseline, and whether the bias of the selection is removed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from megarl.core.choices.nonlinear import parse_objective
 from megarl.core.choices.parts import PoolScale
 from megarl.errors import ConfigError
 
@@ -25,15 +24,13 @@ class Credit:
     """How selected samples are credited; the defaults are the released Reinforce-Ada's. ConfigError for other names."""
 
     statistics: Statistics = "pool"
-    """Whose mean and standard deviation: of all that was drawn of the prompt, whole rounds included, or of what trains.
-    The latter makes a prompt with 2 of 32 correct look like one with 2 of 4. Rewards need not be 0 and 1, for which the
-    released code does not work: it rebuilds the pool from counts. Nor has a pool of one the mean 0 that it has there;
-    its advantage is 0."""
+    """Which samples give mean and standard deviation: all that were drawn of the prompt, or those that train. The
+    latter makes a prompt with 2 of 32 correct look like one with 2 of 4. The released code rebuilds the pool from
+    counts, which needs rewards of 0 and 1, and gives a pool of one the mean 0; here its advantage is 0."""
     scale: PoolScale = "none"
     """The divisor: 1, the standard deviation, the pass rate or its root. The sources disagree: the code divides by
-    nothing, the paper's third version by the pass rate in one place and by nothing in another; a post praises 1 / p,
-    which the same paper found to deteriorate, and its figure and text differ. A pool of equal rewards gives 0, for a
-    solved prompt too: 0 / (1 + eps), not 0 / 0."""
+    nothing, the paper's third version by the pass rate in one place and by nothing in another; a post recommends 1 / p,
+    which the same paper found to deteriorate. A pool of equal rewards gives 0, also for a solved prompt."""
     ddof: int = 1
     """Of the standard deviation: 1 unbiased, 0 population."""
     floor: float = 1e-6
@@ -41,17 +38,16 @@ class Credit:
     rate_eps: float = 0.0
     """Added to the pass rate before it divides; Ada-Est: scale "root_rate" with 1e-3."""
     combination: Combination = "plain"
-    """"unbiased": the advantage is + v n / n+ for each of the n+ positives of n samples that train, - v n / n- for each
-    negative, with v an unbiased estimate of p (1 - p) from the pool (``unbiased_rates``). The prompt's mean then has
-    the expectation grad p, p being the rate of rewards above the rule's threshold, whatever was selected by the classes
-    of the samples; statistics and scale are not used.
-    "plain" with a balanced batch has c(p) grad p instead, with ``c = (q^2 + p^2) / (2 p q)`` (docs/sampling.md)."""
+    """"unbiased": of n samples that train, each of n+ positives gets v n / n+ and each of n- negatives -v n / n-,
+    with v an unbiased estimate of p (1 - p) from the pool (``unbiased_rates``). Statistics and scale are not used. The
+    expectation is then grad p, with p the rate of rewards above the rule's threshold, for any selection by class.
+    "plain" with a balanced batch has c(p) grad p, ``c = (q^2 + p^2) / (2 p q)`` (docs/sampling.md)."""
     objective: str | None = None
-    """Maximise f(p) by the weight f'(p), with the pool's pass rate (``objective_slope``); None for no weight. Not where
-    counts were allotted for f, advantages are divided by the standard deviation and samples count alike: a sum over
-    ``n ~ f' std`` samples with ``1 / std`` is ``f'`` already."""
+    """Maximise f(p) by the weight f'(p), with the pool's pass rate (``objective_slope``); None for no weight. Do not
+    combine it with counts allotted for f, scale "std" and weigh "sample": a sum over ``n ~ f' std`` samples with
+    ``1 / std`` has the factor ``f'`` already."""
     weigh: Weigh = "sample"
-    """What counts alike: each sample, so that prompts count by how many of theirs train, or each prompt."""
+    """What has equal weight: each sample, or each prompt."""
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -63,3 +59,23 @@ class Credit:
             )
         if self.objective is not None:
             parse_objective(self.objective)
+
+
+def parse_objective(objective: str) -> tuple[str, float]:
+    """Return the kind, "linear" | "log" | "raft" | "arcsin" | "power", and the exponent A of "power:A" (else 1).
+
+    Raises ConfigError for any other name.
+    """
+    if objective in ("linear", "log", "raft", "arcsin"):
+        return objective, 1.0
+    kind, _, text = objective.partition(":")
+    try:
+        exponent = float(text)
+    except ValueError:
+        exponent = 0.0
+    if kind != "power" or not 0 < exponent < float("inf"):
+        raise ConfigError(
+            f'objective {objective!r} is unknown; expected "log", "raft", "linear", "arcsin" or "power:A" with a '
+            'number A > 0, as in "power:0.5"'
+        )
+    return kind, exponent

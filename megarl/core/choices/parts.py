@@ -6,8 +6,8 @@ Imports no torch, so that a configuration can look at the rows of the table befo
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from functools import cache
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -132,26 +132,23 @@ class Objective:
         return self.weight == "theta_mu" and self.tis_on == "old_mu"
 
 
-PARTS = tuple(field.name for field in fields(Objective))
-"""The names of all parts, in the order of the record."""
-
-
-@cache
-def _hints() -> dict[str, Any]:
-    return get_type_hints(Objective)
+PARTS: Mapping[str, tuple[Any, ...]] = {
+    name: tuple(x for option in get_args(hint) or (hint,) for x in (get_args(option) or (option,)))
+    for name, hint in get_type_hints(Objective).items()
+}
+"""Part -> what it may be: types, and the strings of a Literal; in the order of the record."""
 
 
 def _check_types(o: Objective) -> None:
     """Refuse a value that is not of its field's type: a configuration file may hold anything."""
-    for name in PARTS:
-        value, hint = getattr(o, name), _hints()[name]
-        options = tuple(x for option in get_args(hint) or (hint,) for x in (get_args(option) or (option,)))
+    for name, options in PARTS.items():
+        value = getattr(o, name)
         if not _fits(value, options):
             raise ConfigError(f"objective: {name} is {value!r}, expected {_describe(options)}")
 
 
 def _fits(value: object, options: tuple[Any, ...]) -> bool:
-    """options: types, and the strings of a Literal; a whole number is a number too, true and false are none."""
+    """A whole number is a number too; true and false are not."""
     if isinstance(value, str):
         return value in options
     if value is None or isinstance(value, bool):
@@ -177,7 +174,7 @@ def _check_weight(o: Objective) -> None:
         raise ConfigError(f"objective: tis_on is 'old_mu', but the weight {o.weight!r} has no factor old/mu")
     if o.weight_fn != "identity" and o.weight == "none":
         raise ConfigError(f"objective: weight_fn {o.weight_fn!r} without a weight has no ratio; set a weight")
-    if not (o.power >= 0 and math.isfinite(o.power)):
+    if o.power < 0:
         raise ConfigError(f"objective: power is {o.power}, expected 0 (weight 1) to 1 (rho), or more")
     if not 0 < o.ess_target <= 1:
         raise ConfigError(f"objective: ess_target is {o.ess_target}, expected a share above 0 and at most 1")
@@ -194,7 +191,7 @@ def _check_weight(o: Objective) -> None:
 def _check_trust(o: Objective) -> None:
     if not (o.eps_low >= 0 and o.eps_high >= 0):
         raise ConfigError(f"objective: eps_low {o.eps_low} and eps_high {o.eps_high} must not be negative")
-    if not (o.window_power >= 0 and math.isfinite(o.window_power)):
+    if o.window_power < 0:
         raise ConfigError(f"objective: window_power is {o.window_power}, expected 0 or more")
     if o.window_power and o.window != "log":
         raise ConfigError(f"objective: window_power {o.window_power} widens only a 'log' window; set window to 'log'")
@@ -227,7 +224,7 @@ def _check_gap(o: Objective) -> None:
 
 
 def _check_kl(o: Objective) -> None:
-    if not (o.kl_coef >= 0 and math.isfinite(o.kl_coef)):
+    if o.kl_coef < 0:
         raise ConfigError(f"objective: kl_coef is {o.kl_coef}, expected 0 or more")
     if o.kl != "none" and o.advantage == "token_level_kl":
         raise ConfigError(f"objective: 'token_level_kl' has a KL in its advantages; kl is {o.kl!r}, expected 'none'")

@@ -1,17 +1,14 @@
-"""How many samples a prompt gets: rules that are asked once all that was asked for before has arrived.
+"""How many samples a prompt gets: rules that are asked once all samples of the previous round have arrived.
 
-A rule sees one prompt at a time, and only counts: how many samples were asked for, how many of them are positive and
-how many negative. So no prompt waits for another (rounds are each prompt's own), the answer does not depend on the
-order in which responses finish, and the exact law of its stopping can be computed from the rule object itself
-(``megarl.core.sampling.stopping_law``).
-
-Imports neither torch nor numpy, so that a configuration can make the rule that it describes.
+A rule sees the counts of one prompt only: samples asked for, positive ones, negative ones. So no prompt waits for
+another, the order in which responses finish does not matter, and ``megarl.core.sampling.stopping_law`` computes the
+exact law from the rule object itself. Imports neither torch nor numpy, so that a configuration can make a rule.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from megarl.errors import ConfigError
 
@@ -22,37 +19,34 @@ POSITIVE = 0.7
 """A reward above this is positive (as in the released code of Reinforce-Ada); rewards need not be 0 and 1."""
 
 
-class SamplingRule(Protocol):
-    """What ``megarl.core.sampling.collector`` drives; frozen and hashable."""
+class SamplingRule:
+    """What ``megarl.core.sampling.collector`` drives; frozen and hashable. A rule that looks for nothing keeps the
+    answers given here."""
 
-    @property
-    def threshold(self) -> float:
-        """A reward above this is positive."""
-        ...
-
-    @property
-    def train_size(self) -> int | None:
-        """Samples of a prompt that train, where it has as many; None for all."""
-        ...
+    __slots__ = ()
+    threshold: float
+    """A reward above this is positive."""
+    train_size: int | None
+    """Samples of a prompt that train, where it has as many; None for all."""
 
     def next_samples(self, prompt: int, asked: int, positives: int, negatives: int) -> int:
         """Return how many more samples the prompt gets; 0 ends it.
 
         asked: samples so far, all of which have arrived; positives + negatives is less where some failed.
         """
-        ...
+        raise NotImplementedError
 
     def resolved(self, positives: int, negatives: int) -> bool:
         """Return whether a prompt that ended with these counts has what the rule looked for."""
-        ...
+        return True
 
     def keeps(self, positives: int, negatives: int) -> Keep:
         """Return which samples of a prompt that ended with these counts train, where ``train_size`` is less."""
-        ...
+        return "any"
 
 
 @dataclass(frozen=True, slots=True)
-class Uniform:
+class Uniform(SamplingRule):
     """The same number of samples for each prompt; with ``train_size`` fewer of them train."""
 
     num_samples: int
@@ -62,27 +56,20 @@ class Uniform:
     keep: Keep = "any"
     """Which ones; see ``subsample``."""
     threshold: float = POSITIVE
-    """A reward above this is positive."""
 
     def __post_init__(self) -> None:
         _check_counts("Uniform", num_samples=self.num_samples)
         _check_train_size("Uniform", self.train_size, self.num_samples, self.keep)
 
     def next_samples(self, prompt: int, asked: int, positives: int, negatives: int) -> int:
-        """All at once."""
         return self.num_samples if asked == 0 else 0
 
-    def resolved(self, positives: int, negatives: int) -> bool:
-        """Always: it looks for nothing."""
-        return True
-
     def keeps(self, positives: int, negatives: int) -> Keep:
-        """``keep``, whatever the counts."""
         return self.keep
 
 
 @dataclass(frozen=True, slots=True)
-class Allotted:
+class Allotted(SamplingRule):
     """A number of samples per prompt that was decided before, from estimates (Ada-Est, GVM); all train.
 
     Groups then differ in size, and one of a single sample has no contrast: its advantage is 0, not its reward. (verl
@@ -92,34 +79,20 @@ class Allotted:
     counts: tuple[int, ...]
     """Samples of each prompt, 0 for none; see ``megarl.core.sampling.allocation``."""
     threshold: float = POSITIVE
-    """A reward above this is positive."""
+    train_size: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if any(count < 0 for count in self.counts):
             raise ConfigError(f"Allotted: a count is {min(self.counts)}, expected 0 or more")
 
     def next_samples(self, prompt: int, asked: int, positives: int, negatives: int) -> int:
-        """All at once; ValueError for a prompt without a count."""
         if not 0 <= prompt < len(self.counts):
             raise ValueError(f"prompt {prompt} has no count, there are {len(self.counts)}: allot to all prompts")
         return self.counts[prompt] if asked == 0 else 0
 
-    @property
-    def train_size(self) -> None:
-        """None: all train."""
-        return None
-
-    def resolved(self, positives: int, negatives: int) -> bool:
-        """Always: it looks for nothing."""
-        return True
-
-    def keeps(self, positives: int, negatives: int) -> Keep:
-        """Any: all train."""
-        return "any"
-
 
 @dataclass(frozen=True, slots=True)
-class Sequential:
+class Sequential(SamplingRule):
     """Rounds of ``round_size`` samples until there are enough of each class, or ``max_samples``.
 
     A whole round is drawn and pooled before the exit is tested. A prompt with pass rate 0 or 1 never exits, so the cap
@@ -140,7 +113,6 @@ class Sequential:
     fallback: Keep = "balance"
     """Which samples train where the prompt gave up; where it exited they are balanced."""
     threshold: float = POSITIVE
-    """A reward above this is positive."""
 
     def __post_init__(self) -> None:
         _check_counts("Sequential", round_size=self.round_size, max_samples=self.max_samples)
@@ -152,18 +124,12 @@ class Sequential:
         _check_train_size("Sequential", self.train_size, self.max_samples, self.fallback)
 
     def next_samples(self, prompt: int, asked: int, positives: int, negatives: int) -> int:
-        """Another round, or 0 after exit or at the cap."""
         return 0 if self.resolved(positives, negatives) else min(self.round_size, self.max_samples - asked)
 
     def resolved(self, positives: int, negatives: int) -> bool:
-        """Whether there are enough of each class."""
         return positives >= self.positives and negatives >= self.negatives
 
     def keeps(self, positives: int, negatives: int) -> Keep:
-        """Balanced after an exit, else by ``fallback``.
-
-        Where one class is absent, all are of the other: a group without contrast, whose advantages are 0.
-        """
         return "balance" if self.resolved(positives, negatives) else self.fallback
 
 

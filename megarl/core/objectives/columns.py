@@ -119,19 +119,12 @@ def prepare(columns: TokenColumns) -> TokenState:
     Raises NumericsError naming column and first token for what ``check_values`` finds.
     """
     check_values(columns)
-    wide = torch.float32
-    if any(column.dtype == torch.float64 for column in columns.float_columns().values()):
-        wide = torch.float64
-    logprobs = columns.logprobs.detach().to(wide)
-    old_logprobs = columns.old_logprobs.detach().to(wide)
-    rollout_logprobs = columns.rollout_logprobs.detach().to(wide)
-    usable = usable_mask(columns.loss_mask, rollout_logprobs)
-    keep = usable & ~torch.isneginf(logprobs) & ~torch.isneginf(old_logprobs)
-    advantages = columns.advantages.detach().to(wide)
-    ref_logprobs = None if columns.ref_logprobs is None else columns.ref_logprobs.detach().to(wide)
-    return TokenState(
-        logprobs, old_logprobs, rollout_logprobs, advantages, usable, keep, columns.cu_seqlens, ref_logprobs
-    )
+    floats = columns.float_columns()
+    wide = torch.float64 if any(column.dtype == torch.float64 for column in floats.values()) else torch.float32
+    values = {name: column.detach().to(wide) for name, column in floats.items()}
+    usable = usable_mask(columns.loss_mask, values["rollout_logprobs"])
+    keep = usable & ~torch.isneginf(values["logprobs"]) & ~torch.isneginf(values["old_logprobs"])
+    return TokenState(**values, usable=usable, keep=keep, cu_seqlens=columns.cu_seqlens)
 
 
 def check_values(columns: TokenColumns) -> None:

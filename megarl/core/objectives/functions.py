@@ -33,11 +33,9 @@ def function_coefficients(
     """
     with torch.no_grad():
         found = function(columns)
-    metrics = found.metrics if isinstance(found, Coefficients) else {}
-    values = found.values if isinstance(found, Coefficients) else found
+    values, metrics = (found.values, found.metrics) if isinstance(found, Coefficients) else (found, {})
     if not isinstance(values, Tensor) or values.shape != columns.logprobs.shape or not values.is_floating_point():
-        is_tensor = isinstance(values, Tensor)
-        what = f"{values.dtype} {list(values.shape)}" if is_tensor else type(values).__name__
+        what = f"{values.dtype} {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         raise ConfigError(
             f"train.objective: the function returned {what}, expected one float for each token, "
             f"{list(columns.logprobs.shape)}"

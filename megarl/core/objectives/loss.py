@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.core.advantages import ADVANTAGES, Values, grpo, raft, token_level_kl, uniform_groups
+from megarl.core.advantages import Values, group_mean, grpo, raft, rloo, token_level_kl, uniform_groups
 from megarl.core.choices.parts import Objective
 from megarl.core.choices.stopping import POSITIVE
 from megarl.core.metrics import Stat
@@ -49,24 +49,23 @@ def sequence_advantages(objective: Objective, rewards: Values, groups: Values, t
     """Return the objective's advantage of each response: rewards [N], groups integer [N] -> [N].
 
     threshold: a response is correct if its reward is above this; only "raft" asks. Raises ConfigError for
-    "token_level_kl", which needs columns: see ``token_advantages``; and for "process", which needs the rewards of
-    steps: see ``step_advantages``.
+    "token_level_kl" (see ``token_advantages``) and "process" (see ``step_advantages``).
     """
-    if objective.advantage == "process":
-        raise ConfigError(
-            "objective: advantage 'process' needs the rewards of the steps of each response, which this caller does "
-            "not have; use step_advantages() with them, or another advantage"
-        )
-    if objective.advantage == "token_level_kl":
-        raise ConfigError(
-            "objective: advantage 'token_level_kl' differs between the tokens of a response and needs ref_logprobs, "
-            "which this caller does not have; use token_advantages() with them, or another advantage"
-        )
-    if objective.advantage == "grpo":
-        return grpo(rewards, groups, ddof=objective.std_ddof, eps=objective.std_eps)
-    if objective.advantage == "raft":
-        return raft(rewards, groups, threshold)
-    return ADVANTAGES[objective.advantage](rewards, groups)
+    match objective.advantage:
+        case "group_mean":
+            return group_mean(rewards, groups)
+        case "grpo":
+            return grpo(rewards, groups, ddof=objective.std_ddof, eps=objective.std_eps)
+        case "rloo":
+            return rloo(rewards, groups)
+        case "raft":
+            return raft(rewards, groups, threshold)
+        case name:
+            raise ConfigError(
+                f"objective: advantage {name!r} differs between the tokens of a response, and this caller has one "
+                "reward for each; use step_advantages() with the rewards of steps for 'process', token_advantages() "
+                "with ref_logprobs for 'token_level_kl', or another advantage"
+            )
 
 
 def token_advantages(

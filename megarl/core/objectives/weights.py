@@ -169,12 +169,9 @@ def _apply(
         case "adaptive_power":
             q = adaptive_power(log_rho, keep, objective.ess_target) if power is None else power
             return (q * log_rho).exp(), uncut, {"tis/power": Stat.mean(torch.full_like(log_rho, q), keep)}
-        case "upper_clip":
+        case "upper_clip" | "clip":
             values, cut = _cap(log_rho.exp(), 1 + objective.eps_high, keep)
-            return values, cut, {}
-        case "clip":
-            values, cut = _cap(log_rho.exp(), 1 + objective.eps_high, keep)
-            return values.clamp(min=1 - objective.eps_low), cut, {}
+            return values.clamp(min=1 - objective.eps_low) if objective.weight_fn == "clip" else values, cut, {}
 
 
 def _cap(values: Tensor, cap: float | None, keep: Tensor) -> tuple[Tensor, Tensor]:

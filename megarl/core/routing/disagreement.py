@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from megarl.core.metrics import Stat
 from megarl.core.routing.trace import RoutingTrace
@@ -129,5 +128,4 @@ def shared_experts(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 def _share(count: float, out_of: float) -> Stat:
-    sums: Tensor = torch.tensor([count, out_of], dtype=torch.float64)
-    return Stat("mean", sums, sums.new_empty(0))
+    return Stat("mean", torch.tensor([count, out_of], dtype=torch.float64), torch.empty(0, dtype=torch.float64))

@@ -15,21 +15,13 @@ The way through (rules and other choices that a configuration makes are in ``meg
 Nothing here samples from a model: the caller asks the engine, and tells the collector what came.
 """
 
-from megarl.core.choices.stopping import Allotted, SamplingRule, Uniform, ada_seq_balance, ada_seq_pos
 from megarl.core.sampling.allocation import ada_est_weights, allocate, allocate_by_weights
-from megarl.core.sampling.collector import Collector
 from megarl.core.sampling.gvm import gvm_allocate
 from megarl.core.sampling.stopping_law import expected_samples, stopping_law
 from megarl.core.sampling.subsampling import subsample
 
 __all__ = [
-    "Allotted",
-    "Collector",
-    "SamplingRule",
-    "Uniform",
     "ada_est_weights",
-    "ada_seq_balance",
-    "ada_seq_pos",
     "allocate",
     "allocate_by_weights",
     "expected_samples",

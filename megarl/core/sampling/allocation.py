@@ -1,7 +1,7 @@
-"""How a budget of samples is shared out among prompts whose pass rates are estimated.
+"""Share a budget of samples among prompts whose pass rates are estimated.
 
 Maximising ``E[f(p)]`` has the gradient ``E[f'(p) grad p]``, and a prompt with n samples adds ``f'(p)^2 p (1 - p) / n``
-to its variance, which for a given total is least for ``n ~ f'(p) sqrt(p (1 - p))``.
+to its variance, which is least, for a given total, if ``n ~ f'(p) sqrt(p (1 - p))``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megarl.core.choices.nonlinear import parse_objective
+from megarl.core.choices.credit import parse_objective
 
 Numbers = Sequence[float] | np.ndarray
 
@@ -28,14 +28,12 @@ def allocate(
 
     objective: "linear" f = p; "log" f = ln p; "raft" the same without a baseline, whose noise is p, so ``n ~ 1 /
     sqrt(p)``; "power:A" f = p^A; "arcsin" f = 2 arcsin sqrt(p), the same n for all. pass_rates: [B], 0 to 1; low, high:
-    bounds of each count; total: what the counts add up to, exactly. num_samples: how many samples an estimate is from;
-    estimates are clamped to 1 / (2 num_samples) from 0 and 1. None takes the mean count, clamps only 0 and 1 themselves
-    and keeps them outermost. result: int64 [B]. Raises ValueError if the bounds cannot hold, ConfigError for an unknown
-    objective.
+    bounds of each count; total: the exact sum of the counts; num_samples: see ``clamp_rates``, None for the mean count.
+    result: int64 [B]. Raises ValueError if the bounds cannot hold, ConfigError for an unknown objective.
 
-    What the sources mix up: a post prints sqrt((1 - p) / p) for "log" and for "raft", and says that p = 0.01 then gets
-    ten times as many as p = 1. That holds for "raft", 1 / sqrt(p); under "log" a solved prompt gets the least of all.
-    "power:A" favours hard prompts (p to 0) only for A below 1/2; it is its f' that does so for A below 1.
+    A post prints sqrt((1 - p) / p) for both "log" and "raft", and says that p = 0.01 then gets ten times as many as
+    p = 1. That holds for "raft", 1 / sqrt(p); under "log" a solved prompt gets the least of all. "power:A" favours hard
+    prompts (p to 0) only for A below 1/2; its f' does so for A below 1.
     """
     rates = clamp_rates(pass_rates, num_samples, default=max(1, -(-total // max(len(pass_rates), 1))))
     noise = rates if objective == "raft" else rates * (1 - rates)
@@ -45,11 +43,11 @@ def allocate(
 def allocate_by_weights(weights: Numbers, total: int, low: int = 1, high: int | None = None) -> np.ndarray:
     """Return whole numbers near ``clip(s * weights, low, high)`` that add up to ``total``; s is solved for.
 
-    Rounding is down, and what is missing goes to the largest remainders, ties to the first. Prompts of weight 0 get
-    ``low``, and more only where all others are at ``high``; if all weights are 0 the shares are equal. weights: [B], 0
+    Counts are rounded down, and the rest goes to the largest remainders, ties to the first. Prompts of weight 0 get
+    ``low``, and more only if all others are at ``high``; if all weights are 0 the shares are equal. weights: [B], 0
     or more; result: int64 [B]. Raises ValueError if ``B low <= total <= B high`` does not hold.
     """
-    values = _weights(weights, "weight")
+    values = check_weights(weights, "weight")
     size, top = values.size, total if high is None else high
     if not 0 <= low <= top and size:
         raise ValueError(f"a prompt gets {low} to {top} samples, expected 0 <= low <= high <= total = {total}")
@@ -92,7 +90,7 @@ def ada_est_weights(pass_rates: Numbers, eps: float = 1e-3) -> np.ndarray:
     Source: Ada-Est (arXiv 2510.04996, third version); its eps and bounds are not printed, these are ours: 1e-3, and 1
     to 32 samples.
     """
-    rates = _rates(pass_rates)
+    rates = check_rates(pass_rates)
     if not eps > 0:
         raise ValueError(f"eps is {eps}, expected more than 0: a pass rate may be 0")
     return 1 / np.sqrt(rates + eps)
@@ -103,7 +101,7 @@ def clamp_rates(pass_rates: Numbers, num_samples: int | None, default: int = 1) 
 
     num_samples None: only 0 and 1 themselves move, to ``1 / (2 default)`` or as near as the nearest other estimate.
     """
-    rates = _rates(pass_rates)
+    rates = check_rates(pass_rates)
     if num_samples is not None:
         if num_samples < 1:
             raise ValueError(f"estimates from {num_samples} samples, expected at least 1")
@@ -139,14 +137,16 @@ def _round_to_total(shares: np.ndarray, total: int, high: int) -> np.ndarray:
     return counts
 
 
-def _rates(pass_rates: Numbers) -> np.ndarray:
-    rates = _weights(pass_rates, "pass rate")
+def check_rates(pass_rates: Numbers) -> np.ndarray:
+    """Return float64 [B]; ValueError unless every rate is from 0 to 1."""
+    rates = check_weights(pass_rates, "pass rate")
     if (rates > 1).any():
         raise ValueError(f"pass rate {int(rates.argmax())} is {rates.max()}, expected 0 to 1")
     return rates
 
 
-def _weights(values: Numbers, what: str) -> np.ndarray:
+def check_weights(values: Numbers, what: str) -> np.ndarray:
+    """Return float64 [B]; ValueError unless every value is finite and 0 or more."""
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1:
         raise ValueError(f"one {what} per prompt is expected, [B], got {list(array.shape)}")

@@ -1,4 +1,4 @@
-"""The samples of one step, collected as they arrive: what to ask for next, and in the end what trains.
+"""Collect the samples of one step as they arrive: which to ask for next, and which train.
 
     collector = Collector(ada_seq_balance(), num_prompts=512, seed=step)
     asks = collector.start()
@@ -67,13 +67,15 @@ class Selection:
 class Collector:
     """Drives one rule over the prompts of one step.
 
-    ``refill`` is DAPO's dynamic sampling (arXiv 2503.14476), with any rule: a prompt without contrast gives its place
-    to a new one, begun at once, until ``num_prompts`` prompts with contrast fill the batch or ``max_prompts`` were
-    begun. (With a baseline, what it replaces has advantages of 0 anyway: the step is scaled, not turned.) The batch is
-    the first such prompts in the order of their numbers: those that come from waves of prompts, without their barrier.
-    ``spare`` prompts are drawn ahead; they shorten the wait at the end, and are lost if not needed, so that costs
-    depend on the order of arrival (what trains does not). ``seed``: which samples train is drawn at random; None keeps
-    the first. Raises ConfigError if these do not go together.
+    - ``refill``: DAPO's dynamic sampling (arXiv 2503.14476), with any rule. A new prompt replaces each prompt without
+      contrast at once, until ``num_prompts`` prompts with contrast fill the batch or ``max_prompts`` were begun. The
+      batch is the first such prompts in the order of their numbers. (With a baseline, the replaced prompts have
+      advantages of 0: the step changes in scale, not in direction.)
+    - ``spare``: prompts that are drawn ahead, for a shorter wait at the end. The order of arrival changes how many of
+      them are wasted, never what trains.
+    - ``seed``: chooses the samples that train at random; None keeps the first.
+
+    Raises ConfigError if these do not go together.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class Collector:
         return bool(self._pools) and self._front == len(self._pools)
 
     def outstanding(self) -> list[tuple[int, int]]:
-        """(prompt, sample) of all that was asked for and has not arrived; once ``done``, not needed any more."""
+        """(prompt, sample) of all samples that have not arrived; once ``done``, they are not needed any more."""
         return [(p.prompt, i) for p in self._pools for i in range(p.num_asked) if i not in p.rewards]
 
     def select(self) -> Selection:
@@ -155,11 +157,8 @@ class Collector:
         tried = self._pools[: self._front]
         placed = tuple(pool for pool in tried if self._fit[pool.prompt])
         rows = [self._choose(pool) for pool in placed]
-        counts = [
-            [p.prompt, p.num_asked, sum(p.classes(self.rule.threshold)), p.classes(self.rule.threshold)[0]]
-            for p in self._pools
-            if p.ended
-        ]
+        ended = [pool for pool in self._pools if pool.ended]
+        counts = [[p.prompt, p.num_asked, len(p.samples()), p.classes(self.rule.threshold)[0]] for p in ended]
         return Selection(
             prompts=np.repeat([pool.prompt for pool in placed], [len(samples) for samples, _ in rows]).astype(np.int64),
             samples=np.concatenate([np.zeros(0, np.int64), *(samples for samples, _ in rows)]),
@@ -173,9 +172,7 @@ class Collector:
     def _begin(self, number: int) -> list[Ask]:
         """Begin so many new prompts, or as many as the limit leaves."""
         asks: list[Ask] = []
-        for _ in range(number):
-            if len(self._pools) == self._limit:
-                break
+        for _ in range(min(number, self._limit - len(self._pools))):
             pool = Pool(prompt=len(self._pools))
             self._pools.append(pool)
             self._fit.append(True)
@@ -183,7 +180,7 @@ class Collector:
         return asks
 
     def _after_round(self, pool: Pool) -> list[Ask]:
-        """What a prompt that waits for nothing leads to: its next round, or its end and perhaps another prompt."""
+        """Ask for the next round of a prompt, or end it and perhaps begin another prompt."""
         if self.done and pool.asked:
             # Nothing more is needed, and a prompt that was cut short must not look as if it had ended.
             return []
@@ -213,9 +210,7 @@ class Collector:
 
     def _metrics(self, placed: tuple[Pool, ...], trained: int) -> dict[str, Stat]:
         ended = [pool for pool in self._pools if pool.ended]
-        size, threshold = self.rule.train_size, self.rule.threshold
-        failed = sum(reward is None for pool in self._pools for reward in pool.rewards.values())
-        short = [size is not None and len(pool.samples()) < size for pool in placed]
+        size, threshold = self.rule.train_size or 0, self.rule.threshold
         per_prompt = {
             "sampling/samples_per_prompt": [float(pool.num_asked) for pool in ended],
             "sampling/rounds": [float(len(pool.asked)) for pool in ended],
@@ -224,9 +219,9 @@ class Collector:
         }
         totals = {
             "sampling/samples": sum(pool.num_asked for pool in self._pools),
-            "sampling/failed": failed,
+            "sampling/failed": sum(reward is None for pool in self._pools for reward in pool.rewards.values()),
             "sampling/trained": trained,
-            "sampling/short_prompts": sum(short),
+            "sampling/short_prompts": sum(len(pool.samples()) < size for pool in placed),
             "sampling/replaced_prompts": self._front - len(placed),
             "sampling/missing_prompts": self._num_prompts - len(placed),
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megarl.core.advantages import pooled
+from megarl.core.advantages import normalize_by_pool
 from megarl.core.choices.credit import Credit
 from megarl.core.choices.stopping import SamplingRule
 from megarl.core.sampling.allocation import clamp_rates, objective_slope
@@ -20,12 +20,12 @@ def assign(credit: Credit, selection: Selection, trains: np.ndarray | None = Non
     trains: bool [N], which of them an objective leaves in, as RAFT the positive ones: weights per prompt count these.
     None for all.
 
-    They are apart so that a weight also goes with other advantages of the same samples, such as those of an objective
-    that has one per token. Weights have no fixed mean. Raises ConfigError where "unbiased" meets a rule that trains on
+    They are separate so that the weights also apply to other advantages of the same samples, such as one per token.
+    Weights have no fixed mean. Raises ConfigError where "unbiased" meets a rule that trains on
     one class only of a pool that has both.
     """
     weights = np.ones(len(selection.prompts))
-    rows = {pool.prompt: selection.prompts == pool.prompt for pool in selection.pools} if _by_prompt(credit) else {}
+    rows = {pool.prompt: selection.prompts == pool.prompt for pool in selection.pools}
     if credit.weigh == "prompt":
         kept = np.ones_like(weights, dtype=bool) if trains is None else trains
         groups = [row & kept for row in rows.values() if (row & kept).any()]
@@ -43,10 +43,6 @@ def assign(credit: Credit, selection: Selection, trains: np.ndarray | None = Non
     return _plain(credit, selection), weights
 
 
-def _by_prompt(credit: Credit) -> bool:
-    return credit.weigh == "prompt" or credit.objective is not None or credit.combination == "unbiased"
-
-
 def _plain(credit: Credit, selection: Selection) -> np.ndarray:
     rewards, prompts = selection.rewards, selection.prompts
     if not len(rewards):
@@ -57,7 +53,7 @@ def _plain(credit: Credit, selection: Selection) -> np.ndarray:
         pool_rewards = np.concatenate([pool.values() for pool in selection.pools])
         pool_prompts = np.repeat([p.prompt for p in selection.pools], [len(p.samples()) for p in selection.pools])
     scaling = {"scale": credit.scale, "ddof": credit.ddof, "floor": credit.floor, "rate_eps": credit.rate_eps}
-    return pooled(rewards, prompts, pool_rewards, pool_prompts, **scaling).numpy()
+    return normalize_by_pool(rewards, prompts, pool_rewards, pool_prompts, **scaling).numpy()
 
 
 def _slope(pool: Pool, threshold: float, objective: str) -> float:
@@ -79,5 +75,5 @@ def _unbiased(pool: Pool, rewards: np.ndarray, rule: SamplingRule) -> np.ndarray
             f'credit: combination "unbiased" needs both classes of prompt {pool.prompt}, but the rule chose '
             f'{num_positive} positives and {num_negative} negatives: let it keep "balance" and train on two or more'
         )
-    product = unbiased_rates(rule, pool.asked, pool.drawn(), pool.classes(rule.threshold)[0], pool.prompt).product
+    _, product = unbiased_rates(rule, pool.asked, pool.drawn(), pool.classes(rule.threshold)[0], pool.prompt)
     return product * len(rewards) * np.where(positive, 1 / num_positive, -1 / num_negative)

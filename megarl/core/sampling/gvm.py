@@ -1,8 +1,8 @@
-"""GVM: samples where the gradient of rejection sampling is noisiest (Yao et al., arXiv 2505.02391).
+"""GVM: more samples where the gradient of rejection sampling has more variance (Yao et al., arXiv 2505.02391).
 
-A first stage draws a few samples of each prompt (8, or 32) to estimate its acceptance rate p and the norm G of its
-gradient; they are not trained on. The second stage draws ``gvm_allocate``'s counts, which are refreshed every few steps
-(10 in the paper). GVM-RAFT trains on what is accepted, GVM-GRPO on all, with advantages within groups of unequal size.
+A first stage estimates the acceptance rate p and the gradient norm G of each prompt from a few samples (8, or 32) that
+do not train. ``gvm_allocate`` then gives the counts of the second stage; the paper renews them every 10 steps. GVM-RAFT
+trains on accepted samples, GVM-GRPO on all, with advantages within groups of unequal size.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from megarl.core.sampling.allocation import Numbers
+from megarl.core.sampling.allocation import Numbers, check_rates, check_weights
 
 NormMean = Literal["mean", "rms"]
 
@@ -40,11 +40,16 @@ def gvm_allocate(
     enough for shares that are not normalised, and can make counts negative.)
     pass_rates, grad_norms: [B]; result: int64 [B], adding up to ``total``. Raises ValueError for other input.
     """
-    rates, weights = np.asarray(pass_rates, dtype=np.float64), _weights(pass_rates, grad_norms, alpha, beta)
-    if total < 0 or (total and not weights.size):
+    rates, norms = check_rates(pass_rates), check_weights(grad_norms, "norm")
+    if rates.shape != norms.shape or not alpha >= 0 or not beta >= 2:
         raise ValueError(
-            f"{total} samples for {weights.size} prompts: expected 0 or more, and prompts to draw them for"
+            f"pass rates {list(rates.shape)} and norms {list(norms.shape)} must both be [B], "
+            f"alpha = {alpha} at least 0, beta = {beta} at least 2"
         )
+    if total < 0 or (total and not rates.size):
+        raise ValueError(f"{total} samples for {rates.size} prompts: expected 0 or more, and prompts to draw them for")
+    safe = np.where(rates > 0, rates, 1.0)
+    weights = np.where(rates > 0, norms / np.sqrt(safe + alpha / safe ** (beta - 1)), 0.0)
     filtered = np.where(rates <= solved_above, weights, 0.0)
     expected = rates * filtered * (total / weights.sum() if weights.any() else 0.0)
     filtered = np.where(expected >= min_accepted, filtered, 0.0)
@@ -83,19 +88,6 @@ def gvm_estimates(
     power = 2 if average == "rms" else 1
     sums = np.bincount(index, weights=norms**power, minlength=num_prompts)
     return kept / drawn, (sums / np.maximum(kept, 1)) ** (1 / power)
-
-
-def _weights(pass_rates: Numbers, grad_norms: Numbers, alpha: float, beta: float) -> np.ndarray:
-    rates, norms = np.asarray(pass_rates, dtype=np.float64), np.asarray(grad_norms, dtype=np.float64)
-    if rates.shape != norms.shape or rates.ndim != 1 or not alpha >= 0 or not beta >= 2:
-        raise ValueError(
-            f"pass rates {list(rates.shape)} and norms {list(norms.shape)} must both be [B], "
-            f"alpha = {alpha} at least 0, beta = {beta} at least 2"
-        )
-    if not ((rates >= 0) & (rates <= 1)).all() or not (np.isfinite(norms) & (norms >= 0)).all():
-        raise ValueError("expected pass rates from 0 to 1, and finite norms of 0 or more")
-    safe = np.where(rates > 0, rates, 1.0)
-    return np.where(rates > 0, norms / np.sqrt(safe + alpha / safe ** (beta - 1)), 0.0)
 
 
 def _round_to_total(shares: np.ndarray, total: int, some: np.ndarray) -> np.ndarray:

@@ -17,11 +17,8 @@ class Interval:
     """An estimate and where the truth lies with the chosen confidence."""
 
     value: float
-    """The estimate."""
     low: float
-    """Lower end."""
     high: float
-    """Upper end."""
 
 
 def pass_at_k(num_samples: Counts, num_correct: Counts, k: int) -> np.ndarray:

@@ -63,13 +63,13 @@ class PassRateCounts:
         """Take counts that ``state_dict`` gave; CheckpointError if they are not those of as many prompts."""
         loaded = []
         for name in ("samples", "positives"):
-            counts = np.asarray(state[name], dtype=np.float64) if name in state else np.zeros(0)
-            if name not in state or counts.shape != self._samples.shape:
+            counts = np.array(state.get(name, np.nan), dtype=np.float64)
+            if counts.shape != self._samples.shape:
                 raise CheckpointError(
                     f"pass rates: {name} is {list(counts.shape) if name in state else 'missing'}, expected "
                     f"[{self._samples.size}], one count per prompt: was the data set another one?"
                 )
-            loaded.append(counts.copy())
+            loaded.append(counts)
         self._samples, self._positives = loaded
 
 

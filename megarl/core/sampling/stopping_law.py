@@ -1,6 +1,5 @@
-"""The exact law of a sampling rule: what it costs, and what its pools say about the pass rate.
+"""The exact law of a sampling rule, computed from the answers of the rule object itself.
 
-Everything here asks the rule object itself what it does after each round, so there is no second copy of any rule.
 Samples of a prompt are independent and positive with probability p, its pass rate.
 """
 
@@ -37,16 +36,6 @@ class StoppingLaw:
         mixed = (self.positives > 0) & (self.positives < self.samples)
         return float(self.probabilities[mixed].sum())
 
-    @property
-    def expected_rate(self) -> float:
-        """E[positives / samples]: not p where the rule looks at what it draws. 0 samples count as rate 0."""
-        return float(self.probabilities @ (self.positives / np.maximum(self.samples, 1)))
-
-    def probability(self, positives: int, negatives: int) -> float:
-        """Probability of a pool with at least so many of each class."""
-        enough = (self.positives >= positives) & (self.samples - self.positives >= negatives)
-        return float(self.probabilities[enough].sum())
-
 
 def stopping_law(rule: SamplingRule, pass_rate: float, prompt: int = 0) -> StoppingLaw:
     """Return the law of what ``rule`` draws for a prompt with that pass rate.
@@ -54,7 +43,7 @@ def stopping_law(rule: SamplingRule, pass_rate: float, prompt: int = 0) -> Stopp
     For rounds of M this gives ``E[n] = M * sum_r P(not done after r rounds)``. Raises ValueError unless
     0 <= pass_rate <= 1.
     """
-    check_rate(pass_rate)
+    _check_rate(pass_rate)
     pending: dict[int, np.ndarray] = {0: np.ones(1)}
     ends: dict[tuple[int, int], float] = {}
     while pending:
@@ -83,7 +72,7 @@ def expected_samples(pass_rate: float, positives: int, negatives: int) -> float:
     theirs is up to twice too large (k = 4: 10.1875, not 16; k = 1: 3, not 4). Raises ValueError unless 0 <= p <= 1 and
     counts are 0 or more.
     """
-    check_rate(pass_rate)
+    _check_rate(pass_rate)
     if min(positives, negatives) < 0:
         raise ValueError(f"{positives} positives and {negatives} negatives to wait for, expected 0 or more")
     fail_rate = 1 - pass_rate
@@ -98,25 +87,15 @@ def expected_samples(pass_rate: float, positives: int, negatives: int) -> float:
     return expected
 
 
-@dataclass(frozen=True, slots=True)
-class UnbiasedRates:
-    """Estimates from one pool, right on average over all ways in which its rule may end."""
-
-    rate: float
-    """Of p."""
-    product: float
-    """Of p (1 - p); 0 if the first round holds fewer than two samples, from which it cannot be estimated."""
-
-
 def unbiased_rates(
     rule: SamplingRule, asked: Sequence[int], drawn: Sequence[int], positives: int, prompt: int = 0
-) -> UnbiasedRates:
-    """Return unbiased estimates of p and p (1 - p) from a pool that ``rule`` ended.
+) -> tuple[float, float]:
+    """Return estimates of p and p (1 - p) from a pool that ``rule`` ended, unbiased over all ends of the rule.
 
-    The share of positives in a pool is biased when the rule looks at it. The first round has a fixed size, so its own
-    mean and sample variance are unbiased; here they are averaged over all histories of the same rule that end with as
-    many rounds and positives (Girshick, Mosteller and Savage, 1946). With rounds of one sample and k positives to exit
-    this is the ``(k - 1) / (n - 1)`` of inverse sampling.
+    The share of positives in a pool is biased if the rule looks at it. The first round has a fixed size, so its own
+    mean and sample variance are unbiased (0 for a round of one). Here they are averaged over all histories of the rule
+    that end with as many rounds and positives (Girshick, Mosteller and Savage, 1946). With rounds of one sample and k
+    positives to exit this is the ``(k - 1) / (n - 1)`` of inverse sampling.
 
     asked: samples asked for in each round; drawn: those that did not fail, at most as many; positives: in all. Failures
     must not depend on the reward. Raises ValueError if the rule has no such history.
@@ -140,11 +119,10 @@ def unbiased_rates(
     counts = np.arange(first + 1)
     rate = float(weights @ counts) / max(first, 1)
     product = float(weights @ (counts * (first - counts))) / (first * (first - 1)) if first > 1 else 0.0
-    return UnbiasedRates(rate, product)
+    return rate, product
 
 
-def check_rate(pass_rate: float) -> None:
-    """Raise ValueError unless 0 <= pass_rate <= 1."""
+def _check_rate(pass_rate: float) -> None:
     if not 0 <= pass_rate <= 1:
         raise ValueError(f"the pass rate is {pass_rate}, expected 0 to 1")
 

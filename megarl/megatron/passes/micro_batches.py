@@ -13,7 +13,7 @@ import torch
 from megatron.core import parallel_state
 
 from megarl.core.packing import partition, select
-from megarl.core.parallel import pad_cu_seqlens, padded_positions, sequence_parallel_slice, zigzag_indices
+from megarl.core.parallel import find_padded_positions, pad_cu_seqlens, sequence_parallel_slice, zigzag_indices
 from megarl.core.ratios import segment_lengths
 from megarl.core.types import TrainBatch
 from megarl.errors import ConfigError
@@ -122,7 +122,7 @@ def _slots_for(num_tokens: int) -> int:
 def _lay_out(cu_seqlens: torch.Tensor, num_slots: int, cp: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(cu_seqlens of the padded sequences, padding at the end being one more; slot of each token int64 [T])."""
     padded = pad_cu_seqlens(cu_seqlens, _sequence_multiple(cp))
-    slots = padded_positions(cu_seqlens, padded)
+    slots = find_padded_positions(cu_seqlens, padded)
     if num_slots > int(padded[-1]):
         padded = torch.cat([padded, padded.new_tensor([num_slots])])
     return padded, slots
