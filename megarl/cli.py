@@ -42,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return STOPPED
     except MegarlError as error:
         write_failure(error)
-        _complain(str(error), on_every_rank=not isinstance(error, ConfigError) or _ranks_have_met())
+        distributed = sys.modules.get("torch.distributed")
+        # All ranks find a wrong configuration before they join. Afterwards, an error may be of one rank.
+        have_joined = distributed is not None and distributed.is_available() and distributed.is_initialized()
+        _complain(str(error), on_every_rank=have_joined or not isinstance(error, ConfigError))
         return USAGE_ERROR
     except KeyboardInterrupt:
         _complain("interrupted", on_every_rank=False)
@@ -78,12 +81,6 @@ def _print_keys() -> None:
         default = "needed" if info.is_required() else f"default {info.default}" if info.default is not None else ""
         note = f" [{default}]" if default and not key.endswith("*") else ""
         print(f"  --{key}{note}\n      {info.description or ''}")
-
-
-def _ranks_have_met() -> bool:
-    """Before the ranks join, all of them find the same mistake; afterwards one may find what no other does."""
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def _complain(message: str, *, on_every_rank: bool) -> None:

@@ -7,7 +7,6 @@ import importlib.util
 import math
 import os
 import platform
-import sys
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,7 +57,7 @@ _PACKAGES = (
 def findings() -> list[Finding]:
     """Check everything; never raises because something is absent or broken."""
     return [
-        Finding("Python", platform.python_version() if sys.version_info >= (3, 11) else None, True, "3.11 or later"),
+        Finding("Python", platform.python_version(), True, "3.11 or later"),
         _torch(),
         *_megatron(),
         *(Finding(name, _version(name), required, note) for name, required, note in _PACKAGES),

@@ -95,10 +95,7 @@ class Result:
 
 
 def simulate(words: Sequence[str], budget: Budget, out: Path) -> list[Result]:
-    """Print the table for pass rates (``P`` or ``P:PROMPTS``; none for the default) and write the picture, a PNG file.
-
-    Raises ConfigError.
-    """
+    """Print a table for pass rates (``P`` or ``P:PROMPTS``, none for the default); write a PNG. Raises ConfigError."""
     rates = parse_rates(words or DEFAULT_RATES)
     if out.suffix != ".png" or out.is_dir():
         raise ConfigError(f"--out {out}: expected the name of a .png file")

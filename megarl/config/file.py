@@ -7,6 +7,7 @@ import json
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from types import NoneType
@@ -140,21 +141,15 @@ def _typed(key: str, text: str) -> Any:
     if annotation is None:
         raise ConfigError(f"--{key}: {unknown_key(key)}")
     if annotation is Any or list in (get_origin(option) for option in (annotation, *get_args(annotation))):
-        return _toml_value(text)
+        with suppress(tomllib.TOMLDecodeError):  # a string need not have quotation marks
+            return tomllib.loads(f"value = {text}")["value"]
+        return text
     if text == "none" and NoneType in get_args(annotation):
         return None
     try:
         return TypeAdapter(annotation).validate_python(text)
     except ValidationError as error:
         raise ConfigError(f"--{key}: found {text!r}, {error.errors()[0]['msg'].lower()}") from error
-
-
-def _toml_value(text: str) -> Any:
-    """The text as a TOML value (1, 0.5, true, [1, 2]); a string if it is none."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
 
 
 def as_flag(value: Any) -> str:

@@ -100,7 +100,7 @@ class Supervisor:
             if status.get("state") == "stopped":
                 self._wait_for_slurm()
                 return STOPPED
-            found = read_record(self._logs_of_attempt / "failure.json")
+            found = read_record(self._failure_file)
             signs = read_signs(self.folder, self.config.launch.ranks, os.environ[ATTEMPT_VARIABLE])
             # Ranks that were killed, or aborted by NCCL after a time-out, have written no error.
             last_seen = f"exit code {code}; last seen: {describe_ranks(signs, now=None)}"
@@ -135,7 +135,7 @@ class Supervisor:
             "topology": asdict(self.topology),
             "command": [*words, *key, *of_trainer, path],
             "server_command": [*words, *key, path],
-            "logs": str(self._logs_of_attempt),
+            "logs": str(self.logs / f"attempt{self._attempt}"),
             "says": says,
         }
         write_atomically(self.launch_file, json.dumps(launch, indent=1).encode())
@@ -152,7 +152,7 @@ class Supervisor:
         until = time.monotonic() + _FULL_DISK_S
         while self._stop_signal is None:
             try:
-                self._logs_of_attempt.mkdir(parents=True, exist_ok=True)
+                self._failure_file.parent.mkdir(parents=True, exist_ok=True)
                 return self._write("running")
             except OSError as error:
                 if time.monotonic() > until:
@@ -169,7 +169,8 @@ class Supervisor:
             port = topology.free_ports(1, number, self._attempt)[0]
             self.topology = replace(self.topology, master_port=port)
         os.environ[ATTEMPT_VARIABLE] = f"{self.logs.name}-{self._attempt}"
-        os.environ[FAILURE_VARIABLE] = str(self._logs_of_attempt / "failure.json")
+        self._failure_file = self.logs / f"attempt{self._attempt}" / "failure.json"
+        os.environ[FAILURE_VARIABLE] = str(self._failure_file)
         self._write_for_ranks()
         if self._stop_signal is not None:
             return STOPPED
@@ -230,10 +231,6 @@ class Supervisor:
     def _restart_servers(self) -> None:
         if self._stop_signal is None and self._servers.restart_ended():
             self._write_status("running")
-
-    @property
-    def _logs_of_attempt(self) -> Path:
-        return self.logs / f"attempt{self._attempt}"
 
     def _status(self) -> Mapping[str, Any]:
         """The last status of the trainer's main rank; empty if this start has written none."""

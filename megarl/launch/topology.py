@@ -17,8 +17,7 @@ from megarl.config import Config
 from megarl.errors import ConfigError
 
 FIRST_PORT, LAST_PORT = 20000, 30000  # below the ports that a system gives to outgoing connections
-Ask = Callable[[Sequence[str]], str]
-"""Runs a command and returns what it prints."""
+Ask = Callable[[Sequence[str]], str]  # runs a command and returns what it prints
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +73,8 @@ def find(config: Config, env: Mapping[str, str], ask: Ask | None = None) -> Topo
     """The nodes of this Slurm job, or this machine alone; ConfigError if [launch] expects other nodes."""
     launch, ask = config.launch, ask or ask_slurm
     if launch.layout == "local":
-        ports = free_ports(1, os.getpid())
         here = Node(socket.gethostname(), "127.0.0.1")
-        return Topology((here,), (), launch.ranks_per_node, ports[0], ())
+        return Topology((here,), (), launch.ranks_per_node, free_ports(1, os.getpid())[0], ())
     if "SLURM_JOB_ID" not in env:
         raise ConfigError(
             f'launch.layout: found "{launch.layout}" outside of a Slurm job; submit launch/{launch.layout}.sbatch, or '

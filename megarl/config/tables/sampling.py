@@ -16,7 +16,6 @@ Rule = Literal["uniform", "ada_seq_pos", "ada_seq_balance", "ada_est", "gvm"]
 
 _SEQUENTIAL = ("ada_seq_pos", "ada_seq_balance")
 _ADVANTAGE_PARTS = ("statistics", "scale", "ddof", "floor", "rate_eps", "combination")
-_ALLOTTED = ("ada_est", "gvm")
 
 
 class SamplingConfig(Table):
@@ -59,7 +58,7 @@ class SamplingConfig(Table):
     @property
     def allotted(self) -> bool:
         """Whether counts per prompt are decided from estimates, before a step."""
-        return self.rule in _ALLOTTED
+        return self.rule in ("ada_est", "gvm")
 
     @property
     def uses_credit(self) -> bool:
