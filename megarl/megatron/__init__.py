@@ -1,6 +1,6 @@
 """The training side: Megatron-Core models, packed batches, routing replay, optimizer, checkpoints, weights.
 
-From the bottom up; a file imports only what is above it in this list:
+A file imports only what is above it in this list:
 
 - ``cpu``, ``versions``, ``config_errors``: Megatron without CUDA, differences of its releases, its refusals as
   ConfigError.

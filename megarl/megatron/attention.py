@@ -1,7 +1,7 @@
 """Core attention and norms of the local layer spec: packed sequences, sequence parallelism, no Transformer Engine.
 
-Megatron's own ``DotProductAttention`` refuses packed sequences. Its torch norm refuses sequence parallelism, which MoE
-with tensor parallelism needs. With Transformer Engine, neither module is used.
+Megatron's own ``DotProductAttention`` refuses packed sequences, and its torch norm sequence parallelism, which MoE with
+tensor parallelism needs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megarl.core.parallel import zigzag_indices, zigzag_inverse
@@ -28,25 +29,20 @@ from megarl.errors import ConfigError
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's packed-sequence parameters, with the sequences grouped by length.
+    """Megatron's packed-sequence parameters. Sequences of one length are one batched attention call without padding.
 
-    Sequences of one length are one batched attention call without padding. A sequence's result does not depend on what
-    it is packed with.
+    So a sequence's result does not depend on what it is packed with.
     """
 
-    length_buckets: tuple[torch.Tensor, ...] = ()
-    """One int64 [n, length] of token positions for each distinct sequence length; positions in the whole pack."""
-    from_ranks: torch.Tensor | None = None
+    length_buckets: tuple[Tensor, ...] = ()
+    from_ranks: Tensor | None = None
     """int64 [S]: index that puts the tokens of all context-parallel ranks, in rank order, into packed order."""
 
     @staticmethod
-    def of(cu_seqlens: torch.Tensor, cp_size: int = 1) -> PackedSequences:
-        """Parameters for whole sequences at ``cu_seqlens`` [N+1], before context parallelism splits them.
-
-        Every sequence has at least one token, and a multiple of ``2 * cp_size`` if ``cp_size`` is more than 1.
-        """
+    def of(cu_seqlens: Tensor, cp_size: int = 1) -> PackedSequences:
+        """For whole sequences at ``cu_seqlens`` [N+1]; with ``cp_size`` > 1, of multiples of ``2 cp_size`` tokens."""
         bounds = cu_seqlens.to(torch.int32)
-        longest = int((bounds[1:] - bounds[:-1]).max())
+        longest = int(bounds.diff().max())
         return PackedSequences(
             qkv_format="thd",
             cu_seqlens_q=bounds,
@@ -60,25 +56,22 @@ class PackedSequences(PackedSeqParams):
         )
 
 
-def length_buckets(cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def length_buckets(cu_seqlens: Tensor) -> tuple[Tensor, ...]:
     """Token positions of all sequences of one length, int64 [n, length], for each distinct length."""
-    starts, lengths = cu_seqlens[:-1].long(), (cu_seqlens[1:] - cu_seqlens[:-1]).long()
-    buckets = []
-    for length in torch.unique(lengths).tolist():
-        if length:
-            offsets = torch.arange(length, device=starts.device)
-            buckets.append(starts[lengths == length, None] + offsets)
-    return tuple(buckets)
+    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    return tuple(
+        starts[lengths == length, None] + torch.arange(length, device=starts.device)
+        for length in torch.unique(lengths).tolist()
+        if length
+    )
 
 
 class PackedAttention(torch.nn.Module):
     """Causal grouped-query attention inside each packed sequence: softmax(q k^T * scale) v, by torch's SDPA.
 
     Takes query ``[T, heads, d]`` and key, value ``[T, kv_heads, d]`` of this tensor-parallel rank, returns
-    ``[T, heads * d]``. Unpacked ``[s, b, heads, d]`` inputs work too. No dropout, no bias, no sliding window.
-
-    With context parallelism, each rank has an early and a late chunk of every sequence. Keys and values are gathered,
-    so memory grows with the whole sequence; Transformer Engine's ring attention avoids that.
+    ``[T, heads * d]``. Unpacked ``[s, b, heads, d]`` inputs work too. With context parallelism, keys and values are
+    gathered, so memory grows with the whole sequence; Transformer Engine's ring attention avoids that.
     """
 
     def __init__(
@@ -89,11 +82,10 @@ class PackedAttention(torch.nn.Module):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
         **_: Any,  # process groups; latent attention also passes widths, which the tensors have
     ) -> None:
         super().__init__()
-        del layer_number, cp_comm_type
+        del layer_number
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         unsupported = {
             "attention_type": attention_type != "self",
@@ -111,14 +103,14 @@ class PackedAttention(torch.nn.Module):
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
         attn_mask_type: AttnMaskType | None = None,
-        attention_bias: torch.Tensor | None = None,
+        attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         if attention_mask is not None or attention_bias is not None:
             raise NotImplementedError("attention without Transformer Engine is causal and takes no mask or bias")
         if self.cp_group is not None:
@@ -134,9 +126,7 @@ class PackedAttention(torch.nn.Module):
         order = torch.cat([rows.flatten() for rows in buckets])
         return torch.cat(parts)[torch.argsort(order)].flatten(1)
 
-    def _across_ranks(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: PackedSeqParams | None
-    ) -> torch.Tensor:
+    def _across_ranks(self, query: Tensor, key: Tensor, value: Tensor, packing: PackedSeqParams | None) -> Tensor:
         """Local queries [T / cp, heads, d] against the keys and values of all context-parallel ranks."""
         if not isinstance(packing, PackedSequences) or packing.from_ranks is None:
             raise NotImplementedError("context parallelism without Transformer Engine needs megarl's PackedSequences")
@@ -149,18 +139,14 @@ class PackedAttention(torch.nn.Module):
         for rows in packing.length_buckets:
             length = rows.size(1)
             one = torch.tensor([0, length], device=rows.device)
-            position = zigzag_indices(
-                one, group.size(), group.rank()
-            )  # position of this rank's queries in their sequence
+            position = zigzag_indices(one, group.size(), group.rank())  # of this rank's queries in their sequence
             mine = rows[:, :1] // group.size() + torch.arange(position.numel(), device=rows.device)
             visible = torch.arange(length, device=rows.device) <= position[:, None]
             parts.append(self._attend(query[mine], key[rows], value[rows], visible).flatten(0, 1))
             order.append(mine.flatten())
         return torch.cat(parts)[torch.argsort(torch.cat(order))].flatten(1)
 
-    def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None = None) -> Tensor:
         """[n, length, heads, d] -> [n, length, heads, d]; causal, unless ``visible`` bool [q, k] says otherwise."""
         out = scaled_dot_product_attention(
             query.transpose(1, 2),
@@ -175,30 +161,25 @@ class PackedAttention(torch.nn.Module):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm. Its weight is marked, so that Megatron sums its gradient over a sequence-parallel group."""
+    """torch's RMSNorm, whose gradient Megatron sums over a sequence-parallel group; ``own_eps`` is of latent norms."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, own_eps: float | None = None, **_: Any
+    ) -> None:
         if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma:
             raise ConfigError(
                 f"norm {config.normalization!r} (zero-centred: {config.layernorm_zero_centered_gamma}) needs "
                 "Transformer Engine; without it only plain RMSNorm is built"
             )
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        super().__init__(hidden_size, eps=eps if own_eps is None else own_eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[union-attr]
-
-
-class LatentNorm(RMSNorm):
-    """The norm of latent queries, keys and values, with its own epsilon."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, *, own_eps: float, **_: Any) -> None:
-        super().__init__(config, hidden_size, eps=own_eps)
 
 
 class NormOverHeads(RMSNorm):
     """``x / rms(x) * weight`` with the mean over all heads of a token, on all tensor-parallel ranks.
 
-    Takes ``[..., heads, d]`` of this rank. The weight [all heads * d] is whole on every rank. A rank has gradients for
-    its own heads only, because Megatron sums gradients of query and key norms over tensor-parallel ranks.
+    Takes ``[..., heads, d]`` of this rank. The weight [all heads * d] is whole on every rank, with gradients for its
+    own heads only, because Megatron sums gradients of query and key norms over tensor-parallel ranks.
     """
 
     def __init__(
@@ -207,7 +188,7 @@ class NormOverHeads(RMSNorm):
         super().__init__(config, num_heads * hidden_size, eps=eps)
         self._head_width = hidden_size
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         group = parallel_state.get_tensor_model_parallel_group()
         squares = x.float().square().sum((-2, -1), keepdim=True)
         squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares, group), group)

@@ -1,8 +1,7 @@
 """Gradients of a few parameters on this model copy: no other weight gradients, no sum over data-parallel ranks.
 
-Used to get the gradient of one sample. Inside ``on_block``, passes of ``forward.run`` write to ``main_grad`` only what
-this rank computed. ``local_square`` completes that over the ranks of the model copy, by the rules of Megatron's
-``finalize_model_grads``.
+Inside ``on_block``, passes of ``forward.run`` write to ``main_grad`` only what this rank computed. ``local_square``
+completes that over the ranks of the model copy, by the rules of Megatron's ``finalize_model_grads``.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ def block_parameters(policy: Policy, block: str) -> list[torch.nn.Parameter]:
 
     block: "embedding", "output_layer" (with tied embeddings the same parameter), or a regular expression that is
     searched for in Megatron's parameter names, with layers counted from 0 over all pipeline stages. ConfigError if it
-    is no regular expression, matches no parameter, or matches an expert's: with expert parallelism, gradients of
-    experts sum over the samples of several ranks.
+    is no regular expression, or matches no parameter or an expert's.
     """
+    output = EMBEDDING if policy.shape.tied_embeddings else OUTPUT_LAYER
     try:
-        pattern = re.compile({"embedding": re.escape(EMBEDDING), "output_layer": _output(policy)}.get(block, block))
+        pattern = re.compile({"embedding": re.escape(EMBEDDING), "output_layer": re.escape(output)}.get(block, block))
     except re.error as error:
         raise ConfigError(f"parameter block {block!r} is no regular expression: {error}") from error
     named = [pair for chunk in policy.chunks for pair in _named_parameters(unwrap(chunk))]
@@ -54,18 +53,12 @@ def block_parameters(policy: Policy, block: str) -> list[torch.nn.Parameter]:
     return [parameter for _, parameter in found]
 
 
-def _output(policy: Policy) -> str:
-    return re.escape(EMBEDDING if policy.shape.tied_embeddings else OUTPUT_LAYER)
-
-
 def _named_parameters(gpt: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Names as without pipeline stages: global layer numbers, one name for both copies of tied embeddings."""
     for name, parameter in gpt.named_parameters():
         if getattr(parameter, "shared", False):
-            yield EMBEDDING, parameter
-            continue
-        layer = re.match(r"decoder\.layers\.(\d+)\.", name)
-        if layer is not None:
+            name = EMBEDDING
+        elif layer := re.match(r"decoder\.layers\.(\d+)\.", name):
             number = gpt.decoder.layers[int(layer[1])].layer_number - 1
             name = f"decoder.layers.{number}.{name[layer.end() :]}"
         yield name, parameter
@@ -82,31 +75,23 @@ def on_block(policy: Policy, parameters: Sequence[torch.nn.Parameter]) -> Iterat
     names = ("finalize_model_grads_func", "no_sync_func", "grad_scale_func")
     kept = {name: getattr(config, name) for name in names}
     # The embedding needs a gradient so that gradients flow through every layer and its activation checkpointing.
-    wanted = {id(parameter) for parameter in [*parameters, *_embeddings(policy)]}
+    embeddings = [gpt.embedding.word_embeddings.weight for gpt in map(unwrap, policy.chunks) if gpt.pre_process]
+    wanted = set(map(id, [*parameters, *embeddings]))
     frozen = [p for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad and id(p) not in wanted]
     policy.zero_grad()
     try:
-        for name in names:
-            setattr(config, name, None)
+        vars(config).update(dict.fromkeys(names))
         for parameter in frozen:
             parameter.requires_grad_(False)
         with ExitStack() as stack:
-            for chunk in policy.chunks:
-                stack.enter_context(chunk.no_sync())
-            stack.enter_context(_quiet_routers(policy))
+            for context in (*(chunk.no_sync() for chunk in policy.chunks), _quiet_routers(policy)):
+                stack.enter_context(context)
             yield
     finally:
         for parameter in frozen:
             parameter.requires_grad_(True)
-        for name, value in kept.items():
-            setattr(config, name, value)
+        vars(config).update(kept)
         policy.zero_grad()
-
-
-def _embeddings(policy: Policy) -> Iterator[torch.nn.Parameter]:
-    for gpt in map(unwrap, policy.chunks):
-        if gpt.pre_process:
-            yield gpt.embedding.word_embeddings.weight
 
 
 @contextmanager
@@ -115,7 +100,7 @@ def _quiet_routers(policy: Policy) -> Iterator[None]:
     routers = [m for chunk in policy.chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
     counts = [None if r.local_tokens_per_expert is None else r.local_tokens_per_expert.clone() for r in routers]
     # A hook, because every pass sets the whole model to training mode.
-    handles = [router.register_forward_pre_hook(_to_eval) for router in routers]
+    handles = [router.register_forward_pre_hook(lambda one, _: one.eval() and None) for router in routers]
     try:
         yield
     finally:
@@ -124,10 +109,6 @@ def _quiet_routers(policy: Policy) -> Iterator[None]:
         for router, count in zip(routers, counts, strict=True):
             if count is not None:
                 router.local_tokens_per_expert.copy_(count)
-
-
-def _to_eval(router: torch.nn.Module, _: object) -> None:
-    router.eval()
 
 
 def local_square(parameters: Sequence[torch.nn.Parameter], config: TransformerConfig) -> torch.Tensor:
@@ -144,19 +125,13 @@ def local_square(parameters: Sequence[torch.nn.Parameter], config: TransformerCo
         if context.size() > 1:
             dist.all_reduce(gradient, group=context)
         sharded = getattr(parameter, "tensor_model_parallel", False)
-        if tensor.size() > 1 and not sharded and (partial := _partial_over_tensor_ranks(parameter, config)):
-            dist.all_reduce(gradient, op=partial, group=tensor)
+        # Of these replicated parameters, tensor-parallel ranks see different tokens.
+        averaged = getattr(parameter, "average_gradients_across_tp_domain", False)
+        summed = config.sequence_parallel and getattr(parameter, "sequence_parallel", False)
+        if tensor.size() > 1 and not sharded and (averaged or summed):
+            dist.all_reduce(gradient, op=dist.ReduceOp.AVG if averaged else dist.ReduceOp.SUM, group=tensor)
         is_copy = getattr(parameter, "shared", False) or context.rank() or (tensor.rank() and not sharded)
         if not is_copy:
             total += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
         gradient.zero_()
     return total
-
-
-def _partial_over_tensor_ranks(
-    parameter: torch.nn.Parameter, config: TransformerConfig
-) -> dist.ReduceOp.RedOpType | None:
-    """How to reduce the gradient of a replicated parameter of which tensor-parallel ranks see different tokens."""
-    if getattr(parameter, "average_gradients_across_tp_domain", False):
-        return dist.ReduceOp.AVG
-    return dist.ReduceOp.SUM if config.sequence_parallel and getattr(parameter, "sequence_parallel", False) else None

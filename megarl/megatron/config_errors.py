@@ -1,8 +1,4 @@
-"""Turns errors of Megatron about settings into a ConfigError of one line.
-
-Megatron checks settings where it needs them: when a config is made, when a module is built, or in the first pass. It
-raises assertions, some without a message, and errors of every kind.
-"""
+"""Turns errors of Megatron about settings, of every kind and some without a message, into a ConfigError of one line."""
 
 from __future__ import annotations
 
@@ -21,8 +17,8 @@ from megarl.errors import ConfigError, MegarlError
 _MEGATRON = Path(megatron.core.__file__).parent
 _MEGARL = Path(megarl.__file__).parent
 _DISTRIBUTED = Path(torch.distributed.__file__).parent
-_DELIBERATE = (AssertionError, ValueError, TypeError, NotImplementedError, ImportError)
-"""Types that Megatron raises on purpose."""
+_SPOKEN = (AssertionError, ValueError, NotImplementedError, ImportError)
+_DELIBERATE = (*_SPOKEN, TypeError)  # what Megatron raises on purpose
 
 
 @contextmanager
@@ -45,16 +41,11 @@ def as_config_error(doing: str, settings: Mapping[str, Any]) -> Iterator[None]:
         if is_other or not (settings or isinstance(error, _DELIBERATE)):
             raise
         table = f"; [megatron] sets {', '.join(settings)}" if settings else ""
-        raise ConfigError(f"Megatron cannot {doing}: {_describe(error, place)}{table}") from error
-
-
-def _describe(error: Exception, place: traceback.FrameSummary) -> str:
-    """Message and place; if the message says nothing to a user, also the line of code."""
-    where = f"{Path(place.filename).relative_to(_MEGATRON)}:{place.lineno}"
-    if str(error) and isinstance(error, (AssertionError, ValueError, NotImplementedError, ImportError)):
-        return f"{error} ({where})"
-    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return f"{said} ({where}: {place.line})"
+        where = f"{Path(place.filename).relative_to(_MEGATRON)}:{place.lineno}"
+        said = f"{error} ({where})"
+        if not (str(error) and isinstance(error, _SPOKEN)):  # it says nothing to a user: add the line of code
+            said = f"{': '.join(filter(None, (type(error).__name__, str(error))))} ({where}: {place.line})"
+        raise ConfigError(f"Megatron cannot {doing}: {said}{table}") from error
 
 
 def _within(frame: traceback.FrameSummary, *folders: Path) -> bool:

@@ -37,21 +37,12 @@ import torch
 from torch.distributed import distributed_c10d
 
 _RETARGETED_MODULES = (
-    "megatron.core.distributed.param_and_grad_buffer",
-    "megatron.core.dist_checkpointing.exchange_utils",
-    "megatron.core.dist_checkpointing.strategies.state_dict_saver",
-    "megatron.core.models.common.language_module.language_module",
-    "megatron.core.optimizer.clip_grads",
-    "megatron.core.optimizer.distrib_optimizer",
-    "megatron.core.optimizer.grad_scaler",
-    "megatron.core.optimizer.optimizer",
-    "megatron.core.pipeline_parallel.schedules",
-    "megatron.core.pipeline_parallel.utils",
-    "megatron.core.tensor_parallel.data",
-    "megatron.core.transformer.moe.moe_utils",
-    "megatron.core.transformer.utils",
-    "megatron.core.utils",
-)
+    "distributed.param_and_grad_buffer dist_checkpointing.exchange_utils"
+    " dist_checkpointing.strategies.state_dict_saver models.common.language_module.language_module"
+    " optimizer.clip_grads optimizer.distrib_optimizer optimizer.grad_scaler optimizer.optimizer"
+    " pipeline_parallel.schedules pipeline_parallel.utils tensor_parallel.data transformer.moe.moe_utils"
+    " transformer.utils utils"
+)  # in megatron.core
 
 
 class _Stream:
@@ -93,14 +84,6 @@ def _gloo_device(process: int) -> Any:
     return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
 
 
-def _get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
-    return torch.get_rng_state()
-
-
-def _set_rng_state(new_state: torch.Tensor, *_: Any, **__: Any) -> None:
-    torch.set_rng_state(new_state)
-
-
 def enable() -> bool:
     """Make megatron-core usable without CUDA. Return whether the layer is active. May be called again."""
     if torch.cuda.is_available():
@@ -111,7 +94,8 @@ def enable() -> bool:
     distributed_c10d.ProcessGroupGloo = _SharedLoopGloo  # type: ignore[misc]
     with _eager_functions(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        modules = [importlib.import_module(name) for name in _RETARGETED_MODULES if importlib.util.find_spec(name)]
+        names = [f"megatron.core.{name}" for name in _RETARGETED_MODULES.split()]
+        modules = [importlib.import_module(name) for name in names if importlib.util.find_spec(name)]
     for module in modules:
         _retarget(module)
     _replace_helpers()
@@ -131,8 +115,9 @@ def _replace_cuda_calls() -> None:
     torch.cuda.stream = lambda *_: contextlib.nullcontext()  # type: ignore[assignment, misc, return-value]
     torch.cuda.Stream = _Stream  # type: ignore[assignment, misc]
     torch.cuda.Event = _Event  # type: ignore[assignment, misc]
-    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = _get_rng_state
-    torch.cuda.set_rng_state = torch.cuda.random.set_rng_state = _set_rng_state
+    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda new_state, *_, **__: torch.set_rng_state(new_state)
+    torch.cuda.random.set_rng_state = torch.cuda.set_rng_state
     torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed) and None  # type: ignore[assignment]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment, method-assign]
 
@@ -184,11 +169,9 @@ def _allow_unequal_shares(mappings: types.ModuleType) -> None:
     """Remedy 4: gather shares of unequal size by padding them; reduce-scatter them by reducing the whole."""
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
-    def gather_unequal(
-        share: torch.Tensor, group: Any = None, sizes: Any = None, use_global_buffer: bool = False
-    ) -> Any:
+    def gather_unequal(share: torch.Tensor, group: Any = None, sizes: Any = None, *rest: Any, **named: Any) -> Any:
         if sizes is None or group.size() == 1:
-            return gather(share, group, sizes, use_global_buffer)
+            return gather(share, group, sizes, *rest, **named)
         sizes = [int(size) for size in sizes]
         padded = share.new_zeros(max(sizes), *share.shape[1:])
         padded[: share.size(0)] = share
@@ -196,11 +179,9 @@ def _allow_unequal_shares(mappings: types.ModuleType) -> None:
         torch.distributed.all_gather(parts, padded, group=group)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
-    def reduce_scatter_unequal(
-        whole: torch.Tensor, group: Any = None, sizes: Any = None, use_global_buffer: bool = False
-    ) -> Any:
+    def reduce_scatter_unequal(whole: Any, group: Any = None, sizes: Any = None, *rest: Any, **named: Any) -> Any:
         if sizes is None or group.size() == 1:
-            return reduce_scatter(whole, group, sizes, use_global_buffer)
+            return reduce_scatter(whole, group, sizes, *rest, **named)
         reduced = whole.clone()
         torch.distributed.all_reduce(reduced, group=group)
         return torch.split(reduced, [int(size) for size in sizes])[group.rank()].clone()
@@ -212,8 +193,7 @@ def _allow_unequal_shares(mappings: types.ModuleType) -> None:
 def _replace_helpers() -> None:
     """Remedies 1 (generator of the tensor-parallel tracker), 4 and 5."""
     random = importlib.import_module("megatron.core.tensor_parallel.random")
-    random._get_cuda_rng_state = _get_rng_state
-    random._set_cuda_rng_state = _set_rng_state
+    random._get_cuda_rng_state, random._set_cuda_rng_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state
     _stand_in_for_transformer_engine(random)
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (

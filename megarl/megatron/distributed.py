@@ -28,8 +28,7 @@ _COLLECTIVE_WORDS = ("gloo", "nccl", "connection closed by peer", "connection re
 def initialize(config: Config, timeout_s: float | None = None) -> None:
     """Join the other ranks of torchrun (or run alone), then create and seed Megatron's groups.
 
-    gloo on a CPU, NCCL on GPUs. ``timeout_s`` is by default ``config.collective_timeout_s``. A layout that does not
-    divide the ranks raises ConfigError on every rank.
+    ``timeout_s`` is by default ``config.collective_timeout_s``. ConfigError if the layout does not divide the ranks.
     """
     timeout_s = timeout_s or config.collective_timeout_s
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -56,11 +55,9 @@ def initialize(config: Config, timeout_s: float | None = None) -> None:
 
 def _join(world_size: int, timeout: timedelta) -> None:
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        return
+    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world_size == 1 else {}
     try:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout, **alone)
     except (dist.DistError, RuntimeError) as error:
         raise PeerError(
             f"rank {os.environ.get('RANK')} of {world_size} did not meet the others at "
@@ -80,7 +77,7 @@ def leave_layout() -> None:
 
 
 def shutdown() -> None:
-    """Leave all groups. Before several ranks can ``initialize`` again, they need a new store, so a new launch."""
+    """Leave all groups. To ``initialize`` again, several ranks need a new launch."""
     if dist.is_initialized():
         leave_layout()
         dist.destroy_process_group()
@@ -91,11 +88,18 @@ def is_main_rank() -> bool:
     return dist.get_rank() == 0
 
 
+def gather_objects(mine: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
+    """A small object, pickled, of each rank of a group (by default all ranks), in rank order; a collective call."""
+    found = [mine] * dist.get_world_size(group)
+    if len(found) > 1:
+        dist.all_gather_object(found, mine, group=group)
+    return found
+
+
 def node_leaders() -> list[int]:
     """The first rank of each node, in rank order, by LOCAL_RANK; a collective call."""
-    leads: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(leads, int(os.environ.get("LOCAL_RANK", "0")) == 0)
-    return [rank for rank, is_leader in enumerate(leads) if is_leader]
+    local_ranks = gather_objects(int(os.environ.get("LOCAL_RANK", "0")))
+    return [rank for rank, local in enumerate(local_ranks) if local == 0]
 
 
 def dp_rank() -> int:
@@ -126,20 +130,14 @@ def model_group() -> dist.ProcessGroup:
 @cache
 def _context_model_group() -> dist.ProcessGroup:
     """Megatron has no group over tensor, context and pipeline ranks. A collective call on first use."""
-    copies: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(copies, dp_rank())
-    groups = {copy: [rank for rank, of in enumerate(copies) if of == copy] for copy in sorted(set(copies))}
-    made = {copy: dist.new_group(ranks) for copy, ranks in groups.items()}
-    return made[dp_rank()]
+    copies = gather_objects(dp_rank())
+    ranks = {copy: [rank for rank, of in enumerate(copies) if of == copy] for copy in sorted(set(copies))}
+    return {copy: dist.new_group(members) for copy, members in ranks.items()}[dp_rank()]
 
 
 def holds_outputs() -> bool:
     """True on the rank of each model copy that reports metrics: last stage, first tensor- and context-parallel one."""
-    return (
-        parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-        and parallel_state.get_tensor_model_parallel_rank() == 0
-        and parallel_state.get_context_parallel_rank() == 0
-    )
+    return parallel_state.is_pipeline_last_stage(ignore_virtual=True) and tp_position()[1] == cp_position()[1] == 0
 
 
 def largest(value: int, group: dist.ProcessGroup) -> int:
@@ -163,26 +161,21 @@ def fail_together(failure: MegarlError | None, what: str) -> None:
 
 def is_collective_error(error: BaseException) -> bool:
     """Whether a collective call failed. Compares words, because torch has no class for errors of gloo."""
-    text = str(error).lower()
-    return isinstance(error, dist.DistError) or any(word in text for word in _COLLECTIVE_WORDS)
+    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _COLLECTIVE_WORDS)
 
 
 def from_main_rank(action: Callable[[], Result]) -> Result:
-    """Run ``action`` on the main rank and return its result on all ranks; a collective call.
-
-    A MegarlError ends all ranks. Only the main rank reports it; the others raise SystemExit.
-    """
-    outcome: list[Any] = [None, None]  # result, error
+    """The result of ``action`` on the main rank, on all ranks; a MegarlError ends the others with SystemExit."""
+    outcome: list[Any] = [None, None]
     if is_main_rank():
         try:
-            outcome[0] = action()
+            outcome = [action(), None]
         except MegarlError as error:
-            outcome[1] = error
+            outcome = [None, error]
     dist.broadcast_object_list(outcome)
-    result, error = outcome
-    if error is not None:
-        raise error if is_main_rank() else SystemExit(2)
-    return result
+    if outcome[1] is not None:
+        raise outcome[1] if is_main_rank() else SystemExit(2)
+    return outcome[0]
 
 
 def collect_metrics(statistics: Mapping[str, Stat]) -> dict[str, Stat] | None:
@@ -204,16 +197,12 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def gather_bytes(mine: np.ndarray, group: dist.ProcessGroup) -> list[np.ndarray]:
-    """The uint8 arrays of all ranks of a group, of any lengths, in rank order. Sent as tensors, not pickled."""
-    if group.size() == 1:
-        return [mine]
+    """The uint8 arrays of all ranks of a group, of any lengths, in rank order; sent as tensors, not pickled."""
     device = torch.cuda.current_device()
-    sizes = torch.zeros(group.size(), dtype=torch.int64, device=device)
-    sizes[group.rank()] = len(mine)
-    dist.all_reduce(sizes, group=group)
-    longest = torch.zeros(max(1, int(sizes.max())), dtype=torch.uint8, device=device)
-    longest[: len(mine)] = torch.from_numpy(np.ascontiguousarray(mine)).to(device)
-    return [part[:size].cpu().numpy() for part, size in zip(all_gather(longest, group), sizes.tolist(), strict=True)]
+    sizes = all_gather(torch.tensor([len(mine)], device=device), group).flatten().tolist()
+    longest = torch.zeros(max(1, *sizes), dtype=torch.uint8, device=device)
+    longest[: len(mine)] = torch.from_numpy(np.ascontiguousarray(mine))
+    return [part[:size].cpu().numpy() for part, size in zip(all_gather(longest, group), sizes, strict=True)]
 
 
 def gather_rollouts(mine: Sequence[Rollout]) -> list[Rollout]:

@@ -21,14 +21,12 @@ class FrozenModel:
     """The model of a checkpoint in this run's layout, without optimizer, gradients or routing replay.
 
     ``model.path`` gives the architecture, ``checkpoint_path`` (a step folder) the weights, whatever layout wrote them.
-    Needs ``distributed.initialize``; construction is a collective call. Raises ConfigError for settings that Megatron
-    cannot serve, CheckpointError for a damaged checkpoint or one of another model.
+    Construction is a collective call. CheckpointError for a damaged checkpoint or one of another model.
     """
 
     def __init__(self, config: Config, checkpoint_path: Path) -> None:
         self.shape = read_shape(config.model.path)
-        _, self.chunks = build_chunks(config, self.shape)
-        _freeze(self.chunks)
+        self.chunks = _build_frozen(config, self.shape)
         self.step = checkpoint.load_weights(checkpoint_path, self.chunks, self.shape)
         """Global steps that the weights have seen."""
 
@@ -38,16 +36,24 @@ class FrozenModel:
 
 
 class Reference:
-    """The reference policy: the weights of a Hugging Face checkpoint in the policy's layout.
+    """The reference policy: the weights of a Hugging Face checkpoint in the policy's layout, which never change.
 
-    It never changes, so a resumed run has the same reference as the run that it continues. Construction is a collective
-    call. Raises ConfigError if the checkpoint is not of the policy's architecture.
+    Construction is a collective call. ConfigError if the checkpoint is not of the policy's architecture.
     """
 
     def __init__(self, policy: Policy, path: str | Path) -> None:
-        _check_architecture(path, policy.shape)
-        _, self.chunks = build_chunks(policy.config, policy.shape)
-        _freeze(self.chunks)
+        if not (Path(path) / "config.json").is_file():
+            raise ConfigError(
+                f"model.reference: {path} holds no config.json; expected a Hugging Face checkpoint folder"
+            )
+        found = read_shape(path)
+        for name in ("fields", "vocab_size", "rotary_base", "tied_embeddings"):
+            if getattr(found, name) != getattr(policy.shape, name):
+                raise ConfigError(
+                    f"model.reference: {path} has {name} {getattr(found, name)}, the policy "
+                    f"{getattr(policy.shape, name)}; expected the same architecture"
+                )
+        self.chunks = _build_frozen(policy.config, policy.shape)
         load_hf(self.chunks, policy.shape, path)
         self._vocab_size = policy.shape.vocab_size
         self._temperature = policy.config.rollout.temperature
@@ -58,18 +64,8 @@ class Reference:
         return [output.logprobs for output in outputs]
 
 
-def _freeze(chunks: Sequence[torch.nn.Module]) -> None:
+def _build_frozen(config: Config, shape: ModelShape) -> list[torch.nn.Module]:
+    _, chunks = build_chunks(config, shape)
     for chunk in chunks:
         chunk.requires_grad_(False)
-
-
-def _check_architecture(path: str | Path, expected: ModelShape) -> None:
-    if not (Path(path) / "config.json").is_file():
-        raise ConfigError(f"model.reference: {path} holds no config.json; expected a Hugging Face checkpoint folder")
-    found = read_shape(path)
-    for name in ("fields", "vocab_size", "rotary_base", "tied_embeddings"):
-        if getattr(found, name) != getattr(expected, name):
-            raise ConfigError(
-                f"model.reference: {path} has {name} {getattr(found, name)}, the policy {getattr(expected, name)}; "
-                "expected the same architecture"
-            )
+    return chunks

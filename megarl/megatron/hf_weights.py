@@ -1,11 +1,8 @@
-"""Weights in and out of a sharded Megatron model under their Hugging Face names.
-
-``load_hf`` reads a checkpoint folder. ``export_hf`` streams the live weights one parameter (or one layer's experts) at
-a time. ``save_hf`` writes a checkpoint folder. ``models.names`` says which tensor is split how.
-"""
+"""Weights in and out of a sharded Megatron model under their Hugging Face names, by the rules of ``models.names``."""
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 from collections import deque
@@ -19,7 +16,7 @@ from megatron.core import parallel_state
 
 from megarl.data.files import replace_folder
 from megarl.errors import CheckpointError
-from megarl.megatron.distributed import all_gather
+from megarl.megatron.distributed import all_gather, gather_objects
 from megarl.megatron.model import unwrap
 from megarl.models.hf_files import HFCheckpoint, check_tensors, copy_model_files, save_tensors, write_index
 from megarl.models.names import LAYOUTS, Rule, hf_shapes, rules_of
@@ -89,15 +86,14 @@ def _load_one(entry: _Placed, checkpoint: HFCheckpoint, shape: ModelShape) -> No
     group = _tensor_group(entry.rule)
     names = entry.rule.hf_names(entry.layer, entry.expert)
     tensors = [checkpoint.read(name) for name in names]
+    said = f"{names} of shapes {[tuple(tensor.shape) for tensor in tensors]}"
     try:
         local = LAYOUTS[entry.layout].cut(tensors, group.rank(), group.size(), shape)
     except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{names} of shapes {[tuple(t.shape) for t in tensors]} do not fit: {error}") from error
+        raise CheckpointError(f"{said} do not fit: {error}") from error
     if local.shape != entry.tensor.shape:
-        raise CheckpointError(
-            f"{names} of shapes {[tuple(t.shape) for t in tensors]} give a shard of shape {tuple(local.shape)}, "
-            f"expected {tuple(entry.tensor.shape)}"
-        )
+        found, expected = tuple(local.shape), tuple(entry.tensor.shape)
+        raise CheckpointError(f"{said} give a shard of shape {found}, expected {expected}")
     with torch.no_grad():
         entry.tensor.copy_(local)
 
@@ -126,8 +122,7 @@ class _Piece:
 def export_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every Hugging Face tensor of the live model, whole, on every rank, in one canonical order.
 
-    A collective call: all ranks must exhaust the iterator. At most one parameter, or one layer's experts of one kind,
-    is whole at a time.
+    A collective call: exhaust the iterator. One parameter, or one layer's experts of one kind, is whole at a time.
     """
     rules = rules_of(shape)
     local: dict[tuple[int, int], list[_Placed]] = {}
@@ -150,33 +145,26 @@ def _all_pieces(local: dict[tuple[int, int], list[_Placed]]) -> list[_Piece]:
         for order, entries in local.items()
     ]
     group = parallel_state.get_pipeline_model_parallel_group()
-    gathered: list[list[_Piece]] = [mine] * group.size()
-    if group.size() > 1:
-        dist.all_gather_object(gathered, mine, group=group)
-    return sorted((piece for pieces in gathered for piece in pieces), key=lambda piece: piece.order)
+    return sorted(itertools.chain(*gather_objects(mine, group)), key=lambda piece: piece.order)
 
 
 def _gather(piece: _Piece, rule: Rule, entries: list[_Placed]) -> Iterator[list[torch.Tensor]]:
     """For each expert (or once), the shards of all tensor-parallel ranks, on every rank of the pipeline group."""
     pipeline = parallel_state.get_pipeline_model_parallel_group()
-    groups = [_tensor_group(rule)]
-    if rule.scope == "expert":
-        groups.append(parallel_state.get_expert_model_parallel_group())
-    whole_shape = (*(group.size() for group in reversed(groups)), *piece.shape)
+    experts = [parallel_state.get_expert_model_parallel_group()] if rule.scope == "expert" else []
+    groups = [_tensor_group(rule), *experts]
     if piece.stage == pipeline.rank():
         whole = torch.stack([entry.tensor.detach() for entry in entries])
         for group in groups:
             whole = all_gather(whole, group)
     else:
+        whole_shape = (*(group.size() for group in reversed(groups)), *piece.shape)
         whole = torch.empty(whole_shape, dtype=piece.dtype, device=torch.cuda.current_device())
     if pipeline.size() > 1:
         whole = whole.contiguous()
         dist.broadcast(whole, dist.get_global_rank(pipeline, piece.stage), group=pipeline)
-    if rule.scope != "expert":
-        whole = whole[None]
-    for of_rank in whole:  # [tensor-parallel ranks, local experts, ...]
-        for expert in range(of_rank.size(1)):
-            yield list(of_rank[:, expert])
+    for of_rank in whole if experts else whole[None]:  # [tensor-parallel ranks, local experts, ...]
+        yield from map(list, of_rank.unbind(1))
 
 
 def save_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, source: str | Path, out: str | Path) -> None:

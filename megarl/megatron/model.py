@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.errors import ConfigError
-from megarl.megatron.attention import LatentNorm, NormOverHeads, PackedAttention, RMSNorm
+from megarl.megatron.attention import NormOverHeads, PackedAttention, RMSNorm
 from megarl.megatron.versions import TAKES_PADDING_MASK, for_stage, refuse_missing
 from megarl.models.shapes import ModelShape
 
@@ -25,10 +25,9 @@ HAVE_TE = importlib.util.find_spec("transformer_engine") is not None
 
 
 def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: torch.dtype) -> TransformerConfig:
-    """Megatron's config: the model's shape, what every megarl run needs, then the layout and the user's overrides.
+    """Megatron's config: what every megarl run needs, the model's shape, then the layout and the user's overrides.
 
-    Fusions are off without Transformer Engine. The router computes in fp32, and there is no dropout, because
-    log-probabilities of two passes over one batch must agree. Errors of Megatron pass through (see ``config_errors``).
+    The router computes in fp32, and there is no dropout, because log-probabilities of two passes must agree.
     """
     defaults: dict[str, Any] = {
         "params_dtype": dtype,
@@ -39,26 +38,23 @@ def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: t
         "add_bias_linear": False,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "attention_softmax_in_fp32": True,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_router_bias_update_rate": 0.0,
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": HAVE_TE,
-        "calculate_per_token_loss": False,
-        "variable_seq_lengths": False,
         "batch_p2p_comm": torch.cuda.is_available(),
         "use_cpu_initialization": not torch.cuda.is_available(),
         "bias_activation_fusion": HAVE_TE,
         "bias_dropout_fusion": HAVE_TE,
         "apply_rope_fusion": HAVE_TE,
-        "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "persist_layer_norm": False,
     }
     values = {**defaults, **shape.fields, **overrides}
-    if values["moe_token_dispatcher_type"] == "flex":
-        _require_deep_ep()
+    has_deep_ep = torch.cuda.is_available() and importlib.util.find_spec("deep_ep") is not None
+    if values["moe_token_dispatcher_type"] == "flex" and not has_deep_ep:
+        raise ConfigError(
+            'parallel.dispatcher = "flex" needs GPUs and the deep_ep package, expected both; use "alltoall"'
+        )
     if values.get("multi_latent_attention"):
         config: TransformerConfig = MLATransformerConfig(**{**values, "apply_rope_fusion": False})  # a kernel for YaRN
     else:
@@ -67,18 +63,8 @@ def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: t
     return config
 
 
-def _require_deep_ep() -> None:
-    if not torch.cuda.is_available() or importlib.util.find_spec("deep_ep") is None:
-        raise ConfigError(
-            'parallel.dispatcher = "flex" needs GPUs and the deep_ep package, expected both; use "alltoall"'
-        )
-
-
 def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShape) -> TransformerBlockSubmodules:
-    """Layers of one pipeline stage: Transformer Engine's where it is installed, else local ones for packed input.
-
-    ConfigError for a model that Transformer Engine's layers cannot compute.
-    """
+    """Layers of one pipeline stage: Transformer Engine's where it is installed, else local ones for packed input."""
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=HAVE_TE, normalization=config.normalization, **for_stage(vp_stage)
     )
@@ -96,23 +82,20 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShap
 
             # In column-parallel ones, the gradient of the rotated keys would come from a rank's own heads only.
             attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
-            norm = ModuleSpec(LatentNorm, params={"own_eps": shape.latent_norm_epsilon})
+            norm = ModuleSpec(RMSNorm, params={"own_eps": shape.latent_norm_epsilon})
             attention.q_layernorm = attention.kv_layernorm = norm
+        elif config.qk_layernorm and shape.norm_over_heads:
+            attention.q_layernorm = ModuleSpec(NormOverHeads, params={"num_heads": config.num_attention_heads})
+            attention.k_layernorm = ModuleSpec(NormOverHeads, params={"num_heads": config.num_query_groups})
         elif config.qk_layernorm:
-            attention.q_layernorm = _head_norm(shape, config.num_attention_heads)
-            attention.k_layernorm = _head_norm(shape, config.num_query_groups)
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm if spec.layer_norm else None)
-
-
-def _head_norm(shape: ModelShape, num_heads: int | None) -> Any:
-    return ModuleSpec(NormOverHeads, params={"num_heads": num_heads}) if shape.norm_over_heads else RMSNorm
 
 
 def build_model(shape: ModelShape, config: TransformerConfig) -> list[GPTModel]:
     """The model chunks of this rank (one, or one per virtual stage), with Megatron's random initial weights.
 
     The vocabulary is padded up to a multiple of the tensor-parallel size; ``forward`` masks the padding.
-    Needs ``parallel_state`` to be initialised.
     """
     stages = config.virtual_pipeline_model_parallel_size
     tp = parallel_state.get_tensor_model_parallel_world_size()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -22,6 +22,7 @@ from megarl.megatron.model import build_model, transformer_config
 from megarl.megatron.replay import RoutingReplay
 from megarl.models.shapes import ModelShape, read_shape
 
+Settings = TypeVar("Settings")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -41,14 +42,9 @@ class Schedule:
 def schedule_of(config: Config) -> Schedule:
     """The schedule of an RL run."""
     optim = config.optim
-    return Schedule(
-        lr=optim.lr,
-        min_lr=optim.min_lr,
-        warmup_steps=optim.warmup_steps,
-        decay_steps=optim.decay_steps or max(config.optimizer_steps, optim.warmup_steps + 1),
-        decay_style=optim.decay_style,
-        weight_decay=optim.weight_decay,
-    )
+    copied = ("lr", "min_lr", "warmup_steps", "decay_style", "weight_decay")
+    decay_steps = optim.decay_steps or max(config.optimizer_steps, optim.warmup_steps + 1)
+    return Schedule(decay_steps=decay_steps, **{name: getattr(optim, name) for name in copied})
 
 
 class Policy:
@@ -60,27 +56,22 @@ class Policy:
         self.megatron_config, chunks = build_chunks(config, self.shape)
         load_hf(chunks, self.shape, config.model.path)
         with as_config_error("build the optimizer", config.megatron):
-            ddp = _ddp_config(config)
+            ddp = _configure(DistributedDataParallelConfig, config, grad_reduce_in_fp32=True)
             self.chunks = [
                 DistributedDataParallel(self.megatron_config, ddp, chunk, disable_bucketing=index > 0)
                 for index, chunk in enumerate(chunks)
             ]
             self.optimizer = get_megatron_optimizer(_optimizer_config(config, schedule), self.chunks)
             self.scheduler = _scheduler(self.optimizer, schedule)
-        self._connect_schedules()
-        # Without replay the hook only observes: a setting that bypasses it costs a metric and is no error.
-        observable = config.train.replay != "none" or not megatron_fields.replay_blockers(vars(self.megatron_config))
-        train = config.train
-        self.replay = (
-            RoutingReplay(self.chunks, train.replay_aux_loss, train.min_route_agreement) if observable else None
-        )
-
-    def _connect_schedules(self) -> None:
-        """Tell Megatron's schedules how to reduce gradients, and when to skip the reduction."""
+        # How Megatron's schedules reduce gradients, and when they skip the reduction.
         no_sync: list[Any] = [chunk.no_sync for chunk in self.chunks]
         self.megatron_config.finalize_model_grads_func = finalize_model_grads
         self.megatron_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.megatron_config.grad_scale_func = self.optimizer.scale_loss
+        # Without replay the hook only observes: a setting that bypasses it costs a metric and is no error.
+        train, self.replay = config.train, None
+        if train.replay != "none" or not megatron_fields.replay_blockers(vars(self.megatron_config)):
+            self.replay = RoutingReplay(self.chunks, train.replay_aux_loss, train.min_route_agreement)
 
     def zero_grad(self) -> None:
         for chunk in self.chunks:
@@ -92,40 +83,30 @@ class Policy:
 
         NumericsError if the norm is not finite: the update is refused and the weights keep their values.
         """
-        lr = self.learning_rate
+        lr = float(self.optimizer.param_groups[0]["lr"])
         if self.optimizer.prepare_grads():
-            raise NumericsError(
-                "gradients are not finite; the optimizer step was refused and the weights are unchanged"
-            )
+            raise NumericsError("gradients are not finite; the optimizer step was refused, the weights are unchanged")
         norm = float(self.optimizer.get_grad_norm())
         if not math.isfinite(norm):
             raise NumericsError(f"gradient norm is {norm}; the optimizer step was refused, the weights are unchanged")
-        succeeded, norm_seen, _ = self.optimizer.step()
-        if not succeeded:
+        if not self.optimizer.step()[0]:
             raise NumericsError("Megatron's optimizer refused the step; look for non-finite gradients")
         self.scheduler.step(1)
-        return (norm if norm_seen is None else float(norm_seen)), lr
-
-    @property
-    def learning_rate(self) -> float:
-        """Of the next optimizer step."""
-        return float(self.optimizer.param_groups[0]["lr"])
+        return norm, lr
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights under their Hugging Face names, on every rank; a collective call."""
         return export_hf(self.chunks, self.shape)
 
     def offload(self) -> int:
-        """Free memory for servers on the same GPUs while they sample. Return the bytes of the device that were freed.
+        """Free memory for servers on the same GPUs while they sample; returns the bytes of the device. Then ``reload``.
 
-        Gradient buffers are empty between steps, so their memory is released. Adam's moments and fp32 main weights move
-        to host memory. The weights stay, because they are gathered for the engine. Call ``reload`` before training.
+        Gradient buffers, empty between steps, are released; Adam's moments and fp32 main weights move to host memory.
         """
         freed = 0
         for buffer in self._grad_buffers():
-            storage = buffer.untyped_storage()
-            freed += storage.nbytes()
-            storage.resize_(0)
+            freed += buffer.untyped_storage().nbytes()
+            buffer.untyped_storage().resize_(0)
         for tensor in self._optimizer_tensors():
             if tensor.is_cuda:
                 freed += tensor.untyped_storage().nbytes()
@@ -147,8 +128,7 @@ class Policy:
 
     def _grad_buffers(self) -> Iterator[torch.Tensor]:
         for chunk in self.chunks:
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-                yield buffer.grad_data
+            yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
 
     def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
         """Adam's moments, and the main weights that are not views of the model's own."""
@@ -161,12 +141,9 @@ class Policy:
 
 
 def build_chunks(config: Config, shape: ModelShape) -> tuple[TransformerConfig, list[torch.nn.Module]]:
-    """Megatron's config and this rank's model chunks, in the run's dtype, with random weights; a collective call.
-
-    ConfigError for settings that Megatron cannot serve.
-    """
+    """Megatron's config and this rank's chunks with random weights; a collective call, ConfigError as of Megatron."""
     with as_config_error("build the model", config.megatron):
-        fields = {**layout_fields(config), **_overrides(config, "TransformerConfig")}
+        fields = {**layout_fields(config), **_overrides(config, TransformerConfig)}
         megatron_config = transformer_config(shape, fields, DTYPES[config.model.dtype])
         chunks: list[torch.nn.Module] = [*build_model(shape, megatron_config)]
     if config.model.dtype != "fp32":
@@ -174,9 +151,14 @@ def build_chunks(config: Config, shape: ModelShape) -> tuple[TransformerConfig, 
     return megatron_config, chunks
 
 
-def _overrides(config: Config, dataclass_name: str) -> dict[str, Any]:
+def _overrides(config: Config, cls: type) -> dict[str, Any]:
     """What the [megatron] table sets in one of Megatron's dataclasses."""
-    return megatron_fields.realize(dataclass_name, megatron_fields.check(config.megatron)[dataclass_name])
+    return megatron_fields.realize(cls.__name__, megatron_fields.check(config.megatron)[cls.__name__])
+
+
+def _configure(cls: type[Settings], config: Config, **defaults: Any) -> Settings:
+    defaults["use_distributed_optimizer"] = config.parallel.distributed_optimizer
+    return cls(**{**defaults, **_overrides(config, cls)})
 
 
 def layout_fields(config: Config) -> dict[str, Any]:
@@ -191,9 +173,7 @@ def layout_fields(config: Config) -> dict[str, Any]:
         "context_parallel_size": parallel.cp,
         "sequence_parallel": parallel.uses_sequence_parallel,
         "moe_token_dispatcher_type": parallel.dispatcher,
-        "recompute_granularity": recompute.granularity,
-        "recompute_method": recompute.method,
-        "recompute_num_layers": recompute.num_layers,
+        **{f"recompute_{name}": getattr(recompute, name) for name in ("granularity", "method", "num_layers")},
         "deterministic_mode": config.run.deterministic and torch.cuda.is_available(),
     }
     if recompute.modules is not None:
@@ -201,31 +181,16 @@ def layout_fields(config: Config) -> dict[str, Any]:
     return fields
 
 
-def _ddp_config(config: Config) -> DistributedDataParallelConfig:
-    defaults = {
-        "grad_reduce_in_fp32": True,
-        "use_distributed_optimizer": config.parallel.distributed_optimizer,
-        "overlap_grad_reduce": False,
-    }
-    return DistributedDataParallelConfig(**{**defaults, **_overrides(config, "DistributedDataParallelConfig")})
-
-
 def _optimizer_config(config: Config, schedule: Schedule) -> OptimizerConfig:
     dtype = DTYPES[config.model.dtype]
-    defaults = {
-        "optimizer": "adam",
-        "lr": schedule.lr,
-        "min_lr": schedule.min_lr,
-        "weight_decay": schedule.weight_decay,
-        "adam_beta1": config.optim.adam_beta1,
-        "adam_beta2": config.optim.adam_beta2,
-        "adam_eps": config.optim.adam_eps,
-        "clip_grad": config.optim.clip_grad,
-        "bf16": dtype is torch.bfloat16,
-        "params_dtype": dtype,
-        "use_distributed_optimizer": config.parallel.distributed_optimizer,
-    }
-    return OptimizerConfig(**{**defaults, **_overrides(config, "OptimizerConfig")})
+    return _configure(
+        OptimizerConfig,
+        config,
+        **{name: getattr(schedule, name) for name in ("lr", "min_lr", "weight_decay")},
+        **{name: getattr(config.optim, name) for name in ("adam_beta1", "adam_beta2", "adam_eps", "clip_grad")},
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+    )
 
 
 def _scheduler(optimizer: Any, schedule: Schedule) -> OptimizerParamScheduler:
@@ -234,9 +199,7 @@ def _scheduler(optimizer: Any, schedule: Schedule) -> OptimizerParamScheduler:
         init_lr=0.0,
         max_lr=schedule.lr,
         min_lr=schedule.min_lr,
-        lr_warmup_steps=schedule.warmup_steps,
-        lr_decay_steps=schedule.decay_steps,
-        lr_decay_style=schedule.decay_style,
+        **{f"lr_{name}": getattr(schedule, name) for name in ("warmup_steps", "decay_steps", "decay_style")},
         start_wd=schedule.weight_decay,
         end_wd=schedule.weight_decay,
         wd_incr_steps=0,

@@ -1,7 +1,6 @@
 """Differences between releases of Megatron-Core from 0.12 to 0.16, detected by what they accept, not by number.
 
-The rest of megarl is written for 0.16. What an older release cannot do is refused when the model is built, with the
-release's name; docs/version_matrix.md lists it.
+What an older release cannot do is refused when the model is built; docs/version_matrix.md lists it.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ def takes(function: Callable[..., Any], name: str) -> bool:
     return name in inspect.signature(function).parameters
 
 
-TAKES_PADDING_MASK = takes(GPTModel.forward, "padding_mask")
-"""Whether routers can exclude padding from what they count (from 0.16 on)."""
+TAKES_PADDING_MASK = takes(GPTModel.forward, "padding_mask")  # from 0.16 on, routers can leave padding uncounted
 
 
 def for_stage(stage: int | None) -> dict[str, int | None]:
@@ -65,36 +63,23 @@ def refuse_missing(config: TransformerConfig) -> None:
             f"megatron.moe_router_load_balancing_type = {kinds!r}: megatron-core {RELEASE} has no global_aux_loss; "
             "use aux_loss, or install megatron-core 0.16.1"
         )
-    if not TAKES_PADDING_MASK and _pads(config):
+    sizes = (config.tensor_model_parallel_size, config.context_parallel_size, config.pipeline_model_parallel_size)
+    pads = max(sizes) > 1 or config.moe_token_dispatcher_type == "allgather"
+    if pads and not TAKES_PADDING_MASK:
         _refuse_counted_padding(config)
 
 
 def _refuse_counted_padding(config: TransformerConfig) -> None:
-    for setting, counts in _COUNTING.items():
-        if counts(config):
+    coefficients = config.moe_aux_loss_coeff
+    has_loss = any(coefficients if isinstance(coefficients, list) else [coefficients])
+    counting = {
+        "moe_router_load_balancing_type": has_loss and config.moe_router_load_balancing_type != "none",
+        "moe_z_loss_coeff": bool(config.moe_z_loss_coeff),
+        "moe_router_bias_update_rate": config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate,
+    }
+    for setting, counts in counting.items():
+        if counts:
             raise ConfigError(
                 f"megatron.{setting} = {getattr(config, setting)!r}: routers of megatron-core {RELEASE} count padding, "
                 f"which this layout has; remove {setting}, or install megatron-core 0.16.1"
             )
-
-
-def _pads(config: TransformerConfig) -> bool:
-    """Whether micro-batches may have slots without a token."""
-    sizes = (config.tensor_model_parallel_size, config.context_parallel_size, config.pipeline_model_parallel_size)
-    return max(sizes) > 1 or config.moe_token_dispatcher_type == "allgather"
-
-
-def _balances(config: TransformerConfig) -> bool:
-    coefficients = config.moe_aux_loss_coeff
-    used = config.moe_router_load_balancing_type != "none"
-    return used and any(coefficients if isinstance(coefficients, list) else [coefficients])
-
-
-_COUNTING: dict[str, Callable[[TransformerConfig], bool]] = {
-    "moe_router_load_balancing_type": _balances,
-    "moe_z_loss_coeff": lambda config: bool(config.moe_z_loss_coeff),
-    "moe_router_bias_update_rate": lambda config: (
-        config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate != 0
-    ),
-}
-"""Setting -> whether it makes routers count tokens."""

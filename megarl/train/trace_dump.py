@@ -17,7 +17,7 @@ from megarl.data.traces import TracedSequence, TraceInfo, from_rollout, write_tr
 from megarl.errors import ConfigError, TraceError
 from megarl.megatron import distributed
 from megarl.megatron.policy import Policy
-from megarl.megatron.replay.exchange import Placement, exchange
+from megarl.megatron.replay.rollout_routes import Placement, exchange
 from megarl.train.mini_batch import MiniBatch
 
 

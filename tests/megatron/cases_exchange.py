@@ -19,8 +19,7 @@ from megarl.megatron.model import unwrap
 from megarl.megatron.passes.forward import _padding_mask
 from megarl.megatron.passes.micro_batches import micro_batch, router_tokens, split_micro_batches
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
-from megarl.megatron.replay.exchange import Placement
-from megarl.megatron.replay.rollout_routes import deliver_routes, reshard
+from megarl.megatron.replay.rollout_routes import Placement, deliver_routes, reshard
 
 
 def delivered(layout: dict[str, Any], router: str = "dense_first", num_experts: int = NUM_EXPERTS) -> dict[str, Any]:

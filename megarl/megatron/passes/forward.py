@@ -15,9 +15,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel.mappings import (
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor
 
 from megarl.core.metrics import Stat
 from megarl.core.parallel import sequence_parallel_slice
@@ -28,7 +27,7 @@ from megarl.megatron.passes.logprobs import linear_logprobs
 from megarl.megatron.passes.micro_batches import MicroBatch, router_tokens, to_slots, to_tokens
 from megarl.megatron.versions import copy_to_tensor_parallel, padding_argument
 
-CoefficientFn = Callable[[int, TrainBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, Stat]]]
+CoefficientFn = Callable[[int, TrainBatch, Tensor, Tensor], tuple[Tensor, dict[str, Stat]]]
 """(index of the micro-batch, its columns, logprobs [T], entropies [T], both detached) -> (coefficients [T], metrics).
 
 Called on the last pipeline stage only, on each of its tensor-parallel ranks with equal arguments."""
@@ -40,9 +39,9 @@ Output = TypeVar("Output")
 class MicroOutput:
     """Output of the last pipeline stage for one micro-batch, aligned with its T tokens."""
 
-    logprobs: torch.Tensor
+    logprobs: Tensor
     """float32 [T], 0 for the first token of each sequence."""
-    entropies: torch.Tensor
+    entropies: Tensor
     """float32 [T], of the distribution that the token was drawn from; natural logarithm, full vocabulary."""
     metrics: dict[str, Stat]
 
@@ -63,7 +62,7 @@ def _hidden_states(model: torch.nn.Module) -> Iterator[GPTModel]:
         del layer.forward
 
 
-def _padding_mask(gpt: GPTModel, micro: MicroBatch) -> torch.Tensor | None:
+def _padding_mask(gpt: GPTModel, micro: MicroBatch) -> Tensor | None:
     """bool [1, S]. Later stages get the sequence-parallel slice, because Megatron 0.16.1 does not slice it there."""
     mask = micro.padding_mask
     if mask is None or gpt.pre_process or not gpt.config.sequence_parallel:
@@ -72,8 +71,8 @@ def _padding_mask(gpt: GPTModel, micro: MicroBatch) -> torch.Tensor | None:
 
 
 def _logprobs(
-    gpt: GPTModel, hidden: torch.Tensor, labels: torch.Tensor, temperature: float, vocab_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    gpt: GPTModel, hidden: Tensor, labels: Tensor, temperature: float, vocab_size: int
+) -> tuple[Tensor, Tensor]:
     """(log-probabilities, entropies) by position, fp32 [S] each, from hidden [S / tp or S, H]."""
     group = parallel_state.get_tensor_model_parallel_group()
     if gpt.config.sequence_parallel:
@@ -85,7 +84,7 @@ def _logprobs(
     return linear_logprobs(hidden, weight, labels, temperature, vocab_size, group)
 
 
-def _weigh(weights: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+def _weigh(weights: Tensor, logprobs: Tensor) -> Tensor:
     """``-(weights * logprobs).sum()``."""
     # Skip weights of 0, because 0 times a log-probability of -inf is NaN.
     return -(weights * torch.where(weights != 0, logprobs, 0.0)).sum()
@@ -102,14 +101,13 @@ def run(
 ) -> list[MicroOutput]:
     """Forward all micro-batches; with ``coefficients`` also backward, which adds gradients to the model's.
 
-    Returns one MicroOutput per micro-batch on the last pipeline stage, an empty list on the others. The gradient is
-    that of ``-(coefficients * logprobs).sum()`` over all micro-batches and all data-parallel ranks.
+    Returns one MicroOutput per micro-batch on the last pipeline stage, an empty list on the others.
     """
     training = coefficients is not None
     # Megatron averages the loss over both.
     undo_average = len(micro_batches) * parallel_state.get_data_parallel_world_size()
 
-    def loss(index: int, gpt: GPTModel, hidden: torch.Tensor) -> tuple[torch.Tensor, MicroOutput]:
+    def loss(index: int, gpt: GPTModel, hidden: Tensor) -> tuple[Tensor, MicroOutput]:
         micro = micro_batches[index]
         by_slot, entropy_by_slot = _logprobs(gpt, hidden, micro.labels, temperature, vocab_size)
         logprobs, entropies = (to_tokens(column.detach(), micro) for column in (by_slot, entropy_by_slot))
@@ -126,14 +124,14 @@ def run(
     return _run_schedule(chunks, micro_batches, training, loss)
 
 
-def last_hidden_states(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+def last_hidden_states(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
     """fp32 [N, H] per micro-batch: the hidden state after the final norm at the last token of each sequence.
 
     Each row is on the one rank of a model copy that holds the token, zeros on the other ranks of the last pipeline
-    stage; an empty list on earlier stages. Routes natively unless a replay is open.
+    stage; an empty list on earlier stages.
     """
 
-    def take(index: int, gpt: GPTModel, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def take(index: int, gpt: GPTModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
         micro = micro_batches[index]
         # The rank's hidden states are of the tokens that its routers see.
         token = router_tokens(micro.batch.cu_seqlens, micro.num_slots, tp_position(), cp_position())
@@ -149,12 +147,9 @@ def _run_schedule(
     chunks: Sequence[torch.nn.Module],
     micro_batches: Sequence[MicroBatch],
     training: bool,
-    finish: Callable[[int, GPTModel, torch.Tensor], tuple[torch.Tensor, Output]],
+    finish: Callable[[int, GPTModel, Tensor], tuple[Tensor, Output]],
 ) -> list[Output]:
-    """Run Megatron's schedule; on the last stage ``finish`` gets (micro-batch, model, hidden [S / cp / tp, H]).
-
-    It returns (loss, output). The outputs of all micro-batches on the last pipeline stage, an empty list on the others.
-    """
+    """On the last stage, the outputs of ``finish``: (micro-batch, model, hidden [S / cp / tp, H]) -> (loss, output)."""
 
     def forward_step(iterator: Iterator[tuple[int, MicroBatch]], model: torch.nn.Module) -> tuple[Any, Any]:
         index, micro = next(iterator)

@@ -2,10 +2,9 @@
 
 ``logprob = z_label - log sum_w exp z_w`` and ``entropy = -sum_w p_w log p_w`` with ``z = h W^T / temperature``.
 
-The logits are computed block by block (rows x vocabulary). Each block is reduced at once to a maximum, a sum of
-exponentials and a weighted sum per row. The backward pass computes each block again. The vocabulary may be split over a
-tensor-parallel group: the reductions of all blocks and ranks combine exactly, with two small all-reduces in the forward
-pass and none in the backward pass.
+The logits are computed block by block (rows x vocabulary), reduced at once to a maximum, a sum of exponentials and a
+weighted sum per row, and computed again in the backward pass. The vocabulary may be split over a tensor-parallel group:
+the reductions combine exactly, with two small all-reduces in the forward pass and none in the backward pass.
 
 On a GPU, products are 16-bit with fp32 accumulation (``out_dtype``, torch 2.8), and the host never waits for the GPU.
 That path has only been run on a CPU that refuses what CUDA refuses. Libraries with a fused loss (Liger,
@@ -18,28 +17,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+Group = dist.ProcessGroup | None
 ROWS, COLUMNS = 1024, 8192
 """Largest block of logits: 32 MiB in fp32."""
 
 
 def linear_logprobs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    temperature: float,
-    vocab_size: int,
-    group: dist.ProcessGroup | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, vocab_size: int, group: Group = None
+) -> tuple[Tensor, Tensor]:
     """hidden [S, H], weight [V / tp, H] (rank r holds rows r V / tp ...), labels int64 [S] -> fp32 [S], fp32 [S].
 
     The log-probabilities have gradients to hidden and weight, the entropies have none. Logits and reductions are fp32.
-    The gradient of ``hidden`` is this rank's part: summing it over ``group`` is the caller's communication (Megatron's
-    copy or gather mapping in front of this function). Rows of ``weight`` beyond ``vocab_size`` pad the vocabulary and
-    have probability 0.
-
-    Products use ``hidden`` in the dtype of ``weight``. Megatron's Float16Module converts a 16-bit model's hidden states
-    to fp32, so converting back is exact. The gradient stays fp32, in which tensor parallelism sums it.
+    The gradient of ``hidden`` is this rank's part in fp32; the mapping in front of this function sums the parts.
+    Rows of ``weight`` beyond ``vocab_size`` pad the vocabulary and have probability 0. Products use ``hidden`` in the
+    dtype of ``weight``, which is exact: Megatron's Float16Module only widened a 16-bit model's hidden states to fp32.
     """
     return _LinearLogprobs.apply(hidden, weight, labels, temperature, vocab_size, group)  # type: ignore[no-any-return]
 
@@ -47,19 +40,17 @@ def linear_logprobs(
 class _Shard:
     """This rank's rows of the vocabulary, and the blocks in which they are visited."""
 
-    def __init__(self, weight: torch.Tensor, vocab_size: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, weight: Tensor, vocab_size: int, group: Group) -> None:
         self.group = group if group is not None and group.size() > 1 else None
         self.first = weight.size(0) * (self.group.rank() if self.group else 0)
-        self.rows = max(0, min(weight.size(0), vocab_size - self.first))  # without the padding
+        rows = max(0, min(weight.size(0), vocab_size - self.first))  # without the padding
+        self.blocks = [(start, min(start + COLUMNS, rows)) for start in range(0, rows, COLUMNS)]
 
-    def blocks(self) -> list[tuple[int, int]]:
-        return [(start, min(start + COLUMNS, self.rows)) for start in range(0, self.rows, COLUMNS)]
-
-    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         if self.group:
             dist.all_reduce(tensor, op=op, group=self.group)
 
-    def local_labels(self, labels: torch.Tensor, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def local_labels(self, labels: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
         """[R, 1] each: whether the label is in the block, and its column there (any column if it is not)."""
         # Selecting the rows in the block would make the host wait for the GPU once per block.
         local = (labels - (self.first + start))[:, None]
@@ -67,12 +58,12 @@ class _Shard:
         return local == column, column
 
 
-def _operand(tensor: torch.Tensor) -> torch.Tensor:
+def _operand(tensor: Tensor) -> Tensor:
     """The tensor for a product: 16-bit on a GPU, whose tensor cores accumulate in fp32; fp32 elsewhere."""
     return tensor if tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16) else tensor.float()
 
 
-def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _product(left: Tensor, right: Tensor) -> Tensor:
     """left @ right, accumulated and returned in fp32."""
     return torch.mm(left, right) if left.dtype == torch.float32 else torch.mm(left, right, out_dtype=torch.float32)
 
@@ -80,20 +71,14 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        labels: torch.Tensor,
-        temperature: float,
-        vocab_size: int,
-        group: dist.ProcessGroup | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, vocab_size: int, group: Group
+    ) -> tuple[Tensor, Tensor]:
         shard, scale, ctx.hidden_dtype = _Shard(weight, vocab_size, group), 1.0 / temperature, hidden.dtype
         hidden = hidden.to(weight.dtype)
         shape, like = (hidden.size(0),), {"dtype": torch.float32, "device": hidden.device}
         largest = torch.full(shape, float("-inf"), **like)
         sums = torch.zeros(3, *shape, **like)  # sum exp(z - m), sum (z - m) exp(z - m), logit of the label
-        for start, end in shard.blocks():
+        for start, end in shard.blocks:
             block_weight = _operand(weight[start:end])
             for top in range(0, hidden.size(0), ROWS):
                 rows = slice(top, top + ROWS)
@@ -113,13 +98,13 @@ class _LinearLogprobs(torch.autograd.Function):
         return sums[2] - log_sum, entropies
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, weight, labels, log_sum = ctx.saved_tensors
         shard, scale = ctx.shard, ctx.scale
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         factor = (grad.float() * scale)[:, None]
-        for start, end in shard.blocks():
+        for start, end in shard.blocks:
             block_weight = _operand(weight[start:end])
             block_grad = torch.zeros(block_weight.shape, dtype=torch.float32, device=hidden.device)
             for top in range(0, hidden.size(0), ROWS):
@@ -139,7 +124,7 @@ class _LinearLogprobs(torch.autograd.Function):
         return grad_hidden.to(ctx.hidden_dtype), grad_weight, None, None, None, None
 
 
-def _fold(largest: torch.Tensor, sums: torch.Tensor, logits: torch.Tensor) -> None:
+def _fold(largest: Tensor, sums: Tensor, logits: Tensor) -> None:
     """Add a block of logits [R, C] (overwritten) to the running maximum [R] and sums [2, R]."""
     new = torch.maximum(largest, logits.amax(1))
     _rescale(largest, sums, new)
@@ -150,7 +135,7 @@ def _fold(largest: torch.Tensor, sums: torch.Tensor, logits: torch.Tensor) -> No
     largest.copy_(new)
 
 
-def _rescale(old: torch.Tensor, sums: torch.Tensor, new: torch.Tensor) -> None:
+def _rescale(old: Tensor, sums: Tensor, new: Tensor) -> None:
     """Make sums relative to maximum ``old`` [R] relative to ``new``; ``old`` is -inf where there was no logit yet."""
     shift = torch.where(torch.isneginf(old), 0.0, old - new)
     seen = (~torch.isneginf(old)).float()

@@ -7,10 +7,12 @@ Only this file converts between the two.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state
+from torch import Tensor
 
 from megarl.core.packing import partition, select
 from megarl.core.parallel import find_padded_positions, pad_cu_seqlens, sequence_parallel_slice, zigzag_indices
@@ -33,15 +35,15 @@ class MicroBatch:
     """The sequences, T tokens, without padding."""
     num_slots: int
     """S."""
-    slots: torch.Tensor
+    slots: Tensor
     """int64 [T], the slot of each token."""
-    held: torch.Tensor
+    held: Tensor
     """int64 [S / cp], the slots of this context-parallel rank, in its order."""
-    input_ids: torch.Tensor
+    input_ids: Tensor
     """int64 [1, S / cp]."""
-    labels: torch.Tensor
+    labels: Tensor
     """int64 [S / cp], the token that follows each slot; 0 where none does."""
-    padding_mask: torch.Tensor | None
+    padding_mask: Tensor | None
     """bool [1, S / cp], True on padding, for the routers' statistics; None if no rank has padding."""
     packing: PackedSequences
     sequences: tuple[int, ...] = ()
@@ -53,11 +55,10 @@ def split_micro_batches(
 ) -> list[MicroBatch]:
     """Split this rank's share of a mini-batch into micro-batches of at most ``max_tokens`` tokens; a collective call.
 
-    All data-parallel ranks get the same number of micro-batches, because expert parallelism is collective in every
-    layer. ``max_tokens`` is per rank and includes padding: a model copy takes cp times as many. With pipeline
-    parallelism or an all-gather dispatcher (``padded_to_max``), every micro-batch gets as many slots as the longest
-    one, because those exchange no shapes. ``multiple_of``: the interleaved schedule needs a multiple of the pipeline
-    size.
+    All data-parallel ranks get the same number, because expert parallelism is collective in every layer. ``max_tokens``
+    is per rank and includes padding: a model copy takes cp times as many. ``padded_to_max``: every micro-batch gets as
+    many slots as the longest one, because pipelines and all-gather dispatchers exchange no shapes. ``multiple_of``: the
+    interleaved schedule needs a multiple of the pipeline size.
     """
     max_tokens *= parallel_state.get_context_parallel_world_size()
     lengths = _padded_lengths(batch)
@@ -81,25 +82,15 @@ def split_micro_batches(
         slots = [largest(max(slots), group)] * len(slots)
     elif parallel_state.get_pipeline_model_parallel_world_size() > 1:
         slots = [max(slots)] * len(slots)
-    return _select_micro_batches(batch, bins, slots)
+    return [micro_batch(select(batch, indices), size, indices) for indices, size in zip(bins, slots, strict=True)]
 
 
 def split_by_sequence(batch: TrainBatch, padded_to_max: bool = False) -> list[MicroBatch]:
-    """One micro-batch for each sequence of this rank; a collective call.
-
-    Each has as few slots as the layout allows; with ``padded_to_max`` as many as the longest of any rank needs.
-    """
+    """One micro-batch for each sequence of this rank; a collective call. See ``split_micro_batches``."""
     slots = [_slots_for(length) for length in _padded_lengths(batch)]
     if padded_to_max:
         slots = [largest(max(slots), parallel_state.get_data_parallel_group())] * len(slots)
-    return _select_micro_batches(batch, [[index] for index in range(len(slots))], slots)
-
-
-def _select_micro_batches(batch: TrainBatch, bins: list[list[int]], slots: list[int]) -> list[MicroBatch]:
-    return [
-        replace(micro_batch(select(batch, sequences), size), sequences=tuple(sequences))
-        for sequences, size in zip(bins, slots, strict=True)
-    ]
+    return [micro_batch(select(batch, [index]), size, [index]) for index, size in enumerate(slots)]
 
 
 def _padded_lengths(batch: TrainBatch) -> list[int]:
@@ -119,7 +110,7 @@ def _slots_for(num_tokens: int) -> int:
     return -(-num_tokens // align) * align
 
 
-def _lay_out(cu_seqlens: torch.Tensor, num_slots: int, cp: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _lay_out(cu_seqlens: Tensor, num_slots: int, cp: int) -> tuple[Tensor, Tensor]:
     """(cu_seqlens of the padded sequences, padding at the end being one more; slot of each token int64 [T])."""
     padded = pad_cu_seqlens(cu_seqlens, _sequence_multiple(cp))
     slots = find_padded_positions(cu_seqlens, padded)
@@ -128,7 +119,7 @@ def _lay_out(cu_seqlens: torch.Tensor, num_slots: int, cp: int) -> tuple[torch.T
     return padded, slots
 
 
-def micro_batch(batch: TrainBatch, num_slots: int) -> MicroBatch:
+def micro_batch(batch: TrainBatch, num_slots: int, sequences: Sequence[int] = ()) -> MicroBatch:
     """Place packed sequences in ``num_slots`` slots and take this context-parallel rank's share of them."""
     cp, cp_rank = cp_position()
     padded, slots = _lay_out(batch.cu_seqlens, num_slots, cp)
@@ -148,14 +139,14 @@ def micro_batch(batch: TrainBatch, num_slots: int) -> MicroBatch:
         labels=labels[held].to(device),
         padding_mask=is_padding[held][None].to(device) if bool(is_padding.any()) else None,
         packing=PackedSequences.of(padded.to(device), cp),
+        sequences=tuple(sequences),
     )
 
 
-def router_tokens(cu_seqlens: torch.Tensor, num_slots: int, tp: tuple[int, int], cp: tuple[int, int]) -> torch.Tensor:
+def router_tokens(cu_seqlens: Tensor, num_slots: int, tp: tuple[int, int], cp: tuple[int, int]) -> Tensor:
     """int64 [T_local]: the packed token at each place that the routers of a rank see, -1 for padding.
 
-    ``cu_seqlens`` [N+1] of the micro-batch without padding; ``tp`` and ``cp`` are (size, rank). Context parallelism
-    gives a rank two chunks of every sequence, and sequence parallelism a contiguous share of those.
+    ``cu_seqlens`` [N+1] of the micro-batch without padding; ``tp`` and ``cp`` are (size, rank).
     """
     padded, slots = _lay_out(cu_seqlens, num_slots, cp[0])
     token_at = torch.full((num_slots,), -1)
@@ -164,17 +155,13 @@ def router_tokens(cu_seqlens: torch.Tensor, num_slots: int, tp: tuple[int, int],
     return token_at[held[sequence_parallel_slice(held.numel(), *tp)]]
 
 
-def to_tokens(output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-    """Align a model output with tokens: [S / cp] about the next token -> [T] about the token itself, on every rank.
-
-    The first token of a sequence has no prediction and gets 0. A collective call of the context-parallel ranks.
-    """
-    whole = gather_slots(output, micro)
+def to_tokens(output: Tensor, micro: MicroBatch) -> Tensor:
+    """A collective call: [S / cp] about the next token -> [T] about the token itself, 0 for the first of a sequence."""
     predicted_at = (micro.slots - 1).clamp(min=0).to(output.device)
-    return torch.where(_first_tokens(micro).to(output.device), 0.0, whole[predicted_at])
+    return gather_slots(output, micro)[predicted_at].masked_fill(_first_tokens(micro).to(output.device), 0.0)
 
 
-def to_slots(column: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+def to_slots(column: Tensor, micro: MicroBatch) -> Tensor:
     """Inverse of ``to_tokens``: [T] about tokens -> [S / cp], each at the held slot that predicts it; 0 elsewhere."""
     whole = column.new_zeros(micro.num_slots)
     predicted = ~_first_tokens(micro)
@@ -182,13 +169,13 @@ def to_slots(column: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
     return whole[micro.held.to(column.device)]
 
 
-def _first_tokens(micro: MicroBatch) -> torch.Tensor:
+def _first_tokens(micro: MicroBatch) -> Tensor:
     first = torch.zeros(micro.batch.num_tokens, dtype=torch.bool)
     first[micro.batch.cu_seqlens[:-1]] = True
     return first
 
 
-def gather_slots(share: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+def gather_slots(share: Tensor, micro: MicroBatch) -> Tensor:
     """Rows of the held slots [S / cp, ...] of all context-parallel ranks -> [S, ...] in slot order."""
     if micro.packing.from_ranks is None:
         return share

@@ -1,7 +1,7 @@
 """Routing replay on Megatron-Core: the routers of a model use the experts that they are told to.
 
-A plugin user needs three names: ``RoutingReplay``, ``MicroRoutes`` and ``Recording``. ``exchange`` brings routes to the
-ranks that need them and belongs to megarl's own trainer.
+A plugin user needs three names: ``RoutingReplay``, ``MicroRoutes`` and ``Recording``. ``rollout_routes`` belongs to
+megarl's own trainer.
 """
 
 from megarl.megatron.replay.records import MicroRoutes, Recording

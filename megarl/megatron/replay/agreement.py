@@ -8,8 +8,8 @@ beyond chance (Cohen's kappa):
 
 Chance is ``K / E``, or the agreement with the same layer's rows of other tokens if that is more, at most MOST_CHANCE.
 Few rows prove little: two standard errors are added to the agreement (Agresti and Coull 1998), and fewer than
-LEAST_JUDGED rows are never judged. Both checks read the device once, when the block closes. If one fails, the usual
-mistakes are tried, and the error names the one that explains the rows.
+LEAST_JUDGED rows are never judged. Both checks read the device once, when the block closes. The error names the usual
+mistake that explains the rows.
 """
 
 from __future__ import annotations
@@ -24,18 +24,12 @@ import torch
 from megarl.errors import ReplayError
 from megarl.megatron.replay.records import MicroRoutes
 
-MOST_SAMPLED = 128
-"""Rows of a micro-batch for which the routers' own choice is computed."""
-MOST_SHIFT = 2
-"""Largest shift in rows that is tried."""
-WRONG_ROWS_TRIED = 8
-"""Largest number of micro-batches on which mistakes are tried."""
-LEAST_JUDGED = 8
-"""Fewer rows are neither refused nor explained by a mistake, because a few rows can fit by chance."""
-MOST_CHANCE = 0.5
-"""A larger chance would make the normal disagreement of two engines count as much as a mistake."""
-LEAST_FOR_CHANCE = 64
-"""Sampled rows of a layer that are needed to measure its chance; with fewer, it is K / E."""
+MOST_SAMPLED = 128  # rows of a micro-batch for which the routers' own choice is computed
+MOST_SHIFT = 2  # in rows, that is tried
+MOST_TRIED = 8  # micro-batches on which mistakes are tried
+LEAST_JUDGED = 8  # fewer rows are neither refused nor explained by a mistake, because a few rows can fit by chance
+MOST_CHANCE = 0.5  # a larger one would make the normal disagreement of two engines count as much as a mistake
+LEAST_FOR_CHANCE = 64  # sampled rows of a layer that are needed to measure its chance; with fewer, it is K / E
 
 
 def sample_rows(routes: MicroRoutes) -> torch.Tensor:
@@ -126,28 +120,24 @@ def check_agreement(
     found = [_agreement(a, b) for a, b in zip(chosen, replayed, strict=True)]
     shares = np.array([one.mean(0) if len(one) else np.full(len(layers), np.nan) for one in found])
     chance = _chance(chosen, replayed, num_experts)
-    if sum(map(len, found)) and chance.min() < 1.0:  # chance is 1 if all experts are chosen
-        trial = _Trial(routes, sampled, chosen, layers, float(chance.mean()), min_agreement)
-        _refuse_low(found, chance, trial)
-    return shares
-
-
-def _refuse_low(found: Sequence[np.ndarray], chance: np.ndarray, trial: _Trial) -> None:
-    """ReplayError if the agreement [S, L] of a micro-batch, or of a layer, is too low."""
-    all_rows, least, layers = np.concatenate(found), trial.min_agreement, trial.layers
-    wrong = [micro for micro, one in enumerate(found) if _is_too_low(one.mean(1), chance.mean(), least)]
+    all_rows = np.concatenate(found)
+    if not len(all_rows) or chance.min() >= 1.0:  # chance is 1 if all experts are chosen
+        return shares
+    least, overall = min_agreement, float(chance.mean())
+    wrong = [micro for micro, one in enumerate(found) if _is_too_low(one.mean(1), overall, least)]
     columns = [one for one in range(len(layers)) if _is_too_low(all_rows[:, one], chance[one], least)]
-    if not wrong and not columns:
-        return
-    place = f"micro-batch {wrong[0]}" if wrong else f"layer {layers[columns[0]]}"
-    share = found[wrong[0]].mean() if wrong else all_rows[:, columns[0]].mean()
-    by_chance = float(chance.mean() if wrong else chance[columns[0]])
-    raise ReplayError(
-        f"{place}: the router itself would have chosen {share:.0%} of the replayed experts, {by_chance:.0%} would "
-        f"be chance, expected at least {by_chance + least * (1 - by_chance):.0%} (min_agreement = {least:g}). "
-        f"{len(wrong)} of {len(found)} micro-batches and {len(columns)} of {len(layers)} layers are below. "
-        f"{trial.explain(wrong or range(len(found)))}"
-    )
+    if wrong or columns:
+        place = f"micro-batch {wrong[0]}" if wrong else f"layer {layers[columns[0]]}"
+        share = found[wrong[0]].mean() if wrong else all_rows[:, columns[0]].mean()
+        by_chance = overall if wrong else float(chance[columns[0]])
+        trial = _Trial(routes, sampled, chosen, layers, overall, least)
+        raise ReplayError(
+            f"{place}: the router itself would have chosen {share:.0%} of the replayed experts, {by_chance:.0%} would "
+            f"be chance, expected at least {by_chance + least * (1 - by_chance):.0%} (min_agreement = {least:g}). "
+            f"{len(wrong)} of {len(found)} micro-batches and {len(columns)} of {len(layers)} layers are below. "
+            f"{trial.explain(wrong or range(len(found)))}"
+        )
+    return shares
 
 
 def _chance(chosen: Sequence[np.ndarray], replayed: Sequence[np.ndarray], num_experts: int) -> np.ndarray:
@@ -206,7 +196,7 @@ class _Trial:
 
     def explain(self, wrong: Sequence[int]) -> str:
         """Name the mistake under which these micro-batches agree best, if they then agree enough."""
-        tried = sorted(wrong, key=lambda micro: -len(self.sampled[micro]))[:WRONG_ROWS_TRIED]
+        tried = sorted(wrong, key=lambda micro: -len(self.sampled[micro]))[:MOST_TRIED]
         fits = [*self._orders(tried), *self._swaps(tried), *self._layer_orders(tried)]
         best, what = max(fits, default=(0.0, ""), key=lambda fit: fit[0])
         if best < self.min_agreement:

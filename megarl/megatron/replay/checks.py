@@ -39,7 +39,11 @@ def find_routers(chunk: Any) -> list[TopKRouter]:
                 f"layer {number - 1}: its router is a {strangers[0]}, expected a TopKRouter or a subclass, which asks "
                 "router_replay for its experts; replay would skip this layer. Derive the router from TopKRouter"
             )
-        expected = int(_is_moe(layer.config, number)) if isinstance(chunk, GPTModel) else len(routers)
+        expected = len(routers)
+        if isinstance(chunk, GPTModel):
+            frequency = layer.config.moe_layer_freq
+            is_moe = frequency[number - 1] if isinstance(frequency, list) else (number - 1) % frequency == 0
+            expected = int(bool(layer.config.num_moe_experts and is_moe))
         if len(routers) != expected:
             raise ReplayError(
                 f"layer {number - 1}: found {len(routers)} routers, expected {expected} by moe_layer_freq = "
@@ -47,13 +51,6 @@ def find_routers(chunk: Any) -> list[TopKRouter]:
             )
         found += routers
     return found
-
-
-def _is_moe(config: Any, number: int) -> bool:
-    """Whether the layer with this 1-based number has experts, as Megatron's ``moe_layer_freq`` says."""
-    frequency = config.moe_layer_freq
-    is_moe = frequency[number - 1] if isinstance(frequency, list) else (number - 1) % frequency == 0
-    return bool(config.num_moe_experts and is_moe)
 
 
 def find_untraced_routers(chunk: Any) -> Iterator[TopKRouter]:
@@ -99,17 +96,11 @@ def check_chunks(chunks: Sequence[Any]) -> None:
         )
 
 
-def check_routes(
-    routes: Sequence[MicroRoutes | torch.Tensor], hooks: Sequence[Hook], contents: bool
-) -> list[MicroRoutes]:
-    """Return the routes with ``present`` on the host; ReplayError names the first entry that cannot be replayed.
+def check_routes(label: str, routes: MicroRoutes | torch.Tensor, hooks: Sequence[Hook], contents: bool) -> MicroRoutes:
+    """The routes of a micro-batch with ``present`` on the host; ReplayError if they cannot be replayed.
 
     ``contents``: also check the experts, which costs one pass over them.
     """
-    return [_check_entry(f"micro-batch {micro}", one, hooks, contents) for micro, one in enumerate(routes)]
-
-
-def _check_entry(label: str, routes: MicroRoutes | torch.Tensor, hooks: Sequence[Hook], contents: bool) -> MicroRoutes:
     given = MicroRoutes(routes) if isinstance(routes, torch.Tensor) else routes
     if not isinstance(given, MicroRoutes):
         raise ReplayError(f"{label}: routes are a {type(given).__name__}, expected MicroRoutes or a torch.Tensor")

@@ -2,20 +2,26 @@
 
 A ``Hook`` identifies the pass that it is asked for (``PassLog``) and passes the question to the open session. Without
 a session, and for passes outside the block, it routes natively.
+
+Megatron's auxiliary losses multiply each expert's mean score by its share of the tokens, and compute that share from a
+top-k of their own. Under replay, tokens go elsewhere, so the losses count what is dispatched (``count_dispatched``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
 from torch.utils.hooks import RemovableHandle
 
 from megarl.core.routing.trace import narrow_dtype
 from megarl.megatron.distributed import tp_position
 from megarl.megatron.replay.pass_log import Block, Call, PassLog
 
+AuxLoss = Literal["dispatch", "off"]
+_Method = Callable[..., Any]
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -42,12 +48,9 @@ class Question:
         """(scores, experts) of the router's own choice, with their graph."""
         return self._compute(self.scores, self._topk, *self._groups)
 
-    @torch.no_grad()
+    @torch.no_grad()  # non-reentrant checkpointing requires that both passes of a layer save the same tensors
     def preferred(self) -> torch.Tensor:
-        """Experts int64 [T_local, K] of the router's own choice, computed once.
-
-        Without a graph, because non-reentrant checkpointing requires that both passes of a layer save the same tensors.
-        """
+        """Experts int64 [T_local, K] of the router's own choice, computed once."""
         if self._preferred is None:
             self._preferred = self._compute(self.scores.detach(), self._topk, *self._groups)[1]
         return self._preferred
@@ -60,7 +63,7 @@ class Question:
         return self._compute(self.scores.detach().index_select(0, rows), self._topk, *self._groups)[1]
 
     def at(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The answer to Megatron: (scores at the experts, experts)."""
+        """(scores at the experts, experts)."""
         return self.scores.gather(1, experts), experts
 
 
@@ -150,3 +153,71 @@ class Bystander(RouterHook):
         if torch._C._current_graph_task_id() == -1:  # not a recomputation
             self.rows += question.scores.size(0)
         return question.native()
+
+
+def count_dispatched(router: TopKRouter, hook: Hook, aux_loss: AuxLoss) -> None:
+    """Make the auxiliary losses of this router count the experts that tokens are dispatched to."""
+    count_natively(router)  # undo what an earlier RoutingReplay did
+    if hasattr(router, "is_aux_loss_enabled"):  # from 0.14 on
+        hook.keeps_dispatched = router.is_aux_loss_enabled()
+    else:
+        is_used = router.config.moe_aux_loss_coeff > 0
+        hook.keeps_dispatched = is_used and router.routing_type in ("aux_loss", "seq_aux_loss")
+    if hook.keeps_dispatched:
+        for name, wrap in _METHODS.items():
+            if hasattr(router, name):
+                setattr(router, name, wrap(getattr(router, name), hook, aux_loss))
+
+
+def count_natively(router: TopKRouter) -> None:
+    """Restore Megatron's own losses."""
+    for name in _METHODS:
+        vars(router).pop(name, None)
+
+
+def _wrap_loss(method: _Method, hook: Hook, aux_loss: AuxLoss) -> _Method:
+    """Wrap a method (probs, scores, routing map, ...) -> probs with the loss attached."""
+
+    def attach(probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        if hook.dispatched is None:
+            return method(probs, scores, routing_map, *rest, **named)
+        if aux_loss == "off":
+            return probs
+        dispatched = torch.zeros_like(routing_map).scatter(1, hook.dispatched, 1)
+        counted = routing_map.any(1, keepdim=True)  # rows of padding are empty
+        return method(probs, scores, dispatched * counted, *rest, **named)
+
+    return attach
+
+
+def _wrap_scores(method: _Method, hook: Hook, _: AuxLoss) -> _Method:
+    """Wrap a method logits -> (scores, routing map), as in 0.13. In 0.12, it returns scores only."""
+
+    def score(logits: torch.Tensor) -> Any:
+        scored = method(logits)
+        if hook.dispatched is None or isinstance(scored, torch.Tensor):
+            return scored
+        scores, routing_map = scored
+        return scores, torch.zeros_like(routing_map).scatter(1, hook.dispatched, 1)
+
+    return score
+
+
+def _wrap_switch(method: _Method, hook: Hook, aux_loss: AuxLoss) -> _Method:
+    """Wrap a method (probs, loss function) -> probs with the loss attached, as releases before 0.14 have."""
+
+    def attach(activation: torch.Tensor, load_balancing_loss_func: Callable[..., torch.Tensor]) -> Any:
+        off = aux_loss == "off" and hook.dispatched is not None
+        return activation if off else method(activation, load_balancing_loss_func)
+
+    return attach
+
+
+_METHODS: dict[str, Callable[[_Method, Hook, AuxLoss], _Method]] = {
+    "_apply_aux_loss": _wrap_loss,
+    "_apply_seq_aux_loss": _wrap_loss,
+    "_apply_global_aux_loss": _wrap_loss,
+    "compute_routing_scores_for_aux_loss": _wrap_scores,
+    "apply_load_balancing_loss": _wrap_switch,
+}
+"""Methods of a router that compute balancing losses, with their wrappers; each release has some of them."""

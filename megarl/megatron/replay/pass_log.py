@@ -1,7 +1,7 @@
 """Finds the forward pass that a router's call belongs to, whatever the order of backward passes.
 
-Activation checkpointing runs a layer a second time inside the backward pass. The router must then use the experts of
-that layer's own first pass. Calls are not counted; the autograd graph identifies each recomputation:
+In the recomputation of a checkpointed layer, the router must use the experts of that layer's own first pass. Calls are
+not counted; the autograd graph identifies each recomputation:
 
 - *Reentrant* checkpointing (Megatron's, Transformer Engine's, torch's with ``use_reentrant=True``) is an autograd node
   with a ``run_function``. torch numbers the nodes of a thread in order of creation. A checkpoint's node is created just
@@ -89,7 +89,7 @@ class PassLog:
         self._block = None
 
     def take_over(self) -> PassLog:
-        """Return this log for a newer RoutingReplay. Making one declares that other threads are done."""
+        """This log for a newer RoutingReplay. Making one declares that other threads are done."""
         self._threads.clear()
         return self
 
@@ -170,8 +170,7 @@ class PassLog:
 def _checkpoint_frames() -> tuple[list[object], object]:
     """(frames of the non-reentrant checkpoints in their first pass, the frame being recomputed or None).
 
-    They are on torch's stack of hooks for saved tensors, possibly below others. Frames below the recomputed one are
-    ignored.
+    They are on torch's stack of hooks for saved tensors, possibly below others.
     """
     taken: list[tuple[Any, Any]] = []
     entered: list[object] = []

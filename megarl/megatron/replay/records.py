@@ -17,9 +17,7 @@ class MicroRoutes:
     present: torch.Tensor | None = None
     """bool [T_local], False where the row is missing and the router chooses itself; None = all present."""
     token_ids: torch.Tensor | None = None
-    """integers [T_local], the token of each row, compared with the model's input; None = not compared.
-
-    Apply every step that reorders or cuts the rows to them too: then each misplaced row is detected."""
+    """integers [T_local], the token of each row, moved with it and compared with the model's input; None = not."""
 
 
 @dataclass(slots=True)
@@ -35,8 +33,7 @@ class Recording:
     native_shared: list[torch.Tensor] = field(default_factory=list)
     """Of ``replay()``: the same for each router's own choice."""
     agreement: np.ndarray | None = None
-    """Of ``replay()``: float64 [micro-batches, L_local], the share of the replayed experts that the router would have
-    chosen itself, in a sample of rows; NaN without present rows. None if ``min_agreement`` is 0."""
+    """Of ``replay()``: float64 [micro-batches, L_local], see ``agreement.py``. None if ``min_agreement`` is 0."""
     compared_tokens: int = 0
     """Of ``replay()``: micro-batches whose ``token_ids`` were compared with the model's input."""
     native_rows: int = 0

@@ -1,11 +1,14 @@
-"""Routes between the trainer's rollouts and its micro-batches: check, deliver to routers, compare afterwards.
+"""Routes between the trainer's rollouts and its micro-batches: check, move, deliver to routers, compare afterwards.
 
-``exchange`` moves the rows. A loop that builds ``MicroRoutes`` itself needs nothing of this.
+A row is the experts of one token in the MoE layers. A ``Placement``, a few integers per sequence, says which rows a
+rank has or wants. Ranks exchange placements and compute the rest. Then each row is sent once, as one byte per expert
+(two above 256 experts). A loop that builds ``MicroRoutes`` itself needs nothing of this.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,23 +19,158 @@ from megarl.core.routing import RoutingTrace
 from megarl.core.routing.trace import narrow_dtype
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import TraceError
-from megarl.megatron.distributed import all_gather, model_group
+from megarl.megatron.distributed import all_gather, cp_position, gather_bytes, gather_objects, model_group, tp_position
 from megarl.megatron.passes.micro_batches import MicroBatch, gather_slots, router_tokens
-from megarl.megatron.replay.exchange import Placement, exchange
 from megarl.megatron.replay.records import MicroRoutes
 from megarl.models.shapes import ModelShape
 
 
-def check_rollouts(rollouts: Sequence[Rollout], shape: ModelShape) -> None:
-    """TraceError naming the first rollout whose routes cannot be of this model. Called before a step.
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The sequences of one micro-batch, or any sequences back to back."""
 
-    A rollout that has only a ``routed_mask`` has its routes on another rank, which checks them.
+    sequences: np.ndarray
+    """int64 [N], an id of each sequence, the same on all ranks of the exchange."""
+    lengths: np.ndarray
+    num_slots: int
+    """Of the micro-batch, padding included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The rows that one rank has or wants: those of the tokens that its routers see, in their order."""
+
+    pieces: tuple[Piece, ...]
+    layers: tuple[int, ...]
+    """0-based global layers."""
+    tp: tuple[int, int] = (1, 0)
+    cp: tuple[int, int] = (1, 0)
+    """Size and rank."""
+
+    @staticmethod
+    def of_micro_batches(
+        micro_batches: Sequence[MicroBatch], layers: Sequence[int], sequences: Sequence[int] | None = None
+    ) -> Placement:
+        """What this rank's routers see. ``sequences`` [N]: ids of the mini-batch's sequences; default 0..N-1."""
+        pieces = []
+        for micro in micro_batches:
+            names = micro.sequences if sequences is None else [sequences[index] for index in micro.sequences]
+            lengths = np.diff(micro.batch.cu_seqlens.cpu().numpy())
+            pieces.append(Piece(np.asarray(names, np.int64), lengths, micro.num_slots))
+        return Placement(tuple(pieces), tuple(layers), tp_position(), cp_position())
+
+    @staticmethod
+    def of_sequences(sequences: Sequence[int], lengths: Sequence[int], layers: Sequence[int]) -> Placement:
+        """Whole sequences, each token once, as an engine returns them."""
+        piece = Piece(np.asarray(sequences, np.int64), np.asarray(lengths, np.int64), int(sum(lengths)))
+        return Placement((piece,), tuple(layers))
+
+    def rows(self) -> np.ndarray:
+        """int64 [R]: sequence * 2^32 + position of each row, -1 for padding."""
+        return np.concatenate([np.empty(0, np.int64), *(self._rows_of(piece) for piece in self.pieces)])
+
+    def encode(self) -> np.ndarray:
+        """Return all numbers of the placement as int64 bytes."""
+        parts = [np.array([len(self.layers), *self.layers, *self.tp, *self.cp, len(self.pieces)], np.int64)]
+        for piece in self.pieces:
+            parts += [np.array([piece.num_slots, len(piece.sequences)], np.int64), piece.sequences, piece.lengths]
+        return np.concatenate(parts).astype(np.int64).view(np.uint8)
+
+    @staticmethod
+    def decode(data: np.ndarray) -> Placement:
+        """Inverse of ``encode``."""
+        numbers = iter(data.view(np.int64).tolist())
+
+        def take(count: int) -> list[int]:
+            return [next(numbers) for _ in range(count)]
+
+        layers = tuple(take(next(numbers)))
+        tp, tp_rank, cp, cp_rank, num_pieces = take(5)
+        pieces = []
+        for _ in range(num_pieces):
+            num_slots, size = take(2)
+            pieces.append(Piece(np.array(take(size), np.int64), np.array(take(size), np.int64), num_slots))
+        return Placement(tuple(pieces), layers, (tp, tp_rank), (cp, cp_rank))
+
+    def rows_by_piece(self) -> list[int]:
+        """How many rows each piece has."""
+        return [piece.num_slots // (self.tp[0] * self.cp[0]) for piece in self.pieces]
+
+    def _rows_of(self, piece: Piece) -> np.ndarray:
+        bounds = np.concatenate([[0], np.cumsum(piece.lengths)])
+        tokens = router_tokens(torch.from_numpy(bounds), piece.num_slots, self.tp, self.cp).numpy()
+        names = np.repeat(piece.sequences << 32, piece.lengths)
+        ids = names + np.arange(bounds[-1]) - np.repeat(bounds[:-1], piece.lengths)
+        return np.where(tokens >= 0, ids[tokens], -1) if len(ids) else np.full(len(tokens), -1)
+
+
+def exchange(have: Placement, rows: torch.Tensor, want: Placement, group: dist.ProcessGroup) -> torch.Tensor:
+    """Send each rank of a group the rows that it wants: [R_have, L_have, K] -> [R_want, L_want, K]; a collective call.
+
+    Padding rows are 0. TraceError names the sequence if no rank has a wanted row.
     """
+    mine, wanted = have.rows(), want.rows()
+    if len(mine) != len(rows) or rows.size(1) != len(have.layers):
+        raise TraceError(f"routes are {list(rows.shape)}, expected {len(mine)} rows of {len(have.layers)} layers")
+    # As tensors: no pickled object travels in a step.
+    has, wants = ([Placement.decode(d) for d in gather_bytes(p.encode(), group)] for p in (have, want))
+    placements = list(zip(has, wants, strict=True))
+    order = np.argsort(mine, kind="stable")
+    parcels = []
+    for _, theirs in placements:
+        _, names, columns = _find_common(have, theirs)
+        rows_sent = torch.from_numpy(order[np.searchsorted(mine, names, sorter=order)])
+        columns_sent = [have.layers.index(theirs.layers[column]) for column in columns]
+        parcels.append(rows[rows_sent][:, columns_sent].flatten())
+    result = rows.new_zeros(len(wanted), len(want.layers), rows.size(2))
+    filled = np.zeros((len(wanted), len(want.layers)), bool)
+    slots = [_find_common(theirs, want) for theirs, _ in placements]
+    sizes = [len(at) * len(columns) * rows.size(2) for at, _, columns in slots]
+    for (at, _, columns), parcel in zip(slots, _all_to_all(parcels, sizes, group), strict=True):
+        if len(at) and columns:
+            grid = np.ix_(at, columns)
+            result[grid] = parcel.view(len(at), len(columns), rows.size(2))
+            filled[grid] = True
+    lacking = ~filled & (wanted >= 0)[:, None]
+    if lacking.any():
+        row, column = np.argwhere(lacking)[0]
+        sequence, position = divmod(int(wanted[row]), 1 << 32)
+        raise TraceError(
+            f"sequence {sequence}, token {position}: no rank has its route in layer {want.layers[column]} "
+            f"({np.count_nonzero(lacking)} such rows); the rank that sampled or recorded the sequence must pass it"
+        )
+    return result
+
+
+def _find_common(have: Placement, want: Placement) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """Which wanted rows another placement has: int64 indices and names; and which columns."""
+    columns = [column for column, layer in enumerate(want.layers) if layer in have.layers]
+    mine, theirs = ({name for piece in one.pieces for name in piece.sequences.tolist()} for one in (have, want))
+    if not columns or mine.isdisjoint(theirs):  # a cheap test that most pairs of ranks fail
+        return np.empty(0, np.int64), np.empty(0, np.int64), []
+    wanted = want.rows()
+    at = np.flatnonzero(np.isin(wanted, have.rows()) & (wanted >= 0))
+    return at, wanted[at], columns
+
+
+def _all_to_all(parcels: Sequence[torch.Tensor], sizes: Sequence[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
+    if group.size() == 1:
+        return list(parcels)
+    device, width = torch.cuda.current_device(), parcels[0].element_size()
+    received = torch.empty(sum(sizes) * width, dtype=torch.uint8, device=device)
+    sent = torch.cat(list(parcels)).view(torch.uint8).to(device)
+    taken, given = [size * width for size in sizes], [parcel.numel() * width for parcel in parcels]
+    dist.all_to_all_single(received, sent, taken, given, group=group)
+    return list(received.cpu().view(parcels[0].dtype).split(list(sizes)))
+
+
+def check_rollouts(rollouts: Sequence[Rollout], shape: ModelShape) -> None:
+    """TraceError naming the first rollout whose routes cannot be of this model. Called before a step."""
     expected = (len(shape.moe_layers), shape.topk)
     for rollout in rollouts:
         label = f"group {rollout.group} sample {rollout.sample}"
         if rollout.routed_experts is None and rollout.routed_mask is not None:
-            continue
+            continue  # its routes are on another rank, which checks them
         if rollout.routed_experts is None:
             raise TraceError(f"{label}: no routed experts, but replay needs them: was the engine asked for routes?")
         trace = RoutingTrace(rollout.routed_experts, shape.num_experts, rollout.routed_mask, label)
@@ -48,8 +186,7 @@ def deliver_routes(
 ) -> list[MicroRoutes]:
     """R3: bring routes from the ranks that sampled to the ranks that replay; a collective call of a model copy.
 
-    ``rollouts`` are the mini-batch that ``micro_batches`` split. Each has its ``routed_experts`` on at least one of the
-    ranks. Padding, and rows that ``routed_mask`` excludes, are not present in the result.
+    ``rollouts`` are the mini-batch that ``micro_batches`` split, each with ``routed_experts`` on at least one rank.
     """
     here = {index: r.routed_experts for index, r in enumerate(rollouts) if r.routed_experts is not None}
     dtype = narrow_dtype(shape.num_experts, signed=True)
@@ -57,12 +194,11 @@ def deliver_routes(
     held = np.concatenate([empty, *(trace.astype(dtype, copy=False) for trace in here.values())])
     have = Placement.of_sequences(list(here), [len(trace) for trace in here.values()], shape.moe_layers)
     want = Placement.of_micro_batches(micro_batches, layers)
-    received = exchange(have, torch.from_numpy(held), want, model_group())
-    found = []
-    for micro, experts in zip(micro_batches, received.split(want.rows_by_piece()), strict=True):
-        token = router_tokens(micro.batch.cu_seqlens, micro.num_slots, want.tp, want.cp)
-        found.append(select_routes(token, experts, micro.batch))
-    return found
+    received = exchange(have, torch.from_numpy(held), want, model_group()).split(want.rows_by_piece())
+    return [
+        select_routes(router_tokens(one.batch.cu_seqlens, one.num_slots, want.tp, want.cp), experts, one.batch)
+        for one, experts in zip(micro_batches, received, strict=True)
+    ]
 
 
 def select_routes(token: torch.Tensor, experts: torch.Tensor, batch: TrainBatch) -> MicroRoutes:
@@ -74,20 +210,20 @@ def select_routes(token: torch.Tensor, experts: torch.Tensor, batch: TrainBatch)
 
 
 def reshard(
-    recorded: Sequence[MicroRoutes],
-    recorded_in: Placement,
-    wanted_in: Placement,
-    group: dist.ProcessGroup,
+    recorded: Sequence[MicroRoutes], recorded_in: Placement, wanted_in: Placement, group: dist.ProcessGroup
 ) -> list[MicroRoutes]:
     """R2: rearrange recorded routes for other micro-batches of the same sequences; a collective call.
 
-    Sequences may move to another micro-batch. With a ``group`` over model copies, and ids that these share, they may
-    move to another data-parallel rank. Absent rows stay absent.
+    With a ``group`` over model copies, and ids that these share, sequences may move to another data-parallel rank.
     """
-    parts = [_with_presence(routes) for routes in recorded]
+    parts = []  # [T, L, K + 1]: the experts, and 1 where the row is there
+    for routes in recorded:
+        experts = routes.experts.cpu()
+        there = torch.ones(len(experts), dtype=torch.bool) if routes.present is None else routes.present.cpu()
+        column = there[:, None, None].expand(-1, experts.size(1), 1)
+        parts.append(torch.cat([experts, column.to(experts.dtype)], 2))
     rows = torch.cat(parts) if parts else torch.zeros(len(recorded_in.rows()), 0, 0, dtype=torch.uint8)
-    sizes = wanted_in.rows_by_piece()
-    found = exchange(recorded_in, rows, wanted_in, group).split(sizes)
+    found = exchange(recorded_in, rows, wanted_in, group).split(wanted_in.rows_by_piece())
     if not wanted_in.layers:
         return [MicroRoutes(part) for part in found]
     present = [part[:, 0, -1] > 0 for part in found]  # exchange leaves padding at 0
@@ -97,21 +233,12 @@ def reshard(
     ]
 
 
-def _with_presence(routes: MicroRoutes) -> torch.Tensor:
-    """[T, L, K + 1]: the experts, and 1 where the row is there."""
-    experts = routes.experts.cpu()
-    present = torch.ones(len(experts), dtype=torch.bool) if routes.present is None else routes.present.cpu()
-    return torch.cat([experts, present[:, None, None].expand(-1, experts.size(1), 1).to(experts.dtype)], 2)
-
-
 def gather_shared(
     shared: Sequence[torch.Tensor], micro_batches: Sequence[MicroBatch], layers: Sequence[int]
 ) -> list[np.ndarray]:
     """How many experts training and rollout share: per micro-batch int64 [T', L], for the T' tokens with a rollout row.
 
-    ``shared`` uint8 [T_local, L_local] has this rank's tokens and ``layers`` (``Recording.shared``). A collective call:
-    tensor- and context-parallel ranks contribute their tokens, pipeline stages their layers. A stage without MoE layers
-    passes tensors without columns.
+    ``shared`` uint8 [T_local, L_local] has this rank's tokens and ``layers`` (``Recording.shared``). A collective call.
     """
     found = []
     for share, micro in zip(shared, micro_batches, strict=True):
@@ -119,10 +246,6 @@ def gather_shared(
         by_token = gather_slots(of_context_rank, micro)[micro.slots.to(share.device)].cpu()
         assert micro.batch.routed_mask is not None
         found.append(by_token[micro.batch.routed_mask].numpy().astype(np.int64))
-    group = parallel_state.get_pipeline_model_parallel_group()
-    if group.size() == 1:
-        return found
-    stages: list[tuple[Sequence[int], list[np.ndarray]]] = [([], [])] * group.size()
-    dist.all_gather_object(stages, (layers, found), group=group)
+    stages = gather_objects((layers, found), parallel_state.get_pipeline_model_parallel_group())
     order = np.argsort([layer for of_stage, _ in stages for layer in of_stage])
     return [np.concatenate(parts, 1)[:, order] for parts in zip(*(counts for _, counts in stages), strict=True)]

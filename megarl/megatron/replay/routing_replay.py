@@ -1,9 +1,8 @@
 """The object that a training loop holds: it sets one hook per router, and opens blocks that record or replay.
 
-Megatron-Core 0.16, or an older release with the patch of ``patches/``, calls ``router.router_replay`` for the experts
-of a batch: ``get_replay_topk(scores, topk, ...)``. ``RoutingReplay`` sets one hook object there per router. Without a
-session, a hook routes natively. ``record()`` and ``replay(routes)`` open a session for a ``with`` block and close it
-even if the block raises. There is no module-level state, so models do not affect each other.
+Megatron-Core 0.16, or an older release with the patch of ``patches/``, asks ``router.router_replay`` for the experts of
+a batch. ``RoutingReplay`` sets one hook there per router, which routes natively outside of ``record()`` and
+``replay(routes)``. There is no module-level state, so models do not affect each other.
 
 Only the choice of experts is replayed. Gate weights are computed from the logits of the pass, at the replayed experts,
 and gradients reach the router through them (Ma et al., arXiv 2510.11370; Zheng et al., arXiv 2512.01374).
@@ -20,9 +19,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megarl.errors import ReplayError
 from megarl.megatron.model import unwrap
-from megarl.megatron.replay.balancing import AuxLoss, count_dispatched, count_natively
 from megarl.megatron.replay.checks import check_chunks, check_routers, check_routes, find_routers, find_untraced_routers
-from megarl.megatron.replay.hooks import Bystander, Hook, tap_inputs
+from megarl.megatron.replay.hooks import AuxLoss, Bystander, Hook, count_dispatched, count_natively, tap_inputs
 from megarl.megatron.replay.pass_log import Block
 from megarl.megatron.replay.records import MicroRoutes, Recording
 from megarl.megatron.replay.sessions import Recorder, Replayer
@@ -41,18 +39,14 @@ class RoutingReplay:
     >>> with replay.record() as recording: ...     # old-log-prob pass (R2)
     >>> with replay.replay(recording.routes): ...  # forward and backward, each micro-batch exactly once
 
-    A rank without MoE layers, such as a pipeline stage of dense ones, has empty routes. Raises ReplayError if
-
-    - Megatron is too old to call the hook, or a setting would bypass it (``megarl doctor`` lists them);
-    - a MoE layer has a router that is no TopKRouter;
-    - these are not all chunks of one model on this rank.
-
-    Routers of multi-token-prediction layers route natively, because no trace has rows for them;
-    ``Recording.untraced_rows`` counts their rows.
+    A rank without MoE layers has empty routes. Routers of multi-token-prediction layers route natively, because no
+    trace has rows for them (``Recording.untraced_rows``). ReplayError if Megatron is too old to call the hook, if a
+    setting would bypass it (``megarl doctor`` lists them), if the router of a MoE layer is no TopKRouter, or if these
+    are not all chunks of one model on this rank.
 
     aux_loss: what load-balancing losses count under replay. "dispatch": the experts that tokens are sent to (Megatron
-    would count those that the router would have chosen). "off": nothing, the losses are left out. The z-loss reads only
-    logits and does not change. Expert-bias updates always count what was dispatched.
+    would count those that the router would have chosen). "off": nothing, the losses are left out. The z-loss does not
+    change. Expert-bias updates always count what was dispatched.
 
     min_agreement: in [0, 1], the least agreement of the replayed experts with the routers' own choice, beyond chance
     (``agreement.py``). 0 switches the check off.
@@ -98,10 +92,7 @@ class RoutingReplay:
         return tuple(hook.layer for hook in self._hooks)
 
     def detach(self) -> None:
-        """Remove this object's hooks from the routers; hooks of a newer RoutingReplay stay.
-
-        Call it when no autograd graph of a block is left: without hooks, a late recomputation routes natively.
-        """
+        """Remove this object's hooks, when no autograd graph of a block is left; those of a newer object stay."""
         for hook in self._hooks:
             if hook.session is not None:
                 raise ReplayError(f"layer {hook.layer}: recording or replaying; detach after the block has closed")
@@ -122,11 +113,9 @@ class RoutingReplay:
         compared: routes of the same micro-batches; ``recording.shared`` counts the experts that they share with the
         choice. keep: False keeps these counts only.
         """
-        recording = Recording()
-        session = Recorder(self._hooks, keep, None if compared is None else self._check(compared, contents=False))
-        with self._open(session, recording):
+        others = None if compared is None else self._check(compared, contents=False)
+        with self._open(Recorder(self._hooks, keep, others)) as recording:
             yield recording
-            session.close(self._hooks, recording)
 
     @contextmanager
     def replay(
@@ -134,14 +123,12 @@ class RoutingReplay:
     ) -> Iterator[Recording]:
         """Use ``routes``, one entry per micro-batch in the order of the forward passes.
 
-        Raises ReplayError
+        With activation checkpointing, run the backward pass in the block of its forward pass, in any order. ReplayError
 
         - on opening, if routes cannot be of this model;
         - on closing, if a router did not use every micro-batch once, if rows are of other tokens than the model's
-          (``MicroRoutes.token_ids``), or if they agree too little with the routers (``min_agreement``, by default that
-          of this object);
-        - in a recomputation whose first pass is unknown. With activation checkpointing, run the backward pass in the
-          block of its forward pass. The order of backward passes is free.
+          (``MicroRoutes.token_ids``), or if they agree too little with the routers (``min_agreement``);
+        - in a recomputation whose first pass is unknown.
 
         observe: the Recording also has the routers' own choice. compared: other routes of the same micro-batches; the
         Recording counts the experts that they share with those in use, and with the routers' own choice.
@@ -151,32 +138,30 @@ class RoutingReplay:
         if compared is not None:
             others = checked if compared is routes else self._check(compared, contents=False)
         limit = self._min_agreement if min_agreement is None else _check_agreement(min_agreement)
-        session = Replayer(checked, self._hooks, observe, others, limit)
-        recording = Recording()
-        with self._open(session, recording):
+        with self._open(Replayer(checked, self._hooks, observe, others, limit)) as recording:
             yield recording
-            session.close(self._hooks, recording)
 
     def _check(self, routes: Routes, contents: bool) -> list[MicroRoutes]:
         entries = routes.routes if isinstance(routes, Recording) else routes
         if isinstance(entries, (MicroRoutes, torch.Tensor)):
             raise ReplayError(f"routes are one {type(entries).__name__}, expected a list with one per micro-batch")
-        return check_routes(entries, self._hooks, contents)
+        return [check_routes(f"micro-batch {i}", one, self._hooks, contents) for i, one in enumerate(entries)]
 
     @contextmanager
-    def _open(self, session: Recorder | Replayer, recording: Recording) -> Iterator[None]:
+    def _open(self, session: Recorder | Replayer) -> Iterator[Recording]:
         for hook in self._hooks:
             if hook.router.router_replay is not hook:
                 raise ReplayError(f"layer {hook.layer}: the router's hook was replaced; use the newest RoutingReplay")
             if hook.session is not None:
                 raise ReplayError(f"layer {hook.layer}: already recording or replaying; blocks do not nest")
-        block = Block()
+        block, recording = Block(), Recording()
         for hook in self._hooks:
             hook.begin(session, block)
         bystanders = [bystander for _, bystander in self._bystanders]
         before = sum(bystander.rows for bystander in bystanders)
         try:
-            yield
+            yield recording
+            session.close(self._hooks, recording)
             block.check_thread()
         finally:
             recording.untraced_rows = sum(bystander.rows for bystander in bystanders) - before

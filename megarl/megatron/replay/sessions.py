@@ -17,6 +17,7 @@ from megarl.megatron.replay.hooks import Hook, Question
 from megarl.megatron.replay.pass_log import Call
 from megarl.megatron.replay.records import MicroRoutes, Recording
 
+Routes = Sequence[MicroRoutes]
 Columns = defaultdict[Hook, list[torch.Tensor]]
 """For each router, one tensor per micro-batch."""
 
@@ -137,9 +138,8 @@ class Recorder:
         if self._kept is not None:
             for micro, experts in enumerate(_stack(self._kept, hooks)):
                 ids = self.tokens.get(micro)
-                recording.routes.append(
-                    MicroRoutes(experts, None, ids if ids is not None and len(ids) == len(experts) else None)
-                )
+                fits = ids is not None and len(ids) == len(experts)
+                recording.routes.append(MicroRoutes(experts, None, ids if fits else None))
         recording.shared = _stack(self._shared, hooks)
 
 
@@ -149,12 +149,7 @@ class Replayer:
     replays = True
 
     def __init__(
-        self,
-        routes: Sequence[MicroRoutes],
-        hooks: Sequence[Hook],
-        observe: bool,
-        compared: Sequence[MicroRoutes] | None,
-        min_agreement: float,
+        self, routes: Routes, hooks: Sequence[Hook], observe: bool, compared: Routes | None, min_agreement: float
     ) -> None:
         self._min_agreement = min_agreement
         self._sampled = [sample_rows(micro) for micro in routes] if min_agreement > 0 else []
@@ -220,17 +215,12 @@ class Replayer:
                 )
         recording.compared_tokens = check_tokens(routes, self.tokens)
         if self._sampled and hooks:
+            own, layers = _stack(self._own, hooks), [hook.layer for hook in hooks]
             recording.agreement = check_agreement(
-                routes,
-                self._sampled,
-                _stack(self._own, hooks),
-                [hook.layer for hook in hooks],
-                hooks[0].num_experts,
-                self._min_agreement,
+                routes, self._sampled, own, layers, hooks[0].num_experts, self._min_agreement
             )
-        recording.native_rows = sum(
-            len(hooks) * int((~micro.present).sum()) for micro in routes if micro.present is not None
-        )
+        absent = sum(int((~micro.present).sum()) for micro in routes if micro.present is not None)
+        recording.native_rows = len(hooks) * absent
         if self._native is not None:
             recording.native = [MicroRoutes(experts) for experts in _stack(self._native, hooks)]
         recording.shared, recording.native_shared = _stack(self._shared, hooks), _stack(self._native_shared, hooks)
