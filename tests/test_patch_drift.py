@@ -176,7 +176,7 @@ def test_whatever_was_edited_the_patch_is_whole_or_refused(
     try:
         patched, _ = hunks.fit(text, patch)
     except hunks.MisfitError:
-        for place in hunks.misfits(text, patch):
+        for place in hunks.explain_misfits(text, patch):
             path, line, _ = place.split(":", 2)
             assert path == patch.path
             assert 1 <= int(line) <= len(lines) + 1

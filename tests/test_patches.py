@@ -19,7 +19,7 @@ from patch_trees import FILES, VERSIONS, contents, git, succeed
 
 
 def test_every_release_that_the_tool_supports_has_a_patch() -> None:
-    assert tool.versions() == VERSIONS
+    assert tool.list_versions() == VERSIONS
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -46,8 +46,8 @@ def test_each_hunk_has_one_place_and_the_result_is_python(version: str) -> None:
         assert notes == []
         ast.parse(patched)
         for hunk in patch.hunks:
-            assert len(hunks.places(text.split("\n"), hunk.old)) == 1
-            assert len(hunks.places(patched.split("\n"), hunk.new)) == 1
+            assert len(hunks.find_places(text.split("\n"), hunk.old)) == 1
+            assert len(hunks.find_places(patched.split("\n"), hunk.new)) == 1
         assert hunks.fit(patched, patch.reverse()) == (text, [])
 
 

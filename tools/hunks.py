@@ -65,7 +65,7 @@ def read_patch(path: Path) -> list[FilePatch]:
     return files
 
 
-def places(lines: Sequence[str], block: Sequence[str]) -> list[int]:
+def find_places(lines: Sequence[str], block: Sequence[str]) -> list[int]:
     """Every index at which the block stands."""
     size = len(block)
     return [at for at, line in enumerate(lines) if line == block[0] and tuple(lines[at : at + size]) == block]
@@ -75,7 +75,7 @@ def fit(text: str, patch: FilePatch) -> tuple[str, list[str]]:
     """The text with all hunks in, and a note for each that sits on another line than in the release."""
     lines, notes = text.split("\n"), []
     for hunk in patch.hunks:
-        found = places(lines, hunk.old)
+        found = find_places(lines, hunk.old)
         if len(found) != 1:
             raise MisfitError
         at = found[0]
@@ -86,12 +86,12 @@ def fit(text: str, patch: FilePatch) -> tuple[str, list[str]]:
     return "\n".join(lines), notes
 
 
-def misfits(text: str, patch: FilePatch) -> list[str]:
+def explain_misfits(text: str, patch: FilePatch) -> list[str]:
     """For each hunk that cannot go in, ``path:line: what is expected, and what stands there``; at least one entry."""
     lines, found = text.split("\n"), []
     shift = 0  # of the hunk before: what a fork has inserted moves all that follows
     for hunk in patch.hunks:
-        at = places(lines, hunk.old)
+        at = find_places(lines, hunk.old)
         if len(at) == 1:
             shift = at[0] + 1 - hunk.line_alone
         elif at:

@@ -30,7 +30,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from hunks import FilePatch, MisfitError, fit, misfits, places, read_patch
+from hunks import FilePatch, MisfitError, explain_misfits, find_places, fit, read_patch
 
 PATCHES = Path(__file__).resolve().parent.parent / "patches" / "megatron-core"
 WORDS = {
@@ -63,7 +63,7 @@ class FileState:
     """Hunks that sit on another line than in the release; of an unfit file the places, as ``path:line: reason``."""
 
 
-def versions() -> list[str]:
+def list_versions() -> list[str]:
     """The releases that have a patch."""
     return sorted((path.stem for path in PATCHES.glob("*.patch")), key=_position)
 
@@ -73,7 +73,7 @@ def _position(version: str) -> int:
     return (major * 1000 + minor) * 1000 + micro
 
 
-def installed() -> Path:
+def find_installed() -> Path:
     """The folder from which this Python would import megatron.core."""
     spec = importlib.util.find_spec("megatron")
     for folder in (spec.submodule_search_locations or []) if spec else []:
@@ -82,7 +82,7 @@ def installed() -> Path:
     raise PatchError("this Python has no megatron-core; expected one, or a TARGET that contains megatron/core")
 
 
-def version_of(root: Path) -> str:
+def read_version(root: Path) -> str:
     """The version that a Megatron-Core says it is."""
     info = root / "megatron" / "core" / "package_info.py"
     if not info.is_file():
@@ -152,8 +152,8 @@ def _state(file: Path, text: str, patch: FilePatch, reverting: bool) -> tuple[st
     if merged is not None:
         return (*merged, ["merged 3-way: lines that a hunk expects have been edited"])
     lines = text.split("\n")
-    is_in, is_out = (sum(bool(places(lines, block)) for block in side) for side in _sides(patch))
-    wrong = misfits(text, patch.reverse() if is_in > is_out or (is_in == is_out and reverting) else patch)
+    is_in, is_out = (sum(bool(find_places(lines, block)) for block in side) for side in _sides(patch))
+    wrong = explain_misfits(text, patch.reverse() if is_in > is_out or (is_in == is_out and reverting) else patch)
     part = f"; {is_in} of its {len(patch.hunks)} hunks are in already" if is_in and is_out else ""
     return "unfit", text, [f"{place} ({reason}{part})" for place in wrong]
 
@@ -195,11 +195,11 @@ def choose(root: Path, version: str, asked: str | None, reverting: bool) -> tupl
     leaves a tree with the hook. Those that bring the hook come first: they contain the guard's hunks.
     """
     release = asked or version
-    if asked or release in versions():
-        if release not in versions():
-            raise PatchError(f"no patch for Megatron-Core {release}, expected one of {', '.join(versions())}")
+    if asked or release in list_versions():
+        if release not in list_versions():
+            raise PatchError(f"no patch for Megatron-Core {release}, expected one of {', '.join(list_versions())}")
         return release, _examine_all(root, release, reverting)
-    nearest = sorted(versions(), key=lambda known: abs(_position(known) - _position(version)))
+    nearest = sorted(list_versions(), key=lambda known: abs(_position(known) - _position(version)))
     nearest.sort(key=_only_guards)
     tried = {release: _examine_all(root, release, reverting) for release in nearest}
     for release, states in tried.items():
@@ -285,8 +285,8 @@ def difference(changes: Sequence[FileState]) -> str:
 
 def run(command: str, target: Path | None, version: str | None, dry_run: bool) -> None:
     """Carry out one command; raises PatchError, and OSError where a file cannot be read."""
-    root = (target or installed()).resolve()
-    says = version_of(root)
+    root = (target or find_installed()).resolve()
+    says = read_version(root)
     release, states = choose(root, says, version, command == "revert")
     unfit = _unfit(states)
     if command in ("check", "apply") and not unfit and not has_hook(root, states):
@@ -315,7 +315,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="patch.py", description=__doc__.split("\n")[0])
     parser.add_argument("command", choices=WORDS)
     parser.add_argument("target", nargs="?", type=Path, help="folder that contains megatron/core")
-    parser.add_argument("--version", help=f"take the patch of this release: {', '.join(versions())}")
+    parser.add_argument("--version", help=f"take the patch of this release: {', '.join(list_versions())}")
     parser.add_argument("--dry-run", action="store_true", help="print what apply or revert would change, as a patch")
     words = parser.parse_args()
     if words.dry_run and words.command not in ("apply", "revert"):

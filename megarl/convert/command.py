@@ -33,7 +33,7 @@ def installed_layers() -> Layers:
     return "te" if importlib.util.find_spec("transformer_engine") else "local"
 
 
-def convert(source: Path, out: Path, model: Path | None, options: Options, verify: Verify) -> Converted:
+def convert(source: Path, out: Path, model: Path | None, options: Options, verify: Verify) -> None:
     """Convert a checkpoint into the other format, check it as asked, and print what was done; a collective call."""
     ranks = Ranks()
     if verify == "logits" and ranks.size > 1:
@@ -58,8 +58,12 @@ def convert(source: Path, out: Path, model: Path | None, options: Options, verif
     if ranks.rank == 0:
         _print_summary(done, time.monotonic() - begun, options.verify)
     if verify == "logits":
-        _check_logits(done, *pair)
-    return done
+        if done.keys != (wanted := Keys.of_megatron(done.shape, installed_layers())):
+            raise ConfigError(
+                f"{done.out} is complete, but logits cannot be compared here: the Megatron checkpoint has the names "
+                f"{done.keys}, and a model built here needs {wanted}"
+            )
+        compare_logits(*pair, done.shape)
 
 
 def _print_summary(done: Converted, seconds: float, verified: bool) -> None:
@@ -78,16 +82,6 @@ def _print_summary(done: Converted, seconds: float, verified: bool) -> None:
     )
     if verified:
         print("read back, inverted and compared with the source: every bit is equal")
-
-
-def _check_logits(done: Converted, hf: Path, megatron: Path) -> None:
-    wanted = Keys.of_megatron(done.shape, installed_layers())
-    if done.keys != wanted:
-        raise ConfigError(
-            f"{done.out} is complete, but logits cannot be compared here: the Megatron checkpoint has the names "
-            f"{done.keys}, and a model built here needs {wanted}"
-        )
-    compare_logits(hf, megatron, done.shape)
 
 
 def compare_logits(hf: Path, megatron: Path, shape: ModelShape) -> None:
@@ -116,9 +110,8 @@ def _compute_hf(folder: Path, shape: ModelShape) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-        )
+        settings = {"dtype": torch.float32, "attn_implementation": "eager", "local_files_only": True}
+        model = AutoModelForCausalLM.from_pretrained(folder, **settings)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{folder}: transformers cannot load it, so logits cannot be compared ({error})") from error
     return torch.cat([model.eval()(tokens[None]).logits[0] for tokens in _make_sequences(shape)])

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
@@ -130,16 +129,19 @@ def to_hf(source: Path, out: Path, model: Path | None, options: Options, ranks: 
     checked = options.verify and require_unchanged(source, ranks)
     pieces = list(chain(*units_of(shape)))
     dtypes = [options.dtype_of(piece, megatron.dtype(piece)) for piece in pieces]
+    may_be_cast = [piece.rule.megatron[0] not in _KEEP_DTYPE for piece in pieces]
+    common = set(compress(dtypes, may_be_cast))  # the config names one dtype, or none
     counts = [math.prod(parameter_shape(piece, shape)) for piece in pieces]
     lengths = [count * dtype.itemsize for count, dtype in zip(counts, dtypes, strict=True)]
     shards, sizes = pack_shards(pieces, lengths, options.shard_bytes)
     identity = fingerprint(source.glob("*.distcp"), model, **options.of_output())
     with ConversionJob(out, identity, ranks, overwrite=options.overwrite) as job:
-
-        def finish(_: list[Any]) -> None:
-            copy_model_files(model, job.folder, _one_dtype(pieces, megatron, options))
-
-        job.write_shards(shards, sizes, lambda piece: (dict(hf_tensors(piece, megatron, options)), None), finish)
+        job.write_shards(
+            shards,
+            sizes,
+            encode=lambda piece: (dict(hf_tensors(piece, megatron, options)), None),
+            finish=lambda _: copy_model_files(model, job.folder, common.pop() if len(common) == 1 else None),
+        )
         if options.verify:
             with HFCheckpoint(job.folder) as hf:
                 check_tensors(hf, hf_shapes(shape))
@@ -177,13 +179,6 @@ def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         largest = float(tensor[torch.isfinite(tensor)].abs().max())
         raise NumericsError(f"{name} has values up to {largest:g}, which {dtype} cannot hold; choose another --dtype")
     return cast
-
-
-def _one_dtype(pieces: Sequence[Piece], megatron: MegatronCheckpoint, options: Options) -> torch.dtype | None:
-    """The dtype of all parameters that may be cast; None if they have several."""
-    cast = (piece for piece in pieces if piece.rule.megatron[0] not in _KEEP_DTYPE)
-    found = {options.dtype_of(piece, megatron.dtype(piece)) for piece in cast}
-    return found.pop() if len(found) == 1 else None
 
 
 def _changed_tensors(piece: Piece, hf: HFCheckpoint, written: MegatronCheckpoint, options: Options) -> list[str]:

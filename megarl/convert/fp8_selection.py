@@ -68,7 +68,12 @@ def select_tensors(
     integers = [f"{one.name} ({one.dtype})" for one in tensors if one.name in quantized and one.dtype not in _HIGH]
     if integers:
         raise ConfigError(f"{some(integers)} are quantised already, expected weights in high precision")
-    _require_single_experts([one for one in tensors if one.name not in kept])
+    joined = [one.name for one in tensors if one.name not in kept and len(one.shape) > 2 and _EXPERTS.match(one.name)]
+    if joined:
+        raise ConfigError(
+            f"{some(joined)} hold all experts of a layer, expected one matrix per expert; to leave them in high "
+            "precision, --keep them"
+        )
     _require_whole_matrices(matrices, quantized)
     modules = _modules_to_keep([one for one in tensors if one.name not in quantized])
     _require_distinct(modules, list(dict.fromkeys(one.module for one in matrices if one.name in quantized)))
@@ -93,15 +98,6 @@ def _match(tensors: Sequence[Tensor], keep: Sequence[str]) -> set[str]:
             raise ConfigError(f"--keep {pattern!r} matches no tensor of the model, such as {tensors[-1].name}")
         kept |= matched
     return kept
-
-
-def _require_single_experts(tensors: Sequence[Tensor]) -> None:
-    joined = [one.name for one in tensors if len(one.shape) > 2 and _EXPERTS.match(one.name)]
-    if joined:
-        raise ConfigError(
-            f"{some(joined)} hold all experts of a layer, expected one matrix per expert; to leave them in high "
-            "precision, --keep them"
-        )
 
 
 def _require_whole_matrices(matrices: Sequence[Tensor], quantized: set[str]) -> None:

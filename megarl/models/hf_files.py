@@ -60,7 +60,6 @@ class HFCheckpoint:
         return self._names.keys()
 
     def files(self) -> list[Path]:
-        """The files that hold tensors."""
         return sorted(set(self._where.values()))
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -87,17 +86,17 @@ class HFCheckpoint:
         return tensor
 
     def read(self, name: str) -> torch.Tensor:
-        tensor, file = self.stored(name), self._where[name]
+        tensor = self.stored(name)
         if self._block is None or tensor.dtype != torch.float8_e4m3fn:
             return tensor
-        scale = self._where.get(name + SCALE)
-        if scale is None:
+        if name + SCALE not in self._where:
+            file = self._where[name]
             raise CheckpointError(f"{file}: {name} is FP8 without {name}{SCALE}, expected a scale for each block")
-        scales = self.stored(name + SCALE)
-        grid = grid_of(tensor.shape, self._block)
+        scales, grid = self.stored(name + SCALE), grid_of(tensor.shape, self._block)
         if scales.shape != grid:
+            file = self._where[name + SCALE]
             raise CheckpointError(
-                f"{scale}: {name}{SCALE} has shape {tuple(scales.shape)}, expected {grid} for blocks of {self._block}"
+                f"{file}: {name}{SCALE} has shape {tuple(scales.shape)}, expected {grid} for blocks of {self._block}"
             )
         return dequantize_fp8(tensor, scales.float(), self._block).to(self._high_precision())
 
@@ -226,13 +225,11 @@ def pack_shards(pieces: Sequence[T], sizes: Sequence[int], shard_bytes: int) -> 
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
-    """A safetensors file that others may read: safetensors 0.8 makes it private."""
     save_file(dict(tensors), file, metadata={"format": "pt"})
-    file.chmod(0o644)
+    file.chmod(0o644)  # safetensors 0.8 makes it private
 
 
 def write_index(folder: Path, listing: Mapping[str, str], num_bytes: int) -> None:
-    """Which file holds which tensor."""
     index = {"metadata": {"total_size": num_bytes}, "weight_map": listing}
     (folder / INDEX).write_text(json.dumps(index, indent=1))
 

@@ -34,13 +34,11 @@ class ModelShape:
         return self.fields["num_layers"]
 
     @property
-    def num_experts(self) -> int:
-        """0 for a dense model."""
+    def num_experts(self) -> int:  # 0 for a dense model
         return self.fields.get("num_moe_experts") or 0
 
     @property
-    def topk(self) -> int:
-        """0 for a dense model."""
+    def topk(self) -> int:  # 0 for a dense model
         return self.fields.get("moe_router_topk", 0)
 
     @property

@@ -69,11 +69,10 @@ def check_servers(config: Config, shape: ModelShape) -> None:
                 f"sglang.tp: found {tp} with sglang.fp8 = true, which leaves a GPU {width} of {name}, expected a "
                 f"multiple of {BLOCK[0]}; lower sglang.tp, or set sglang.fp8 = false"
             )
-    on_trainer = settings.gpus and not config.launch.apart
-    if on_trainer and max(settings.gpus) >= config.launch.ranks_per_node:
+    last, ranks = max(settings.gpus, default=0), config.launch.ranks_per_node
+    if last >= ranks and not config.launch.apart:
         raise ConfigError(
-            f"sglang.gpus: found {max(settings.gpus)} on nodes with launch.ranks_per_node = "
-            f"{config.launch.ranks_per_node} GPUs, expected 0 to {config.launch.ranks_per_node - 1}"
+            f"sglang.gpus: found {last} on nodes with launch.ranks_per_node = {ranks} GPUs, expected 0 to {ranks - 1}"
         )
 
 
@@ -94,31 +93,25 @@ def check_engine(engine: EngineMemory, longest: int) -> None:
 
 def check_gpus(config: Config, rank: RankMemory, engine: EngineMemory) -> GpuMemory:
     """What the fullest GPUs hold; ConfigError if a GPU of launch.gpu_memory_gib does not have that much."""
-    alone = rank.peak + TRAINER_RESERVE
-    name = f"a rank of stage {rank.stage}"
+    name, trainer, server, advice = f"a rank of stage {rank.stage}", rank.peak + TRAINER_RESERVE, 0, _USE_LESS
     if not config.rollout.engine_kind.server:
-        found = GpuMemory(alone + engine.total, 0)
-        _check_gpu(config, f"{name} with its engine", found.trainer, _USE_LESS)
+        name, trainer = f"{name} with its engine", trainer + engine.total
     elif config.launch.apart or not config.sglang.gpus:
-        found = GpuMemory(alone, engine.total + SERVER_RESERVE)
-        _check_gpu(config, name, found.trainer, _USE_LESS)
-        if config.launch.apart:
-            _check_gpu(config, "a server's GPU", found.server, "raise sglang.tp, or lower sglang.mem_fraction")
+        server = engine.total + SERVER_RESERVE
     else:
-        found = GpuMemory(shared_gpu(rank, engine, config.sglang.release_memory), 0)
-        advice = "lower sglang.mem_fraction; " + _USE_LESS
-        _check_gpu(config, f"{name} with a server on its GPU", found.trainer, advice)
-    return found
+        name, trainer = f"{name} with a server on its GPU", shared_gpu(rank, engine, config.sglang.release_memory)
+        advice = f"lower sglang.mem_fraction; {_USE_LESS}"
+    _check_gpu(config, name, trainer, advice)
+    if config.launch.apart:
+        _check_gpu(config, "a server's GPU", server, "raise sglang.tp, or lower sglang.mem_fraction")
+    return GpuMemory(trainer, server)
 
 
 def shared_gpu(rank: RankMemory, engine: EngineMemory, handed_over: bool) -> int:
     """Bytes of a rank and a server on one GPU, reserves included.
 
-    Both resident: their sum. Handed over: the largest of
-
-    - training without the server;
-    - sampling beside the weights of the trainer and its reference;
-    - an update, when both have weights and neither cache nor optimizer states.
+    Both resident: their sum. Handed over: the largest of training without the server, sampling beside the weights of
+    trainer and reference, and an update, when both have weights and neither cache nor optimizer states.
     """
     reserves = TRAINER_RESERVE + SERVER_RESERVE
     if not handed_over:

@@ -161,12 +161,10 @@ def numel(rule: Rule, shape: ModelShape) -> int:
 
 def count_model(shape: ModelShape) -> ModelCount:
     """Parameters of the checkpoint, without prediction layers (MTP), which megarl does not train."""
-    total = experts = embeddings = 0
-    for rule in rules_of(shape):
-        size = numel(rule, shape) * sum(1 for _ in rule.places(shape))
-        total += size
-        experts += size if rule.scope == "expert" else 0
-        embeddings += size if rule.layout == "vocab" else 0
+    sizes = {rule: numel(rule, shape) * sum(1 for _ in rule.places(shape)) for rule in rules_of(shape)}
+    total = sum(sizes.values())
+    experts = sum(size for rule, size in sizes.items() if rule.scope == "expert")
+    embeddings = sum(size for rule, size in sizes.items() if rule.layout == "vocab")
     unused = experts - experts * shape.topk // shape.num_experts if experts else 0
     return ModelCount(total, experts, embeddings, total - unused)
 

@@ -125,10 +125,9 @@ def _batches(found: Plan, config: Config) -> Iterator[Row]:
 
 
 def _routes(found: Plan) -> Iterator[Row]:
-    trace = found.trace
-    yield "in the trainer", f"{trace.memory} B", "per token"
-    yield "from servers, short form", f"{trace.wire_short} B", "per token"
-    yield "from servers, SGLang's own", f"{trace.wire_long} B", "per token"
+    yield "in the trainer", f"{found.trace.memory} B", "per token"
+    yield "from servers, short form", f"{found.trace.wire_short} B", "per token"
+    yield "from servers, SGLang's own", f"{found.trace.wire_long} B", "per token"
 
 
 def _traffic(found: Plan) -> Iterator[Row]:

@@ -81,16 +81,15 @@ def step_traffic(config: Config, shape: ModelShape, layout: Layout, stage: Stage
     """Of a step whose sequences are all as long as they may be."""
     tokens, trace = batches.responses * batches.longest, trace_of(shape)
     short = config.sglang.compact_routes and not config.sglang.urls
-    replayed = config.train.replay == "r3"
-    remote = config.rollout.engine_kind.server
-    of_mini_batch = route_bytes(config, shape, layout, stage)
+    replayed, remote = config.train.replay == "r3", config.rollout.engine_kind.server
+    of_step = config.train.mini_batches * route_bytes(config, shape, layout, stage)
     ranks, of_copy = layout.world_size // layout.dp, -(-batches.responses // layout.dp)
     rollouts = num_encoded_bytes(of_copy, of_copy * batches.longest, routed=replayed)
     placements = (ranks - 1) * (of_copy + of_copy // ranks) * PLACEMENT_BYTES if replayed else 0
     return StepTraffic(
         columns=8 * tokens if remote else 0,
         routes=tokens * (trace.wire_short if short else trace.wire_long) if replayed and remote else 0,
-        routes_per_rank=_over(ranks, config.train.mini_batches * of_mini_batch) if replayed else 0,
+        routes_per_rank=_over(ranks, of_step) if replayed else 0,
         rollouts_per_rank=_over(ranks, rollouts) + placements,
         rewards_per_rank=_over(layout.world_size, REWARD_BYTES * batches.responses),
     )
@@ -98,15 +97,12 @@ def step_traffic(config: Config, shape: ModelShape, layout: Layout, stage: Stage
 
 def rank_traffic(config: Config, shape: ModelShape, layout: Layout, stage: Stage, count: RankCount) -> RankTraffic:
     """Of a rank of the stage, with full micro-batches."""
-    element = ELEMENT[config.model.dtype]
+    element, hidden = ELEMENT[config.model.dtype], shape.fields["hidden_size"]
     once = _over(layout.dp * layout.cp, count.dense) + _over(layout.edp, count.expert)
     sharded = config.parallel.distributed_optimizer
     passes = 3 if config.recompute.granularity == "full" else 2  # forward, backward, and forward once more
-    cut, hidden = cut_of(config, layout), shape.fields["hidden_size"]
-    rows_sent = cut.rows * shape.topk
-    moe = sum(layer in shape.moe_layers for layer in stage.layers)
-    dense = len(stage.layers) - moe
-    whole = element * hidden * cut.slots
+    cut, moe = cut_of(config, layout), sum(layer in shape.moe_layers for layer in stage.layers)
+    dense, rows_sent = len(stage.layers) - moe, cut.rows * shape.topk
     exchanged = _over(layout.ep, rows_sent) + _over(layout.etp, rows_sent * layout.etp)
     # gather and scatter around attention, and around a dense MLP or shared experts
     shared = moe if shape.fields.get("moe_shared_expert_intermediate_size") else 0
@@ -117,7 +113,7 @@ def rank_traffic(config: Config, shape: ModelShape, layout: Layout, stage: Stage
         gradients=4 * once * (1 if sharded else 2),
         gathered_weights=element * once if sharded else 0,
         experts=passes * 2 * moe * element * hidden * exchanged,
-        tensor=passes * boundaries * _over(layout.tp, whole),
+        tensor=passes * boundaries * _over(layout.tp, element * hidden * cut.slots),
         pipeline=crossings * element * hidden * cut.rows if layout.pp > 1 else 0,
         context=passes * len(stage.layers) * (layout.cp - 1) * keys_and_values * cut.slots,
     )
