@@ -11,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.core.advantages import grpo
-from megarl.core.objectives import OBJECTIVES, select_responses, sequence_advantages, step_advantages
+from megarl.core.objectives import (
+    OBJECTIVES,
+    select_responses,
+    sequence_advantages,
+    step_advantages,
+    token_advantages,
+)
 from megarl.errors import ConfigError, NumericsError
 
 PROCESS = replace(OBJECTIVES["grpo"], advantage="process", std_ddof=0, std_eps=1e-4)
@@ -126,3 +132,18 @@ def test_refusals():
     assert select_responses(PROCESS, [1.0, 0.0], [0, 0]).all()
     with pytest.raises(ConfigError, match="one advantage per response, but those of 'process' differ"):
         replace(PROCESS, selection="positive")
+
+
+def test_advantages_of_responses_do_not_read_a_reference():
+    """A batch may hold ref_logprobs for a KL penalty; the advantages of minirl are those without them."""
+    column, cu_seqlens = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([0, 1, 3])
+    found = token_advantages(
+        OBJECTIVES["minirl"],
+        [1.0, 0.0],
+        [0, 0],
+        logprobs=column,
+        ref_logprobs=column - 1,
+        loss_mask=torch.ones(3, dtype=torch.bool),
+        cu_seqlens=cu_seqlens,
+    )
+    assert found.tolist() == [0.5, -0.5, -0.5]
