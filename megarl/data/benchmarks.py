@@ -38,15 +38,12 @@ class Benchmark:
     source: str
     """File, folder or hub name, as ``megarl.data.records.read_records`` takes it."""
     split: str | None = None
-    """Split of a folder or hub data set."""
     prompt_field: str = "problem"
-    """Column of the problem."""
     answer_field: str = "answer"
     """Column of the answer: text, or a whole number."""
     template: str | None = BOXED
     """Text around a plain-text problem, with ``{prompt}`` in its place; None: the problem alone."""
     reward: str = "math_verify"
-    """As ``reward.function``."""
 
 
 BENCHMARKS = {

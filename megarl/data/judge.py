@@ -166,10 +166,7 @@ class Judge:
         return outcome
 
     def _release(self, pool: ProcessPool, is_sound: bool) -> None:
-        """Make the pool available again, or end it.
-
-        A pool whose call was cancelled or timed out is sound: pebble starts another process in it.
-        """
+        """A pool whose call was cancelled or timed out is sound: pebble starts another process in it."""
         try:
             del self._busy[pool]
         except KeyError:

@@ -42,7 +42,6 @@ class Demonstration:
     loss_mask: np.ndarray
     """bool [T], True on the response and its end token."""
     source: str
-    """Where it was read from."""
 
 
 def load_prompts(
@@ -132,7 +131,6 @@ class PromptOrder:
     """
 
     num_prompts: int
-    """P, number of prompts."""
     seed: int
     """0 <= seed < 2**64."""
 

@@ -93,7 +93,6 @@ def type_name(value: object) -> str:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Record]]:
-    """Skip blank lines. Every other line must be one JSON object."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             place = f"{path}:{number}"

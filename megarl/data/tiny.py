@@ -151,7 +151,6 @@ def choose_share(rng: np.random.Generator, share: float, count: int) -> np.ndarr
 
 
 def _save_tokenizer(path: Path, max_positions: int) -> None:
-    """Save a fast tokenizer with one token per character; a character outside the vocabulary is an error."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -193,7 +193,6 @@ class TraceFile:
     """The sequences of a file, in order. A sequence is decoded when it is asked for, by position or by name."""
 
     def __init__(self, path: Path, metadata: _Metadata, tensors: Mapping[str, np.ndarray]) -> None:
-        """Raise TraceError if the parts of the file contradict each other."""
         self.path, self.names, self.weight_versions = path, metadata.names, metadata.weight_versions
         self.info = TraceInfo(**metadata.model_dump(exclude={"names", "weight_versions"}))
         if self.info.top_k > self.info.num_experts:

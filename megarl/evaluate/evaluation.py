@@ -56,11 +56,9 @@ class Task:
     prompts: dict[str, list[Prompt]]
     """By benchmark, including complete ones."""
     shared: dict[str, Any]
-    """Settings that all benchmarks share."""
     own: dict[str, dict[str, Any]]
-    """Settings of each benchmark."""
+    """Settings that all benchmarks share, and those of each benchmark."""
     complete: frozenset[str]
-    """Benchmarks that are not sampled again."""
 
 
 def evaluate(request: EvalRequest, world_size: int) -> Path:

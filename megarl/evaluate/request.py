@@ -19,11 +19,9 @@ class EvalRequest:
     """One evaluation: which weights, on which benchmarks, how often."""
 
     config: Config
-    """As the user wrote it."""
     benchmarks: tuple[Benchmark, ...]
     """In the order of the command line; no name twice."""
     samples: int
-    """Responses to each prompt."""
     ks: tuple[int, ...]
     """The k of pass@k, ascending, none above samples."""
     checkpoint: Path | None = None

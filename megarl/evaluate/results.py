@@ -70,7 +70,6 @@ def benchmark_settings(request: EvalRequest, benchmark: Benchmark, prompts: Sequ
 
 
 def _weights_time(folder: Path) -> str:
-    """Return when the newest file with weights was written."""
     files = [path for pattern in ("*.safetensors", "*.distcp") for path in folder.glob(pattern)]
     newest = max((path.stat().st_mtime for path in files), default=0.0)
     return datetime.fromtimestamp(newest, UTC).isoformat(timespec="milliseconds")

@@ -101,7 +101,6 @@ def _average(values: np.ndarray, *, is_binary: bool, left_out: int) -> dict[str,
 
 
 def _clip(interval: Interval | None) -> list[float] | None:
-    """Return the ends of an interval, clipped to 0 and 1."""
     return None if interval is None else [max(interval.low, 0.0), min(interval.high, 1.0)]
 
 
@@ -114,10 +113,11 @@ def print_table(results: Mapping[str, Mapping[str, Any]], console: Console) -> N
     for name, result in results.items():
         found = result["figures"]
         for index, (label, entry) in enumerate(_label(found).items()):
-            shown = _percent(entry["value"]), _range(entry["other_prompts"]), _range(entry.get("other_samples"))
+            value = "-" if entry["value"] is None else f"{entry['value']:.1%}"
+            shown = value, _range(entry["other_prompts"]), _range(entry.get("other_samples"))
             table.add_row("" if index else escape(name), label, *shown, str(entry["prompts"]))
         table.add_row("", "length", f"{found['length_mean']:.1f}", "", "", "")
-        table.add_row("", "truncated", _percent(found["truncated"]), "", "", "")
+        table.add_row("", "truncated", f"{found['truncated']:.1%}", "", "", "")
         table.add_section()
     console.print(table)
     for name, result in results.items():
@@ -126,7 +126,6 @@ def print_table(results: Mapping[str, Mapping[str, Any]], console: Console) -> N
 
 
 def _label(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a score by their names."""
     return {f"avg@{found['samples']}": found["avg"]} | {f"pass@{k}": entry for k, entry in found["pass"].items()}
 
 
@@ -148,10 +147,6 @@ def _remarks(found: Mapping[str, Any], first_error: str | None) -> list[str]:
 def widen(console: Console) -> Console:
     """Return a console that is wide enough for the table, also in a pipe."""
     return console if console.width >= _WIDTH else Console(file=console.file, width=_WIDTH)
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
 
 
 def _range(ends: Sequence[float] | None) -> str:

@@ -141,7 +141,6 @@ def _format_duration(seconds: float) -> str:
 
 
 def _render_page(name: str, run_dir: Path, rows: dict[str, str], images: dict[str, bytes]) -> str:
-    """Return the page as text; all text of the run is escaped."""
     tiles = "".join(
         f'<div class="tile"><div class="value">{html.escape(value.split(" (")[0])}</div>'
         f'<div class="label">{html.escape(label)}</div></div>'

@@ -202,7 +202,6 @@ def _format_ranges(numbers: tuple[int, ...]) -> str:
 
 
 def _make_table(*headings: str) -> Table:
-    """Return a table of numbers; without headings a table of two text columns."""
     table = Table(box=box.SIMPLE_HEAD, show_header=bool(headings))
     for heading in headings or ("", ""):
         table.add_column(heading, justify="right" if headings else "left", overflow="fold")
