@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -126,7 +126,11 @@ def write_traces(path: str | Path, info: TraceInfo, sequences: Sequence[TracedSe
             )
         if column:
             tensors[name] = np.concatenate(column)
-    write_atomically(path, save(tensors, _metadata(info, names, tensors.get("row_versions"))))
+    versions = np.unique(tensors.get("row_versions", ())).tolist()
+    known = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(info)}
+    known |= {"weight_versions": versions, "names": names}
+    metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in known.items()}
+    write_atomically(path, save(tensors, metadata))
 
 
 def _check_model(trace: RoutingTrace, info: TraceInfo, num_tokens: int, label: str) -> None:
@@ -136,20 +140,6 @@ def _check_model(trace: RoutingTrace, info: TraceInfo, num_tokens: int, label: s
             f"{label}: routes {found} of {trace.num_experts} experts, expected {expected} of {info.num_experts} for "
             f"{info.model}"
         )
-
-
-def _metadata(info: TraceInfo, names: list[str], row_versions: np.ndarray | None) -> dict[str, str]:
-    return {
-        "format": FORMAT,
-        "format_version": str(FORMAT_VERSION),
-        "model": info.model,
-        "fingerprint": info.fingerprint,
-        "layers": json.dumps(info.layers),
-        "num_experts": str(info.num_experts),
-        "top_k": str(info.top_k),
-        "weight_versions": json.dumps([] if row_versions is None else np.unique(row_versions).tolist()),
-        "names": json.dumps(names),
-    }
 
 
 class _Metadata(BaseModel):

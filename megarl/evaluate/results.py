@@ -14,6 +14,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
@@ -138,7 +139,10 @@ def write_summary(out: Path, request: EvalRequest, shared: Json) -> None:
     results = complete_results(out)
     for result in results.values():
         result["settings"] = {key: value for key, value in result["settings"].items() if key not in shared}
-    versions = {name: found for name in _PACKAGES if (found := _version(name))}
+    versions: dict[str, str] = {}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
     summary = {
         "settings": shared,
         "benchmarks": results,
@@ -160,13 +164,6 @@ def _to_samples(responses: Sequence[Json], num_prompts: int, request: EvalReques
     return Samples(
         rewards.reshape(shape), lengths.reshape(shape), truncated.reshape(shape), request.config.reward.threshold
     )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _read_json(path: Path) -> Json:

@@ -64,7 +64,6 @@ STYLE: dict[str, Any] = {
     "savefig.facecolor": "white",
 }
 
-
 Scale = Literal["free", "zero", "percent", "whole percent"]
 """The y axis: as matplotlib chooses; from zero up; percent from zero up; percent from 0 to 100."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -15,10 +14,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megarl.core.routing import Disagreement, RoutingTrace, common_rows, shared_experts
+from megarl.core.routing import Disagreement, common_rows, shared_experts
 from megarl.core.types import RowSource
 from megarl.data.files import write_atomically
-from megarl.data.traces import TracedSequence, TraceFile, TraceInfo, read_traces
+from megarl.data.traces import TracedSequence, TraceFile, read_traces
 from megarl.errors import ConfigError, TraceError
 
 MAX_BINS = 64
@@ -74,7 +73,11 @@ def inspect(path: Path) -> None:
 def stats(path: Path) -> None:
     """Print how evenly each layer uses its experts."""
     file = read_traces(path)
-    counts = count_experts((sequence.trace for sequence in file), file.info)
+    counts = np.zeros((len(file.info.layers), file.info.num_experts), dtype=np.int64)
+    for trace in (sequence.trace for sequence in file):
+        experts = trace.experts if trace.present is None else trace.experts[trace.present]
+        for layer, layer_counts in enumerate(counts):
+            layer_counts += np.bincount(experts[:, layer].reshape(-1), minlength=file.info.num_experts)
     tokens = counts.sum(axis=1)
     if not tokens.any():  # also if there are no layers
         raise TraceError(f"{path}: no token has routes, so no load can be counted")
@@ -131,16 +134,6 @@ def diff(first: Path, second: Path, out: Path | None = None) -> None:
         size = (10.4, max(3.2, min(9.0, 2.2 + 0.14 * len(a.info.layers))))
         write_atomically(out, render_png(size, lambda figure: plot_trace_difference(figure, share, *curve)))
         Console().print(f"heat map: {escape(str(out))}", highlight=False, soft_wrap=True)
-
-
-def count_experts(traces: Iterable[RoutingTrace], info: TraceInfo) -> np.ndarray:
-    """Return int64 [L, E], how many of the present tokens use each expert."""
-    counts = np.zeros((len(info.layers), info.num_experts), dtype=np.int64)
-    for trace in traces:
-        experts = trace.experts if trace.present is None else trace.experts[trace.present]
-        for layer, layer_counts in enumerate(counts):
-            layer_counts += np.bincount(experts[:, layer].reshape(-1), minlength=info.num_experts)
-    return counts
 
 
 def compare_files(a: TraceFile, b: TraceFile) -> FileDifference:
