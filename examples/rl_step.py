@@ -33,7 +33,7 @@ from megarl.core.advantages import group_mean
 from megarl.core.diagnostics import mismatch_metrics
 from megarl.core.metrics import Stat, finalize, merge
 from megarl.core.objectives import OBJECTIVES, Denominators, TokenColumns, coefficients
-from megarl.core.packing import pack, without_routes
+from megarl.core.packing import drop_routes, pack
 from megarl.core.routing import Disagreement
 from megarl.core.types import Rollout, SampleRequest, TrainBatch
 from megarl.data.tiny import EOS_ID, write_tiny_model
@@ -108,7 +108,7 @@ def make_batch(config: Config, policy: Policy, rollouts: Sequence[Rollout], adva
     assert policy.replay is not None
     check_rollouts(rollouts, policy.shape)  # wrong routes must fail here, not train
     # Routes do not travel with the tokens: under parallelism, each rank needs only the rows of its own routers.
-    batch = pack([without_routes(rollout) for rollout in rollouts], advantages)
+    batch = pack([drop_routes(rollout) for rollout in rollouts], advantages)
     micro_batches = split_micro_batches(batch, config.train.micro_batch_tokens)
     denominators = Denominators.of(batch.loss_mask, batch.cu_seqlens, batch.rollout_logprobs)
     routes = deliver_routes(rollouts, micro_batches, policy.replay.layers, policy.shape)
