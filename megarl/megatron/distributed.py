@@ -199,10 +199,12 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def gather_bytes(mine: np.ndarray, group: dist.ProcessGroup) -> list[np.ndarray]:
     """The uint8 arrays of all ranks of a group, of any lengths, in rank order; sent as tensors, not pickled."""
     device = torch.cuda.current_device()
-    sizes = all_gather(torch.tensor([len(mine)], device=device), group).flatten().tolist()
-    longest = torch.zeros(max(1, *sizes), dtype=torch.uint8, device=device)
+    sizes = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    sizes[group.rank()] = len(mine)
+    dist.all_reduce(sizes, group=group)
+    longest = torch.zeros(max(1, int(sizes.max())), dtype=torch.uint8, device=device)
     longest[: len(mine)] = torch.from_numpy(np.ascontiguousarray(mine))
-    return [part[:size].cpu().numpy() for part, size in zip(all_gather(longest, group), sizes, strict=True)]
+    return [part[:size].cpu().numpy() for part, size in zip(all_gather(longest, group), sizes.tolist(), strict=True)]
 
 
 def gather_rollouts(mine: Sequence[Rollout]) -> list[Rollout]:
