@@ -85,7 +85,7 @@ def test_gpus_get_no_shim_and_only_their_devices(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tp": 2, "gpus": (0,)}, "one GPU per tensor parallel rank"),
+        ({"tp": 2, "gpus": (0,)}, "a GPU per rank, or None"),
         ({"port": 70000}, "port is 70000"),
         ({"extra_args": ("--chunked-prefill-size", "-1")}, "without chunked prefill"),
         ({"extra_args": ("--chunked-prefill-size=-1",)}, "without chunked prefill"),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,38 +36,32 @@ def examine(config: Config) -> list[Examined]:
     """Asks each server in sglang.urls, or else the interpreter sglang.python; starts no server."""
     settings = config.sglang
     if not settings.urls:
-        return [_check(config, Examined(str(settings.python)), partial(_predict_info, config))]
-    return [_check(config, Examined(url), partial(_ask_info, config, url)) for url in settings.urls]
-
-
-def _predict_info(config: Config) -> Mapping[str, Any]:
-    """Returns what /server_info of a server with these settings will say, as far as its command line shows."""
-    settings = config.sglang
-    spec = ServerSpec(
-        model_path=config.model.path,
-        python=settings.python,
-        dtype="auto",
-        log_file=os.devnull,
-        tp=settings.tp,
-        gpus=tuple(settings.gpus[: settings.tp]) or None,
-        extra_args=tuple(settings.arguments),
-    )
-    return {**parse_arguments(command(spec)), "version": installed_release(Path(settings.python))}
+        return [_check(config, str(settings.python), _predict_info)]
+    return [_check(config, url, _ask_info) for url in settings.urls]
 
 
 def _ask_info(config: Config, url: str) -> Mapping[str, Any]:
     return server_info(url, key_named(config.sglang.api_key_env), ASK_S)
 
 
-def _check(config: Config, found: Examined, ask: Callable[[], Mapping[str, Any]]) -> Examined:
+def _predict_info(config: Config, python: str) -> Mapping[str, Any]:
+    """Returns what /server_info of a server with these settings will say, as far as its command line shows."""
+    settings = config.sglang
+    gpus, arguments = tuple(settings.gpus[: settings.tp]) or None, tuple(settings.arguments)
+    spec = ServerSpec(config.model.path, python, "auto", os.devnull, tp=settings.tp, gpus=gpus, extra_args=arguments)
+    return {**parse_arguments(command(spec)), "version": installed_release(Path(python))}
+
+
+def _check(config: Config, where: str, ask: Callable[[Config, str], Mapping[str, Any]]) -> Examined:
+    release = None
     try:
-        info = ask()
-        found = replace(found, release=str(info.get("version")))
+        info = ask(config, where)
+        release = str(info.get("version"))
         version, warnings = check_server(info, config.sglang.tp)
     except MegarlError as error:
-        return replace(found, problem=str(error))
-    able = tuple(entry.name for entry in CAPABILITIES if can(version, entry.name))
+        return Examined(where, release, problem=str(error))
     problem = None
     if config.sglang.checksums and info.get("device") == "cpu" and not can(version, "checksums_on_cpu"):
-        problem = f"SGLang {found.release} gives no checksums on a CPU: take a later one, or sglang.checksums = false"
-    return replace(found, able=able, warnings=tuple(warnings), problem=problem)
+        problem = f"SGLang {release} gives no checksums on a CPU: take a later one, or sglang.checksums = false"
+    able = tuple(entry.name for entry in CAPABILITIES if can(version, entry.name))
+    return Examined(where, release, able, tuple(warnings), problem)

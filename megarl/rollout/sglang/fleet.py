@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -129,10 +130,7 @@ class Fleet:
                 served = self._deliver(served, buckets, version)
                 served = self._each(served, partial(WeightSender.finish, version=version))
                 served = self._compare_checksums(served)
-                self._each(
-                    [member for member in served if member in rested],
-                    partial(WeightSender.take_memory, kind="kv_cache"),
-                )
+                self._each([m for m in served if m in rested], partial(WeightSender.take_memory, kind="kv_cache"))
                 self._resting = []
                 for member in self._members:
                     member.missed = member.process is None and member not in served
@@ -149,11 +147,6 @@ class Fleet:
             self._updating.set()  # resting servers fail health checks, and there are no weights to send
             self._version, self._copy = None, []
             self._resting = self._each(self._members, WeightSender.release_memory)
-
-    @property
-    def given_up(self) -> bool:
-        """Whether a server has died more often than it may be restarted."""
-        return any(self._is_given_up(member) for member in self._members)
 
     def close(self) -> None:
         """Stop the servers that were started here, and wait until their processes are gone."""
@@ -209,12 +202,8 @@ class Fleet:
             mine = found[member.url]
             self._checksums = self._checksums or mine
             if mine != self._checksums:
-                names = [
-                    name
-                    for rank, expected in zip(mine, self._checksums, strict=False)
-                    for name in sorted(rank.keys() | expected.keys())
-                    if rank.get(name) != expected.get(name)
-                ]
+                ranks = zip(mine, self._checksums, strict=False)
+                names = sorted({name for rank, expected in ranks for name, _ in rank.items() ^ expected.items()})
                 raise WeightSyncError(
                     f"{member.url} holds other weights than the first server after one update: {len(names)} checksums "
                     f"differ, the first of {names[:1]}"
@@ -238,48 +227,43 @@ class Fleet:
                     self._restart(member)
 
     def _needs_restart(self, member: Member) -> bool:
-        settings = self.settings
-        dead = member.needs_restart(self._updating.is_set(), settings.health_s, settings.hang_s)
-        return dead and not self._is_given_up(member)
-
-    def _is_given_up(self, member: Member) -> bool:
-        return member.restarts > self.settings.max_restarts
+        dead = member.needs_restart(self._updating.is_set(), self.settings.health_s, self.settings.hang_s)
+        return dead and member.restarts <= self.settings.max_restarts
 
     def _restart(self, member: Member) -> None:
         assert member.process is not None
         member.restarts += 1
         member.silent_since = None
-        if self._is_given_up(member):
+        if member.restarts > self.settings.max_restarts:
             self.tell(f"{member.url} died {member.restarts} times and is given up")
             return
         self.tell(f"{member.url} is dead: starting it again (restart {member.restarts})")
         started = time.monotonic()
-        with self._lock:
-            try:
-                member.process.start()
-                member.process.wait_ready(self.settings.start_deadline_s, self._ended)
-                self._send_copy(member)
-            except (ConfigError, RolloutError, WeightSyncError, OSError) as error:  # OSError: of a full disk
-                self.tell(f"{member.url} could not be started again: {error}")
-                member.process.kill()
-                return
-        self.tell(f"{member.url} is back with weights {self._version} after {time.monotonic() - started:.1f} s")
+        with self._lock, self._telling_failure(member, "could not be started again"):
+            member.process.start()
+            member.process.wait_ready(self.settings.start_deadline_s, self._ended)
+            self._send_copy(member)
+            self.tell(f"{member.url} is back with weights {self._version} after {time.monotonic() - started:.1f} s")
 
     def _bring_up_to_date(self, member: Member) -> None:
         """Send somebody else's server the weights if it lacks them; asked less often than processes are looked at."""
         if self._updating.is_set() or time.monotonic() - member.checked_at < 4 * self.settings.poll_s:
             return
         member.checked_at = time.monotonic()
-        with self._lock:
-            try:
-                if not member.needs_weights(self._version):
-                    return
+        with self._lock, self._telling_failure(member, "could not take weights"):
+            if member.needs_weights(self._version):
                 self.tell(f"{member.url} was started again: sending it weights {self._version}")
                 self._send_copy(member)
-            except (ConfigError, RolloutError, WeightSyncError, OSError) as error:
-                self.tell(f"{member.url} could not take weights: {error}")
-                return
-        self.tell(f"{member.url} is back with weights {self._version}")
+                self.tell(f"{member.url} is back with weights {self._version}")
+
+    @contextmanager
+    def _telling_failure(self, member: Member, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (ConfigError, RolloutError, WeightSyncError, OSError) as error:  # OSError: of a full disk
+            self.tell(f"{member.url} {what}: {error}")
+            if member.process is not None:
+                member.process.kill()
 
     def _send_copy(self, member: Member) -> None:
         """Connect anew, and send the weights of the last complete update."""

@@ -51,10 +51,10 @@ class Member:
                 return False
             # A dying server fails the request before its process is gone.
             until = time.monotonic() + DEATH_WAIT_S
-            while (alive := self._is_alive()) and time.monotonic() < until:
+            while self._is_alive():
+                if time.monotonic() > until:
+                    raise
                 time.sleep(0.1)
-            if alive:
-                raise
             if self.process is None:
                 self.tell(f"{self.url} is gone in a weight update; it gets the weights when it is back")
                 self.missed = True

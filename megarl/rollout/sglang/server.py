@@ -1,4 +1,4 @@
-"""One SGLang server process: its command line, its start, its health, and its end without leftovers.
+"""One SGLang server process: its start, its health, and its end without leftovers.
 
 The server runs in a session of its own under ``reaper``. It is ended by
 
@@ -6,10 +6,6 @@ The server runs in a session of its own under ``reaper``. It is ended by
   many seconds;
 - the exit of this interpreter;
 - the reaper, if this process is killed.
-
-    with Server(ServerSpec("model", python=".venv-sglang/bin/python", dtype="float32", log_file="log")) as server:
-        server.wait_ready(deadline_s=300)
-        ...  # send requests to server.url
 """
 
 from __future__ import annotations
@@ -25,7 +21,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
 import httpx
 import psutil
@@ -57,9 +52,7 @@ class Server:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     @property
@@ -87,10 +80,7 @@ class Server:
             raise RolloutError(f"the SGLang server at {self.url} already runs: stop it first")
         self.kill()  # processes that a dead server has left
         if not Path(self.spec.python).exists():
-            raise RolloutError(
-                f"found no Python for SGLang at {self.spec.python}: run `make sglang-cpu`, or give the interpreter of "
-                "an environment that has SGLang"
-            )
+            raise RolloutError(f"found no Python for SGLang at {self.spec.python}: run `make sglang-cpu`")
         self._config_file = write_config(self.spec)
         server_command = command(replace(self.spec, port=self._port), self._config_file)
         reaper = [sys.executable, "-I", str(REAPER), str(os.getpid()), str(self._config_file or "")]
@@ -113,27 +103,22 @@ class Server:
         atexit.register(self._stop_at_exit)
 
     def wait_ready(self, deadline_s: float, ended: threading.Event | None = None) -> None:
-        """Returns when the server has generated a token; RolloutError with the end of its log if it does not.
-
-        RolloutError too if another thread sets ``ended``.
-        """
+        """Returns when the server has generated a token; RolloutError with the end of its log if it does not, and if
+        another thread sets ``ended``."""
         end = time.monotonic() + deadline_s
+        log = f"{self.spec.log_file}, whose end is\n"
         while (code := self._exit_code()) is None:
             remaining = end - time.monotonic()
             if ended is not None and ended.is_set():
                 raise RolloutError(f"the SGLang server at {self.url} is not needed any more")
             if remaining <= 0:
-                raise RolloutError(
-                    f"the SGLang server at {self.url} was not ready after {deadline_s:.0f} s: allow more time if it is "
-                    f"still loading, else look into {self.spec.log_file}, whose end is\n{self.log_tail()}"
-                )
+                why = f"was not ready after {deadline_s:.0f} s: allow more time if it still loads, else look into"
+                raise RolloutError(f"the SGLang server at {self.url} {why} {log}{self.log_tail()}")
             if self.healthy(timeout_s=min(HEALTH_TIMEOUT_S, remaining)):
                 return
             time.sleep(min(0.2, remaining))
-        raise RolloutError(
-            f"the SGLang server at {self.url} ended with exit code {code} before it was ready: the reason is in "
-            f"{self.spec.log_file}, whose end is\n{self.log_tail()}"
-        )
+        why = f"ended with exit code {code} before it was ready: the reason is in"
+        raise RolloutError(f"the SGLang server at {self.url} {why} {log}{self.log_tail()}")
 
     def healthy(self, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
         """Whether the server answers its health check (one generated token, unless it is busy generating) in time."""
@@ -152,20 +137,24 @@ class Server:
     def stop(self, grace_s: float = 10.0) -> None:
         """Ends the server and all its processes: SIGTERM to the group, SIGKILL after ``grace_s``.
 
-        Does nothing if it is stopped. RolloutError if processes are left after that.
+        Does nothing if it is stopped; ``start`` may follow. RolloutError if processes are left after that.
         """
         if self._process is None:
             return
-        self._signal(signal.SIGTERM)
-        if not self._wait_gone(grace_s):
+        if grace_s:
+            self._signal(signal.SIGTERM)
+        if not grace_s or not self._wait_gone(grace_s):
             self._end_by_force()
-        self._forget()
+        self._process.wait()
+        self._process = None
+        if self._config_file is not None:
+            self._config_file.unlink(missing_ok=True)
+            self._config_file = None
+        atexit.unregister(self._stop_at_exit)
 
     def kill(self) -> None:
-        """Kills all processes of the server; ``start`` may follow."""
-        if self._process is not None:
-            self._end_by_force()
-            self._forget()
+        """Kills all processes of the server at once."""
+        self.stop(grace_s=0.0)
 
     def members(self) -> list[psutil.Process]:
         """Returns the server's processes, with the reaper and without zombies."""
@@ -213,18 +202,9 @@ class Server:
         if not self._wait_gone(KILL_WAIT_S):
             left = ", ".join(f"{process.pid} ({' '.join(process.cmdline()[:3])})" for process in self.members())
             raise RolloutError(
-                f"processes of the SGLang server at {self.url} are left {KILL_WAIT_S:.0f} s after SIGKILL: {left}; "
-                "they probably hang in a driver call: end them before the next start"
+                f"processes of the SGLang server at {self.url} are left {KILL_WAIT_S:.0f} s after SIGKILL, probably in "
+                f"a driver call: {left}; end them before the next start"
             )
-
-    def _forget(self) -> None:
-        assert self._process is not None
-        self._process.wait()
-        self._process = None
-        if self._config_file is not None:
-            self._config_file.unlink(missing_ok=True)
-            self._config_file = None
-        atexit.unregister(self._stop_at_exit)
 
     def _stop_at_exit(self) -> None:
         if os.getpid() == self._owner_pid:  # not in a fork of this process

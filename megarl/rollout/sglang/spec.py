@@ -66,10 +66,7 @@ class ServerSpec:
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port is {self.port}, expected 0 (a free one) to 65535")
         if self.tp < 1 or (self.gpus is not None and len(self.gpus) != self.tp):
-            raise ConfigError(
-                f"tp is {self.tp} and gpus are {self.gpus}, expected tp >= 1 and one GPU per tensor parallel rank "
-                "(None serves on the CPU)"
-            )
+            raise ConfigError(f"tp is {self.tp} and gpus are {self.gpus}, expected tp >= 1 and a GPU per rank, or None")
         for name in parse_arguments(self.extra_args):
             if name in NOT_EXTRA:
                 raise ConfigError(f"extra_args hold --{name.replace('_', '-')}: {NOT_EXTRA[name]}")
@@ -103,11 +100,8 @@ def command(spec: ServerSpec, config_file: Path | None = None) -> list[str]:
 
 def environment(spec: ServerSpec) -> dict[str, str]:
     """Returns the server's environment: that of this process without torchrun's ranks, plus what the device needs."""
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in TORCHRUN_VARIABLES and not name.startswith(TORCHRUN_PREFIXES)
-    }
+    torchrun = {name for name in os.environ if name in TORCHRUN_VARIABLES or name.startswith(TORCHRUN_PREFIXES)}
+    env = {name: os.environ[name] for name in os.environ.keys() - torchrun}
     env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     env.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)  # log-probabilities would ignore the temperature
     # Without these a crashed server stays for 65 seconds to dump its GPU state, and does not answer.

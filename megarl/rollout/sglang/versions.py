@@ -173,8 +173,7 @@ def parse_version(text: str) -> Version:
     found = re.match(r"v?(\d+)\.(\d+)\.(\d+)", text)
     if found is None:
         raise RolloutError(f"the server calls its version {text!r}, expected a release number such as 0.5.23")
-    major, minor, patch = (int(part) for part in found.groups())
-    return major, minor, patch
+    return int(found[1]), int(found[2]), int(found[3])
 
 
 def can(version: Version, capability: str) -> bool:
@@ -183,17 +182,13 @@ def can(version: Version, capability: str) -> bool:
 
 
 def check_server(info: Arguments, tp: int) -> tuple[Version, list[str]]:
-    """Returns the version in a /server_info answer, and warnings; ConfigError if megarl cannot use the server.
-
-    ``tp`` is the tensor-parallel size that megarl expects.
-    """
+    """Returns the version in a /server_info answer, and warnings; ConfigError if megarl cannot use the server or it has
+    another tensor-parallel size than ``tp``."""
     text = str(info.get("version"))
     version = parse_version(text)
     if version < OLDEST:
-        raise ConfigError(
-            f"SGLang {text} returns no routes, expected at least {dotted(OLDEST)}: upgrade it, or set "
-            'rollout.engine = "local"'
-        )
+        hint = f'expected at least {dotted(OLDEST)}: upgrade it, or set rollout.engine = "local"'
+        raise ConfigError(f"SGLang {text} returns no routes, {hint}")
     for fault in FAULTS:
         if (fault.last is None or version <= fault.last) and fault.when(info):
             raise ConfigError(f"SGLang {text}: {fault.meaning}: {fault.remedy}")
@@ -208,10 +203,7 @@ def check_server(info: Arguments, tp: int) -> tuple[Version, list[str]]:
 
 
 def check_arguments(words: Sequence[str]) -> None:
-    """Raises ConfigError for command-line arguments that are wrong with every release.
-
-    ``check_server`` finds abbreviations, and arguments in files, once the server runs.
-    """
+    """Raises ConfigError for arguments that are wrong with every release; ``check_server`` finds the others."""
     found = parse_arguments(words)
     for fault in FAULTS:
         if fault.last is None and fault.when(found):
@@ -238,9 +230,8 @@ def installed_release(python: Path) -> str:
     try:
         answer = subprocess.run(words, capture_output=True, text=True, timeout=60.0, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(
-            f"found no Python for SGLang at {python} ({error}): run `make sglang-cpu`, or set sglang.python"
-        ) from error
+        hint = "run `make sglang-cpu`, or set sglang.python"
+        raise ConfigError(f"found no Python for SGLang at {python} ({error}): {hint}") from error
     if answer.returncode != 0:
         told = (answer.stderr.strip().splitlines() or ["no message"])[-1]
         raise ConfigError(f"{python} has no SGLang ({told}): pip install sglang=={dotted(NEWEST)} there")

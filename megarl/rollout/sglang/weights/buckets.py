@@ -46,8 +46,9 @@ class Bucket:
         start = 0
         for name, dtype_name, sizes in zip(self.names, self.dtypes, self.shapes, strict=True):
             dtype, shape = getattr(torch, dtype_name), torch.Size(sizes)
-            yield name, dtype, shape, start, start + shape.numel() * dtype.itemsize
-            start += shape.numel() * dtype.itemsize
+            end = start + shape.numel() * dtype.itemsize
+            yield name, dtype, shape, start, end
+            start = end
 
     def tensors(self) -> Iterator[Named]:
         """Yields the tensors as views of the flat memory."""
@@ -77,16 +78,12 @@ class Stopwatch:
 
     def over(self, items: Iterable[Item]) -> Iterator[Item]:
         """Yields the items unchanged."""
-        iterator = iter(items)
-        while True:
-            started = time.perf_counter()
-            try:
-                item = next(iterator)
-            except StopIteration:
-                return
-            finally:
-                self.seconds += time.perf_counter() - started
+        started = time.perf_counter()
+        for item in items:
+            self.seconds += time.perf_counter() - started
             yield item
+            started = time.perf_counter()
+        self.seconds += time.perf_counter() - started
 
 
 def split_into_buckets(tensors: Iterable[Named], max_bytes: int) -> Iterator[Bucket]:

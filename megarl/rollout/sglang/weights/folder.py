@@ -62,9 +62,8 @@ class WeightFolder:
         try:
             yield
         except (OSError, SafetensorError) as error:
-            raise WeightSyncError(
-                f"{self._folder}: the weights of version {self._version} could not be written ({error})"
-            ) from error
+            told = f"{self._folder}: the weights of version {self._version} could not be written ({error})"
+            raise WeightSyncError(told) from error
 
 
 def write_fp8_model(source: Path, folder: Path) -> Path:
@@ -72,10 +71,7 @@ def write_fp8_model(source: Path, folder: Path) -> Path:
     update. Returns ``folder``; ConfigError for a model that is quantised already."""
     config = json.loads((source / "config.json").read_text())
     if "quantization_config" in config:
-        raise ConfigError(
-            f"{source}/config.json names a quantization_config, expected a model in high precision: training reads its "
-            "weights, and servers get them in FP8"
-        )
+        raise ConfigError(f"{source}/config.json names a quantization_config, expected a model in high precision")
     folder.mkdir(parents=True, exist_ok=True)
     _copy_model_files(source, folder)
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": fp8_config(["lm_head"])}, indent=2))
@@ -83,6 +79,5 @@ def write_fp8_model(source: Path, folder: Path) -> Path:
 
 
 def _copy_model_files(source: Path, folder: Path) -> None:
-    """Copies everything but the weights: config, tokenizer, code."""
     for file in model_files(source):
         shutil.copy2(file, folder / file.name)

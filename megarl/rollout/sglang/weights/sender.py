@@ -25,8 +25,6 @@ BEGIN_TIMEOUT_S = 60.0
 """Timeout of a pause: finds a server that hangs before anything is sent to it."""
 GROUP_TIMEOUT_S = 60.0
 """Timeout of joining a process group, and of one broadcast."""
-MEMORY = ("kv_cache", "weights")
-"""Kinds of memory that a server can free."""
 
 
 class WeightSender:
@@ -58,9 +56,7 @@ class WeightSender:
         """
         self._post("pause_generation", {"mode": "abort"}, BEGIN_TIMEOUT_S)
         if can(self._release, "update_session"):
-            self._ask(
-                "POST", "end_weight_update", {}, BEGIN_TIMEOUT_S
-            )  # answers HTTP 400 if none is open, the usual case
+            self._ask("POST", "end_weight_update", {}, BEGIN_TIMEOUT_S)  # usually HTTP 400: none is open
             self._in_session = False
         if self._group is not None and self.weight_version() != self._named:
             self._leave_group()  # the server was restarted, and is in no group
@@ -109,11 +105,8 @@ class WeightSender:
 
     def load_from_disk(self, folder: str) -> None:
         """Have the server load a checkpoint folder."""
-        body = {
-            "model_path": folder,
-            "load_format": "auto",
-            "flush_cache": False,
-        }  # auto: not the server's own --load-format, which may be dummy
+        # auto: not the server's own --load-format, which may be dummy
+        body = {"model_path": folder, "load_format": "auto", "flush_cache": False}
         self._post("update_weights_from_disk", body)
 
     def finish(self, version: int) -> None:
@@ -123,10 +116,8 @@ class WeightSender:
             self._in_session = False
         flushed = self._ask("POST", "flush_cache")
         if flushed.status_code != 200:
-            raise WeightSyncError(
-                f"{self.url} refuses to flush its cache, HTTP {flushed.status_code}: {flushed.text[:300]}; it would "
-                "serve keys, values and routes of old weights and stays paused"
-            )
+            told = f"{self.url} refuses to flush its cache, HTTP {flushed.status_code}: {flushed.text[:300]}"
+            raise WeightSyncError(f"{told}; it would serve keys, values and routes of old weights and stays paused")
         self._post("update_weight_version", {"new_version": str(version), "abort_all_requests": True})
         found = self.weight_version()
         if found != str(version):
@@ -140,10 +131,10 @@ class WeightSender:
     def release_memory(self) -> None:
         """Pause, and free the memory of weights and cache. The weights are lost: an update must follow."""
         self._post("pause_generation", {"mode": "abort"}, BEGIN_TIMEOUT_S)
-        self._post("release_memory_occupation", {"tags": list(MEMORY)})
+        self._post("release_memory_occupation", {"tags": ["kv_cache", "weights"]})
 
     def take_memory(self, kind: str) -> None:
-        """Allocate one kind of ``MEMORY`` again."""
+        """Allocate "weights" or "kv_cache" again."""
         self._post("resume_memory_occupation", {"tags": [kind]})
 
     def checksums(self) -> list[dict[str, str]]:
@@ -151,10 +142,8 @@ class WeightSender:
         answer = self._ask("POST", "weights_checker", {"action": "checksum"})
         ranks = answer.json().get("ranks") if answer.status_code == 200 else None
         if not ranks:
-            raise WeightSyncError(
-                f"{self.url} gives no checksums, HTTP {answer.status_code}: {answer.text[:300]}; take a release "
-                "that has /weights_checker, or set sglang.checksums = false"
-            )
+            told = f"{self.url} gives no checksums, HTTP {answer.status_code}: {answer.text[:300]}"
+            raise WeightSyncError(f"{told}; take a later release, or set sglang.checksums = false")
         return [dict(rank["checksums"]) for rank in ranks]
 
     def weight_version(self) -> str:
@@ -170,9 +159,8 @@ class WeightSender:
         is_json = answer.headers.get("content-type", "").startswith("application/json")
         content = answer.json() if is_json else None  # some answer null
         if answer.status_code != 200 or (isinstance(content, dict) and content.get("success") is False):
-            raise WeightSyncError(
-                f"{self.url}/{path} failed, HTTP {answer.status_code}: {answer.text[:300]}; the server stays paused"
-            )
+            told = f"{self.url}/{path} failed, HTTP {answer.status_code}: {answer.text[:300]}"
+            raise WeightSyncError(f"{told}; the server stays paused")
 
     def _ask(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
