@@ -20,7 +20,7 @@ def key_named(variable: str | None) -> str | None:
     if variable is None:
         return None
     if not os.environ.get(variable):
-        raise ConfigError(f"sglang.api_key_env: the environment has no {variable}; export it, or remove the key")
+        raise ConfigError(f"sglang.api_key_env: the environment has no variable {variable}; export it")
     return os.environ[variable]
 
 
