@@ -30,11 +30,9 @@ class Sample:
     """(index of the last token, reward) of each step, ascending; empty without process rewards."""
     turns: int = 1
     reward_error: str | None = None
-    """Why there is no reward."""
     late_reward: bool = False
     """Whether the reward took too long."""
     episode_error: str | None = None
-    """Why the episode failed; None if it did not."""
 
 
 class Player:

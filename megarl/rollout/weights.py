@@ -1,8 +1,6 @@
 """The tensors of a weight update: which ones an engine expects, in what form it holds them.
 
-An update is an iterator of (name, tensor) under the names of a Hugging Face checkpoint. Every engine takes it through
-the same two steps: ``require_each_once`` checks it against the checkpoint's names and shapes while it streams by, and
-``WeightForm.convert`` gives each tensor the dtype that the engine computes with.
+Every engine takes an update through ``require_each_once`` and ``WeightForm.convert``.
 """
 
 from __future__ import annotations
@@ -93,10 +91,8 @@ def checkpoint_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     storages = {tensor.untyped_storage().data_ptr() for tensor in live.values()}
     for name, view in views.items():
         if view.untyped_storage().data_ptr() not in storages:
-            raise WeightSyncError(
-                f"{type(model).__name__} stores {name} in another layout than its checkpoint, which cannot be updated "
-                "in place: this architecture needs an engine of its own"
-            )
+            layout = f"{type(model).__name__} stores {name} in another layout than its checkpoint"
+            raise WeightSyncError(f"{layout}, which cannot be updated in place: it needs an engine of its own")
     found, expected = (sum(t.numel() for t in tensors.values()) for tensors in (views, live))
     if found != expected:
         raise WeightSyncError(

@@ -84,7 +84,6 @@ class LocalEngine(Engine):
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights in the engine; -1 before the first update."""
         return self._version
 
     @torch.no_grad()
@@ -126,7 +125,6 @@ class LocalEngine(Engine):
         return [rollouts[i] for i in range(len(requests))]
 
     def close(self) -> None:
-        """See ``Engine.close``."""
         if not self._closed:
             self._closed = True
             self._recorder.close()

@@ -64,8 +64,6 @@ class AwayError(RetryError):
 
 @dataclass(eq=False)
 class _Job:
-    """One request."""
-
     request: SampleRequest
     answer: asyncio.Future[Rollout]
     """Cancelled if its episode does not wait any more."""
@@ -78,13 +76,10 @@ class _Job:
 
 @dataclass(eq=False)
 class _Server:
-    """One server, as this session sees it."""
-
     url: str
     queue: deque[_Job] = field(default_factory=deque)
     """Requests of its own groups."""
     busy: int = 0
-    """Requests that it works on."""
     away: bool = False
     """Does not answer at the moment, and gets no requests."""
     down: bool = False
@@ -125,8 +120,6 @@ class SGLangClient:
 
 
 class _RequestSession(Session):
-    """A session: assigns requests to servers, and repeats those that fail."""
-
     def __init__(
         self,
         client: SGLangClient,

@@ -62,7 +62,6 @@ class SGLangEngine(Engine):
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights in the servers; -1 before the first update."""
         return self._version
 
     @property

@@ -51,7 +51,6 @@ class ModelTurn:
     """What the model generated in one turn."""
 
     index: int
-    """0 for the first turn of the episode."""
     tokens: np.ndarray
     """int32 [T], as they were sampled, the stop token included. Not to be made from the text again."""
     text: str

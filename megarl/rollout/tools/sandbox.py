@@ -4,9 +4,8 @@ In the sandbox the code has its own processes, network (only a loopback), host n
 interpreter and the system's libraries, and write one small folder in memory, /tmp. It gets no environment variables of
 this process. All its processes end with the first one, and that one ends with the process that started it.
 
-The kernel's limits hold per process. One call can therefore use ``num_processes + 1`` times ``memory_bytes`` and its
-scratch folder, and as many cores for ``wall_s`` seconds. To bound it further, lower ``num_processes``, or bound the
-memory of the whole run with a cgroup.
+The kernel's limits hold per process: one call can use ``num_processes + 1`` times ``memory_bytes`` and its scratch
+folder, and as many cores for ``wall_s`` seconds.
 """
 
 from __future__ import annotations

@@ -45,10 +45,8 @@ def program() -> bytes:
     """Returns the filter for this machine as struct sock_filter entries; raises ConfigError where it is not known."""
     machine = _MACHINES.get(platform.machine())
     if machine is None:
-        raise ConfigError(
-            f"no filter of system calls is known for {platform.machine()!r}, only for {' and '.join(_MACHINES)}: the "
-            "sandboxed Python tool does not run here"
-        )
+        known = f"no filter of system calls is known for {platform.machine()!r}, only for {' and '.join(_MACHINES)}"
+        raise ConfigError(f"{known}: the sandboxed Python tool does not run here")
     code = [
         _op(_LOAD, _OFFSET_ARCHITECTURE),
         _op(_IF_EQUAL, machine.audit, 1, 0),
