@@ -51,6 +51,8 @@ class _Server:
         atexit.register(self.close)
 
     def run(self, order: dict[str, Any]) -> None:
+        if self._process is not None and self._process.poll() is not None:  # a test may have ended all its children
+            self._process = None
         process = self._process = self._process or self._start()
         assert process.stdin is not None
         process.stdin.write(json.dumps(order) + "\n")

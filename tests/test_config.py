@@ -200,6 +200,7 @@ def test_off_stands_for_none_in_objective_overrides():
             {"train__micro_batch_tokens": 27, "parallel__tp": 2},
             ["train.micro_batch_tokens: found 27", "multiple of parallel.tp"],
         ),
+        ({"train__mini_batches": 3}, ["train.mini_batches: found 3", "divisor", "256"]),
         ({"eval__every": 3}, ["eval.every: found 3 without data.heldout"]),
         ({"recompute__granularity": "full"}, ['recompute.granularity: found "full" without method']),
         ({"recompute__num_layers": 1}, ["recompute.num_layers: goes only with"]),

@@ -56,6 +56,7 @@ def test_a_step_of_the_example_is_a_step_of_the_trainer(example: ModuleType, tmp
     model = write_tiny_model(tmp_path / "model", hidden_size=32, num_experts=8, expert_width=16)
     config = example.configure(model, 1)
     config = config.model_copy(update={"train": config.train.model_copy(update={"replay": replay})})
+    distributed.shutdown()  # an earlier test of this process may have left its groups
     distributed.initialize(config)
     try:
         first, second = (Policy(config, schedule_of(config)) for _ in range(2))

@@ -53,6 +53,18 @@ def _check_sizes(tables: Tables) -> None:
             f"train.micro_batch_tokens: found {train.micro_batch_tokens}, expected a multiple of parallel.tp = "
             f"{tables.parallel.tp}"
         )
+    # With the number of ranks known, Config.check_world_size refuses more. These hold for any number of them.
+    if tables.sampling.fixed and tables.responses_per_step % train.mini_batches:
+        raise ConfigError(
+            f"train.mini_batches: found {train.mini_batches}, expected a divisor of "
+            f"rollout.prompts_per_step * group_size = {tables.responses_per_step}"
+        )
+    prompts = tables.rollout.prompts_per_step
+    if not tables.sampling.fixed and train.mini_batches > prompts:
+        raise ConfigError(
+            f"train.mini_batches: found {train.mini_batches}, expected at most rollout.prompts_per_step = {prompts}: "
+            "this sampling makes mini-batches of whole groups"
+        )
 
 
 def _check_sampling(tables: Tables) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -35,8 +36,9 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def writers() -> list[psutil.Process]:
+    """The children of this process that write; others belong to multiprocessing and to the tests (preloaded.py)."""
     alive = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
-    return [p for p in alive if "resource_tracker" not in " ".join(p.cmdline())]
+    return [p for p in alive if not re.search(r"resource_tracker|preloaded\.py", " ".join(p.cmdline()))]
 
 
 @pytest.mark.usefixtures("slow")
