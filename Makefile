@@ -75,4 +75,4 @@ clean:
 	rm -rf .venv .venv-sglang .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info $(QUICKSTART_DIR)
 
 clean-cache:
-	rm -rf "$$($(PYTHON) tools/environments.py cache)"
+	cd "$$($(PYTHON) tools/environments.py cache)" && rm -rf megarl-* sglang-* megatron-* clones

@@ -29,10 +29,9 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.config import Config
 from megarl.config.file import parse
-from megarl.core.advantages import group_mean
 from megarl.core.diagnostics import mismatch_metrics
 from megarl.core.metrics import Stat, finalize, merge
-from megarl.core.objectives import OBJECTIVES, Denominators, TokenColumns, coefficients
+from megarl.core.objectives import OBJECTIVES, Denominators, TokenColumns, coefficients, sequence_advantages
 from megarl.core.packing import drop_routes, pack
 from megarl.core.routing import Disagreement
 from megarl.core.types import Rollout, SampleRequest, TrainBatch
@@ -48,7 +47,7 @@ from megarl.rollout.local.engine import LocalEngine
 
 PROMPTS, GROUP_SIZE, RESPONSE_TOKENS = 8, 8, 10
 MINI_BATCHES = 2  # optimizer steps per RL step: the second one is off-policy, and MiniRL corrects for that
-OBJECTIVE = OBJECTIVES["minirl"]
+OBJECTIVE = OBJECTIVES["minirl"]  # rows that select responses, or have a KL or one exponent per step, need more code
 
 
 @dataclass
@@ -204,7 +203,7 @@ def main() -> None:
         responses = [tokenizer.decode(rollout.response_tokens, skip_special_tokens=True) for rollout in rollouts]
         rewards = np.array([judge(response) for response in responses])
         groups = np.array([rollout.group for rollout in rollouts])
-        advantages = group_mean(rewards, groups).numpy()  # reward minus the mean of the group
+        advantages = sequence_advantages(OBJECTIVE, rewards, groups).numpy()  # MiniRL: reward minus the group's mean
 
         parts = np.array_split(np.arange(len(rollouts)), MINI_BATCHES)
         minis = [make_batch(config, policy, [rollouts[i] for i in part], advantages[part]) for part in parts]

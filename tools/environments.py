@@ -1,7 +1,7 @@
 """Python environments of a clone, kept in one cache folder that all clones share (stdlib only; called by the Makefile).
 
     python3.11 tools/environments.py megarl              .venv
-    python3.11 tools/environments.py sglang [VERSION]    .venv-sglang
+    python3.11 tools/environments.py sglang VERSION    .venv-sglang
     python3.11 tools/environments.py cache               prints the cache folder
 
 The cache is $MEGARL_CACHE, or megarl/ in $XDG_CACHE_HOME, or ~/.cache/megarl. An environment there is named after a
@@ -23,11 +23,15 @@ import platform
 import shutil
 import subprocess
 import sys
-import tomllib
 import venv
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+try:
+    import tomllib
+except ModuleNotFoundError:
+    sys.exit(f"setup: found Python {platform.python_version()}, megarl needs 3.11: make PYTHON=/path/to/python3.11")
 
 ROOT = Path(__file__).resolve().parents[1]
 TORCH = "2.13.0"

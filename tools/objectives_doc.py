@@ -67,7 +67,8 @@ def mine(columns):
     return weight * columns.advantages
 ```
 
-megarl divides the result by $D$, and uses it without gradient. It ignores the values of tokens that do not train.
+megarl divides the result by $D$, and uses it without gradient. The function must be deterministic: every
+tensor-parallel rank calls it. It gets copies of the columns. It ignores the values of tokens that do not train.
 Everything that the function does not compute is set by `objective_overrides`:
 
 - `advantage`, `selection`, `std_ddof`, `std_eps`: what `columns.advantages` are (default: reward minus the group's

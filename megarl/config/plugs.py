@@ -25,7 +25,7 @@ def load_plug(key: str, path: str, built_in: str = "a built-in name") -> Any:
         raise ConfigError(f"{key}: found {path!r}, expected {built_in}, or package.module:name")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # importing runs the user's code, which may raise anything
+    except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything
         told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ConfigError(
             f"{key}: found {path!r}, but cannot import {module_name!r} ({told}); put the module beside the "
@@ -33,7 +33,7 @@ def load_plug(key: str, path: str, built_in: str = "a built-in name") -> Any:
         ) from error
     try:
         return getattr(module, name)
-    except AttributeError:
+    except Exception:  # a module may have a __getattr__ of its own
         where = getattr(module, "__file__", None) or module_name
         raise ConfigError(f"{key}: found {path!r}, but {where} has nothing named {name!r}") from None
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from megarl.config import Config
-from megarl.config.plugs import load_plug
-from megarl.errors import ConfigError
+from megarl.config.plugs import ENGINES, load_plug
+from megarl.errors import ConfigError, MegarlError
 from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES
 from megarl.rollout.engine import Engine
@@ -34,7 +34,20 @@ def make_engine(config: Config, tell: Callable[[str], None]) -> Engine:
     factory = config.rollout.engine_kind.factory
     if isinstance(factory, str):
         factory = load_plug(f'rollout.engine "{config.rollout.engine}": factory', factory)
-    return factory(config, tell)
+    if config.rollout.engine in ENGINES:
+        return factory(config, tell)
+    try:
+        engine = factory(config, tell)
+    except MegarlError:
+        raise
+    except Exception as error:  # the factory is the user's code, which may raise anything
+        told = f"{type(error).__name__}: {error}"
+        raise ConfigError(f'rollout.engine "{config.rollout.engine}" cannot be made ({told})') from error
+    if not callable(getattr(engine, "update_weights", None)):
+        raise ConfigError(
+            f'rollout.engine "{config.rollout.engine}": its factory made a {type(engine).__name__}, expected an Engine'
+        )
+    return engine
 
 
 def make_local_engine(config: Config, tell: Callable[[str], None]) -> LocalEngine:

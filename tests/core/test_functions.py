@@ -9,7 +9,7 @@ import pytest
 import torch
 from core_batches import random_columns
 
-from megarl.core.metrics import Stat
+from megarl.core.metrics import Stat, finalize
 from megarl.core.objectives import OBJECTIVES, Coefficients, Denominators, TokenColumns, coefficients
 from megarl.core.objectives.functions import function_coefficients
 from megarl.errors import ConfigError, NumericsError
@@ -71,3 +71,36 @@ def test_a_result_that_is_not_finite_is_refused() -> None:
     columns = random_columns(4, [4], masked=0.0)
     with pytest.raises(NumericsError, match=r"returned nan at token 0 of the packed batch \(4 such tokens"):
         function_coefficients(lambda given: given.advantages * torch.nan, PLAIN, columns)
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(7)])
+def test_a_function_that_raises_is_named_with_its_line(error: BaseException) -> None:
+    def own(columns: TokenColumns) -> torch.Tensor:
+        raise error
+
+    with pytest.raises(ConfigError, match=rf"raised {type(error).__name__}.*test_functions.py:\d+"):
+        function_coefficients(own, PLAIN, random_columns(5, [3]))
+
+
+def test_a_function_cannot_change_the_batch() -> None:
+    columns = random_columns(6, [3, 2])
+    before = columns.logprobs.clone()
+
+    def own(given: TokenColumns) -> torch.Tensor:
+        given.logprobs.sub_(3.0)
+        given.loss_mask.logical_not_()
+        return given.advantages.mul_(2.0)
+
+    found = function_coefficients(own, PLAIN, columns)
+    assert torch.equal(columns.logprobs, before)
+    assert torch.equal(found.values, function_coefficients(lambda given: 2.0 * given.advantages, PLAIN, columns).values)
+
+
+def test_metrics_of_the_function_are_checked_and_hide_none_of_ours() -> None:
+    columns = random_columns(7, [3])
+    with pytest.raises(ConfigError, match="metrics"):
+        function_coefficients(lambda given: Coefficients(weigh(given), {"x": 3.0}), PLAIN, columns)  # type: ignore[dict-item]
+    mine = {"loss_tokens": Stat.total(-5.0)}
+    found = function_coefficients(lambda given: Coefficients(weigh(given), mine), PLAIN, columns)
+    ours = function_coefficients(weigh, PLAIN, columns)
+    assert finalize(found.metrics)["loss_tokens"] == finalize(ours.metrics)["loss_tokens"]

@@ -141,7 +141,10 @@ def _check_function(name: str, function: object) -> None:
         raise ConfigError(
             f"objective: found {type(function).__name__} at {name!r}, expected an Objective or a function of columns"
         )
-    signature = inspect.signature(function)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some built-ins have none
+        return
     try:
         signature.bind(None)
     except TypeError as error:
