@@ -60,3 +60,12 @@ class PeerError(MegarlError, RuntimeError):
     """Another rank has died or did not come to a collective call; names the phase, and whom the others wait for."""
 
     second_hand = True
+
+
+def describe(error: BaseException) -> str:
+    """Return type and message of an error of foreign code, in one line of at most 300 characters."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # a foreign exception may fail to print itself
+        text = type(error).__name__
+    return " ".join(text.split())[:300]

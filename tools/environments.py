@@ -1,7 +1,7 @@
 """Python environments of a clone, kept in one cache folder that all clones share (stdlib only; called by the Makefile).
 
     python3.11 tools/environments.py megarl              .venv
-    python3.11 tools/environments.py sglang VERSION    .venv-sglang
+    python3.11 tools/environments.py sglang VERSION      .venv-sglang
     python3.11 tools/environments.py cache               prints the cache folder
 
 The cache is $MEGARL_CACHE, or megarl/ in $XDG_CACHE_HOME, or ~/.cache/megarl. An environment there is named after a
@@ -27,6 +27,7 @@ import venv
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 try:
     import tomllib
@@ -78,17 +79,17 @@ def say(words: str) -> None:
     print(f"setup: {words}", flush=True)
 
 
-def pip(python: Path, *words: object) -> None:
+def pip(python: Path, *words: object, **options: Any) -> int:
+    """Install and return 0. If pip fails: raises CalledProcessError, or returns its exit code with ``check=False``."""
     command = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *words]
-    subprocess.run(list(map(str, command)), check=True, cwd=ROOT)
+    return subprocess.run(list(map(str, command)), cwd=ROOT, **{"check": True, **options}).returncode
 
 
 def install_torch(python: Path) -> None:
     """The build for CPUs, from the configured indexes or PyTorch's own. Where there is none (macOS), the default."""
     say(f"installing torch {TORCH} for the CPU")
-    for words in ([f"torch=={TORCH}+cpu"], [f"torch=={TORCH}+cpu", "--index-url", TORCH_CPU_INDEX]):
-        command = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *words]
-        if not subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode:
+    for index in ([], ["--index-url", TORCH_CPU_INDEX]):
+        if not pip(python, f"torch=={TORCH}+cpu", *index, stderr=subprocess.DEVNULL, check=False):
             return
     say("found no build for the CPU, installing the default build of torch")
     pip(python, f"torch=={TORCH}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, describe
 
 
 def load_plug(key: str, path: str, built_in: str = "a built-in name") -> Any:
@@ -26,9 +26,8 @@ def load_plug(key: str, path: str, built_in: str = "a built-in name") -> Any:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything
-        told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ConfigError(
-            f"{key}: found {path!r}, but cannot import {module_name!r} ({told}); put the module beside the "
+            f"{key}: found {path!r}, but cannot import {module_name!r} ({describe(error)}); put the module beside the "
             "configuration file, or its folder on PYTHONPATH"
         ) from error
     try:

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from megarl.config.plugs import load_plug
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, describe
 
 AnyReward = TypeVar("AnyReward", bound=Callable[..., Any])
 
@@ -186,11 +186,7 @@ def read_verdict(returned: object, response: str) -> Verdict:
 
 def describe_failure(error: BaseException) -> Verdict:
     """Return the verdict for a reward function that raised: type and message in one line of at most 300 characters."""
-    try:
-        text = f"{type(error).__name__}: {error}"
-    except Exception:  # a foreign exception may fail to print itself
-        text = type(error).__name__
-    return Verdict(None, error=" ".join(text.split())[:300], timed_out=isinstance(error, TimeoutError))
+    return Verdict(None, error=describe(error), timed_out=isinstance(error, TimeoutError))
 
 
 def _check_finite(value: object, what: str) -> float:

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.core.turns import join, known_rows
 from megarl.core.types import Rollout, SampleRequest
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, describe
 from megarl.rollout.engine import Session
 from megarl.rollout.tools.protocol import Environment, Episode, ModelTurn, Observation
 
@@ -200,7 +200,7 @@ def _foreign(failed: str) -> Iterator[None]:
         # The environment has cancelled a task of its own. Raised, this would look as if the episode was dropped.
         raise EpisodeError(f"{failed}: CancelledError") from error
     except (Exception, SystemExit) as error:
-        raise EpisodeError(f"{failed}: " + " ".join(f"{type(error).__name__}: {error}".split())[:300]) from error
+        raise EpisodeError(f"{failed}: {describe(error)}") from error
 
 
 async def _step(episode: Episode, turn: ModelTurn, seconds: float, places: asyncio.Semaphore) -> Observation:

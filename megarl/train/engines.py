@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from megarl.config import Config
 from megarl.config.plugs import ENGINES, load_plug
-from megarl.errors import ConfigError, MegarlError
+from megarl.errors import ConfigError, MegarlError, describe
 from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES
 from megarl.rollout.engine import Engine
@@ -41,8 +41,7 @@ def make_engine(config: Config, tell: Callable[[str], None]) -> Engine:
     except MegarlError:
         raise
     except Exception as error:  # the factory is the user's code, which may raise anything
-        told = f"{type(error).__name__}: {error}"
-        raise ConfigError(f'rollout.engine "{config.rollout.engine}" cannot be made ({told})') from error
+        raise ConfigError(f'rollout.engine "{config.rollout.engine}" cannot be made ({describe(error)})') from error
     if not callable(getattr(engine, "update_weights", None)):
         raise ConfigError(
             f'rollout.engine "{config.rollout.engine}": its factory made a {type(engine).__name__}, expected an Engine'

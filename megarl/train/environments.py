@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from megarl.config import Config, EnvironmentConfig
 from megarl.config.plugs import load_plug
 from megarl.data.judge import Judge
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, describe
 from megarl.rollout.episodes import EpisodeLimits
 from megarl.rollout.player import Player
 from megarl.rollout.tools.calculator import CalculatorTool
@@ -117,5 +117,6 @@ def _make(key: str, path: str, options: Mapping[str, Any]) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # the user's code, which may raise anything
-        told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ConfigError(f"{key}: {path!r} cannot be made ({told}); look at the function that it names") from error
+        raise ConfigError(
+            f"{key}: {path!r} cannot be made ({describe(error)}); look at the function that it names"
+        ) from error

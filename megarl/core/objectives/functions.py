@@ -13,7 +13,7 @@ from megarl.core.choices.parts import Objective
 from megarl.core.metrics import Stat
 from megarl.core.objectives.columns import Denominators, TokenColumns, prepare
 from megarl.core.objectives.loss import Coefficients, coefficients
-from megarl.errors import ConfigError, MegarlError, NumericsError
+from megarl.errors import ConfigError, MegarlError, NumericsError, describe
 
 ObjectiveFunction = Callable[[TokenColumns], Tensor | Coefficients]
 
@@ -71,7 +71,7 @@ def _call(function: ObjectiveFunction, columns: TokenColumns) -> tuple[object, M
     except (Exception, SystemExit) as error:  # the function is the user's code, which may raise anything
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
-            f"train.objective: the function raised {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+            f"train.objective: the function raised {describe(error)} ({last.filename}:{last.lineno})"
         ) from error
     if not isinstance(found, Coefficients):
         return found, {}
