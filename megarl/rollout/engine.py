@@ -106,6 +106,11 @@ class Engine(Protocol):
         """Seconds that this rank has spent on the parts of the last weight update; empty if it has no parts."""
         return {}
 
+    @property
+    def wrong_answers(self) -> int:
+        """Answers that this rank has refused, and asked for again, in the last ``converse``; none without servers."""
+        return 0
+
     def converse(self, begin: Begin, params: SamplingParams, on_finish: OnFinish = None) -> None:
         """Runs the episodes that ``begin`` starts, and those that they start, in an event loop of its own.
 

@@ -84,6 +84,7 @@ def make_sglang_engine(config: Config, tell: Callable[[str], None]) -> SGLangEng
         agree=lambda failure: distributed.fail_together(failure, "the weight update"),
         settings=client,
         form=WeightForm(DTYPES[config.rollout.dtype], fp8),
+        tell=tell,
     )
 
 

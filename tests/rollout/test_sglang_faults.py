@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import threading
 import time
@@ -21,6 +22,7 @@ from sglang_faulty import check_complete, in_background, kill_9
 from sglang_fixtures import START_DEADLINE_S
 from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_sets
 
+from megarl.core.routing import decode, encode
 from megarl.core.types import SampleRequest
 from megarl.errors import RolloutError
 from megarl.rollout.engine import SamplingParams
@@ -46,6 +48,8 @@ class Proxy:
     seen: int = 0
     spoilt: Counter[str] = field(default_factory=Counter)
     url: str = ""
+    earlier: list[bytes] = field(default_factory=list)
+    """Whole answers to requests of before."""
 
     def __post_init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -78,7 +82,8 @@ class Proxy:
                 fault = self.fault(self.seen)
                 if fault is not None:
                     self.spoilt[fault] += 1
-                    answer_head, answer = await _spoil(fault, answer_head, answer)
+                    answer_head, answer = await _spoil(fault, answer_head, answer, self.earlier)
+                self.earlier.append(answer)
             writer.write(_with_length(answer_head, len(answer) + (100 if answer_head.endswith(b"CUT") else 0)) + answer)
             await writer.drain()
         except (ConnectionError, asyncio.IncompleteReadError):
@@ -109,7 +114,7 @@ def _with_length(head: bytes, length: int) -> bytes:
     return b"\r\n".join([*lines, b"connection: close", b"content-length: %d" % length, b"", b""])
 
 
-async def _spoil(fault: str, head: bytes, answer: bytes) -> tuple[bytes, bytes]:
+async def _spoil(fault: str, head: bytes, answer: bytes, earlier: Sequence[bytes]) -> tuple[bytes, bytes]:
     if fault == "hang":
         await asyncio.sleep(3600.0)
     if fault == "500":
@@ -118,9 +123,23 @@ async def _spoil(fault: str, head: bytes, answer: bytes) -> tuple[bytes, bytes]:
         return head, answer[: len(answer) // 2]
     if fault == "cut":  # fewer bytes than the head promises
         return head + b"CUT", answer[: len(answer) // 2]
-    assert fault == "routes"
-    whole = json.loads(answer)
-    whole["meta_info"]["routed_experts"] = whole["meta_info"]["routed_experts"][:-5]
+    if fault == "replayed":
+        return head, earlier[0]
+    whole, other = json.loads(answer), json.loads(earlier[0]) if earlier else {}
+    meta, text = whole["meta_info"], whole["meta_info"]["routed_experts"]
+    if fault == "routes":
+        meta["routed_experts"] = text[:-5]
+    elif fault == "exchanged":  # a proxy that knows ids, and nothing else
+        whole, other["meta_info"]["id"] = other, meta["id"]
+    elif fault == "other routes":
+        meta["routed_experts"] = other["meta_info"]["routed_experts"]
+    elif fault == "late routes":
+        trace = decode(base64.b64decode(text))
+        late = replace(trace, experts=np.roll(trace.experts, 1, axis=0))
+        meta["routed_experts"] = base64.b64encode(encode(late)).decode()
+    else:
+        assert fault == "no seal"
+        del meta["megarl_seal"]
     return head, json.dumps(whole).encode()
 
 
@@ -145,13 +164,18 @@ def engine(proxy: Proxy, hostile_model: Path, weights: Weights) -> Iterator[SGLa
 
 
 def engine_of(
-    to: Sequence[str], model: Path, settings: ClientSettings = SETTINGS, fleet: Fleet | None = None, **fields: Any
+    to: Sequence[str],
+    model: Path,
+    settings: ClientSettings = SETTINGS,
+    fleet: Fleet | None = None,
+    tell_client: Callable[[str], None] = print,
+    **fields: Any,
 ) -> SGLangEngine:
     config = json.loads((model / "config.json").read_text())
     if fleet is None:
         fleet = Fleet(source=model, **fields)
         fleet.start()
-    return SGLangEngine(to, config, fleet=fleet, settings=settings, form=WeightForm(torch.float32))
+    return SGLangEngine(to, config, fleet=fleet, settings=settings, form=WeightForm(torch.float32), tell=tell_client)
 
 
 @pytest.mark.parametrize("fault", ["500", "json", "routes", "cut", "hang"])
@@ -170,9 +194,41 @@ def test_a_fault_that_passes_costs_nothing(
     assert logprob_gap(rollouts, oracle_of(hostile_model, weights)) < CLOSE
 
 
+@pytest.mark.parametrize("compact_routes", [True, False])
+@pytest.mark.parametrize("fault", ["replayed", "exchanged", "other routes", "late routes", "no seal"])
+def test_no_part_of_another_answer_is_taken(
+    proxy: Proxy, fault: str, compact_routes: bool, hostile_model: Path, weights: Weights
+):
+    """All requests are for the same prompt, so that every answer has the right shape."""
+    if not compact_routes and fault not in ("replayed", "exchanged"):
+        pytest.skip("without the plugin's seal only ids and prompts are compared")
+    told: list[str] = []
+    settings = replace(SETTINGS, compact_routes=compact_routes)
+    engine = engine_of([proxy.url], hostile_model, settings, urls=[proxy.url], tell_client=told.append)
+    engine.update_weights(weights.items(), 11)
+    first = make_requests(1)[0] if fault != "exchanged" or compact_routes else make_requests(2)[1]
+    requests = [replace(make_requests(1)[0], sample=sample) for sample in range(8)]
+    engine.generate([first], PARAMS)
+    assert engine.wrong_answers == 0
+    proxy.fault = lambda number: fault if number in (3, 6) else None
+    finished: list[int] = []
+    rollouts = engine.generate(requests, PARAMS, finished.append)
+    assert proxy.spoilt == {fault: 2}
+    assert engine.wrong_answers == 2
+    assert proxy.seen == 1 + len(requests) + 2
+    check_complete(requests, rollouts, finished)
+    assert same_sets(rollouts, oracle_of(hostile_model, weights)) == 1.0
+    assert logprob_gap(rollouts, oracle_of(hostile_model, weights)) < CLOSE
+    expected = {"replayed": "to another request: its id is", "no seal": "without the seal"}.get(fault)
+    expected = expected or ("does not fit its seal" if compact_routes else "to another prompt")
+    assert [expected in line for line in told] == [True]
+    engine.close()
+
+
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
+        ("replayed", "the answer is to another request"),
         ("500", "HTTP 500: out of luck"),
         ("json", "is no JSON"),
         ("routes", "the answer was cut short"),
@@ -182,6 +238,7 @@ def test_a_fault_that_passes_costs_nothing(
 def test_a_fault_that_stays_names_the_request_and_the_last_failure(
     engine: SGLangEngine, proxy: Proxy, fault: str, told: str
 ):
+    engine.generate(make_requests(1), PARAMS)
     proxy.fault = lambda number: fault
     engine._client.settings = replace(SETTINGS, attempts=2, deadline_s=0.5 if fault == "hang" else 60.0)
     finished: list[int] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from megarl.core.types import SampleRequest
 from megarl.errors import ConfigError, RolloutError, TraceError
 from megarl.models.shapes import MoeShape
 from megarl.rollout.sglang.answers import decode_routes, parse_answer
+from megarl.rollout.sglang.plugin.compact import seal
 
 SHAPE = MoeShape(num_layers=4, moe_layers=(1, 2, 3), num_experts=8, topk=2)
 REQUEST = SampleRequest(np.array([5, 6, 7], np.int32), group=4, sample=1, seed=0)
@@ -73,6 +75,65 @@ def test_without_routes_asked_for_there_are_none() -> None:
     found = parse_answer(REQUEST, answer(routed_experts="absent"), 7, None)
     assert found.routed_experts is None
     assert found.routed_mask is None
+
+
+def sealed(rid: str = "a", **changes: Any) -> dict[str, Any]:
+    found = answer(id=rid, **changes)
+    found["meta_info"]["megarl_seal"] = seal([5, 6, 7], found)
+    return json.loads(json.dumps(found))
+
+
+def test_an_answer_with_the_id_and_seal_of_its_request_is_taken() -> None:
+    plain = parse_answer(REQUEST, answer(), 7, SHAPE)
+    for own in (answer(id="a"), sealed(), answer(id="a") | {"prompt_token_ids": [5, 6, 7]}):
+        assert np.array_equal(parse_answer(REQUEST, own, 7, SHAPE, "a").tokens, plain.tokens)
+    odd = sealed(output_token_logprobs=[[np.float32(-0.1).item(), 9, None], [-1.0 / 3.0, 8, None]])
+    parse_answer(REQUEST, odd, 7, SHAPE, "a")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (answer(), "to another request: its id is None, expected 'a'"),
+        (sealed("b"), "to another request: its id is 'b', expected 'a'"),
+        (answer(id=["a"]), "to another request"),
+        (answer(id="a") | {"prompt_token_ids": [5, 6, 8]}, "to another prompt"),
+    ],
+)
+def test_the_answer_to_another_request_is_an_error(wrong: dict[str, Any], told: str) -> None:
+    with pytest.raises(RolloutError, match=f"group 4 sample 1: the answer is {told}"):
+        parse_answer(REQUEST, wrong, 7, SHAPE, "a")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"routed_experts": encoded(routes(4, seed=1))},
+        {"routed_experts": encoded(np.roll(routes(4), 1, axis=0))},
+        {"output_token_logprobs": [[-0.5, 9, None], [-1.2501, 8, None]]},
+        {"weight_version": "8"},
+        {"weight_versions": [{"version": 7, "start": 0, "end": 2}]},
+        {"finish_reason": {"type": "length", "length": 2}},
+        {"megarl_seal": None},
+        {"megarl_seal": 0},
+    ],
+)
+def test_a_part_of_another_answer_breaks_the_seal(change: dict[str, Any]) -> None:
+    whole = sealed()
+    assert (whole["meta_info"] | change) != whole["meta_info"]
+    whole["meta_info"] |= change
+    with pytest.raises(RolloutError, match="the answer does not fit its seal"):
+        parse_answer(REQUEST, whole, 7, SHAPE, "a")
+
+
+def test_the_tokens_of_another_answer_or_prompt_break_the_seal() -> None:
+    with pytest.raises(RolloutError, match="the answer does not fit its seal"):
+        parse_answer(replace(REQUEST, prompt_tokens=np.array([5, 6, 8], np.int32)), sealed(), 7, SHAPE, "a")
+    other = sealed()
+    other["output_ids"] = [9, 7]
+    other["meta_info"]["output_token_logprobs"][1][1] = 7
+    with pytest.raises(RolloutError, match="the answer does not fit its seal"):
+        parse_answer(REQUEST, other, 7, SHAPE, "a")
 
 
 def test_versions_come_from_the_server() -> None:

@@ -19,7 +19,7 @@ from megarl.core.types import FinishReason, Rollout, SampleRequest
 from megarl.errors import RolloutError, TraceError
 from megarl.models.shapes import MoeShape
 from megarl.rollout.engine import make_rollout
-from megarl.rollout.sglang.plugin.compact import is_compact, read_routes
+from megarl.rollout.sglang.plugin.compact import SEAL, is_compact, read_routes, seal
 
 _FINISH: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
 
@@ -60,19 +60,43 @@ def _decode_short(raw: bytes, shape: MoeShape, label: str) -> np.ndarray:
     return trace.experts
 
 
-def parse_answer(request: SampleRequest, answer: Any, version: int, shape: MoeShape | None) -> Rollout:
+def parse_answer(
+    request: SampleRequest, answer: Any, version: int, shape: MoeShape | None, rid: str | None = None
+) -> Rollout:
     """Returns the rollout that a ``/generate`` answer describes.
 
-    version: of the weights, if the answer names none. shape: None if no routes were asked for.
+    version: of the weights, if the answer names none. shape: None if no routes were asked for. rid: the id that the
+    request carried, which its answer must repeat; None if it had none.
     Raises RolloutError for an answer that is inconsistent, aborted or not SGLang's, TraceError for wrong routes.
     """
     label = f"group {request.group} sample {request.sample}"
     try:
+        if rid is not None:
+            _require_own(request, answer, rid, label)
         return _parse(request, answer, version, shape, label)
     except (RolloutError, TraceError):
         raise
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:  # the JSON may hold anything
         raise RolloutError(f"{label}: the server's answer cannot be read ({type(error).__name__}: {error})") from error
+
+
+def is_sealed(answer: Mapping[str, Any]) -> bool:
+    """Whether a server with megarl's plugin has sealed an answer."""
+    return SEAL in answer["meta_info"]
+
+
+def _require_own(request: SampleRequest, answer: Mapping[str, Any], rid: str, label: str) -> None:
+    """Raises RolloutError for the answer to another request, and for one whose parts are of several answers."""
+    meta, prompt = answer["meta_info"], request.prompt_tokens.tolist()
+    if meta.get("id") != rid:
+        raise RolloutError(f"{label}: the answer is to another request: its id is {meta.get('id')!r}, expected {rid!r}")
+    if answer.get("prompt_token_ids") not in (None, prompt):  # from 0.5.13 on, without megarl's plugin
+        raise RolloutError(f"{label}: the answer is to another prompt than the one that was sent")
+    if is_sealed(answer) and meta[SEAL] != seal(prompt, answer):
+        raise RolloutError(
+            f"{label}: the answer does not fit its seal: prompt, tokens, log-probabilities, weight versions or routes "
+            "are not those of one answer to this request"
+        )
 
 
 def _parse(

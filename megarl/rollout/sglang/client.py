@@ -4,12 +4,15 @@
   ``concurrency`` requests at a time. The others wait here, and go to another server only if their own is full or away.
 - **Repeats.** A request waits again after a failure that may pass: the connection, an HTTP 5xx, a truncated or wrong
   answer, the deadline. An answer counts only once it has been checked.
+- **Ids.** Each attempt has an id of its own, which the answer must repeat: a late, repeated or exchanged answer has
+  another one. SGLang refuses an id that is in use, and aborts by prefixes of ids, so they are new and equally long.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,8 +33,21 @@ TICK_S = 1.0
 RETURN_POLL_S = 0.5
 """Time between two questions whether a server is back."""
 
-Decode = Callable[[SampleRequest, Any], Rollout]
+Tell = Callable[[str], None]
 Body = Callable[[SampleRequest], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One attempt at a request."""
+
+    url: str
+    rid: str
+    """Its id, random hexadecimal digits."""
+
+
+Decode = Callable[[SampleRequest, Any, Sent], Rollout]
+"""Checks an answer; RolloutError or TraceError if it is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +105,22 @@ class _Server:
 class SGLangClient:
     """Sends ``/generate`` requests to the servers at ``urls``."""
 
-    def __init__(self, urls: Sequence[str], settings: ClientSettings, headers: Mapping[str, str] | None = None) -> None:
-        """``headers`` go with every request."""
+    def __init__(
+        self,
+        urls: Sequence[str],
+        settings: ClientSettings,
+        headers: Mapping[str, str] | None = None,
+        tell: Tell = print,
+    ) -> None:
+        """``headers`` go with every request. ``tell`` gets a line for the first wrong answer of a ``converse``."""
         if not urls:
             raise RolloutError("there is no SGLang server to send requests to")
         self.urls = list(urls)
         self.settings = settings
         self.headers = authorization(settings.api_key) | dict(headers or {})
+        self.tell = tell
+        self.wrong_answers = 0
+        """Answers that were refused, and asked for again, in the last ``converse``."""
 
     def converse(
         self, begin: Begin, body: Body, decode: Decode, on_finish: OnFinish = None, version: str | None = None
@@ -104,6 +129,8 @@ class SGLangClient:
 
         A server that was away gets requests again once its weights are called ``version`` (None: any).
         """
+
+        self.wrong_answers = 0
 
         async def run() -> None:
             # trust_env: servers are near, often on the loopback address, and no proxy may come between.
@@ -131,7 +158,7 @@ class _RequestSession(Session):
     ) -> None:
         super().__init__()
         self._servers = [_Server(url) for url in client.urls]
-        self._settings, self._http = client.settings, http
+        self._client, self._settings, self._http = client, client.settings, http
         self._body, self._decode, self._on_finish, self._version = body, decode, on_finish, version
         self._helpers: list[asyncio.Task[None]] = []
         """Tasks that end with the last episode: the ticks, and waits for servers that are away."""
@@ -194,13 +221,14 @@ class _RequestSession(Session):
 
     async def _serve(self, server: _Server, job: _Job) -> None:
         """Send a request; set its answer, or queue it again."""
-        settings = self._settings
+        settings, sent = self._settings, Sent(server.url, uuid.uuid4().hex)
         try:
             async with asyncio.timeout(settings.deadline_s):
-                answer = await self._post(server.url, self._body(job.request))
+                answer = await self._post(server.url, self._body(job.request) | {"rid": sent.rid})
             try:
-                rollout = self._decode(job.request, answer)
+                rollout = self._decode(job.request, answer, sent)
             except (RolloutError, TraceError) as error:
+                self._count_wrong(server, error)
                 raise RetryError(str(error)) from error
         except AwayError as failure:
             job.losses += 1
@@ -226,6 +254,11 @@ class _RequestSession(Session):
                 job.answer.set_result(rollout)
             if self._on_finish is not None:
                 self._on_finish(1)
+
+    def _count_wrong(self, server: _Server, error: Exception) -> None:
+        self._client.wrong_answers += 1
+        if self._client.wrong_answers == 1:
+            self._client.tell(f"warning: {server.url} gave a wrong answer, which is asked for again: {error}")
 
     def _release(self, server: _Server, job: _Job, task: asyncio.Task[None]) -> None:
         """Called when a request was answered, queued again or cancelled."""

@@ -14,8 +14,8 @@ from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import ConfigError, MegarlError, RolloutError, WeightSyncError
 from megarl.models.shapes import MoeShape
 from megarl.rollout.engine import Begin, Engine, OnFinish, SamplingParams, limit_response
-from megarl.rollout.sglang.answers import parse_answer
-from megarl.rollout.sglang.client import ClientSettings, SGLangClient
+from megarl.rollout.sglang.answers import is_sealed, parse_answer
+from megarl.rollout.sglang.client import ClientSettings, Sent, SGLangClient, Tell
 from megarl.rollout.sglang.fleet import Fleet
 from megarl.rollout.sglang.plugin.compact import make_header
 from megarl.rollout.weights import WeightForm
@@ -37,14 +37,18 @@ class SGLangEngine(Engine):
         agree: Callable[[MegarlError | None], None] | None = None,
         settings: ClientSettings | None = None,
         form: WeightForm | None = None,
+        tell: Tell = print,
     ) -> None:
         """config: the model's config.json.
         fleet: given to one of the ranks that share the servers; it sends the weights, in ``form`` (None: bf16).
         agree: a barrier of those ranks, which raises on all of them if it gets an error on one.
+        tell: gets a line about wrong answers.
         """
         settings = settings or ClientSettings()
         self._shape = MoeShape.of(config)
-        self._client = SGLangClient(urls, settings, make_header(self._shape) if settings.compact_routes else None)
+        self._client = SGLangClient(urls, settings, make_header(self._shape) if settings.compact_routes else None, tell)
+        self._sealing: set[str] = set()
+        """URLs of servers with megarl's plugin: all their answers are sealed."""
         if config.get("model_type") in ("qwen2_moe", "qwen3_moe") and self._shape.dense_layers:
             raise ConfigError(
                 f"only layers {self._shape.moe_layers} of {self._shape.num_layers} have experts: SGLang's Qwen models "
@@ -69,6 +73,10 @@ class SGLangEngine(Engine):
         """Of gather, quantise, send; empty on ranks that send nothing."""
         return self._sync_seconds
 
+    @property
+    def wrong_answers(self) -> int:
+        return self._client.wrong_answers
+
     def converse(self, begin: Begin, params: SamplingParams, on_finish: OnFinish = None) -> None:
         """See ``Engine.converse``. ConfigError for top_p below 1; WeightSyncError while an update is incomplete."""
         if not self._complete:
@@ -80,8 +88,12 @@ class SGLangEngine(Engine):
             )
         shape = self._shape if params.return_routed_experts else None
 
-        def decode(request: SampleRequest, answer: Any) -> Rollout:
-            rollout = parse_answer(request, answer, self._version, shape)
+        def decode(request: SampleRequest, answer: Any, sent: Sent) -> Rollout:
+            rollout = parse_answer(request, answer, self._version, shape, sent.rid)
+            if is_sealed(answer):
+                self._sealing.add(sent.url)
+            elif sent.url in self._sealing:
+                raise RolloutError(f"{sent.url} answers without the seal of megarl's plugin, and has sealed before")
             found = set(rollout.weight_versions.tolist())
             if found != {self._version}:
                 raise RolloutError(
@@ -162,6 +174,7 @@ class SGLangEngine(Engine):
             },
             "return_logprob": True,
             "logprob_start_len": -1,
+            "return_prompt_token_ids": True,  # instead of them, megarl's plugin sends a seal
             "return_routed_experts": params.return_routed_experts,
             "routed_experts_start_len": request.known_rows,
             "stream": False,

@@ -48,6 +48,7 @@ from megarl.train.sampling.assignment import (
 from megarl.train.sampling.step_rollouts import (
     SampleTable,
     StepRollouts,
+    count_wrong_answers,
     exchange_rollouts,
     process_advantages,
     response_advantages,
@@ -153,6 +154,8 @@ class Sampler:
         share = exchange_rollouts(own, selection, samples)
         by_token = process_advantages(self.objective, share, selection, samples)
         metrics = self._metrics(table, selection, trains)
+        if self.config.rollout.engine_kind.server:
+            metrics |= count_wrong_answers(self.engine)
         if rollouts := share.without_dummies(own):  # else nothing that this model copy drew was selected
             metrics |= provenance_metrics(rollouts, trainer_version=step)
             metrics["rollout/tokens"] = Stat.total(float(sum(rollout.num_tokens for rollout in rollouts)))

@@ -25,6 +25,7 @@ from megarl.core.sampling.credit_assignment import assign
 from megarl.core.types import Rollout
 from megarl.errors import ConfigError, RolloutError
 from megarl.megatron import distributed
+from megarl.rollout.engine import Engine
 from megarl.rollout.player import Sample
 from megarl.train.sampling.assignment import Key
 from megarl.train.token_advantages import Judged
@@ -204,6 +205,13 @@ def response_advantages(config: Config, objective: Objective, selection: Selecti
     # The objective has its own advantages; only the weights of the prompts come from credit assignment.
     _, weights = assign(replace(config.credit_record, combination="plain", scale="none"), selection, trains)
     return sequence_advantages(objective, rewards, groups, threshold).double().numpy() * weights, trains
+
+
+def count_wrong_answers(engine: Engine) -> dict[str, Stat]:
+    """Return how many answers of servers all ranks have refused in the last sampling; a collective call."""
+    mine = float(getattr(engine, "wrong_answers", 0))  # an engine of the user's own need not count
+    total = float(distributed.gather_rows(np.array([[mine]])).sum())
+    return {"rollout/wrong_answers": Stat.total(total if distributed.dp_rank() == 0 else 0.0)}
 
 
 def process_advantages(

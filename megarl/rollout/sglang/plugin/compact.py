@@ -1,7 +1,8 @@
 """The short form of a routing trace on the wire: what a client asks for, and how the server rewrites its answer.
 
     request   header ``megarl-routes``, JSON: the version of the coding and the shape of the model's routes
-    answer    ``meta_info["routed_experts"]``: base64 of a trace of ``megarl.core.routing.codec``, MoE layers only
+    answer    ``meta_info["routed_experts"]``: base64 of a trace of ``megarl.core.routing.codec``, MoE layers only;
+              ``meta_info["megarl_seal"]``: a digest that binds the parts of the answer to each other and to its request
 
 SGLang itself sends base64 of raw int32 for all layers, and ignores the header. The answer tells what it is: a trace
 begins with four letters, which as an int32 would be expert 1414287949.
@@ -9,8 +10,10 @@ begins with four letters, which as an int32 would be expert 1414287949.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +23,7 @@ from megarl.errors import TraceError
 from megarl.models.shapes import MoeShape
 
 HEADER = "megarl-routes"
+SEAL = "megarl_seal"
 VERSION = 1
 _COUNTS = ("num_layers", "num_experts", "topk")
 
@@ -72,6 +76,26 @@ def read_routes(raw: bytes, shape: MoeShape, label: str = "routes") -> np.ndarra
         if whole[:, layer].any():
             raise TraceError(f"{label}: the dense layer {layer} has routes: the server runs another model")
     return whole[:, list(shape.moe_layers)] if shape.dense_layers else whole
+
+
+def seal(prompt: Sequence[int], answer: Mapping[str, Any]) -> str:
+    """Returns the digest of an answer and of the prompt that the server was given: everything that a rollout is made of.
+
+    It covers the id of the request, both token sequences, log-probabilities, routes, weight versions and the finish
+    reason, so that no part can come from another answer. It is no signature: whoever changes the answer can make it.
+    """
+    meta = answer["meta_info"]
+    rest = [meta.get(name) for name in ("id", "finish_reason", "weight_version", "weight_versions", "routed_experts")]
+    logprobs = [np.nan if entry[0] is None else entry[0] for entry in meta.get("output_token_logprobs") or ()]
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (
+        np.asarray(prompt, "<i8").tobytes(),
+        np.asarray(answer["output_ids"], "<i8").tobytes(),
+        np.asarray(logprobs, "<f4").tobytes(),  # as float32: some releases hold such scalars, and JSON is decimal
+        json.dumps(rest, sort_keys=True).encode(),
+    ):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
 
 
 def is_compact(raw: bytes) -> bool:

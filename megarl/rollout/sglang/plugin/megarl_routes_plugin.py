@@ -1,4 +1,4 @@
-"""What SGLang loads: rewrites the routing traces of answers to clients that ask for the short form.
+"""What SGLang loads: rewrites the routing traces of answers to clients that ask for the short form, and seals them.
 
 The rewriting stands at the last step of a request, in the process that talks HTTP and in a thread of its own, so that
 neither the scheduler nor other requests wait for it.
@@ -77,14 +77,16 @@ def generate_request(
 
     answers = original(manager, obj, request, **more)
     shape = parse_header(getattr(request, "headers", None) or {})
-    return answers if shape is None else _compact_all(answers, shape)
+    return answers if shape is None else _rewrite_all(answers, obj, shape)
 
 
-async def _compact_all(answers: Any, shape: MoeShape) -> AsyncIterator[Any]:
+async def _rewrite_all(answers: Any, obj: Any, shape: MoeShape) -> AsyncIterator[Any]:
     try:
         async for answer in answers:
             for one in answer if isinstance(answer, list) else [answer]:  # several prompts, or several samples
                 await _compact_one(one, shape)
+            if isinstance(answer, dict) and not getattr(obj, "stream", False):
+                _seal_one(answer, obj)
             yield answer
     finally:  # SGLang takes one answer and drops the iterator, which must then let go of its locks
         await answers.aclose()
@@ -99,6 +101,15 @@ async def _compact_one(answer: Any, shape: MoeShape) -> None:
         meta["routed_experts"] = _short(text, shape)
     else:
         meta["routed_experts"] = await asyncio.to_thread(_short, text, shape)
+
+
+def _seal_one(answer: Any, obj: Any) -> None:
+    """Seal the answer to a prompt of token ids, and leave out their echo, which the seal covers."""
+    from megarl.rollout.sglang.plugin.compact import SEAL, seal
+
+    prompt = answer.pop("prompt_token_ids", None) or getattr(obj, "input_ids", None)
+    if prompt and isinstance(answer.get("meta_info"), dict) and "output_ids" in answer:
+        answer["meta_info"][SEAL] = seal(prompt, answer)
 
 
 def _short(text: str, shape: MoeShape) -> str:
