@@ -35,6 +35,18 @@ class OnConfiguration:
     """A command that takes a configuration; only these accept overrides."""
 
     config: Positional[Path]
+    trust: bool = False
+    """Let a file that others may have written run code and send data, as its keys say: docs/trust.md."""
+
+    def load(self, overrides: Overrides) -> Config:
+        """The configuration."""
+        return config_file.load(self.config, overrides, trust=self.trust)
+
+    def load_for_ranks(self, overrides: Overrides) -> Config:
+        """The configuration, checked for the ranks that torchrun has started."""
+        config = self.load(overrides)
+        config.check_world_size(_world_size())
+        return config
 
 
 @dataclass(frozen=True)
@@ -42,7 +54,7 @@ class Train(OnConfiguration):
     """Train with RL: alone, or on many ranks under torchrun."""
 
     def run(self, overrides: Overrides) -> None:
-        config = _load_for_ranks(self.config, overrides)
+        config = self.load_for_ranks(overrides)
         from megarl.train.loop import train
 
         train(config)
@@ -56,7 +68,8 @@ class Launch(OnConfiguration):
         from megarl.launch.supervisor import launch
 
         words = [word for key, value in overrides.items() for word in (f"--{key}", config_file.as_flag(value))]
-        return launch(config_file.load(self.config, overrides), ["train", *words, str(self.config)])
+        trust = ["--trust"] if self.trust else []
+        return launch(self.load(overrides), ["train", *trust, *words, str(self.config)])
 
 
 @dataclass(frozen=True)
@@ -64,7 +77,7 @@ class Sft(OnConfiguration):
     """Teach the model a format from demonstrations (the [sft] table), before RL."""
 
     def run(self, overrides: Overrides) -> None:
-        config = _load_for_ranks(self.config, overrides)
+        config = self.load_for_ranks(overrides)
         if config.sft is None:
             raise ConfigError(
                 f"{self.config}: found no [sft] table, expected one with data, steps, batch_size and lr; add it"
@@ -95,7 +108,7 @@ class Eval(OnConfiguration):
         from megarl.evaluate.request import WITHOUT_TRAINING, eval_request
 
         request = eval_request(
-            config_file.load(self.config, {**WITHOUT_TRAINING, **overrides}),
+            self.load({**WITHOUT_TRAINING, **overrides}),
             data=self.data,
             samples=self.samples,
             ks=self.k,
@@ -119,7 +132,7 @@ class Plan(OnConfiguration):
     """Print the numbers as JSON."""
 
     def run(self, overrides: Overrides) -> None:
-        config = config_file.load(self.config, overrides)
+        config = self.load(overrides)
         from megarl.plan import table
         from megarl.plan.plan import plan
 
@@ -132,11 +145,13 @@ class Doctor:
     """Show what is installed, what that enables, and what would silently disable routing replay."""
 
     config: Positional[Path | None] = None
+    trust: bool = False
+    """As for ``megarl train``."""
 
     def run(self, overrides: Overrides) -> int:
         from megarl.doctor import doctor
 
-        return doctor(self.config, overrides)
+        return doctor(self.config, overrides, trust=self.trust)
 
 
 @dataclass(frozen=True)
@@ -268,10 +283,3 @@ COMMANDS: Mapping[str, type[Command]] = {command.__name__.lower(): command for c
 
 def _world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))  # set by torchrun
-
-
-def _load_for_ranks(path: Path, overrides: Overrides) -> Config:
-    """The configuration, checked for the ranks that torchrun has started."""
-    config = config_file.load(path, overrides)
-    config.check_world_size(_world_size())
-    return config

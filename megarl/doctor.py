@@ -131,7 +131,13 @@ def _bubblewrap() -> Finding:
     return Finding("bubblewrap", "works", False, 'the Python tool: environment.tools = ["python"]')
 
 
-def doctor(path: Path | None = None, overrides: Mapping[str, Any] | None = None, console: Console | None = None) -> int:
+def doctor(
+    path: Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    console: Console | None = None,
+    *,
+    trust: bool = False,
+) -> int:
     """Print the tables; with a configuration also its layout and the replay blockers that it hits.
 
     Returns 0, or 1 if something required is missing or a run would refuse its SGLang servers. A wrong configuration
@@ -153,7 +159,7 @@ def doctor(path: Path | None = None, overrides: Mapping[str, Any] | None = None,
     if path is None:
         _print_releases(console)
         return 1 if missing else 0
-    config = config_file.load(path, overrides)
+    config = config_file.load(path, overrides, trust=trust)
     _print_config(console, config)
     usable = not config.rollout.engine_kind.server or _print_servers(console, config)
     return 1 if missing or not usable else 0

@@ -252,7 +252,7 @@ class TestSGLang:
         assert shown(path, settings | {"sglang.checksums": False})[0] == 0
 
     def test_servers_that_run_are_asked_each(self, path: Path):
-        good = {"version": "0.5.23", "device": "cuda", "tp_size": 1}
+        good = {"version": "0.5.23", "device": "cuda", "tp_size": 1, "api_key": "x"}
         old = {"version": "0.5.8", "enable_eplb": True}
         with self.server(good) as first, self.server(old, "/get_server_info") as second:
             assert shown(path, {"sglang.urls": [first]})[0] == 0

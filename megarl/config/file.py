@@ -18,23 +18,25 @@ from pydantic.fields import FieldInfo
 
 from megarl.config import Config
 from megarl.config.tables.base import Table
+from megarl.config.trust import require_trust
 from megarl.errors import ConfigError
 
 
-def load(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
+def load(path: str | Path, overrides: Mapping[str, Any] | None = None, *, trust: bool = False) -> Config:
     """Read a TOML file; overrides (dotted key -> value) win over it. ConfigError, one line, if anything is wrong.
 
     The folder of the file becomes the first on ``sys.path``, as that of a script does: the file may name modules there.
+    Not so the folder of a file that others may have written, unless the user trusts it: ``require_trust``.
     """
-    folder = str(Path(path).absolute().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as a configuration file: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    folder = str(Path(path).absolute().parent)
+    if (trust or require_trust(Path(path), table, overrides or {})) and folder not in sys.path:
+        sys.path.insert(0, folder)
     return parse(table, overrides, source=str(path))
 
 

@@ -11,7 +11,6 @@ import fcntl
 import hashlib
 import json
 import os
-import pickle
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -177,7 +176,7 @@ class ConversionJob:
     ) -> None:
         """Write this rank's unfinished units with ``write_unit(number, unit) -> (file, record)``.
 
-        Then rank 0 calls ``finish`` with the records of all units, in order.
+        A record is what JSON can hold. Then rank 0 calls ``finish`` with the records of all units, in order.
         """
         with self._share("converting", units, sizes) as mine:
             for number, unit in mine:
@@ -189,7 +188,7 @@ class ConversionJob:
                     with file.open("rb") as stream:  # before its record: a record always means a complete file
                         os.fsync(stream.fileno())
                     kept = {"file": file.name, "bytes": file.stat().st_size, "record": record}
-                    write_atomically(self._record_file(number), pickle.dumps(kept))
+                    write_atomically(self._record_file(number), json.dumps(kept).encode())
         self.ranks.wait()
         if self.ranks.rank == 0:
             with self._explain_disk_errors():
@@ -208,7 +207,7 @@ class ConversionJob:
     ) -> None:
         """Write a Hugging Face folder: one safetensors file for each shard, and the index.
 
-        ``encode(part)`` returns the tensors of a part and a note; rank 0 calls ``finish`` with the notes of all parts.
+        ``encode(part)`` returns the tensors of a part and a note for JSON; rank 0 calls ``finish`` with all notes.
         """
 
         files = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
@@ -263,8 +262,11 @@ class ConversionJob:
         path = self._record_file(number)
         if not path.is_file():
             return None
-        kept = pickle.loads(path.read_bytes())
-        file = self.folder / kept["file"]
+        try:
+            kept = json.loads(path.read_bytes())
+            file = self.folder / kept["file"]
+        except (KeyError, TypeError, ValueError):  # damaged, or of an earlier megarl: the unit is written anew
+            return None
         return kept["record"] if file.is_file() and file.stat().st_size == kept["bytes"] else None
 
     def _record_file(self, number: int) -> Path:

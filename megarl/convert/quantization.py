@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -88,9 +89,9 @@ def quantize(source: Path, out: Path, model: Path | None, options: Options, rank
         identity = fingerprint(found.files, found.model, to="fp8", **settings)
         with ConversionJob(out, identity, ranks, overwrite=options.overwrite) as job:
 
-            def finish(errors: list[dict[str, BlockErrors]]) -> None:
+            def finish(errors: list[dict[str, dict[str, Any]]]) -> None:
                 copy_model_files(found.model, job.folder, None, config)
-                by_name = {name: asdict(one) for part in errors for name, one in part.items()}
+                by_name = {name: one for part in errors for name, one in part.items()}
                 content = {"block": options.block, "tensors": by_name}
                 write_atomically(job.folder / FP8_ERRORS, json.dumps(content, indent=1).encode())
 
@@ -158,10 +159,10 @@ def _num_bytes(tensor: Tensor, quantized: set[str], options: Options) -> int:
 
 def _encode(
     part: _Part, quantized: set[str], block: tuple[int, int], measure: bool = True
-) -> tuple[dict[str, torch.Tensor], dict[str, BlockErrors]]:
+) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
     """The tensors of a part as they are stored; with ``measure`` also the errors of the quantised ones."""
     made: dict[str, torch.Tensor] = {}
-    errors: dict[str, BlockErrors] = {}
+    errors: dict[str, dict[str, Any]] = {}
     for tensor, content in zip(part.tensors, part.read(), strict=True):
         name = tensor.name
         if content.is_floating_point() and not (finite := content.isfinite()).all():
@@ -175,5 +176,5 @@ def _encode(
         total = ErrorSum(block) if measure else None
         made[name], made[name + SCALE] = quantize_by_stripes(content, block, total)
         if total is not None:
-            errors[name] = total.total()
+            errors[name] = asdict(total.total())
     return made, errors

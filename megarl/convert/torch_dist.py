@@ -10,13 +10,13 @@ import json
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, SavePlan
-from torch.distributed.checkpoint.filesystem import _StoragePrefix
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megarl.data.pickles import load_metadata, load_plain
 from megarl.errors import CheckpointError
 
 
@@ -83,7 +84,11 @@ class _Planner:
         return made.reshape(chunk.part().sizes).clone(memory_format=torch.contiguous_format)
 
 
-def write_file(folder: Path, number: int, chunks: Sequence[Chunk], extra_states: Sequence[str]) -> list[WriteResult]:
+Written = list[Any]
+"""What ``.metadata`` says of an item, as JSON: key, offsets, index; size; file, first byte, length."""
+
+
+def write_file(folder: Path, number: int, chunks: Sequence[Chunk], extra_states: Sequence[str]) -> list[Written]:
     """Write file ``__<number>_0.distcp`` in any process; pass the results to ``write_metadata``."""
     items: list[WriteItem] = []
     for chunk in chunks:
@@ -93,11 +98,21 @@ def write_file(folder: Path, number: int, chunks: Sequence[Chunk], extra_states:
     by_index = dict(zip((item.index for item in items), chunks, strict=True))
     items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in extra_states]
     plan = SavePlan(items, storage_data=_StoragePrefix(f"__{number}_"))
-    return FileSystemWriter(folder, thread_count=1).write_data(plan, _Planner(by_index)).wait()  # type: ignore[arg-type]
+    results = FileSystemWriter(folder, thread_count=1).write_data(plan, _Planner(by_index)).wait()  # type: ignore[arg-type]
+    return [[*_fields(result.index), result.size_in_bytes, *_fields(result.storage_data)[:3]] for result in results]
+
+
+def _fields(record: Any) -> list[Any]:
+    return [getattr(record, field.name) for field in fields(record)]
+
+
+def _read_written(written: Written) -> WriteResult:
+    key, offsets, index, size, *place = written
+    return WriteResult(MetadataIndex(key, offsets, index), size, _StorageInfo(*place))
 
 
 def write_metadata(
-    folder: Path, chunks: Iterable[Chunk], extra_states: Iterable[str], results: Sequence[list[WriteResult]]
+    folder: Path, chunks: Iterable[Chunk], extra_states: Iterable[str], written: Sequence[list[Written]]
 ) -> None:
     """Make files one checkpoint: write ``.metadata`` and ``metadata.json``; the caller writes ``common.pt``."""
     tensors: dict[str, Any] = {}
@@ -105,7 +120,8 @@ def write_metadata(
         meta = TensorStorageMetadata(TensorProperties(dtype=chunk.dtype), chunk.global_size(), [])
         tensors.setdefault(chunk.place.key, meta).chunks.append(chunk.part())
     objects = {name: BytesStorageMetadata() for name in extra_states}
-    FileSystemWriter(folder).finish(Metadata({**tensors, **objects}), list(results))
+    results = [[_read_written(item) for item in of_file] for of_file in written]
+    FileSystemWriter(folder).finish(Metadata({**tensors, **objects}), results)
     about = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     about |= {"common_backend": "torch", "common_backend_version": 1}
     (folder / "metadata.json").write_text(json.dumps(about))
@@ -152,7 +168,7 @@ class TorchDistReader:
             )
         self._reader = FileSystemReader(path)
         with _explain_damage(path / ".metadata"):
-            self._metadata = self._reader.read_metadata()
+            self._metadata = load_metadata(path)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         known = self._metadata.state_dict_metadata
         self.tensors = {key: meta for key, meta in known.items() if isinstance(meta, TensorStorageMetadata)}
@@ -176,7 +192,7 @@ class TorchDistReader:
         if not file.is_file():
             return {}
         with _explain_damage(file):
-            found = torch.load(file, map_location="cpu", weights_only=False)
+            found = load_plain(file)
         return found if isinstance(found, dict) else {}
 
     def read(self, place: Place) -> torch.Tensor:

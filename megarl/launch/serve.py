@@ -67,7 +67,7 @@ def main(words: list[str]) -> int:
     launch_file, index = Path(words[0]), int(words[1])
     rest, overrides = config_file.split_overrides(json.loads(launch_file.read_text())["server_command"])
     try:
-        serve(config_file.load(Path(rest[-1]), overrides), launch_file, index)
+        serve(config_file.load(Path(rest[-1]), overrides, trust="--trust" in rest), launch_file, index)
     except MegarlError as error:
         print(f"megarl: error: server {index}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ConfigError) else 1

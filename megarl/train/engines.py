@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet, FleetSettings
 from megarl.rollout.sglang.http import key_named
 from megarl.rollout.sglang.spec import ServerSpec
+from megarl.rollout.sglang.versions import NO_KEY
 from megarl.rollout.sglang.weights.folder import write_fp8_model
 from megarl.rollout.sglang.weights.process_group import own_address
 from megarl.rollout.weights import FP8Form, WeightForm
@@ -65,7 +67,7 @@ def make_sglang_engine(config: Config, tell: Callable[[str], None]) -> SGLangEng
 
     The first rank of each node starts the node's servers. With ``sglang.urls``, the main rank connects to running ones.
     """
-    settings, key = config.sglang, key_named(config.sglang.api_key_env)
+    settings, key = config.sglang, _api_key(config)
     fleet, urls = _start_servers(config, key, tell)
     fp8: FP8Form = "blocks" if settings.fp8 else "rounded" if config.rollout.fp8_rounding else "off"
     client = ClientSettings(
@@ -86,6 +88,14 @@ def make_sglang_engine(config: Config, tell: Callable[[str], None]) -> SGLangEng
         form=WeightForm(DTYPES[config.rollout.dtype], fp8),
         tell=tell,
     )
+
+
+def _api_key(config: Config) -> str | None:
+    """Return the key of the user's variable, or else a new one for servers that are started here; a collective call."""
+    settings = config.sglang
+    if settings.urls or settings.api_key_env is not None:
+        return key_named(settings.api_key_env)
+    return distributed.from_main_rank(lambda: secrets.token_hex(16))
 
 
 def _start_servers(config: Config, key: str | None, tell: Callable[[str], None]) -> tuple[Fleet | None, list[str]]:
@@ -134,11 +144,8 @@ def _make_fleet(config: Config, key: str | None, nodes: Sequence[int], host: str
         node = nodes.index(dist.get_rank())
         folder = folder / f"node{node}"
         tell = tell if node == 0 else lambda line: print(f"node {node}: {line}", file=sys.stderr, flush=True)
-        if key is None:
-            raise ConfigError(
-                f"sglang.api_key_env: expected the name of a variable that holds a key: servers on {len(nodes)} nodes "
-                "are reached over the network, and whoever reaches one can replace its weights"
-            )
+    if key is None:  # servers of somebody else
+        tell(f"warning: {settings.urls[0]}: {NO_KEY}")
     source = Path(config.model.path)
     return Fleet(
         specs=[] if settings.urls else server_specs(config, host, key, folder),

@@ -30,6 +30,8 @@ from megarl.rollout.sglang.answers import parse_answer
 from megarl.rollout.sglang.client import ClientSettings
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet, FleetSettings
+from megarl.rollout.sglang.http import authorization
+from megarl.rollout.sglang.plugin.compact import SEAL, make_header, seal
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec
 from megarl.rollout.sglang.versions import NEWEST, can, parse_version
@@ -41,6 +43,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow(minutes=4)]
 
 PARAMS = SamplingParams(max_response_tokens=8)
 OVERLAP_IS_WRONG = "0.5.17"
+KEY = "open-sesame"
 RELEASES = (OVERLAP_IS_WRONG, "0.5.18", "0.5.21")
 
 
@@ -54,7 +57,8 @@ class Served:
 
 
 def ask(server: Server, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
-    return httpx.post(f"{server.url}/{path}", json=body or {}, timeout=60.0)
+    headers = authorization(server.spec.api_key)
+    return httpx.post(f"{server.url}/{path}", json=body or {}, headers=headers, timeout=60.0)
 
 
 def sample(server: Server, **fields: Any) -> dict[str, Any]:
@@ -64,7 +68,7 @@ def sample(server: Server, **fields: Any) -> dict[str, Any]:
 
 def spec_of(release: str, base: ServerSpec, folder: Path, *arguments: str) -> ServerSpec:
     python = Path(base.python).parents[1] / "releases" / release / "python"
-    return replace(base, python=python, log_file=folder / f"{release}.log", extra_args=arguments)
+    return replace(base, python=python, log_file=folder / f"{release}.log", api_key=KEY, extra_args=arguments)
 
 
 @pytest.fixture(scope="module", params=RELEASES)
@@ -76,10 +80,10 @@ def served(
     spec = spec_of(release, sglang_spec, tmp_path_factory.mktemp("release"), *arguments)
     config = json.loads((Path(spec.model_path) / "config.json").read_text())
     told: list[str] = []
-    fleet = Fleet([spec], settings=FleetSettings(START_DEADLINE_S, poll_s=0.1), tell=told.append)
+    fleet = Fleet([spec], api_key=KEY, settings=FleetSettings(START_DEADLINE_S, poll_s=0.1), tell=told.append)
     urls = fleet.start()
     engine = SGLangEngine(
-        urls, config, fleet=fleet, settings=ClientSettings(concurrency=16), form=WeightForm(torch.float32)
+        urls, config, fleet=fleet, settings=ClientSettings(concurrency=16, api_key=KEY), form=WeightForm(torch.float32)
     )
     server = fleet._members[0].process
     assert server is not None
@@ -116,6 +120,7 @@ def test_the_server_follows_the_weights(
 ):
     fleet = Fleet(
         urls=[served.server.url],
+        api_key=KEY,
         source=sglang_model,
         folder=tmp_path if way == "disk" else None,
         broadcast=way == "distributed",
@@ -125,6 +130,7 @@ def test_the_server_follows_the_weights(
         fleet.start(),
         json.loads((sglang_model / "config.json").read_text()),
         fleet=fleet,
+        settings=ClientSettings(api_key=KEY),
         form=WeightForm(torch.float32),
     )
     for version in (1, 2):
@@ -171,6 +177,9 @@ def check_table(server: Server) -> None:
     checked = ask(server, "weights_checker", {"action": "checksum"}).status_code
     assert checked == (200 if can(release, "checksums_on_cpu") else 400)
     assert spans == ([{"version": version, "start": 0, "end": 4}] if can(release, "weight_versions") else None)
+    assert sample(server, rid="of-ours")["id"] == "of-ours"
+    body = {"input_ids": [5, 6, 7, 8], "return_prompt_token_ids": True, "sampling_params": {"max_new_tokens": 1}}
+    assert ask(server, "generate", body).json()["prompt_token_ids"] == [5, 6, 7, 8]
 
 
 def test_it_can_do_what_the_table_says(served: Served):
@@ -182,8 +191,19 @@ def test_the_pinned_release_can_do_what_the_table_says(sglang_server: Server):
     check_table(sglang_server)
 
 
+def test_its_answers_are_sealed_and_guarded_by_its_key(served: Served):
+    header = make_header(MoeShape.of(json.loads((Path(served.server.spec.model_path) / "config.json").read_text())))
+    body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}, "rid": "a"}
+    url = f"{served.server.url}/generate"
+    answer = httpx.post(url, json=body, headers=header | authorization(KEY), timeout=60.0).raise_for_status().json()
+    assert answer["meta_info"][SEAL] == seal([5, 6, 7], answer)
+    assert "prompt_token_ids" not in answer
+    for path in ("generate", "update_weights_from_tensor", "server_info"):
+        assert httpx.post(f"{served.server.url}/{path}", json=body, timeout=60.0).status_code == 401
+
+
 def test_tensors_outside_of_a_session_are_refused_where_there_are_sessions(served: Served, weights: list[Weights]):
-    sender = WeightSender(served.server.url, (0, 5, 18))  # which sends without
+    sender = WeightSender(served.server.url, (0, 5, 18), api_key=KEY)  # which sends without
     name, tensor = next(iter(weights[0].items()))
     if can(parse_version(served.release), "update_session"):
         with pytest.raises(WeightSyncError, match="HTTP 400"):
@@ -221,7 +241,7 @@ def test_the_release_whose_overlapped_routes_are_wrong_is_refused(
     with Server(spec_of(OVERLAP_IS_WRONG, sglang_spec, tmp_path)) as server:
         server.wait_ready(START_DEADLINE_S)
         with pytest.raises(ConfigError, match="or add --disable-overlap-schedule"):
-            Fleet(urls=[server.url], source=sglang_model).start()
+            Fleet(urls=[server.url], api_key=KEY, source=sglang_model).start()
 
         def sampled(request: SampleRequest) -> Any:
             body = {
@@ -230,7 +250,7 @@ def test_the_release_whose_overlapped_routes_are_wrong_is_refused(
                 "return_logprob": True,
                 "return_routed_experts": True,
             }
-            answer = httpx.post(f"{server.url}/generate", json=body, timeout=60.0).raise_for_status().json()
+            answer = ask(server, "generate", body).raise_for_status().json()
             del answer["meta_info"]["weight_version"]  # "default"
             return parse_answer(request, answer, 0, shape)
 

@@ -54,6 +54,9 @@ def test_a_release_without_routes_is_refused_and_a_newer_one_told():
         check_server({}, tp=1)
 
 
+KEY = {"api_key": "x"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "last", "fault"),
     [
@@ -75,15 +78,17 @@ def test_a_release_without_routes_is_refused_and_a_newer_one_told():
         ({"radix_cache_backend": "mine"}, None, "cache_beyond_the_gpu"),
         ({"enable_watermark": True}, None, "watermark"),
         ({"preferred_sampling_params": {"min_new_tokens": 3}}, None, "preferred_sampling"),
+        ({"api_key": None}, "0.5.20", "pickles"),
+        ({"api_key": ""}, "0.5.20", "pickles"),
     ],
 )
 def test_a_fault_is_refused_where_the_arguments_make_it_real(arguments: dict[str, Any], last: str | None, fault: str):
     (entry,) = [entry for entry in FAULTS if entry.name == fault]
     with pytest.raises(ConfigError, match=re.escape(f"{entry.meaning}: {entry.remedy}")):
-        check_server({"version": last or "0.5.23"} | arguments, tp=1)
+        check_server(KEY | {"version": last or "0.5.23"} | arguments, tp=1)
     if last is not None:
         major, minor, patch = parse_version(last)
-        check_server({"version": f"{major}.{minor}.{patch + 1}"} | arguments, tp=1)
+        check_server(KEY | {"version": f"{major}.{minor}.{patch + 1}"} | arguments, tp=1)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +102,14 @@ def test_a_fault_is_refused_where_the_arguments_make_it_real(arguments: dict[str
     ],
 )
 def test_other_arguments_are_not(arguments: dict[str, Any]):
-    assert check_server({"version": "0.5.9"} | arguments, tp=1) == ((0, 5, 9), [])
+    assert check_server(KEY | {"version": "0.5.9"} | arguments, tp=1) == ((0, 5, 9), [])
+
+
+def test_a_key_of_either_kind_guards_the_pickles_of_old_releases():
+    assert check_server({"version": "0.5.12", "admin_api_key": "x"}, tp=1) == ((0, 5, 12), [])
+    with pytest.raises(ConfigError, match=r"0\.5\.12: without an API key, whoever reaches its port can run code there"):
+        check_server({"version": "0.5.12"}, tp=1)
+    assert check_server({"version": "0.5.21"}, tp=1) == ((0, 5, 21), [])  # it can still be given other weights
 
 
 def test_a_chain_of_drafts_is_told():

@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.data.files import sync_folder
+from megarl.data.pickles import require_plain
 from megarl.errors import CheckpointError
 from megarl.megatron.checkpoints.state import (
     group_multipliers,
@@ -137,6 +138,7 @@ def read_weights(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
     """Restore the weights from a ``torch_dist`` checkpoint that has them under the model's names; a collective call."""
     advice = ". It is damaged, or was written with settings that change the parameters"
     with _explain_errors(path, "does not load", advice):
+        require_plain(path)
         _load_chunks(chunks, _read(sharded_weights(chunks), path))
 
 
@@ -148,6 +150,7 @@ def _load_chunks(chunks: Sequence[torch.nn.Module], state: Mapping[str, Any]) ->
 def _read_loop(path: Path, shape: ModelShape) -> dict[str, Any]:
     """The loop state of a checkpoint; CheckpointError if it is incomplete or of another model."""
     with _explain_errors(path, "is not a complete checkpoint"):
+        require_plain(path)
         loop = dist_checkpointing.load_common_state_dict(str(path))["loop"]
         written_by, _, _ = loop["model"], loop["layout"], loop["world_size"]
     expected = shape.describe()

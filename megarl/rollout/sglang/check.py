@@ -12,7 +12,15 @@ from megarl.config import Config
 from megarl.errors import MegarlError
 from megarl.rollout.sglang.http import key_named, server_info
 from megarl.rollout.sglang.spec import ServerSpec, command
-from megarl.rollout.sglang.versions import CAPABILITIES, can, check_server, installed_release, parse_arguments
+from megarl.rollout.sglang.versions import (
+    CAPABILITIES,
+    NO_KEY,
+    can,
+    check_server,
+    has_key,
+    installed_release,
+    parse_arguments,
+)
 
 ASK_S = 20.0
 
@@ -49,7 +57,8 @@ def _predict_info(config: Config, python: str) -> Mapping[str, Any]:
     settings = config.sglang
     gpus, arguments = tuple(settings.gpus[: settings.tp]) or None, tuple(settings.arguments)
     spec = ServerSpec(config.model.path, python, "auto", os.devnull, tp=settings.tp, gpus=gpus, extra_args=arguments)
-    return {**parse_arguments(command(spec)), "version": installed_release(Path(python))}
+    # Servers that megarl starts have a key, which is not on the command line.
+    return {**parse_arguments(command(spec)), "api_key": True, "version": installed_release(Path(python))}
 
 
 def _check(config: Config, where: str, ask: Callable[[Config, str], Mapping[str, Any]]) -> Examined:
@@ -60,7 +69,7 @@ def _check(config: Config, where: str, ask: Callable[[Config, str], Mapping[str,
         version, warnings = check_server(info, config.sglang.tp)
     except MegarlError as error:
         return Examined(where, release, problem=str(error))
-    problem = None
+    problem, warnings = None, warnings if has_key(info) else [*warnings, NO_KEY]
     if config.sglang.checksums and info.get("device") == "cpu" and not can(version, "checksums_on_cpu"):
         problem = f"SGLang {release} gives no checksums on a CPU: take a later one, or sglang.checksums = false"
     able = tuple(entry.name for entry in CAPABILITIES if can(version, entry.name))

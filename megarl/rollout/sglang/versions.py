@@ -64,6 +64,14 @@ def _experts_move(arguments: Arguments) -> bool:
     )
 
 
+NO_KEY = "no API key: whoever reaches its port can replace its weights; start it with --api-key, set sglang.api_key_env"
+
+
+def has_key(arguments: Arguments) -> bool:
+    """Whether a server lets only those change its weights who have a key."""
+    return bool(arguments.get("api_key") or arguments.get("admin_api_key"))
+
+
 _OTHER_CACHES = (
     "enable_hierarchical_cache",
     "enable_lmcache",
@@ -164,6 +172,13 @@ FAULTS: tuple[Fault, ...] = (
         lambda found: bool(found.get("preferred_sampling_params")),
         "--preferred-sampling-params fill in what a request leaves open, and log-probabilities do not tell of it",
         "leave them out",
+    ),
+    Fault(
+        "pickles",
+        lambda found: not has_key(found),
+        "without an API key, whoever reaches its port can run code there: /update_weights_from_tensor executes pickles",
+        "start it with --api-key and name the variable with the key in sglang.api_key_env, or take 0.5.21 or later",
+        last=(0, 5, 20),
     ),
 )
 

@@ -79,10 +79,10 @@ def read_routes(raw: bytes, shape: MoeShape, label: str = "routes") -> np.ndarra
 
 
 def seal(prompt: Sequence[int], answer: Mapping[str, Any]) -> str:
-    """Returns the digest of an answer and of the prompt that the server was given: everything that a rollout is made of.
+    """Returns the digest of an answer, and of the prompt that the server was given.
 
-    It covers the id of the request, both token sequences, log-probabilities, routes, weight versions and the finish
-    reason, so that no part can come from another answer. It is no signature: whoever changes the answer can make it.
+    It covers all that a rollout is made of: the id of the request, both token sequences, log-probabilities, routes,
+    weight versions and finish reason. No part can come from another answer. It is no signature: anybody can make it.
     """
     meta = answer["meta_info"]
     rest = [meta.get(name) for name in ("id", "finish_reason", "weight_version", "weight_versions", "routed_experts")]

@@ -1,0 +1,72 @@
+"""Whose configuration it is: one that somebody else may have written is data, until the user says ``--trust``."""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import ConfigError
+
+PLUGS = ("reward.function", "rollout.engine", "train.objective", "environment.function", "environment.tools")
+"""Keys that may name the user's own code, as "package.module:name"."""
+POWERS = (
+    *("sglang.python", "sglang.arguments"),  # start programs
+    *("sglang.urls", "sglang.api_key_env"),  # send weights and the value of a variable to others
+    *("environment.python_limits_alone", "log.wandb_project"),  # lets the model's code out; sends results out
+)
+"""Keys that run or send something by their value."""
+
+
+def require_trust(path: Path, table: Mapping[str, Any], overrides: Mapping[str, Any]) -> bool:
+    """Whether only this user (and root) can have written the file, and put modules beside it.
+
+    ConfigError if not, and the file has keys of PLUGS or POWERS with effect that ``overrides`` do not replace.
+    """
+    if (why := find_stranger(path)) is None:
+        return True
+    if found := [text for key in (*PLUGS, *POWERS) if key not in overrides and (text := _describe(table, key))]:
+        raise ConfigError(
+            f"{path} is not trusted: {why}. It makes megarl run code or send data: {'; '.join(found)}. Read it, then "
+            "pass --trust, or copy it into a folder that only you can write"
+        )
+    return False
+
+
+def find_stranger(path: Path) -> str | None:
+    """Why somebody besides this user and root may have written a file, or modules beside it; None if nobody may."""
+    for place in dict.fromkeys((path.resolve(), path.resolve().parent, path.absolute().parent)):
+        found = place.stat()
+        if found.st_uid not in (os.geteuid(), 0):
+            return f"{place} belongs to {_name_of(found.st_uid)}"
+        if found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid)):
+            return f"others can write {place}"
+    return None
+
+
+def _is_private(gid: int) -> bool:
+    """Whether a group is the user's own, with nobody else in it; some systems give each user one."""
+    with suppress(KeyError):
+        group, name = grp.getgrgid(gid), _name_of(os.geteuid())
+        return group.gr_name == name and not {*group.gr_mem} - {name}
+    return False
+
+
+def _name_of(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
+
+
+def _describe(table: Mapping[str, Any], key: str) -> str | None:
+    section, _, name = key.partition(".")
+    inner = table.get(section)
+    value = inner.get(name) if isinstance(inner, Mapping) else None
+    is_plug = any(":" in str(part) for part in (value if isinstance(value, list) else [value]))
+    return f"{key} = {value!r}" if (is_plug if key in PLUGS else value) else None

@@ -1,0 +1,92 @@
+"""Reads the pickles in checkpoints without running anything: a pickle is a program, which may call what it names.
+
+Only the records that torch and Megatron write are let through. torch's readers and older releases of Megatron unpickle
+without limits, so ``require_plain`` examines a checkpoint before they see it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from argparse import Namespace
+from pathlib import Path, PosixPath
+from signal import Signals
+from types import SimpleNamespace
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+_PLAIN = {
+    *((f"{_CHECKPOINT}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    *((f"{_CHECKPOINT}.metadata", f"{name}StorageMetadata") for name in ("Bytes", "Chunk", "Tensor")),
+    (f"{_CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"),
+    *((f"{_CHECKPOINT}.planner", name) for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")),
+    (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
+    *(("torch", "Size"), ("torch.serialization", "_get_layout")),
+    *(("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"), ("collections", "OrderedDict")),
+}
+
+
+class _Inert:
+    """Stands for a record of Megatron's, which need not be installed to look into a checkpoint."""
+
+    def __new__(cls, *_: Any) -> _Inert:
+        return object.__new__(cls)
+
+
+_OF_MEGATRON = (
+    *("enums.ModelType", "transformer.enums.AttnBackend", "transformer.enums.CudaGraphScope"),
+    *(f"rerun_state_machine.Rerun{name}" for name in ("Diagnostic", "Mode", "State")),
+    "optimizer.optimizer_config.OptimizerConfig",
+)
+_SAFE = [
+    *(Namespace, SimpleNamespace, PosixPath, io.BytesIO, Signals, np.ndarray, np.dtype, np.dtypes.UInt32DType),
+    *((np.zeros(0).__reduce__()[0], f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+    *((_Inert, f"megatron.core.{name}") for name in _OF_MEGATRON),
+]
+"""What ``torch.load`` needs besides tensors and containers: Megatron's own list."""
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _PLAIN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint")
+
+
+def load_metadata(folder: Path) -> Any:
+    """Returns torch's Metadata, which ``.metadata`` holds; UnpicklingError if it names anything else."""
+    with (folder / ".metadata").open("rb") as file:
+        return _PlainUnpickler(file).load()
+
+
+def load_plain(file: Path | IO[bytes]) -> Any:
+    """``torch.load`` of tensors, numbers, texts, containers and _SAFE; UnpicklingError for the rest."""
+    try:
+        with torch.serialization.safe_globals(_SAFE):
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # torch's message is advice to load it without limits
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"it names {named[1]}, which is no part of a checkpoint" if named else "no plain data"
+        raise pickle.UnpicklingError(what) from error
+
+
+def require_plain(folder: Path) -> None:
+    """Raises UnpicklingError if a pickle in a ``torch_dist`` checkpoint names anything else, or is damaged.
+
+    Other damage raises OSError, or what torch raises for it.
+    """
+    metadata = load_metadata(folder)
+    try:
+        for index, stored in metadata.storage_data.items():
+            if type(metadata.state_dict_metadata[index.fqn]).__name__ == "BytesStorageMetadata":
+                with (folder / stored.relative_path).open("rb") as file:
+                    file.seek(stored.offset)
+                    load_plain(io.BytesIO(file.read(stored.length)))
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise pickle.UnpicklingError(f"its .metadata is damaged ({type(error).__name__}: {error})") from error
+    for file in sorted(folder.rglob("*.pt")):
+        load_plain(file)

@@ -1,0 +1,186 @@
+"""A configuration that somebody else may have written runs nothing and sends nothing, unless the user trusts it."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl import cli, commands
+from megarl.config import file as config_file
+from megarl.config.trust import PLUGS, POWERS, find_stranger
+from megarl.errors import ConfigError
+
+CONFIG = """
+[run]
+steps = 3
+[model]
+path = "models/tiny"
+[data]
+train = "train.jsonl"
+max_prompt_tokens = 16
+[rollout]
+prompts_per_step = 32
+group_size = 8
+max_response_tokens = 10
+[optim]
+lr = 1e-4
+[sft]
+data = "demos.jsonl"
+steps = 1
+batch_size = 1
+lr = 1e-4
+"""
+STRANGER = 65534
+COMMANDS = [name for name, command in commands.COMMANDS.items() if issubclass(command, commands.OnConfiguration)]
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With a module that leaves a file behind when it is imported."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("strange_module", "marker"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    made = tmp_path / "theirs"
+    made.mkdir()
+    (made / "strange_module.py").write_text(
+        "from pathlib import Path\nPath(__file__).with_name('marker').touch()\n"
+        "from megarl.config.plugs import EngineKind\nmine = EngineKind('x:y', routes=True)\n"
+    )
+    return made
+
+
+def write(folder: Path, *tables: str) -> Path:
+    """Each of ``tables`` is a table of the file: "[reward]" and its lines."""
+    text = CONFIG
+    for table in tables:
+        head, _, rest = table.partition("\n")
+        text = text.replace(f"{head}\n", f"{table}\n", 1) if f"{head}\n" in text else f"{text}{head}\n{rest}\n"
+    path = folder / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def give_away(*paths: Path) -> None:
+    for path in paths:
+        os.chown(path, STRANGER, -1)
+
+
+ENGINE = '[rollout]\nengine = "strange_module:mine"'
+
+
+def test_a_file_of_the_user_imports_its_modules(folder: Path):
+    assert config_file.load(write(folder, ENGINE)).rollout.engine == "strange_module:mine"
+    assert (folder / "marker").exists()
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "doctor"])
+def test_a_file_of_a_stranger_runs_nothing(folder: Path, command: str, capsys: pytest.CaptureFixture[str]):
+    path = write(folder, ENGINE)
+    give_away(path)
+    before = [*sys.path]
+    assert cli.main([command, str(path)]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"{path} is not trusted: {path} belongs to" in told
+    assert "rollout.engine = 'strange_module:mine'" in told
+    assert "--trust" in told
+    assert not (folder / "marker").exists()
+    assert sys.path == before
+
+
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+def test_it_does_when_the_user_says_so(folder: Path, command: str, capsys: pytest.CaptureFixture[str]):
+    path = write(folder, ENGINE)
+    give_away(path)
+    cli.main([command, "--trust", str(path)])
+    assert (folder / "marker").exists()
+    assert "not trusted" not in capsys.readouterr().err
+
+
+def test_the_ranks_of_a_launch_are_told_of_the_trust(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    launched: list[list[str]] = []
+    monkeypatch.setattr("megarl.launch.supervisor.launch", lambda config, words: launched.append(words) or 0)
+    path = write(folder, ENGINE)
+    give_away(path)
+    assert cli.main(["launch", "--trust", str(path), "--run.steps", "4"]) == 0
+    assert launched == [["train", "--trust", "--run.steps", "4", str(path)]]
+    words, overrides = config_file.split_overrides(launched[0])
+    assert (words, overrides) == (["train", "--trust", str(path)], {"run.steps": 4})
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        '[reward]\nfunction = "strange_module:f"',
+        '[train]\nobjective = "strange_module:f"',
+        '[environment]\nfunction = "strange_module:f"',
+        '[environment]\nfunction = "tools"\ntools = ["calculator", "strange_module:f"]',
+        '[environment]\nfunction = "tools"\ntools = ["python"]\npython_limits_alone = true',
+        '[sglang]\npython = "./run-me"',
+        '[sglang]\narguments = ["--trust-remote-code"]',
+        '[sglang]\nurls = ["http://10.0.0.9:1"]\napi_key_env = "HOME"',
+        '[log]\nwandb_project = "theirs"',
+    ],
+)
+def test_each_power_is_named(folder: Path, table: str):
+    path = write(folder, table)
+    give_away(path)
+    for key in (line.partition(" = ")[0] for line in table.splitlines()[1:]):
+        name = f"{table[1 : table.index(']')]}.{key}"
+        if name in PLUGS and "strange_module" not in table:
+            continue
+        if (name, '"tools"' in table) != ("environment.function", True):
+            with pytest.raises(ConfigError, match=re.escape(f"{name} = ")):
+                config_file.load(path)
+    assert not (folder / "marker").exists()
+
+
+def test_every_key_that_may_name_code_is_in_the_list():
+    named = {key for key, info in config_file.keys().items() if "package.module:" in (info.description or "")}
+    assert named >= {"reward.function", "rollout.engine", "environment.tools"}
+    assert named <= set(PLUGS)
+    assert {*PLUGS, *POWERS} <= set(config_file.keys())
+
+
+def test_data_of_a_stranger_is_read_without_their_folder(folder: Path):
+    path = write(folder, '[environment]\nfunction = "tools"\ntools = ["calculator"]', "[sglang]\nservers = 2")
+    give_away(folder, path)
+    before = [*sys.path]
+    assert config_file.load(path).sglang.servers == 2
+    assert sys.path == before
+    assert config_file.load(write(folder, ENGINE), {"rollout.engine": "local"}).rollout.engine == "local"
+    assert sys.path == before
+
+
+def test_who_may_have_written_a_file(folder: Path, tmp_path: Path):
+    path = write(folder)
+    assert find_stranger(path) is None
+    for place, mode, told in (
+        (path, 0o646, "others can write"),
+        (folder, 0o757, "others can write"),
+        (folder, 0o1777, "others can write"),  # as /tmp: anybody may put modules there
+    ):
+        before = place.stat().st_mode
+        place.chmod(mode)
+        assert told in (find_stranger(path) or ""), oct(mode)
+        place.chmod(before)
+    path.chmod(0o664)
+    assert find_stranger(path) is None  # root's own group has nobody else in it
+    os.chown(path, 0, 65534)
+    assert "others can write" in (find_stranger(path) or "")
+    os.chown(path, 0, 0)
+    link = tmp_path / "link.toml"
+    link.symlink_to(path)
+    assert find_stranger(link) is None
+    give_away(path)
+    assert "belongs to nobody" in (find_stranger(link) or "")
+    os.chown(path, 4242, 0)
+    assert "belongs to user 4242" in (find_stranger(path) or "")
+    os.chown(path, 0, 0)
+    give_away(folder)
+    assert f"{folder} belongs to" in (find_stranger(link) or "")
