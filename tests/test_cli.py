@@ -154,7 +154,7 @@ def test_errors_of_a_running_command_name_the_rank(monkeypatch, capsys, config_p
     def fail(*arguments):
         raise DataError("train.jsonl, line 3:\n found no answer")
 
-    monkeypatch.setattr(commands, "_load_for_ranks", fail)
+    monkeypatch.setattr(commands.Train, "load_for_ranks", fail)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert cli.main(["train", str(config_path)]) == 2
