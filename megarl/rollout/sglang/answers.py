@@ -73,7 +73,10 @@ def parse_answer(
     try:
         if rid is not None:
             _require_own(request, answer, rid, label)
-        return _parse(request, answer, version, shape, label)
+        rollout = _parse(request, answer, version, shape, label)
+        if rid is not None and is_sealed(answer):  # last: the other checks say what is wrong
+            _require_seal(request, answer, label)
+        return rollout
     except (RolloutError, TraceError):
         raise
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:  # the JSON may hold anything
@@ -86,13 +89,17 @@ def is_sealed(answer: Mapping[str, Any]) -> bool:
 
 
 def _require_own(request: SampleRequest, answer: Mapping[str, Any], rid: str, label: str) -> None:
-    """Raises RolloutError for the answer to another request, and for one whose parts are of several answers."""
+    """Raises RolloutError for the answer to another request or prompt."""
     meta, prompt = answer["meta_info"], request.prompt_tokens.tolist()
     if meta.get("id") != rid:
         raise RolloutError(f"{label}: the answer is to another request: its id is {meta.get('id')!r}, expected {rid!r}")
     if answer.get("prompt_token_ids") not in (None, prompt):  # from 0.5.13 on, without megarl's plugin
         raise RolloutError(f"{label}: the answer is to another prompt than the one that was sent")
-    if is_sealed(answer) and meta[SEAL] != seal(prompt, answer):
+
+
+def _require_seal(request: SampleRequest, answer: Mapping[str, Any], label: str) -> None:
+    """Raises RolloutError for parts of several answers."""
+    if answer["meta_info"][SEAL] != seal(request.prompt_tokens.tolist(), answer):
         raise RolloutError(
             f"{label}: the answer does not fit its seal: prompt, tokens, log-probabilities, weight versions or routes "
             "are not those of one answer to this request"
