@@ -17,9 +17,10 @@ import tyro
 
 from megarl.commands import COMMANDS, Command, OnConfiguration
 from megarl.config import file as config_file
-from megarl.errors import ConfigError, MegarlError, StopError
+from megarl.errors import ConfigError, DamageError, MegarlError, StopError
 from megarl.run.status import write_failure
 
+DAMAGED = 1
 USAGE_ERROR = 2
 INTERRUPTED = 130
 STOPPED = 75
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # All ranks find a wrong configuration before they join. Afterwards, an error may be of one rank.
         have_joined = distributed is not None and distributed.is_available() and distributed.is_initialized()
         _complain(str(error), on_every_rank=have_joined or not isinstance(error, ConfigError))
-        return USAGE_ERROR
+        return DAMAGED if isinstance(error, DamageError) else USAGE_ERROR
     except KeyboardInterrupt:
         _complain("interrupted", on_every_rank=False)
         return INTERRUPTED

@@ -41,6 +41,10 @@ class CheckpointError(MegarlError, RuntimeError):
     """A checkpoint is missing, incomplete, or of another model."""
 
 
+class DamageError(CheckpointError):
+    """A checkpoint is not as it was saved, and there is none to use instead; the command line exits with code 1."""
+
+
 class SaveError(MegarlError, OSError):
     """A checkpoint could not be written."""
 

@@ -74,7 +74,9 @@ def _print_summary(done: Converted, seconds: float, verified: bool) -> None:
     if done.num_kept:
         print(f"kept {done.num_kept} of {done.num_files} files from an interrupted conversion")
     if done.source_checksums:
-        print("the source's files have the checksums of the conversion that wrote them")
+        print("the source's files have the checksums of the run or the conversion that wrote them")
+    elif verified:
+        print("the source has no checksums: whether its files are as they were written is not verified")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(
         f"{done.out}: {done.num_parameters} parameters, {done.num_bytes / 2**30:.3f} GiB in {done.num_files} files, "

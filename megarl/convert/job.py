@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -24,8 +23,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from safetensors import SafetensorError
 
-from megarl.data.files import replace_folder, sync_folder, write_atomically
+from megarl.data.files import replace_folder, sha256_of, sync_all, write_atomically
 from megarl.errors import CheckpointError, ConfigError, MegarlError
+from megarl.megatron.checkpoints.manifest import MANIFEST as RUN_MANIFEST
+from megarl.megatron.checkpoints.manifest import read_manifest
 from megarl.megatron.distributed import shutdown
 from megarl.models.hf_files import MANIFEST, read_json, save_tensors, some, write_index
 
@@ -70,25 +71,24 @@ def require_apart(out: Path, *sources: Path | None) -> None:
             raise ConfigError(f"{out} would replace its own source {source}; choose another folder")
 
 
-def sha256_of(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def require_unchanged(folder: Path, ranks: Ranks) -> bool:
-    """Compare a folder with the checksums of the conversion that wrote it; False if it has none."""
-    manifest = folder / MANIFEST
-    if not manifest.is_file():
+    """Compare a folder with the checksums of the run or the conversion that wrote it; False if it has none.
+
+    DamageError if it is of a run and damaged. CheckpointError if it is of a conversion and has been changed.
+    """
+    if (folder / RUN_MANIFEST).is_file() or folder.name.startswith("step_"):
+        digests: Any = {name: digest for name, (_, digest) in read_manifest(folder).items()}
+        advice = "it is damaged"
+    elif (folder / MANIFEST).is_file():
+        digests = read_json(folder / MANIFEST).get("sha256")
+        advice = f"{MANIFEST} has another SHA-256 (remove {MANIFEST} if the change is yours)"
+        if not isinstance(digests, dict):
+            raise CheckpointError(f"{folder / MANIFEST} holds no checksums; remove it if it is not of a conversion")
+    else:
         return False
-    digests = read_json(manifest).get("sha256")
-    if not isinstance(digests, dict):
-        raise CheckpointError(f"{manifest} holds no checksums; remove it if it is not of a conversion")
     for _, (name, digest) in ranks.share(sorted(digests.items())):
         if not (folder / name).is_file() or sha256_of(folder / name) != digest:
-            raise CheckpointError(
-                f"{folder / name} is not the file that was written: {MANIFEST} has another SHA-256 (remove {MANIFEST} "
-                "if the change is yours)"
-            )
+            raise CheckpointError(f"{folder / name} is not the file that was written: {advice}")
     return True
 
 
@@ -284,7 +284,7 @@ class ConversionJob:
             with self._explain_disk_errors():
                 text = json.dumps({**manifest, "sha256": digests}, indent=1)
                 write_atomically(self.folder / MANIFEST, text.encode())
-                sync_folder(self.folder)
+                sync_all(self.folder)
                 if self.out.exists() and not self._overwrite:
                     raise CheckpointError(f"{self.out} has appeared meanwhile; {self.folder} is whole: rename one")
                 replace_folder(self.folder, self.out)

@@ -13,7 +13,7 @@ import torch
 
 from megarl.convert.torch_dist import Place, TorchDistReader
 from megarl.errors import CheckpointError, ConfigError
-from megarl.megatron.checkpoints.checkpoint import complete_checkpoints
+from megarl.megatron.checkpoints.folders import complete_checkpoints
 from megarl.models.hf_files import some
 from megarl.models.names import LAYOUTS, Rule, dimensions, rules_of
 from megarl.models.shapes import ModelShape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -53,13 +54,15 @@ def replace_folder(new: Path, target: Path) -> None:
     if not target.exists():
         new.rename(target)
     elif _exchange(new, target):
+        sync(target.parent)
         shutil.rmtree(new)
     else:
         aside = target.with_name(target.name + ".old")
         target.rename(aside)
         new.rename(target)
+        sync(target.parent)
         shutil.rmtree(aside)
-    sync_folder(target.parent)
+    sync(target.parent)
 
 
 def _exchange(first: Path, second: Path) -> bool:
@@ -76,10 +79,21 @@ def _exchange(first: Path, second: Path) -> bool:
     raise OSError(number, os.strerror(number), str(second))
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk, so that they survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to disk, so that they survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_all(folder: Path) -> None:
+    """Flush every file of a folder, and the folder."""
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
+
+
+def sha256_of(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

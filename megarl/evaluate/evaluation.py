@@ -31,7 +31,7 @@ from megarl.evaluate import results
 from megarl.evaluate.request import EvalRequest
 from megarl.evaluate.scores import print_table, widen
 from megarl.megatron import distributed
-from megarl.megatron.checkpoints.checkpoint import complete_checkpoints
+from megarl.megatron.checkpoints.folders import complete_checkpoints
 from megarl.megatron.frozen import FrozenModel
 from megarl.models.hf_files import HFCheckpoint
 from megarl.rollout.draw import Draw

@@ -108,6 +108,9 @@ class Supervisor:
             if found.get("kind") in _BAD_INPUT:
                 self._tell(f"the trainer cannot go on: {why}")
                 return BAD_INPUT
+            if found.get("kind") == "DamageError":  # another start would find the same
+                self._tell(f"given up: {why}")
+                return FAILED
             fruitless = 0 if (newest_checkpoint(self.folder) or "") > before else fruitless + 1
             if fruitless > self.config.launch.max_restarts:
                 self._tell(f"the trainer died {fruitless} times without a new checkpoint and is given up: {why}")

@@ -27,7 +27,7 @@ class FrozenModel:
     def __init__(self, config: Config, checkpoint_path: Path) -> None:
         self.shape = read_shape(config.model.path)
         self.chunks = _build_frozen(config, self.shape)
-        self.step = checkpoint.load_weights(checkpoint_path, self.chunks, self.shape)
+        self.step = checkpoint.load_weights(checkpoint_path, self.chunks, self.shape, config.checkpoint.verify_gib)
         """Global steps that the weights have seen."""
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megarl.data.files import replace_folder
+from megarl.data.files import replace_folder, sync_all
 from megarl.errors import CheckpointError
 from megarl.megatron.distributed import all_gather, gather_objects
 from megarl.megatron.model import unwrap
@@ -194,6 +194,7 @@ def _write_folder(tensors: Iterator[tuple[str, torch.Tensor]], source: Path, out
         dtype = dtype or next(iter(shard.values())).dtype  # of the embedding
     write_index(partial, listing, total)
     copy_model_files(source, partial, dtype)
+    sync_all(partial)
     replace_folder(partial, out)
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import tomllib
+from pathlib import Path
 from typing import Any
 
 from megarl.config import Config
-from megarl.data.files import write_atomically
+from megarl.data.files import read_record, write_atomically
 from megarl.errors import ConfigError
-from megarl.megatron.checkpoints.checkpoint import complete_checkpoints
+from megarl.megatron.checkpoints.folders import complete_checkpoints
+from megarl.megatron.checkpoints.manifest import MANIFEST
 
-_FREE = {"checkpoint", "launch", "log", "eval", "sft"}
-"""Tables that may change between a run and its resumption; so may, in [sglang], everything but fp8."""
-_FREE_KEYS = {("run", "steps"), ("run", "collective_timeout_s")}
+_FREE = {"checkpoint", "launch", "log", "eval", "sft", "recompute"}
+"""Tables that may change between a run and its resumption."""
+_FREE_KEYS = {("run", "dir"), ("run", "steps"), ("run", "collective_timeout_s"), ("train", "micro_batch_tokens")}
+_FIXED = {"sglang": "fp8", "parallel": "distributed_optimizer"}
+"""Of these tables, all other keys may change."""
 
 
 def claim(config: Config) -> None:
@@ -38,18 +43,28 @@ def claim(config: Config) -> None:
                 "the folder, or set the old value to continue it"
             )
     write_atomically(saved, config.to_toml().encode())
+    checkpoints = complete_checkpoints(folder / "checkpoints")
+    if not read_run_id(folder):
+        known = [record["run"] for _, path in checkpoints if (record := read_record(path / MANIFEST)).get("run")]
+        write_atomically(folder / "run_id", (known[-1] if known else secrets.token_hex(8)).encode())
     metrics = folder / "metrics.jsonl"
-    if metrics.exists() and metrics.stat().st_size and not complete_checkpoints(folder / "checkpoints"):
+    if metrics.exists() and metrics.stat().st_size and not checkpoints:
         # Without a checkpoint the run begins again, and its records with it: the earlier ones are kept beside them.
         number = len(list(folder.glob("metrics.earlier-*.jsonl"))) + 1
         shutil.copy2(metrics, folder / f"metrics.earlier-{number}.jsonl")
+
+
+def read_run_id(folder: Path) -> str:
+    """The name that the run gave itself, which its checkpoints carry; empty for a folder without a run."""
+    file = folder / "run_id"
+    return file.read_text(errors="replace").strip() if file.is_file() else ""
 
 
 def _first_difference(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, Any, Any] | None:
     for table in sorted({*before, *now} - _FREE):
         old, new = before.get(table, {}), now.get(table, {})
         for key in sorted({*old, *new}):
-            is_free = (table, key) in _FREE_KEYS or (table == "sglang" and key != "fp8")
+            is_free = (table, key) in _FREE_KEYS or _FIXED.get(table, key) != key
             if not is_free and old.get(key) != new.get(key):
                 return f"{table}.{key}", old.get(key), new.get(key)
     return None

@@ -28,6 +28,7 @@ from megarl.core.metrics import Stat, finalize
 from megarl.core.packing import drop_routes
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints import checkpoint
+from megarl.megatron.checkpoints.state import describe_layout
 from megarl.megatron.config_errors import as_config_error
 from megarl.megatron.policy import Policy, schedule_of
 from megarl.run.audit import Audit
@@ -242,8 +243,11 @@ class Trainer:
 
     def _resume(self) -> int:
         """Load the newest checkpoint, if there is one; return the number of finished steps."""
-        newest = self.checkpoints.newest()
-        if newest is None or not self.config.checkpoint.resume:
+        newest = None
+        if self.config.checkpoint.resume:
+            with self.monitor.phase("verify"):
+                newest = self.checkpoints.newest_intact()
+        if newest is None:
             self.log.truncate_after(-1)
             self._eval_is_due = bool(self.config.eval.every)
             if self.audit is not None:
@@ -258,6 +262,8 @@ class Trainer:
             self.audit.record_resume(done)
         dropped = self.log.truncate_after(done)
         self.monitor.say(f"resumed from {newest[1]} after step {done}; dropped {dropped} later records")
+        if state["layout"] != (layout := describe_layout(self.policy)):
+            self.monitor.say(f"the layout was {state['layout']} and is {layout}; random generators begin with run.seed")
         return done
 
     def _save(self, done: int, sampling: dict[str, Any] | None = None) -> None:

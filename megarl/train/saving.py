@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Config
-from megarl.errors import MegarlError, PeerError, RolloutError, SaveError, StopError, WeightSyncError
+from megarl.errors import DamageError, MegarlError, PeerError, RolloutError, SaveError, StopError, WeightSyncError
 from megarl.megatron import distributed
-from megarl.megatron.checkpoints import checkpoint
-from megarl.megatron.checkpoints.background_saver import BackgroundSaver
+from megarl.megatron.checkpoints import checkpoint, folders
+from megarl.megatron.checkpoints.saver import Saver
 from megarl.megatron.policy import Policy
+from megarl.run.folder import read_run_id
 from megarl.run.status import describe_ranks, read_signs
 from megarl.run.stop_request import StopRequest
 from megarl.run.vitals import Vitals
@@ -41,23 +42,43 @@ class RunCheckpoints:
     ) -> None:
         """``save_run(done, sampling)`` calls ``save`` with the state of the run; see ``save_on_failure``."""
         self.folder = config.run_dir / "checkpoints"
-        self.saver = BackgroundSaver(self.folder, config.checkpoint.keep)
+        self._run = distributed.from_main_rank(lambda: read_run_id(config.run_dir))
+        self.saver = Saver(self.folder, config.checkpoint.keep, self._run)
         self._config, self._policy, self._stop, self._save_run, self._say = config, policy, stop, save_run, say
 
     def newest(self) -> tuple[int, Path] | None:
         """Return (finished steps, folder) of the newest complete checkpoint."""
         # Only the main rank looks: file systems may show different folders to different nodes for a while.
-        found = distributed.from_main_rank(lambda: checkpoint.complete_checkpoints(self.folder))
+        found = distributed.from_main_rank(lambda: folders.complete_checkpoints(self.folder))
         return found[-1] if found else None
+
+    def newest_intact(self) -> tuple[int, Path] | None:
+        """Return (finished steps, folder) of the newest checkpoint that is as it was saved.
+
+        Damaged ones that are newer are named and set aside. DamageError if all are damaged; they stay as they are.
+        """
+        limit, faults = self._config.checkpoint.verify_gib, dict[Path, str]()
+        for step, path in reversed(distributed.from_main_rank(lambda: folders.complete_checkpoints(self.folder))):
+            fault, read = checkpoint.find_damage(path, limit, self._run)
+            if fault is None:
+                for why in faults.values():
+                    self._say(f"warning: {why}; step {step} is used instead, the damaged one is renamed to *.damaged")
+                distributed.from_main_rank(lambda: folders.set_aside(faults))
+                self._say(f"verified {path}: {read}")
+                return step, path
+            faults[path] = fault
+        if faults:
+            raise DamageError(
+                f"no checkpoint is intact: {'; '.join(faults.values())}. Put an intact copy back, or remove "
+                f"{self.folder} to go on from step 0"
+            )
+        return None
 
     def save(self, done: int, state: dict[str, Any]) -> None:
         """Save the policy and ``state`` after ``done`` steps, in the background if ``checkpoint.asynchronous``."""
-        if self._config.checkpoint.asynchronous:
-            self.poll(wait=True)
-            self.saver.begin(done, self._policy, state)
-        else:
-            path = checkpoint.save(self.folder, done, self._policy, state, self._config.checkpoint.keep)
-            self._say(f"saved {path}")
+        self.poll(wait=True)
+        self.saver.begin(done, self._policy, state)
+        self.poll(wait=not self._config.checkpoint.asynchronous)
 
     def poll(self, *, wait: bool = False) -> None:
         """Finish the save in the background if it is written; ``wait`` until it is."""

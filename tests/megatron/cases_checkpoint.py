@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from cases_training import forward_backward
+from saves import save
 from tiny_world import MODELS, config, exported, local_batch, policy_of
 
 from megarl.config import Config
@@ -41,7 +43,7 @@ def interrupted(layout: dict[str, int], then: str = "", name: str = "resume", **
     policy = policy_of(settings)
     train(policy, settings, range(2))
     folder = Path(f"{name}-{'-'.join(layout)}-{then.replace(' ', '-')}")
-    path = checkpoint.save(folder, 2, policy, {"position": 7}, keep=2)
+    path = save(folder, 2, policy, {"position": 7}, keep=2)
     saved_weights = exported(policy)
 
     other = {part[:-1]: int(part[-1]) for part in then.split()} if then else layout
@@ -60,3 +62,25 @@ def interrupted(layout: dict[str, int], then: str = "", name: str = "resume", **
         "loop": loop,
         "folder": sorted(entry.name for entry in folder.iterdir()),
     }
+
+
+def verdicts(layout: dict[str, int]) -> dict[str, set[str]]:
+    """What the ranks say about a checkpoint as it was saved, and with one byte changed in each of its files in turn."""
+    path = save(Path("verdicts"), 1, policy_of(config(MODELS / "base", layout)), {}, keep=1)
+    found = {"": _said(path)}
+    for file in sorted(path.iterdir()):
+        whole = file.read_bytes()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        dist.barrier()
+        found[file.name] = _said(path)
+        if dist.get_rank() == 0:
+            file.write_bytes(whole)
+    return found
+
+
+def _said(path: Path) -> set[str]:
+    found: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(found, checkpoint.find_damage(path, 1.0)[0] or "")
+    return set(found)

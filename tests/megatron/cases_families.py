@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from saves import save
 from tiny_world import MODELS, config, policy_of, safetensors_of
 
 from megarl.convert.conversion import Options, to_hf, to_megatron
@@ -34,4 +35,4 @@ def _through_megatron(policy: Policy, source: Path, target: Path) -> None:
         for tensor in (*chunk.parameters(), *dict(chunk.named_buffers()).values()):
             tensor.data.fill_(7.0)
     checkpoint.read_weights(source, policy.chunks)
-    checkpoint.save(target, 0, policy, {}, keep=1)
+    save(target, 0, policy, {}, keep=1)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import errno
-import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 from ranks import Case, case, slow
+from saves import save
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from megarl.errors import CheckpointError
 from megarl.megatron.checkpoints import checkpoint
+from megarl.megatron.checkpoints.folders import complete_checkpoints
 
 INTERRUPTED = "cases_checkpoint:interrupted"
 
@@ -56,6 +54,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
         slow(case(2, INTERRUPTED, "tp2")),
         slow(case(2, INTERRUPTED, "pp2 vpp2")),
         case(2, INTERRUPTED, "ep2", then="tp2 ep2 etp1"),
+        case(2, INTERRUPTED, "pp2", then="ep2"),
+        case(2, INTERRUPTED, "", then="tp2 ep2 etp1"),
+        slow(case(2, INTERRUPTED, "ep2", then="tp1")),
         slow(case(4, INTERRUPTED, "ep2", then="pp2 ep2")),
     ],
     ids=str,
@@ -78,23 +79,23 @@ def policy(models: dict[str, Path], one_rank: None) -> Any:
 
 def test_old_checkpoints_go_and_an_unfinished_one_is_never_taken(policy: Any, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    assert checkpoint.complete_checkpoints(folder) == []
+    assert complete_checkpoints(folder) == []
     for step in (1, 2, 12):
-        checkpoint.save(folder, step, policy, {}, keep=2)
+        save(folder, step, policy, {}, keep=2)
     (folder / "step_0000013.partial").mkdir()
     (folder / "notes").mkdir()
-    assert [step for step, _ in checkpoint.complete_checkpoints(folder)] == [2, 12]
+    assert [step for step, _ in complete_checkpoints(folder)] == [2, 12]
     # what a killed writer left of step 13 is replaced, not mixed with the new files
     (folder / "step_0000013.partial" / "garbage").write_text("")
-    path = checkpoint.save(folder, 13, policy, {}, keep=1)
-    assert checkpoint.complete_checkpoints(folder) == [(13, path)]
+    path = save(folder, 13, policy, {}, keep=1)
+    assert complete_checkpoints(folder) == [(13, path)]
     assert not (path / "garbage").exists()
     assert not (folder / "step_0000013.partial").exists()
 
 
 def test_saving_a_step_again_replaces_it(policy: Any, tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, 1, policy, {"round": 1}, keep=2)
-    path = checkpoint.save(tmp_path, 1, policy, {"round": 2}, keep=2)
+    save(tmp_path, 1, policy, {"round": 1}, keep=2)
+    path = save(tmp_path, 1, policy, {"round": 2}, keep=2)
     assert checkpoint.load(path, policy)["round"] == 2
 
 
@@ -103,7 +104,7 @@ def test_saving_a_step_again_replaces_it(policy: Any, tmp_path: Path) -> None:
     ["empty folder", "no common state", "truncated common state", "truncated data", "missing data", "no metadata"],
 )
 def test_a_damaged_checkpoint_is_refused_by_name(damage: str, policy: Any, tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, 1, policy, {}, keep=2)
+    path = save(tmp_path, 1, policy, {}, keep=2)
     data = sorted(path.glob("*.distcp"))
     assert data
     if damage == "empty folder":
@@ -137,7 +138,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(damage: str, policy: Any, tmp_p
 def test_what_another_start_may_mend_is_not_called_damage(
     error: BaseException, policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = checkpoint.save(tmp_path, 1, policy, {}, keep=2)
+    path = save(tmp_path, 1, policy, {}, keep=2)
 
     def fails(*rest: Any) -> None:
         raise error
@@ -154,65 +155,15 @@ def test_what_another_start_may_mend_is_not_called_damage(
 def test_a_checkpoint_of_another_model_is_refused(policy: Any, models: dict[str, Path], tmp_path: Path) -> None:
     from tiny_world import config, policy_of
 
-    path = checkpoint.save(tmp_path, 1, policy, {}, keep=2)
+    path = save(tmp_path, 1, policy, {}, keep=2)
     other = policy_of(config(models["vocab31"]))
     with pytest.raises(CheckpointError, match="another model: vocab_size is 32, expected 31"):
         checkpoint.load(path, other)
 
 
 def test_random_numbers_continue(policy: Any, tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, 1, policy, {}, keep=2)
+    path = save(tmp_path, 1, policy, {}, keep=2)
     drawn = [torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()]
     torch.manual_seed(1)
     checkpoint.load(path, policy)
     assert [torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()] == drawn
-
-
-_KILLED_WRITER = """
-import os, sys, time
-from pathlib import Path
-os.chdir(sys.argv[1])
-folder = Path(sys.argv[2])
-from tiny_world import MODELS, config, policy_of
-from megarl.megatron.checkpoints import checkpoint
-from megatron.core import dist_checkpointing
-
-def main():
-    policy = policy_of(config(MODELS / "base"))
-    checkpoint.save(folder, 1, policy, {"position": 5}, keep=2)
-    write = dist_checkpointing.save
-
-    def slow(*arguments, **keywords):  # everything is written, and the writer dies before it is done
-        write(*arguments, **keywords)
-        print("written", flush=True)
-        time.sleep(3600)
-
-    dist_checkpointing.save = slow
-    checkpoint.save(folder, 2, policy, {"position": 6}, keep=1)
-
-if __name__ == "__main__":
-    main()
-"""
-
-
-def test_a_writer_that_is_killed_leaves_the_old_checkpoint_usable(
-    policy: Any, models: dict[str, Path], tmp_path: Path
-) -> None:
-    script = tmp_path / "writer.py"
-    script.write_text(_KILLED_WRITER)
-    here = str(Path(__file__).parent)
-    process = subprocess.Popen(
-        [sys.executable, str(script), str(models["base"].parent.parent), str(tmp_path / "run")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([here, *sys.path]), "OMP_NUM_THREADS": "1"},
-    )
-    assert process.stdout is not None
-    assert any("written" in line for line in process.stdout)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    found = checkpoint.complete_checkpoints(tmp_path / "run")
-    assert [step for step, _ in found] == [1]
-    assert (tmp_path / "run" / "step_0000002.partial").is_dir()
-    assert checkpoint.load(found[0][1], policy)["position"] == 5

@@ -638,7 +638,7 @@ class TestWhatMustNotBeLost:
             except CheckpointError as error:
                 refused.append(str(error))
 
-        monkeypatch.setattr("megarl.convert.job.sync_folder", another)
+        monkeypatch.setattr("megarl.convert.job.sync_all", another)
         to_megatron(source, tmp_path / "out", LOCAL, ALONE)
         assert "another process writes" in refused[0]
         monkeypatch.undo()
@@ -650,7 +650,7 @@ class TestWhatMustNotBeLost:
             (tmp_path / "out").mkdir()
             (tmp_path / "out" / "precious").write_text("mine")
 
-        monkeypatch.setattr("megarl.convert.job.sync_folder", appear)
+        monkeypatch.setattr("megarl.convert.job.sync_all", appear)
         with pytest.raises(CheckpointError, match="has appeared meanwhile"):
             to_megatron(source, tmp_path / "out", LOCAL, ALONE)
         assert (tmp_path / "out" / "precious").read_text() == "mine"

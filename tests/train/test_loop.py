@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,12 @@ import pytest
 import torch
 from train_world import NUM_SEQUENCES, ROWS, World, hf_config, trainer_of
 
+from megarl import cli
 from megarl.config import Config
 from megarl.config.file import parse
-from megarl.errors import CheckpointError, ConfigError, MegarlError, RolloutError
+from megarl.errors import ConfigError, MegarlError, RolloutError
 from megarl.megatron import distributed
-from megarl.megatron.checkpoints.checkpoint import complete_checkpoints
+from megarl.megatron.checkpoints.folders import complete_checkpoints
 from megarl.megatron.hf_weights import export_hf, save_hf
 from megarl.models.hf_files import HFCheckpoint
 from megarl.rollout.local.engine import LocalEngine
@@ -170,27 +171,36 @@ def test_other_settings_in_the_folder_of_a_run_are_refused(world: World, tmp_pat
     train(world.settings(run__dir=folder, checkpoint__every=2, checkpoint__keep=1))
 
 
-@pytest.mark.parametrize("damage", ["common", "shard", "metadata", "missing_shard", "empty"])
-def test_a_corrupted_checkpoint_is_an_error_that_names_it(world: World, tmp_path: Path, damage: str) -> None:
-    settings = world.settings(run__dir=str(tmp_path / "run"), checkpoint__every=1)
-    train(settings)
-    newest = tmp_path / "run" / "checkpoints" / "step_0000002"
-    shards = sorted(newest.glob("*.distcp"))
-    if damage == "common":
-        (newest / "common.pt").write_bytes((newest / "common.pt").read_bytes()[:50])
-    elif damage == "shard":
-        for shard in shards:
-            shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
-    elif damage == "metadata":
-        (newest / ".metadata").write_bytes(b"\x80garbage")
-    elif damage == "missing_shard":
-        shards[0].unlink()
-    else:
-        shutil.rmtree(newest)
-        newest.mkdir()
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_is_used(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    more = world.settings(run__dir=str(tmp_path / "run"), checkpoint__every=1, checkpoint__keep=3, run__steps=3)
+    straight = run(more)
+    for file in ((folder / "step_0000003" / "common.pt"), next((folder / "step_0000002").glob("*.distcp"))):
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 4
+        file.write_bytes(data)
+    capsys.readouterr()
+    assert run(more) == straight  # steps 2 and 3 were trained again
+    said = " ".join(capsys.readouterr().out.split())
+    for name in ("step_0000003/common.pt", "step_0000002/__0_"):
+        assert re.search(rf"warning: \S*{name}\S* is not the file that was written.*?; step 1 is used instead", said)
+    assert "verified" in said
+    assert "resumed from" in said
+    assert "after step 1;" in said
+    names = ["step_0000001", "step_0000002", "step_0000002.damaged", "step_0000003", "step_0000003.damaged"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    # Nothing intact: one line, nothing is renamed, and this is no mistake of the user.
+    for step in (1, 2, 3):
+        (folder / f"step_000000{step}" / "manifest.json").unlink()
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    with pytest.raises(CheckpointError, match="step_0000002"):
-        train(world.settings(run__dir=str(tmp_path / "run"), checkpoint__every=1, run__steps=3))
+    (tmp_path / "run.toml").write_text(more.to_toml())
+    assert cli.main(["train", str(tmp_path / "run.toml")]) == 1
+    said = capsys.readouterr().err
+    assert "no checkpoint is intact" in said
+    assert f"remove {folder} to go on from step 0" in said
+    assert sorted(path.name for path in folder.iterdir()) == names
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 

@@ -10,7 +10,7 @@ import pytest
 from forks import Ended, Job, run_jobs
 from train_world import World
 
-from megarl.megatron.checkpoints.checkpoint import complete_checkpoints
+from megarl.megatron.checkpoints.folders import complete_checkpoints
 from megarl.run.metrics_log import read_metrics, without_timing
 
 KILLS: dict[str, tuple[str, int, int | None]] = {
@@ -48,6 +48,11 @@ def runs(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
         jobs += [job(f"{name} killed", 1, name, die_after=record), job(f"{name} resumed", 1, name)]
     jobs += [job("saving killed", 1, "saving", "dies_while_saving", step=4), job("saving resumed", 1, "saving")]
     jobs += [job("ep2 killed", 2, "ep2", die_after=("minibatch", 3, 0)), job("ep2 resumed", 2, "ep2")]
+    for name, ranks in (("copied", 2), ("one_rank", 1)):
+        copied = {"source": folder / "whole_ep2", "target": folder / name}
+        jobs += [Job(f"{name} made", 1, "train_jobs:copy_run", copied)]
+        settings = overrides(folder, name, parallel__ep=ranks, run__steps=5)
+        jobs += [Job(name, ranks, "train_jobs:run", {"world": world, "overrides": settings})]
     return folder, run_jobs(jobs, folder / "jobs")
 
 
@@ -91,6 +96,21 @@ def test_a_killed_run_on_two_ranks_resumes(runs: tuple[Path, dict[str, Ended]]) 
         assert one["kind"] == two["kind"]
         numbers = {key: value for key, value in one.items() if isinstance(value, float)}
         assert {key: two[key] for key in numbers} == pytest.approx(numbers, rel=1e-5, abs=1e-5)
+
+
+def test_a_run_that_was_copied_continues_also_in_another_layout(runs: tuple[Path, dict[str, Ended]]) -> None:
+    """Two ranks with ep 2 become one rank: experts, optimizer state, schedule and the order of prompts move along."""
+    folder, ended = runs
+    for name in ("copied", "one_rank"):
+        ended[name].checked()
+        assert f"resumed from {folder / name}" in ended[name].output.replace("\n", "")
+        assert records(folder / name)[:-4] == records(folder / "whole_ep2")
+    assert "the layout was" not in ended["copied"].output
+    assert "ep 2 etp 1 on 2 ranks and is tp 1 pp 1 cp 1 ep 1 etp 1 on 1 ranks" in ended["one_rank"].output
+    for one, two in zip(records(folder / "copied")[-4:], records(folder / "one_rank")[-4:], strict=True):
+        assert (one["kind"], one["step"]) == (two["kind"], 5)
+        for key in (key for key in ("loss", "grad_norm", "lr", "reward/mean", "entropy") if key in one):
+            assert two[key] == pytest.approx(one[key], rel=1e-4, abs=1e-5), key
 
 
 def test_two_ranks_train_like_one(runs: tuple[Path, dict[str, Ended]]) -> None:

@@ -13,7 +13,7 @@ from train_world import World, trainer_of
 
 from megarl.errors import SaveError, StopError
 from megarl.megatron import distributed
-from megarl.megatron.checkpoints import checkpoint
+from megarl.megatron.checkpoints.folders import complete_checkpoints
 from megarl.run.audit import check
 from megarl.run.metrics_log import read_metrics, without_timing
 from megarl.run.stop_request import StopRequest
@@ -89,7 +89,7 @@ def test_ctrl_c_finishes_the_step_and_saves_it_with_default_settings_but_a_secon
     with trainer.stop, ends:
         trainer.run()
     trainer.log.close()
-    assert [step for step, _ in checkpoint.complete_checkpoints(tmp_path / "checkpoints")] == [1] * (times == 1)
+    assert [step for step, _ in complete_checkpoints(tmp_path / "checkpoints")] == [1] * (times == 1)
     assert (f"saved {tmp_path}/checkpoints/step_0000001" in capsys.readouterr().out) == (times == 1)
     distributed.shutdown()
 
@@ -117,7 +117,7 @@ def test_a_stop_in_the_middle_of_sampling_keeps_what_is_done_and_draws_the_rest_
         trainer.run()
     trainer.log.close()
     done = 1 if where == "rollout" else 2
-    assert [step for step, _ in checkpoint.complete_checkpoints(tmp_path / "asked" / "checkpoints")] == [done]
+    assert [step for step, _ in complete_checkpoints(tmp_path / "asked" / "checkpoints")] == [done]
     distributed.shutdown()
     train(settings("asked"))
     assert numbers(tmp_path / "asked") == numbers(tmp_path / "whole")
@@ -148,5 +148,5 @@ def test_a_stop_saves_although_an_earlier_save_beside_training_has_failed(
     with pytest.raises(StopError if on_all_ranks else SaveError):  # others may wait where this rank does not go
         trainer.run()
     trainer.log.close()
-    assert [step for step, _ in checkpoint.complete_checkpoints(tmp_path / "checkpoints")] == [1] * on_all_ranks
+    assert [step for step, _ in complete_checkpoints(tmp_path / "checkpoints")] == [1] * on_all_ranks
     distributed.shutdown()

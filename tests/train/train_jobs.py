@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from megarl.errors import MegarlError
 from megarl.evaluate.evaluation import evaluate
 from megarl.evaluate.request import eval_request
 from megarl.megatron import distributed
-from megarl.megatron.checkpoints import checkpoint
+from megarl.megatron.checkpoints import saver
 from megarl.megatron.frozen import FrozenModel
 from megarl.megatron.hf_weights import save_hf
 from megarl.rollout.local.engine import LocalEngine
@@ -181,15 +182,44 @@ def run(world: World, overrides: Mapping[str, Any], die_after: tuple[str, int, i
 
 def dies_while_saving(world: World, overrides: Mapping[str, Any], step: int) -> None:
     """A run that is killed while it writes a checkpoint: all files are there, the folder has not got its name yet."""
-    original = checkpoint.dist_checkpointing.save
+    original = saver.publish
 
-    def save(state: Any, path: str, **rest: Any) -> None:
-        original(state, path, **rest)
-        if f"step_{step:07d}" in path:
+    def dies(path: Path, *rest: Any) -> None:
+        if path.name == f"step_{step:07d}":
             os.kill(os.getpid(), signal.SIGKILL)
+        original(path, *rest)
 
-    checkpoint.dist_checkpointing.save = save
+    saver.publish = dies
     train(world.settings(**overrides))
+
+
+def copy_run(source: Path, target: Path) -> None:
+    shutil.copytree(source, target)
+
+
+def saves_and_dies(world: World, folder: Path, at: str) -> None:
+    """Save steps 1 and 2, keep one; everything dies when a call of step 2 begins as ``at`` says."""
+    with training(world.settings()) as step:
+        writer = saver.Saver(folder, keep=1)
+        writer.begin(1, step.policy, {})
+        writer.poll(wait=True)
+        os.setpgid(0, 0)
+        for module, name in ((os, "fsync"), (os, "rename"), (os, "replace"), (os, "mkdir"), (os, "unlink")):
+            _kill_at(module, name, folder, at)
+        writer.begin(2, step.policy, {})
+        writer.poll(wait=True)
+
+
+def _kill_at(module: Any, name: str, folder: Path, at: str) -> None:
+    original = getattr(module, name)
+
+    def watched(what: Any, *rest: Any, **more: Any) -> Any:
+        path = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else str(what)
+        if f"{name} {path.removeprefix(f'{folder}/')}".startswith(at):
+            os.killpg(0, signal.SIGKILL)
+        return original(what, *rest, **more)
+
+    setattr(module, name, watched)
 
 
 def evaluated(world: World, overrides: Mapping[str, Any], **asked: Any) -> None:

@@ -51,6 +51,9 @@ class CheckpointConfig(Table):
     """How many checkpoints stay on disk, the newest ones."""
     asynchronous: bool = False
     """Write checkpoints in background processes while training continues; needs host memory for a copy."""
+    verify_gib: NonNegative = 64.0
+    """GiB that each rank reads to compare a checkpoint with its manifest before it is loaded. Of a larger one, random
+    files are compared, and the names and sizes of all."""
     resume: bool = True
     """Continue from the newest checkpoint in run.dir, if there is one; false refuses a folder that holds a run."""
 

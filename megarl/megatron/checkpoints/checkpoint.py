@@ -1,15 +1,11 @@
-"""Checkpoints of a run in Megatron's torch_dist format: saved, found and loaded again.
+"""Checkpoints of a run in Megatron's torch_dist format: compared with their manifests, and loaded.
 
-A checkpoint is a folder ``step_<n>``. It is written as ``step_<n>.partial`` and renamed when every rank is done, so a
-folder under its final name is complete. Model weights load in any layout; optimizer state does not load from ep = 1
-into ep > 1 or back, because Megatron stores experts apart with ep > 1.
+Weights and the state of the distributed optimizer load in any layout.
 """
 
 from __future__ import annotations
 
 import errno
-import re
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,29 +16,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megarl.data.files import sync_folder
 from megarl.data.pickles import require_plain
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, DamageError
+from megarl.megatron.checkpoints.folders import WRITE_ERRORS
+from megarl.megatron.checkpoints.manifest import choose, find_change, read_manifest
 from megarl.megatron.checkpoints.state import (
+    describe_layout,
     group_multipliers,
+    regrouped,
     restore_rng,
-    run_state,
     separate_adam_steps,
     sharded_state,
     sharded_weights,
 )
-from megarl.megatron.checkpoints.versions import checkpoint_metadata, results_queue
-from megarl.megatron.distributed import is_collective_error, is_main_rank
+from megarl.megatron.distributed import from_main_rank, is_collective_error
 from megarl.megatron.model import unwrap
 from megarl.megatron.policy import Policy
 from megarl.models.shapes import ModelShape
 
-_NAME = re.compile(r"step_(\d+)")
-# CheckpointException is torch's: a BaseException, no Exception.
-WRITE_ERRORS = (dist_checkpointing.core.CheckpointingException, CheckpointException, OSError, RuntimeError)
 # AttributeError comes from a bug in Megatron, where common.pt is missing.
 _READ_ERRORS = (*WRITE_ERRORS, AssertionError, AttributeError, EOFError, KeyError, UnpicklingError, ValueError)
 """What Megatron and torch raise for a damaged or foreign checkpoint."""
@@ -50,85 +43,71 @@ _UNREACHABLE = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.
 """Errors of a network file system that is away."""
 
 
-def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of every complete checkpoint in ``folder``, oldest first."""
-    entries = folder.iterdir() if folder.is_dir() else ()
-    return sorted((int(match[1]), path) for path in entries if (match := _NAME.fullmatch(path.name)))
+def find_damage(path: Path, gib_per_rank: float, run: str = "") -> tuple[str | None, str]:
+    """What is wrong with a checkpoint or None, and how much of it was read; a collective call.
 
-
-def save(folder: Path, step: int, policy: Policy, loop: Mapping[str, Any], keep: int) -> Path:
-    """Write checkpoint ``step``, then remove all but the newest ``keep``; a collective call.
-
-    ``loop`` is what the training loop needs to resume: small, equal on all ranks, and plain data.
+    The ranks share the reading. Of a checkpoint beyond ``gib_per_rank`` for each, they compare some files only. run: as
+    in ``read_manifest``.
     """
-    path = clear_partial(folder, step)
-    if filesystem_async._results_queue is None:
-        # A blocking save needs no server process to collect its results. Megatron's costs seconds to start, and
-        # outlives a trainer that is killed.
-        filesystem_async._results_queue = results_queue()
-    state = run_state(policy, step, loop)
-    dist_checkpointing.save(state, str(partial_folder(path)), **checkpoint_metadata("content_metadata"))
-    dist.barrier()
-    publish(path, keep)
-    return path
+    ranks, own = dist.get_world_size(), dist.get_rank()
+
+    def plan() -> tuple[list[tuple[str, str]], str | None, str]:
+        try:
+            files = read_manifest(path, run)
+        except DamageError as error:
+            return [], str(error), ""
+        chosen = choose(files, gib_per_rank * ranks * 2**30)
+        sizes = [sum(files[name][0] for name in names) / 2**30 for names in ([name for name, _ in chosen], files)]
+        return chosen, None, f"{len(chosen)} of {len(files)} files, {sizes[0]:.3g} of {sizes[1]:.3g} GiB"
+
+    chosen, fault, read = from_main_rank(plan)
+    faults: list[str | None] = [None] * ranks
+    dist.all_gather_object(faults, find_change(path, chosen[own::ranks]))
+    return next((found for found in (fault, *faults) if found), None), read
 
 
-def partial_folder(path: Path) -> Path:
-    """The folder in which checkpoint ``path`` is written before it is complete."""
-    return path.with_name(f"{path.name}.partial")
-
-
-def clear_partial(folder: Path, step: int) -> Path:
-    """Make an empty partial folder for checkpoint ``step`` and return the final path; a collective call."""
-    path = folder / f"step_{step:07d}"
-    if is_main_rank():
-        for stale in (path, *folder.glob("step_*.partial")):
-            shutil.rmtree(stale, ignore_errors=True)
-        partial_folder(path).mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    return path
-
-
-def publish(path: Path, keep: int) -> None:
-    """Rename a written checkpoint to its final name, and remove all but the newest ``keep``; a collective call."""
-    if is_main_rank():
-        partial_folder(path).rename(path)
-        sync_folder(path.parent)
-        for _, old in complete_checkpoints(path.parent)[:-keep]:
-            shutil.rmtree(old)
-    dist.barrier()
+def require_intact(path: Path, gib_per_rank: float) -> None:
+    """DamageError if a checkpoint is damaged; a collective call."""
+    fault, _ = find_damage(path, gib_per_rank)
+    if fault:
+        raise DamageError(f"{fault}; the checkpoint is damaged, choose another one")
 
 
 def load(path: Path, policy: Policy) -> dict[str, Any]:
     """Restore a checkpoint into ``policy`` and the random generators; returns the loop state. A collective call.
 
-    Random states are restored only on as many ranks as wrote them; in another layout they keep their seeds.
+    Random states are restored only in the layout that wrote them; in another one they keep their seeds.
     """
     written = _read_loop(path, policy.shape)
-    same_world = written["world_size"] == dist.get_world_size()
+    is_same = written["layout"] == describe_layout(policy)
     advice = (
-        f". It is damaged, or was written with a layout that this one cannot read ({written['layout']}): Megatron's "
-        "optimizer state does not move between ep = 1 and ep > 1"
+        f". It was written with {written['layout']}, and this is {describe_layout(policy)}: other layouts load with "
+        "Megatron-Core 0.15 or newer and the distributed optimizer, else continue in the layout that wrote it. If "
+        "checkpoint.verify_gib left files out, it may also be damaged: raise it"
     )
     with _explain_errors(path, "does not load into this run", advice):
         wanted = sharded_state(policy, is_loading=True)
-        if not same_world:
+        if not is_same:
             del wanted["rng"]
         state = _read(wanted, path)
         _load_chunks(policy.chunks, state)
         multipliers = group_multipliers(policy.optimizer)
-        policy.optimizer.load_state_dict(state["optimizer"])
+        policy.optimizer.load_state_dict(regrouped(state["optimizer"], policy.optimizer))
         for group, own in zip(policy.optimizer.param_groups, multipliers, strict=True):
             group.update(own)
         separate_adam_steps(policy.optimizer)
         policy.scheduler.load_state_dict(state["scheduler"])
-    if same_world:
+    if is_same:
         restore_rng(state["rng"])
     return state["loop"]
 
 
-def load_weights(path: Path, chunks: Sequence[torch.nn.Module], shape: ModelShape) -> int:
-    """Restore the weights alone, in any layout; returns the checkpoint's step. A collective call, without optimizer."""
+def load_weights(path: Path, chunks: Sequence[torch.nn.Module], shape: ModelShape, gib_per_rank: float) -> int:
+    """Restore the weights alone, in any layout; returns the checkpoint's step. A collective call, without optimizer.
+
+    gib_per_rank: see ``find_damage``.
+    """
+    require_intact(path, gib_per_rank)
     step = int(_read_loop(path, shape)["step"])
     read_weights(path, chunks)
     return step
@@ -152,7 +131,7 @@ def _read_loop(path: Path, shape: ModelShape) -> dict[str, Any]:
     with _explain_errors(path, "is not a complete checkpoint"):
         require_plain(path)
         loop = dist_checkpointing.load_common_state_dict(str(path))["loop"]
-        written_by, _, _ = loop["model"], loop["layout"], loop["world_size"]
+        written_by, _ = loop["model"], loop["layout"]
     expected = shape.describe()
     for key in sorted({*written_by, *expected}):
         if written_by.get(key) != expected.get(key):

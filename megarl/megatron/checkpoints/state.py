@@ -17,13 +17,20 @@ from megarl.megatron.model import unwrap
 from megarl.megatron.policy import Policy
 from megarl.megatron.versions import for_stage
 
+_MULTIPLIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+
 
 def run_state(policy: Policy, step: int, loop: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that a checkpoint holds, for saving."""
-    parallel, world = policy.config.parallel, dist.get_world_size()
-    layout = f"tp {parallel.tp} pp {parallel.pp} ep {parallel.ep} etp {parallel.expert_tp} on {world} ranks"
-    about = {"step": step, "world_size": world, "layout": layout, "model": policy.shape.describe()}
+    about = {"step": step, "layout": describe_layout(policy), "model": policy.shape.describe()}
     return {**sharded_state(policy, is_loading=False), "loop": {**loop, **about}}
+
+
+def describe_layout(policy: Policy) -> str:
+    """E.g. "tp 2 pp 1 cp 1 ep 2 etp 1 on 4 ranks"."""
+    parallel = policy.config.parallel
+    sizes = f"tp {parallel.tp} pp {parallel.pp} cp {parallel.cp} ep {parallel.ep} etp {parallel.expert_tp}"
+    return f"{sizes} on {dist.get_world_size()} ranks"
 
 
 def sharded_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
@@ -75,8 +82,29 @@ def group_multipliers(optimizer: Any) -> list[dict[str, Any]]:
 
     Before 0.14, a checkpoint holds those of rank 0 for all ranks, whose groups may be in another order.
     """
-    names = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-    return [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
+    return [{name: group[name] for name in _MULTIPLIERS if name in group} for group in optimizer.param_groups]
+
+
+def regrouped(state: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
+    """A loaded state of the distributed optimizer in the structure of ``optimizer``; that of a plain one as it is.
+
+    With ep > 1 Megatron numbers two optimizers, one of them for experts; with ep = 1 there is one. The tensors are in
+    their places already, the settings of the parameter groups where the checkpoint had them.
+    """
+    count = len(getattr(optimizer, "chained_optimizers", [optimizer]))
+    own = [state] if count == 1 else [state[index] for index in range(count)]
+    if "param_state" not in own[0]:
+        return state
+    written = [part for part in (state, *state.values()) if isinstance(part, dict) and "optimizer" in part]
+    groups = [group for part in written for group in part["optimizer"]["param_groups"]]
+    named = {tuple(group.get(name) for name in _MULTIPLIERS): group for group in groups}
+    for group in groups:
+        for is_expert in (False, True):
+            copy = {**group, "is_expert_parallel": is_expert}
+            named.setdefault(tuple(copy.get(name) for name in _MULTIPLIERS), copy)
+    common = {**written[0], "optimizer": {"param_groups": list(named.values())}}
+    parts = [{**common, "param_state": part["param_state"]} for part in own]
+    return parts[0] if count == 1 else dict(enumerate(parts))
 
 
 def _random_states() -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:

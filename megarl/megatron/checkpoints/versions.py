@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import os
 import pickle
 import queue
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
 from megatron.core.dist_checkpointing import exchange_utils
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_finalize
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint import filesystem
@@ -32,18 +35,13 @@ def checkpoint_metadata(name: str = "metadata") -> dict[str, dict[str, Any]]:
     return {name: {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}}
 
 
-def results_queue() -> Any:
-    """The queue for the results of a blocking save; before 0.15 a forked process writes and fills it."""
-    return queue.Queue() if "execute_sync" in AsyncSaveShardedStrategy.save.__code__.co_names else ForkedQueue()
-
-
 def write_errors_are_told_to_all() -> bool:
     """Whether Megatron tells all ranks that one background writer failed; since 0.14."""
     return "failures_occurred" in save_state_dict_async_finalize.__code__.co_varnames
 
 
 class ForkedQueue:
-    """A queue from a forked process to its parent, through a file: it neither blocks nor outlives them."""
+    """A queue from forked processes to their parent, through a file: it neither blocks nor outlives them."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (open as long as the queue)
@@ -52,13 +50,53 @@ class ForkedQueue:
     def put(self, item: Any) -> None:
         self._file.write(pickle.dumps(item))
 
+    def drain(self) -> Iterator[Any]:
+        with suppress(queue.Empty):
+            while True:
+                yield self.get_nowait()
+
     def get_nowait(self) -> Any:
         waiting = os.fstat(self._file.fileno()).st_size - self._read
         if not waiting:
             raise queue.Empty
-        item = pickle.loads(os.pread(self._file.fileno(), waiting, self._read))
-        self._read += waiting
+        data = io.BytesIO(os.pread(self._file.fileno(), waiting, self._read))
+        item = pickle.load(data)
+        self._read += data.tell()
         return item
+
+
+class _DigestedFile(io.BufferedWriter):
+    """A file that tells its name, size and SHA-256 when it is closed, computed from the bytes as they are written."""
+
+    def __init__(self, told: ForkedQueue, path: str, mode: str) -> None:
+        super().__init__(io.FileIO(path, mode))
+        self._told, self._digest, self._size = told, hashlib.sha256(), 0
+
+    def write(self, data: Any) -> int:
+        self._digest.update(data)
+        self._size += memoryview(data).nbytes
+        return super().write(data)
+
+    def fileno(self) -> int:
+        """Megatron asks for it to call fsync, before what is buffered here is in the file."""
+        self.flush()
+        return super().fileno()
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            self._told.put((os.path.basename(self.name), (self._size, self._digest.hexdigest())))
+
+
+@contextmanager
+def digested_writes() -> Iterator[ForkedQueue]:
+    """The (name, (bytes, SHA-256)) of the files that Megatron's writers close, if they are forked inside."""
+    told = ForkedQueue()
+    filesystem_async.open = partial(_DigestedFile, told)  # found before the built-in function
+    try:
+        yield told
+    finally:
+        del filesystem_async.open
 
 
 # Supply what checkpoints of older releases expect of numpy and torch, and newer libraries have changed.

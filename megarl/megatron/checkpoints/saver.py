@@ -1,4 +1,4 @@
-"""Writes checkpoints while training continues."""
+"""Writes checkpoints, also while training continues."""
 
 from __future__ import annotations
 
@@ -21,9 +21,14 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.errors import SaveError
-from megarl.megatron.checkpoints.checkpoint import WRITE_ERRORS, clear_partial, partial_folder, publish
+from megarl.megatron.checkpoints.folders import clear_partial, explained, partial_folder, publish
 from megarl.megatron.checkpoints.state import run_state
-from megarl.megatron.checkpoints.versions import ForkedQueue, checkpoint_metadata, write_errors_are_told_to_all
+from megarl.megatron.checkpoints.versions import (
+    ForkedQueue,
+    checkpoint_metadata,
+    digested_writes,
+    write_errors_are_told_to_all,
+)
 from megarl.megatron.policy import Policy
 
 _PR_SET_PDEATHSIG = 1
@@ -31,31 +36,36 @@ _CHECK_S = 0.5
 """Seconds between two checks of the writing processes."""
 
 
-class BackgroundSaver:
+class Saver:
     """Writes checkpoints in a forked process of each rank, from a copy of its memory, while training continues.
 
-    One at a time. As with ``save``, a checkpoint gets its name when every rank has written its part.
+    One at a time. A checkpoint gets its manifest and its name when every rank has written its part.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self._folder, self._keep = folder, keep
+    def __init__(self, folder: Path, keep: int, run: str = "") -> None:
+        """run: the name of the run, for the manifests."""
+        self._folder, self._keep, self._run = folder, keep, run
         self._calls = AsyncCallsQueue()
         self._pending: Path | None = None
 
     def begin(self, step: int, policy: Policy, loop: Mapping[str, Any]) -> None:
-        """Start to write checkpoint ``step``, after the previous one is complete; a collective call."""
+        """Start to write checkpoint ``step``, after the previous one is complete; a collective call.
+
+        ``loop`` is what the training loop needs to resume: small, equal on all ranks, and plain data.
+        """
         self.poll(wait=True)
         path = clear_partial(self._folder, step)
         filesystem_async._results_queue = ForkedQueue()
-        request = dist_checkpointing.save(
-            run_state(policy, step, loop),
-            str(partial_folder(path)),
-            async_sharded_save=True,
-            **checkpoint_metadata("content_metadata"),
-        )
-        if request.async_fn is not None:
-            request = request._replace(async_fn=partial(_write_until_parent_ends, os.getpid(), request.async_fn))
-        self._calls.schedule_async_request(request)
+        with explained(path), digested_writes() as self._written:
+            request = dist_checkpointing.save(
+                run_state(policy, step, loop),
+                str(partial_folder(path)),
+                async_sharded_save=True,
+                **checkpoint_metadata("content_metadata"),
+            )
+            if request.async_fn is not None:
+                request = request._replace(async_fn=partial(_write_until_parent_ends, os.getpid(), request.async_fn))
+            self._calls.schedule_async_request(request)
         self._pending = path
 
     def poll(self, *, wait: bool = False) -> Path | None:
@@ -66,17 +76,16 @@ class BackgroundSaver:
             return None
         path = self._pending
         try:
-            if not self._calls.maybe_finalize_async_calls(blocking=wait):
-                return None
-        except WRITE_ERRORS as error:
+            with explained(path):
+                if not self._calls.maybe_finalize_async_calls(blocking=wait):
+                    return None
+            publish(path, self._run, dict(self._written.drain()), self._keep)
+        except SaveError as error:
             self._pending = None
-            reason = " ".join(str(error).split())
-            failure = SaveError(f"{path} could not be written: {type(error).__name__}: {reason[-300:]}")
-            told_to_all = isinstance(error, CheckpointException) and write_errors_are_told_to_all()
-            failure.on_all_ranks = told_to_all or dist.get_world_size() == 1
-            raise failure from error
+            told_to_all = isinstance(error.__cause__, CheckpointException) and write_errors_are_told_to_all()
+            error.on_all_ranks = told_to_all or dist.get_world_size() == 1
+            raise
         self._pending = None
-        publish(path, self._keep)
         return path
 
     def abandon(self) -> None:

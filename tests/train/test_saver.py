@@ -14,25 +14,29 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from forks import Job, run_jobs
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from saves import save
 from train_world import World, take_step, training, weights_of
 
 from megarl.errors import SaveError
-from megarl.megatron.checkpoints import background_saver, checkpoint
-from megarl.megatron.checkpoints.background_saver import BackgroundSaver
-from megarl.megatron.checkpoints.checkpoint import complete_checkpoints
+from megarl.megatron.checkpoints import checkpoint
+from megarl.megatron.checkpoints import saver as saver_module
+from megarl.megatron.checkpoints.folders import complete_checkpoints
+from megarl.megatron.checkpoints.manifest import choose, find_change, read_manifest
+from megarl.megatron.checkpoints.saver import Saver
 
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Writers begin when training has long gone on."""
-    original: Callable[..., None] = background_saver._write_until_parent_ends
+    original: Callable[..., None] = saver_module._write_until_parent_ends
 
     def later(*arguments: Any) -> None:
         time.sleep(1.5)
         original(*arguments)
 
-    monkeypatch.setattr(background_saver, "_write_until_parent_ends", later)
+    monkeypatch.setattr(saver_module, "_write_until_parent_ends", later)
 
 
 def writers() -> list[psutil.Process]:
@@ -45,7 +49,7 @@ def writers() -> list[psutil.Process]:
 def test_what_is_saved_is_what_was_there_when_the_save_began(world: World, tmp_path: Path) -> None:
     with training(world.settings()) as step:
         take_step(step, world.rollouts())
-        saver = BackgroundSaver(tmp_path, keep=1)
+        saver = Saver(tmp_path, keep=1)
         saver.begin(1, step.policy, {"note": "first"})
         then = {name: weight.clone() for name, weight in weights_of(step.policy).items()}
         assert saver.poll() is None
@@ -59,7 +63,7 @@ def test_what_is_saved_is_what_was_there_when_the_save_began(world: World, tmp_p
         assert saver.poll(wait=True) == tmp_path / "step_0000003"
         assert saver.poll() is None
         assert [number for number, _ in complete_checkpoints(tmp_path)] == [3]
-        checkpoint.save(tmp_path / "waited", 3, step.policy, {}, keep=2)
+        save(tmp_path / "waited", 3, step.policy, {}, keep=2)
         # The next step is the same from either.
         found = []
         for path in (tmp_path / "step_0000003", tmp_path / "waited" / "step_0000003"):
@@ -74,7 +78,7 @@ def test_what_is_saved_is_what_was_there_when_the_save_began(world: World, tmp_p
 @pytest.mark.usefixtures("slow")
 def test_a_writer_that_is_killed_is_an_error_and_leaves_no_checkpoint(world: World, tmp_path: Path) -> None:
     with training(world.settings()) as step:
-        saver = BackgroundSaver(tmp_path, keep=1)
+        saver = Saver(tmp_path, keep=1)
         saver.begin(1, step.policy, {})
         for writer in writers():
             os.kill(writer.pid, signal.SIGKILL)
@@ -111,10 +115,10 @@ def below(writer: psutil.Process) -> list[psutil.Process]:
 
 
 @contextmanager
-def saving(world: World, folder: Path) -> Iterator[tuple[BackgroundSaver, list[psutil.Process]]]:
+def saving(world: World, folder: Path) -> Iterator[tuple[Saver, list[psutil.Process]]]:
     """A save that is under way, and the processes below its writer."""
     with training(world.settings()) as step:
-        saver = BackgroundSaver(folder, keep=1)
+        saver = Saver(folder, keep=1)
         saver.begin(1, step.policy, {})
         (writer,) = writers()
         yield saver, below(writer)
@@ -136,3 +140,32 @@ def test_a_writer_takes_those_below_it_along(world: World, tmp_path: Path) -> No
         gone, alive = psutil.wait_procs(processes, timeout=120.0)
         assert gone
         assert not alive
+
+
+KILLED_AT = {
+    "mkdir step_0000002.partial": 1,
+    "fsync step_0000002.partial/__0_": 1,  # in a process below the writer
+    "fsync step_0000002.partial/.metadata": 1,
+    "fsync step_0000002.partial/common.pt": 1,
+    "fsync step_0000002.partial/.manifest": 1,
+    "replace step_0000002.partial/.manifest": 1,
+    "rename step_0000002.partial": 1,
+    "rename step_0000001": 2,
+    "unlink .metadata": 2,  # in the middle of the older one, by its name in its folder
+    "never": 2,
+}
+
+
+@pytest.mark.multirank
+def test_a_kill_at_any_phase_of_a_save_leaves_an_intact_checkpoint(world: World, tmp_path: Path) -> None:
+    """Trainer, writer and the writer's own children die together, as on a node that loses power."""
+    jobs = [
+        Job(at, 1, "train_jobs:saves_and_dies", {"world": world, "folder": tmp_path / str(number), "at": at})
+        for number, at in enumerate(KILLED_AT)
+    ]
+    ended = run_jobs(jobs, tmp_path / "jobs")
+    for number, (at, step) in enumerate(KILLED_AT.items()):
+        assert ended[at].exit_codes == (0 if at == "never" else -signal.SIGKILL,), ended[at].output
+        found = complete_checkpoints(tmp_path / str(number))
+        assert found[-1][0] == step, at
+        assert all(find_change(path, choose(read_manifest(path), 1e9)) is None for _, path in found)

@@ -1,0 +1,113 @@
+"""The folders of checkpoints: found, written under another name, put in place, removed, set aside.
+
+A checkpoint is a folder ``step_<n>``. It is written as ``step_<n>.partial``, and renamed when every file and its
+manifest are on disk, so a folder under its final name was once complete.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megarl.data.files import replace_folder, sha256_of, sync
+from megarl.errors import SaveError
+from megarl.megatron.checkpoints.manifest import Files, step_name, write_manifest
+from megarl.megatron.distributed import from_main_rank, is_collective_error, is_main_rank
+
+_NAME = re.compile(r"step_(\d+)")
+# CheckpointException is torch's: a BaseException, no Exception.
+WRITE_ERRORS = (dist_checkpointing.core.CheckpointingException, CheckpointException, OSError, RuntimeError)
+
+
+def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """(step, path) of every complete checkpoint in ``folder``, oldest first."""
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return sorted((int(match[1]), path) for path in entries if (match := _NAME.fullmatch(path.name)))
+
+
+def partial_folder(path: Path) -> Path:
+    """The folder in which checkpoint ``path`` is written before it is complete."""
+    return path.with_name(f"{path.name}.partial")
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turn an error of writing ``path`` into a SaveError, and remove what was written, which may fill a disk."""
+    try:
+        yield
+    except WRITE_ERRORS as error:
+        if is_collective_error(error):
+            raise
+        failed = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        reason = " ".join(str(failed[0]).split())[-300:] if failed else "another rank says why"
+        if is_main_rank():
+            shutil.rmtree(partial_folder(path), ignore_errors=True)
+        kept = [older.name for _, older in complete_checkpoints(path.parent)]
+        told = f"{kept[-1]} is as it was" if kept else "there is no earlier checkpoint"
+        raise SaveError(f"{path} could not be written: {reason}; {told}") from error
+
+
+def clear_partial(folder: Path, step: int) -> Path:
+    """Make an empty partial folder for checkpoint ``step`` and return the final path; a collective call."""
+    path = folder / step_name(step)
+
+    def make() -> None:
+        for stale in folder.glob("step_*.partial"):
+            shutil.rmtree(stale, ignore_errors=True)
+        with explained(path):
+            partial_folder(path).mkdir(parents=True, exist_ok=True)
+
+    from_main_rank(make)
+    return path
+
+
+def set_aside(damaged: Iterable[Path]) -> None:
+    """Rename damaged checkpoints, so that nothing takes them for others."""
+    for path in damaged:
+        aside = path.with_name(f"{path.name}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+
+
+def publish(path: Path, run: str, files: Files, keep: int) -> None:
+    """Put a written checkpoint in place with its manifest, and remove all but the newest ``keep``; a collective call.
+
+    ``files`` are those that the processes of this rank have written and flushed to disk. Everything of the checkpoint,
+    and its name, is on disk before an older checkpoint is removed.
+    """
+    partial = partial_folder(path)
+    sync(partial)  # each rank: the names of its files
+    parts: list[Files] | None = [{}] * dist.get_world_size() if is_main_rank() else None
+    dist.gather_object(files, parts)
+
+    def put_in_place() -> None:
+        with explained(path):
+            written = {name: record for part in parts or [] for name, record in part.items()}
+            write_manifest(partial, run, int(path.name.removeprefix("step_")), _complete(partial, written))
+            sync(partial)
+            replace_folder(partial, path)
+        for _, old in complete_checkpoints(path.parent)[:-keep]:
+            removed = old.rename(partial_folder(old))  # what a kill leaves of it is no checkpoint
+            shutil.rmtree(removed, ignore_errors=True)
+
+    from_main_rank(put_in_place)
+
+
+def _complete(folder: Path, written: Files) -> Files:
+    """``written`` and the small files of the main rank, which are flushed and read here."""
+    files = dict(written)
+    for file in folder.iterdir():
+        if file.name not in files:
+            sync(file)
+            files[file.name] = (file.stat().st_size, sha256_of(file))
+    for name, (size, _) in files.items():
+        if (found := (folder / name).stat().st_size) != size:
+            raise SaveError(f"{folder / name} has {found} bytes, and {size} were written")
+    return files

@@ -1,0 +1,90 @@
+"""The manifest of a checkpoint: its run, its step, and the size and SHA-256 of every file.
+
+It is written last and compared before loading. So a checkpoint is what one save of one run has written, or it counts as
+damaged: a changed, truncated, missing or additional file, a file of another step, a renamed folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.data.files import read_record, sha256_of, write_atomically
+from megarl.errors import DamageError
+
+MANIFEST = "manifest.json"
+Files = Mapping[str, tuple[int, str]]
+"""Bytes and SHA-256 of each file by its name."""
+_SMALL = 64 << 20
+"""Files up to so many bytes are compared even if others are left out."""
+
+
+def write_manifest(folder: Path, run: str, step: int, files: Files) -> None:
+    write_atomically(folder / MANIFEST, _encode({"run": run, "step": step, "files": files}))
+
+
+def _encode(record: Mapping[str, Any]) -> bytes:
+    digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**record, "sha256": digest}, sort_keys=True, indent=1).encode()
+
+
+def read_manifest(path: Path, run: str = "") -> Files:
+    """The files of checkpoint ``path``; DamageError if the manifest or the names and sizes of files are not right.
+
+    run: the run that must have saved it; empty for any.
+    """
+    file = path / MANIFEST
+    if not file.is_file():
+        raise DamageError(f"{path} has no {MANIFEST}, which a save writes last")
+    record = read_record(file)
+    record.pop("sha256", None)
+    if _encode(record) != file.read_bytes():
+        raise DamageError(f"{file} is not the file that was written")
+    if path.name.startswith("step_") and path.name != step_name(record["step"]):
+        raise DamageError(f"{path} is the checkpoint of step {record['step']} under another name")
+    if run and record["run"] != run:
+        raise DamageError(f"{path} is of run {record['run']}, expected {run} (remove run_id if it is of this run)")
+    files = {name: (size, digest) for name, (size, digest) in record["files"].items()}
+    _require_files(path, files)
+    return files
+
+
+def _require_files(path: Path, files: Files) -> None:
+    entries = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".nfs"))
+    found = {str(file.relative_to(path)): file.stat().st_size for file in entries}
+    del found[MANIFEST]
+    for name in sorted({*found, *files}):
+        if name not in found:
+            raise DamageError(f"{path} lacks {name}")
+        if name not in files:
+            raise DamageError(f"{path} holds {name}, with which it was not saved")
+        if found[name] != (size := files[name][0]):
+            raise DamageError(f"{path / name} has {found[name]} bytes, expected {size}")
+
+
+def choose(files: Files, num_bytes: float) -> list[tuple[str, str]]:
+    """(name, SHA-256) of all small files and of others in random order, up to ``num_bytes`` in all."""
+    order = sorted(files, key=lambda name: (files[name][0] > _SMALL, random.SystemRandom().random()))
+    chosen, left = [], num_bytes
+    for name in order:  # in an order that changes no random generator of the run
+        size, digest = files[name]
+        left -= size
+        if size <= _SMALL or left >= 0:
+            chosen.append((name, digest))
+    return chosen
+
+
+def find_change(path: Path, chosen: Iterable[tuple[str, str]]) -> str | None:
+    """Say which of these files is not the one that was written; None if all are."""
+    for name, digest in chosen:
+        if sha256_of(path / name) != digest:
+            return f"{path / name} is not the file that was written: {MANIFEST} has another SHA-256"
+    return None
+
+
+def step_name(step: int) -> str:
+    return f"step_{step:07d}"

@@ -1,0 +1,186 @@
+"""A checkpoint is what one save of one run has written, or it counts as damaged; and it is on disk before it counts."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import cases_checkpoint
+import pytest
+from ranks import Case, case
+from saves import save
+from tiny_world import config, policy_of
+
+from megarl.errors import DamageError, SaveError
+from megarl.megatron.checkpoints import checkpoint
+from megarl.megatron.checkpoints.folders import complete_checkpoints
+from megarl.megatron.checkpoints.manifest import MANIFEST, choose, read_manifest
+from megarl.megatron.policy import Policy
+
+RUN = "this run"
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+@pytest.fixture(scope="module")
+def policy(models: dict[str, Path]) -> Policy:
+    return policy_of(config(models["base"]))
+
+
+@pytest.fixture(scope="module")
+def saved(policy: Policy, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of checkpoints 1 and 2, with other weights."""
+    folder = tmp_path_factory.mktemp("saved") / "checkpoints"
+    save(folder, 1, policy, {"position": 1}, keep=2, run=RUN)
+    cases_checkpoint.train(policy, config(models["base"]), range(1))
+    save(folder, 2, policy, {"position": 2}, keep=2, run=RUN)
+    return folder
+
+
+def copy(path: Path, to: Path, name: str = "", data: bytes | None = None) -> Path:
+    """Links to the files of ``path``; file ``name`` is left out, or has this content."""
+    shutil.rmtree(to, ignore_errors=True)
+    shutil.copytree(path, to, copy_function=os.link, ignore=lambda folder, names: {name} & set(names))
+    if data is not None:
+        (to / name).write_bytes(data)
+    return to
+
+
+def damage(path: Path, run: str = RUN) -> str:
+    return checkpoint.find_damage(path, 1.0, run)[0] or "nothing"
+
+
+def test_one_changed_byte_in_any_file_is_found_and_named(saved: Path, policy: Policy, tmp_path: Path) -> None:
+    path, to = saved / "step_0000002", tmp_path / "step_0000002"
+    assert damage(path) == damage(copy(path, to)) == "nothing"
+    assert checkpoint.load(to, policy)["position"] == 2
+    draw = random.Random(3)
+    files = sorted(path.iterdir())
+    assert {"common.pt", ".metadata", "metadata.json", MANIFEST} < {file.name for file in files}
+    for file in files:
+        whole = file.read_bytes()
+        for offset in {0, len(whole) - 1, *draw.choices(range(len(whole)), k=4)}:
+            changed = bytearray(whole)
+            changed[offset] ^= 1 << draw.randrange(8)
+            assert f"{to / file.name} is not the file that was written" in damage(copy(path, to, file.name, changed))
+        shorter = "is not the file" if file.name == MANIFEST else f"bytes, expected {len(whole)}"
+        assert shorter in damage(copy(path, to, file.name, whole[:-1]))
+        assert shorter in damage(copy(path, to, file.name, whole + b"\0"))
+        missing = damage(copy(path, to, file.name))
+        assert f"{to} {'has no' if file.name == MANIFEST else 'lacks'} {file.name}" in missing
+    assert f"{to} holds more.pt" in damage(copy(path, to, "more.pt", b"more"))
+
+
+def test_files_and_folders_of_another_step_or_run_are_found(saved: Path, tmp_path: Path) -> None:
+    one, two, to = saved / "step_0000001", saved / "step_0000002", tmp_path / "step_0000002"
+    for file in sorted(one.iterdir()):
+        if file.read_bytes() == (two / file.name).read_bytes():
+            assert file.name == "metadata.json"
+            continue
+        found = damage(copy(two, to, file.name, file.read_bytes()))
+        assert str(to / file.name) in found or "step 1 under another name" in found
+    assert "is the checkpoint of step 1 under another name" in damage(copy(one, to))
+    assert "is of run this run, expected that run" in damage(two, "that run")
+    assert damage(two, "") == "nothing"
+    assert damage(copy(two, tmp_path / "best")) == "nothing"  # a copy to keep, under a name of its own
+    assert "lacks" in damage(copy(two, to, "common.pt"))
+    with pytest.raises(DamageError, match=r"lacks common\.pt; the checkpoint is damaged, choose another one"):
+        checkpoint.require_intact(to, 1.0)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("case", [case(2, "cases_checkpoint:verdicts", "ep2")], ids=str)
+def test_all_ranks_come_to_one_verdict(case: Case, outcome: dict[str, set[str]]) -> None:
+    assert outcome.pop("") == {""}
+    assert {"__0_0.distcp", "__1_0.distcp", "common.pt", MANIFEST} < set(outcome)
+    for name, said in outcome.items():
+        (verdict,) = said
+        assert f"{name} is not the file that was written" in verdict
+
+
+def test_small_files_and_a_random_part_of_large_ones_are_compared_beyond_the_limit() -> None:
+    files = {f"{number}.distcp": (100 << 20, "digest") for number in range(40)} | {"common.pt": (5, "digest")}
+    assert {name for name, _ in choose(files, 4100 << 20)} == set(files)
+    chosen = [{name for name, _ in choose(files, 1000 << 20)} for _ in range(5)]
+    assert all(len(names) == 10 and "common.pt" in names for names in chosen)  # 9 large ones and 5 bytes
+    assert len({frozenset(names) for names in chosen}) > 1
+    assert choose(files, 0) == [("common.pt", "digest")]
+
+
+def test_everything_is_flushed_before_it_gets_its_name_and_before_the_older_one_goes(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "checkpoints"
+    save(folder, 1, policy, {}, keep=1)
+    log = os.open(tmp_path / "log", os.O_RDWR | os.O_CREAT | os.O_APPEND)  # the forked writers share it
+
+    def spy(module: object, name: str, tell: Callable[..., str]) -> None:
+        original = getattr(module, name)
+
+        def told(*arguments: object, **rest: object) -> object:
+            os.write(log, f"{name} {tell(*arguments)}\n".encode())
+            return original(*arguments, **rest)
+
+        monkeypatch.setattr(module, name, told)
+
+    spy(os, "fsync", lambda file: f"{os.readlink(f'/proc/self/fd/{file}')} {os.fstat(file).st_size}")
+    spy(os, "rename", lambda old, new: f"{old} {new}")
+    spy(shutil, "rmtree", lambda path, **rest: str(path))
+    path = save(folder, 2, policy, {}, keep=1)
+    calls = (tmp_path / "log").read_text().splitlines()
+    partial, old = f"{path}.partial", folder / "step_0000001"
+    named = calls.index(f"rename {partial} {path}")
+    for file in path.iterdir():
+        name = f".{MANIFEST}.{os.getpid()}.tmp" if file.name == MANIFEST else file.name
+        name = ".metadata.tmp" if name == ".metadata" and not _at(calls, f"fsync {partial}/.metadata ") else name
+        # with all its bytes: Megatron alone would call fsync before the last ones are written
+        assert calls.index(f"fsync {partial}/{name} {file.stat().st_size}") < named, name
+    assert _at(calls, f"fsync {partial}/.{MANIFEST}")[-1] < _at(calls, f"fsync {partial} ")[-1] < named
+    assert named < _at(calls, f"fsync {folder} ")[-1] < calls.index(f"rename {old} {old}.partial")
+    assert calls.index(f"rename {old} {old}.partial") < calls.index(f"rmtree {old}.partial")
+    assert damage(path, "") == "nothing"
+
+
+def _at(calls: list[str], start: str) -> list[int]:
+    return [index for index, call in enumerate(calls) if call.startswith(start)]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Callable[[int | None], Path]]:
+    """A file system of its own; called with its free bytes, None for plenty."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder], capture_output=True, check=False).returncode:
+        pytest.skip("may not mount a file system")
+
+    def limit(free: int | None) -> Path:
+        found = os.statvfs(folder)
+        size = (found.f_blocks - found.f_bfree) * found.f_frsize + free if free is not None else 1 << 30
+        subprocess.run(["mount", "-o", f"remount,size={size}", folder], check=True)
+        return folder
+
+    yield limit
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_at_any_file_leaves_the_older_checkpoint_and_says_so(
+    policy: Policy, disk: Callable[[int | None], Path]
+) -> None:
+    folder = disk(None)
+    path = save(folder, 1, policy, {}, keep=1)
+    size = sum(-(-file.stat().st_size // 4096) * 4096 for file in path.iterdir())
+    manifest = -(-(path / MANIFEST).stat().st_size // 4096) * 4096
+    tail = range(4096, manifest + 3 * 4096, 4096)  # full while the small last files are written
+    for free in (4096, 3 * 4096, size // 3, 2 * size // 3, *(size - left for left in tail)):
+        with pytest.raises(SaveError, match=r"No space left on device.*; step_0000001 is as it was") as raised:
+            save(disk(free), 2, policy, {}, keep=1)
+        assert "step_0000002 could not be written" in str(raised.value)
+        assert "Traceback" not in str(raised.value)
+        assert [entry.name for entry in folder.iterdir()] == ["step_0000001"]
+        assert damage(path, "") == "nothing"
+    save(disk(None), 2, policy, {}, keep=1)
+    assert [step for step, _ in complete_checkpoints(folder)] == [2]
+    assert read_manifest(folder / "step_0000002")
