@@ -76,10 +76,11 @@ def require_unchanged(folder: Path, ranks: Ranks) -> bool:
 
     DamageError if it is of a run and damaged. CheckpointError if it is of a conversion and has been changed.
     """
-    if (folder / RUN_MANIFEST).is_file() or folder.name.startswith("step_"):
+    is_of_conversion = (folder / MANIFEST).is_file()
+    if (folder / RUN_MANIFEST).is_file() or (folder.name.startswith("step_") and not is_of_conversion):
         digests: Any = {name: digest for name, (_, digest) in read_manifest(folder).items()}
         advice = "it is damaged"
-    elif (folder / MANIFEST).is_file():
+    elif is_of_conversion:
         digests = read_json(folder / MANIFEST).get("sha256")
         advice = f"{MANIFEST} has another SHA-256 (remove {MANIFEST} if the change is yours)"
         if not isinstance(digests, dict):

@@ -250,7 +250,7 @@ def test_a_template_reaches_the_model(
         (["--checkpoint", "{tmp}/none"], "--checkpoint: {tmp}/none is not a folder"),
         (["--checkpoint", "{model}"], "is a Hugging Face folder; evaluate it with --model.path {model}"),
         (["--checkpoint", "{tmp}"], "holds no complete checkpoint"),
-        (["--checkpoint", "{tmp}/step_0000007"], "is not a complete checkpoint"),
+        (["--checkpoint", "{tmp}/step_0000007"], "has no manifest.json"),
         (["--model.path", "{tmp}/none"], "model.path: {tmp}/none holds no config.json"),
         (["--model.path", "{tmp}/bare"], "{tmp}/bare holds no *.safetensors"),
         (["--samples", "4", "--k", "8"], "--k: found 8, expected 1 to --samples = 4"),
@@ -278,7 +278,7 @@ def test_mistakes_cost_one_line_and_exit_code_2(
         words, expected = [word.replace(place, value) for word in words], expected.replace(place, value)
     if words == ["--checkpoint", str(tmp_path)]:
         (tmp_path / "step_0000007").rename(tmp_path / "step_0000007.partial")
-    assert call(*words) == 2
+    assert call(*words) == (1 if "manifest" in expected else 2)  # damage is no mistake
     seen = capsys.readouterr().err.splitlines()
     assert len(seen) == 1
     assert expected in seen[0]
