@@ -17,7 +17,7 @@ import tyro
 
 from megarl.commands import COMMANDS, Command, OnConfiguration
 from megarl.config import file as config_file
-from megarl.errors import ConfigError, DamageError, MegarlError, StopError
+from megarl.errors import ConfigError, DamageError, MegarlError, StopError, printable
 from megarl.run.status import write_failure
 
 DAMAGED = 1
@@ -91,7 +91,7 @@ def _complain(message: str, *, on_every_rank: bool) -> None:
         time.sleep(_FIRST_RANK_SPEAKS_S)  # torchrun ends all ranks when one ends: let the first one print
         return
     where = f" (rank {rank})" if "RANK" in os.environ and on_every_rank else ""
-    print(f"megarl: error{where}: {' '.join(message.split())}", file=sys.stderr)
+    print(f"megarl: error{where}: {printable(' '.join(message.split()))}", file=sys.stderr)
 
 
 if __name__ == "__main__":

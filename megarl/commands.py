@@ -16,7 +16,7 @@ from tyro.conf import Positional
 
 from megarl.config import Config
 from megarl.config import file as config_file
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, printable
 
 Overrides = Mapping[str, Any]
 """Dotted key -> value, which win over the configuration file."""
@@ -137,7 +137,7 @@ class Plan(OnConfiguration):
         from megarl.plan.plan import plan
 
         found = plan(config, self.model, self.config)
-        print(table.to_json(found) if self.json else table.to_text(found, config))
+        print(table.to_json(found) if self.json else printable(table.to_text(found, config)))
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Report:
     def run(self, overrides: Overrides) -> None:
         from megarl.report.report import write_report
 
-        print(f"report: {write_report(self.run_dir)}")
+        print(printable(f"report: {write_report(self.run_dir)}"))
 
 
 @dataclass(frozen=True)

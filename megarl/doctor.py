@@ -7,7 +7,6 @@ import importlib.util
 import math
 import os
 import platform
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -22,7 +21,7 @@ from rich.table import Table
 from megarl.config import Config, SGLangConfig, megatron_fields
 from megarl.config import file as config_file
 from megarl.config.megatron_fields import REPLAY_BLOCKERS
-from megarl.errors import ConfigError, MegarlError
+from megarl.errors import ConfigError, MegarlError, printable
 from megarl.rollout.sglang.versions import CAPABILITIES, FAULTS, NEWEST, OLDEST, dotted, installed_release
 
 
@@ -125,10 +124,10 @@ def _bubblewrap() -> Finding:
     from megarl.rollout.tools.python_tool import PythonTool
 
     try:
-        PythonTool()
+        limits = PythonTool().describe_limits()
     except MegarlError as error:
         return Finding("bubblewrap", None, False, f"the Python tool: {error}")
-    return Finding("bubblewrap", "works", False, 'the Python tool: environment.tools = ["python"]')
+    return Finding("bubblewrap", f"works; {limits}", False, 'the Python tool: environment.tools = ["python"]')
 
 
 def doctor(
@@ -171,7 +170,7 @@ def _print_table(console: Console, title: str, headings: Sequence[str], rows: It
     for heading in headings:
         table.add_column(heading, overflow="fold", no_wrap=heading in ("key", "name"))
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(printable, row))
     console.print(table)
 
 
@@ -205,9 +204,9 @@ def _print_servers(console: Console, config: Config) -> bool:
     _print_table(console, "SGLang servers", ["", "where", "release", "can"], rows)
     for server in examined:
         for warning in server.warnings:
-            console.print(f"warning: {server.where}: {warning}", style="yellow", markup=False)
+            console.print(printable(f"warning: {server.where}: {warning}"), style="yellow", markup=False)
         if server.problem is not None:
-            console.print(f"SGLang: {server.problem}", style="bold red", markup=False)
+            console.print(printable(f"SGLang: {server.problem}"), style="bold red", markup=False)
     return all(server.problem is None for server in examined)
 
 
@@ -216,8 +215,8 @@ def _raw_megatron(path: Path | None, overrides: Mapping[str, Any] | None) -> dic
     if path is None:
         return None
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8")).get("megatron", {})
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        table = config_file.read_toml(path).get("megatron", {})
+    except ConfigError:
         return None  # config_file.load reports it after the tables
     below = {key.partition(".")[2]: value for key, value in (overrides or {}).items() if key.startswith("megatron.")}
     return {**table, **below} if isinstance(table, dict) else None
@@ -253,4 +252,4 @@ def _print_config(console: Console, config: Config) -> None:
     title = f"Configuration of run {config.run.name!r}"
     _print_table(console, title, ["name", "resolved"], [[name, escape(value)] for name, value in rows.items()])
     for warning in config.warnings:
-        console.print(f"warning: {warning}", style="yellow", markup=False)
+        console.print(printable(f"warning: {warning}"), style="yellow", markup=False)

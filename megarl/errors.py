@@ -66,6 +66,11 @@ class PeerError(MegarlError, RuntimeError):
     second_hand = True
 
 
+def printable(text: str) -> str:
+    """Return text from a file, a model or a user's code without control characters: a terminal would obey them."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 def describe(error: BaseException) -> str:
     """Return type and message of an error of foreign code, in one line of at most 300 characters."""
     try:

@@ -21,6 +21,8 @@ from megarl.config.tables.base import Table
 from megarl.config.trust import require_trust
 from megarl.errors import ConfigError
 
+_MAX_BYTES = 1 << 20
+
 
 def load(path: str | Path, overrides: Mapping[str, Any] | None = None, *, trust: bool = False) -> Config:
     """Read a TOML file; overrides (dotted key -> value) win over it. ConfigError, one line, if anything is wrong.
@@ -28,16 +30,28 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None, *, trust:
     The folder of the file becomes the first on ``sys.path``, as that of a script does: the file may name modules there.
     Not so the folder of a file that others may have written, unless the user trusts it: ``require_trust``.
     """
+    table = read_toml(Path(path))
     try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        folder = str(Path(path).absolute().parent)
+        if (trust or require_trust(Path(path), table, overrides or {})) and folder not in sys.path:
+            sys.path.insert(0, folder)
+        return parse(table, overrides, source=str(path))
+    except RecursionError:
+        raise ConfigError(f"{path}: not a configuration file: its tables are nested too deeply") from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the tables of a TOML file as they are. ConfigError, one line, whatever is in it."""
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ConfigError(f"{path}: found {path.stat().st_size} bytes, expected a configuration of at most 1 MB")
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as a configuration file: {error}") from error
-    except tomllib.TOMLDecodeError as error:
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:  # a number of too many digits among them
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    folder = str(Path(path).absolute().parent)
-    if (trust or require_trust(Path(path), table, overrides or {})) and folder not in sys.path:
-        sys.path.insert(0, folder)
-    return parse(table, overrides, source=str(path))
 
 
 def parse(table: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, *, source: str = "config") -> Config:

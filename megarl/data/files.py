@@ -32,8 +32,9 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 def read_record(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty if there is none that can be read."""
-    with suppress(OSError, ValueError):
-        return dict(json.loads(path.read_text()))
+    with suppress(OSError, ValueError, RecursionError):
+        found = json.loads(path.read_text())
+        return found if isinstance(found, dict) else {}
     return {}
 
 

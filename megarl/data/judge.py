@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import signal
+from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
+from typing import Any
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from megarl.data.judge_worker import WorkerContext, call_in_worker, kill_group, set_up_worker
+from megarl.data.judge_worker import WorkerContext, call_in_worker, check_in_worker, kill_group, set_up_worker
 from megarl.data.rewards import Verdict, describe_failure, load_reward, read_verdict
 from megarl.errors import ConfigError
 
@@ -20,6 +23,8 @@ START_S = 120.0
 """Time limit for the start of a worker, including the import of the reward function's module."""
 TRIES = 3
 """How often a call is begun. A worker that dies before it confirms a call did not die of that call."""
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
+"""Signals of a process that has run out of memory or stack by itself; others come from outside."""
 Call = ProcessFuture[Verdict | ConfigError]
 
 
@@ -31,19 +36,29 @@ class Judge:
     - All others run in ``workers`` processes, which start with the first calls.
 
     A call that takes longer than ``timeout_s`` is stopped; time in a queue and the start of a worker do not count. A
-    worker that is stopped or dies is replaced.
+    worker that is stopped or dies is replaced. The response then has no reward; but it is wrong if the function is
+    marked with ``wrong_if_stopped`` and the answer can be read.
 
     Use it in one event loop at a time, in any thread. ``close`` ends all its processes. If the trainer dies, they die
     too.
     """
 
-    def __init__(self, function: str, *, workers: int = 1, timeout_s: float = 30.0) -> None:
-        """Raise ConfigError if the function cannot be used."""
+    def __init__(
+        self, function: str, *, workers: int | None = 1, timeout_s: float = 30.0, max_characters: int | None = None
+    ) -> None:
+        """Raise ConfigError if the function cannot be used.
+
+        workers: None for this rank's share of the cores; max_characters: of a response, the last ones, that a function
+        marked with ``wrong_if_stopped`` gets.
+        """
+        workers = _num_cores() if workers is None else workers
         if workers < 1 or not timeout_s > 0:
             raise ConfigError(f"a judge needs at least 1 worker and a positive time-out, got {workers} and {timeout_s}")
         self.function = function
         self.timeout_s = timeout_s
         self._reward = load_reward(function)
+        self._is_checked = hasattr(self._reward, "check_answer")
+        self._max_characters = max_characters if self._is_checked else None
         self._async = any(map(inspect.iscoroutinefunction, (self._reward, type(self._reward).__call__)))
         self._here = not self._async and bool(getattr(self._reward, "instantaneous", False))
         if function.startswith("__main__:") and not (self._async or self._here):
@@ -71,6 +86,8 @@ class Judge:
         """
         if self._closed:
             raise RuntimeError("the judge is closed")
+        if self._max_characters is not None:
+            response = response[-self._max_characters :]
         if self._async:
             return await self._score_in_loop(prompt, response, answer)
         if self._here:
@@ -81,7 +98,10 @@ class Judge:
             except Exception as error:  # foreign code may raise anything
                 return describe_failure(error)
         async with self._slot():
-            return await self._score_in_worker(prompt, response, answer)
+            verdict = await self._run(call_in_worker, (self.function, prompt, response, answer))
+            if self._is_checked and verdict.timed_out and verdict.reward is None:
+                return await self._run(check_in_worker, (self.function, answer))
+            return verdict
 
     def close(self) -> None:
         """End all workers. Calls in progress in a live event loop raise RuntimeError."""
@@ -116,8 +136,7 @@ class Judge:
         except Exception as error:  # foreign code may raise anything
             return self._time_out() if deadline.expired() else describe_failure(error)
 
-    async def _score_in_worker(self, prompt: str, response: str, answer: str) -> Verdict:
-        arguments = (self.function, prompt, response, answer)
+    async def _run(self, work: Callable[..., Any], arguments: tuple[str, ...]) -> Verdict:
         for _ in range(TRIES):
             if self._closed:
                 raise RuntimeError("the judge is closed")
@@ -125,7 +144,7 @@ class Judge:
             self._busy[pool] = None
             is_sound = True
             try:
-                return await self._wait_for(self._begin(pool, arguments))
+                return await self._wait_for(self._begin(pool, work, arguments))
             except BrokenProcessPool:  # the process died before it confirmed the call, so try another one
                 is_sound = False
             finally:
@@ -135,9 +154,9 @@ class Judge:
     def _start_pool(self) -> ProcessPool:
         return ProcessPool(max_workers=1, context=WorkerContext(), initializer=set_up_worker, initargs=(self.function,))
 
-    def _begin(self, pool: ProcessPool, arguments: tuple[str, str, str, str]) -> Call:
+    def _begin(self, pool: ProcessPool, work: Callable[..., Any], arguments: tuple[str, ...]) -> Call:
         try:
-            future: Call = pool.schedule(call_in_worker, args=arguments, timeout=self.timeout_s)
+            future: Call = pool.schedule(work, args=arguments, timeout=self.timeout_s)
         except RuntimeError as error:
             raise BrokenProcessPool(str(error)) from error
         self._busy[pool] = future
@@ -152,7 +171,8 @@ class Judge:
             kill_group(error.pid)  # processes that the call started may be left
             status = error.exitcode
             how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-            return Verdict(None, error=f"the worker died in this call, {how}")
+            by_itself = self._is_checked and -status in _CRASHES
+            return Verdict(None, error=f"the worker died in this call, {how}", timed_out=by_itself)
         except TimeoutError:
             if guard.expired():
                 raise BrokenProcessPool("the worker did not begin in time") from None
@@ -178,6 +198,11 @@ class Judge:
 
     def _time_out(self) -> Verdict:
         return Verdict(None, error=f"the reward function took more than {self.timeout_s:g} s", timed_out=True)
+
+
+def _num_cores() -> int:
+    """This rank's share of the cores that the process may use."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))  # set by torchrun
 
 
 def _end(pool: ProcessPool) -> None:

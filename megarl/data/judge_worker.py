@@ -14,6 +14,7 @@ import multiprocessing
 import multiprocessing.context
 import os
 import re
+import resource
 import select
 import signal
 import sys
@@ -21,7 +22,7 @@ import threading
 import types
 from collections.abc import Iterator
 
-from megarl.data.rewards import Verdict, describe_failure, load_reward, read_verdict
+from megarl.data.rewards import MATH_VERIFY_MEMORY_BYTES, Verdict, describe_failure, load_reward, read_verdict
 from megarl.errors import ConfigError
 
 DISTRIBUTED = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|ROLE_NAME|TORCHELASTIC_.*)")
@@ -63,6 +64,7 @@ def set_up_worker(function: str) -> None:
     with contextlib.suppress(ConfigError):  # the first call raises it again, where it can be reported
         _load(function)
     if function == "math_verify":
+        resource.setrlimit(resource.RLIMIT_AS, (MATH_VERIFY_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
         importlib.import_module("math_verify")  # so that its import does not count as time of the first response
 
 
@@ -72,8 +74,25 @@ def call_in_worker(function: str, prompt: str, response: str, answer: str) -> Ve
         return read_verdict(_load(function)(prompt=prompt, response=response, answer=answer), response)
     except ConfigError as error:
         return ConfigError(str(error))
+    except (TimeoutError, MemoryError) as error:
+        return check_in_worker(function, answer) or describe_failure(error)
     except BaseException as error:  # foreign code may raise anything, SystemExit too
         return describe_failure(error)
+
+
+def check_in_worker(function: str, answer: str) -> Verdict | None:
+    """Judge a response at which the function was stopped, in a worker: it is wrong if the answer can be read.
+
+    None if the function does not say how to read an answer (``wrong_if_stopped``).
+    """
+    check_answer = getattr(_load(function), "check_answer", None)
+    if check_answer is None:
+        return None
+    try:
+        check_answer(answer)
+    except BaseException as error:
+        return describe_failure(error)
+    return Verdict(0.0, timed_out=True)
 
 
 _load = functools.cache(load_reward)

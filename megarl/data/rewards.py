@@ -6,12 +6,15 @@ built-in ones return 1 for a correct response and 0 for a wrong one.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
+import itertools
 import math
 import numbers
+import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -23,7 +26,11 @@ from megarl.errors import ConfigError, describe
 AnyReward = TypeVar("AnyReward", bound=Callable[..., Any])
 
 MATH_VERIFY_TIMEOUT_S = 5
-"""Time limit for parsing a response, and for each comparison with the answer (math-verify's own default)."""
+"""CPU time for the answer, and for the response: reading it and all its comparisons with the answer."""
+_NEVER_S = 3600
+"""math-verify's own time limits. They count the time in which other processes run, too."""
+MATH_VERIFY_MEMORY_BYTES = 4 << 30
+"""Address space of a worker process that judges with math_verify, in which an import takes 300 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,7 @@ class Verdict:
     error: str | None = None
     """One line: an exception, a return value that is no reward, a time-out, a worker that died."""
     timed_out: bool = False
-    """Whether the call was stopped, or gave up, because it took too long."""
+    """Whether the call was stopped, or gave up, because it took too long; or too much memory, where that is wrong."""
 
 
 class RewardFunction(Protocol):
@@ -71,61 +78,101 @@ def instantaneous(reward: AnyReward) -> AnyReward:
     return reward
 
 
+def wrong_if_stopped(check_answer: Callable[[str], object]) -> Callable[[AnyReward], AnyReward]:
+    """Mark a reward function whose time and memory depend on the response: if they run out, the response is wrong.
+
+    check_answer: called with the answer then; if it raises or does not end either, the data is at fault, and the
+    response has no reward.
+    """
+
+    def mark(reward: AnyReward) -> AnyReward:
+        reward.check_answer = check_answer  # type: ignore[attr-defined]
+        return reward
+
+    return mark
+
+
 @instantaneous
 def exact_match(*, prompt: str, response: str, answer: str) -> float:
     """Return 1 if response and answer are the same text, ignoring blanks around them, else 0."""
     return float(response.strip() == answer.strip())
 
 
+def read_math_answer(answer: str) -> list[Any]:
+    """Return what math-verify reads in an answer of a data set; ValueError for nothing, TimeoutError after 5 s."""
+    from math_verify import parse
+
+    marked = any(mark in answer for mark in ("$", "\\boxed", "\\(", "\\["))
+    with _limit_cpu(f"reading the answer {answer!r:.80}"):
+        gold = parse(answer if marked else f"\\boxed{{{answer}}}", parsing_timeout=_NEVER_S)
+    if not gold:
+        raise ValueError(f"math-verify can read no expression in the answer {answer!r:.80}")
+    return gold
+
+
+@wrong_if_stopped(read_math_answer)
 def math_verify(*, prompt: str, response: str, answer: str) -> float:
     """Return 1 if the last mathematical expression of the response equals the answer (math-verify), else 0.
 
     The response may hold LaTeX ($...$, \\boxed{...}) or plain numbers. An answer without such a mark is read as the
     inside of a \\boxed. A response that cannot be read or compared is wrong: 0.
 
-    math-verify interrupts endless simplifications with SIGALRM. Python delivers it to the main thread only, and it
-    cancels any alarm that the caller has set. So this reward works only in the main thread of a process.
+    Endless simplifications are interrupted by a signal when their CPU time is used up: a busy machine makes no answer
+    wrong. Python delivers it to the main thread only, so this reward works only in the main thread of a process.
 
     Raises:
-        TimeoutError: the time ran out, so the response is neither correct nor wrong.
+        TimeoutError: the time ran out for the response; a judge takes it as wrong.
         ValueError: the answer cannot be read.
         ConfigError: this is not the main thread.
     """
-    from math_verify import parse, verify
-    from math_verify.errors import TimeoutException
-
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError(
             "the reward math_verify interrupts itself with a signal, which needs the main thread: call it there, or in "
             "a process of its own"
         )
-    marked = any(mark in answer for mark in ("$", "\\boxed", "\\(", "\\["))
-    gold = parse(answer if marked else f"\\boxed{{{answer}}}", parsing_timeout=MATH_VERIFY_TIMEOUT_S)
-    if not gold:
-        raise ValueError(f"math-verify can read no expression in the answer {answer!r:.80}")
+    gold = read_math_answer(answer)
+    with _limit_cpu(f"judging the response {response[-80:]!r}"):
+        return float(_is_among(gold, response))
+
+
+def _is_among(gold: Sequence[Any], response: str) -> bool:
+    from math_verify import parse, verify
+
     try:
-        candidates = parse(response, parsing_timeout=MATH_VERIFY_TIMEOUT_S, raise_on_error=True)
-    except TimeoutException:
-        raise _too_slow("reading", response) from None
+        candidates = parse(response, parsing_timeout=_NEVER_S, raise_on_error=True)
+    except MemoryError:
+        raise
     except Exception:  # the LaTeX parser raises many types; the response holds no readable answer
-        return 0.0
-    timed_out = False
-    for expected in gold:
-        for candidate in candidates:
-            try:
-                if verify(expected, candidate, timeout_seconds=MATH_VERIFY_TIMEOUT_S, raise_on_error=True):
-                    return 1.0
-            except TimeoutException:
-                timed_out = True
-            except Exception:  # sympy refuses to compare the two, such as a set with a matrix: not equal
-                continue
-    if timed_out:
-        raise _too_slow("comparing", response)
-    return 0.0
+        return False
+    for expected, candidate in itertools.product(gold, candidates):
+        try:
+            if verify(expected, candidate, timeout_seconds=_NEVER_S, raise_on_error=True):
+                return True
+        except MemoryError:
+            raise
+        except Exception:  # sympy refuses to compare the two, such as a set with a matrix: not equal
+            continue
+    return False
 
 
-def _too_slow(what: str, response: str) -> TimeoutError:
-    return TimeoutError(f"{what} the response took more than {MATH_VERIFY_TIMEOUT_S} s: {response[-80:]!r}")
+class _OutOfTimeError(BaseException):
+    """No Exception, which sympy would catch."""
+
+
+@contextlib.contextmanager
+def _limit_cpu(what: str) -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise _OutOfTimeError
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, MATH_VERIFY_TIMEOUT_S, 1.0)  # and again, where a library catches everything
+    try:
+        yield
+    except _OutOfTimeError:
+        raise TimeoutError(f"{what} took more than {MATH_VERIFY_TIMEOUT_S} s") from None
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 BUILT_IN_REWARDS: dict[str, RewardFunction] = {"exact_match": exact_match, "math_verify": math_verify}

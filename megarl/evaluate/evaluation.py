@@ -203,7 +203,7 @@ def draw_lines(
         seed = response_seed(config.run.seed, benchmark.name, prompt, sample)
         return SampleRequest(prompts[prompt].tokens, group=prompt, sample=sample, seed=seed), prompts[prompt]
 
-    with Judge(benchmark.reward, workers=config.reward.workers, timeout_s=config.reward.timeout_s) as judge:
+    with Judge(benchmark.reward, **config.reward.judge_options) as judge:
         draw = Draw(FixedSamples(keys), request_of, make_player(config, tokenizer, judge))
         engine.converse(draw.begin, eval_params(config, turn_ends(config, tokenizer)), on_finish)
     return [_line(key, sample, tokenizer) for key, sample in draw.samples.items()]

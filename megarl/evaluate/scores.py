@@ -19,6 +19,7 @@ from rich.table import Table
 
 from megarl.core.choices.stopping import POSITIVE
 from megarl.core.sampling.pass_at_k import Interval, fixed_prompts_interval, mean_interval, pass_at_k, wilson_interval
+from megarl.errors import printable
 
 LEVEL = 0.95
 """Confidence of all intervals."""
@@ -115,14 +116,14 @@ def print_table(results: Mapping[str, Mapping[str, Any]], console: Console) -> N
         for index, (label, entry) in enumerate(_label(found).items()):
             value = "-" if entry["value"] is None else f"{entry['value']:.1%}"
             shown = value, _range(entry["other_prompts"]), _range(entry.get("other_samples"))
-            table.add_row("" if index else escape(name), label, *shown, str(entry["prompts"]))
+            table.add_row("" if index else escape(printable(name)), label, *shown, str(entry["prompts"]))
         table.add_row("", "length", f"{found['length_mean']:.1f}", "", "", "")
         table.add_row("", "truncated", f"{found['truncated']:.1%}", "", "", "")
         table.add_section()
     console.print(table)
     for name, result in results.items():
         for line in _remarks(result["figures"], result["first_error"]):
-            console.print(escape(f"{name}: {line}"), highlight=False, soft_wrap=True)
+            console.print(escape(printable(f"{name}: {line}")), highlight=False, soft_wrap=True)
 
 
 def _label(found: Mapping[str, Any]) -> dict[str, Any]:

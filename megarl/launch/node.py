@@ -1,4 +1,4 @@
-"""The process of a trainer node, ``python -m megarl.launch.node LAUNCH_JSON [NODE]``: it becomes torchrun.
+"""The process of a trainer node, ``python -m megarl.launch.node LAUNCH_JSON [NODE]``: it runs torchrun.
 
 The node's number is SLURM_NODEID if it is not given. launch.json has everything else, and no secrets.
 """
@@ -7,26 +7,30 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import signal
+import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from megarl.data.files import read_record
+from megarl.errors import MegarlError, describe
 from megarl.launch.topology import read_topology
+from megarl.run.status import rank_file, write_failure
 
 _PR_SET_PDEATHSIG = 1
 
 
 def torchrun(launch: Mapping[str, Any], node: int) -> list[str]:
-    """The command line of torchrun on a node. Each rank writes its own files; the first rank also writes to stdout."""
+    """The words for torchrun on a node. Each rank writes its own files; the first rank also writes to stdout."""
     topology = read_topology(launch)
     logs = Path(launch["logs"]) / f"node{node}"
-    words = [sys.executable, "-m", "torch.distributed.run"]
-    words += ["--nnodes", str(len(topology.trainers)), "--node-rank", str(node)]
+    words = ["--nnodes", str(len(topology.trainers)), "--node-rank", str(node)]
     words += ["--nproc-per-node", str(topology.ranks_per_node), "--max-restarts", "0"]
     words += ["--master-addr", topology.trainers[0].address, "--master-port", str(topology.master_port)]
     words += ["--log-dir", str(logs), "--redirects", "3", *(["--tee", "0:3"] if node == 0 else [])]
@@ -45,17 +49,57 @@ def environment(launch: Mapping[str, Any], node: int) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
-def main(words: list[str]) -> None:
-    launch = json.loads(Path(words[0]).read_text())
+def run_ranks(words: Sequence[str], log: Path, folder: Path) -> int:
+    """Run torchrun in this process; returns its exit code. What it says goes to ``log``: 45 lines for a dead rank."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    log.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(log)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+        if isinstance(logger, logging.Logger) and (logger.handlers or logger is logging.root):
+            logger.handlers = [handler]
+    try:
+        run.run(run.parse_args(words))
+    except ChildFailedError as error:
+        logging.error("%s", error)
+        rank, first = min(error.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))
+        _write_cause(rank, first.exitcode, folder)
+    except SignalException as error:
+        return 128 + error.sigval
+    except Exception as error:  # of torch's rendezvous
+        logging.exception("torchrun failed")
+        print(f"megarl: error: torchrun failed: {describe(error)}; see {log}", file=sys.stderr, flush=True)
+    else:
+        return 0
+    return 1
+
+
+def _write_cause(rank: int, exit_code: int, folder: Path) -> None:
+    """Leave for the launcher how the first rank ended. A rank that is killed can write no error itself, and what the
+    others write of it is only that they lost it."""
+    where = f"rank {rank} on {socket.gethostname()}"
+    if exit_code < 0:
+        killed = MegarlError(f"{where} was killed by {signal.Signals(-exit_code).name}")
+        write_failure(killed, is_cause=True)
+    elif exit_code == 1:  # an error that is not megarl's
+        own = read_record(rank_file(folder, rank)).get("error")
+        write_failure(MegarlError(f"{where} ended with exit code 1" + (f": {own}" if own else "")))
+
+
+def main(words: list[str]) -> int:
+    path = Path(words[0])
+    launch = json.loads(path.read_text())
     node = int(words[1] if len(words) > 1 else os.environ["SLURM_NODEID"])
     # SIGUSR1 asks the ranks to stop; it must not end torchrun.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if launch["topology"]["job"] is None:  # without Slurm, the kernel ends this process with its parent
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     os.environ.update(environment(launch, node))
-    command = torchrun(launch, node)
-    os.execv(command[0], command)
+    return run_ranks(torchrun(launch, node), Path(launch["logs"]) / f"node{node}" / "torchrun.log", path.parent)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

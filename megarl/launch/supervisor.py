@@ -24,7 +24,7 @@ from typing import Any
 
 from megarl.config import Config
 from megarl.data.files import read_record, write_atomically
-from megarl.errors import ConfigError, RolloutError
+from megarl.errors import ConfigError, RolloutError, printable
 from megarl.launch import topology
 from megarl.launch.steps import BAD_INPUT, PYTHON, ServerSteps, Step, srun
 from megarl.launch.topology import Topology
@@ -102,9 +102,9 @@ class Supervisor:
                 return STOPPED
             found = read_record(self._failure_file)
             signs = read_signs(self.folder, self.config.launch.ranks, os.environ[ATTEMPT_VARIABLE])
-            # Ranks that were killed, or aborted by NCCL after a time-out, have written no error.
-            last_seen = f"exit code {code}; last seen: {describe_ranks(signs, now=None)}"
-            why = found.get("message") or status.get("last_error") or last_seen
+            why = found.get("message") or status.get("last_error") or f"exit code {code}"
+            if found.get("kind") in (None, "MegarlError"):  # a rank that was killed has written no error
+                why += f"; last seen: {describe_ranks(signs, now=None)}"
             if found.get("kind") in _BAD_INPUT:
                 self._tell(f"the trainer cannot go on: {why}")
                 return BAD_INPUT
@@ -270,7 +270,7 @@ class Supervisor:
                 self._lock.beat()
 
     def _tell(self, line: str) -> None:
-        print(f"megarl: {line}", file=sys.stderr, flush=True)
+        print(f"megarl: {printable(line)}", file=sys.stderr, flush=True)
 
 
 def launch(config: Config, command: Sequence[str]) -> int:

@@ -8,15 +8,15 @@ from __future__ import annotations
 import base64
 import html
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megarl.config.file import read_toml
 from megarl.data.files import write_atomically
-from megarl.errors import DataError
+from megarl.errors import ConfigError, DataError
 from megarl.report.panels import PANELS, render
 from megarl.report.series import Curve, Curves, make_curves
 from megarl.run.metrics_log import read_metrics
@@ -111,11 +111,9 @@ def _make_headline(records: Sequence[Mapping[str, Any]], curves: Curves, config:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{path}: broken TOML ({error}); something has changed the file since the run wrote it"
-        ) from error
+        return read_toml(path) if path.is_file() else {}
+    except ConfigError as error:
+        raise DataError(f"{error}; something has changed the file since the run wrote it") from error
 
 
 def _get_setting(config: dict[str, Any], table: str, key: str, missing: str = NOT_RECORDED) -> str:

@@ -18,7 +18,7 @@ from megarl.core.routing import Disagreement, common_rows, shared_experts
 from megarl.core.types import RowSource
 from megarl.data.files import write_atomically
 from megarl.data.traces import TracedSequence, TraceFile, read_traces
-from megarl.errors import ConfigError, TraceError
+from megarl.errors import ConfigError, TraceError, printable
 
 MAX_BINS = 64
 """Most columns of the heat map."""
@@ -66,7 +66,7 @@ def inspect(path: Path) -> None:
     rows |= _describe_sizes(file)
     table = _make_table()
     for what, value in rows.items():
-        table.add_row(what, escape(value))
+        table.add_row(what, escape(printable(value)))
     _print(str(path), table)
 
 
@@ -203,7 +203,7 @@ def _make_table(*headings: str) -> Table:
 
 def _print(title: str, table: Table, *notes: str) -> None:
     console = Console()
-    console.print(escape(title), style="bold", highlight=False, soft_wrap=True)
+    console.print(escape(printable(title)), style="bold", highlight=False, soft_wrap=True)
     console.print(table)
     for note in notes:
         console.print(escape(note), style="dim", highlight=False, soft_wrap=True)

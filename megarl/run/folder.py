@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Config
+from megarl.config.file import read_toml
 from megarl.data.files import read_record, write_atomically
 from megarl.errors import ConfigError
 from megarl.megatron.checkpoints.folders import complete_checkpoints
@@ -35,7 +36,7 @@ def claim(config: Config) -> None:
             raise ConfigError(
                 f"{folder} holds a run and checkpoint.resume is off; choose another run.dir or remove the folder"
             )
-        difference = _first_difference(tomllib.loads(saved.read_text()), tomllib.loads(config.to_toml()))
+        difference = _first_difference(read_toml(saved), tomllib.loads(config.to_toml()))
         if difference:
             key, before, now = difference
             raise ConfigError(

@@ -148,9 +148,9 @@ def read_holder(path: Path) -> dict[str, Any] | None:
     """The process that took the lock and has not released it; None if there is none. It may have crashed."""
     try:
         holder = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    return holder if isinstance(holder, dict) and "host" in holder else None
+    return holder if isinstance(holder, dict) and {"host", "pid", "since"} <= holder.keys() else None
 
 
 def is_held(path: Path) -> bool:

@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TextIO
+from typing import TYPE_CHECKING, Any, Literal, Self, TextIO, get_args
 
 from megarl.data.files import write_atomically
 from megarl.errors import ConfigError, DataError
@@ -29,6 +29,7 @@ HEADER = ("kind", "step", "minibatch", "wall_s")
 """Keys of a record that are no metrics."""
 TIMING_PREFIXES = ("time/", "speed/")
 """Prefixes of metrics that depend on the clock."""
+_LARGEST = 10**15
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -174,10 +175,23 @@ def _to_json(record: Record) -> str:
 
 
 def _from_json(line: bytes) -> Record:
-    record = json.loads(line)
+    try:
+        record = json.loads(line)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     if not isinstance(record, dict) or not all(name in record for name in HEADER):
         raise ValueError(f"expected a JSON object with {', '.join(HEADER)}")
-    return {k: _NON_FINITE.get(v, v) if isinstance(v, str) and k not in HEADER else v for k, v in record.items()}
+    indices = [record["step"]] if record["kind"] != "minibatch" else [record["step"], record["minibatch"]]
+    if record["kind"] not in get_args(Kind) or any(type(i) is not int or abs(i) > _LARGEST for i in indices):
+        raise ValueError(f"found kind {record['kind']!r:.80}, step and mini-batch {indices!r:.80}")
+    return record | {name: _number(name, value) for name, value in record.items() if name not in HEADER[:3]}
+
+
+def _number(name: str, value: object) -> float:
+    value = _NON_FINITE.get(value, value) if isinstance(value, str) else value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or (type(value) is int and abs(value) > _LARGEST):
+        raise ValueError(f"{name} is {value!r:.80}, expected a number")
+    return value
 
 
 def _start_wandb(project: str, run_dir: Path) -> Any:

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megarl.config import Config
 from megarl.core.metrics import Stat, finalize
+from megarl.errors import printable
 from megarl.megatron import distributed
 from megarl.run.metrics_log import MetricsLog
 from megarl.run.vitals import Vitals
@@ -53,7 +54,7 @@ class StepProgress:
     def line(self, text: str) -> None:
         """Print a line of its own, above a bar if there is one."""
         if self._enabled:
-            self._console.print(text, soft_wrap=True)
+            self._console.print(printable(text), soft_wrap=True)
             self._stream.flush()
 
     @contextmanager

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.data.files import read_record
-from megarl.errors import ConfigError, MegarlError
+from megarl.errors import ConfigError, MegarlError, printable
 from megarl.run.lock import is_held, read_holder
 
 FAILURE_VARIABLE = "MEGARL_FAILURE"
@@ -23,10 +23,23 @@ FAILURE_VARIABLE = "MEGARL_FAILURE"
 _QUIET_S = 30.0
 
 
+_Fields = dict[str, tuple[type | None, ...]]
+_STATUS: _Fields = (
+    dict.fromkeys(("state", "phase", "host"), (str,))
+    | dict.fromkeys(("step", "steps", "ranks", "pid"), (int,))
+    | dict.fromkeys(("phase_since", "updated"), (int, float))
+    | dict.fromkeys(("step_s", "tokens_per_s", "eta_s"), (int, float, None))
+    | dict.fromkeys(("last_error", "error_kind", "job", "restart"), (str, None))
+)
+_SIGN: _Fields = {"host": (str,), "phase": (str,), "pid": (int,), "step": (int,), "beat": (int, float)}
+_LARGEST = 1e12
+_MOST_RANKS = 1 << 20
+
+
 def show(run_dir: Path, as_json: bool = False) -> int:
     """Print the status; returns 0, or 1 for a run that has failed or is lost."""
     found = read_status(run_dir)
-    print(json.dumps(found) if as_json else "\n".join(_lines(found)))
+    print(json.dumps(found) if as_json else "\n".join(map(printable, _lines(found))))
     return int(found["state"] in ("failed", "lost"))
 
 
@@ -38,12 +51,13 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     path = run_dir / "status.json"
     try:
         found: dict[str, Any] = json.loads(path.read_text())
+        _require_fields(found, _STATUS)
     except (FileNotFoundError, NotADirectoryError):
         begun = _read_launch(run_dir)
         if begun:
             raise ConfigError(f"{run_dir}: no rank has written a status; the launcher says: {begun['says']}") from None
         raise ConfigError(f"found no {path}: {run_dir} is no folder of a run that has begun") from None
-    except ValueError as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise ConfigError(f"{path} is damaged ({error}); a running run rewrites it every few seconds") from None
     now, lock = time.time(), run_dir / "lock"
     if found["state"] in ("starting", "running") and not is_held(lock):
@@ -53,11 +67,28 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     return found | {"holder": read_holder(lock), "launch": _read_launch(run_dir)}
 
 
+def _require_fields(found: Any, fields: _Fields) -> None:
+    """Raise ValueError unless it is an object with these fields, all numbers being finite and not absurd."""
+    if not isinstance(found, dict):
+        raise ValueError(f"found {type(found).__name__}, expected an object")
+    for name, types in fields.items():
+        if name not in found:
+            raise ValueError(f"{name} is missing")
+        value = found[name]
+        fits = type(value) in types or (value is None and None in types)
+        if not fits or (isinstance(value, (int, float)) and not abs(value) < _LARGEST):
+            raise ValueError(f"{name} is {value!r:.80}")
+    if found.get("ranks", 0) > _MOST_RANKS:
+        raise ValueError(f"ranks is {found['ranks']}")
+
+
 def _read_launch(run_dir: Path) -> dict[str, Any] | None:
     """launch.json; None if there is none. If the launcher is gone, "says" tells so and what it wrote last."""
     found = read_record(run_dir / "launch.json")
     if not found:
         return None
+    if not isinstance(found.get("says"), str):
+        return found | {"says": "launch.json is damaged"}
     ended = found["says"].startswith(("finished", "stopped", "gave up"))
     if not ended and not is_held(run_dir / "launch.lock"):
         found["says"] = f"gone; its last word: {found['says']}"
@@ -121,8 +152,12 @@ def read_signs(folder: Path, ranks: int, attempt: str | None = None) -> list[dic
     signs = []
     for rank in range(ranks):
         sign = read_record(rank_file(folder, rank))
+        try:
+            _require_fields(sign, _SIGN)
+        except ValueError:
+            sign = {}
         if sign and (attempt is None or sign.get("attempt") == attempt):
-            signs.append(sign)
+            signs.append(sign | {"rank": rank})
         else:
             signs.append({"rank": rank, "host": "?", "pid": 0, "step": -1, "phase": "no sign of life", "beat": 0.0})
     return signs
@@ -164,23 +199,23 @@ def _name_ranks(members: list[int]) -> str:
     return f"rank{'s' if len(members) > 1 else ''} {words}"
 
 
-def write_failure(error: MegarlError) -> None:
+def write_failure(error: MegarlError, *, is_cause: bool = False) -> None:
     """Write kind and message of the error, unless another rank has already written one.
 
-    An error that only says that another rank failed gives way to one that knows the cause. Does nothing without
-    ``megarl launch``, and on a file system that refuses.
+    An error that only says that another rank failed gives way to one that knows the cause, and all give way to
+    ``is_cause``. Does nothing without ``megarl launch``, and on a file system that refuses.
     """
     if FAILURE_VARIABLE not in os.environ:
         return
     path = Path(os.environ[FAILURE_VARIABLE])
     record = {"kind": type(error).__name__, "message": " ".join(str(error).split()), "second_hand": error.second_hand}
-    own = path.with_name(f".{path.name}.{os.environ.get('RANK', '0')}")
+    own = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     with suppress(OSError):
         own.write_text(json.dumps(record))
         try:
             os.link(own, path)  # the whole file at once, and never over that of another rank
         except FileExistsError:
-            if not error.second_hand and read_record(path).get("second_hand"):
+            if is_cause or (not error.second_hand and read_record(path).get("second_hand")):
                 own.replace(path)
         except OSError:  # a file system without links
             own.replace(path)

@@ -20,7 +20,7 @@ from megarl.errors import ConfigError
 
 OWN = """
 import asyncio, os, re, signal, subprocess, sys, time
-from megarl.data.rewards import StepReward, Steps, instantaneous
+from megarl.data.rewards import StepReward, Steps, instantaneous, wrong_if_stopped
 from megarl.errors import ConfigError
 
 class Odd(Exception):  # cannot be unpickled elsewhere
@@ -54,11 +54,16 @@ DOES = {
     "refuse": lambda a: (_ for _ in ()).throw(ConfigError("not here")),
     "heavy": lambda a: len({"torch", "megatron", "transformers", "megarl.cli", "own_main"} & set(sys.modules)),
     "launcher": lambda a: sum(name in os.environ for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID")),
+    "greedy": lambda a: bytearray(1 << 60),
     "steps": lambda a: Steps(1, [StepReward(2, 0.5), StepReward(5, -1)]),
 }
 
 def own(*, prompt, response, answer):
     return DOES[response](answer) if response in DOES else float(response)
+
+@wrong_if_stopped(lambda answer: forever() if answer == "endless" else int(answer))
+def checked(*, prompt, response, answer):
+    return own(prompt=prompt, response=response, answer=answer)
 
 @instantaneous
 def at_once(*, prompt, response, answer):
@@ -305,12 +310,41 @@ def test_math_verify_works_from_any_thread() -> None:
     assert "can read no expression" in (found[2].error or "")
 
 
-def test_math_verify_is_too_late_by_its_own_alarm() -> None:
-    with Judge("math_verify", timeout_s=60) as judge:
-        verdict = one(judge, "$9^{9^{9}}$", "5")
-        assert verdict.timed_out
-        assert "took more than 5 s" in (verdict.error or "")
+def test_a_response_that_costs_too_much_is_wrong_if_the_answer_can_be_read() -> None:
+    wrong = Verdict(0.0, timed_out=True)
+    with Judge("own_judges:checked", timeout_s=3.0) as judge:
+        for response in ("loop", "locked", "late", "greedy", "segv"):
+            assert one(judge, response, "7") == wrong, response
+            assert "ValueError" in (one(judge, response, "seven").error or ""), response
+        assert one(judge, "late", "endless").reward is None
+        # What does not depend on the response alone is no answer, and neither is what comes from outside.
+        for response in ("raise", "exit", "nan"):
+            assert one(judge, response, "7").reward is None, response
+        assert one(judge, "0.5", "7") == Verdict(0.5)
+
+
+def test_math_verify_takes_an_endless_response_as_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Judge("math_verify", workers=1) as judge:
+        assert one(judge, "$9^{9^{9}}$", "5") == Verdict(0.0, timed_out=True)
+        assert one(judge, "$9^{9^{9}}$", "$ $").reward is None
         assert one(judge, "5", "5").reward == 1.0
+
+
+def test_only_the_end_of_a_long_response_is_read() -> None:
+    long = "$" * 200_000 + r" so it is \boxed{5}"
+    with Judge("math_verify", workers=1, max_characters=1000) as judge:
+        assert one(judge, long, "5") == Verdict(1.0)
+    with Judge("own_judges:own", max_characters=1) as judge:  # a function of your own gets all of it
+        assert one(judge, "10.5") == Verdict(10.5)
+
+
+def test_workers_are_as_many_as_this_ranks_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(24)))
+    assert Judge("exact_match", workers=None)._workers == 24
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert Judge("exact_match", workers=None)._workers == 3
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "32")
+    assert Judge("exact_match", workers=None)._workers == 1
 
 
 def test_workers_are_light_and_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,10 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
+import math_verify as math_verify_package
 import pytest
 
 from megarl.data.rewards import exact_match, load_reward, math_verify
@@ -44,10 +46,25 @@ def test_math_verify_cannot_read_the_answer() -> None:
         judge("1", "$ $")
 
 
-def test_math_verify_out_of_time_is_an_error_and_not_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_math_verify_out_of_time_says_so_to_the_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.data.rewards.MATH_VERIFY_TIMEOUT_S", 1)
-    with pytest.raises(TimeoutError, match="more than 1 s"):
-        judge("$9^{9^{9}}$", "5")
+    for response in ("$9^{9^{9}}$", "$9^{9^{9^9}}$"):
+        with pytest.raises(TimeoutError, match="more than 1 s"):
+            judge(response, "5")
+    assert judge("$5$", "5") == 1.0
+
+
+def test_math_verify_counts_its_own_time_and_not_that_of_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As wrong answers cost a reward, a right one must not become wrong because its process had to wait."""
+    monkeypatch.setattr("megarl.data.rewards.MATH_VERIFY_TIMEOUT_S", 1)
+    judge("$5$", "5")  # imports
+    verify = math_verify_package.verify
+
+    def waits(*args: object, **kwargs: object) -> bool:
+        time.sleep(1.5)
+        return verify(*args, **kwargs)
+
+    monkeypatch.setattr(math_verify_package, "verify", waits)
     assert judge("$5$", "5") == 1.0
 
 

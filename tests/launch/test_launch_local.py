@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -96,7 +97,14 @@ def test_ranks_that_are_killed_cost_the_steps_since_the_last_checkpoint(world: W
     for words in ("rank 0 lost the others in phase", "rank 1: gone in"):
         assert words in said, said[-3000:]
     assert "starting it again" in said
-    alone = said[said.index("last seen: rank") :].splitlines()[0]  # the time that nobody was left to tell
+    first, second = (line for line in said.splitlines() if "megarl: the trainer died (" in line)
+    assert f"(rank 1 on {socket.gethostname()} was killed by SIGKILL; last seen: " in first
+    assert " was killed by SIGABRT; last seen: " in second
+    assert "local_rank" not in said  # torchrun's 45 lines
+    assert (
+        "failed (exitcode: -9) local_rank: 1" in next(run.folder.glob("logs/*/attempt1/node0/torchrun.log")).read_text()
+    )
+    alone = said[said.rindex("last seen: rank") :].splitlines()[0]  # the time that nobody was left to tell
     assert " after step 5" in alone or " after step 6" in alone
     assert_whole(run.folder, reference)
     undone = [line for line in (run.folder / "samples.jsonl").read_text().splitlines() if "resumed_after" in line]

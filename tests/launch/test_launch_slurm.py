@@ -91,10 +91,10 @@ def submit(cluster: Cluster, world: World, script: str, config: Path, *options: 
 
 
 def torchrun_of(job: Job, node: int) -> psutil.Process:
-    """The process that the step of a node has become."""
+    """The process of the step of a node."""
     for process in processes_of(job.folder):
-        words = process.cmdline()
-        if "torch.distributed.run" in words and words[words.index("--node-rank") + 1] == str(node):
+        runs = process.cmdline()[1:3] == ["-m", "megarl.launch.node"]
+        if runs and process.environ().get("SLURM_NODEID") == str(node):
             return process
     raise AssertionError(f"no torchrun of node {node}")
 

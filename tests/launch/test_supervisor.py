@@ -174,6 +174,9 @@ def test_the_rank_that_knows_why_has_the_word(order: int, tmp_path: Path, monkey
     assert json.loads(path.read_text())["kind"] == "DataError"
     write_failure(ConfigError("later"))
     assert json.loads(path.read_text())["message"] == "line 3: no answer"
+    write_failure(MegarlError("rank 0 on a was killed by SIGKILL"), is_cause=True)
+    write_failure(DataError("later"))
+    assert json.loads(path.read_text())["message"] == "rank 0 on a was killed by SIGKILL"
 
 
 def test_words_for_srun_and_commands_that_do_not_exist_are_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:

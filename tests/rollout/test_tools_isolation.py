@@ -158,14 +158,17 @@ for family, address in ((socket.AF_INET, ("127.0.0.1", {server.getsockname()[1]}
         socket.socket(family).connect(address)
         print("connected")
     except OSError as error:
-        print(type(error).__name__)
+        print(error.errno)
 try:
     socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"a", ("192.0.2.1", 53))
 except OSError as error:
     print(error.errno)
-print([name for _, name in socket.if_nameindex()])
+try:
+    print([name for _, name in socket.if_nameindex()])
+except OSError:
+    print([])
 """
-        assert run(tool, code).output == "ConnectionRefusedError\nConnectionRefusedError\n101\n['lo']\n"
+        assert run(tool, code).output == "97\n111\n97\n[]\n"
         assert run(bare, code).output.startswith("connected\nconnected\n")
 
 

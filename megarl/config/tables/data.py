@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -50,12 +50,21 @@ class RewardConfig(Table):
 
     function: str = Field(default="exact_match", min_length=1)
     """"exact_match", "math_verify", or "package.module:function"; see docs/rewards.md."""
-    workers: PositiveInt = 1
-    """Worker processes of each rank that call the function; exact_match needs none."""
+    workers: PositiveInt | None = None
+    """Most worker processes of each rank that call the function; default its share of the node's cores. exact_match
+    needs none."""
     timeout_s: PositiveFloat = 30.0
-    """Longest time for one response; a later one does not train and is counted; seconds."""
+    """Longest time for one response; seconds. A later one is counted. With math_verify it is wrong; with a function of
+    your own it does not train."""
+    max_characters: PositiveInt = 10_000
+    """math_verify reads only so many of a response's characters, the last ones."""
     threshold: float = POSITIVE
     """A response is correct (positive) if its reward is above this. Used by adaptive sampling, RAFT and pass rates."""
+
+    @property
+    def judge_options(self) -> dict[str, Any]:
+        """What a judge is made with, besides the function."""
+        return {"workers": self.workers, "timeout_s": self.timeout_s, "max_characters": self.max_characters}
 
 
 class SftConfig(Table):

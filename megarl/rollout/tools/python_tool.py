@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -46,7 +45,14 @@ class PythonTool:
     ) -> None:
         self.limits = limits or Limits()
         self._sandbox = prepare(self.limits, interpreter or sys.executable, limits_alone)
-        _try(self._sandbox)
+        self.limits_files = _try(self._sandbox)
+        """Whether ``Limits.scratch_files`` holds. It does not where the host takes all rights from the sandbox."""
+
+    def describe_limits(self) -> str:
+        """What bounds a call on this host, and what does not."""
+        memory = "of a call, with the kernel's" if self._sandbox.groups else "of each process, for want of a cgroup"
+        files = "number of files" if self.limits_files else "not the number of files, for want of CAP_SYS_ADMIN"
+        return f"limits processes, time, memory ({memory}), bytes on disk, {files}"
 
     async def __call__(self, argument: str) -> ToolResult:
         """Runs the code; raises RolloutError if its process did not start or could not be ended."""
@@ -62,6 +68,7 @@ class _Call:
         self._loop = asyncio.get_running_loop()
         self._process_fd = os.pidfd_open(child.process.pid)
         self._init_fd: int | None = None
+        self._was_full = False
         self._stopped: asyncio.Future[ToolExit | None] = self._loop.create_future()
         self._output = _Pipe(limits.output_bytes, on_data=lambda: self._output.more and self._stop("output_limit"))
         self._status = _Pipe(1 << 12, on_data=self._on_status)
@@ -124,6 +131,9 @@ class _Call:
                 if fd is not None:
                     os.close(fd)
             self._child.process.poll()
+            if self._child.group:
+                self._was_full = self._child.group.was_full
+                self._child.group.remove()
             if self._child.scratch:
                 await asyncio.to_thread(_remove, self._child.scratch)
 
@@ -145,13 +155,19 @@ class _Call:
     def _make_result(self, reason: ToolExit | None) -> ToolResult:
         status = self._child.process.returncode
         text = bytes(self._output.data).decode("utf-8", "replace")
-        if b"ready\n" not in self._status.data:
+        if b"ready" not in self._status.data:
             why = reason or f"exit status {status}"
             raise RolloutError(f"a Python call did not start ({why}): {text.strip()[-500:]}")
         if self._output.more:
             text += f"\n[cut after {self._limits.output_bytes} bytes]"
         if reason is None:
-            reason = "output_limit" if self._output.more else _classify_exit(status)
+            reason = (
+                "output_limit"
+                if self._output.more
+                else "memory"
+                if self._was_full and status
+                else _classify_exit(status)
+            )
         return ToolResult(text, reason, self._output.more)
 
 
@@ -200,8 +216,8 @@ def _classify_exit(status: int) -> ToolExit:
     return "killed" if status < 0 or 128 < status <= 192 else "error"  # bubblewrap reports a signal as 128 + number
 
 
-def _try(sandbox: Sandbox) -> None:
-    """Runs one line of code; ConfigError if it does not print what it should."""
+def _try(sandbox: Sandbox) -> bool:
+    """Runs one line of code; ConfigError if it does not print what it should. Returns whether its files are limited."""
     child = sandbox.start("print(6 * 7)")
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -209,17 +225,21 @@ def _try(sandbox: Sandbox) -> None:
     finally:
         child.process.kill()
         child.process.wait()
-        os.close(child.status_fd)
+        with open(child.status_fd, "rb") as status:
+            limits_files = b"ready files" in status.read()
         with open(child.output_fd, "rb") as output:
             text = output.read().decode("utf-8", "replace")
         if child.scratch:
             _remove(child.scratch)
+        if child.group:
+            child.group.remove()
     if text != "42\n":
         how = "with resource limits" if sandbox.bwrap is None else f"in bubblewrap ({sandbox.bwrap})"
         raise ConfigError(
             f"Python does not run {how} on this host: {text.strip()[-500:]!r}. A container may need the right to make "
             "namespaces, memory_bytes may be too small for the interpreter; limits_alone=True goes without isolation"
         )
+    return limits_files
 
 
 def _kill_marked(mark: str) -> None:
@@ -236,13 +256,9 @@ def _kill_marked(mark: str) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Removes a folder that code may have made unreadable; does not follow links."""
-    for root, folders, _ in os.walk(folder):
-        for name in folders:
-            path = os.path.join(root, name)
-            if not os.path.islink(path):
-                os.chmod(path, 0o700)
-    shutil.rmtree(folder)
+    """Removes a folder that code may have made unreadable, or deeper than a path is long; does not follow links."""
+    for words in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+        subprocess.run([*words, "--", folder], stderr=subprocess.DEVNULL, check=False)
 
 
 async def _await_readable(fd: int) -> None:

@@ -5,7 +5,9 @@ interpreter and the system's libraries, and write one small folder in memory, /t
 this process. All its processes end with the first one, and that one ends with the process that started it.
 
 The kernel's limits hold per process: one call can use ``num_processes + 1`` times ``memory_bytes`` and its scratch
-folder, and as many cores for ``wall_s`` seconds.
+folder, and as many cores for ``wall_s`` seconds. For each process, the kernel may also hold about 60 MB in buffers of
+sockets and terminals. Where a control group can be made, the whole call has ``memory_bytes`` and its scratch folder,
+and the kernel's memory counts.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import psutil
 
 from megarl.errors import ConfigError, RolloutError
 from megarl.rollout.tools import seccomp
+from megarl.rollout.tools.cgroup import Group, find_parents
 
 BOOTSTRAP = Path(__file__).parent / "bootstrap.py"
 MEMORY_EXIT = 86
@@ -34,6 +37,8 @@ MEMORY_EXIT = 86
 MARK = "MEGARL_TOOL_CALL"
 """Environment variable that marks the processes of a call where no sandbox holds them together."""
 _MAX_OPEN_FILES = 256
+_MAX_SIGNALS = 1024
+"""Pending ones and timers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +55,15 @@ class Limits:
     """Processes and threads beside the first one. None sets no limit; not allowed in the sandbox."""
     scratch_bytes: int = 64 << 20
     """All files in the scratch folder together; without the sandbox, each single file."""
+    scratch_files: int = 4096
+    """Files, folders and links in the scratch folder; without the sandbox not limited."""
     output_bytes: int = 16 << 10
     """Standard output and error together; more of it ends the call."""
     code_bytes: int = 64 << 10
     """Longer code is not run."""
 
     def __post_init__(self) -> None:
-        for name in ("wall_s", "cpu_s", "memory_bytes", "scratch_bytes", "output_bytes", "code_bytes"):
+        for name in ("wall_s", "cpu_s", "memory_bytes", "scratch_bytes", "scratch_files", "output_bytes", "code_bytes"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected a finite number above 0")
         if self.num_processes is not None and self.num_processes < 0:
@@ -76,6 +83,8 @@ class Child:
     """Folder to remove; None where it is in the memory of the sandbox."""
     mark: str
     """Value of MARK in the environment of its processes."""
+    group: Group | None
+    """Its control group, which the receiver removes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +98,8 @@ class Sandbox:
     """Path of bubblewrap; None for resource limits alone."""
     readable: tuple[str, ...]
     """Folders of the interpreter, which bubblewrap shows besides /usr and the system's libraries."""
+    groups: tuple[Path, ...] = ()
+    """Control groups below which each call gets its own; see ``megarl.rollout.tools.cgroup``."""
 
     def start(self, code: str) -> Child:
         """Starts the code and returns at once. Raises RolloutError where the host cannot start a process."""
@@ -112,6 +123,10 @@ class Sandbox:
                 passed.append(_close_with(_make_sealed_file(seccomp.program()), theirs))
                 wrapper = [self.bwrap, *_namespaces(), *self._files()]
                 wrapper += ["--json-status-fd", str(status_end), "--seccomp", str(passed[-1]), "--"]
+            group = self._make_group()
+            if group:
+                ours.callback(group.remove)
+                wrapper = group.command(wrapper)
             process = subprocess.Popen(
                 [*wrapper, self.interpreter, "-I", "-u", "-c", BOOTSTRAP.read_text(), self._settings(ready_end)],
                 stdin=_close_with(_make_sealed_file(code.encode("utf-8", "replace")), theirs),
@@ -123,7 +138,14 @@ class Sandbox:
                 start_new_session=True,
             )
             ours.pop_all()
-            return Child(process, output_fd, status_fd, scratch, mark)
+            return Child(process, output_fd, status_fd, scratch, mark, group)
+
+    def _make_group(self) -> Group | None:
+        if not self.groups:
+            return None
+        beside = 3  # bubblewrap, the init, the code
+        limits = self.limits
+        return Group(self.groups, limits.memory_bytes + limits.scratch_bytes, (limits.num_processes or 0) + beside)
 
     def _files(self) -> list[str]:
         """Arguments for the file tree. /tmp comes first, because an interpreter may lie below it."""
@@ -150,6 +172,7 @@ class Sandbox:
             "RLIMIT_AS": (limits.memory_bytes, limits.memory_bytes),
             "RLIMIT_FSIZE": (limits.scratch_bytes, limits.scratch_bytes),
             "RLIMIT_NOFILE": (_MAX_OPEN_FILES, _MAX_OPEN_FILES),
+            "RLIMIT_SIGPENDING": (_MAX_SIGNALS, _MAX_SIGNALS),
             "RLIMIT_CORE": (0, 0),
         }
         if limits.num_processes is not None:
@@ -158,7 +181,9 @@ class Sandbox:
             total = others + 1 + limits.num_processes
             rlimits["RLIMIT_NPROC"] = (total, total)
         uid = _unused_uid() if unused_user else None
-        return json.dumps({"rlimits": rlimits, "uid": uid, "status_fd": ready_end, "memory_exit": MEMORY_EXIT})
+        num_files = limits.scratch_files if self.bwrap else None
+        settings = {"rlimits": rlimits, "uid": uid, "num_files": num_files}
+        return json.dumps(settings | {"status_fd": ready_end, "memory_exit": MEMORY_EXIT})
 
 
 def prepare(limits: Limits, interpreter: str, limits_alone: bool) -> Sandbox:
@@ -181,7 +206,7 @@ def prepare(limits: Limits, interpreter: str, limits_alone: bool) -> Sandbox:
             "the Python tool found no bubblewrap (bwrap) to contain the code of a model: install it (apt-get install "
             "bubblewrap), or set limits_alone=True and accept resource limits without network and file isolation"
         )
-    return Sandbox(limits, interpreter, bwrap, _find_prefixes(interpreter))
+    return Sandbox(limits, interpreter, bwrap, _find_prefixes(interpreter), find_parents())
 
 
 def _namespaces() -> list[str]:
@@ -189,11 +214,14 @@ def _namespaces() -> list[str]:
     # bubblewrap's own init is reaped by the host's init. Containers often have none: each call would leave a zombie.
     # So the bootstrap is the init, and bubblewrap ends after it.
     args += ["--as-pid-1", "--die-with-parent", "--new-session"]
+    # The bootstrap drops this one after it has limited the files in /tmp, before the code runs.
+    args += ["--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
     if os.geteuid() != 0:
-        return ["--unshare-user", *args]
+        # As another id than 0 it would not own the namespace in which /tmp is mounted.
+        return ["--unshare-user", "--uid", "0", "--gid", "0", *args]
     # In a user namespace the kernel would still exempt root from limits. Without one, the bootstrap becomes an unused
-    # user, and loses the two capabilities with that.
-    return [*args, "--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    # user, and loses the capabilities with that.
+    return [*args, "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
 
 
 def _unused_uid() -> int:

@@ -1,7 +1,8 @@
 """The system calls that code in the sandbox may not use, as a filter for the kernel.
 
 Namespaces bound what code sees; resource limits bound what it takes. The calls here would undo either: memory that no
-limit counts (a tmpfs in a namespace of its own, anonymous files, System V segments), and parts of the kernel that
+limit counts (a tmpfs in a namespace of its own, anonymous files, System V objects, extended attributes, rules and
+filters in the kernel, pages that a pipe keeps), networks that no namespace holds (vsock), and parts of the kernel that
 arithmetic has no use for and that have often been its weak side.
 """
 
@@ -21,23 +22,43 @@ class _Machine:
 
     audit: int
     clone: int
+    prctl: int
+    setsockopt: int
+    sockets: tuple[int, int]
+    """socket, socketpair."""
     denied: tuple[int, ...]
+    uncounted: tuple[int, ...]
+    """Calls for memory of the kernel that no limit counts."""
 
 
-# unshare, setns, memfd_create, shmget, mq_open; ptrace, bpf, perf_event_open, userfaultfd, add_key, request_key, keyctl
+# denied: unshare, setns, memfd_create, shmget, mq_open; ptrace, bpf, perf_event_open, userfaultfd, add_key,
+# request_key, keyctl, syslog, and on x86_64 modify_ldt
+# uncounted: setxattr, lsetxattr, fsetxattr, semget, msgget, inotify_init1, fanotify_init, seccomp, vmsplice, and on
+# x86_64 inotify_init
 _MACHINES = {
-    "x86_64": _Machine(0xC000003E, 56, (272, 308, 319, 29, 240, 101, 321, 298, 323, 248, 249, 250)),
-    "aarch64": _Machine(0xC00000B7, 220, (97, 268, 279, 194, 180, 117, 280, 241, 282, 217, 218, 219)),
+    "x86_64": _Machine(
+        *(0xC000003E, 56, 157, 54, (41, 53)),
+        denied=(272, 308, 319, 29, 240, 101, 321, 298, 323, 248, 249, 250, 103, 154),
+        uncounted=(188, 189, 190, 64, 68, 294, 300, 317, 278, 253),
+    ),
+    "aarch64": _Machine(
+        *(0xC00000B7, 220, 167, 208, (198, 199)),
+        denied=(97, 268, 279, 194, 180, 117, 280, 241, 282, 217, 218, 219, 116),
+        uncounted=(5, 6, 7, 190, 186, 26, 262, 277, 75),
+    ),
 }
-_DENIED_EVERYWHERE = (425, 447)  # io_uring_setup, memfd_secret
+_DENIED_EVERYWHERE = (425, 444, 447, 463)  # io_uring_setup, landlock_create_ruleset, memfd_secret, setxattrat
 _CLONE3 = 435
 _X32_CALLS = 0x40000000
 """On x86_64 the same calls again under other numbers; aarch64 has none there."""
 _NEW_NAMESPACES = 0x7E020000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET."""
+_AF_UNIX, _PR_SET_SECCOMP = 1, 22
+_BUFFER_SIZES = (7, 8, 32, 33)
+"""SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE, SO_RCVBUFFORCE."""
 
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_OFFSET_NUMBER, _OFFSET_ARCHITECTURE, _OFFSET_FIRST_ARGUMENT = 0, 4, 16
+_OFFSET_NUMBER, _OFFSET_ARCHITECTURE, _OFFSET_ARGUMENTS = 0, 4, 16
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 
 
@@ -55,18 +76,29 @@ def program() -> bytes:
         _op(_IF_AT_LEAST, _X32_CALLS, 0, 1),
         _op(_RETURN, _KILL),
     ]
-    for number in (*machine.denied, *_DENIED_EVERYWHERE):
+    for number in (*machine.denied, *machine.uncounted, *_DENIED_EVERYWHERE):
         code += [_op(_IF_EQUAL, number, 0, 1), _op(_RETURN, _ERROR | errno.EPERM)]
     # The flags of clone3 lie in memory, where a filter cannot look: libc takes clone instead where clone3 is unknown.
     code += [_op(_IF_EQUAL, _CLONE3, 0, 1), _op(_RETURN, _ERROR | errno.ENOSYS)]
-    code += [
-        _op(_IF_EQUAL, machine.clone, 0, 3),
-        _op(_LOAD, _OFFSET_FIRST_ARGUMENT),
-        _op(_IF_ANY_BIT, _NEW_NAMESPACES, 0, 1),
-        _op(_RETURN, _ERROR | errno.EPERM),
-        _op(_RETURN, _ALLOW),
-    ]
+    for number in machine.sockets:  # a TCP buffer has megabytes, and vsock reaches the host of a virtual machine
+        code += _refuse(number, _IF_EQUAL, _AF_UNIX, errno.EAFNOSUPPORT, unless=True)
+    for option in _BUFFER_SIZES:
+        code += _refuse(machine.setsockopt, _IF_EQUAL, option, errno.EPERM, argument=2)
+    code += _refuse(machine.prctl, _IF_EQUAL, _PR_SET_SECCOMP, errno.EPERM)
+    code += _refuse(machine.clone, _IF_ANY_BIT, _NEW_NAMESPACES, errno.EPERM)
+    code.append(_op(_RETURN, _ALLOW))
     return b"".join(code)
+
+
+def _refuse(call: int, test: int, value: int, error: int, *, argument: int = 0, unless: bool = False) -> list[bytes]:
+    """Refuses a call if the test of an argument holds, or ``unless`` it does. The number is loaded before and after."""
+    return [
+        _op(_IF_EQUAL, call, 0, 4),
+        _op(_LOAD, _OFFSET_ARGUMENTS + 8 * argument),
+        _op(test, value, *((1, 0) if unless else (0, 1))),
+        _op(_RETURN, _ERROR | error),
+        _op(_LOAD, _OFFSET_NUMBER),
+    ]
 
 
 def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:

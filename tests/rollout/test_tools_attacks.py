@@ -1,0 +1,338 @@
+"""Attacks on the sandbox of the Python tool: each is a row of a table, with what must hold. They need bubblewrap.
+
+Many rows run in one call, so that the file takes seconds. test_tools_python.py has the attacks that need their own call
+(endless loops, fork bombs, floods of output), test_tools_isolation.py those on the host's files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.rollout.tools import cgroup
+from megarl.rollout.tools.protocol import ToolResult
+from megarl.rollout.tools.python_tool import PythonTool
+from megarl.rollout.tools.sandbox import Limits
+
+pytestmark = pytest.mark.needs("bwrap")
+
+LIMITS = Limits(wall_s=60.0, cpu_s=30, memory_bytes=600 << 20, scratch_bytes=8 << 20, scratch_files=1000)
+PERM, AF, RO = errno.EPERM, errno.EAFNOSUPPORT, errno.EROFS
+ABSENT, DENIED = errno.ENOENT, errno.EACCES
+
+# name: numbers on x86_64 and aarch64 (None: not there), arguments, the error. Arguments are wrong where the call would
+# harm the host if it were let through: the right is checked before them.
+CALLS: dict[str, tuple[int | None, int, str, int]] = {
+    # memory that no limit counts
+    "setxattr": (188, 5, "b'/tmp', b'user.a', b'x', 1, 0", PERM),
+    "lsetxattr": (189, 6, "b'/tmp', b'user.a', b'x', 1, 0", PERM),
+    "fsetxattr": (190, 7, "2, b'user.a', b'x', 1, 0", PERM),
+    "setxattrat": (463, 463, "-100, b'/tmp', 0, b'user.a', 0, 0", PERM),
+    "semget": (64, 190, "0, 32000, 0o1600", PERM),
+    "msgget": (68, 186, "0, 0o1600", PERM),
+    "shmget": (29, 194, "0, 4096, 0o1600", PERM),
+    "mq_open": (240, 180, "b'a', 0o102, 0o600, 0", PERM),
+    "memfd_create": (319, 279, "b'a', 0", PERM),
+    "memfd_secret": (447, 447, "0", PERM),
+    "landlock_create_ruleset": (444, 444, "0, 0, 1", PERM),
+    "inotify_init1": (294, 26, "0", PERM),
+    "fanotify_init": (300, 262, "0, 0", PERM),
+    "seccomp": (317, 277, "2, 0, 0", PERM),
+    "prctl(PR_SET_SECCOMP)": (157, 167, "22, 2, 0", PERM),
+    "vmsplice": (278, 75, "1, 0, 0, 0", PERM),
+    "add_key": (248, 217, "b'user', b'a', b'b', 1, -3", PERM),
+    "request_key": (249, 218, "b'user', b'a', 0, -3", PERM),
+    "keyctl": (250, 219, "0, -3, 1", PERM),
+    "io_uring_setup": (425, 425, "8, 0", PERM),
+    "userfaultfd": (323, 282, "1", PERM),
+    # other namespaces and rights
+    "unshare(user)": (272, 97, "0x10000000", PERM),
+    "unshare(mount)": (272, 97, "0x20000", PERM),
+    "setns": (308, 268, "0, 0", PERM),
+    "clone(user)": (56, 220, "0x10000000 | 17, 0, 0, 0, 0", PERM),
+    "clone3": (435, 435, "0, 0", errno.ENOSYS),
+    "mount": (165, 40, "b'none', b'/tmp', b'tmpfs', 32, b'nr_inodes=0'", PERM),
+    "umount": (166, 39, "b'/tmp', 0", PERM),
+    "pivot_root": (155, 41, "b'/tmp', b'/tmp'", PERM),
+    "fsopen": (430, 430, "b'tmpfs', 0", PERM),
+    "open_tree(clone)": (428, 428, "-100, b'/tmp', 1", PERM),
+    "chroot": (161, 51, "b'/tmp'", PERM),
+    "ptrace": (101, 117, "0, 0, 0, 0", PERM),
+    # the kernel
+    "bpf": (321, 280, "0, 0, 0", PERM),
+    "perf_event_open": (298, 241, "0, 0, -1, -1, 0", PERM),
+    "reboot": (169, 142, "0, 0, 0, 0", PERM),
+    "swapon": (167, 224, "b'/tmp/a', 0", PERM),
+    "syslog": (103, 116, "3, 0, 0", PERM),
+    "modify_ldt": (154, None, "0, 0, 0", PERM),  # type: ignore[dict-item]
+    "sethostname": (170, 161, "0, -1", PERM),
+    # networks
+    "socket(inet)": (41, 198, "2, 1, 0", AF),
+    "socket(inet6)": (41, 198, "10, 1, 0", AF),
+    "socket(netlink)": (41, 198, "16, 3, 0", AF),
+    "socket(packet)": (41, 198, "17, 3, 0", AF),
+    "socket(alg)": (41, 198, "38, 5, 0", AF),
+    "socket(vsock)": (41, 198, "40, 1, 0", AF),
+    "socketpair(tipc)": (53, 199, "30, 1, 0, 0", AF),
+    "setsockopt(SO_SNDBUF)": (54, 208, "2, 1, 7, b'aaaa', 4", PERM),
+    "setsockopt(SO_RCVBUF)": (54, 208, "2, 1, 8, b'aaaa', 4", PERM),
+}
+
+# name: Python code, the errors that may stop it.
+CODES: dict[str, tuple[str, tuple[int, ...]]] = {
+    "become root": ("os.setresuid(12345, 12345, 12345)", (PERM, errno.EINVAL)),
+    "change groups": ("os.setgroups([5])", (PERM,)),
+    "more processes": ("resource.setrlimit(resource.RLIMIT_NPROC, (99999, 99999))", (PERM,)),
+    "more memory": ("resource.prlimit(0, resource.RLIMIT_AS, (-1, -1))", (PERM,)),
+    "higher priority": ("os.setpriority(os.PRIO_PROCESS, 0, -20)", (PERM, DENIED)),
+    "real time": ("os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))", (PERM,)),
+    "a device": ("os.mknod('/tmp/sda', 0o60600, os.makedev(8, 0))", (PERM,)),
+    "a disk of the host": ("open('/dev/vda', 'rb')", (ABSENT,)),
+    "memory of the machine": ("open('/dev/mem', 'rb')", (ABSENT,)),
+    "messages of the kernel": ("open('/dev/kmsg', 'rb')", (ABSENT,)),
+    "core of the kernel": ("open('/proc/kcore', 'rb').read(1)", (ABSENT, DENIED, PERM)),
+    "SysRq": ("open('/proc/sysrq-trigger', 'w')", (RO, DENIED, ABSENT)),
+    "a core handler": ("open('/proc/sys/kernel/core_pattern', 'w')", (RO, DENIED)),
+    "settings of the kernel": ("open('/proc/sys/kernel/panic', 'w')", (RO, DENIED)),
+    "its place when memory is short": ("open('/proc/self/oom_score_adj', 'w')", (RO, DENIED)),
+    "control groups": ("os.listdir('/sys/fs/cgroup')", (ABSENT,)),
+    "the container's socket": ("os.stat('/var/run/docker.sock')", (ABSENT,)),
+    "users of the host": ("open('/etc/passwd')", (ABSENT,)),
+    "the first process's memory": ("open('/proc/1/mem', 'r+b').read(1)", (DENIED, PERM, RO, errno.EIO)),
+    "the first process's files": ("os.listdir('/proc/1/root')", (DENIED, PERM)),
+    "the interpreter itself": ("open(os.path.realpath('/proc/self/exe'), 'r+b')", (RO, DENIED, errno.ETXTBSY)),
+    "shared memory": ("open('/dev/shm/a', 'wb')", (RO, DENIED)),
+    "a named semaphore": ("__import__('multiprocessing').Semaphore(1)", (RO, DENIED, PERM, errno.ENOSYS)),
+    "a file outside": ("open('/usr/a', 'w')", (RO, DENIED)),
+    "a file that is too large": ("os.truncate(os.open('/tmp/b', 65, 0o600), 1 << 40)", (errno.EFBIG, errno.EINVAL)),
+    "space on the disk": ("[f.write(bytes(1 << 20)) for f in [open('/tmp/c', 'wb', 0)] for _ in range(9)]", (27, 28)),
+}
+
+# name: code that takes one more (n is how many it has), the most that it gets, the errors that may stop it.
+COUNTS: dict[str, tuple[str, int, tuple[int, ...]]] = {
+    "files": ("open(f'/tmp/f{n}', 'w').close()", 1000, (errno.ENOSPC,)),
+    "links": ("os.symlink('x' * 4000, f'/tmp/l{n}')", 1000, (errno.ENOSPC,)),
+    "deep folders": ("os.mkdir('d'); os.chdir('d')", 1000, (errno.ENOSPC,)),
+    "open files": ("kept.append(os.open('/dev/null', 0))", 256, (errno.EMFILE,)),
+    "pipes": ("kept.append(fill(*os.pipe()))", 128, (errno.EMFILE,)),
+    "sockets": ("kept.append(fill(*socket.socketpair(), both=True))", 128, (errno.EMFILE,)),
+    "sockets in flight": ("fly()", 600, (errno.ETOOMANYREFS, errno.EMFILE)),
+    "terminals": ("kept.append(os.openpty())", 128, (errno.EMFILE, errno.ENOSPC)),
+    "events": ("kept.append(os.eventfd(0))", 256, (errno.EMFILE,)),
+    "timers": ("timer()", 1024, (errno.EAGAIN,)),
+    "processes": ("os.fork() or os._exit(time.sleep(5) or 0)", LIMITS.num_processes or 0, (errno.EAGAIN,)),
+}
+
+PRELUDE = """
+import array, ctypes, fcntl, json, os, resource, socket, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+def call(*words):
+    if libc.syscall(*words) < 0:
+        raise OSError(ctypes.get_errno(), "")
+def fill(*ends, both=False):
+    for end in ends if both else ends[1:]:
+        os.set_blocking(end if isinstance(end, int) else end.fileno(), False)
+        try:
+            while end.send(bytes(1 << 16)) if both else os.write(end, bytes(1 << 16)):
+                pass
+        except BlockingIOError:
+            pass
+    return ends
+def fly():
+    ends = socket.socketpair()
+    kept.append(ends[0])
+    ends[0].sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [ends[1].fileno()]))])
+def timer():
+    found = ctypes.c_void_p()
+    if libc.timer_create(1, None, ctypes.byref(found)) < 0:
+        raise OSError(ctypes.get_errno(), "")
+def outcome(act):
+    try:
+        act()
+    except OSError as error:
+        return error.errno
+    except ValueError as error:  # what setrlimit makes of EPERM
+        return 1 if "not allowed" in str(error) else str(error)
+    return None
+"""
+
+
+@pytest.fixture(scope="module")
+def tool() -> PythonTool:
+    """Without control groups: they would hide what the other limits miss."""
+    tool = PythonTool(LIMITS)
+    tool._sandbox = dataclasses.replace(tool._sandbox, groups=())
+    return tool
+
+
+def run(tool: PythonTool, code: str) -> ToolResult:
+    return asyncio.run(tool(code))
+
+
+def ask(tool: PythonTool, code: str) -> dict[str, Any]:
+    result = run(tool, PRELUDE + code)
+    assert result.exit == "ok", result
+    return json.loads(result.output.splitlines()[-1])
+
+
+def test_every_refused_call_and_file_is_refused(tool: PythonTool) -> None:
+    place = {"x86_64": 0, "aarch64": 1}[os.uname().machine]
+    calls = {name: (row[place], row[2]) for name, row in CALLS.items() if row[place] is not None}
+    acts = [f"{name!r}: lambda: call({number}, {words})" for name, (number, words) in calls.items()]
+    acts += [f"{name!r}: lambda: {code}" for name, (code, _) in CODES.items()]
+    found = ask(
+        tool, f"acts = {{{', '.join(acts)}}}\nprint(json.dumps({{name: outcome(act) for name, act in acts.items()}}))"
+    )
+    wrong = {name: found[name] for name in calls if found[name] != CALLS[name][3]}
+    wrong |= {name: found[name] for name, (_, errors) in CODES.items() if found[name] not in errors}
+    assert wrong == {}
+
+
+def test_what_may_be_had_is_counted(tool: PythonTool) -> None:
+    steps = [f"{name!r}: (lambda n: {code.replace('; ', ' or ')})" for name, (code, _, _) in COUNTS.items()]
+    found = ask(
+        tool,
+        f"""
+acts, counts = {{{", ".join(steps)}}}, {{}}
+for name, act in acts.items():
+    read_end, write_end = os.pipe()
+    if os.fork() == 0:
+        kept, n, stopped = [], 0, None
+        while n < 5000 and stopped is None:
+            stopped = outcome(lambda: act(n))
+            n += stopped is None
+        os.write(write_end, json.dumps([n, stopped]).encode())
+        os._exit(0)
+    os.close(write_end)
+    counts[name] = json.loads(os.read(read_end, 100))
+    os.close(read_end)
+    os.wait()
+    for entry in os.listdir("/tmp"):
+        if entry[0] in "fl":
+            os.unlink("/tmp/" + entry)
+    while os.path.exists("/tmp/d"):  # one name at a time: the whole path is too long
+        os.system("rm -rf /tmp/d")
+print(json.dumps(counts))
+""",
+    )
+    for name, (_, most, errors) in COUNTS.items():
+        count, stopped = found[name]
+        assert most // 3 <= count <= most, (name, found[name])
+        assert stopped in errors, (name, found[name])
+
+
+def test_ordinary_code_still_has_what_it_needs(tool: PythonTool) -> None:
+    result = run(
+        tool,
+        """
+import asyncio, concurrent.futures, multiprocessing, sqlite3, subprocess, tempfile
+async def add():
+    return await asyncio.to_thread(lambda: 1)
+print(asyncio.run(add()))
+with sqlite3.connect("/tmp/a.db") as base:
+    print(base.execute("select 2").fetchall())
+with tempfile.TemporaryDirectory() as folder:
+    print(subprocess.run(["ls", "-d", folder], capture_output=True).returncode)
+ours, theirs = multiprocessing.Pipe()
+process = multiprocessing.get_context("fork").Process(target=theirs.send, args=(3,))
+process.start()
+print(ours.recv())
+process.join()
+with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    print(list(pool.map(abs, [-1, -2])))
+""",
+    )
+    assert result == ToolResult("1\n[(2,)]\n0\n3\n[1, 2]\n", "ok")
+
+
+def test_the_first_process_cannot_be_ended_stopped_or_read(tool: PythonTool) -> None:
+    code = """
+import os, signal
+for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM):
+    try:
+        os.kill(1, number)
+    except PermissionError:
+        pass
+print(open("/proc/1/stat").read().split()[2] != "T")
+print([line for line in open("/proc/1/status") if line.startswith(("CapEff", "CapPrm", "CapAmb", "CapInh"))
+       and int(line.split()[1], 16)])
+"""
+    assert run(tool, code) == ToolResult("True\n[]\n", "ok")
+
+
+def test_code_that_stops_itself_ends_with_the_deadline() -> None:
+    tool = PythonTool(Limits(wall_s=2.0))
+    assert run(tool, "import os, signal\nprint(1)\nos.kill(os.getpid(), signal.SIGSTOP)") == ToolResult(
+        "1\n", "timeout"
+    )
+
+
+def test_a_scratch_folder_that_is_deeper_than_a_path_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a sandbox it lies on the disk, and the trainer removes it."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    tool = PythonTool(Limits(wall_s=30.0, num_processes=None), limits_alone=True)
+    deep = "import os\nfor _ in range(100): os.mkdir('d' * 50); os.chdir('d' * 50)\nos.chmod('..', 0)"
+    assert run(tool, deep).exit == "ok"
+    assert list(tmp_path.iterdir()) == []
+
+
+groups = pytest.mark.skipif(not cgroup.find_parents(), reason="this process may make no control group")
+
+
+@groups
+def test_a_control_group_bounds_the_memory_of_all_processes_together() -> None:
+    tool = PythonTool(Limits(wall_s=30.0, memory_bytes=300 << 20, scratch_bytes=8 << 20))
+    greedy = """
+import os, time
+for _ in range(3):
+    if os.fork() == 0:
+        kept = b'x' * (150 << 20)
+        time.sleep(20)
+kept = b'x' * (150 << 20)
+print("more than the group has")
+"""
+    result = run(tool, greedy)
+    assert result.exit == "memory" or "more" not in result.output, result
+    assert run(tool, "kept = b'x' * (150 << 20)\nprint(1)") == ToolResult("1\n", "ok")
+
+
+@groups
+def test_control_groups_are_removed_also_those_of_a_killed_run(tool: PythonTool) -> None:
+    parents = cgroup.find_parents()
+
+    def left() -> list[Path]:
+        return [path for parent in parents for path in parent.glob(f"megarl-{os.getpid()}-*")]
+
+    assert run(PythonTool(LIMITS), "print(1)").output == "1\n"
+    assert left() == []
+    code = f"import os; [os.mkdir(os.path.join(p, f'megarl-{{os.getpid()}}-left')) for p in {[*map(str, parents)]}]"
+    dead = subprocess.Popen([sys.executable, "-c", code])
+    dead.wait()
+    assert all((parent / f"megarl-{dead.pid}-left").exists() for parent in parents)
+    cgroup.find_parents()
+    assert not any((parent / f"megarl-{dead.pid}-left").exists() for parent in parents)
+
+
+def test_without_the_right_to_mount_the_number_of_files_is_not_limited_and_that_is_told(tmp_path: Path) -> None:
+    """As where AppArmor takes all rights from what bubblewrap starts."""
+    (tmp_path / "bwrap").write_text(
+        '#!/bin/bash\nfor word in "$@"; do [ "$word" = CAP_SYS_ADMIN ] && word=CAP_CHOWN; words+=("$word"); done\n'
+        'exec /usr/bin/env -u NO PATH=/usr/bin:/bin bwrap "${words[@]}"\n'
+    )
+    (tmp_path / "bwrap").chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        tool = PythonTool(LIMITS)
+    assert not tool.limits_files
+    assert run(tool, "[open(str(n), 'w').close() for n in range(1500)]\nprint(1)") == ToolResult("1\n", "ok")
