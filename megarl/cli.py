@@ -7,6 +7,7 @@ user gives one line on stderr and exit code 2, before torch is imported. The com
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import sys
@@ -25,6 +26,7 @@ USAGE_ERROR = 2
 INTERRUPTED = 130
 STOPPED = 75
 """The run was asked to stop and has saved itself (EX_TEMPFAIL): start it again to continue."""
+_NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 _DESCRIPTION = "Stable reinforcement learning of Mixture-of-Experts language models on Megatron-Core."
 _FIRST_RANK_SPEAKS_S = 3.0
 
@@ -48,6 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         have_joined = distributed is not None and distributed.is_available() and distributed.is_initialized()
         _complain(str(error), on_every_rank=have_joined or not isinstance(error, ConfigError))
         return DAMAGED if isinstance(error, DamageError) else USAGE_ERROR
+    except OSError as error:
+        if error.errno not in _NOT_WRITTEN:
+            raise
+        where = error.filename or "a file of the run"
+        failure = MegarlError(f"{where} cannot be read or written: {error.strerror}; mend that and start again")
+        write_failure(failure)
+        _complain(str(failure), on_every_rank=True)
+        return USAGE_ERROR
     except KeyboardInterrupt:
         _complain("interrupted", on_every_rank=False)
         return INTERRUPTED

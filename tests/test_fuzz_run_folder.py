@@ -161,6 +161,21 @@ def test_no_bytes_make_a_configuration_fail_otherwise(tmp_path_factory: pytest.T
         load(path)
 
 
+def test_a_disk_that_is_full_is_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(folder)
+
+    def full(*_: object) -> None:
+        with open("/dev/full", "wb", 0) as file:
+            file.write(b"1")
+
+    monkeypatch.setattr("megarl.report.report.write_atomically", full)
+    code, said = run(capsys, "report", folder)
+    assert code == 2
+    assert "No space left on device" in said
+
+
 KEYS = ["run.steps", "model.path", "optim.lr", "rollout.engine", "train.objective", "parallel.tp", "sglang.urls"]
 
 

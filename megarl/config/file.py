@@ -157,7 +157,7 @@ def _typed(key: str, text: str) -> Any:
     if annotation is None:
         raise ConfigError(f"--{key}: {unknown_key(key)}")
     if annotation is Any or list in (get_origin(option) for option in (annotation, *get_args(annotation))):
-        with suppress(tomllib.TOMLDecodeError):  # a string need not have quotation marks
+        with suppress(ValueError, RecursionError):  # a string need not have quotation marks
             return tomllib.loads(f"value = {text}")["value"]
         return text
     if text == "none" and NoneType in get_args(annotation):

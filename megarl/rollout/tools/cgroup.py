@@ -71,11 +71,9 @@ def _own_groups() -> Iterator[Path]:
         own = [line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines()]
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
             (_, _, _, root, point, *_), (kind, _, options) = (half.split() for half in line.split(" - "))
-            if kind not in ("cgroup", "cgroup2"):
-                continue
-            named = {"", *options.split(",")} if kind == "cgroup2" else set(options.split(","))
+            ours = {"cgroup": {*options.split(",")} & {"memory", "pids"}, "cgroup2": {""}}.get(kind, set())
             for controllers, path in own:
-                if controllers in named and Path(path).is_relative_to(root):
+                if ours & {*controllers.split(",")} and Path(path).is_relative_to(root):
                     inner = Path(point) / Path(path).relative_to(root)
                     yield from (place for place in (inner, *inner.parents) if place.is_relative_to(point))
 
