@@ -43,7 +43,7 @@ def find_stranger(path: Path) -> str | None:
     for place in dict.fromkeys((path.resolve(), path.resolve().parent, path.absolute().parent)):
         found = place.stat()
         if found.st_uid not in (os.geteuid(), 0):
-            return f"{place} belongs to {_name_of(found.st_uid)}"
+            return f"{place} belongs to user {found.st_uid}"
         if found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid)):
             return f"others can write {place}"
     return None
@@ -52,21 +52,13 @@ def find_stranger(path: Path) -> str | None:
 def _is_private(gid: int) -> bool:
     """Whether a group is the user's own, with nobody else in it; some systems give each user one."""
     with suppress(KeyError):
-        group, name = grp.getgrgid(gid), _name_of(os.geteuid())
+        group, name = grp.getgrgid(gid), pwd.getpwuid(os.geteuid()).pw_name
         return group.gr_name == name and not {*group.gr_mem} - {name}
     return False
-
-
-def _name_of(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"user {uid}"
 
 
 def _describe(table: Mapping[str, Any], key: str) -> str | None:
     section, _, name = key.partition(".")
     inner = table.get(section)
     value = inner.get(name) if isinstance(inner, Mapping) else None
-    is_plug = any(":" in str(part) for part in (value if isinstance(value, list) else [value]))
-    return f"{key} = {value!r}" if (is_plug if key in PLUGS else value) else None
+    return f"{key} = {value!r}" if value and (key in POWERS or ":" in str(value)) else None

@@ -10,7 +10,7 @@ import json
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ class _Planner:
 
 
 Written = list[Any]
-"""What ``.metadata`` says of an item, as JSON: key, offsets, index; size; file, first byte, length."""
+"""What ``.metadata`` says of an item, as JSON: [key, offsets, index], size, [file, first byte, length]."""
 
 
 def write_file(folder: Path, number: int, chunks: Sequence[Chunk], extra_states: Sequence[str]) -> list[Written]:
@@ -99,16 +99,7 @@ def write_file(folder: Path, number: int, chunks: Sequence[Chunk], extra_states:
     items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in extra_states]
     plan = SavePlan(items, storage_data=_StoragePrefix(f"__{number}_"))
     results = FileSystemWriter(folder, thread_count=1).write_data(plan, _Planner(by_index)).wait()  # type: ignore[arg-type]
-    return [[*_fields(result.index), result.size_in_bytes, *_fields(result.storage_data)[:3]] for result in results]
-
-
-def _fields(record: Any) -> list[Any]:
-    return [getattr(record, field.name) for field in fields(record)]
-
-
-def _read_written(written: Written) -> WriteResult:
-    key, offsets, index, size, *place = written
-    return WriteResult(MetadataIndex(key, offsets, index), size, _StorageInfo(*place))
+    return [[astuple(one.index), one.size_in_bytes, astuple(one.storage_data)[:3]] for one in results]
 
 
 def write_metadata(
@@ -120,7 +111,10 @@ def write_metadata(
         meta = TensorStorageMetadata(TensorProperties(dtype=chunk.dtype), chunk.global_size(), [])
         tensors.setdefault(chunk.place.key, meta).chunks.append(chunk.part())
     objects = {name: BytesStorageMetadata() for name in extra_states}
-    results = [[_read_written(item) for item in of_file] for of_file in written]
+    results = [
+        [WriteResult(MetadataIndex(*index), size, _StorageInfo(*place)) for index, size, place in of_file]
+        for of_file in written
+    ]
     FileSystemWriter(folder).finish(Metadata({**tensors, **objects}), results)
     about = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     about |= {"common_backend": "torch", "common_backend_version": 1}

@@ -18,6 +18,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
+_NO_PART = "which is no part of a checkpoint"
 _CHECKPOINT = "torch.distributed.checkpoint"
 _PLAIN = {
     *((f"{_CHECKPOINT}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
@@ -30,13 +31,8 @@ _PLAIN = {
 }
 
 
-class _Inert:
-    """Stands for a record of Megatron's, which need not be installed to look into a checkpoint."""
-
-    def __new__(cls, *_: Any) -> _Inert:
-        return object.__new__(cls)
-
-
+_Inert = type("_Inert", (), {"__new__": lambda cls, *_: object.__new__(cls)})
+"""Stands for a record of Megatron's, which need not be installed to look into a checkpoint."""
 _OF_MEGATRON = (
     *("enums.ModelType", "transformer.enums.AttnBackend", "transformer.enums.CudaGraphScope"),
     *(f"rerun_state_machine.Rerun{name}" for name in ("Diagnostic", "Mode", "State")),
@@ -54,7 +50,7 @@ class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PLAIN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, {_NO_PART}")
 
 
 def load_metadata(folder: Path) -> Any:
@@ -70,15 +66,12 @@ def load_plain(file: Path | IO[bytes]) -> Any:
             return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:  # torch's message is advice to load it without limits
         named = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"it names {named[1]}, which is no part of a checkpoint" if named else "no plain data"
-        raise pickle.UnpicklingError(what) from error
+        raise pickle.UnpicklingError(f"it names {named[1]}, {_NO_PART}" if named else "no plain data") from error
 
 
 def require_plain(folder: Path) -> None:
-    """Raises UnpicklingError if a pickle in a ``torch_dist`` checkpoint names anything else, or is damaged.
-
-    Other damage raises OSError, or what torch raises for it.
-    """
+    """Raises UnpicklingError if a pickle in a ``torch_dist`` checkpoint names anything else, or what torch raises for
+    damaged files."""
     metadata = load_metadata(folder)
     try:
         for index, stored in metadata.storage_data.items():

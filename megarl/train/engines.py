@@ -25,7 +25,6 @@ from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet, FleetSettings
 from megarl.rollout.sglang.http import key_named
 from megarl.rollout.sglang.spec import ServerSpec
-from megarl.rollout.sglang.versions import NO_KEY
 from megarl.rollout.sglang.weights.folder import write_fp8_model
 from megarl.rollout.sglang.weights.process_group import own_address
 from megarl.rollout.weights import FP8Form, WeightForm
@@ -92,9 +91,8 @@ def make_sglang_engine(config: Config, tell: Callable[[str], None]) -> SGLangEng
 
 def _api_key(config: Config) -> str | None:
     """Return the key of the user's variable, or else a new one for servers that are started here; a collective call."""
-    settings = config.sglang
-    if settings.urls or settings.api_key_env is not None:
-        return key_named(settings.api_key_env)
+    if config.sglang.urls or config.sglang.api_key_env is not None:
+        return key_named(config.sglang.api_key_env)
     return distributed.from_main_rank(lambda: secrets.token_hex(16))
 
 
@@ -144,8 +142,6 @@ def _make_fleet(config: Config, key: str | None, nodes: Sequence[int], host: str
         node = nodes.index(dist.get_rank())
         folder = folder / f"node{node}"
         tell = tell if node == 0 else lambda line: print(f"node {node}: {line}", file=sys.stderr, flush=True)
-    if key is None:  # servers of somebody else
-        tell(f"warning: {settings.urls[0]}: {NO_KEY}")
     source = Path(config.model.path)
     return Fleet(
         specs=[] if settings.urls else server_specs(config, host, key, folder),

@@ -17,7 +17,7 @@ from aiohttp import web
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError, StopError
 from megarl.rollout.engine import sample_each
-from megarl.rollout.sglang.client import ClientSettings, Sent, SGLangClient
+from megarl.rollout.sglang.client import ClientSettings, SGLangClient
 
 
 class Counting:
@@ -84,7 +84,7 @@ def requests_of(groups: int, samples: int) -> list[SampleRequest]:
     return [SampleRequest(prompt, group, sample, 0) for group in range(groups) for sample in range(samples)]
 
 
-def decode(request: SampleRequest, answer: Any, sent: Sent) -> Rollout:
+def decode(request: SampleRequest, answer: Any, url: str, rid: str) -> Rollout:
     assert answer == {"group": request.group}
     return Rollout(
         group=request.group,

@@ -12,15 +12,7 @@ from megarl.config import Config
 from megarl.errors import MegarlError
 from megarl.rollout.sglang.http import key_named, server_info
 from megarl.rollout.sglang.spec import ServerSpec, command
-from megarl.rollout.sglang.versions import (
-    CAPABILITIES,
-    NO_KEY,
-    can,
-    check_server,
-    has_key,
-    installed_release,
-    parse_arguments,
-)
+from megarl.rollout.sglang.versions import CAPABILITIES, can, check_server, installed_release, parse_arguments
 
 ASK_S = 20.0
 
@@ -69,7 +61,7 @@ def _check(config: Config, where: str, ask: Callable[[Config, str], Mapping[str,
         version, warnings = check_server(info, config.sglang.tp)
     except MegarlError as error:
         return Examined(where, release, problem=str(error))
-    problem, warnings = None, warnings if has_key(info) else [*warnings, NO_KEY]
+    problem = None
     if config.sglang.checksums and info.get("device") == "cpu" and not can(version, "checksums_on_cpu"):
         problem = f"SGLang {release} gives no checksums on a CPU: take a later one, or sglang.checksums = false"
     able = tuple(entry.name for entry in CAPABILITIES if can(version, entry.name))

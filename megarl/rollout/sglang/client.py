@@ -33,21 +33,10 @@ TICK_S = 1.0
 RETURN_POLL_S = 0.5
 """Time between two questions whether a server is back."""
 
+Decode = Callable[[SampleRequest, Any, str, str], Rollout]
+"""(request, answer, URL of the server, id of the attempt) -> rollout; RolloutError or TraceError for a wrong answer."""
 Tell = Callable[[str], None]
 Body = Callable[[SampleRequest], dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """One attempt at a request."""
-
-    url: str
-    rid: str
-    """Its id, random hexadecimal digits."""
-
-
-Decode = Callable[[SampleRequest, Any, Sent], Rollout]
-"""Checks an answer; RolloutError or TraceError if it is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +95,14 @@ class SGLangClient:
     """Sends ``/generate`` requests to the servers at ``urls``."""
 
     def __init__(
-        self,
-        urls: Sequence[str],
-        settings: ClientSettings,
-        headers: Mapping[str, str] | None = None,
-        tell: Tell = print,
+        self, urls: Sequence[str], settings: ClientSettings, headers: Mapping[str, str] = {}, tell: Tell = print
     ) -> None:
         """``headers`` go with every request. ``tell`` gets a line for the first wrong answer of a ``converse``."""
         if not urls:
             raise RolloutError("there is no SGLang server to send requests to")
         self.urls = list(urls)
         self.settings = settings
-        self.headers = authorization(settings.api_key) | dict(headers or {})
+        self.headers = authorization(settings.api_key) | dict(headers)
         self.tell = tell
         self.wrong_answers = 0
         """Answers that were refused, and asked for again, in the last ``converse``."""
@@ -221,14 +206,16 @@ class _RequestSession(Session):
 
     async def _serve(self, server: _Server, job: _Job) -> None:
         """Send a request; set its answer, or queue it again."""
-        settings, sent = self._settings, Sent(server.url, uuid.uuid4().hex)
+        settings, rid = self._settings, uuid.uuid4().hex
         try:
             async with asyncio.timeout(settings.deadline_s):
-                answer = await self._post(server.url, self._body(job.request) | {"rid": sent.rid})
+                answer = await self._post(server.url, self._body(job.request) | {"rid": rid})
             try:
-                rollout = self._decode(job.request, answer, sent)
+                rollout = self._decode(job.request, answer, server.url, rid)
             except (RolloutError, TraceError) as error:
-                self._count_wrong(server, error)
+                self._client.wrong_answers += 1
+                if self._client.wrong_answers == 1:
+                    self._client.tell(f"warning: {server.url} gave a wrong answer, which is asked for again: {error}")
                 raise RetryError(str(error)) from error
         except AwayError as failure:
             job.losses += 1
@@ -254,11 +241,6 @@ class _RequestSession(Session):
                 job.answer.set_result(rollout)
             if self._on_finish is not None:
                 self._on_finish(1)
-
-    def _count_wrong(self, server: _Server, error: Exception) -> None:
-        self._client.wrong_answers += 1
-        if self._client.wrong_answers == 1:
-            self._client.tell(f"warning: {server.url} gave a wrong answer, which is asked for again: {error}")
 
     def _release(self, server: _Server, job: _Job, task: asyncio.Task[None]) -> None:
         """Called when a request was answered, queued again or cancelled."""

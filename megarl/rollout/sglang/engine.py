@@ -15,7 +15,7 @@ from megarl.errors import ConfigError, MegarlError, RolloutError, WeightSyncErro
 from megarl.models.shapes import MoeShape
 from megarl.rollout.engine import Begin, Engine, OnFinish, SamplingParams, limit_response
 from megarl.rollout.sglang.answers import is_sealed, parse_answer
-from megarl.rollout.sglang.client import ClientSettings, Sent, SGLangClient, Tell
+from megarl.rollout.sglang.client import ClientSettings, SGLangClient, Tell
 from megarl.rollout.sglang.fleet import Fleet
 from megarl.rollout.sglang.plugin.compact import make_header
 from megarl.rollout.weights import WeightForm
@@ -46,7 +46,7 @@ class SGLangEngine(Engine):
         """
         settings = settings or ClientSettings()
         self._shape = MoeShape.of(config)
-        self._client = SGLangClient(urls, settings, make_header(self._shape) if settings.compact_routes else None, tell)
+        self._client = SGLangClient(urls, settings, make_header(self._shape) if settings.compact_routes else {}, tell)
         self._sealing: set[str] = set()
         """URLs of servers with megarl's plugin: all their answers are sealed."""
         if config.get("model_type") in ("qwen2_moe", "qwen3_moe") and self._shape.dense_layers:
@@ -88,12 +88,12 @@ class SGLangEngine(Engine):
             )
         shape = self._shape if params.return_routed_experts else None
 
-        def decode(request: SampleRequest, answer: Any, sent: Sent) -> Rollout:
-            rollout = parse_answer(request, answer, self._version, shape, sent.rid)
+        def decode(request: SampleRequest, answer: Any, url: str, rid: str) -> Rollout:
+            rollout = parse_answer(request, answer, self._version, shape, rid)
             if is_sealed(answer):
-                self._sealing.add(sent.url)
-            elif sent.url in self._sealing:
-                raise RolloutError(f"{sent.url} answers without the seal of megarl's plugin, and has sealed before")
+                self._sealing.add(url)
+            elif url in self._sealing:
+                raise RolloutError(f"{url} answers without the seal of megarl's plugin, and has sealed before")
             found = set(rollout.weight_versions.tolist())
             if found != {self._version}:
                 raise RolloutError(

@@ -64,11 +64,7 @@ def _experts_move(arguments: Arguments) -> bool:
     )
 
 
-NO_KEY = "no API key: whoever reaches its port can replace its weights; start it with --api-key, set sglang.api_key_env"
-
-
-def has_key(arguments: Arguments) -> bool:
-    """Whether a server lets only those change its weights who have a key."""
+def _has_key(arguments: Arguments) -> bool:
     return bool(arguments.get("api_key") or arguments.get("admin_api_key"))
 
 
@@ -175,7 +171,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "pickles",
-        lambda found: not has_key(found),
+        lambda found: not _has_key(found),
         "without an API key, whoever reaches its port can run code there: /update_weights_from_tensor executes pickles",
         "start it with --api-key and name the variable with the key in sglang.api_key_env, or take 0.5.21 or later",
         last=(0, 5, 20),
@@ -210,6 +206,8 @@ def check_server(info: Arguments, tp: int) -> tuple[Version, list[str]]:
     if _number(info, "tp_size", tp) != tp:
         raise ConfigError(f"SGLang runs with --tp-size {info['tp_size']}, expected {tp}: set sglang.tp to the former")
     warnings = []
+    if not _has_key(info):
+        warnings.append("no API key: whoever reaches the server can replace its weights; start it with --api-key")
     if info.get("speculative_algorithm") is not None:
         warnings.append("speculative decoding: megarl was never tried with it; watch rollout/k3")
     if version > NEWEST:
