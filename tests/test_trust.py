@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from megarl import cli, commands
+from megarl import cli, commands, doctor
 from megarl.config import file as config_file
 from megarl.config.trust import PLUGS, POWERS, find_stranger
 from megarl.errors import ConfigError
+from megarl.rollout.sglang.server import Server
+from megarl.rollout.sglang.spec import ServerSpec
+from megarl.rollout.sglang.versions import installed_release
 
 CONFIG = """
 [run]
@@ -184,3 +187,24 @@ def test_who_may_have_written_a_file(folder: Path, tmp_path: Path):
     os.chown(path, 0, 0)
     give_away(folder)
     assert f"{folder} belongs to" in (find_stranger(link) or "")
+
+
+def test_an_interpreter_in_the_folder_of_a_stranger_is_not_run(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    python = folder / ".venv-sglang" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\ntouch {folder}/marker\necho 0.5.23\n")
+    python.chmod(0o755)
+    monkeypatch.chdir(folder)
+    relative = Path(".venv-sglang/bin/python")
+    for place in (python, python.parent):
+        give_away(place)
+        told = " ".join(str(finding) for finding in doctor.findings() if finding.name == "sglang")
+        assert "is not trusted" in told
+        with pytest.raises(ConfigError, match="is not trusted"):
+            Server(ServerSpec("model", relative, "float32", folder / "log")).start()
+        os.chown(place, 0, 0)
+    assert not (folder / "marker").exists()
+    give_away(python)
+    assert installed_release(python) == "0.5.23"  # the user has named it
+    os.chown(python, 0, 0)
+    assert installed_release(relative) == "0.5.23"

@@ -28,6 +28,7 @@ import psutil
 from megarl.errors import RolloutError
 from megarl.rollout.sglang.http import authorization, server_info
 from megarl.rollout.sglang.spec import ServerSpec, command, environment, free_port, write_config
+from megarl.rollout.sglang.versions import require_own
 
 REAPER = Path(__file__).parent / "reaper.py"
 LOG_TAIL_LINES = 30
@@ -81,6 +82,7 @@ class Server:
         self.kill()  # processes that a dead server has left
         if not Path(self.spec.python).exists():
             raise RolloutError(f"found no Python for SGLang at {self.spec.python}: run `make sglang-cpu`")
+        require_own(Path(self.spec.python))
         self._config_file = write_config(self.spec)
         server_command = command(replace(self.spec, port=self._port), self._config_file)
         reaper = [sys.executable, "-I", str(REAPER), str(os.getpid()), str(self._config_file or "")]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.config.trust import find_stranger
 from megarl.errors import ConfigError, RolloutError
 
 OLDEST, NEWEST = (0, 5, 7), (0, 5, 23)
@@ -237,8 +238,15 @@ def parse_arguments(words: Sequence[str]) -> dict[str, Any]:
     return found
 
 
+def require_own(python: Path) -> None:
+    """ConfigError for an interpreter below the current folder that others may have put there."""
+    if not python.is_absolute() and python.exists() and (why := find_stranger(python)):
+        raise ConfigError(f"{python} is not trusted: {why}; if you want to run it, set sglang.python to the whole path")
+
+
 def installed_release(python: Path) -> str:
     """Returns the release of SGLang in an interpreter's environment; ConfigError without interpreter or SGLang."""
+    require_own(python)
     words = [str(python), "-c", "from importlib.metadata import version; print(version('sglang'))"]
     try:
         answer = subprocess.run(words, capture_output=True, text=True, timeout=60.0, check=False)
