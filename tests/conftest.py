@@ -12,6 +12,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from collections import Counter
 from pathlib import Path
 
+import fast_imports  # noqa: F401 (before what is heavy)
 import pytest
 from absent import explain
 from fast_files import skip_fsync

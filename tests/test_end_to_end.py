@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import preloaded
 import pytest
 import tomli_w
 
@@ -84,18 +85,15 @@ def settings(folder: Path) -> dict[str, Any]:
     }
 
 
-def call(folder: Path, *words: str | Path, ranks: int = 1, timeout_s: float = 1800.0) -> Result:
+def call(folder: Path, *words: str | Path, ranks: int = 1, timeout_s: float = 1800.0, fresh: bool = False) -> Result:
+    """``megarl WORDS``, alone or under torchrun; with ``fresh`` by interpreters that import everything themselves."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
-    return subprocess.run(
-        [sys.executable, *launcher, "-m", "megarl.cli", *map(str, words)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=timeout_s,
-        cwd=folder,
-    )
+    command = [sys.executable, *launcher, "-m", "megarl.cli", *map(str, words)]
+    if fresh:
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout_s, cwd=folder)
+    return preloaded.run(command, env=environment, timeout=timeout_s, cwd=folder)
 
 
 def complaints(result: Result) -> list[str]:
@@ -123,7 +121,9 @@ def test_train_alone_and_report(home: Path) -> None:
 
 
 def test_train_under_torchrun_with_expert_parallelism(home: Path) -> None:
-    result = call(home, "train", home / "run.toml", "--run.dir", home / "two", "--parallel.ep", "2", ranks=2)
+    result = call(
+        home, "train", home / "run.toml", "--run.dir", home / "two", "--parallel.ep", "2", ranks=2, fresh=True
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     assert [record["step"] for record in records(home / "two", "step")] == [1, 2]
     assert result.stdout.count("step 2/2") == 1  # one rank speaks

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import preloaded
 import pytest
 import torch
 
@@ -46,7 +47,7 @@ class Ran:
 @cache
 def ran(*command: str | Path) -> Ran:
     """What ``python`` with these arguments printed, and its exit status."""
-    process = subprocess.Popen(
+    process = preloaded.Popen(
         [sys.executable, *map(str, command)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import preloaded
 import pytest
 
 from megarl.data.tiny import CHARACTERS
@@ -19,12 +19,7 @@ TOOL = Path(__file__).parent.parent / "tools" / "tool_use.py"
 @pytest.mark.slow(minutes=4)
 @pytest.mark.multirank
 def test_the_reward_selects_the_call_under_each_objective(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(TOOL), str(tmp_path / "out"), "--steps", "16"],
-        capture_output=True,
-        text=True,
-        timeout=3600,
-    )
+    done = preloaded.run([sys.executable, str(TOOL), str(tmp_path / "out"), "--steps", "16"], timeout=3600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     table = re.findall(r"^(\w+) +([\d.]+)% -> +([\d.]+)% +([\d.]+) -> ([\d.]+)", done.stdout, re.MULTILINE)
     assert [row[0] for row in table] == ["ctpo", "grpo", "gspo"]

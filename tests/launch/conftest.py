@@ -15,6 +15,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 @pytest.fixture(scope="session")
 def reference(world: World) -> Path:
     """The folder of a run that nothing happens to."""
-    run = Launch(world, world.config("reference"))
+    run = Launch(world, world.config("reference"), fresh=True)
     assert run.code() == 0, run.log.read_text()[-3000:]
     return run.folder

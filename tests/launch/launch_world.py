@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import psutil
 
 from megarl.data.tiny import write_sort_task, write_tiny_model
@@ -98,11 +99,14 @@ class Launch:
     words: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
     command: Sequence[str] = ("-m", "megarl.cli", "launch")
+    fresh: bool = False
+    """Whether its interpreters import everything themselves."""
 
     def __post_init__(self) -> None:
         self.log = self.config.with_suffix(".log")
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
+            start = subprocess.Popen if self.fresh else preloaded.Popen
+            self.process = start(
                 [sys.executable, *self.command, str(self.config), *self.words],
                 env=self.world.environment(**self.environment),
                 stdin=subprocess.DEVNULL,

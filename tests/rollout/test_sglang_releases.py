@@ -17,9 +17,10 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from absent import SGLANG_PYTHON
 from rollout_oracle import make_requests
 from sglang_faulty import check_complete, in_background, kill_9
-from sglang_fixtures import START_DEADLINE_S
+from sglang_fixtures import START_DEADLINE_S, forking
 from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_sets
 
 from megarl.core.types import SampleRequest
@@ -67,7 +68,7 @@ def sample(server: Server, **fields: Any) -> dict[str, Any]:
 
 
 def spec_of(release: str, base: ServerSpec, folder: Path, *arguments: str) -> ServerSpec:
-    python = Path(base.python).parents[1] / "releases" / release / "python"
+    python = forking(SGLANG_PYTHON.parents[1] / "releases" / release / "python", folder)
     return replace(base, python=python, log_file=folder / f"{release}.log", api_key=KEY, extra_args=arguments)
 
 

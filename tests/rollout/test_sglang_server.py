@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from absent import SGLANG_PYTHON
 from sglang_fixtures import START_DEADLINE_S
 from transformers import AutoModelForCausalLM
 
@@ -214,7 +215,7 @@ def test_a_real_server_samples_with_routes_and_logprobs(sglang_server: Server, s
 
 @pytest.mark.sglang
 def test_the_key_is_asked_for_and_seen_by_nobody_else_and_stop_leaves_nothing(sglang_spec: ServerSpec, tmp_path: Path):
-    spec = dataclasses.replace(sglang_spec, api_key="open-sesame", log_file=tmp_path / "log")
+    spec = dataclasses.replace(sglang_spec, python=SGLANG_PYTHON, api_key="open-sesame", log_file=tmp_path / "log")
     with Server(spec) as server:
         server.wait_ready(START_DEADLINE_S)
         members = server.members()
@@ -240,7 +241,7 @@ def test_a_server_that_cannot_start_is_reported_with_its_log(sglang_spec: Server
 @pytest.mark.sglang
 def test_kill_9_of_the_parent_takes_a_real_server_down(sglang_spec: ServerSpec, tmp_path: Path):
     fields = {name: getattr(sglang_spec, name) for name in ("dtype", "max_total_tokens")}
-    fields |= {"model_path": str(sglang_spec.model_path), "python": str(sglang_spec.python)}
+    fields |= {"model_path": str(sglang_spec.model_path), "python": str(SGLANG_PYTHON)}
     script = f"""
 import json, sys, time
 from megarl.rollout.sglang.server import Server, ServerSpec

@@ -1,0 +1,16 @@
+"""Less of the garbage collector, here and in the processes of the tests: it takes a third of the time of an import."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+STARTUP = str(Path(__file__).parent / "startup")
+"""On the path of every process of the tests; Python itself imports what is there."""
+
+if STARTUP not in sys.path:
+    sys.path.append(STARTUP)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), STARTUP]))
+    importlib.import_module("sitecustomize")
