@@ -40,9 +40,9 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def writers() -> list[psutil.Process]:
-    """The children of this process that write; others belong to multiprocessing and to the tests (preloaded.py)."""
+    """The children of this process that write; others belong to multiprocessing and to the tests (zygote.py)."""
     alive = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
-    return [p for p in alive if not re.search(r"resource_tracker|preloaded\.py", " ".join(p.cmdline()))]
+    return [p for p in alive if not re.search(r"resource_tracker|zygote\.py", " ".join(p.cmdline()))]
 
 
 @pytest.mark.usefixtures("slow")
