@@ -21,7 +21,7 @@ from megarl.config.tables.base import Table
 from megarl.config.trust import require_trust
 from megarl.errors import ConfigError
 
-_MAX_BYTES = 1 << 20
+_MAX_BYTES = 1 << 18
 
 
 def load(path: str | Path, overrides: Mapping[str, Any] | None = None, *, trust: bool = False) -> Config:
@@ -44,7 +44,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Return the tables of a TOML file as they are. ConfigError, one line, whatever is in it."""
     try:
         if path.stat().st_size > _MAX_BYTES:
-            raise ConfigError(f"{path}: found {path.stat().st_size} bytes, expected a configuration of at most 1 MB")
+            raise ConfigError(
+                f"{path}: found {path.stat().st_size} bytes, expected a configuration of at most {_MAX_BYTES}"
+            )
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as a configuration file: {error}") from error

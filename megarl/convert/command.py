@@ -16,7 +16,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megarl.convert.conversion import Converted, Options, to_hf, to_megatron
 from megarl.convert.job import Ranks
 from megarl.convert.megatron_files import Keys, Layers, torch_dist_folder
-from megarl.errors import CheckpointError, ConfigError
+from megarl.errors import CheckpointError, ConfigError, printable
 from megarl.megatron.attention import PackedSequences
 from megarl.megatron.checkpoints.checkpoint import read_weights
 from megarl.megatron.model import build_model, transformer_config
@@ -70,7 +70,7 @@ def _print_summary(done: Converted, seconds: float, verified: bool) -> None:
     if done.num_padded_rows:
         print(f"left out: {done.num_padded_rows} rows of the vocabulary beyond the model's {done.shape.vocab_size}")
     for name in done.dropped:
-        print(f"left out, as asked: {name}")
+        print(printable(f"left out, as asked: {name}"))
     if done.num_kept:
         print(f"kept {done.num_kept} of {done.num_files} files from an interrupted conversion")
     if done.source_checksums:

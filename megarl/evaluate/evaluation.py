@@ -26,7 +26,7 @@ from megarl.data.benchmarks import HELDOUT, Benchmark
 from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt
 from megarl.data.rewards import load_reward
-from megarl.errors import ConfigError, MegarlError, RolloutError
+from megarl.errors import ConfigError, MegarlError, RolloutError, printable
 from megarl.evaluate import results
 from megarl.evaluate.request import EvalRequest
 from megarl.evaluate.scores import print_table, widen
@@ -266,6 +266,6 @@ def _conclude(request: EvalRequest, task: Task) -> None:
     weights = request.config.model.path if task.checkpoint is None else task.checkpoint
     engine, temperature = request.config.rollout.engine, request.config.eval.temperature
     style: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
-    console.print(f"{weights}, engine {engine}, temperature {temperature:g}", **style)
+    console.print(printable(f"{weights}, engine {engine}, temperature {temperature:g}"), **style)
     print_table(found, console)
-    console.print(f"eval: {task.out / 'eval.json'}", **style)
+    console.print(printable(f"eval: {task.out / 'eval.json'}"), **style)

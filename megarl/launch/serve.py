@@ -17,7 +17,7 @@ from pathlib import Path
 from megarl.config import Config
 from megarl.config import file as config_file
 from megarl.data.files import write_atomically
-from megarl.errors import ConfigError, MegarlError, RolloutError
+from megarl.errors import ConfigError, MegarlError, RolloutError, printable
 from megarl.launch.steps import end_file, ready_file
 from megarl.launch.topology import read_topology
 from megarl.rollout.sglang.http import key_named
@@ -69,7 +69,7 @@ def main(words: list[str]) -> int:
     try:
         serve(config_file.load(Path(rest[-1]), overrides, trust="--trust" in rest), launch_file, index)
     except MegarlError as error:
-        print(f"megarl: error: server {index}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        print(f"megarl: error: server {index}: {printable(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ConfigError) else 1
     return 0
 

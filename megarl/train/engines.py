@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from megarl.config import Config
 from megarl.config.plugs import ENGINES, load_plug
-from megarl.errors import ConfigError, MegarlError, describe
+from megarl.errors import ConfigError, MegarlError, describe, printable
 from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES
 from megarl.rollout.engine import Engine
@@ -141,7 +141,7 @@ def _make_fleet(config: Config, key: str | None, nodes: Sequence[int], host: str
     if len(nodes) > 1:
         node = nodes.index(dist.get_rank())
         folder = folder / f"node{node}"
-        tell = tell if node == 0 else lambda line: print(f"node {node}: {line}", file=sys.stderr, flush=True)
+        tell = tell if node == 0 else lambda line: print(printable(f"node {node}: {line}"), file=sys.stderr, flush=True)
     source = Path(config.model.path)
     return Fleet(
         specs=[] if settings.urls else server_specs(config, host, key, folder),

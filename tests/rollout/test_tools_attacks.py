@@ -324,6 +324,16 @@ def test_control_groups_are_removed_also_those_of_a_killed_run(tool: PythonTool)
     assert not any((parent / f"megarl-{dead.pid}-left").exists() for parent in parents)
 
 
+def test_a_tree_of_version_2_is_joined_and_left() -> None:
+    """Also where it limits nothing, because the controllers are in trees of version 1."""
+    places = [place for place in cgroup._own_groups() if (place / "cgroup.controllers").exists()]
+    if not places or not os.access(places[0], os.W_OK):
+        pytest.skip("no tree of version 2 that this process may change")
+    assert cgroup._can_join_below(places[0], {"cgroup.procs"})
+    assert not cgroup._can_join_below(places[0], {"no.such.controller"})
+    assert not [*places[0].glob(f"megarl-{os.getpid()}-*")]
+
+
 def test_without_the_right_to_mount_the_number_of_files_is_not_limited_and_that_is_told(tmp_path: Path) -> None:
     """As where AppArmor takes all rights from what bubblewrap starts."""
     (tmp_path / "bwrap").write_text(
