@@ -12,10 +12,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from collections import Counter
 from pathlib import Path
 
-import fast_imports  # noqa: F401 (before what is heavy)
+import fast_start  # noqa: F401 (first: it is of use to the others)
 import pytest
 from absent import explain
-from fast_files import skip_fsync
 from hypothesis import HealthCheck, settings
 from patch_trees import core_tree  # noqa: F401 (pytest finds it here)
 from sglang_fixtures import (  # noqa: F401 (pytest finds them here)
@@ -26,8 +25,6 @@ from sglang_fixtures import (  # noqa: F401 (pytest finds them here)
     sglang_spec,
     updated_server,
 )
-
-skip_fsync()
 
 # The same examples on every machine and no time limits: a busy machine must not fail a test.
 settings.register_profile(

@@ -25,7 +25,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 PATH = [str(HERE), str(HERE / "megatron"), str(HERE / "train")]
-MODULES = ("fast_files", "megarl.train.loop", "megarl.cli", "torch.distributed.run")
+MODULES = ("megarl.train.loop", "megarl.cli", "torch.distributed.run")
 STUCK_S = 3600.0
 """Only a launch that hangs takes so long: the ranks have limits of their own."""
 PADDING = "-" * 4096
@@ -128,8 +128,7 @@ def run(
 
 def launch(worker: str, folder: Path, log: Path) -> None:
     """Run ``worker.run_plan(folder)`` in a process of its own, in the parent of ``folder``. Wait until it has ended."""
-    code = f"from fast_files import skip_fsync; skip_fsync(); import pathlib, {worker}"
-    code += f"; {worker}.run_plan(pathlib.Path({str(folder)!r}))"
+    code = f"import pathlib, {worker}; {worker}.run_plan(pathlib.Path({str(folder)!r}))"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([*PATH, *(path for path in sys.path if path and path not in PATH)])
     words = [sys.executable, "-c", code]

@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import preloaded
 import psutil
 import pytest
+from absent import SGLANG_PYTHON
 from launch_world import CONFIG, STEPS, World, assert_whole, processes_of, rank_pid, read_json
 from slurm_cluster import Cluster, until
 
@@ -84,8 +86,10 @@ class Job:
 
 
 def submit(cluster: Cluster, world: World, script: str, config: Path, *options: str) -> Job:
+    """Torchrun and its rank on a node import once for both."""
     log = config.with_suffix(".log")
-    environment = world.environment(MEGARL_PYTHON=sys.executable)
+    step = preloaded.write_python(world.root / "python", sys.executable, "megarl.launch.node", preloaded.MODULES)
+    environment = world.environment(MEGARL_PYTHON=sys.executable, MEGARL_STEP_PYTHON=str(step))
     job = cluster.submit(*options, f"--output={log}", SCRIPTS / script, config, env=environment, cwd=world.root)
     return Job(cluster, world, config, job)
 
@@ -232,8 +236,8 @@ def test_servers_on_a_node_of_their_own_are_killed_and_nothing_is_lost(
 
 
 @pytest.mark.sglang
-def test_one_machine_without_slurm_with_a_server(world: World, sglang_python: Path) -> None:
-    config = with_sglang(world, "local-sglang", CONFIG, sglang_python)
+def test_one_machine_without_slurm_with_a_server(world: World) -> None:
+    config = with_sglang(world, "local-sglang", CONFIG, SGLANG_PYTHON)
     environment = world.environment(MEGARL_PYTHON=sys.executable)
     done = subprocess.run(
         [SCRIPTS / "local.sh", config], env=environment, cwd=world.root, capture_output=True, text=True, check=False

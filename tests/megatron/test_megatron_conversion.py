@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -530,7 +531,7 @@ def test_ranks_divide_the_files(source: Path, tmp_path: Path) -> None:
             "convert",
         ]
         words = [str(first), str(second), "--layers", "local", "--shard-gib", "0.00002"]
-        done = subprocess.run([sys.executable, *command, *words], capture_output=True, text=True, timeout=1800)
+        done = preloaded.run([sys.executable, *command, *words], timeout=1800)
         assert done.returncode == 0, done.stderr[-2000:]
         assert done.stdout.count("every bit is equal") == 1
     assert_same(source, tmp_path / "back")
@@ -593,7 +594,7 @@ class TestCommand:
     @pytest.mark.slow
     def test_the_script_is_the_command(self, source: Path, tmp_path: Path) -> None:
         script = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
-        done = subprocess.run([sys.executable, script, source, tmp_path / "out"], capture_output=True, text=True)
+        done = preloaded.run([sys.executable, script, source, tmp_path / "out"])
         assert done.returncode == 0, done.stderr
         assert "every bit is equal" in done.stdout
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 import torch
 from fp8_worlds import BLOCK, matrices, same_tensors, write_plain
@@ -209,7 +210,7 @@ def tool(*words: str | Path, ranks: int = 1) -> subprocess.CompletedProcess[str]
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}") if ranks > 1 else ()
     command = [sys.executable, *torchrun, str(ROOT / "tools" / "quantize_fp8.py"), *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=1800)
+    return preloaded.run(command, env=environment, timeout=1800)
 
 
 def test_the_command(source: Path, tmp_path: Path) -> None:

@@ -87,8 +87,6 @@ if __name__ == "__main__":  # on another release of Megatron-Core, which has to 
     import megarl.train.loop  # noqa: F401
 
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from fast_files import skip_fsync
 
     torch.set_num_threads(1)
-    skip_fsync()
     run_plan(Path(sys.argv[1]))

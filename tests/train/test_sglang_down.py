@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import preloaded
 import psutil
 import pytest
 import tomli_w
@@ -59,7 +60,7 @@ def run_file(tmp_path_factory: pytest.TempPathFactory, sglang_python: Path) -> P
 def train(run_file: Path) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     words = [sys.executable, "-m", "megarl.cli", "train", str(run_file)]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return preloaded.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def steps_of(run_file: Path) -> list[int]:

@@ -1,4 +1,4 @@
-"""Less of the garbage collector, here and in the processes of the tests: it takes a third of the time of an import."""
+"""Puts ``startup`` on the path of this process and of those that the tests start."""
 
 from __future__ import annotations
 
