@@ -15,7 +15,7 @@ from invariants import numbers, require_clean, require_undisturbed, require_whol
 
 pytestmark = [pytest.mark.slow(minutes=2), pytest.mark.multirank]
 
-SHORT = [("kills", 1), ("damage", 1), ("no_checkpoint_left", 0), ("run_files", 0), ("full_disk", 0), ("lies", 0)]
+SHORT = [("kills", 3), ("damage", 1), ("no_checkpoint_left", 0), ("run_files", 4), ("full_disk", 3)]
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def arena(tmp_path_factory: pytest.TempPathFactory) -> Arena:
     return Arena(tmp_path_factory.mktemp("chaos"))
 
 
-@pytest.mark.parametrize(("kind", "seed"), [*SHORT, ("launched_kills", 0)])
+@pytest.mark.parametrize(("kind", "seed"), SHORT)
 def test_an_episode_of_chaos(arena: Arena, kind: str, seed: int) -> None:
     """Again: ``tools/chaos.py --kinds KIND --seed SEED --episodes 1``."""
     print(table(play(arena, kind, seed)))
