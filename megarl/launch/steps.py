@@ -18,7 +18,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from megarl.config import Config
-from megarl.errors import ConfigError, RolloutError
+from megarl.errors import ConfigError
 from megarl.launch.topology import Node, Topology
 
 PYTHON = os.environ.get("MEGARL_STEP_PYTHON", sys.executable)
@@ -105,10 +105,11 @@ class ServerSteps:
         """Restarts of all servers."""
         return sum(self._restarts)
 
-    @property
-    def all_ready(self) -> bool:
-        """Whether every server has answered."""
-        return all(ready_file(self._launch_file, index).exists() for index in range(len(self._steps)))
+    def find(self) -> tuple[list[int], list[int]]:
+        """The servers that have answered, and those that may still do so at their first start."""
+        ready = [index for index in range(len(self._steps)) if ready_file(self._launch_file, index).exists()]
+        loading = [index for index, step in enumerate(self._steps) if step.code is None and not self._restarts[index]]
+        return ready, [index for index in loading if index not in ready]
 
     def restart_ended(self) -> bool:
         """Restart the steps that have ended, each up to sglang.max_restarts times; return whether there were any.
@@ -124,14 +125,18 @@ class ServerSteps:
                 found = True
         return found
 
-    def require_alive(self) -> None:
-        """Raise if a step has ended before its server answered: ConfigError for bad input, else RolloutError."""
+    def find_failed(self) -> list[str]:
+        """What is known of the steps that have ended before their server answered; ConfigError for bad input."""
+        found = []
         for index, step in enumerate(self._steps):
             if step.code is not None and not ready_file(self._launch_file, index).exists():
-                raise (ConfigError if step.code == BAD_INPUT else RolloutError)(
+                found.append(
                     f"{step.name} ended with exit code {step.code} before it was ready, after {self._restarts[index]} "
                     f"restarts; see {self._log(index)}"
                 )
+                if step.code == BAD_INPUT:
+                    raise ConfigError(found[-1])
+        return found
 
     def stop(self) -> None:
         """Ask all steps to end, and kill those that do not in time."""

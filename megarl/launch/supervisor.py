@@ -205,23 +205,26 @@ class Supervisor:
         return [*srun(self.topology.trainers, het_group=0 if self.topology.het else None), *words]
 
     def _wait_for_servers(self, *, first: bool) -> bool:
-        """Wait until all servers answer; False if asked to stop meanwhile.
+        """Wait until each server answers or has failed; False if asked to stop meanwhile.
 
-        RolloutError if they do not in time. At the first start, a server that ends is not started again.
+        Those that have failed are started again, and the trainer begins with the others. RolloutError if no server
+        answers in time, or if all fail at the first start.
         """
-        deadline_s = self.config.sglang.start_deadline_s
+        number, deadline_s = len(self.topology.server_ports), self.config.sglang.start_deadline_s
         until = time.monotonic() + deadline_s
         while self._stop_signal is None:
-            if not first:
-                self._restart_servers()
-            self._servers.require_alive()
-            if self._servers.all_ready:
+            ready, loading = self._servers.find()
+            failed = self._servers.find_failed()
+            if (ready or not first) and self._restart_servers():
+                failed = []
+            is_late = time.monotonic() > until
+            if len(ready) == number or (ready and (is_late or not loading)):
+                if len(ready) < number:
+                    self._tell(f"warning: {len(ready)} of {number} servers answer; the trainer begins with them")
                 return True
-            if time.monotonic() > until:
-                raise RolloutError(
-                    f"the servers were not ready after sglang.start_deadline_s = {deadline_s:.0f} s; see {self.logs}, "
-                    "or raise it"
-                )
+            if is_late or len(failed) == number:
+                why = f"none of {number} servers was ready after sglang.start_deadline_s = {deadline_s:.0f} s"
+                raise RolloutError("; ".join(failed or [f"{why}; see {self.logs}, or raise it"]))
             self._wait()
         return False
 
@@ -231,9 +234,12 @@ class Supervisor:
         while self.topology.job is not None and self._stop_signal is None and time.monotonic() < until:
             self._wait()
 
-    def _restart_servers(self) -> None:
-        if self._stop_signal is None and self._servers.restart_ended():
+    def _restart_servers(self) -> bool:
+        """Whether any server was started again."""
+        restarted = self._stop_signal is None and self._servers.restart_ended()
+        if restarted:
             self._write_status("running")
+        return restarted
 
     def _status(self) -> Mapping[str, Any]:
         """The last status of the trainer's main rank; empty if this start has written none."""

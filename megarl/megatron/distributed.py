@@ -159,6 +159,18 @@ def fail_together(failure: MegarlError | None, what: str) -> None:
         raise error
 
 
+def run_together(what: str, action: Callable[[], Result]) -> Result:
+    """The result of ``action``; an error on one rank is raised on all, so that none waits; a collective call."""
+    found: list[Result] = []
+    failure: MegarlError | None = None
+    try:
+        found.append(action())
+    except MegarlError as error:
+        failure = error
+    fail_together(failure, what)
+    return found[0]
+
+
 def is_collective_error(error: BaseException) -> bool:
     """Whether a collective call failed. Compares words, because torch has no class for errors of gloo."""
     return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _COLLECTIVE_WORDS)

@@ -132,6 +132,14 @@ class Engine(Protocol):
         update has arrived.
         """
 
+    def prove_weights(self) -> bool:
+        """Returns whether somebody else has changed the weights since ``update_weights``; no rank samples meanwhile.
+
+        What was sampled since then is then drawn again, with the right weights, which the engine has when it returns.
+        An engine that nobody else can reach has nothing to prove.
+        """
+        return False
+
     def rest(self) -> None:
         """Frees memory until the next ``update_weights`` if the engine can; collective over the ranks that share it."""
 

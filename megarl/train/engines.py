@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from megarl.config import Config
 from megarl.config.plugs import ENGINES, load_plug
-from megarl.errors import ConfigError, MegarlError, describe, printable
+from megarl.errors import ConfigError, MegarlError, RolloutError, describe, printable
 from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES
 from megarl.rollout.engine import Engine
@@ -102,24 +102,26 @@ def _start_servers(config: Config, key: str | None, tell: Callable[[str], None])
     nodes = [0] if settings.urls else distributed.node_leaders()
     host = settings.host or (_find_host(nodes) if len(nodes) > 1 else "127.0.0.1")
     fleet: Fleet | None = None
-    urls: list[str] | Exception = []
+    urls: list[str] = []
+    failure: Exception | None = None
     if dist.get_rank() in nodes:
         try:
             fleet = _make_fleet(config, key, nodes, host, tell)
             if fleet.specs:
                 logs = ", ".join(str(spec.log_file) for spec in fleet.specs)
                 tell(f"starting SGLang; what it prints is in {logs}")
-            urls = fleet.start()
+            urls = fleet.start(alone=len(nodes) == 1)
+            failure = fleet.failure
         except Exception as error:  # send it to the other ranks, which wait for the URLs
-            urls = error
-    by_rank: list[list[str] | Exception] = [[]] * dist.get_world_size()
-    dist.all_gather_object(by_rank, urls)
-    failure = next((answer for answer in by_rank if isinstance(answer, Exception)), None)
-    if failure is not None:
+            failure = error
+    by_rank = distributed.gather_objects((urls, failure))
+    failures = [found for _, found in by_rank if found is not None]
+    fatal = [found for found in failures if not isinstance(found, RolloutError)]
+    if fatal or len(failures) == len(nodes):
         if fleet is not None:
             fleet.close()
-        raise failure
-    return fleet, [url for of_rank in by_rank if isinstance(of_rank, list) for url in of_rank]
+        raise (fatal or failures)[0]
+    return fleet, [url for of_rank, _ in by_rank for url in of_rank]
 
 
 def _find_host(nodes: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ import pytest
 from megarl.config import Config
 from megarl.config.file import parse
 from megarl.errors import ConfigError, DataError, MegarlError, PeerError, RolloutError
-from megarl.launch import steps
+from megarl.launch import steps, topology
 from megarl.launch import supervisor as module
-from megarl.launch.steps import Step, end_file, srun
+from megarl.launch.steps import ServerSteps, Step, end_file, srun
 from megarl.launch.supervisor import Supervisor
 from megarl.launch.topology import Node
 from megarl.run.status import read_status, write_failure
@@ -222,3 +223,62 @@ def test_a_setup_file_cannot_change_the_words_of_a_script(script: Path, tmp_path
     words = ["my config.toml", "--train.replay", "r2"]
     done = subprocess.run(["bash", script, *words], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("1 -m megarl.cli launch my config.toml --train.replay r2 --launch.layout")
+
+
+class ShellServers(ServerSteps):
+    """Its servers are lines of shell; $READY is the file that says that one answers."""
+
+    lines: tuple[str, ...] = ()
+
+    def _start_step(self, index: int) -> Step:
+        ready = steps.ready_file(self._launch_file, index)
+        ready.unlink(missing_ok=True)
+        if self.lines[index] == READY:
+            ready.touch()
+        line = self.lines[index].replace("$READY", str(ready)).replace("$FOLDER", str(ready.parent))
+        return Step(f"server {index}", ["sh", "-c", line])
+
+
+READY, ANSWERS, DIES, LATE = "sleep 61", "touch $READY; sleep 60", "exit 3", "sleep 60"
+ONCE = "test -e $FOLDER/again || { touch $FOLDER/again; exit 3; }; touch $READY; sleep 60"
+
+
+@pytest.mark.parametrize(
+    ("lines", "first", "outcome"),
+    [
+        ((ANSWERS, ANSWERS), True, True),
+        ((ANSWERS, DIES), True, True),
+        ((ANSWERS, ONCE), True, True),
+        ((READY, LATE), True, True),  # after start_deadline_s
+        ((DIES, DIES), True, "server 0 ended with exit code 3 before it was ready.*; server 1 ended"),
+        ((LATE, LATE), True, "none of 2 servers was ready after sglang.start_deadline_s = 1 s"),
+        ((DIES, "exit 2"), True, ConfigError),
+        ((ONCE, ONCE), False, True),
+        ((), True, True),
+    ],
+)
+def test_the_trainer_begins_with_the_servers_that_answer(
+    tmp_path: Path, lines: tuple[str, ...], first: bool, outcome: bool | str | type
+) -> None:
+    made = launched(tmp_path, "true")
+    made.config = made.config.model_copy(
+        update={"sglang": made.config.sglang.model_copy(update={"start_deadline_s": 2.0})}
+    )
+    made.logs = tmp_path / "run" / "logs"
+    made.logs.mkdir(parents=True)
+    made.launch_file = tmp_path / "run" / "launch.json"
+    made.topology = replace(topology.find(made.config, {}), server_ports=tuple(range(len(lines))))
+    made._servers = ShellServers(made.config, made.launch_file, made.logs, made._tell)
+    made._servers.lines = lines
+    made._servers.start(made.topology)
+    made._failure_file = made.logs / "failure.json"
+    try:
+        if outcome is True:
+            assert made._wait_for_servers(first=first)
+        else:
+            kind, told = (RolloutError, outcome) if isinstance(outcome, str) else (outcome, "exit code 2")
+            with pytest.raises(kind, match=str(told)):
+                made._wait_for_servers(first=first)
+    finally:
+        for step in made._servers._steps:
+            step.stop(grace_s=1.0)

@@ -406,13 +406,15 @@ def test_a_server_that_is_back_with_wrong_weights_samples_nothing(
     fleet.update(weights[0].items(), 0, WeightForm(torch.float32))
     assert asked.index("weights_checker") < asked.index("continue_generation")
     asked.clear()
-    fleet._restart(member)
+    fleet._keepers[0].restart()
     assert asked.index("weights_checker") < asked.index("continue_generation")
     assert "is back with weights 0" in told[-1]
 
     asked.clear()
-    fleet._checksums = [dict.fromkeys(rank, "0") for rank in fleet._checksums or []]
-    fleet._restart(member)
+    last = fleet._state.last
+    assert last is not None
+    fleet._state.last = replace(last, checksums=[dict.fromkeys(rank, "0") for rank in last.checksums or []])
+    fleet._keepers[0].restart()
     assert "holds other weights than the first server" in told[-1]
     assert "continue_generation" not in asked
     assert member.sender is not None
@@ -458,6 +460,6 @@ def test_a_server_of_somebody_else_that_was_started_again_gets_the_weights(
             server.start()
             rollouts = engine.generate(make_requests(3, copies=2), PARAMS)
             assert {int(v) for rollout in rollouts for v in rollout.weight_versions} == {1}
-            assert any("was started again: sending it weights 1" in line for line in told)
+            assert any("is back with weights 1" in line for line in told)
         finally:
             fleet.close()

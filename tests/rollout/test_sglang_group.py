@@ -133,11 +133,12 @@ def test_a_server_that_is_lost_in_the_middle_of_a_broadcast_gets_the_weights_whe
 
 @pytest.mark.sglang
 def test_checksums_tell_a_server_that_holds_something_else(updated_server: Server, hostile_model: Path):
-    fleet = Fleet(urls=[updated_server.url], source=hostile_model, checksums=True)
+    told: list[str] = []
+    fleet = Fleet(urls=[updated_server.url], source=hostile_model, checksums=True, tell=told.append)
     fleet.start()
     weights = noisy(hostile_model, 1)
     fleet.update(weights.items(), 1, WeightForm(torch.float32))
-    fleet._compare_checksums(fleet._members)
+    assert not fleet.prove()
     sender = fleet._members[0].sender
     assert sender is not None
     name = "model.layers.1.mlp.gate.weight"
@@ -145,8 +146,9 @@ def test_checksums_tell_a_server_that_holds_something_else(updated_server: Serve
     sender.send(Bucket([(name, weights[name] + 1e-3)]))
     sender.finish(1)
     sender.resume()
-    with pytest.raises(WeightSyncError, match=rf"1 checksums differ, the first of \['{name}'\]"):
-        fleet._compare_checksums(fleet._members)
+    assert fleet.prove()
+    assert f"1 checksums of its weights are others, the first of {name}" in told[0]
+    assert not fleet.prove()
     fleet.close()
 
 

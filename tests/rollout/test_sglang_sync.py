@@ -155,9 +155,9 @@ class TestAServerThatCannotStart:
         for _ in range(40):
             while member.process.alive:
                 pass
-            if not fleet._needs_restart(member):
+            if not fleet._keepers[0].needs_restart():
                 break
-            fleet._restart(member)
+            fleet._keepers[0].restart()
         assert member.restarts == 3
         assert [line for line in told if "starting it again" in line] == [
             f"{member.url} is dead: starting it again (restart {number})" for number in (1, 2)
@@ -174,7 +174,7 @@ class TestAServerThatCannotStart:
             pass
         (tmp_path / "log").unlink()
         (tmp_path / "log").mkdir()  # what is opened here is refused, as on a full disk
-        fleet._restart(member)
+        fleet._keepers[0].restart()
         assert "could not be started again" in told[-1]
         assert "Is a directory" in told[-1]
         fleet.close()
@@ -224,9 +224,9 @@ class TestAServerThatIsStuck:
     def test_it_is_killed_when_it_has_been_silent_for_too_long(self, fleet: Fleet, told: list[str]):
         (member,) = fleet._members
         assert member.process is not None
-        assert not fleet._needs_restart(member)
+        assert not fleet._keepers[0].needs_restart()
         time.sleep(0.3)
-        assert fleet._needs_restart(member)
+        assert fleet._keepers[0].needs_restart()
         assert not member.process.alive
         assert told == [f"{member.url} has not answered for 0 s: killed"]
 
@@ -234,24 +234,24 @@ class TestAServerThatIsStuck:
         """A health check generates a token; that the process lives is seen without."""
         checks: list[float] = []
         monkeypatch.setattr(Server, "healthy", lambda self: checks.append(time.monotonic()) is None)
-        fleet.settings = replace(fleet.settings, health_s=0.3)
+        fleet._state.settings = replace(fleet.settings, health_s=0.3)
         (member,) = fleet._members
         assert member.process is not None
         started = time.monotonic()
         while time.monotonic() < started + 1.0:
-            assert not fleet._needs_restart(member)
+            assert not fleet._keepers[0].needs_restart()
             time.sleep(0.02)
         assert 2 <= len(checks) <= 4
         member.process.kill()
-        assert fleet._needs_restart(member)  # at once
+        assert fleet._keepers[0].needs_restart()  # at once
 
     def test_it_is_spared_during_an_update(self, fleet: Fleet):
         """A paused server answers no health check either."""
         (member,) = fleet._members
         assert member.process is not None
-        fleet._updating.set()
+        fleet._state.updating.set()
         for _ in range(3):
-            assert not fleet._needs_restart(member)
+            assert not fleet._keepers[0].needs_restart()
             time.sleep(0.2)
         assert member.process.alive
 
@@ -259,8 +259,7 @@ class TestAServerThatIsStuck:
         (member,) = fleet._members
         assert member.process is not None
         member.process.kill()
-        fleet._watcher = threading.Thread(target=fleet._watch)
-        fleet._watcher.start()
+        fleet._keepers[0].start()
         while not told or not member.process.alive:
             time.sleep(0.01)
         started = time.monotonic()
@@ -293,6 +292,6 @@ def test_a_server_that_failed_to_come_back_does_not_end_the_next_update(
     for name in ("start", "wait_ready", "kill"):
         monkeypatch.setattr(server, name, lambda *_: None)
     monkeypatch.setattr(Server, "alive", property(lambda _: False))
-    fleet._restart(member)
+    fleet._keepers[0].restart()
     with pytest.raises(WeightSyncError, match="tensors are missing"):
         fleet.update([], 1, WeightForm(torch.float32))

@@ -152,7 +152,7 @@ class SGLangConfig(Table):
     """For servers on the trainer's GPUs: they release their memory while the trainer trains, and the trainer releases
     gradients and optimizer state while they sample."""
     checksums: bool = False
-    """Compare the servers' checksums of their weights after every update."""
+    """Compare the servers' checksums of their weights after every update, and again after the responses of a step."""
     fp8: bool = False
     """Compute in FP8 on the servers, with weights in blocks of 128 x 128; needs GPUs with FP8."""
     compact_routes: bool = True

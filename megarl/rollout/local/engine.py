@@ -25,6 +25,8 @@ from megarl.rollout.local.recorder import RouteRecorder
 from megarl.rollout.weights import WeightForm, checkpoint_views, require_each_once
 
 _NO_LIMIT = 1 << 30
+PROVED_TENSORS = 8
+"""Tensors of which ``prove_weights`` compares some numbers."""
 
 
 class LocalEngine(Engine):
@@ -64,6 +66,7 @@ class LocalEngine(Engine):
         # In each parameter's own dtype: transformers keeps some in float32 whatever the model's dtype is.
         self._form = WeightForm(fp8="rounded" if fp8_rounding else "off")
         self._max_batch_size = max_batch_size
+        self._sent: dict[str, torch.Tensor] = {}
         self._version = -1
         self._missing: str | None = "no weights have arrived yet"
         self._closed = False
@@ -92,10 +95,25 @@ class LocalEngine(Engine):
         self._require_open()
         self._missing = "the last weight update failed"
         shapes = {name: tuple(view.shape) for name, view in self._views.items()}
+        proved = set(list(shapes)[:: -(-len(shapes) // PROVED_TENSORS)])
+        self._sent = {}
         for name, tensor in self._form.convert(require_each_once(tensors, shapes, version)):
             self._views[name].copy_(tensor)
+            if name in proved:
+                self._sent[name] = _some_of(tensor).to(self._views[name], copy=True)
         self._version = version
         self._missing = None
+
+    def prove_weights(self) -> bool:
+        """See ``Engine.prove_weights``. WeightSyncError if some numbers of some tensors are not those that arrived."""
+        held = [_some_of(self._views[name]) for name in self._sent]
+        if held and not torch.equal(torch.cat(held), torch.cat([*self._sent.values()])):
+            changed = next(n for n, sent in self._sent.items() if not torch.equal(_some_of(self._views[n]), sent))
+            raise WeightSyncError(
+                f"{changed} in the local engine is not what was sent as version {self._version}: something in this "
+                "process has written into the engine's model, and its responses cannot be trained"
+            )
+        return False
 
     def converse(self, begin: Begin, params: SamplingParams, on_finish: OnFinish = None) -> None:
         """See ``Engine.converse``. Samples once every episode waits, so batches do not depend on timing.
@@ -134,6 +152,11 @@ class LocalEngine(Engine):
     def _require_open(self) -> None:
         if self._closed:
             raise RolloutError("the engine is closed: build a new one")
+
+
+def _some_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns up to 5 numbers per dimension, flat."""
+    return tensor[tuple(slice(None, None, -(-size // 5)) for size in tensor.shape)].flatten()
 
 
 class BatchSession(Session):

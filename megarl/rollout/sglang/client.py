@@ -32,6 +32,8 @@ TICK_S = 1.0
 """Interval of ``on_finish(0)``, in which the trainer may end the wait for long responses."""
 RETURN_POLL_S = 0.5
 """Time between two questions whether a server is back."""
+OPEN_S = 2.0
+"""How long a session waits at its beginning for a server that does not say which weights it has."""
 
 Decode = Callable[[SampleRequest, Any, str, str], Rollout]
 """(request, answer, URL of the server, id of the attempt) -> rollout; RolloutError or TraceError for a wrong answer."""
@@ -112,7 +114,7 @@ class SGLangClient:
     ) -> None:
         """See ``Engine.converse``; RolloutError if a request keeps failing, naming the last failure.
 
-        A server that was away gets requests again once its weights are called ``version`` (None: any).
+        A server gets no requests while its weights are not called ``version`` (None: any).
         """
 
         self.wrong_answers = 0
@@ -145,6 +147,7 @@ class _RequestSession(Session):
         self._servers = [_Server(url) for url in client.urls]
         self._client, self._settings, self._http = client, client.settings, http
         self._body, self._decode, self._on_finish, self._version = body, decode, on_finish, version
+        self._is_open = version is None
         self._helpers: list[asyncio.Task[None]] = []
         """Tasks that end with the last episode: the ticks, and waits for servers that are away."""
         self._serving: dict[asyncio.Future[Rollout], asyncio.Task[None]] = {}
@@ -153,12 +156,22 @@ class _RequestSession(Session):
         async with self._tasks:
             begin(self)
             if self._episodes:
-                self._helpers.append(self._tasks.create_task(self._tick()))
+                self._helpers += [self._tasks.create_task(work) for work in (self._tick(), self._open())]
 
     async def _tick(self) -> None:
         while self._on_finish is not None:
             await asyncio.sleep(TICK_S)
             self._on_finish(0)
+
+    async def _open(self) -> None:
+        """Begin with the servers that have the weights of this session; one that is fresh or behind is awaited."""
+        if not self._is_open:
+            asked = (self._is_ready(server.url, timeout_s=OPEN_S, asks_health=False) for server in self._servers)
+            for server, is_ready in zip(self._servers, await asyncio.gather(*asked), strict=True):
+                if not is_ready:
+                    self._lose(server, AwayError(f"{server.url} does not answer with weights {self._version}"))
+        self._is_open = True
+        self._assign()
 
     async def sample(self, request: SampleRequest) -> Rollout:
         answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
@@ -181,7 +194,7 @@ class _RequestSession(Session):
 
     def _assign(self) -> None:
         """Give every server that answers as many requests as it may have."""
-        for server in self._servers:
+        for server in self._servers if self._is_open else ():
             while not self._is_blocked(server) and (job := self._next(server)) is not None:
                 server.busy += 1
                 serving = self._tasks.create_task(self._serve(server, job))
@@ -225,9 +238,7 @@ class _RequestSession(Session):
                     "the server, its log says why"
                 ) from failure
             server.queue.appendleft(job)
-            if not server.away:
-                server.away = True
-                self._helpers.append(self._tasks.create_task(self._await_return(server, failure)))
+            self._lose(server, failure)
         except (RetryError, TimeoutError) as failure:
             job.failures += 1
             if job.failures >= settings.attempts:
@@ -268,6 +279,11 @@ class _RequestSession(Session):
         except ValueError as error:
             raise RetryError(f"{url}: the answer of {len(answer)} bytes is no JSON ({error})") from error
 
+    def _lose(self, server: _Server, failure: AwayError) -> None:
+        if not server.away:
+            server.away = True
+            self._helpers.append(self._tasks.create_task(self._await_return(server, failure)))
+
     async def _await_return(self, server: _Server, failure: AwayError) -> None:
         """Assign requests to a server again when it has its weights; RolloutError if all servers stay away."""
         until = asyncio.get_running_loop().time() + self._settings.recovery_s
@@ -281,13 +297,14 @@ class _RequestSession(Session):
         if all(other.down for other in self._servers):
             raise RolloutError(f"all {len(self._servers)} SGLang servers are down, the last failure: {failure}")
 
-    async def _is_ready(self, url: str) -> bool:
+    async def _is_ready(self, url: str, *, timeout_s: float = 20.0, asks_health: bool = True) -> bool:
         """Whether a server is healthy and has the weights of this session; a restarted one is healthy before that."""
         try:
-            async with asyncio.timeout(20.0):
-                async with self._http.get(f"{url}/health") as response:
-                    if response.status != 200:
-                        return False
+            async with asyncio.timeout(timeout_s):
+                if asks_health:  # takes a second
+                    async with self._http.get(f"{url}/health") as response:
+                        if response.status != 200:
+                            return False
                 for path in MODEL_INFO if self._version is not None else ():
                     async with self._http.get(f"{url}/{path}") as response:
                         if response.status == 200:

@@ -130,6 +130,9 @@ class SGLangEngine(Engine):
         self._agree(failure)
         self._version, self._complete = version, True
 
+    def prove_weights(self) -> bool:
+        return self._fleet is not None and self._fleet.prove()
+
     def rest(self) -> None:
         self._complete, self._version = False, -1
         self._agree(self._try(Fleet.rest))

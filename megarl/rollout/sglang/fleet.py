@@ -1,14 +1,16 @@
-"""The servers of an engine: started, updated together, restarted when they die, and brought up to date.
+"""The servers of an engine: started, updated together, and proved to compute with the weights that they were sent.
 
-- **start** starts the servers and waits until all answer.
-- **update** sends new weights to all at once, and keeps a copy of them.
-- **a watching thread** restarts a server that died, on its old port, and sends it the copy. A fresh server names its
-  weights "default", which no rollout accepts, so it answers no request before that. Servers that somebody else runs
-  are not restarted, but get the copy when they are back.
+- **start** starts the servers and waits until each one answers or has failed.
+- **update** sends new weights to all that answer, at once, and keeps a copy of them.
+- **prove** asks all whether they still have these weights.
+- **a keeper** for each server restarts it when it dies, and sends it the copy.
+
+A server that is away keeps no other one waiting: an update takes along those that answer.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,34 +20,22 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 
-from megarl.errors import ConfigError, RolloutError, WeightSyncError
-from megarl.rollout.sglang.http import server_info
-from megarl.rollout.sglang.member import Member
+from megarl.errors import ConfigError, MegarlError
+from megarl.rollout.sglang.keeper import FleetSettings, FleetState, Keeper
+from megarl.rollout.sglang.member import Member, Update
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec
-from megarl.rollout.sglang.versions import check_server
 from megarl.rollout.sglang.weights.buckets import Bucket, Stopwatch, split_into_buckets
 from megarl.rollout.sglang.weights.folder import WeightFolder
+from megarl.rollout.sglang.weights.proof import Checksums, make_prompt
 from megarl.rollout.sglang.weights.sender import WeightSender
 from megarl.rollout.weights import Named, WeightForm, checkpoint_shapes, require_each_once
 
 BUCKET_BYTES = 256 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class FleetSettings:
-    """How long a fleet waits."""
-
-    start_deadline_s: float = 300.0
-    """Longest start of a server, weights included."""
-    hang_s: float = 120.0
-    """A server that fails its health checks for this long is killed and restarted."""
-    max_restarts: int = 20
-    """Restarts of one server before the fleet gives it up."""
-    poll_s: float = 0.5
-    """Time between two looks at the processes."""
-    health_s: float = 10.0
-    """Time between a passed health check and the next one; each generates a token."""
+YIELD_S = 5.0
+"""How long an update waits for a keeper that sends a bucket of the copy; then it goes on without that server."""
+CLOSE_S = 10.0
+"""How long ``close`` waits for a keeper that talks to a server of somebody else."""
 
 
 @dataclass
@@ -62,7 +52,7 @@ class Fleet:
     broadcast: bool = False
     """Over the network: through a process group with each server; False: as tensors over HTTP."""
     checksums: bool = False
-    """Whether the servers' own checksums of their weights are compared after every update."""
+    """Whether the servers' own checksums of their weights are compared after every update, and in every proof."""
     spare: Path | None = None
     """Folder for the copy of the weights that restarted servers get; None: in memory."""
     source: Path | None = None
@@ -78,84 +68,137 @@ class Fleet:
             self.source = Path(self.specs[0].model_path)
         if self.source is None:
             raise ConfigError("a fleet of servers given by URL needs source, a checkpoint folder of their model")
-        self._members = [Member(url, None, self.api_key, self.tell) for url in self.urls]
-        self._members += [Member("", Server(spec), self.api_key, self.tell) for spec in self.specs]
-        # The last complete update: None and nothing during an update, so that no server is sent half of one.
-        self._version: int | None = None
-        self._copy: list[Bucket] | Path = []
-        self._checksums: list[dict[str, str]] | None = None
+        servers = [(url, None) for url in self.urls] + [(server.url, server) for server in map(Server, self.specs)]
+        self._members = [Member(url, server, self.tp, self.api_key, self.tell) for url, server in servers]
+        self._state = FleetState(self.settings, lambda: self._prompt)
+        self._keepers = [Keeper(member, self._state) for member in self._members]
+        self._taken: list[Member] = []
+        """The members whose locks this fleet holds: those of the update in progress."""
         self._resting: list[Member] = []
-        self._lock = threading.RLock()  # held by an update, a rest, and a restart
-        self._updating = threading.Event()
-        self._ended = threading.Event()
-        self._watcher: threading.Thread | None = None
+        self.failure: Exception | None = None
+        """Why no server answered at the start."""
 
-    def start(self, ended: threading.Event | None = None) -> list[str]:
-        """Start the servers, wait until all answer, and return their URLs.
+    def start(self, ended: threading.Event | None = None, *, alone: bool = True) -> list[str]:
+        """Start the servers, wait until each one answers or has failed, and return all URLs; keepers await the failed.
 
-        RolloutError if one does not answer, or if another thread sets ``ended`` meanwhile.
+        ConfigError if megarl cannot use one; RolloutError if another thread sets ``ended``, or if none answers. Without
+        other servers than these (``alone``) that is raised, else it is in ``failure``.
         """
-        started = [(member, member.process) for member in self._members if member.process is not None]
+        ended = ended or threading.Event()
         try:
-            for _, process in started:
-                process.start()
-            for member, process in started:
-                process.wait_ready(self.settings.start_deadline_s, ended)
-                member.url = process.url
-            for member in self._members:
-                member.sender = self._connect(member.url)
+            with ThreadPoolExecutor(len(self._members)) as threads:
+                try:
+                    failures = list(threads.map(partial(self._start_member, ended=ended), self._members))
+                except BaseException:  # Ctrl-C: the threads must end too
+                    ended.set()
+                    raise
+            self.failure = failures[0] if all(failures) else None
+            for failure in filter(None, failures):
+                if isinstance(failure, ConfigError) or ended.is_set() or (self.failure and alone):
+                    raise failure
         except BaseException:
             self.close()
             raise
-        self._watcher = threading.Thread(target=self._watch, name="sglang-fleet", daemon=True)
-        self._watcher.start()
+        for member, failure in zip(self._members, failures, strict=True):
+            if failure is not None:
+                member.said = str(failure)
+                self.tell(f"warning: the run begins without {member.url}, and takes it in when it answers: {failure}")
+        for keeper in self._keepers:
+            keeper.start()
         return [member.url for member in self._members]
 
     def update(self, tensors: Iterable[Named], version: int, form: WeightForm) -> dict[str, float]:
         """Give all servers new weights in this form; returns the seconds spent on "gather", "quantise" and "send".
 
-        WeightSyncError if a server refuses them, or if ``tensors`` are not those of the checkpoint. A server that dies
-        during the update gets them when it is back.
+        WeightSyncError if a server refuses them, or if ``tensors`` are not those of the checkpoint. A server that is
+        away, or is lost during the update, gets them when it is back.
         """
         gathering, converting = Stopwatch(), Stopwatch()
-        with self._lock:
-            self._updating.set()
-            started = time.perf_counter()
-            try:
-                self._version, self._copy, self._checksums = None, [], None
-                rested = self._each(self._resting, partial(WeightSender.take_memory, kind="weights"))
-                served = self._each(self._members, WeightSender.begin)
+        started = time.perf_counter()
+        self._state.no_starts.clear()
+        try:
+            with self._pause_keepers():
+                self._each(partial(WeightSender.take_memory, kind="weights"), self._resting)
+                self._each(WeightSender.begin)
                 checked = require_each_once(gathering.over(tensors), self._shapes, version)
-                buckets = split_into_buckets(converting.over(form.convert(checked)), BUCKET_BYTES)
-                served = self._deliver(served, buckets, version)
-                served = self._each(served, partial(WeightSender.finish, version=version))
-                served = self._compare_checksums(served)
-                self._each([m for m in served if m in rested], partial(WeightSender.take_memory, kind="kv_cache"))
+                copy = self._deliver(split_into_buckets(converting.over(form.convert(checked)), BUCKET_BYTES), version)
+                self._each(partial(WeightSender.finish, version=version))
+                last = Update(version, copy, self._compare_checksums())
+                self._each(partial(WeightSender.take_memory, kind="kv_cache"), self._resting)
                 self._resting = []
-                for member in self._members:
-                    member.missed = member.process is None and member not in served
-                self._each(served, WeightSender.resume)
-                self._version = version
-            finally:
-                self._updating.clear()
+                self._each(WeightSender.resume)
+                self._each(lambda sender: self._members_by_url[sender.url].settle(last, self._prompt))
+                self._state.last = last
+        finally:
+            self._state.updating.clear()
         gather, quantise = gathering.seconds, converting.seconds - gathering.seconds
         return {"gather": gather, "quantise": quantise, "send": time.perf_counter() - started - gather - quantise}
 
+    def prove(self) -> bool:
+        """Ask all servers whether they have the weights of the last update; nothing may be sampled meanwhile.
+
+        Returns whether somebody else has changed some. They have the right ones again then, but what they have sampled
+        since the update is wrong.
+        """
+        last, changed = self._state.last, list[Keeper]()
+
+        def ask(sender: WeightSender) -> None:
+            keeper = next(keeper for keeper in self._keepers if keeper.member.sender is sender)
+            proof = keeper.member.proof
+            if proof is not None and (change := proof.find_change(sender)) is not None:
+                self.tell(
+                    f"{sender.url} does not compute with the weights that it was sent: {change}. Somebody else has "
+                    "changed them: what it has sampled since is dropped, and it gets the weights again. Give the "
+                    "servers an API key that only this run knows (sglang.api_key_env)"
+                )
+                changed.append(keeper)
+
+        with self._take(lambda member: member.ready and member.holds is last is not None):
+            self._each(ask)
+            with ThreadPoolExecutor(len(changed) or 1) as threads:
+                list(threads.map(Keeper.send_copy, changed))
+        return bool(changed)
+
     def rest(self) -> None:
-        """Have all servers free their memory until the next update; one that dies meanwhile comes back with it."""
-        with self._lock:
-            self._updating.set()  # resting servers fail health checks, and there are no weights to send
-            self._version, self._copy = None, []
-            self._resting = self._each(self._members, WeightSender.release_memory)
+        """Have all servers free their memory until the next update; those that start or die come back after it."""
+        self._state.no_starts.set()
+        with self._pause_keepers():  # until the update: resting servers fail health checks, and there are no weights
+            self._each(WeightSender.release_memory)
+            self._resting = [*self._taken]
+            for member in self._members:
+                if member.process is not None and member not in self._resting:
+                    member.process.kill()
 
     def close(self) -> None:
         """Stop the servers that were started here, and wait until their processes are gone."""
-        self._ended.set()
-        if self._watcher is not None:
-            self._watcher.join()
+        self._state.last = None
+        self._state.ended.set()
+        self._state.no_starts.set()
+        self._stop()  # what the keepers wait for
+        for keeper in filter(Keeper.is_alive, self._keepers):
+            keeper.join(None if keeper.member.process is not None else CLOSE_S)
+        self._stop()  # what they have started meanwhile
         for member in self._members:
             if member.sender is not None:
                 member.sender.close()
+
+    def _start_member(self, member: Member, ended: threading.Event) -> MegarlError | OSError | None:
+        """Returns why the server does not answer, None if it does."""
+        try:
+            if member.process is not None:
+                member.process.start()
+                member.process.wait_ready(self.settings.start_deadline_s, ended)
+            member.connect()
+        except (MegarlError, OSError) as error:
+            member.leave()
+            if member.process is not None:
+                member.process.kill()
+            return error
+        member.ready = True
+        return None
+
+    def _stop(self) -> None:
+        for member in self._members:
             if member.process is not None:
                 member.process.stop()
 
@@ -166,14 +209,58 @@ class Fleet:
         assert self.source is not None
         return checkpoint_shapes(self.source)
 
-    def _each(self, members: Sequence[Member], step: Callable[[WeightSender], None]) -> list[Member]:
-        """Run a step on all at the same time; returns those that live. Raises the first error of one that lives."""
+    @cached_property
+    def _prompt(self) -> list[int]:
+        assert self.source is not None
+        return make_prompt(json.loads((self.source / "config.json").read_text()))
+
+    @cached_property
+    def _members_by_url(self) -> dict[str, Member]:
+        return {member.url: member for member in self._members}
+
+    @contextmanager
+    def _pause_keepers(self) -> Iterator[None]:
+        """Take all servers that answer from their keepers; without weights to send, these stop soon."""
+        last, self._state.last = self._state.last, None
+        loads_folder = last is not None and isinstance(last.copy, Path)
+        del last  # the copy's memory is needed for the next one
+        self._state.updating.set()
+        with self._take(lambda member: member.ready, 0.0 if loads_folder else YIELD_S):
+            for member in self._taken:
+                member.holds = None
+            yield
+
+    @contextmanager
+    def _take(self, wanted: Callable[[Member], bool], wait_s: float = 0.0) -> Iterator[None]:
+        """Hold the locks of these members, without those whose keepers do not give them up in time."""
+        until = time.monotonic() + wait_s
+        try:
+            for member in self._members:
+                while wanted(member) and member not in self._taken:
+                    if member.lock.acquire(timeout=0.05):
+                        self._taken.append(member)
+                    elif time.monotonic() > until:
+                        break
+            yield
+        finally:
+            while self._taken:
+                self._taken.pop().lock.release()
+
+    def _each(self, step: Callable[[WeightSender], None], among: Sequence[Member] | None = None) -> None:
+        """Run a step on all members of the update at the same time; those that are lost leave it.
+
+        Raises the first error of one that lives.
+        """
+        members = [member for member in self._taken if among is None or member in among]
         with ThreadPoolExecutor(len(members) or 1) as threads:
             alive = list(threads.map(lambda member: member.attempt(step), members))
-        return [member for member, lives in zip(members, alive, strict=True) if lives]
+        for member, lives in zip(members, alive, strict=True):
+            if not lives:
+                self._taken.remove(member)
+                member.lock.release()  # its keeper need not wait for the end of the update
 
-    def _deliver(self, served: list[Member], buckets: Iterable[Bucket], version: int) -> list[Member]:
-        """Send every bucket to all, and keep a copy of it. Returns the members that took everything."""
+    def _deliver(self, buckets: Iterable[Bucket], version: int) -> list[Bucket] | Path:
+        """Send every bucket to all; returns a copy of them, or the folder that holds them."""
         assert self.source is not None
         place = self.folder or self.spare
         folder = WeightFolder(place, self.served or self.source, version) if place else None
@@ -185,101 +272,21 @@ class Fleet:
             else:
                 copies.append(bucket.cpu())
             if not self.folder:
-                served = self._each(served, lambda sender, bucket=bucket: send(sender, bucket))
+                self._each(lambda sender, bucket=bucket: send(sender, bucket))
                 bucket.forget_payload()
-        self._copy = folder.finish().absolute() if folder else copies
+        if folder is None:
+            return copies
+        path = folder.finish().absolute()
         if self.folder:
-            served = self._each(served, lambda sender: sender.load_from_disk(str(self._copy)))
-        return served
+            self._each(lambda sender: sender.load_from_disk(str(path)))
+        return path
 
-    def _compare_checksums(self, served: list[Member]) -> list[Member]:
-        """Returns the members that live; WeightSyncError if one holds other weights than the first of the update."""
-        if not self.checksums:
-            return served
-        found: dict[str, list[dict[str, str]]] = {}
-        served = self._each(served, lambda sender: found.update({sender.url: sender.checksums()}))
-        for member in served:
-            mine = found[member.url]
-            self._checksums = self._checksums or mine
-            if mine != self._checksums:
-                ranks = zip(mine, self._checksums, strict=False)
-                names = sorted({name for rank, expected in ranks for name, _ in rank.items() ^ expected.items()})
-                raise WeightSyncError(
-                    f"{member.url} holds other weights than the first server after one update: {len(names)} checksums "
-                    f"differ, the first of {names[:1]}"
-                )
-        return served
-
-    def _connect(self, url: str) -> WeightSender:
-        release, warnings = check_server(server_info(url, self.api_key), self.tp)
-        for warning in warnings:
-            self.tell(f"warning: {warning}")
-        return WeightSender(url, release, tp=self.tp, api_key=self.api_key)
-
-    # The watching thread
-
-    def _watch(self) -> None:
-        while not self._ended.wait(self.settings.poll_s):
-            for member in self._members:
-                if member.process is None:
-                    self._bring_up_to_date(member)
-                elif self._needs_restart(member):
-                    self._restart(member)
-
-    def _needs_restart(self, member: Member) -> bool:
-        dead = member.needs_restart(self._updating.is_set(), self.settings.health_s, self.settings.hang_s)
-        return dead and member.restarts <= self.settings.max_restarts
-
-    def _restart(self, member: Member) -> None:
-        assert member.process is not None
-        member.restarts += 1
-        member.silent_since = None
-        if member.restarts > self.settings.max_restarts:
-            self.tell(f"{member.url} died {member.restarts} times and is given up")
-            return
-        self.tell(f"{member.url} is dead: starting it again (restart {member.restarts})")
-        started = time.monotonic()
-        with self._lock, self._telling_failure(member, "could not be started again"):
-            member.process.start()
-            member.process.wait_ready(self.settings.start_deadline_s, self._ended)
-            self._send_copy(member)
-            self.tell(f"{member.url} is back with weights {self._version} after {time.monotonic() - started:.1f} s")
-
-    def _bring_up_to_date(self, member: Member) -> None:
-        """Send somebody else's server the weights if it lacks them; asked less often than processes are looked at."""
-        if self._updating.is_set() or time.monotonic() - member.checked_at < 4 * self.settings.poll_s:
-            return
-        member.checked_at = time.monotonic()
-        with self._lock, self._telling_failure(member, "could not take weights"):
-            if member.needs_weights(self._version):
-                self.tell(f"{member.url} was started again: sending it weights {self._version}")
-                self._send_copy(member)
-                self.tell(f"{member.url} is back with weights {self._version}")
-
-    @contextmanager
-    def _telling_failure(self, member: Member, what: str) -> Iterator[None]:
-        try:
-            yield
-        except (ConfigError, RolloutError, WeightSyncError, OSError) as error:  # OSError: of a full disk
-            self.tell(f"{member.url} {what}: {error}")
-            if member.process is not None:
-                member.process.kill()
-
-    def _send_copy(self, member: Member) -> None:
-        """Connect anew, and send the weights of the last complete update."""
-        sender = self._connect(member.url)
-        if member.sender is not None:
-            member.sender.close()
-        member.sender = sender
-        if self._version is None:
-            return
-        sender.begin()
-        if isinstance(self._copy, Path):
-            sender.load_from_disk(str(self._copy))
-        else:
-            for bucket in self._copy:
-                sender.send(bucket)
-        sender.finish(self._version)
-        self._compare_checksums([member])
-        sender.resume()
-        member.missed = False
+    def _compare_checksums(self) -> Checksums | None:
+        """Returns the checksums of all servers, None unless wanted; WeightSyncError if those of one are others."""
+        found: dict[str, Checksums] = {}
+        if self.checksums:
+            self._each(lambda sender: found.update({sender.url: sender.checksums()}))
+        first = next((found[member.url] for member in self._taken), None) if found else None
+        for member in self._taken if first else ():
+            member.compare_checksums(found[member.url], first)
+        return first

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 
-from megarl.errors import RolloutError, WeightSyncError
+from megarl.errors import WeightSyncError
 from megarl.rollout.sglang.http import server_info
 from megarl.rollout.sglang.server import Server
+from megarl.rollout.sglang.versions import check_server
+from megarl.rollout.sglang.weights.buckets import Bucket
 from megarl.rollout.sglang.weights.process_group import GroupError
+from megarl.rollout.sglang.weights.proof import Checksums, Proof, differing
 from megarl.rollout.sglang.weights.sender import WeightSender
 
-FRESH = "default"
-"""SGLang's name for the weights of a server that has not been given any."""
 DEATH_WAIT_S = 10.0
 """A server whose scheduler was killed ends itself within seconds."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Update:
+    """A complete weight update, kept for servers that come back."""
+
+    version: int
+    copy: Sequence[Bucket] | Path
+    checksums: Checksums | None = None
+    """Of every server; None if they are not compared, or no server was there."""
 
 
 @dataclass(eq=False)
@@ -28,15 +41,49 @@ class Member:
     url: str
     process: Server | None
     """None: somebody else runs the server."""
+    tp: int
+    """Tensor-parallel size."""
     api_key: str | None
     tell: Callable[[str], None]
     sender: WeightSender | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held by who talks to the server about weights: an update, or the keeper."""
+    ready: bool = False
+    """Whether it answers, so that an update takes it along."""
+    holds: Update | None = None
+    """Whose weights it has; None while it has none, or only some."""
+    proof: Proof | None = None
+    away_since: float | None = None
     restarts: int = 0
     checked_at: float = -math.inf
     """When the server last passed a health check; somebody else's server: when it was last asked for its weights."""
     silent_since: float | None = None
-    missed: bool = False
-    """Whether the server was away during the last update."""
+    said: str = ""
+    """The last failure that was told."""
+
+    def leave(self) -> None:
+        """Note that the server is gone, or that its weights are."""
+        self.ready, self.holds = False, None
+        self.away_since = self.away_since or time.monotonic()
+
+    def compare_checksums(self, found: Checksums, expected: Checksums) -> None:
+        """Raises WeightSyncError unless they are those of the other servers."""
+        if names := differing(found, expected):
+            raise WeightSyncError(
+                f"{self.url} holds other weights than the first server after one update: {len(names)} checksums "
+                f"differ, the first of {names[:1]}"
+            )
+
+    def settle(self, update: Update, prompt: Sequence[int]) -> None:
+        """Note that the server has all weights of an update, and what it says of them."""
+        assert self.sender is not None
+        self.proof = Proof(self.sender, prompt, update.checksums)
+        self.holds = update
+        if self.away_since is not None:
+            self.tell(
+                f"{self.url} is back with weights {update.version} after {time.monotonic() - self.away_since:.1f} s"
+            )
+            self.away_since, self.said = None, ""
 
     def attempt(self, step: Callable[[WeightSender], None]) -> bool:
         """Runs one step of an update: True if it succeeded, False if the server is dead, else WeightSyncError."""
@@ -44,22 +91,27 @@ class Member:
         try:
             step(self.sender)
         except WeightSyncError as error:
-            hangs = isinstance(error, GroupError) or isinstance(error.__cause__, httpx.TimeoutException)
-            if self.process is not None and hangs:
-                self.tell(f"{self.url} is dead or hangs in a weight update: killed")
-                self.process.kill()
-                return False
-            # A dying server fails the request before its process is gone.
-            until = time.monotonic() + DEATH_WAIT_S
-            while self._is_alive():
-                if time.monotonic() > until:
-                    raise
-                time.sleep(0.1)
-            if self.process is None:
-                self.tell(f"{self.url} is gone in a weight update; it gets the weights when it is back")
-                self.missed = True
+            if isinstance(error, GroupError) or isinstance(error.__cause__, httpx.TimeoutException):
+                if self.process is not None:
+                    self.tell(f"{self.url} is dead or hangs in a weight update: killed")
+                    self.process.kill()
+                else:
+                    self.tell(f"{self.url} hangs in a weight update ({error}); it gets the weights when it answers")
+            else:
+                self._await_death(error)
+            self.leave()
             return False
         return True
+
+    def _await_death(self, error: WeightSyncError) -> None:
+        """A dying server fails the request before its process is gone; raises the error of one that lives."""
+        until = time.monotonic() + DEATH_WAIT_S
+        while self.process.alive if self.process is not None else self.find_version() is not None:
+            if time.monotonic() > until:
+                raise error
+            time.sleep(0.1)
+        if self.process is None:
+            self.tell(f"{self.url} is gone in a weight update; it gets the weights when it is back")
 
     def needs_restart(self, updating: bool, health_s: float, hang_s: float) -> bool:
         """Whether the process is dead; kills one that has failed its health checks for ``hang_s`` seconds.
@@ -83,24 +135,19 @@ class Member:
                 return True
         return False
 
-    def needs_weights(self, version: int | None) -> bool:
-        """Whether somebody else's server was started again, or missed the update to ``version``.
+    def connect(self) -> None:
+        """Make a new sender; RolloutError if nothing answers, ConfigError if megarl cannot use what answers."""
+        release, warnings = check_server(server_info(self.url, self.api_key), self.tp)
+        for warning in warnings:
+            self.tell(f"warning: {warning}")
+        if self.sender is not None:
+            self.sender.close()
+        self.sender = WeightSender(self.url, release, tp=self.tp, api_key=self.api_key)
 
-        Weights under any other name were sent by somebody else, and stay.
-        """
+    def find_version(self) -> str | None:
+        """Returns the server's name for its weights, empty if it does not say; None if nothing answers."""
         assert self.sender is not None
         try:
-            found = self.sender.weight_version()
-        except WeightSyncError:
-            return False  # still away
-        return version is not None and (found == FRESH or (self.missed and found != str(version)))
-
-    def _is_alive(self) -> bool:
-        """Whether the process runs; for somebody else's server, whether anything answers."""
-        if self.process is not None:
-            return self.process.alive
-        try:
-            server_info(self.url, self.api_key, timeout_s=5.0)
-        except RolloutError as error:
-            return not isinstance(error.__cause__, (httpx.ConnectError, httpx.ConnectTimeout))
-        return True
+            return self.sender.weight_version(timeout_s=5.0)
+        except WeightSyncError as error:
+            return None if isinstance(error.__cause__, (httpx.ConnectError, httpx.ConnectTimeout)) else ""

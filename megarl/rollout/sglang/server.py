@@ -44,6 +44,7 @@ class Server:
     def __init__(self, spec: ServerSpec) -> None:
         self.spec = spec
         self._process: subprocess.Popen[bytes] | None = None
+        self._changing = threading.RLock()  # one thread may stop what another one starts
         self._port = spec.port or free_port(spec.host)
         self._config_file: Path | None = None
         self._log_start = 0
@@ -77,6 +78,10 @@ class Server:
 
     def start(self) -> None:
         """Starts the process and returns at once; RolloutError if it runs already or has no interpreter."""
+        with self._changing:
+            self._start()
+
+    def _start(self) -> None:
         if self.alive:
             raise RolloutError(f"the SGLang server at {self.url} already runs: stop it first")
         self.kill()  # processes that a dead server has left
@@ -141,6 +146,10 @@ class Server:
 
         Does nothing if it is stopped; ``start`` may follow. RolloutError if processes are left after that.
         """
+        with self._changing:
+            self._stop(grace_s)
+
+    def _stop(self, grace_s: float) -> None:
         if self._process is None:
             return
         if grace_s:

@@ -6,16 +6,22 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config import Config
 from megarl.data.prompts import Prompt, load_prompts
-from megarl.rollout.engine import SamplingParams
+from megarl.errors import RolloutError
+from megarl.megatron import distributed
+from megarl.rollout.engine import Engine, SamplingParams
 from megarl.rollout.player import Sample
 from megarl.run.progress import Advance
 
+MOST_DRAWS = 3
+"""Draws of the same samples until nobody changes the engine's weights meanwhile."""
 TRAIN, EVALUATE, PRESAMPLE, KEEP = 0, 1, 2, 3
 """Purposes of a seed. They differ so that evaluation, for example, never repeats the noise of training."""
 
@@ -54,6 +60,24 @@ def load_run_prompts(
         max_prompt_tokens=data.max_prompt_tokens,
         split=split,
         limit=limit,
+    )
+
+
+def sample_together(
+    engine: Engine, sample: Callable[[int], dict[tuple[int, int], Sample]]
+) -> dict[tuple[int, int], Sample]:
+    """Return the samples of ``sample(number of earlier draws)`` on this rank; a collective call.
+
+    Samples of weights that somebody else has changed meanwhile are dropped, and drawn again.
+    """
+    for redraws in range(MOST_DRAWS):
+        samples = distributed.run_together("sampling", partial(sample, redraws))
+        changed = distributed.run_together("the proof of the engine's weights", engine.prove_weights)
+        if not distributed.largest(int(changed), dist.group.WORLD):
+            return samples
+    raise RolloutError(
+        f"somebody else has changed the weights of a server in each of {MOST_DRAWS} draws of the same responses: the "
+        "lines above name the server; give it an API key that only this run knows (sglang.api_key_env)"
     )
 
 

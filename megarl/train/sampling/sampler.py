@@ -96,6 +96,8 @@ class Sampler:
         self._params = requests.train_params(config, self._stop_tokens)
         self._position = 0
         """The next prompt in the run's order, with refill. Without refill it follows from the step."""
+        self._redraws = 0
+        """Draws since the last step that were repeated because somebody else had changed the engine's weights."""
         self._ahead: _AssignedStep | None = None
         self._while_waiting = while_waiting
         self._allocator: Allocator | None = None
@@ -145,7 +147,7 @@ class Sampler:
         """Sample, judge and distribute the responses of a global step; a collective call."""
         assigned, self._ahead = self._ahead or self._assign(step), None
         assert assigned.step == step, f"step {assigned.step} was begun, step {step} is asked for"
-        samples = self._raise_on_all_ranks(lambda: self._draw_step(assigned, on_finish))
+        samples = self._draw(lambda: self._make_step_draw(assigned), self._params, on_finish, assigned.background)
         table = SampleTable.gather(samples)
         first_error = next(filter(None, (s.reward_error or s.episode_error for s in samples.values())), None)
         selection = self._select(assigned, table, first_error)
@@ -184,9 +186,9 @@ class Sampler:
         per_prompt = self.config.eval.samples
         total = len(self.heldout) * per_prompt
         mine = [divmod(s, per_prompt) for s in range(dist.get_rank(), total, dist.get_world_size())]
-        draw = self._make_draw(FixedSamples(mine), self.heldout, requests.EVALUATE, 0)
         params = requests.eval_params(self.config, self._stop_tokens)
-        table = SampleTable.gather(self._raise_on_all_ranks(lambda: self._converse(draw, params, on_finish)))
+        make_draw = partial(self._make_draw, FixedSamples(mine), self.heldout, requests.EVALUATE, 0)
+        table = SampleTable.gather(self._draw(make_draw, params, on_finish))
         judged = table.column("reward")[table.is_judged]
         if not len(judged):
             raise RolloutError(f"evaluation at step {step}: no response has a reward")
@@ -219,18 +221,13 @@ class Sampler:
 
     def _presample(self, step: int, keys: Sequence[Key]) -> dict[Key, Sample]:
         """Draw given samples of a step's prompts, with seeds of their own."""
-        draw = self._make_draw(FixedSamples(keys), self._step_prompts(step), requests.PRESAMPLE, step)
-        return self._raise_on_all_ranks(lambda: self._converse(draw, self._params, self._while_waiting))
+        make_draw = partial(self._make_draw, FixedSamples(keys), self._step_prompts(step), requests.PRESAMPLE, step)
+        return self._draw(make_draw, self._params, self._while_waiting)
 
     def _step_prompts(self, step: int) -> list[Prompt]:
         """The prompts of a step without refill."""
         number = self.config.rollout.prompts_per_step
         return [self.prompts[i] for i in self.order.take(step * number, number)]
-
-    def _draw_step(self, assigned: _AssignedStep, on_finish: Advance | None) -> dict[Key, Sample]:
-        if assigned.background is not None:
-            return assigned.background.result(on_finish)
-        return self._converse(self._make_step_draw(assigned), self._params, on_finish)
 
     def _make_step_draw(self, assigned: _AssignedStep) -> Draw:
         most = self.config.prompts_per_step_at_most
@@ -248,18 +245,24 @@ class Sampler:
         self.engine.converse(draw.begin, params, on_finish)
         return draw.samples
 
-    def _raise_on_all_ranks(self, sample: Callable[[], dict[Key, Sample]]) -> dict[Key, Sample]:
-        """Return this rank's samples. An error on one rank is raised on all, so that none waits for the others."""
-        failure: MegarlError | None = None
-        samples: dict[Key, Sample] = {}
-        try:
-            samples = sample()
+    def _draw(
+        self,
+        make_draw: Callable[[], Draw],
+        params: SamplingParams,
+        on_finish: Advance | None,
+        background: requests.BackgroundSampling | None = None,
+    ) -> dict[Key, Sample]:
+        """Return this rank's samples, those of ``background`` if they were begun there; a collective call."""
+
+        def sample(redraws: int) -> dict[Key, Sample]:
+            self._redraws += redraws > 0
+            begun = None if redraws else background
+            samples = begun.result(on_finish) if begun else self._converse(make_draw(), params, on_finish)
             if self.config.train.mixed_versions == "refuse":
                 refuse_mixed_versions([s.rollout for s in samples.values() if s.rollout is not None])
-        except MegarlError as error:
-            failure = error
-        distributed.fail_together(failure, "sampling")
-        return samples
+            return samples
+
+        return requests.sample_together(self.engine, sample)
 
     def _select(self, assigned: _AssignedStep, table: SampleTable, first_error: str | None) -> Selection:
         """Return the samples that train; RolloutError if there are none."""
@@ -292,4 +295,6 @@ class Sampler:
         }
         if distributed.dp_rank() == 0:  # these are sums, and equal on all ranks: count them once
             found |= selection.metrics | {"sampling/tokens": Stat.total(float(table.column("tokens").sum()))}
+            found["sampling/redraws"] = Stat.total(float(self._redraws))
+        self._redraws = 0
         return found

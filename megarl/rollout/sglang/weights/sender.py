@@ -11,9 +11,11 @@ with the routes of another. A server that refuses any step stays paused, because
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
+import numpy as np
 
 from megarl.errors import WeightSyncError
 from megarl.rollout.sglang.http import MODEL_INFO, authorization
@@ -23,6 +25,8 @@ from megarl.rollout.sglang.weights.process_group import BroadcastGroup, in_threa
 
 BEGIN_TIMEOUT_S = 60.0
 """Timeout of a pause: finds a server that hangs before anything is sent to it."""
+PROBE_TIMEOUT_S = 60.0
+"""Timeout of a question after the log-probabilities of a short prompt."""
 GROUP_TIMEOUT_S = 60.0
 """Timeout of joining a process group, and of one broadcast."""
 
@@ -118,11 +122,15 @@ class WeightSender:
         if flushed.status_code != 200:
             told = f"{self.url} refuses to flush its cache, HTTP {flushed.status_code}: {flushed.text[:300]}"
             raise WeightSyncError(f"{told}; it would serve keys, values and routes of old weights and stays paused")
-        self._post("update_weight_version", {"new_version": str(version), "abort_all_requests": True})
+        self.name(str(version))
         found = self.weight_version()
         if found != str(version):
             raise WeightSyncError(f"{self.url} says its weights are version {found!r} after an update to {version}")
         self._named = found
+
+    def name(self, version: str) -> None:
+        """Have the server call its weights this version."""
+        self._post("update_weight_version", {"new_version": version, "abort_all_requests": True})
 
     def resume(self) -> None:
         """Let requests in again."""
@@ -146,10 +154,21 @@ class WeightSender:
             raise WeightSyncError(f"{told}; take a later release, or set sglang.checksums = false")
         return [dict(rank["checksums"]) for rank in ranks]
 
-    def weight_version(self) -> str:
+    def score(self, prompt: Sequence[int]) -> np.ndarray:
+        """Returns the log-probabilities of the prompt's tokens behind the first one, float64; 0 for one that is NaN."""
+        sampling = {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True}
+        # From position 0 on, so that nothing comes from the prefix cache.
+        asked = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        answer = self._ask("POST", "generate", asked, PROBE_TIMEOUT_S)
+        if answer.status_code != 200:
+            raise WeightSyncError(f"{self.url} scores no prompt, HTTP {answer.status_code}: {answer.text[:300]}")
+        entries = answer.json()["meta_info"]["input_token_logprobs"][1:]
+        return np.nan_to_num(np.array([entry[0] for entry in entries], dtype=np.float64))
+
+    def weight_version(self, timeout_s: float | None = None) -> str:
         """Returns the server's name for the version of its weights."""
         for path in MODEL_INFO:
-            answer = self._ask("GET", path)
+            answer = self._ask("GET", path, timeout_s=timeout_s)
             if answer.status_code == 200:
                 return str(answer.json().get("weight_version"))
         raise WeightSyncError(f"{self.url} does not say the version of its weights, HTTP {answer.status_code}")

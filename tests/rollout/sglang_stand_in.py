@@ -1,0 +1,114 @@
+"""A process that answers as an SGLang server does, starts in a moment, and tells what has happened to it.
+
+Run as ``python sglang_stand_in.py PORT FOLDER [KEY]``. Its weights are one number, the second element of every tensor
+that it is sent (``weights_of``). FOLDER/control.json says how it misbehaves; FOLDER/events.jsonl is what it was asked.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import struct
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+MAGIC = 12345.0
+FOUND = re.compile(re.escape(struct.pack("<f", MAGIC)) + b"(.{4})", re.DOTALL)
+
+
+class StandIn:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.version = "default"
+        self.weights: set[float] = {0.0}
+        """The numbers that its tensors hold: several in the middle of an update."""
+        self.fresh_update = True
+        self.running = threading.Event()
+        self.running.set()
+        self.tell("started")
+
+    def control(self) -> dict[str, Any]:
+        try:
+            return json.loads((self.folder / "control.json").read_text())
+        except (FileNotFoundError, ValueError):
+            return {}
+
+    def tell(self, event: str, **more: Any) -> None:
+        with (self.folder / "events.jsonl").open("a") as file:
+            file.write(json.dumps({"event": event, "at": time.time(), "pid": os.getpid(), **more}) + "\n")
+
+    def take(self, raw: bytes) -> None:
+        found = {struct.unpack("<f", match)[0] for match in FOUND.findall(raw)}
+        self.weights = found if self.fresh_update else self.weights | found
+        self.fresh_update = False
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        control = self.control()
+        self.tell(path, version=self.version, weights=sorted(self.weights))
+        if control.get("die_at") == path:
+            (self.folder / "control.json").unlink()
+            os._exit(9)
+        time.sleep(control.get(path, 0.0))
+        if path == "server_info":
+            return 200, {"version": "0.5.23", "tp_size": 1}
+        if path == "model_info":
+            return 200, {"weight_version": self.version}
+        if path == "pause_generation":
+            self.running.clear()
+            self.fresh_update = True
+        elif path == "continue_generation":
+            self.running.set()
+        elif path == "update_weight_version":
+            self.version = body["new_version"]
+        elif path == "update_weights_from_tensor":
+            self.take(base64.b64decode(body["serialized_named_tensors"][0]))
+        elif path == "update_weights_from_disk":
+            for file in sorted(Path(body["model_path"]).glob("*.safetensors")):
+                self.take(file.read_bytes())
+        elif path == "weights_checker":
+            return 200, {"ranks": [{"checksums": {"w": str(sorted(self.weights))}}]}
+        elif path in ("generate", "health"):
+            self.running.wait()
+            noise = control.get("noise", 0.0) * (time.time() % 1.0)
+            scores = [[None, 0, None], *([-1.0 - sum(self.weights) - noise, token, None] for token in range(31))]
+            return 200, {"meta_info": {"input_token_logprobs": scores}, "is": [self.version, sorted(self.weights)]}
+        return 200, {"success": True}
+
+
+def serve(port: int, folder: Path, key: str | None) -> None:
+    stand_in = StandIn(folder)
+    if stand_in.control().get("die_at") == "start":
+        sys.exit(3)
+    time.sleep(stand_in.control().get("start", 0.0))
+    stand_in.tell("serving")
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.do_POST()
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            status, content = 401, {"message": "no key"}
+            if key is None or self.headers.get("authorization") == f"Bearer {key}" or self.path == "/health":
+                status, content = stand_in.answer(self.path.strip("/"), json.loads(body or b"{}"))
+            found = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(found)))
+            self.end_headers()
+            self.wfile.write(found)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else None)

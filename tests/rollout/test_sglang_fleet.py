@@ -1,0 +1,446 @@
+"""A fleet whose servers die and come back at every moment of its life; the servers are stand-ins that start fast."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+import torch
+from sglang_faulty import kill_9
+from sglang_stand_in import MAGIC
+
+from megarl.core.types import SampleRequest
+from megarl.data.tiny import write_tiny_model
+from megarl.errors import ConfigError, RolloutError, WeightSyncError
+from megarl.rollout.engine import sample_each
+from megarl.rollout.sglang import fleet as sglang_fleet
+from megarl.rollout.sglang import server as sglang_server
+from megarl.rollout.sglang.client import ClientSettings, SGLangClient
+from megarl.rollout.sglang.fleet import Fleet, FleetSettings
+from megarl.rollout.sglang.member import Member
+from megarl.rollout.sglang.server import Server
+from megarl.rollout.sglang.spec import ServerSpec, free_port
+from megarl.rollout.weights import WeightForm, checkpoint_shapes
+
+STAND_IN = Path(__file__).with_name("sglang_stand_in.py")
+FORM = WeightForm(torch.float32)
+PATIENCE = FleetSettings(60.0, poll_s=0.02, health_s=1000.0)
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("fleet") / "model", num_layers=1, num_experts=2)
+
+
+def weights(model: Path, value: float) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of a version: every tensor begins with the two numbers that a stand-in looks for."""
+    for name, shape in checkpoint_shapes(model).items():
+        tensor = torch.zeros(shape)
+        tensor.view(-1)[:2] = torch.tensor([MAGIC, value])
+        yield name, tensor
+
+
+@dataclass
+class World:
+    """A fleet of stand-ins, each with a folder."""
+
+    model: Path
+    root: Path
+    told: list[str] = field(default_factory=list)
+    fleets: list[Fleet] = field(default_factory=list)
+
+    def folder(self, index: int) -> Path:
+        return self.root / str(index)
+
+    def control(self, index: int, **words: Any) -> None:
+        self.folder(index).mkdir(exist_ok=True)
+        part = self.folder(index) / "control.part"
+        part.write_text(json.dumps(words))
+        part.rename(self.folder(index) / "control.json")
+
+    def events(self, index: int, *names: str) -> list[dict[str, Any]]:
+        lines = (self.folder(index) / "events.jsonl").read_text().splitlines()
+        return [event for event in map(json.loads, lines) if not names or event["event"] in names]
+
+    def start(self, number: int = 2, urls: tuple[str, ...] = (), **fields: Any) -> Fleet:
+        fields = {"settings": PATIENCE, **fields}
+        for index in range(number):
+            self.control(index) if not self.folder(index).exists() else None
+        specs = [
+            ServerSpec(self.model, sys.executable, "float32", self.folder(index) / "log", api_key=fields.get("api_key"))
+            for index in range(number)
+        ]
+        fleet = Fleet(specs, urls, source=self.model, tell=self.told.append, **fields)
+        self.fleets.append(fleet)
+        fleet.start()
+        return fleet
+
+    def update(self, fleet: Fleet, version: int) -> float:
+        started = time.monotonic()
+        fleet.update(weights(self.model, version), version, FORM)
+        return time.monotonic() - started
+
+    def until(self, holds: Callable[[], object]) -> None:
+        end = time.monotonic() + WAIT_S
+        while not holds():
+            assert time.monotonic() < end, self.told
+            time.sleep(0.01)
+
+    def until_back(self, fleet: Fleet, version: int) -> None:
+        self.until(lambda: all(m.holds is not None and m.holds.version == version for m in fleet._members))
+        for member in fleet._members:
+            assert self.ask(member) == [str(version), [version]]
+
+    def ask(self, member: Member) -> list[Any]:
+        """Name and number of the weights that a server samples with."""
+        headers = {"authorization": f"Bearer {member.api_key}"}
+        return httpx.post(f"{member.url}/generate", json={}, headers=headers, timeout=WAIT_S).json()["is"]
+
+
+def process_of(member: Member) -> Server:
+    assert member.process is not None
+    return member.process
+
+
+@pytest.fixture
+def world(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    def command(spec: ServerSpec, _: Path | None) -> list[str]:
+        words = [str(spec.python), str(STAND_IN), str(spec.port), str(Path(spec.log_file).parent)]
+        return [*words, spec.api_key] if spec.api_key else words
+
+    monkeypatch.setattr(sglang_server, "command", command)
+    monkeypatch.setattr(sglang_fleet, "BUCKET_BYTES", 1 << 14)  # several buckets
+    made = World(model, tmp_path)
+    yield made
+    print("\n".join(made.told))
+    for fleet in made.fleets:
+        fleet.close()
+        assert not any(member.process.members() for member in fleet._members if member.process)
+
+
+def test_an_update_does_not_wait_for_a_server_that_is_down(world: World):
+    fleet = world.start()
+    world.update(fleet, 1)
+    world.control(1, start=1000.0)
+    kill_9(process_of(fleet._members[1]))
+    for version in (2, 3, 4):  # 1000 s to the start, and 60 s of patience
+        world.update(fleet, version)
+        assert world.ask(fleet._members[0]) == [str(version), [version]]
+    assert not fleet._members[1].ready
+    world.control(1)
+    kill_9(process_of(fleet._members[1]))  # the start that hangs
+    world.until_back(fleet, 4)
+    assert any("could not be started again" in line for line in world.told)
+    assert f"{fleet._members[1].url} is back with weights 4" in world.told[-1]
+
+
+def test_two_servers_come_back_at_the_same_time(world: World):
+    fleet = world.start(3)
+    world.update(fleet, 1)
+    for index in (0, 1):
+        world.control(index, start=0.5)
+        kill_9(process_of(fleet._members[index]))
+    world.until_back(fleet, 1)
+    began, served = ([world.events(index, name)[-1]["at"] for index in (0, 1)] for name in ("started", "serving"))
+    assert max(began) < min(served)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "pause_generation",
+        "begin_weight_update",
+        "update_weights_from_tensor",
+        "end_weight_update",
+        "flush_cache",
+        "update_weight_version",
+        "model_info",
+        "weights_checker",
+        "continue_generation",
+        "generate",
+    ],
+)
+def test_a_server_may_die_in_every_step_of_an_update(world: World, path: str):
+    fleet = world.start(checksums=True)
+    world.update(fleet, 1)
+    world.control(1, die_at=path)
+    world.update(fleet, 2)
+    assert world.ask(fleet._members[0]) == ["2", [2.0]]
+    world.until_back(fleet, 2)
+    assert fleet._members[1].restarts == 1
+    world.update(fleet, 3)
+    assert [world.ask(member) for member in fleet._members] == [["3", [3.0]]] * 2
+
+
+@pytest.mark.parametrize(
+    "path", ["server_info", "pause_generation", "update_weights_from_tensor", "flush_cache", "generate"]
+)
+def test_a_server_may_die_again_while_it_comes_back(world: World, path: str):
+    fleet = world.start()
+    world.update(fleet, 1)
+    kill_9(process_of(fleet._members[1]))
+    world.control(1, die_at=path)
+    world.until_back(fleet, 1)
+    assert fleet._members[1].restarts == 2
+    assert not fleet.prove()
+
+
+def test_a_server_that_comes_back_in_the_middle_of_an_update_gets_the_new_weights_after_it(world: World):
+    fleet = world.start()
+    world.update(fleet, 1)
+    world.control(1, start=0.3)
+    kill_9(process_of(fleet._members[1]))
+
+    def slow() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, item in enumerate(weights(world.model, 2)):
+            if number == 5:
+                world.until(lambda: fleet._members[1].ready)
+                time.sleep(0.1)  # looks of its keeper
+            yield item
+
+    fleet.update(slow(), 2, FORM)
+    world.until_back(fleet, 2)
+    pid = world.events(1)[-1]["pid"]
+    loaded = [event for event in world.events(1, "flush_cache") if event["pid"] == pid]
+    assert [event["weights"] for event in loaded] == [[2.0]]  # never those of the update before
+
+
+@pytest.mark.parametrize("way", ["memory", "disk"])
+def test_an_update_in_the_middle_of_the_delivery_of_a_copy(world: World, tmp_path: Path, way: str):
+    """From memory the delivery ends with its bucket and the update takes the server along; from a folder it is late."""
+    fleet = world.start(spare=tmp_path / "spare" if way == "disk" else None)
+    world.update(fleet, 1)
+    path = "update_weights_from_tensor" if way == "memory" else "update_weights_from_disk"
+    world.control(1, **{path: 0.4})
+    kill_9(process_of(fleet._members[1]))
+    before = len(world.events(1))
+    world.until(lambda: any(event["event"] == path for event in world.events(1)[before:]))
+    world.control(1)
+    world.update(fleet, 2)
+    if way == "memory":
+        assert world.ask(fleet._members[1]) == ["2", [2.0]]
+    world.until_back(fleet, 2)
+    assert fleet._members[1].restarts == 1
+    named = [event["version"] for event in world.events(1, "continue_generation") if event["version"] != "default"]
+    assert named[-1] == "2"
+    if way == "memory":
+        assert "1" not in named[1:]
+
+
+def test_copies_are_let_go_when_the_next_update_begins(world: World):
+    """Two in memory at a time would be too many."""
+    fleet = world.start()
+    world.update(fleet, 1)
+    assert fleet._state.last is not None
+    held = [weakref.ref(bucket) for bucket in fleet._state.last.copy]  # type: ignore[union-attr]
+    world.control(1, update_weights_from_tensor=0.2)
+    kill_9(process_of(fleet._members[1]))
+    before = len(world.events(1))
+    world.until(lambda: any(e["event"] == "update_weights_from_tensor" for e in world.events(1)[before:]))
+    alive: list[int] = []
+
+    def observed() -> Iterator[tuple[str, torch.Tensor]]:
+        gc.collect()
+        alive.append(sum(ref() is not None for ref in held))
+        yield from weights(world.model, 2)
+
+    fleet.update(observed(), 2, FORM)
+    assert len(held) > 3
+    assert alive == [0]
+
+
+def test_close_leaves_no_process_whatever_its_keepers_are_doing(world: World):
+    for slow, seen in (("start", "started"), ("update_weights_from_tensor",) * 2, ("server_info",) * 2):
+        fleet = world.start()
+        world.update(fleet, 1)
+        servers = [process_of(member) for member in fleet._members]
+        before = len(world.events(1))
+        world.control(1, **{slow: 1000.0})
+        kill_9(servers[1])
+        world.until(lambda at=before, seen=seen: any(e["event"] == seen for e in world.events(1)[at:]))
+        fleet.close()
+        assert not any(server.members() for server in servers)
+        assert not any(keeper.is_alive() for keeper in fleet._keepers)
+        world.control(1)
+
+
+def test_nothing_starts_while_the_servers_rest(world: World):
+    """The trainer has the memory: a server that is starting is ended, and comes back with the next update."""
+    fleet = world.start()
+    world.update(fleet, 1)
+    world.control(1, start=1000.0)
+    kill_9(process_of(fleet._members[1]))
+    began = len(world.events(1, "started"))
+    world.until(lambda: len(world.events(1, "started")) > began)
+    fleet.rest()
+    assert not process_of(fleet._members[1]).members()
+    kill_9(process_of(fleet._members[0]))  # and one that dies while it rests
+    world.control(1)
+    time.sleep(0.3)
+    assert not any(process_of(member).alive for member in fleet._members)
+    world.update(fleet, 2)
+    world.until_back(fleet, 2)
+    fleet.rest()
+    assert world.events(0, "release_memory_occupation")
+    world.update(fleet, 3)
+    assert [world.ask(member) for member in fleet._members] == [["3", [3.0]]] * 2
+
+
+def test_a_server_that_always_dies_is_given_up_and_the_others_go_on(world: World):
+    fleet = world.start(settings=FleetSettings(60.0, max_restarts=2, poll_s=0.02, health_s=1000.0))
+    world.update(fleet, 1)
+    (world.folder(1) / "events.jsonl").unlink()
+    (world.folder(1) / "events.jsonl").mkdir()  # the stand-in cannot write there: it ends at once
+    process_of(fleet._members[1]).kill()
+    world.until(lambda: any("died 3 times and is given up" in line for line in world.told))
+    world.update(fleet, 2)
+    assert world.ask(fleet._members[0]) == ["2", [2.0]]
+    assert not fleet.prove()
+
+
+class TestStart:
+    def test_a_server_that_dies_at_the_start_joins_later(self, world: World):
+        world.control(1, die_at="server_info")
+        fleet = world.start()
+        assert "the run begins without" in world.told[0]
+        world.update(fleet, 1)
+        world.until_back(fleet, 1)
+
+    def test_none_that_starts_is_an_error_with_the_cause(self, world: World):
+        for index in (0, 1):
+            world.control(index, die_at="start")
+        with pytest.raises(RolloutError, match="ended with exit code 3 before it was ready"):
+            world.start()
+
+    def test_with_servers_on_other_nodes_it_waits_for_those_of_this_one(self, world: World):
+        fleet = Fleet([], ["http://127.0.0.1:9"], source=world.model, tell=world.told.append)
+        world.fleets.append(fleet)
+        assert fleet.start(alone=False) == ["http://127.0.0.1:9"]
+        assert isinstance(fleet.failure, RolloutError)
+        world.update(fleet, 1)
+
+    def test_what_megarl_cannot_use_is_bad_input(self, world: World):
+        with pytest.raises(ConfigError, match="--tp-size 1, expected 2"):
+            world.start(tp=2)
+
+
+def test_a_server_of_somebody_else_with_a_key_is_awaited_and_brought_up_to_date(world: World):
+    port = free_port("127.0.0.1")
+    url = f"http://127.0.0.1:{port}"
+    world.control(7)
+    words = [sys.executable, str(STAND_IN), str(port), str(world.folder(7)), "k"]
+    fleet = world.start(1, (url,), api_key="k")  # it is not there yet
+    assert url in world.told[0]
+    world.update(fleet, 1)
+    process = subprocess.Popen(words)
+    try:
+        world.until_back(fleet, 1)
+        process.kill()
+        process.wait()
+        world.update(fleet, 2)
+        assert fleet._members[0].url == url
+        assert not fleet._members[0].ready
+        process = subprocess.Popen(words)
+        world.until_back(fleet, 2)
+        assert httpx.post(f"{url}/generate", json={}).status_code == 401
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("way", ["probe", "checksums"])
+def test_weights_that_somebody_else_changes_are_found_named_and_sent_again(world: World, way: str):
+    fleet = world.start(checksums=way == "checksums")
+    world.update(fleet, 1)
+    assert not fleet.prove()
+    url = fleet._members[1].url
+    for path, body in (
+        ("pause_generation", {}),
+        ("update_weights_from_tensor", None),
+        ("continue_generation", {}),
+    ):
+        bucket = sglang_fleet.Bucket(weights(world.model, 1.5))
+        httpx.post(f"{url}/{path}", json={"serialized_named_tensors": [bucket.payload]} if body is None else body)
+    assert world.ask(fleet._members[1]) == ["1", [1.5]]  # the version says nothing of it
+    assert fleet.prove()
+    found = [line for line in world.told if "does not compute with the weights that it was sent" in line]
+    assert len(found) == 1
+    assert found[0].startswith(f"{url} ")
+    assert "are others by 0.5 on average" in found[0] if way == "probe" else "1 checksums" in found[0]
+    assert [world.ask(member) for member in fleet._members] == [["1", [1.0]]] * 2
+    assert not fleet.prove()
+
+
+def test_noise_of_a_server_is_no_change_of_its_weights(world: World):
+    world.control(0, noise=0.2)
+    world.control(1, noise=0.2)
+    fleet = world.start()
+    for version in (1, 2, 3):
+        world.update(fleet, version)
+        assert not fleet.prove()
+
+
+def test_a_refusal_ends_the_update_and_the_next_one_is_complete(world: World):
+    fleet = world.start()
+    world.update(fleet, 1)
+    with pytest.raises(WeightSyncError, match="tensors are missing"):
+        fleet.update([], 2, FORM)
+    kill_9(process_of(fleet._members[1]))
+    world.until(lambda: fleet._members[1].ready is False)
+    assert fleet._state.last is None
+    world.update(fleet, 3)
+    world.until_back(fleet, 3)
+
+
+def test_no_request_meets_other_weights_than_those_it_asks_for(world: World):
+    """Servers die at random moments, of updates and of revivals too; every answer is of the version of its session."""
+    fleet, seed = world.start(3), int(time.time())
+    print(f"seed {seed}")
+    rng, ended = random.Random(seed), threading.Event()
+
+    def kill() -> None:
+        while not ended.wait(rng.uniform(0.0, 0.3)):
+            member = rng.choice(fleet._members)
+            with suppress(AssertionError, psutil.NoSuchProcess):  # dead already
+                kill_9(process_of(member))
+
+    settings = ClientSettings(concurrency=2, losses=1000, recovery_s=WAIT_S)
+    client = SGLangClient([member.url for member in fleet._members], settings)
+    requests = [SampleRequest(np.array([1, 2], np.int32), group, 0, 0) for group in range(30)]
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        for version in range(1, 15):
+            world.update(fleet, version)
+
+            answers: list[Any] = []
+
+            def decode(request: SampleRequest, answer: Any, answers: list[Any] = answers) -> Any:
+                answers.append(answer["is"])
+                return request
+
+            ask = partial(client.converse, body=lambda request: {}, decode=decode, version=str(version))
+            assert len(sample_each(ask, requests)) == len(requests)
+            assert answers == [[str(version), [version]]] * len(requests)
+    finally:
+        ended.set()
+        killer.join()
+    assert sum(member.restarts for member in fleet._members) > 3
+    world.until_back(fleet, 14)
