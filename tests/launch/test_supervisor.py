@@ -261,9 +261,8 @@ def test_the_trainer_begins_with_the_servers_that_answer(
     tmp_path: Path, lines: tuple[str, ...], first: bool, outcome: bool | str | type
 ) -> None:
     made = launched(tmp_path, "true")
-    made.config = made.config.model_copy(
-        update={"sglang": made.config.sglang.model_copy(update={"start_deadline_s": 2.0})}
-    )
+    sglang = made.config.sglang.model_copy(update={"start_deadline_s": 1.0 if lines[1:] == (LATE,) else 100.0})
+    made.config = made.config.model_copy(update={"sglang": sglang})
     made.logs = tmp_path / "run" / "logs"
     made.logs.mkdir(parents=True)
     made.launch_file = tmp_path / "run" / "launch.json"

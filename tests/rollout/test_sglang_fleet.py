@@ -12,8 +12,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +49,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("fleet") / "model", num_layers=1, num_experts=2)
 
 
+shapes_of = cache(checkpoint_shapes)
+
+
 def weights(model: Path, value: float) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of a version: every tensor begins with the two numbers that a stand-in looks for."""
-    for name, shape in checkpoint_shapes(model).items():
+    for name, shape in shapes_of(model).items():
         tensor = torch.zeros(shape)
         tensor.view(-1)[:2] = torch.tensor([MAGIC, value])
         yield name, tensor
@@ -103,6 +106,14 @@ class World:
             assert time.monotonic() < end, self.told
             time.sleep(0.01)
 
+    def kill(self, fleet: Fleet, *indices: int) -> None:
+        """Kill these servers, and wait until their keepers have seen it."""
+        members = [fleet._members[index] for index in indices]
+        before = [member.restarts for member in members]
+        for member in members:
+            kill_9(process_of(member))
+        self.until(lambda: all(m.restarts > number for m, number in zip(members, before, strict=True)))
+
     def until_back(self, fleet: Fleet, version: int) -> None:
         self.until(lambda: all(m.holds is not None and m.holds.version == version for m in fleet._members))
         for member in fleet._members:
@@ -126,6 +137,7 @@ def world(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
         return [*words, spec.api_key] if spec.api_key else words
 
     monkeypatch.setattr(sglang_server, "command", command)
+    monkeypatch.setattr(sglang_fleet, "checkpoint_shapes", shapes_of)  # read once
     monkeypatch.setattr(sglang_fleet, "BUCKET_BYTES", 1 << 14)  # several buckets
     made = World(model, tmp_path)
     yield made
@@ -145,7 +157,7 @@ def test_an_update_does_not_wait_for_a_server_that_is_down(world: World):
         assert world.ask(fleet._members[0]) == [str(version), [version]]
     assert not fleet._members[1].ready
     world.control(1)
-    kill_9(process_of(fleet._members[1]))  # the start that hangs
+    world.kill(fleet, 1)  # the start that hangs
     world.until_back(fleet, 4)
     assert any("could not be started again" in line for line in world.told)
     assert f"{fleet._members[1].url} is back with weights 4" in world.told[-1]
@@ -155,8 +167,8 @@ def test_two_servers_come_back_at_the_same_time(world: World):
     fleet = world.start(3)
     world.update(fleet, 1)
     for index in (0, 1):
-        world.control(index, start=0.5)
-        kill_9(process_of(fleet._members[index]))
+        world.control(index, start=1.0)
+    world.kill(fleet, 0, 1)
     world.until_back(fleet, 1)
     began, served = ([world.events(index, name)[-1]["at"] for index in (0, 1)] for name in ("started", "serving"))
     assert max(began) < min(served)
@@ -195,8 +207,8 @@ def test_a_server_may_die_in_every_step_of_an_update(world: World, path: str):
 def test_a_server_may_die_again_while_it_comes_back(world: World, path: str):
     fleet = world.start()
     world.update(fleet, 1)
-    kill_9(process_of(fleet._members[1]))
     world.control(1, die_at=path)
+    world.kill(fleet, 1)
     world.until_back(fleet, 1)
     assert fleet._members[1].restarts == 2
     assert not fleet.prove()
@@ -206,7 +218,7 @@ def test_a_server_that_comes_back_in_the_middle_of_an_update_gets_the_new_weight
     fleet = world.start()
     world.update(fleet, 1)
     world.control(1, start=0.3)
-    kill_9(process_of(fleet._members[1]))
+    world.kill(fleet, 1)
 
     def slow() -> Iterator[tuple[str, torch.Tensor]]:
         for number, item in enumerate(weights(world.model, 2)):
@@ -229,8 +241,8 @@ def test_an_update_in_the_middle_of_the_delivery_of_a_copy(world: World, tmp_pat
     world.update(fleet, 1)
     path = "update_weights_from_tensor" if way == "memory" else "update_weights_from_disk"
     world.control(1, **{path: 0.4})
-    kill_9(process_of(fleet._members[1]))
     before = len(world.events(1))
+    world.kill(fleet, 1)
     world.until(lambda: any(event["event"] == path for event in world.events(1)[before:]))
     world.control(1)
     world.update(fleet, 2)
@@ -251,8 +263,8 @@ def test_copies_are_let_go_when_the_next_update_begins(world: World):
     assert fleet._state.last is not None
     held = [weakref.ref(bucket) for bucket in fleet._state.last.copy]  # type: ignore[union-attr]
     world.control(1, update_weights_from_tensor=0.2)
-    kill_9(process_of(fleet._members[1]))
     before = len(world.events(1))
+    world.kill(fleet, 1)
     world.until(lambda: any(e["event"] == "update_weights_from_tensor" for e in world.events(1)[before:]))
     alive: list[int] = []
 
@@ -411,36 +423,33 @@ def test_a_refusal_ends_the_update_and_the_next_one_is_complete(world: World):
 
 def test_no_request_meets_other_weights_than_those_it_asks_for(world: World):
     """Servers die at random moments, of updates and of revivals too; every answer is of the version of its session."""
-    fleet, seed = world.start(3), int(time.time())
+    fleet, seed = world.start(3, settings=replace(PATIENCE, max_restarts=1000)), int(time.time())
     print(f"seed {seed}")
-    rng, ended = random.Random(seed), threading.Event()
+    rng = random.Random(seed)
 
     def kill() -> None:
-        while not ended.wait(rng.uniform(0.0, 0.3)):
-            member = rng.choice(fleet._members)
+        for _ in range(12):
+            time.sleep(rng.uniform(0.0, 0.4))
             with suppress(AssertionError, psutil.NoSuchProcess):  # dead already
-                kill_9(process_of(member))
+                kill_9(process_of(rng.choice(fleet._members)))
 
     settings = ClientSettings(concurrency=2, losses=1000, recovery_s=WAIT_S)
     client = SGLangClient([member.url for member in fleet._members], settings)
     requests = [SampleRequest(np.array([1, 2], np.int32), group, 0, 0) for group in range(30)]
-    killer = threading.Thread(target=kill)
+    killer, version = threading.Thread(target=kill), 0
     killer.start()
-    try:
-        for version in range(1, 15):
-            world.update(fleet, version)
+    while killer.is_alive() or version < 3:
+        version += 1
+        world.update(fleet, version)
+        answers: list[Any] = []
 
-            answers: list[Any] = []
+        def decode(request: SampleRequest, answer: Any, answers: list[Any] = answers) -> Any:
+            answers.append(answer["is"])
+            return request
 
-            def decode(request: SampleRequest, answer: Any, answers: list[Any] = answers) -> Any:
-                answers.append(answer["is"])
-                return request
-
-            ask = partial(client.converse, body=lambda request: {}, decode=decode, version=str(version))
-            assert len(sample_each(ask, requests)) == len(requests)
-            assert answers == [[str(version), [version]]] * len(requests)
-    finally:
-        ended.set()
-        killer.join()
+        ask = partial(client.converse, body=lambda request: {}, decode=decode, version=str(version))
+        assert len(sample_each(ask, requests)) == len(requests)
+        assert answers == [[str(version), [version]]] * len(requests)
+    killer.join()
     assert sum(member.restarts for member in fleet._members) > 3
-    world.until_back(fleet, 14)
+    world.until_back(fleet, version)

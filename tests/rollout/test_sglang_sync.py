@@ -136,11 +136,11 @@ class TestAServerThatCannotStart:
         slow = tmp_path / "slow"
         slow.write_text("#!/bin/sh\nsleep 600\n")
         slow.chmod(0o755)
-        fleet, ended = Fleet([ServerSpec(tmp_path, slow, "float32", tmp_path / "log", api_key="k")]), threading.Event()
-        threading.Timer(1.0, ended.set).start()
+        fleet = Fleet([ServerSpec(tmp_path, slow, "float32", tmp_path / "log", api_key="k")])
+        threading.Timer(1.0, fleet.close).start()
         started = time.monotonic()
         with pytest.raises(RolloutError, match="is not needed any more"):
-            fleet.start(ended)
+            fleet.start()
         assert time.monotonic() - started < 30.0
         (member,) = fleet._members
         assert member.process is not None

@@ -350,8 +350,43 @@ class _Retracting:
     def close(self) -> None:
         self.engine.close()
 
+    def prove_weights(self) -> bool:
+        return self.engine.prove_weights()
+
     def converse(self, begin: Any, *arguments: Any) -> None:
         self.engine.converse(lambda session: begin(_RetractingSession(session)), *arguments)
+
+
+class _Foreign(_Retracting):
+    """The real engine, whose weights somebody else changes during the first draws."""
+
+    changes = 1
+
+    def prove_weights(self) -> bool:
+        self.changes -= 1
+        return self.changes >= 0
+
+    def converse(self, *arguments: Any) -> None:
+        self.engine.converse(*arguments)
+
+
+def test_samples_of_foreign_weights_are_dropped_counted_and_drawn_again(world: World) -> None:
+    with sampler(world) as made:
+        expected = made.sample_step(0)
+        made.engine = foreign = _Foreign(made.engine)
+        found = made.sample_step(0)
+        assert foreign.changes == -1
+        assert finalize(expected.metrics)["sampling/redraws"] == 0.0
+        assert finalize(found.metrics)["sampling/redraws"] == 1.0
+        for one, other in zip(expected.mini_batches[0], found.mini_batches[0], strict=True):
+            assert np.array_equal(one.tokens, other.tokens)
+        foreign.changes = 1
+        made.begin_step(1)  # sampled ahead: the second draw is in the foreground
+        assert finalize(made.sample_step(1).metrics)["sampling/redraws"] == 1.0
+        assert finalize(made.sample_step(2).metrics)["sampling/redraws"] == 0.0
+        foreign.changes = 3
+        with pytest.raises(RolloutError, match="in each of 3 draws of the same responses"):
+            made.evaluate(3)
 
 
 class _RetractingSession:

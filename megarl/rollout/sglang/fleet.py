@@ -11,7 +11,6 @@ A server that is away keeps no other one waiting: an update takes along those th
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -78,27 +77,24 @@ class Fleet:
         self.failure: Exception | None = None
         """Why no server answered at the start."""
 
-    def start(self, ended: threading.Event | None = None, *, alone: bool = True) -> list[str]:
+    def start(self, *, alone: bool = True) -> list[str]:
         """Start the servers, wait until each one answers or has failed, and return all URLs; keepers await the failed.
 
-        ConfigError if megarl cannot use one; RolloutError if another thread sets ``ended``, or if none answers. Without
-        other servers than these (``alone``) that is raised, else it is in ``failure``.
+        ConfigError if megarl cannot use one; RolloutError if another thread calls ``close``, or if none answers. The
+        last is raised without other servers than these (``alone``), else it is in ``failure``.
         """
-        ended = ended or threading.Event()
+        threads = ThreadPoolExecutor(len(self._members))
         try:
-            with ThreadPoolExecutor(len(self._members)) as threads:
-                try:
-                    failures = list(threads.map(partial(self._start_member, ended=ended), self._members))
-                except BaseException:  # Ctrl-C: the threads must end too
-                    ended.set()
-                    raise
+            failures = list(threads.map(self._start_member, self._members))
             self.failure = failures[0] if all(failures) else None
             for failure in filter(None, failures):
-                if isinstance(failure, ConfigError) or ended.is_set() or (self.failure and alone):
+                if isinstance(failure, ConfigError) or self._state.ended.is_set() or (self.failure and alone):
                     raise failure
         except BaseException:
             self.close()
             raise
+        finally:
+            threads.shutdown()
         for member, failure in zip(self._members, failures, strict=True):
             if failure is not None:
                 member.said = str(failure)
@@ -144,8 +140,7 @@ class Fleet:
 
         def ask(sender: WeightSender) -> None:
             keeper = next(keeper for keeper in self._keepers if keeper.member.sender is sender)
-            proof = keeper.member.proof
-            if proof is not None and (change := proof.find_change(sender)) is not None:
+            if keeper.member.proof is not None and (change := keeper.member.proof.find_change(sender)) is not None:
                 self.tell(
                     f"{sender.url} does not compute with the weights that it was sent: {change}. Somebody else has "
                     "changed them: what it has sampled since is dropped, and it gets the weights again. Give the "
@@ -182,12 +177,12 @@ class Fleet:
             if member.sender is not None:
                 member.sender.close()
 
-    def _start_member(self, member: Member, ended: threading.Event) -> MegarlError | OSError | None:
+    def _start_member(self, member: Member) -> MegarlError | OSError | None:
         """Returns why the server does not answer, None if it does."""
         try:
             if member.process is not None:
                 member.process.start()
-                member.process.wait_ready(self.settings.start_deadline_s, ended)
+                member.process.wait_ready(self.settings.start_deadline_s, self._state.no_starts)
             member.connect()
         except (MegarlError, OSError) as error:
             member.leave()

@@ -114,10 +114,12 @@ class Server:
         another thread sets ``ended``."""
         end = time.monotonic() + deadline_s
         log = f"{self.spec.log_file}, whose end is\n"
-        while (code := self._exit_code()) is None:
-            remaining = end - time.monotonic()
+        while True:
             if ended is not None and ended.is_set():
                 raise RolloutError(f"the SGLang server at {self.url} is not needed any more")
+            if (code := self._exit_code()) is not None:
+                break
+            remaining = end - time.monotonic()
             if remaining <= 0:
                 why = f"was not ready after {deadline_s:.0f} s: allow more time if it still loads, else look into"
                 raise RolloutError(f"the SGLang server at {self.url} {why} {log}{self.log_tail()}")
