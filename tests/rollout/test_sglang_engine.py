@@ -402,6 +402,7 @@ def test_a_server_that_is_back_with_wrong_weights_samples_nothing(
     fleet = Fleet(urls=[updated_server.url], source=hostile_model, checksums=True, tell=told.append)
     fleet.start()
     (member,) = fleet._members
+    fleet._state.ended.set()  # its keeper looks no more
     member.process = SimpleNamespace(alive=True, start=lambda: None, wait_ready=lambda *_: None, kill=lambda: None)  # type: ignore[assignment]
     fleet.update(weights[0].items(), 0, WeightForm(torch.float32))
     assert asked.index("weights_checker") < asked.index("continue_generation")

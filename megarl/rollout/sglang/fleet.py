@@ -221,7 +221,7 @@ class Fleet:
         del last  # the copy's memory is needed for the next one
         self._state.updating.set()
         with self._take(lambda member: member.ready, 0.0 if loads_folder else YIELD_S):
-            for member in self._taken:
+            for member in self._members:
                 member.holds = None
             yield
 
@@ -236,6 +236,8 @@ class Fleet:
                         self._taken.append(member)
                     elif time.monotonic() > until:
                         break
+            for member in [member for member in self._taken if not wanted(member)]:  # lost by their keepers meanwhile
+                self._drop(member)
             yield
         finally:
             while self._taken:
@@ -251,8 +253,11 @@ class Fleet:
             alive = list(threads.map(lambda member: member.attempt(step), members))
         for member, lives in zip(members, alive, strict=True):
             if not lives:
-                self._taken.remove(member)
-                member.lock.release()  # its keeper need not wait for the end of the update
+                self._drop(member)  # its keeper need not wait for the end of the update
+
+    def _drop(self, member: Member) -> None:
+        self._taken.remove(member)
+        member.lock.release()
 
     def _deliver(self, buckets: Iterable[Bucket], version: int) -> list[Bucket] | Path:
         """Send every bucket to all; returns a copy of them, or the folder that holds them."""
