@@ -153,6 +153,32 @@ def test_checksums_tell_a_server_that_holds_something_else(updated_server: Serve
 
 
 @pytest.mark.sglang
+def test_weights_that_somebody_else_has_sent_are_found_and_replaced(updated_server: Server, hostile_model: Path):
+    """Under the same name, and with keys and values of the old weights in the cache; no checksums are compared."""
+    told: list[str] = []
+    fleet = Fleet(urls=[updated_server.url], source=hostile_model, tell=told.append)
+    config = json.loads((hostile_model / "config.json").read_text())
+    engine = SGLangEngine(fleet.start(), config, fleet=fleet, form=WeightForm(torch.float32))
+    weights = noisy(hostile_model, 1)
+    engine.update_weights(weights.items(), 1)
+    assert not engine.prove_weights()
+    engine.generate(make_requests(8, copies=4), PARAMS)
+    assert not engine.prove_weights()
+    foreign = WeightSender(updated_server.url, parse_version(updated_server.version))
+    foreign.begin()
+    foreign.send(Bucket((name, tensor * 1.02) for name, tensor in weights.items()))
+    foreign._post("end_weight_update", {})
+    foreign.resume()
+    assert foreign.weight_version() == "1"
+    assert engine.prove_weights()
+    assert f"{updated_server.url} does not compute with the weights that it was sent" in told[0]
+    assert not engine.prove_weights()
+    assert logprob_gap(engine.generate(make_requests(3), PARAMS), oracle_of(hostile_model, weights)) < CLOSE
+    foreign.close()
+    engine.close()
+
+
+@pytest.mark.sglang
 def test_a_server_that_somebody_has_started_again_is_met_anew(updated_server: Server, hostile_model: Path):
     """It is in no group, and names its weights as a fresh one does."""
     fleet = Fleet(urls=[updated_server.url], source=hostile_model, broadcast=True)
