@@ -56,7 +56,7 @@ class StandIn:
             os._exit(9)
         time.sleep(control.get(path, 0.0))
         if path == "server_info":
-            return 200, {"version": "0.5.23", "tp_size": 1}
+            return 200, {"version": "0.5.23", "tp_size": 1, "api_key": "any"}
         if path == "model_info":
             return 200, {"weight_version": self.version}
         if path == "pause_generation":

@@ -23,7 +23,7 @@ import aiohttp
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError, TraceError
 from megarl.rollout.engine import Begin, OnFinish, Session, run_session
-from megarl.rollout.sglang.http import MODEL_INFO, authorization
+from megarl.rollout.sglang.http import authorization, is_ready
 
 KEEP_CONNECTION_S = 3.0
 """SGLang closes a connection that was idle for five seconds, even while a request is on its way."""
@@ -165,11 +165,11 @@ class _RequestSession(Session):
 
     async def _open(self) -> None:
         """Begin with the servers that have the weights of this session; one that is fresh or behind is awaited."""
-        if not self._is_open:
-            asked = (self._is_ready(server.url, timeout_s=OPEN_S, asks_health=False) for server in self._servers)
-            for server, is_ready in zip(self._servers, await asyncio.gather(*asked), strict=True):
-                if not is_ready:
-                    self._lose(server, AwayError(f"{server.url} does not answer with weights {self._version}"))
+        version, servers = self._version, self._servers if not self._is_open else ()
+        asked = (is_ready(self._http, server.url, version, timeout_s=OPEN_S, asks_health=False) for server in servers)
+        for server, ready in zip(servers, await asyncio.gather(*asked), strict=True):
+            if not ready:
+                self._lose(server, AwayError(f"{server.url} does not answer with weights {version}"))
         self._is_open = True
         self._assign()
 
@@ -289,26 +289,10 @@ class _RequestSession(Session):
         until = asyncio.get_running_loop().time() + self._settings.recovery_s
         while asyncio.get_running_loop().time() < until:
             await asyncio.sleep(RETURN_POLL_S)
-            if await self._is_ready(server.url):
+            if await is_ready(self._http, server.url, self._version):
                 server.away = False
                 self._assign()
                 return
         server.down = True
         if all(other.down for other in self._servers):
             raise RolloutError(f"all {len(self._servers)} SGLang servers are down, the last failure: {failure}")
-
-    async def _is_ready(self, url: str, *, timeout_s: float = 20.0, asks_health: bool = True) -> bool:
-        """Whether a server is healthy and has the weights of this session; a restarted one is healthy before that."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                if asks_health:  # takes a second
-                    async with self._http.get(f"{url}/health") as response:
-                        if response.status != 200:
-                            return False
-                for path in MODEL_INFO if self._version is not None else ():
-                    async with self._http.get(f"{url}/{path}") as response:
-                        if response.status == 200:
-                            return str((await response.json()).get("weight_version")) == self._version
-            return self._version is None
-        except (aiohttp.ClientError, TimeoutError, ValueError):
-            return False

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from typing import Any
 
+import aiohttp
 import httpx
 
 from megarl.errors import ConfigError, RolloutError
@@ -40,3 +42,22 @@ def server_info(url: str, api_key: str | None, timeout_s: float = 60.0) -> dict[
         return {**found, "version": str(found["version"])}
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
         raise RolloutError(f"no SGLang server answers at {url} ({error!r}); start it, or correct the URL") from error
+
+
+async def is_ready(
+    http: aiohttp.ClientSession, url: str, version: str | None, *, timeout_s: float = 20.0, asks_health: bool = True
+) -> bool:
+    """Whether a server is healthy, which it says after a second, and has the weights ``version`` (None: any)."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            if asks_health:
+                async with http.get(f"{url}/health") as response:
+                    if response.status != 200:
+                        return False
+            for path in MODEL_INFO if version is not None else ():  # a restarted server is healthy before it has them
+                async with http.get(f"{url}/{path}") as response:
+                    if response.status == 200:
+                        return str((await response.json()).get("weight_version")) == version
+        return version is None
+    except (aiohttp.ClientError, TimeoutError, ValueError):
+        return False

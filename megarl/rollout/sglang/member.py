@@ -138,10 +138,10 @@ class Member:
     def connect(self) -> None:
         """Make a new sender; RolloutError if nothing answers, ConfigError if megarl cannot use what answers."""
         release, warnings = check_server(server_info(self.url, self.api_key), self.tp)
-        for warning in warnings:
-            self.tell(f"warning: {warning}")
         if self.sender is not None:
             self.sender.close()
+        for warning in warnings if self.sender is None else ():
+            self.tell(f"warning: {warning}")
         self.sender = WeightSender(self.url, release, tp=self.tp, api_key=self.api_key)
 
     def find_version(self) -> str | None:
