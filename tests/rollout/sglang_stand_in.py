@@ -50,7 +50,7 @@ class StandIn:
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         control = self.control()
-        self.tell(path, version=self.version, weights=sorted(self.weights))
+        self.tell(path, version=self.version, weights=sorted(self.weights), mine="mine" in body)
         if control.get("die_at") == path:
             (self.folder / "control.json").unlink()
             os._exit(9)
