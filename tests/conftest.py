@@ -15,6 +15,7 @@ from pathlib import Path
 import fast_start  # noqa: F401 (first: it is of use to the others)
 import pytest
 from absent import explain
+from disks import disk  # noqa: F401 (pytest finds it here)
 from hypothesis import HealthCheck, settings
 from patch_trees import core_tree  # noqa: F401 (pytest finds it here)
 from sglang_fixtures import (  # noqa: F401 (pytest finds them here)

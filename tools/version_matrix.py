@@ -156,9 +156,10 @@ EXPLAINED = """\
 - **Patch out**: hashes of all files, against the list in the wheel.
 
 Up to 0.14.0 checkpoints hold optimizer state in another form (`fully_sharded_model_space`), which does not move between
-ep = 1 and ep > 1. Checkpoints of one release were not loaded into another: stay on the release that a run began with. All ran
-with the torch and numpy above, which are newer than these releases ask for; `megarl/megatron/checkpoints/versions.py`
-says what that takes. CUDA, NCCL and Transformer Engine were not run on any release.
+ep = 1 and ep > 1. Checkpoints of one release were not loaded into another: stay on the release that a run began with.
+All ran with the torch and numpy above, which are newer than these releases ask for;
+`megarl/megatron/checkpoints/versions.py` says what that takes. CUDA, NCCL and Transformer Engine were not run on any
+release.
 """
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import cases_checkpoint
@@ -146,24 +145,6 @@ def test_everything_is_flushed_before_it_gets_its_name_and_before_the_older_one_
 
 def _at(calls: list[str], start: str) -> list[int]:
     return [index for index, call in enumerate(calls) if call.startswith(start)]
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Callable[[int | None], Path]]:
-    """A file system of its own; called with its free bytes, None for plenty."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder], capture_output=True, check=False).returncode:
-        pytest.skip("may not mount a file system")
-
-    def limit(free: int | None) -> Path:
-        found = os.statvfs(folder)
-        size = (found.f_blocks - found.f_bfree) * found.f_frsize + free if free is not None else 1 << 30
-        subprocess.run(["mount", "-o", f"remount,size={size}", folder], check=True)
-        return folder
-
-    yield limit
-    subprocess.run(["umount", folder], check=True)
 
 
 def test_a_full_disk_at_any_file_leaves_the_older_checkpoint_and_says_so(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,26 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_is_used(
     assert f"remove {folder} to go on from step 0" in said
     assert sorted(path.name for path in folder.iterdir()) == names
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_full_disk_ends_the_run_with_one_line_and_a_later_start_goes_on(
+    world: World, tmp_path: Path, disk: Callable[[int | None], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = disk(None) / "run"
+    first = world.settings(run__dir=str(folder), run__steps=1)
+    train(first)
+    size = sum(file.stat().st_size for file in (folder / "checkpoints" / "step_0000001").iterdir())
+    (tmp_path / "run.toml").write_text(first.to_toml())
+    disk(size // 2)
+    capsys.readouterr()
+    assert cli.main(["train", str(tmp_path / "run.toml"), "--run.steps", "2"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "step_0000002 could not be written" in said
+    assert "No space left on device" in said
+    assert "; step_0000001 is as it was" in said
+    disk(None)
+    assert cli.main(["train", str(tmp_path / "run.toml"), "--run.steps", "2"]) == 0
+    assert [step for step, _ in complete_checkpoints(folder / "checkpoints")] == [1, 2]
 
 
 @pytest.mark.parametrize(
