@@ -198,6 +198,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_is_used(
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     (tmp_path / "run.toml").write_text(more.to_toml())
     assert cli.main(["train", str(tmp_path / "run.toml")]) == 1
+    distributed.shutdown()
     said = capsys.readouterr().err
     assert "no checkpoint is intact" in said
     assert f"remove {folder} to go on from step 0" in said
@@ -216,6 +217,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_a_later_start_goes_on(
     disk(size // 2)
     capsys.readouterr()
     assert cli.main(["train", str(tmp_path / "run.toml"), "--run.steps", "2"]) == 2
+    distributed.shutdown()
     (said,) = capsys.readouterr().err.splitlines()
     assert "step_0000002 could not be written" in said
     assert "No space left on device" in said
