@@ -24,6 +24,8 @@ from megarl.launch.topology import read_topology
 from megarl.run.status import rank_file, write_failure
 
 _PR_SET_PDEATHSIG = 1
+_GRACE_S = 20
+"""Less than torchrun's time between SIGTERM and SIGKILL."""
 
 
 def torchrun(launch: Mapping[str, Any], node: int) -> list[str]:
@@ -65,8 +67,8 @@ def run_ranks(words: Sequence[str], log: Path, folder: Path) -> int:
         run.run(run.parse_args(words))
     except ChildFailedError as error:
         logging.error("%s", error)
-        rank, first = min(error.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))
-        _write_cause(rank, first.exitcode, folder)
+        rank = find_cause(error.failures)
+        _write_cause(rank, error.failures[rank].exitcode, folder)
     except SignalException as error:
         return 128 + error.sigval
     except Exception as error:  # of torch's rendezvous
@@ -77,6 +79,19 @@ def run_ranks(words: Sequence[str], log: Path, folder: Path) -> int:
     return 1
 
 
+def find_cause(failures: Mapping[int, Any]) -> int:
+    """The rank that died first: of those that torchrun did not end itself, by SIGTERM and later SIGKILL, one that was
+    killed before one that failed. failures: torch's ProcessFailure by rank, times in whole seconds."""
+    begin = min(failure.timestamp for failure in failures.values())
+
+    def order(rank: int) -> tuple[bool, bool, int]:
+        failure = failures[rank]
+        ended_by_torchrun = failure.exitcode == -signal.SIGTERM or failure.timestamp > begin + _GRACE_S
+        return ended_by_torchrun, failure.exitcode >= 0, failure.timestamp
+
+    return min(failures, key=order)
+
+
 def _write_cause(rank: int, exit_code: int, folder: Path) -> None:
     """Leave for the launcher how the first rank ended. A rank that is killed can write no error itself, and what the
     others write of it is only that they lost it."""
@@ -85,7 +100,8 @@ def _write_cause(rank: int, exit_code: int, folder: Path) -> None:
         killed = MegarlError(f"{where} was killed by {signal.Signals(-exit_code).name}")
         write_failure(killed, is_cause=True)
     elif exit_code == 1:  # an error that is not megarl's
-        own = read_record(rank_file(folder, rank)).get("error")
+        sign = read_record(rank_file(folder, rank))
+        own = sign.get("error") if sign.get("attempt") == os.environ.get("MEGARL_ATTEMPT") else None
         write_failure(MegarlError(f"{where} ended with exit code 1" + (f": {own}" if own else "")))
 
 

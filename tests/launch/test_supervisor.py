@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ import pytest
 from megarl.config import Config
 from megarl.config.file import parse
 from megarl.errors import ConfigError, DataError, MegarlError, PeerError, RolloutError
-from megarl.launch import steps, topology
+from megarl.launch import node, steps, topology
 from megarl.launch import supervisor as module
 from megarl.launch.steps import ServerSteps, Step, end_file, srun
 from megarl.launch.supervisor import Supervisor
@@ -178,6 +179,21 @@ def test_the_rank_that_knows_why_has_the_word(order: int, tmp_path: Path, monkey
     write_failure(MegarlError("rank 0 on a was killed by SIGKILL"), is_cause=True)
     write_failure(DataError("later"))
     assert json.loads(path.read_text())["message"] == "rank 0 on a was killed by SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("failures", "cause"),
+    [
+        ({0: (2, 100), 1: (-9, 100)}, 1),  # rank 0 lost the killed one, and torchrun saw both at once
+        ({0: (-9, 131), 1: (1, 100)}, 1),  # torchrun has killed rank 0 after its grace
+        ({0: (-15, 100), 1: (1, 100)}, 1),  # torchrun has ended rank 0
+        ({0: (-15, 100), 1: (2, 101), 2: (-6, 100)}, 2),
+        ({0: (-15, 100)}, 0),
+    ],
+)
+def test_the_rank_that_died_first_is_found(failures: dict[int, tuple[int, int]], cause: int) -> None:
+    found = {rank: SimpleNamespace(exitcode=code, timestamp=when) for rank, (code, when) in failures.items()}
+    assert node.find_cause(found) == cause
 
 
 def test_words_for_srun_and_commands_that_do_not_exist_are_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
