@@ -104,7 +104,8 @@ class Supervisor:
             signs = read_signs(self.folder, self.config.launch.ranks, os.environ[ATTEMPT_VARIABLE])
             why = found.get("message") or status.get("last_error") or f"exit code {code}"
             if found.get("kind") in (None, "MegarlError"):  # a rank that was killed has written no error
-                why += f"; last seen: {describe_ranks(signs, now=None)}"
+                places = [sign | {"error": None} for sign in signs] if found else signs  # the cause is known: no others
+                why += f"; last seen: {describe_ranks(places, now=None)}"
             if found.get("kind") in _BAD_INPUT:
                 self._tell(f"the trainer cannot go on: {why}")
                 return BAD_INPUT
