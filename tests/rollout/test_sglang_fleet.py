@@ -458,7 +458,7 @@ def test_no_request_meets_other_weights_than_those_it_asks_for(world: World):
         world.update(fleet, version)
         answers: list[Any] = []
 
-        def decode(request: SampleRequest, answer: Any, _: object, answers: list[Any] = answers) -> Any:
+        def decode(request: SampleRequest, answer: Any, *_: object, answers: list[Any] = answers) -> Any:
             answers.append(answer["is"])
             return request
 
