@@ -79,6 +79,7 @@ def test_fp32_agrees_natively_after_every_sync(home: Path, fp32_server: Server, 
         assert step["router/flip"] == 0.0
         assert step["rollout/k3"] < 1e-9
         assert step["rollout/staleness_max"] == 0
+        assert step["rollout/wrong_answers"] == 0
         assert all(step[f"time/sync_{part}_s"] > 0 for part in ("gather", "quantise", "send"))
     logged = records(home / f"fp32_{way}", "minibatch")
     assert all(mini["grad_norm"] > 0 for mini in logged)  # there was something to follow
@@ -165,6 +166,7 @@ def test_every_node_starts_a_server_and_all_get_the_weights(
     for node in range(2):
         folder = home / "nodes" / "sglang" / f"node{node}"
         log = (folder / "server0.log").read_text()
+        assert " --config " in log.splitlines()[0]  # with a key that nobody has set
         assert log.count("Prefill batch") > 3, log[-3000:]  # not the health checks alone
         assert [path.name for path in (folder / "spare").iterdir()] == ["version_0000002"]
 

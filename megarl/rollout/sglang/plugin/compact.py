@@ -85,7 +85,7 @@ def seal(prompt: Sequence[int], answer: Mapping[str, Any]) -> str:
     weight versions and finish reason. No part can come from another answer. It is no signature: anybody can make it.
     """
     meta = answer["meta_info"]
-    rest = [meta.get(name) for name in ("id", "finish_reason", "weight_version", "weight_versions", "routed_experts")]
+    rest = [meta.get(name) for name in ("id", "finish_reason", "weight_version", "weight_versions")]
     logprobs = [np.nan if entry[0] is None else entry[0] for entry in meta.get("output_token_logprobs") or ()]
     digest = hashlib.blake2b(digest_size=16)
     for part in (
@@ -93,6 +93,7 @@ def seal(prompt: Sequence[int], answer: Mapping[str, Any]) -> str:
         np.asarray(answer["output_ids"], "<i8").tobytes(),
         np.asarray(logprobs, "<f4").tobytes(),  # as float32: some releases hold such scalars, and JSON is decimal
         json.dumps(rest, sort_keys=True).encode(),
+        (meta.get("routed_experts") or "").encode(),
     ):
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()

@@ -86,7 +86,7 @@ async def _rewrite_all(answers: Any, obj: Any, shape: MoeShape) -> AsyncIterator
             for one in answer if isinstance(answer, list) else [answer]:  # several prompts, or several samples
                 await _compact_one(one, shape)
             if isinstance(answer, dict) and not getattr(obj, "stream", False):
-                _seal_one(answer, obj)
+                await asyncio.to_thread(_seal_one, answer, obj)
             yield answer
     finally:  # SGLang takes one answer and drops the iterator, which must then let go of its locks
         await answers.aclose()
