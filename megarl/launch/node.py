@@ -12,7 +12,9 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +60,10 @@ def run_ranks(words: Sequence[str], log: Path, folder: Path) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     log.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(log)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
-        if isinstance(logger, logging.Logger) and (logger.handlers or logger is logging.root):
-            logger.handlers = [handler]
+    logging.root.addHandler(_LogFile(log))
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and any(type(each) is logging.StreamHandler for each in logger.handlers):
+            logger.handlers = [_LogFile(log)]
     try:
         run.run(run.parse_args(words))
     except ChildFailedError as error:
@@ -77,6 +78,18 @@ def run_ranks(words: Sequence[str], log: Path, folder: Path) -> int:
     else:
         return 0
     return 1
+
+
+class _LogFile(logging.Handler):
+    """Appends to a file that it does not hold open: a fork of this process may have closed all files."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError), self._path.open("a") as file:
+            print(time.strftime("%H:%M:%S"), self.format(record), file=file)
 
 
 def find_cause(failures: Mapping[int, Any]) -> int:
