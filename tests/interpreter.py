@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import gc
 import io
+import logging
 import multiprocessing.process
 import multiprocessing.resource_tracker
 import multiprocessing.util
@@ -24,6 +25,13 @@ from typing import Any, NoReturn
 
 BASE_PATH: list[str] = []
 """``sys.path`` without script and PYTHONPATH."""
+HANDLERS: dict[str, tuple[logging.Handler, ...]] = {}
+"""Of the loggers, by name."""
+
+
+def note_imported() -> None:
+    """Remember what imports alone have made."""
+    HANDLERS.update({name: tuple(logger.handlers) for name, logger in _loggers().items()})
 
 
 def note_path() -> None:
@@ -116,6 +124,16 @@ def _open_streams(unbuffered: bool) -> None:
     sys.stdin = sys.__stdin__ = opened(0, "rb", line_buffering=False)  # type: ignore[misc]
     sys.stdout = sys.__stdout__ = opened(1, "wb", line_buffering=False)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = opened(2, "wb", line_buffering=True, errors="backslashreplace")  # type: ignore[misc]
+    for name, logger in _loggers().items():  # handlers of a parent write to files that are closed here
+        logger.handlers = list(HANDLERS.get(name, ()))
+        for handler in logger.handlers:
+            if type(handler) is logging.StreamHandler:
+                handler.stream = sys.stderr
+
+
+def _loggers() -> dict[str, logging.Logger]:
+    named = logging.root.manager.loggerDict.items()
+    return {"": logging.root} | {name: logger for name, logger in named if isinstance(logger, logging.Logger)}
 
 
 def _forget_parent() -> None:

@@ -29,7 +29,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from interpreter import note_path, run_python
+from interpreter import note_imported, note_path, run_python
 
 MAX_ORDER_BYTES = 200_000
 PYTHONS = {sys.executable}
@@ -174,6 +174,7 @@ def main() -> None:
     if way == "fork":
         multiprocessing.set_start_method("fork")
         multiprocessing.set_start_method = lambda *_, **__: None  # type: ignore[assignment]
+    note_imported()
     gc.freeze()
     if descriptor == "-":
         run_python(words, dict(os.environ), None)
