@@ -28,7 +28,7 @@ def check(tables: Tables) -> None:
 
 
 def find_warnings(tables: Tables) -> tuple[str, ...]:
-    """One sentence for each setting that is allowed but biases the gradient."""
+    """One sentence for each setting that is allowed but biases the gradient, or hides that something does."""
     top_p = tables.rollout.top_p
     nucleus = (
         f"rollout.top_p: found {top_p:g}: tokens outside of the nucleus are never sampled, so their part of the "
@@ -37,7 +37,11 @@ def find_warnings(tables: Tables) -> tuple[str, ...]:
         if top_p < 1
         else None
     )
-    return tuple(filter(None, (family_warning(tables.train.resolved_objective), nucleus)))
+    off = " and ".join(
+        f"train.{name}" for name in ("max_k3", "max_native_flip") if getattr(tables.train, name) == "off"
+    )
+    blind = f'{off}: found "off": responses on which the engines disagree are trained unseen' if off else None
+    return tuple(filter(None, (family_warning(tables.train.resolved_objective), nucleus, blind)))
 
 
 def _check_sizes(tables: Tables) -> None:

@@ -1,6 +1,7 @@
 """samples.jsonl: which samples trained in which step, written before the step counts as done; nothing is removed.
 
     {"step": 7, "weights": 6, "prompts": {"96": [0, 1, 2, 3], ...}}   step 7 trained on these samples
+    {..., "dropped": {"96/3": "k3 0.92, ..."}}                        a tripwire dropped this one: it did not train
     {"resumed_after": 5, "time": "2026-01-31 12:00:00"}               steps after 5 were undone, their weights are gone
 
 A prompt is named by its place in the run's order of prompts. No two draws share a place, so (prompt, sample) names one
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from megarl.errors import DataError
@@ -27,12 +28,17 @@ class Audit:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "samples.jsonl"
 
-    def record_step(self, step: int, weights: int, keys: Iterable[Key]) -> None:
-        """Step ``step`` (from 1) has trained on these samples, drawn with the weights of so many steps."""
+    def record_step(self, step: int, weights: int, keys: Iterable[Key], dropped: Mapping[Key, str]) -> None:
+        """Step ``step`` (from 1) has trained on these samples, drawn with the weights of so many steps.
+
+        dropped: those of the samples that a tripwire has dropped, with the reason.
+        """
         prompts: dict[str, list[int]] = {}
-        for prompt, sample in sorted(keys):
+        for prompt, sample in sorted(set(keys) - set(dropped)):
             prompts.setdefault(str(prompt), []).append(sample)
-        self._append({"step": step, "weights": weights, "prompts": prompts})
+        reasons = {f"{prompt}/{sample}": why for (prompt, sample), why in sorted(dropped.items())}
+        told = {"dropped": reasons} if reasons else {}
+        self._append({"step": step, "weights": weights, "prompts": prompts, **told})
 
     def record_resume(self, done: int) -> None:
         """The run continues from a checkpoint after step ``done``."""

@@ -31,7 +31,8 @@ _LINE = {
     "reward/pass_rate": "pass {:.1%}",
     "response/length_mean": "length {:.1f}",
     "rollout/k3": "k3 {:.1e}",
-    "router/flip": "flip {:.2%}",
+    "router/native/flip": "native flip {:.2%}",
+    "tripwires/dropped": "dropped {:.0f}",
     "loss": "loss {:.2e}",
     "grad_norm": "grad {:.2f}",
     "time/step_s": "time {:.1f} s",
@@ -116,7 +117,10 @@ class Monitor:
             metrics |= {"time/step_s": step_s, "speed/tokens_per_s": metrics["sampling/tokens"] / step_s}
             self.seconds = {}  # checkpoint time, which comes later, is logged with the next step
             self.log.write("step", done, metrics)
-            self.vitals.status.tokens_per_s = metrics["speed/tokens_per_s"]
+            status = self.vitals.status
+            status.tokens_per_s = metrics["speed/tokens_per_s"]
+            status.k3, status.native_flip = metrics.get("rollout/k3"), metrics.get("router/native/flip")
+            status.dropped = metrics.get("tripwires/dropped")
             shown = {name: last_update[name] for name in ("loss", "grad_norm") if name in last_update}
             self.say(format_step(done, self._num_steps, metrics | shown))
         self.vitals.finish_step(done)

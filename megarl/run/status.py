@@ -110,6 +110,9 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines.append(("speed", f"{found['step_s']:.1f} s per step{tokens}"))
     if found["eta_s"] is not None and found["state"] == "running":
         lines.append(("to go", _duration(found["eta_s"])))
+    gaps = {"k3": "k3 {:.1e}", "native_flip": "native flip {:.2%}", "dropped": "{:.0f} responses dropped"}
+    if engines := [text.format(found[name]) for name, text in gaps.items() if isinstance(found.get(name), float)]:
+        lines.append(("engines", ", ".join(engines)))
     lines.append(("checkpoint", found["checkpoint"] or "none"))
     if found["job"]:
         again = f", restart {found['restart']}" if found["restart"] else ""

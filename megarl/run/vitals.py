@@ -52,6 +52,11 @@ class RunStatus:
     """Wall-clock seconds, work between steps included; mean of the last 20."""
     tokens_per_s: float | None = None
     eta_s: float | None = None
+    k3: float | None = None
+    """Of the latest step, as ``native_flip``: how far the training engine is from the engine that sampled."""
+    native_flip: float | None = None
+    dropped: float | None = None
+    """Responses of the latest step that the tripwires have dropped; None if they are off."""
     ranks: int = 1
     last_error: str | None = None
     error_kind: str | None = None

@@ -91,6 +91,8 @@ class Trainer:
         self.policy = Policy(config, schedule_of(config))
         self.engine = make_engine(config, self.monitor.say)
         self.train_step = TrainStep(config, self.policy, objective)
+        self.tripwires = self.train_step.tripwires
+        self.tripwires.say = self.monitor.say
         self.sampler = Sampler(config, self.engine, objective, self.train_step, self.monitor.watch(stop.check))
         self.traces = TraceDump(config.run_dir / "traces", self.policy) if config.log.traces_every else None
         self.checkpoints = RunCheckpoints(config, self.policy, stop, self._save, self.monitor.say)
@@ -138,6 +140,7 @@ class Trainer:
         self._eval_is_due = self._is_due(done, self.config.eval.every, at_end=bool(self.config.eval.every))
         statistics = collect([rollouts.metrics, *(mini.metrics for mini in minis)])
         with self.checkpoints.save_on_failure(done), self._log_step(done, started, statistics, last_update):
+            self.tripwires.stop_if_bad()
             if not self.config.rollout.one_step_off:
                 self._sync(done)
         if self._eval_is_due:
@@ -183,6 +186,7 @@ class Trainer:
             with self.monitor.phase("old_logprobs"):
                 for mini in minis:
                     self.train_step.old_logprobs(mini)
+                self.tripwires.judge(minis)
         if self.train_step.reference is not None:
             with self.monitor.phase("ref_logprobs"):
                 for mini in minis:
@@ -197,7 +201,9 @@ class Trainer:
             self.traces.write(done, rollouts.mini_batches, minis)
         if self.audit is not None:
             oldest = min(int(r.weight_versions.min()) for part in rollouts.mini_batches for r in part)
-            self.audit.record_step(done, oldest, rollouts.trained)
+            reasons = {} if self.tripwires.verdict is None else self.tripwires.verdict.reasons()
+            dropped = {(rollouts.first_prompt + prompt, sample): why for (prompt, sample), why in reasons.items()}
+            self.audit.record_step(done, oldest, rollouts.trained, dropped)
 
     @contextmanager
     def _log_step(
@@ -258,6 +264,7 @@ class Trainer:
         done = int(state["step"])
         self._eval_is_due = bool(state.get("eval_is_due"))
         self.sampler.load_state_dict(state.get("sampler", {}))
+        self.tripwires.state |= state.get("tripwires", {})  # of an earlier megarl: learn again
         if self.audit is not None:
             self.audit.record_resume(done)
         dropped = self.log.truncate_after(done)
@@ -271,7 +278,8 @@ class Trainer:
         self.log.sync()  # the records of these steps must be on disk before the checkpoint is
         with self.monitor.phase("checkpoint"):
             state = self.sampler.state_dict() if sampling is None else sampling
-            self.checkpoints.save(done, {"sampler": state, "eval_is_due": self._eval_is_due})
+            own = {"tripwires": dict(self.tripwires.state), "eval_is_due": self._eval_is_due}
+            self.checkpoints.save(done, {"sampler": state, **own})
 
     def _is_due(self, done: int, every: int, *, at_end: bool) -> bool:
         return (at_end and done == self.config.run.steps) or bool(every and done % every == 0)

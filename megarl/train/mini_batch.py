@@ -25,6 +25,8 @@ class MiniBatch:
     micro_batches: list[MicroBatch]
     denominators: Denominators
     """Over all ranks."""
+    gaps: np.ndarray
+    """float64 [n, 9] by sequence: how far the engines are apart (``megarl.core.tripwires``)."""
     rollout_routes: list[MicroRoutes] | None = None
     """The engine's routes, this rank's rows and layers. None if it recorded none, or no router here can use them."""
     routes: list[MicroRoutes] | None = None

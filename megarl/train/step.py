@@ -22,6 +22,7 @@ from megarl.core.objectives import Objective, coefficients, function_coefficient
 from megarl.core.objectives.columns import Denominators, TokenColumns
 from megarl.core.packing import drop_routes, pack
 from megarl.core.routing import Disagreement
+from megarl.core.tripwires import count_flips, count_k3
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import MegarlError, ReplayError, RolloutError
 from megarl.megatron import distributed
@@ -34,6 +35,7 @@ from megarl.megatron.replay.rollout_routes import check_rollouts, deliver_routes
 from megarl.run.progress import Advance
 from megarl.train.mini_batch import MiniBatch, check_missing_rows, over_ranks, split
 from megarl.train.token_advantages import Judged, set_token_advantages
+from megarl.train.tripwires import Tripwires
 
 
 class TrainStep:
@@ -44,6 +46,7 @@ class TrainStep:
         self._function = config.train.objective_function
         """The user's own coefficients, in place of the objective's."""
         self.reference = Reference(policy, config.reference_path) if objective.needs_ref_logprobs else None
+        self.tripwires = Tripwires(config.train)
         self.keeps_native_routes = False
         self._updates = 0
 
@@ -94,7 +97,8 @@ class TrainStep:
         equal = config.parallel.equal_micro_batches
         micro_batches = split_by_sequence(batch, equal) if one_by_one else split(config, batch)
         denominators = Denominators.of(batch.loss_mask, batch.cu_seqlens, batch.rollout_logprobs)
-        mini = MiniBatch(micro_batches, over_ranks(denominators))
+        gaps = np.array([[rollout.group, rollout.sample, *[0.0] * 7] for rollout in rollouts])
+        mini = MiniBatch(micro_batches, over_ranks(denominators), gaps)
         if replay is not None and recorded:
             mini.rollout_routes = deliver_routes(rollouts, micro_batches, replay.layers, shape)
         if r3:
@@ -105,13 +109,7 @@ class TrainStep:
         """Run the old-log-prob pass over one mini-batch; r2 records its routes here."""
         with self._context(mini) as seen:
             outputs = self._run(mini)
-        mini.old_logprobs = [output.logprobs for output in outputs]
-        mini.old_updates = self._updates
-        mini.metrics = merge(
-            self._mismatch(micro.batch, output.logprobs, output.entropies)
-            for micro, output in zip(mini.micro_batches, outputs, strict=bool(outputs))
-        )
-        self._routing_metrics(mini, seen, replayed=mini.routes is not None)
+        self._compare_engines(mini, outputs, seen)
         if self.config.train.replay == "r2":
             mini.routes = seen.routes
 
@@ -126,7 +124,21 @@ class TrainStep:
             set_token_advantages(self.objective, judged, minis, parallel_state.get_data_parallel_group())
 
     def update(self, mini: MiniBatch, on_micro_batch: Advance | None = None) -> dict[str, Stat]:
-        """Take one optimizer step; return the statistics of its mini-batch on this rank."""
+        """Take one optimizer step; return the statistics of its mini-batch on this rank.
+
+        If this is the first pass, and the tripwires drop sequences, the gradients are computed again without them.
+        """
+        is_first_pass = mini.old_logprobs is None
+        outputs = self._backward(mini, on_micro_batch)
+        if is_first_pass and self.tripwires.judge([mini]):
+            outputs = self._backward(mini)
+        norm, lr = self.policy.optimizer_step()
+        self._updates += 1
+        alike = {"grad_norm": Stat.mean(torch.tensor([norm])), "lr": Stat.mean(torch.tensor([lr], dtype=torch.float64))}
+        return merge([alike, *(output.metrics for output in outputs)])
+
+    def _backward(self, mini: MiniBatch, on_micro_batch: Advance | None = None) -> list[forward.MicroOutput]:
+        """Leave the gradients of a mini-batch in the model. In the first pass over it, compare the engines."""
         is_first_pass = mini.old_logprobs is None
         power = self._power(mini)
 
@@ -136,20 +148,14 @@ class TrainStep:
             columns = _columns(mini, index, batch, logprobs)
             weigh_tokens = coefficients if self._function is None else partial(function_coefficients, self._function)
             found = weigh_tokens(self.objective, columns, mini.denominators, power=power)
-            metrics = {**found.metrics, "entropy": entropy_stat(entropies, columns.loss_mask)}
-            if is_first_pass:
-                mini.metrics = merge([mini.metrics, self._mismatch(batch, logprobs, entropies)])
-            return found.values, metrics
+            return found.values, {**found.metrics, "entropy": entropy_stat(entropies, columns.loss_mask)}
 
         self.policy.zero_grad()
         with self._context(mini) as seen:
             outputs = self._run(mini, weigh, on_micro_batch)
         if is_first_pass:
-            self._routing_metrics(mini, seen, replayed=mini.routes is not None)
-        norm, lr = self.policy.optimizer_step()
-        self._updates += 1
-        alike = {"grad_norm": Stat.mean(torch.tensor([norm])), "lr": Stat.mean(torch.tensor([lr], dtype=torch.float64))}
-        return merge([alike, *(output.metrics for output in outputs)])
+            self._compare_engines(mini, outputs, seen)
+        return outputs
 
     def _power(self, mini: MiniBatch) -> float | None:
         """The exponent of the adaptive power objectives, equal for all micro-batches and ranks; None for others."""
@@ -210,15 +216,24 @@ class TrainStep:
             return nullcontext(Recording())
         return replay.record(keep=self.config.train.replay == "r2" or self.keeps_native_routes, compared=compared)
 
-    def _mismatch(self, batch: TrainBatch, logprobs: torch.Tensor, entropies: torch.Tensor) -> dict[str, Stat]:
-        mask = batch.loss_mask.to(logprobs.device)
-        found = mismatch_metrics(
-            logprobs, batch.rollout_logprobs.to(logprobs.device), mask, batch.cu_seqlens.to(logprobs.device)
-        )
-        return {**found, "rollout/entropy": entropy_stat(entropies, mask)}
+    def _compare_engines(self, mini: MiniBatch, outputs: Sequence[forward.MicroOutput], seen: Recording) -> None:
+        """Compare the rollout with the first pass over a mini-batch, and keep the log-probabilities of this pass."""
+        mini.old_logprobs, mini.old_updates = [output.logprobs for output in outputs], self._updates
+        counts: list[torch.Tensor] = []
+        for micro, output in zip(mini.micro_batches, outputs, strict=bool(outputs)):
+            batch, device = micro.batch, output.logprobs.device
+            mask, bounds = batch.loss_mask.to(device), batch.cu_seqlens.to(device)
+            columns = output.logprobs, batch.rollout_logprobs.to(device), mask, bounds
+            entropy = {"rollout/entropy": entropy_stat(output.entropies, mask)}
+            mini.metrics = merge([mini.metrics, mismatch_metrics(*columns), entropy])
+            counts.append(count_k3(*columns))
+        if counts:
+            order = [sequence for micro in mini.micro_batches for sequence in micro.sequences]
+            mini.gaps[order, 2:5] = torch.cat(counts).cpu()
+        self._routing_metrics(mini, seen, replayed=mini.routes is not None)
 
     def _routing_metrics(self, mini: MiniBatch, seen: Recording, replayed: bool) -> None:
-        """Compare the rollout's routes with those used here, and with those that the routers would have chosen.
+        """Compare the rollout's routes with those used here, and with those that the routers choose by themselves.
 
         A stage without MoE layers makes the same collective calls, with tensors that have no columns.
         """
@@ -230,10 +245,13 @@ class TrainStep:
         if self.keeps_native_routes:
             own = seen.native if replayed else seen.routes
             mini.native_routes = own if layers else mini.rollout_routes
-        for prefix, counts in (("router", seen.shared), ("router/native", seen.native_shared))[: 1 + replayed]:
-            shared = gather_shared(counts if layers else nothing, mini.micro_batches, layers)
-            stats = Disagreement.of(np.concatenate(shared), shape.topk).stats(prefix)
+        both = (seen.shared, seen.native_shared)[: 1 + replayed]
+        shared = [gather_shared(counts if layers else nothing, mini.micro_batches, layers) for counts in both]
+        for prefix, counts in (("router", shared[0]), ("router/native", shared[-1])):
+            stats = Disagreement.of(np.concatenate(counts), shape.topk).stats(prefix)
             mini.metrics = merge([mini.metrics, stats])
+        for micro, of_micro in zip(mini.micro_batches, shared[-1], strict=True):
+            mini.gaps[list(micro.sequences), 5:] = count_flips(of_micro, shape.topk, micro.batch)
 
 
 def _columns(mini: MiniBatch, index: int, batch: TrainBatch, logprobs: torch.Tensor) -> TokenColumns:

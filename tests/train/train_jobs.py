@@ -20,6 +20,7 @@ from transformers import AutoConfig
 from megarl.config import Config
 from megarl.core.metrics import Stat, finalize
 from megarl.core.sampling.collector import Selection
+from megarl.core.types import Rollout
 from megarl.errors import MegarlError
 from megarl.evaluate.evaluation import evaluate
 from megarl.evaluate.request import eval_request
@@ -287,3 +288,24 @@ def counted_calls() -> Iterator[dict[str, int]]:
     finally:
         for name, original in originals.items():
             setattr(dist, name, original)
+
+
+def judged(
+    world: World, rollouts: list[Rollout], variants: Mapping[str, Mapping[str, Any]]
+) -> dict[str, tuple[dict[tuple[int, int], str], np.ndarray, dict[str, float], float]]:
+    """By variant: why sequences are dropped, k3 and flip of all in order, metrics, and the last gradient norm."""
+    found = {}
+    for name, overrides in variants.items():
+        with training(world.settings(**overrides)) as step:
+            taken = take_step(step, rollouts)
+            verdict = step.tripwires.verdict
+            assert verdict is not None
+            mine = verdict.gaps.tobytes()
+            of_ranks = [mine] * dist.get_world_size()
+            dist.all_gather_object(of_ranks, mine)
+            assert of_ranks == [mine] * len(of_ranks)
+            order = np.lexsort((verdict.gaps[:, 1], verdict.gaps[:, 0]))
+            if taken is not None:
+                norm = taken.updates[-1]["grad_norm"]
+                found[name] = verdict.reasons(), verdict.figures[order], taken.step, norm
+    return found

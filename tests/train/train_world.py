@@ -234,6 +234,7 @@ def look(
     if old_pass if old_pass is not None else step.needs_old_pass:
         for mini in minis:
             step.old_logprobs(mini)
+        step.tripwires.judge(minis)
     if step.reference is not None:
         for mini in minis:
             step.ref_logprobs(mini)

@@ -6,7 +6,7 @@ import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -19,6 +19,7 @@ from megarl.errors import ConfigError
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root"]
 _AROUND_A_FUNCTION = replace(OBJECTIVES["minirl"], weight="none", mask="none", cap=None)
 """What a function does not compute: advantages (group mean), denominator (sequences), KL (none)."""
+OpenShare = Annotated[float, Field(gt=0, lt=1)]
 _PARTS_AROUND = [
     "advantage",
     "selection",
@@ -52,6 +53,14 @@ class TrainConfig(Table):
     min_route_agreement: float = Field(default=0.5, ge=0, le=1)
     """Least agreement beyond chance between replayed experts and the training routers' own choice, in the first pass
     over a mini-batch: 1 is full agreement, 0 switches the check off. Rows of another batch agree by chance alone."""
+    max_k3: Literal["learn", "off"] | OpenShare = "learn"
+    """Largest k3 of a response and of a step (docs/tripwires.md): beyond it they are dropped. "learn" takes it from the
+    first steps."""
+    max_native_flip: Literal["learn", "off"] | OpenShare = "learn"
+    """Largest share of (token, layer) pairs in which the training routers choose other experts than the rollout."""
+    max_bad_steps: Count = 3
+    """After so many steps in a row that lose more than a quarter of their responses the run stops; the first step after
+    a start stops it at once. 0: it never stops."""
     mixed_versions: Literal["allow", "refuse"] = "allow"
     """Whether a response may mix weight versions, in its tokens or between a token and its routes."""
     replay_aux_loss: Literal["dispatch", "off"] = "dispatch"

@@ -174,6 +174,7 @@ class Sampler:
             Judged(np.append(selection.rewards, 0.0), np.append(selection.prompts, -1), share.rows),
             metrics,
             first_error,
+            assigned.position,
             [(assigned.position + p, s) for (p, s), train in zip(selection.keys, trains, strict=True) if train],
         )
 

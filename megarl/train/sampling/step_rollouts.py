@@ -129,6 +129,8 @@ class StepRollouts:
     """Rewards are over the whole step and equal on all ranks; the rest is of this rank's rollouts."""
     first_error: str | None
     """The first error of a reward or an environment on this rank."""
+    first_prompt: int
+    """The place of the step's first prompt in the run's order."""
     trained: list[Key]
     """All samples that train, on any rank: (place of the prompt in the run's order, sample). No two steps share one."""
 

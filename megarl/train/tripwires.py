@@ -1,0 +1,104 @@
+"""Judges the sequences of a step before the first update, and drops those on which the engines disagree too much.
+
+All ranks come to the same verdict. A dropped sequence has no loss token any more, while denominators stay: it is
+masked as by a trust mask. The verdict of the first step after a start is the self-test of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megarl.config.tables.train import TrainConfig
+from megarl.core.metrics import merge
+from megarl.core.ratios import segment_expand
+from megarl.core.tripwires import LEARNING_STEPS, LIMITS, MOST_DROPPED, Verdict, learnt_limits
+from megarl.errors import RolloutError
+from megarl.megatron import distributed
+from megarl.train.mini_batch import MiniBatch
+
+
+class Tripwires:
+    """The limits of a run, what they have learnt, and the verdict of the latest step."""
+
+    def __init__(self, train: TrainConfig) -> None:
+        self._settings, self._is_tested = train, False
+        self.say: Callable[[str], None] = lambda _: None
+        self.verdict: Verdict | None = None
+        """None if both limits are off."""
+        self.state: dict[str, Any] = {"steps": 0, "bad_steps": 0, "usual": [0.0] * len(LIMITS)}
+        """For checkpoints, plain and equal on all ranks: steps that have taught, bad steps in a row, what is usual."""
+
+    @property
+    def limits(self) -> np.ndarray:
+        """float64 [2], of k3 and native flip; infinite if off."""
+        learnt = learnt_limits(np.array(self.state["usual"]) if self.state["steps"] >= LEARNING_STEPS else None)
+        found = [(getattr(self._settings, name), limit) for name, limit in zip(LIMITS, learnt, strict=True)]
+        return np.array([{"off": np.inf, "learn": limit}.get(setting, setting) for setting, limit in found])
+
+    def judge(self, minis: Sequence[MiniBatch]) -> bool:
+        """Drop sequences of the mini-batches of a step, after the first pass over each; return whether any is.
+
+        A collective call. RolloutError with the likely cause if it is the first step after a start and it is bad.
+        """
+        if not np.isfinite(self.limits).any():
+            return False
+        first, gaps = _gather(minis)
+        self.verdict = verdict = Verdict.of(gaps, self.limits)
+        any_dropped = bool(verdict.dropped.any())
+        for mini in minis if any_dropped else ():
+            _mask(mini, verdict.dropped[first : first + len(mini.gaps)])
+            first += len(mini.gaps)
+        minis[0].metrics = merge([minis[0].metrics, verdict.metrics()])
+        self._learn(verdict)
+        is_test = not self._is_tested and verdict.judged.any()
+        if is_test or any_dropped:
+            self.say(f"{'self-test' if is_test else 'tripwires'}: {verdict.describe(self._settings.replay == 'r3')}")
+        self._is_tested |= is_test
+        if is_test and self._settings.max_bad_steps and self.state["bad_steps"]:
+            raise self._error("the self-test of the engines has failed, no weight has changed")
+        return any_dropped
+
+    def stop_if_bad(self) -> None:
+        """RolloutError, on all ranks, if so many steps in a row were bad as ``train.max_bad_steps`` says."""
+        if 0 < self._settings.max_bad_steps <= self.state["bad_steps"]:
+            raise self._error(f"{self.state['bad_steps']} bad steps in a row")
+
+    def _learn(self, verdict: Verdict) -> None:
+        steps, is_bad = self.state["steps"], verdict.share > MOST_DROPPED
+        self.state["bad_steps"] = self.state["bad_steps"] + 1 if is_bad else 0
+        if not is_bad and steps < LEARNING_STEPS and verdict.judged.any():
+            usual = np.maximum(self.state["usual"], verdict.usual()).tolist()
+            self.state |= {"steps": steps + 1, "usual": usual}
+
+    def _error(self, what: str) -> RolloutError:
+        assert self.verdict is not None
+        return RolloutError(
+            f"{what}: {self.verdict.describe(self._settings.replay == 'r3')}; look at the engine and its log, or, if "
+            "this is how the engines differ, set train.max_k3 and train.max_native_flip (docs/tripwires.md)"
+        )
+
+
+def _gather(minis: Sequence[MiniBatch]) -> tuple[int, np.ndarray]:
+    """Return where the gaps of this model copy begin in those of all copies, and these, float64 [S, 9]; collective."""
+    mine = np.concatenate([mini.gaps for mini in minis])
+    # One rank of a copy speaks for all of them, so that they agree to the last bit.
+    gaps = torch.from_numpy(mine if distributed.holds_outputs() else np.zeros_like(mine))
+    gaps = gaps.to(torch.cuda.current_device())
+    dist.all_reduce(gaps, group=distributed.model_group())
+    copies = distributed.all_gather(gaps, parallel_state.get_data_parallel_group())
+    return distributed.dp_rank() * len(mine), copies.flatten(0, 1).cpu().numpy()
+
+
+def _mask(mini: MiniBatch, dropped: np.ndarray) -> None:
+    """Take the loss tokens of dropped sequences, bool [n]; the denominators of the mini-batch stay."""
+    for index, micro in enumerate(mini.micro_batches):
+        batch, kept = micro.batch, torch.from_numpy(~dropped[list(micro.sequences)])
+        mask = batch.loss_mask & segment_expand(kept, batch.cu_seqlens)
+        mini.micro_batches[index] = replace(micro, batch=replace(batch, loss_mask=mask))

@@ -1,0 +1,118 @@
+"""The figures of a response, the limits, and what a verdict says; numbers by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.core.tripwires import Verdict, count_flips, count_k3, learnt_limits
+from megarl.core.types import TrainBatch
+
+LIMITS = np.array([0.05, 0.25])
+
+
+def gap(
+    sample: int, k3: float, flip: float, tokens: float = 996, largest: float = 0.0, generated: float | None = None
+) -> list[float]:
+    """A response with these means over its tokens and four more; ``generated`` is the flip of generated tokens."""
+    flips = [(tokens + 4) * rate for rate in (flip, flip if generated is None else generated)]
+    return [0, sample, largest, (tokens + 4) * k3 + largest, tokens, flips[0], tokens, flips[1], tokens]
+
+
+def verdict(*rows: list[float], limits: np.ndarray = LIMITS) -> Verdict:
+    return Verdict.of(np.array(rows), limits)
+
+
+def test_k3_of_a_response_by_hand() -> None:
+    old = torch.log(torch.tensor([0.9, 0.5, 0.2, 0.0, 0.5, 0.5, 1e-9, 0.5], dtype=torch.float64))
+    rollout = torch.log(torch.tensor([0.1, 0.5, 0.4, 0.3, 0.5, 0.0, 0.9, 0.25], dtype=torch.float64))
+    mask = torch.tensor([False, True, True, True, False, True, True, True])
+    found = count_k3(old, rollout, mask, torch.tensor([0, 4, 4, 8]))
+    halved, doubled = 0.5 - 1 + math.log(2), 2 - 1 - math.log(2)
+    # A token that training gives probability 0 counts 1, one that the rollout gives 0 does not count.
+    expected = [[1.0, 0 + halved + 1, 3], [0, 0, 0], [1.0, 1 + doubled, 2]]
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+def test_flips_are_counted_over_all_and_over_generated_tokens_that_have_a_row() -> None:
+    lengths, mask = [3, 2], [False, True, True, False, True]
+    nothing = torch.zeros(5)
+    batch = TrainBatch(nothing, torch.tensor([0, 3, 5]), torch.tensor(mask), nothing, nothing)
+    batch = replace(batch, routed_mask=torch.tensor([True, True, False, True, True]))
+    shared = np.array([[2, 1], [0, 1], [2, 2], [2, 0]])
+    assert sum(lengths) == 5
+    assert count_flips(shared, 2, batch).tolist() == [[1.5, 2, 1, 1], [0.5, 2, 0.5, 1]]
+
+
+def test_limits_are_exclusive_and_each_figure_is_held_to_its_own() -> None:
+    found = verdict(gap(0, 0.05, 0.25), gap(1, 0.0501, 0.0), gap(2, 0.0, 0.2501), gap(3, 0.0, 0.0, generated=0.26))
+    assert found.over.tolist() == [[False, False], [True, False], [False, True], [False, True]]
+    assert found.reasons()[0, 1] == "k3 0.0501, native flip 0%"
+    assert set(found.reasons()) == {(0, 1), (0, 2), (0, 3)}
+    off = verdict(gap(0, 0.9, 0.9), limits=np.array([np.inf, np.inf]))
+    assert not off.dropped.any()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8, 100])
+def test_one_odd_token_drops_no_response_however_short(tokens: int) -> None:
+    assert not verdict([0, 0, 1.0, 1.0, tokens, 0, 0, 0, 0], *[gap(s, 0.0, 0.0) for s in range(1, 9)]).dropped.any()
+
+
+@pytest.mark.parametrize(("k3", "dropped"), [(0.6, 64), (0.04, 0)])
+def test_many_short_responses_prove_together_what_each_one_does_not(k3: float, dropped: int) -> None:
+    short = [[0, sample, k3, k3, 1, 0, 0, 0, 0] for sample in range(64)]
+    assert verdict(*short).dropped.sum() == dropped
+
+
+def test_a_response_without_generated_tokens_is_not_judged() -> None:
+    found = verdict([0, 0, 0, 0, 0, 9, 9, 0, 0], gap(1, 0.0, 0.0))
+    assert found.judged.tolist() == [False, True]
+    assert not found.dropped.any()
+    assert verdict([0, 0, 0, 0, 0, 9, 9, 0, 0]).share == 0.0
+
+
+@pytest.mark.parametrize(
+    ("usual", "limits"),
+    [(None, [0.3, 0.5]), ([0.0, 0.0], [0.05, 0.25]), ([0.02, 0.12], [0.1, 0.3]), ([0.5, 0.9], [0.3, 0.5])],
+)
+def test_learnt_limits_have_bounds(usual: Any, limits: list[float]) -> None:
+    assert learnt_limits(None if usual is None else np.array(usual)) == pytest.approx(limits)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "count", "replayed", "cause"),
+    [
+        ((0.0, 0.8), 9, False, "routes of other tokens, such as one token late"),
+        ((0.0, 0.8), 2, True, "routes of other tokens, such as one token late"),
+        ((0.6, 0.1), 10, True, "precision, temperature or weights of the engine"),
+        ((0.6, 0.1), 2, True, "log-probabilities of others: the experts agree"),
+        ((0.6, 0.8), 10, False, "weights that are not the trainer's, foreign or stale: every"),
+        (
+            (0.6, 0.8),
+            10,
+            True,
+            "weights that are not the trainer's, foreign or stale: every response disagrees; or",
+        ),
+        ((0.2, 0.8), 10, True, "routes of other tokens, such as one token late or of another response; or weights"),
+        ((0.6, 0.8), 3, False, "answers of other requests, or one server with other weights: only some"),
+    ],
+)
+def test_the_likely_cause_follows_from_what_is_seen(
+    wrong: tuple[float, float], count: int, replayed: bool, cause: str
+) -> None:
+    rows = [gap(sample, *(wrong if sample < count else (0.001, 0.05))) for sample in range(10)]
+    told = verdict(*rows).describe(replayed)
+    assert f"{count} of 10 responses dropped; likely cause: {cause}" in told
+
+
+def test_without_routes_only_k3_speaks() -> None:
+    rows = [[0, sample, 0.0, 600.0 if sample < 3 else 1.0, 996, 0, 0, 0, 0] for sample in range(10)]
+    told = verdict(*rows).describe(replayed=False)
+    assert "no routes, 3 of 10 responses dropped; likely cause: answers of other requests" in told
+    assert "dropped" in verdict(gap(0, 0.001, 0.05)).describe(replayed=True)
+    assert "likely cause" not in verdict(gap(0, 0.001, 0.05)).describe(replayed=True)

@@ -1,0 +1,197 @@
+"""Answers that are well-formed and wrong: dropped and counted, or the run stops; never trained without a word."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from forks import Job, run_jobs
+from tampered_engine import FROM_VERSION, KINDS, TAMPERED, glue, routes_of, shift_routes
+from train_jobs import judged
+from train_world import NUM_SEQUENCES, World, fixed_advantages, take_step, trainer_of, training, weights_of
+
+from megarl.core.types import Rollout
+from megarl.errors import RolloutError
+from megarl.megatron import distributed
+from megarl.megatron.checkpoints.checkpoint import complete_checkpoints
+from megarl.run.metrics_log import read_metrics, without_timing
+from megarl.run.status import show
+from megarl.train import tripwires
+from megarl.train.loop import train
+
+NARROW: dict[str, Any] = {"train__max_k3": 0.05, "train__max_native_flip": 0.3}
+"""Between honest and wrong responses of some eight tokens, most of which the ceilings alone would let pass."""
+
+
+@pytest.fixture(autouse=True)
+def from_the_first_weights_on() -> None:
+    TAMPERED.clear()
+    FROM_VERSION[0] = 0
+
+
+def audit(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    records = without_timing(read_metrics(folder / "metrics.jsonl"))
+    return [record for record in records if record["kind"] == "step"]
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+@pytest.mark.parametrize("attack", KINDS)
+def test_acceptance_exactly_the_wrong_answers_are_dropped_counted_and_named(
+    world: World, tmp_path: Path, attack: str, mini_batches: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    FROM_VERSION[0] = 1
+    settings = {"run__dir": str(tmp_path), "run__steps": 2, "train__mini_batches": mini_batches, **NARROW}
+    train(world.settings(rollout__engine=f"tampered_engine:with_{attack}", **settings))
+    assert {(1, group, 1) for group in range(4)} == TAMPERED
+    honest, tampered = steps_of(tmp_path)
+    assert (honest["tripwires/dropped"], tampered["tripwires/dropped"]) == (0, 4)
+    first, second = (record for record in audit(tmp_path) if "step" in record)
+    assert "dropped" not in first
+    assert set(second["dropped"]) == {f"{8 + group}/{sample}" for _, group, sample in TAMPERED}
+    assert all("native flip" in why for why in second["dropped"].values())
+    assert sum(len(samples) for samples in second["prompts"].values()) == NUM_SEQUENCES - 4
+    said = capsys.readouterr().out
+    causes = {"late": "routes of other tokens", "foreign_routes": "routes of other tokens"}
+    assert f"4 of 32 responses dropped; likely cause: {causes.get(attack, 'answers of other requests')}" in said
+    assert "  dropped 4  " in said
+    assert show(tmp_path) == 0
+    assert "4 responses dropped" in capsys.readouterr().out
+
+
+def test_acceptance_the_self_test_stops_a_run_before_a_weight_changes(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = world.settings(run__dir=str(tmp_path), rollout__engine="tampered_engine:other_weights")
+    distributed.initialize(settings)
+    trainer = trainer_of(settings)
+    before = weights_of(trainer.policy)
+    message = r"self-test of the engines has failed, no weight has changed: k3 .*likely cause: weights that are not"
+    with pytest.raises(RolloutError, match=message):
+        trainer.run()
+    trainer.log.close()
+    after = weights_of(trainer.policy)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert "self-test: k3" in capsys.readouterr().out
+    assert not complete_checkpoints(tmp_path / "checkpoints")
+    assert [record for record in audit(tmp_path) if "step" in record] == []
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_acceptance_bad_steps_train_on_nothing_and_then_end_the_run_which_can_continue(
+    world: World, tmp_path: Path, mini_batches: int
+) -> None:
+    FROM_VERSION[0] = 2
+    common: dict[str, Any] = {"run__dir": str(tmp_path), "run__steps": 6, "train__mini_batches": mini_batches}
+    with pytest.raises(RolloutError, match=r"2 bad steps in a row: k3 .* 32 of 32 responses dropped; likely cause"):
+        train(world.settings(rollout__engine="tampered_engine:other_weights", train__max_bad_steps=2, **common))
+    assert [record["tripwires/dropped"] for record in steps_of(tmp_path)] == [0, 0, 32, 32]
+    assert [step for step, _ in complete_checkpoints(tmp_path / "checkpoints")] == [4]
+    train(world.settings(rollout__engine="tampered_engine:honest", **common))
+    assert [record["tripwires/dropped"] for record in steps_of(tmp_path)] == [0, 0, 32, 32, 0, 0]
+
+
+def test_a_run_that_never_stops_still_counts(world: World, tmp_path: Path) -> None:
+    settings = {"rollout__engine": "tampered_engine:other_weights", "train__max_bad_steps": 0}
+    train(world.settings(run__dir=str(tmp_path), run__steps=1, **settings))
+    assert [record["tripwires/dropped"] for record in steps_of(tmp_path)] == [32]
+
+
+def test_switched_off_it_says_so_and_measures_on(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    off = {"train__max_k3": "off", "train__max_native_flip": "off"}
+    train(world.settings(run__dir=str(tmp_path), run__steps=1, rollout__engine="tampered_engine:with_swapped", **off))
+    said = capsys.readouterr().out
+    assert 'warning: train.max_k3 and train.max_native_flip: found "off"' in said
+    assert "native flip" in said
+    assert not [name for name in steps_of(tmp_path)[0] if name.startswith("tripwires/")]
+
+
+def test_what_the_first_steps_teach_is_saved(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tripwires, "LEARNING_STEPS", 3)
+    for folder, lengths in (("whole", [6]), ("parts", [2, 4, 6])):
+        for steps in lengths:
+            more = {"run__steps": steps, "optim__decay_steps": 6}
+            train(world.settings(run__dir=str(tmp_path / folder), train__mini_batches=1, **more))
+    whole, parts = (steps_of(tmp_path / folder) for folder in ("whole", "parts"))
+    assert parts == whole
+    limits = [record["tripwires/native_flip_limit"] for record in whole]
+    assert limits[:3] == [0.5] * 3
+    assert limits[3] == limits[5] < 0.5
+    assert [record["tripwires/k3_limit"] for record in whole] == [0.3] * 3 + [0.05] * 3
+    assert capsys.readouterr().out.count("self-test: ") == 4
+
+
+def tampered_rollouts(world: World) -> tuple[list[Rollout], list[int]]:
+    """The fixed batch with three wrong responses, and which."""
+    rollouts = world.rollouts()
+    wrong = {3: glue(rollouts[3], rollouts[8]), 17: shift_routes(rollouts[17])}
+    wrong[30] = routes_of(rollouts[30], rollouts[20])
+    return [wrong.get(index, rollout) for index, rollout in enumerate(rollouts)], list(wrong)
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+@pytest.mark.parametrize("objective", ["minirl", "grpo"])
+def test_dropping_a_sequence_leaves_the_others_and_their_denominators(
+    world: World, mini_batches: int, objective: str
+) -> None:
+    rollouts, wrong = tampered_rollouts(world)
+    advantages = fixed_advantages()
+    zeroed = np.where(np.isin(np.arange(NUM_SEQUENCES), wrong), 0.0, advantages)
+    common: dict[str, Any] = {"train__mini_batches": mini_batches, "train__objective": objective, "optim__lr": 0.01}
+    off = {"train__max_k3": "off", "train__max_native_flip": "off"}
+    after = []
+    for values, limits in ((advantages, NARROW), (zeroed, off), (advantages, off)):
+        with training(world.settings(**common, **limits)) as step:
+            taken = take_step(step, rollouts, values)
+            after.append((weights_of(step.policy), taken))
+    (dropped, found), (by_hand, _), (trained, _) = after
+    assert found is not None
+    assert found.step["tripwires/dropped"] == 3
+    apart = [float((dropped[name] - by_hand[name]).abs().max()) for name in dropped]
+    assert max(apart) < 1e-5
+    assert max(float((dropped[name] - trained[name]).abs().max()) for name in dropped) > 1e-3
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (2, {}),
+    "tp2": (2, {"parallel__tp": 2}),
+    "pp2 ep1": (2, {"parallel__pp": 2}),
+    "cp2 ep2": (4, {"parallel__cp": 2, "parallel__ep": 2}),
+    "pp4": (4, {"parallel__pp": 4}),
+}
+
+
+@pytest.mark.multirank
+def test_acceptance_all_ranks_of_every_layout_come_to_the_verdict_of_one_rank(world: World, tmp_path: Path) -> None:
+    rollouts, wrong = tampered_rollouts(world)
+    variants: dict[str, dict[str, Any]] = {
+        f"{replay} {mini_batches}": {"train__replay": replay, "train__mini_batches": mini_batches, **NARROW}
+        for replay, mini_batches in (("r3", 1), ("r3", 2), ("none", 1), ("r2", 2))
+    }
+    jobs = [
+        Job(name, ranks, "train_jobs:judged", {"world": world, "rollouts": rollouts, "variants": of_layout})
+        for name, (ranks, layout) in LAYOUTS.items()
+        for of_layout in [{key: variant | layout for key, variant in variants.items()}]
+    ]
+    ended = run_jobs(jobs, tmp_path)
+    alone = judged(world, rollouts, variants)
+    for variant, (reasons, figures, metrics, weights) in alone.items():
+        assert set(reasons) == {(rollouts[index].group, rollouts[index].sample) for index in wrong}, variant
+        for job in jobs:
+            of_ranks, theirs, numbers, moved = ended[job.name].checked()[variant]
+            assert set(of_ranks) == set(reasons), (job.name, variant)
+            np.testing.assert_allclose(theirs, figures, atol=1e-4, err_msg=f"{job.name} {variant}")
+            for name in ("router/native/flip", "tripwires/dropped", "tripwires/native_flip_max"):
+                assert numbers[name] == pytest.approx(metrics[name], abs=1e-12), (job.name, variant, name)
+            assert moved == pytest.approx(weights, rel=2e-3), (job.name, variant)
