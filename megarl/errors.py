@@ -33,6 +33,10 @@ class ReplayError(MegarlError, RuntimeError):
     """Routing replay was not exactly what was asked for; names layer, micro-batch and pass."""
 
 
+class AgreementError(ReplayError):
+    """Replayed experts agree too little with the routers' own choice."""
+
+
 class WeightSyncError(MegarlError, RuntimeError):
     """Weights did not arrive in the sampling engine as they left the trainer."""
 

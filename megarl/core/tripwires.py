@@ -108,8 +108,8 @@ class Verdict:
         """Return numbers that are equal on all ranks."""
         names = ("dropped", "dropped_fraction", "k3_max", "native_flip_max", "k3_limit", "native_flip_limit")
         values = (self.dropped.sum(), self.share, *self.figures[self.judged].max(0, initial=0.0), *self.limits)
-        found = zip(names, map(float, values), strict=True)
-        return {f"tripwires/{name}": Stat.max(torch.tensor([value])) for name, value in found if np.isfinite(value)}
+        found = zip(names, torch.tensor(values, dtype=torch.float64).unbind(), strict=True)
+        return {f"tripwires/{name}": Stat.max(value) for name, value in found if value.isfinite()}
 
     def describe(self, replayed: bool) -> str:
         """One line: the figures of the step beside their limits, how many sequences are dropped, and the likely cause.

@@ -13,7 +13,7 @@ from megarl.config import Config
 from megarl.core.metrics import Stat
 from megarl.core.objectives.columns import Denominators
 from megarl.core.types import Rollout, TrainBatch
-from megarl.errors import TraceError
+from megarl.errors import AgreementError, TraceError
 from megarl.megatron.passes.micro_batches import MicroBatch, split_micro_batches
 from megarl.megatron.replay import MicroRoutes
 
@@ -27,6 +27,8 @@ class MiniBatch:
     """Over all ranks."""
     gaps: np.ndarray
     """float64 [n, 9] by sequence: how far the engines are apart (``megarl.core.tripwires``)."""
+    mistake: AgreementError | None = None
+    """What replay found wrong with the routes of this rank, for the tripwires."""
     rollout_routes: list[MicroRoutes] | None = None
     """The engine's routes, this rank's rows and layers. None if it recorded none, or no router here can use them."""
     routes: list[MicroRoutes] | None = None

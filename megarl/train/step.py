@@ -24,7 +24,7 @@ from megarl.core.packing import drop_routes, pack
 from megarl.core.routing import Disagreement
 from megarl.core.tripwires import count_flips, count_k3
 from megarl.core.types import Rollout, TrainBatch
-from megarl.errors import MegarlError, ReplayError, RolloutError
+from megarl.errors import AgreementError, MegarlError, ReplayError, RolloutError
 from megarl.megatron import distributed
 from megarl.megatron.frozen import Reference
 from megarl.megatron.passes import forward
@@ -188,7 +188,10 @@ class TrainStep:
 
     @contextmanager
     def _context(self, mini: MiniBatch) -> Iterator[Recording]:
-        """Replay or record during a pass over a mini-batch. An error at its end is raised on all ranks; collective."""
+        """Replay or record during a pass over a mini-batch. An error at its end is raised on all ranks; collective.
+
+        Routes that agree too little are left to the tripwires, which know the sequences.
+        """
         failure: MegarlError | None = None
         ran = False
         try:
@@ -198,7 +201,10 @@ class TrainStep:
         except ReplayError as error:
             if not ran:  # in the middle of the pass, other ranks are in another collective call
                 raise
-            failure = error
+            if isinstance(error, AgreementError) and self.tripwires.judges_routes:
+                mini.mistake = error
+            else:
+                failure = error
         if self.policy.replay is not None:
             distributed.fail_together(failure, "replay")
 

@@ -19,7 +19,7 @@ from megarl.config.tables.train import TrainConfig
 from megarl.core.metrics import merge
 from megarl.core.ratios import segment_expand
 from megarl.core.tripwires import LEARNING_STEPS, LIMITS, MOST_DROPPED, Verdict, learnt_limits
-from megarl.errors import RolloutError
+from megarl.errors import AgreementError, RolloutError
 from megarl.megatron import distributed
 from megarl.train.mini_batch import MiniBatch
 
@@ -32,31 +32,41 @@ class Tripwires:
         self.say: Callable[[str], None] = lambda _: None
         self.verdict: Verdict | None = None
         """None if both limits are off."""
+        self._mistake: AgreementError | None = None
         self.state: dict[str, Any] = {"steps": 0, "bad_steps": 0, "usual": [0.0] * len(LIMITS)}
         """For checkpoints, plain and equal on all ranks: steps that have taught, bad steps in a row, what is usual."""
 
-    @property
-    def limits(self) -> np.ndarray:
-        """float64 [2], of k3 and native flip; infinite if off."""
-        learnt = learnt_limits(np.array(self.state["usual"]) if self.state["steps"] >= LEARNING_STEPS else None)
+    def limits(self, strict: bool = False) -> np.ndarray:
+        """float64 [2], of k3 and native flip; infinite if off. ``strict``: the least ones where they are learnt."""
+        usual = np.array(self.state["usual"]) if self.state["steps"] >= LEARNING_STEPS else None
+        learnt = learnt_limits(np.zeros(len(LIMITS)) if strict else usual)
         found = [(getattr(self._settings, name), limit) for name, limit in zip(LIMITS, learnt, strict=True)]
         return np.array([{"off": np.inf, "learn": limit}.get(setting, setting) for setting, limit in found])
+
+    @property
+    def judges_routes(self) -> bool:
+        return bool(np.isfinite(self.limits()[1]))
 
     def judge(self, minis: Sequence[MiniBatch]) -> bool:
         """Drop sequences of the mini-batches of a step, after the first pass over each; return whether any is.
 
-        A collective call. RolloutError with the likely cause if it is the first step after a start and it is bad.
+        A collective call. RolloutError with the likely cause if it is the first step after a start and it is bad, or
+        if replay found routes that agree too little, and no sequence is beyond a limit.
         """
-        if not np.isfinite(self.limits).any():
+        if not np.isfinite(self.limits()).any():
             return False
+        self._mistake = next((mini.mistake for mini in minis if mini.mistake is not None), None)
+        is_suspect = distributed.largest(int(self._mistake is not None), dist.group.WORLD) > 0
         first, gaps = _gather(minis)
-        self.verdict = verdict = Verdict.of(gaps, self.limits)
+        self.verdict = verdict = Verdict.of(gaps, self.limits(strict=is_suspect))
         any_dropped = bool(verdict.dropped.any())
         for mini in minis if any_dropped else ():
             _mask(mini, verdict.dropped[first : first + len(mini.gaps)])
             first += len(mini.gaps)
         minis[0].metrics = merge([minis[0].metrics, verdict.metrics()])
         self._learn(verdict)
+        if is_suspect and not any_dropped:
+            distributed.fail_together(self._mistake, "replay")
         is_test = not self._is_tested and verdict.judged.any()
         if is_test or any_dropped:
             self.say(f"{'self-test' if is_test else 'tripwires'}: {verdict.describe(self._settings.replay == 'r3')}")
@@ -79,9 +89,11 @@ class Tripwires:
 
     def _error(self, what: str) -> RolloutError:
         assert self.verdict is not None
+        found = self.verdict.describe(self._settings.replay == "r3")
+        more = "" if self._mistake is None else f" ({self._mistake})"
         return RolloutError(
-            f"{what}: {self.verdict.describe(self._settings.replay == 'r3')}; look at the engine and its log, or, if "
-            "this is how the engines differ, set train.max_k3 and train.max_native_flip (docs/tripwires.md)"
+            f"{what}: {found}{more}; look at the engine and its log, or, if this is how the engines differ, set "
+            "train.max_k3 and train.max_native_flip (docs/tripwires.md)"
         )
 
 

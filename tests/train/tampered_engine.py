@@ -103,7 +103,6 @@ def _kind(tamper: Callable[..., Answers] | None) -> EngineKind:
 
 
 KINDS = {"swapped": swapped, "late": late, "foreign_routes": foreign_routes, "replayed": replayed}
-honest = _kind(lambda *_: {})
 other_weights = _kind(None)
 engines = {name: _kind(tamper) for name, tamper in KINDS.items()}
 

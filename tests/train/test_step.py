@@ -241,7 +241,10 @@ def test_routes_that_are_shifted_are_refused_and_named(
     world: World, rows: int, message: str, mini_batches: int
 ) -> None:
     shifted = _with_routes(world.rollouts(), lambda experts: np.roll(experts, rows, 0))
-    _refused(world.settings(train__mini_batches=mini_batches), shifted, f"Likely rows shifted.*{message}", ReplayError)
+    settings = world.settings(train__mini_batches=mini_batches)
+    _refused(settings, shifted, f"self-test.*Likely rows shifted.*{message}", RolloutError)
+    off = world.settings(train__mini_batches=mini_batches, train__max_native_flip="off")
+    _refused(off, shifted, f"Likely rows shifted.*{message}", ReplayError)
 
 
 def test_routes_of_another_rollout_are_refused(world: World) -> None:
@@ -250,8 +253,10 @@ def test_routes_of_another_rollout_are_refused(world: World) -> None:
     experts = [o.routed_experts[: r.num_tokens] for o, r in zip(other, rollouts, strict=False)]
     swapped = [replace(r, routed_experts=e) for r, e in zip(rollouts, experts, strict=False)]
     message = r"would have chosen .* of the replayed experts, \d+% would be chance"
-    _refused(world.settings(), [*swapped, rollouts[-1]], message, ReplayError)
-    lax = step_on(world.settings(train__min_route_agreement=0.0), [*swapped, rollouts[-1]]).step
+    _refused(world.settings(), [*swapped, rollouts[-1]], message, RolloutError)
+    off: dict[str, Any] = {"train__max_native_flip": "off"}
+    _refused(world.settings(**off), [*swapped, rollouts[-1]], message, ReplayError)
+    lax = step_on(world.settings(train__min_route_agreement=0.0, **off), [*swapped, rollouts[-1]]).step
     assert lax["router/native/flip"] > 0.5
 
 

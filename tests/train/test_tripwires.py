@@ -94,7 +94,9 @@ def test_acceptance_bad_steps_train_on_nothing_and_then_end_the_run_which_can_co
         train(world.settings(rollout__engine="tampered_engine:other_weights", train__max_bad_steps=2, **common))
     assert [record["tripwires/dropped"] for record in steps_of(tmp_path)] == [0, 0, 32, 32]
     assert [step for step, _ in complete_checkpoints(tmp_path / "checkpoints")] == [4]
-    train(world.settings(rollout__engine="tampered_engine:honest", **common))
+    distributed.shutdown()
+    FROM_VERSION[0] = 99
+    train(world.settings(rollout__engine="tampered_engine:other_weights", train__max_bad_steps=2, **common))
     assert [record["tripwires/dropped"] for record in steps_of(tmp_path)] == [0, 0, 32, 32, 0, 0]
 
 
@@ -127,7 +129,7 @@ def test_what_the_first_steps_teach_is_saved(
     assert parts == whole
     limits = [record["tripwires/native_flip_limit"] for record in whole]
     assert limits[:3] == [0.5] * 3
-    assert limits[3] == limits[5] < 0.5
+    assert 0.25 <= limits[3] == limits[5] <= 0.5
     assert [record["tripwires/k3_limit"] for record in whole] == [0.3] * 3 + [0.05] * 3
     assert capsys.readouterr().out.count("self-test: ") == 4
 

@@ -290,7 +290,8 @@ def _tapped_coefficients() -> Iterator[list[np.ndarray]]:
 def _of_all_ranks(mini: MiniBatch, owned: Sequence[int], seen: Sequence[np.ndarray]) -> dict[int, np.ndarray]:
     """By sequence; ranks that hold the same sequence must have computed the very same."""
     mine: dict[int, np.ndarray] = {}
-    for micro, values in zip(mini.micro_batches, seen, strict=bool(seen)):
+    latest = seen[-len(mini.micro_batches) :]  # a mini-batch is weighed twice if tripwires drop a sequence
+    for micro, values in zip(mini.micro_batches, latest, strict=bool(seen)):
         parts = np.split(values, micro.batch.cu_seqlens[1:-1].tolist())
         mine.update({owned[local]: part for local, part in zip(micro.sequences, parts, strict=True)})
     ranks: list[Any] = [None] * dist.get_world_size()

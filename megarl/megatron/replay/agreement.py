@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megarl.errors import ReplayError
+from megarl.errors import AgreementError, ReplayError
 from megarl.megatron.replay.records import MicroRoutes
 
 MOST_SAMPLED = 128  # rows of a micro-batch for which the routers' own choice is computed
@@ -113,7 +113,7 @@ def check_agreement(
     """float64 [micro-batches, L_local]: the share of replayed experts that the routers chose too, in the sampled rows.
 
     ``own`` [S, L_local, K] per micro-batch (at least one) are the routers' choices in the rows ``sampled`` [S].
-    ReplayError, with the likely mistake, if a micro-batch or a layer agrees too little.
+    AgreementError, with the likely mistake, if a micro-batch or a layer agrees too little.
     """
     chosen = _to_host(own)
     replayed = _to_host([_rows_of(given, rows) for given, rows in zip(routes, sampled, strict=True)])
@@ -131,7 +131,7 @@ def check_agreement(
         share = found[wrong[0]].mean() if wrong else all_rows[:, columns[0]].mean()
         by_chance = overall if wrong else float(chance[columns[0]])
         trial = _Trial(routes, sampled, chosen, layers, overall, least)
-        raise ReplayError(
+        raise AgreementError(
             f"{place}: the router itself would have chosen {share:.0%} of the replayed experts, {by_chance:.0%} would "
             f"be chance, expected at least {by_chance + least * (1 - by_chance):.0%} (min_agreement = {least:g}). "
             f"{len(wrong)} of {len(found)} micro-batches and {len(columns)} of {len(layers)} layers are below. "

@@ -214,6 +214,7 @@ class Replayer:
                     "early; close it after the last forward pass"
                 )
         recording.compared_tokens = check_tokens(routes, self.tokens)
+        recording.shared, recording.native_shared = _stack(self._shared, hooks), _stack(self._native_shared, hooks)
         if self._sampled and hooks:
             own, layers = _stack(self._own, hooks), [hook.layer for hook in hooks]
             recording.agreement = check_agreement(
@@ -223,4 +224,3 @@ class Replayer:
         recording.native_rows = len(hooks) * absent
         if self._native is not None:
             recording.native = [MicroRoutes(experts) for experts in _stack(self._native, hooks)]
-        recording.shared, recording.native_shared = _stack(self._shared, hooks), _stack(self._native_shared, hooks)
