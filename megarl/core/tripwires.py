@@ -88,7 +88,7 @@ class Verdict:
     @property
     def dropped(self) -> np.ndarray:
         """bool [S]."""
-        return self.over.any(1)
+        return np.asarray(self.over.any(1))
 
     @property
     def share(self) -> float:
