@@ -86,7 +86,13 @@ def config(model: Path, parallel: Mapping[str, int] | None = None, **overrides: 
         "model": {"path": str(model), "dtype": "fp32"},
         "data": {"train": "unused.jsonl", "max_prompt_tokens": 8},
         "rollout": {"prompts_per_step": 4, "group_size": 2, "max_response_tokens": 8, "temperature": TEMPERATURE},
-        "train": {"micro_batch_tokens": MICRO_TOKENS, "min_route_agreement": 0.0},  # routes here are random
+        # Routes and log-probabilities here are random.
+        "train": {
+            "micro_batch_tokens": MICRO_TOKENS,
+            "min_route_agreement": 0.0,
+            "max_k3": "off",
+            "max_native_flip": "off",
+        },
         "optim": {"lr": 1e-3},
         "parallel": dict(parallel or {}),
     }

@@ -219,7 +219,8 @@ def per_token(rollouts: Sequence[Rollout], masked: float) -> np.ndarray:
 def test_garbage_at_masked_tokens_changes_no_bit_of_two_steps(world: World, name: str) -> None:
     rollouts = [as_turns(rollout) for rollout in world.rollouts()]
     # Some of the tokens below are others than those that the routes are of.
-    settings = world.settings(train__objective=name, train__replay="r3", train__min_route_agreement=0.0)
+    unchecked = {"train__min_route_agreement": 0.0, "train__max_k3": "off", "train__max_native_flip": "off"}
+    settings = world.settings(train__objective=name, train__replay="r3", **unchecked)
 
     def after_two_steps(used: Sequence[Rollout], masked: float) -> tuple[dict[str, Tensor], list[Any]]:
         with training(settings) as step:
