@@ -17,7 +17,7 @@ from train_world import NUM_SEQUENCES, World, fixed_advantages, take_step, train
 from megarl.core.types import Rollout
 from megarl.errors import RolloutError
 from megarl.megatron import distributed
-from megarl.megatron.checkpoints.checkpoint import complete_checkpoints
+from megarl.megatron.checkpoints.folders import complete_checkpoints
 from megarl.run.metrics_log import read_metrics, without_timing
 from megarl.run.status import show
 from megarl.train import tripwires
