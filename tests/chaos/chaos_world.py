@@ -130,7 +130,8 @@ class Run:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **more, **self.environment}
         command = ["launch" if self.launched else "train", str(self.config), *self.words]
         with self.log.open("ab") as log:
-            self._process = preloaded.Popen(
+            # A fork saves the imports; the processes of torchrun are to be those of a user.
+            self._process = (subprocess.Popen if self.launched else preloaded.Popen)(
                 [sys.executable, "-m", "megarl.cli", *command],
                 env=environment,
                 stdin=subprocess.DEVNULL,

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 STOPPED, BAD_INPUT = 75, 2
 MOST_STARTS = 25
+FEW_LIES = 5
+"""Responses are short here; so few of them may stay within the limits of the tripwires."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,7 @@ def no_checkpoint_left(arena: Arena, rng: random.Random, name: str) -> list[Happ
     require_explained(run)
     require(code > 0, f"ended with code {code}, expected an error", run)
     for checkpoint in _checkpoints(run):
-        require(f"{checkpoint}/" in run.said(), f"the sentence does not name {checkpoint}", run)
+        require(str(checkpoint) in run.said(), f"the sentence does not name {checkpoint}", run)
     run.remove()
     return [Happened("a file of every checkpoint damaged", "stopped with a sentence")]
 
@@ -317,7 +319,10 @@ def lies(arena: Arena, rng: random.Random, name: str) -> list[Happened]:
     named = "likely cause" in run.said()
     outcome = "stopped with the likely cause" if code else "dropped and counted"
     caught = sum(dropped.get(step, 0.0) for step in steps)
-    require(named and (code or caught), f"{len(told_lies)} lies ({lie}) in steps {sorted(steps)} have trained", run)
+    if not code and not caught and len(told_lies) < FEW_LIES:
+        outcome = "too few tokens for the limits: seen in the step line alone"
+    else:
+        require(named and (code or caught), f"{len(told_lies)} lies ({lie}) in steps {sorted(steps)} have trained", run)
     require_clean(run)
     run.remove()
     return [Happened(f"{lie}, {share:.0%} of the sequences", outcome)]
@@ -334,7 +339,8 @@ def launched_kills(arena: Arena, rng: random.Random, name: str) -> list[Happened
     return kills(arena, rng, name, launched=True, strikes=2)
 
 
-EPISODES: dict[str, Callable[[Arena, random.Random, str], list[Happened]]] = {
+Episode = Callable[[Arena, random.Random, str], list[Happened]]
+EPISODES: dict[str, Episode] = {
     "kills": kills,
     "damage": damage,
     "no_checkpoint_left": no_checkpoint_left,
@@ -345,11 +351,11 @@ EPISODES: dict[str, Callable[[Arena, random.Random, str], list[Happened]]] = {
 }
 
 
-def play(arena: Arena, kind: str, seed: int) -> list[Happened]:
+def play(arena: Arena, kind: str, seed: int, episodes: dict[str, Episode] = EPISODES) -> list[Happened]:
     """One episode; a ChaosError names its kind and seed, so that it can be repeated."""
     name = f"{kind}_{seed}"
     try:
-        return EPISODES[kind](arena, random.Random(f"{kind} {seed}"), name)
+        return episodes[kind](arena, random.Random(f"{kind} {seed}"), name)
     except (ChaosError, OSError) as error:
         raise ChaosError(f"episode {kind} --seed {seed}: {error}") from error
 

@@ -12,7 +12,8 @@ from megarl.errors import DataError
 from megarl.run.audit import check
 from megarl.run.metrics_log import read_metrics, without_timing
 
-TEMPORARY = ("*.partial", "*.tmp", "*.new", ".*.new", "*.damaged.*", ".failure*")
+TEMPORARY = ("*.partial", "[!.]*.tmp", "*.new", "*.damaged.*")
+"""A kill in the middle of the write of a small file may leave ``.NAME.PID.tmp``."""
 ENDING_S = 10.0
 """Helpers of Python's multiprocessing end a moment after the run."""
 COUNTED = ("responses without a reward", "failed episodes")
