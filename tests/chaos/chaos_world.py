@@ -198,6 +198,10 @@ class Run:
         return True
 
     def until_end(self) -> int:
+        step = -1
+        while self.code is None and step < self.step:  # patience is for a step, not for the run
+            step = self.step
+            self.until(lambda step=step: self.step > step, f"a step after {step}, or the end")
         self.until(lambda: self.code is not None, "the end of the run")
         code = self.code
         assert code is not None

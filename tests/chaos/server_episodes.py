@@ -22,6 +22,8 @@ from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec
 
 START_S = 300.0
+LYING_STEPS = 3
+"""A refused answer is asked for again only after a while."""
 SERVERS = {"python": str(SGLANG_PYTHON), "mem_fraction": 0.1, "max_total_tokens": 8192, "start_deadline_s": START_S}
 
 
@@ -42,7 +44,7 @@ def shared_server(arena: Arena) -> Iterator[Server]:
 
 
 def _run(arena: Arena, name: str, proxy: LyingProxy, **sglang: Any) -> Run:
-    table = {"urls": [proxy.url], "sync": "disk", "attempts": 12, "deadline_s": 60.0, "start_deadline_s": 60.0}
+    table = {"urls": [proxy.url], "sync": "disk", "attempts": 6, "deadline_s": 60.0, "start_deadline_s": 60.0}
     return arena.run(name, rollout={"engine": "sglang"}, sglang={**table, **sglang}, environment={"function": None})
 
 
@@ -50,8 +52,9 @@ def wire_lies(arena: Arena, rng: random.Random, name: str) -> list[Happened]:
     """Answers that are well-formed and wrong. Each is refused and counted, or its sequence is dropped and counted."""
     liar = rng.choice(LIARS)
     lies = tuple(LIES) if liar == "careless" else (rng.choice(BY_NUMBERS),)
-    with LyingProxy(arena.server.url, lies, liar, rng.choice([0.05, 0.2, 0.2, 0.6, 1.0]), rng) as proxy:
+    with LyingProxy(arena.server.url, lies, liar, rng.choice([0.1, 0.2, 0.3, 1.0]), rng) as proxy:
         run = _run(arena, name, proxy)
+        run.words = ["--run.steps", str(LYING_STEPS)]
         run.start()
         outcome = _judge_lies(run, proxy, run.until_end())
         require_clean(run)
@@ -70,7 +73,7 @@ def _judge_lies(run: Run, proxy: LyingProxy, code: int) -> str:
     if code != 0:
         require(code == BAD_INPUT and told, f"ended with code {code}, {told} answers were changed", run)
         return "refused until the run stopped with the cause"
-    require_whole(run)
+    require_whole(run, LYING_STEPS)
     counts = f"{told} answers changed ({proxy.liar}), {refused} refused, {dropped} dropped"
     if proxy.liar == "careless":  # every change breaks the seal
         require(refused == told, counts, run)
