@@ -287,7 +287,8 @@ def _fill(arena: Arena, run: Run, rng: random.Random) -> list[Happened]:
         attack = f"disk full but for {spare} bytes, {'until the run ends' if for_good else 'for a while'}"
         if ended not in (None, 0):
             require_explained(run)
-            require("No space left" in run.said(), "a full disk ended the run, and the sentence does not say so", run)
+            is_named = any(words in run.said() for words in ("No space left", "a full disk"))
+            require(is_named, "a full disk ended the run, and the sentence does not say so", run)
             outcome = "stopped with a sentence, went on when started again"
             run.start()
         else:
