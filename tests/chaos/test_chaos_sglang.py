@@ -23,4 +23,4 @@ def arena(tmp_path_factory: pytest.TempPathFactory, updated_server: Server, host
 @pytest.mark.parametrize("kind", ["wire_lies"])
 def test_an_episode_of_chaos_with_a_server(arena: Arena, kind: str) -> None:
     """Every wrong answer is refused and counted: the proxy's ledger has as many as the run."""
-    print(table(play(arena, kind, 0, SERVER_EPISODES)))
+    print(table(play(arena, kind, 3, SERVER_EPISODES)))
