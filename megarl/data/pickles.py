@@ -26,6 +26,7 @@ _PLAIN = {
     (f"{_CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"),
     *((f"{_CHECKPOINT}.planner", name) for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")),
     (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),  # 0.12
     *(("torch", "Size"), ("torch.serialization", "_get_layout")),
     *(("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"), ("collections", "OrderedDict")),
 }

@@ -93,9 +93,9 @@ def regrouped(state: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
     """
     count = len(getattr(optimizer, "chained_optimizers", [optimizer]))
     own = [state] if count == 1 else [state[index] for index in range(count)]
-    if "param_state" not in own[0]:
-        return state
     written = [part for part in (state, *state.values()) if isinstance(part, dict) and "optimizer" in part]
+    if "param_state" not in own[0] or len(written) in (0, count):
+        return state
     groups = [group for part in written for group in part["optimizer"]["param_groups"]]
     named = {tuple(group.get(name) for name in _MULTIPLIERS): group for group in groups}
     for group in groups:
