@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import gc
 import io
+import json
 import logging
 import multiprocessing.process
 import multiprocessing.resource_tracker
@@ -35,9 +36,9 @@ def note_imported() -> None:
 
 
 def note_path() -> None:
-    """Remember what belongs to the interpreter itself."""
-    installed = (os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix))
-    BASE_PATH[:] = [entry for entry in sys.path if os.path.realpath(entry).startswith(installed)]
+    """Remember what belongs to the interpreter itself, and not to PYTHONPATH."""
+    words = [sys.executable, "-I", "-c", "import json, sys; print(json.dumps(sys.path))"]
+    BASE_PATH[:] = json.loads(subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout)
 
 
 def run_python(words: Sequence[str], environment: dict[str, str], cwd: str | None) -> NoReturn:
