@@ -79,6 +79,7 @@ def fill(folder: Path, **files: bytes) -> None:
         "status": STATUS,
         "launch": {"says": "running", "launch": "a"},
         "lock": {"host": "h", "pid": 1, "since": ""},
+        "sign": SIGN,
     }
     for name, good in given.items():
         data = files.get(name, json.dumps(good).encode())
@@ -106,9 +107,10 @@ def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
 @given(name=st.sampled_from([*SOUND]), data=st.data())
 @settings(max_examples=100, suppress_health_check=SHARED)
 @example(name="status", data=None)
+@example(name="sign", data=None)
 def test_status_reads_whatever_is_there(folder: Path, capsys: pytest.CaptureFixture[str], name: str, data: Any) -> None:
-    error = json.dumps(STATUS | {"last_error": CONTROL, "host": CONTROL}).encode()
-    fill(folder, **{name: error if data is None else data.draw(damaged(SOUND[name]))})
+    known = {"status": STATUS | {"last_error": CONTROL, "host": CONTROL}, "sign": SIGN | {"beat_s": None}}
+    fill(folder, **{name: json.dumps(known[name]).encode() if data is None else data.draw(damaged(SOUND[name]))})
     for words in ([], ["--json"]):
         assert run(capsys, "status", folder, *words)[0] in (0, 1, 2)
 

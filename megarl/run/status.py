@@ -31,7 +31,9 @@ _STATUS: _Fields = (
     | dict.fromkeys(("step_s", "tokens_per_s", "eta_s"), (int, float, None))
     | dict.fromkeys(("last_error", "error_kind", "job", "restart"), (str, None))
 )
-_SIGN: _Fields = {"host": (str,), "phase": (str,), "pid": (int,), "step": (int,), "beat": (int, float)}
+_SIGN: _Fields = {"host": (str,), "phase": (str,), "pid": (int,), "step": (int,)} | dict.fromkeys(
+    ("beat", "beat_s"), (int, float)
+)
 _LARGEST = 1e12
 _MOST_RANKS = 1 << 20
 

@@ -26,7 +26,11 @@ def arena(tmp_path_factory: pytest.TempPathFactory) -> Arena:
 @pytest.mark.parametrize(("kind", "seed"), SHORT)
 def test_an_episode_of_chaos(arena: Arena, kind: str, seed: int) -> None:
     """Again: ``tools/chaos.py --kinds KIND --seed SEED --episodes 1``."""
-    print(table(play(arena, kind, seed)))
+    happened = play(arena, kind, seed)
+    if kind == "full_disk" and not happened:
+        pytest.skip("nobody may mount a small disk here")
+    assert happened, "nothing was struck"
+    print(table(happened))
 
 
 @pytest.fixture

@@ -151,7 +151,15 @@ def fail(vitals: Vitals, folder: Path, error: Exception) -> None:
 
 def test_a_failed_collective_call_names_phase_and_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.train.saving._SIGNS_ARE_OLD_S", 0.1)
-    gone = {"rank": 1, "host": socket.gethostname(), "pid": 2**22 + 1, "step": 4, "phase": "sync", "beat": 0.0}
+    gone = {
+        "rank": 1,
+        "host": socket.gethostname(),
+        "pid": 2**22 + 1,
+        "step": 4,
+        "phase": "sync",
+        "beat": 0.0,
+        "beat_s": 2.0,
+    }
     vitals = vitals_of(tmp_path, 0, 2)
     vitals.begin(4)
     rank_file(tmp_path, 1).write_text(json.dumps(gone))
