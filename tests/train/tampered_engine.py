@@ -88,7 +88,7 @@ class TamperedEngine(LocalEngine):
 
     def prove_weights(self) -> bool:
         """It would find the other weights; here the answers alone have to tell."""
-        return True
+        return False
 
     def _sample(self, requests: Sequence[SampleRequest], *rest: Any) -> list[Rollout]:
         made = super()._sample(requests, *rest)
