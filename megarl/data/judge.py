@@ -23,8 +23,8 @@ START_S = 120.0
 """Time limit for the start of a worker, including the import of the reward function's module."""
 TRIES = 3
 """How often a call is begun. A worker that dies before it confirms a call did not die of that call."""
-_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
-"""Signals of a process that has run out of memory or stack by itself; others come from outside."""
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGXCPU)
+"""Signals of a process that has run out of memory, stack or CPU time by itself; others come from outside."""
 Call = ProcessFuture[Verdict | ConfigError]
 
 
@@ -37,7 +37,8 @@ class Judge:
 
     A call that takes longer than ``timeout_s`` is stopped; time in a queue and the start of a worker do not count. A
     worker that is stopped or dies is replaced. The response then has no reward; but it is wrong if the function is
-    marked with ``wrong_if_stopped`` and the answer can be read.
+    marked with ``wrong_if_stopped`` and the answer can be read. ``math_verify`` is stopped by its CPU time as well, and
+    only then the response is wrong: on a busy machine a right one may take longer than ``timeout_s``.
 
     Use it in one event loop at a time, in any thread. ``close`` ends all its processes. If the trainer dies, they die
     too.
@@ -197,7 +198,8 @@ class Judge:
             _end(pool)
 
     def _time_out(self) -> Verdict:
-        return Verdict(None, error=f"the reward function took more than {self.timeout_s:g} s", timed_out=True)
+        why = f"the reward function took more than {self.timeout_s:g} s"
+        return Verdict(None, error=why, timed_out=self.function != "math_verify")
 
 
 def _num_cores() -> int:

@@ -19,10 +19,18 @@ import select
 import signal
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterator
 
-from megarl.data.rewards import MATH_VERIFY_MEMORY_BYTES, Verdict, describe_failure, load_reward, read_verdict
+from megarl.data.rewards import (
+    MATH_VERIFY_CPU_S,
+    MATH_VERIFY_MEMORY_BYTES,
+    Verdict,
+    describe_failure,
+    load_reward,
+    read_verdict,
+)
 from megarl.errors import ConfigError
 
 DISTRIBUTED = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|ROLE_NAME|TORCHELASTIC_.*)")
@@ -64,12 +72,14 @@ def set_up_worker(function: str) -> None:
     with contextlib.suppress(ConfigError):  # the first call raises it again, where it can be reported
         _load(function)
     if function == "math_verify":
-        resource.setrlimit(resource.RLIMIT_AS, (MATH_VERIFY_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        _limit(resource.RLIMIT_AS, MATH_VERIFY_MEMORY_BYTES)
+        _limit(resource.RLIMIT_CORE, 0)
         importlib.import_module("math_verify")  # so that its import does not count as time of the first response
 
 
 def call_in_worker(function: str, prompt: str, response: str, answer: str) -> Verdict | ConfigError:
     """Judge one response, in a worker. Return only megarl's own types: a foreign exception may not unpickle."""
+    _limit_cpu(function)
     try:
         return read_verdict(_load(function)(prompt=prompt, response=response, answer=answer), response)
     except ConfigError as error:
@@ -85,6 +95,7 @@ def check_in_worker(function: str, answer: str) -> Verdict | None:
 
     None if the function does not say how to read an answer (``wrong_if_stopped``).
     """
+    _limit_cpu(function)
     check_answer = getattr(_load(function), "check_answer", None)
     if check_answer is None:
         return None
@@ -93,6 +104,17 @@ def check_in_worker(function: str, answer: str) -> Verdict | None:
     except BaseException as error:
         return describe_failure(error)
     return Verdict(0.0, timed_out=True)
+
+
+def _limit_cpu(function: str) -> None:
+    """Have the kernel end this process (SIGXCPU) if what it does next takes too much CPU time."""
+    if function == "math_verify":
+        _limit(resource.RLIMIT_CPU, int(time.process_time()) + MATH_VERIFY_CPU_S)
+
+
+def _limit(kind: int, value: int) -> None:
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
 _load = functools.cache(load_reward)

@@ -29,6 +29,8 @@ MATH_VERIFY_TIMEOUT_S = 3
 """CPU time for the answer, and for the response: reading it and all its comparisons with the answer."""
 _NEVER_S = 3600
 """math-verify's own time limits. They count the time in which other processes run, too."""
+MATH_VERIFY_CPU_S = 3 * MATH_VERIFY_TIMEOUT_S + 1
+"""After so much CPU time the kernel ends a worker that judges with math_verify: no signal interrupts a library in C."""
 MATH_VERIFY_MEMORY_BYTES = 4 << 30
 """Address space of a worker process that judges with math_verify, in which an import takes 300 MB."""
 
@@ -63,7 +65,8 @@ class Verdict:
     error: str | None = None
     """One line: an exception, a return value that is no reward, a time-out, a worker that died."""
     timed_out: bool = False
-    """Whether the call was stopped, or gave up, because it took too long; or too much memory, where that is wrong."""
+    """Whether the call was stopped, or gave up, because it took too long; or too much memory, where that is wrong. Not
+    where CPU time is limited, and the call has waited for other processes only."""
 
 
 class RewardFunction(Protocol):

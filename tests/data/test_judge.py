@@ -330,6 +330,20 @@ def test_math_verify_takes_an_endless_response_as_wrong(monkeypatch: pytest.Monk
         assert one(judge, "5", "5").reward == 1.0
 
 
+def test_a_busy_machine_makes_no_response_wrong() -> None:
+    """A time-out that comes before the CPU time is used up says nothing of the response."""
+    with Judge("math_verify", workers=1, timeout_s=0.5) as judge:
+        late = Verdict(None, error="the reward function took more than 0.5 s")
+        assert one(judge, "$9^{9^{9}}$", "5") == late
+
+
+def test_the_kernel_ends_what_no_signal_interrupts() -> None:
+    code = "from megarl.data import judge_worker as w; w.MATH_VERIFY_CPU_S = 1; w._limit_cpu('math_verify'); "
+    assert (
+        subprocess.run([sys.executable, "-c", code + "sum(range(10**15))"], check=False).returncode == -signal.SIGXCPU
+    )
+
+
 def test_only_the_end_of_a_long_response_is_read() -> None:
     long = "$" * 200_000 + r" so it is \boxed{5}"
     with Judge("math_verify", workers=1, max_characters=1000) as judge:

@@ -54,8 +54,8 @@ class RewardConfig(Table):
     """Most worker processes of each rank that call the function; default its share of the node's cores. exact_match
     needs none."""
     timeout_s: PositiveFloat = 30.0
-    """Longest time for one response; seconds. A later one is counted. With math_verify it is wrong; with a function of
-    your own it does not train."""
+    """Longest time for one response; seconds. A later one does not train, and is counted. (math_verify limits its CPU
+    time itself; a response that uses it up is wrong.)"""
     max_characters: PositiveInt = 10_000
     """math_verify reads only so many of a response's characters, the last ones."""
     threshold: float = POSITIVE
