@@ -96,9 +96,10 @@ def own_judges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 def workers(of: int | None = None) -> list[psutil.Process]:
-    """Processes below this one; multiprocessing's tracker of semaphores, one per trainer, apart."""
+    """Processes below this one, but for multiprocessing's tracker of semaphores and the tests' zygote (zygote.py)."""
     below = psutil.Process(of).children(recursive=True)
-    return [p for p in below if p.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(p.cmdline())]
+    alive = [p for p in below if p.status() != psutil.STATUS_ZOMBIE]
+    return [p for p in alive if not any(name in " ".join(p.cmdline()) for name in ("resource_tracker", "zygote.py"))]
 
 
 async def judged(judge: Judge, response: str, answer: str = "") -> Verdict:
