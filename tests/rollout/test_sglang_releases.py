@@ -156,11 +156,15 @@ def test_a_dropped_sync_is_seen(
     assert logprob_gap(rollouts, oracle_of(sglang_model, weights[1])) < CLOSE
 
 
-def test_weights_of_another_version_are_refused(served: Served, weights: list[Weights]):
+def test_weights_of_another_version_are_refused(
+    served: Served, weights: list[Weights], monkeypatch: pytest.MonkeyPatch
+):
     served.engine.update_weights(weights[0].items(), 3)
     assert sample(served.server)["weight_version"] == "3"
     ask(served.server, "update_weight_version", {"new_version": "4"}).raise_for_status()
-    with pytest.raises(RolloutError, match=r"made with weight versions \[.*4\], expected 3 alone"):
+    client = served.engine._client
+    monkeypatch.setattr(client, "settings", replace(client.settings, recovery_s=1.0))
+    with pytest.raises(RolloutError, match=r"down, the last failure: .* does not answer with weights 3$"):
         served.engine.generate(make_requests(1), PARAMS)
 
 
