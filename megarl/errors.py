@@ -36,6 +36,9 @@ class ReplayError(MegarlError, RuntimeError):
 class AgreementError(ReplayError):
     """Replayed experts agree too little with the routers' own choice."""
 
+    micro_batches: tuple[int, ...] = ()
+    """Those that agree too little; none if only layers do."""
+
 
 class WeightSyncError(MegarlError, RuntimeError):
     """Weights did not arrive in the sampling engine as they left the trainer."""

@@ -78,6 +78,11 @@ class Policy:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    def expert_biases(self) -> list[torch.Tensor]:
+        """The buffers of the routers that a backward pass may move."""
+        modules = (module for chunk in self.chunks for module in chunk.modules())
+        return [module.expert_bias for module in modules if getattr(module, "expert_bias", None) is not None]
+
     def optimizer_step(self) -> tuple[float, float]:
         """Clip, step, advance the schedule; returns (gradient norm before clipping, learning rate used).
 

@@ -129,8 +129,12 @@ class TrainStep:
         If this is the first pass, and the tripwires drop sequences, the gradients are computed again without them.
         """
         is_first_pass = mini.old_logprobs is None
+        biases = self.policy.expert_biases() if is_first_pass else []
+        before = [bias.clone() for bias in biases]
         outputs = self._backward(mini, on_micro_batch)
         if is_first_pass and self.tripwires.judge([mini]):
+            for bias, value in zip(biases, before, strict=True):
+                bias.copy_(value)  # the pass has moved it, and the second one does so again
             outputs = self._backward(mini)
         norm, lr = self.policy.optimizer_step()
         self._updates += 1

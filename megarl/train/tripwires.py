@@ -32,7 +32,8 @@ class Tripwires:
         self.say: Callable[[str], None] = lambda _: None
         self.verdict: Verdict | None = None
         """None if both limits are off."""
-        self._mistake: AgreementError | None = None
+        self._mistake: str | None = None
+        """What replay found wrong with the routes of the latest step, on the first rank that found something."""
         self.state: dict[str, Any] = {"steps": 0, "bad_steps": 0, "usual": [0.0] * len(LIMITS)}
         """For checkpoints, plain and equal on all ranks: steps that have taught, bad steps in a row, what is usual."""
 
@@ -50,23 +51,27 @@ class Tripwires:
     def judge(self, minis: Sequence[MiniBatch]) -> bool:
         """Drop sequences of the mini-batches of a step, after the first pass over each; return whether any is.
 
-        A collective call. RolloutError with the likely cause if it is the first step after a start and it is bad, or
-        if replay found routes that agree too little, and no sequence is beyond a limit.
+        A collective call. RolloutError with the likely cause if it is the first step after a start and it is bad;
+        AgreementError if replay found routes that agree too little, and the sequences that are dropped do not explain
+        it.
         """
         if not np.isfinite(self.limits()).any():
             return False
-        self._mistake = next((mini.mistake for mini in minis if mini.mistake is not None), None)
-        is_suspect = distributed.largest(int(self._mistake is not None), dist.group.WORLD) > 0
+        mistake = next((str(mini.mistake) for mini in minis if mini.mistake is not None), None)
+        is_suspect = distributed.largest(int(mistake is not None), dist.group.WORLD) > 0
+        self._mistake = next(filter(None, distributed.gather_objects(mistake)), None) if is_suspect else None
         first, gaps = _gather(minis)
         self.verdict = verdict = Verdict.of(gaps, self.limits(strict=is_suspect))
-        any_dropped = bool(verdict.dropped.any())
-        for mini in minis if any_dropped else ():
-            _mask(mini, verdict.dropped[first : first + len(mini.gaps)])
-            first += len(mini.gaps)
+        any_dropped, unexplained = bool(verdict.dropped.any()), None
+        for mini in minis:
+            own = slice(first, first := first + len(mini.gaps))
+            unexplained = unexplained or _unexplained(mini, verdict.dropped[own], verdict.judged[own])
+            if any_dropped:
+                _mask(mini, verdict.dropped[own])
         minis[0].metrics = merge([minis[0].metrics, verdict.metrics()])
         self._learn(verdict)
-        if is_suspect and not any_dropped:
-            distributed.fail_together(self._mistake, "replay")
+        if is_suspect:
+            distributed.fail_together(unexplained, "replay")
         is_test = not self._is_tested and verdict.judged.any()
         if is_test or any_dropped:
             self.say(f"{'self-test' if is_test else 'tripwires'}: {verdict.describe(self._settings.replay == 'r3')}")
@@ -95,6 +100,19 @@ class Tripwires:
             f"{what}: {found}{more}; look at the engine and its log, or, if this is how the engines differ, set "
             "train.max_k3 and train.max_native_flip (docs/tripwires.md)"
         )
+
+
+def _unexplained(mini: MiniBatch, dropped: np.ndarray, judged: np.ndarray) -> AgreementError | None:
+    """Return what replay found in a mini-batch, unless a sequence is dropped wherever routes agree too little.
+
+    Where no sequence trains any more, nothing is left to explain. dropped, judged: bool [n].
+    """
+    if mini.mistake is None:
+        return None
+    wrong = [list(mini.micro_batches[index].sequences) for index in mini.mistake.micro_batches]
+    trains = judged & ~dropped
+    is_explained = all(dropped[rows].any() or not trains[rows].any() for rows in wrong) if wrong else not trains.any()
+    return None if is_explained else mini.mistake
 
 
 def _gather(minis: Sequence[MiniBatch]) -> tuple[int, np.ndarray]:

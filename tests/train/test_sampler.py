@@ -384,6 +384,10 @@ def test_samples_of_foreign_weights_are_dropped_counted_and_drawn_again(world: W
         made.begin_step(1)  # sampled ahead: the second draw is in the foreground
         assert finalize(made.sample_step(1).metrics)["sampling/redraws"] == 1.0
         assert finalize(made.sample_step(2).metrics)["sampling/redraws"] == 0.0
+        foreign.changes = 1
+        made.begin_step(3)
+        made.settle()  # an evaluation sends other weights next, so nobody could tell later
+        assert finalize(made.sample_step(3).metrics)["sampling/redraws"] == 1.0
         foreign.changes = 3
         with pytest.raises(RolloutError, match="in each of 3 draws of the same responses"):
             made.evaluate(3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from train_jobs import judged
 from train_world import NUM_SEQUENCES, World, fixed_advantages, take_step, trainer_of, training, weights_of
 
 from megarl.core.types import Rollout
-from megarl.errors import RolloutError
+from megarl.errors import AgreementError, RolloutError
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.folders import complete_checkpoints
 from megarl.run.metrics_log import read_metrics, without_timing
@@ -106,6 +107,37 @@ def test_a_run_that_never_stops_still_counts(world: World, tmp_path: Path) -> No
     assert [record["tripwires/dropped"] for record in steps_of(tmp_path)] == [32]
 
 
+def test_a_step_whose_routes_agree_too_little_still_leaves_its_traces(world: World, tmp_path: Path) -> None:
+    FROM_VERSION[0] = 1
+    settings = {"rollout__engine": "tampered_engine:other_weights", "log__traces_every": 1}
+    exact = {"rollout__fp8_rounding": False, "train__mini_batches": 1}
+    train(world.settings(run__dir=str(tmp_path), run__steps=2, train__min_route_agreement=0.9, **settings, **exact))
+    assert [record["tripwires/dropped"] for record in steps_of(tmp_path)] == [0, 32]
+    assert len(list((tmp_path / "traces").glob("step_0000002.*"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "dropped", "judged", "is_explained"),
+    [
+        ((0,), "10", "11", True),
+        ((0,), "01", "11", False),
+        ((0, 1), "01", "11", False),
+        ((1,), "10", "10", True),
+        ((), "10", "11", False),
+        ((), "11", "11", True),
+        ((), "10", "10", True),
+    ],
+)
+def test_wrong_routes_are_explained_only_by_a_sequence_dropped_where_they_are(
+    micro_batches: tuple[int, ...], dropped: str, judged: str, is_explained: bool
+) -> None:
+    mistake = AgreementError("wrong")
+    mistake.micro_batches = micro_batches
+    mini: Any = SimpleNamespace(mistake=mistake, micro_batches=[SimpleNamespace(sequences=(i,)) for i in range(2)])
+    rows = [np.array([letter == "1" for letter in text]) for text in (dropped, judged)]
+    assert (tripwires._unexplained(mini, *rows) is None) == is_explained
+
+
 def test_switched_off_it_says_so_and_measures_on(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,6 +195,25 @@ def test_dropping_a_sequence_leaves_the_others_and_their_denominators(
     apart = [float((dropped[name] - by_hand[name]).abs().max()) for name in dropped]
     assert max(apart) < 1e-5
     assert max(float((dropped[name] - trained[name]).abs().max()) for name in dropped) > 1e-3
+
+
+def test_the_pass_without_the_dropped_ones_finds_the_expert_biases_of_the_first_pass(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollouts, _ = tampered_rollouts(world)
+    found: list[list[float]] = []
+    with training(world.settings(train__mini_batches=1, **NARROW)) as step:
+        bias, run = torch.zeros(2), step._backward
+        step.policy.chunks[0].register_buffer("expert_bias", bias)
+
+        def moves_the_bias(*arguments: Any) -> Any:
+            found.append(bias.tolist())
+            bias.add_(1.0)  # as Megatron does at the end of each backward pass
+            return run(*arguments)
+
+        monkeypatch.setattr(step, "_backward", moves_the_bias)
+        take_step(step, rollouts)
+    assert (found, bias.tolist()) == ([[0.0, 0.0]] * 2, [1.0, 1.0])
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

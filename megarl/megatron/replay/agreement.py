@@ -131,12 +131,14 @@ def check_agreement(
         share = found[wrong[0]].mean() if wrong else all_rows[:, columns[0]].mean()
         by_chance = overall if wrong else float(chance[columns[0]])
         trial = _Trial(routes, sampled, chosen, layers, overall, least)
-        raise AgreementError(
+        error = AgreementError(
             f"{place}: the router itself would have chosen {share:.0%} of the replayed experts, {by_chance:.0%} would "
             f"be chance, expected at least {by_chance + least * (1 - by_chance):.0%} (min_agreement = {least:g}). "
             f"{len(wrong)} of {len(found)} micro-batches and {len(columns)} of {len(layers)} layers are below. "
             f"{trial.explain(wrong or range(len(found)))}"
         )
+        error.micro_batches = tuple(wrong)
+        raise error
     return shares
 
 

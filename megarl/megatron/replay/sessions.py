@@ -215,12 +215,12 @@ class Replayer:
                 )
         recording.compared_tokens = check_tokens(routes, self.tokens)
         recording.shared, recording.native_shared = _stack(self._shared, hooks), _stack(self._native_shared, hooks)
-        if self._sampled and hooks:
-            own, layers = _stack(self._own, hooks), [hook.layer for hook in hooks]
-            recording.agreement = check_agreement(
-                routes, self._sampled, own, layers, hooks[0].num_experts, self._min_agreement
-            )
         absent = sum(int((~micro.present).sum()) for micro in routes if micro.present is not None)
         recording.native_rows = len(hooks) * absent
         if self._native is not None:
             recording.native = [MicroRoutes(experts) for experts in _stack(self._native, hooks)]
+        if self._sampled and hooks:  # last, because a caller may go on after an AgreementError
+            own, layers = _stack(self._own, hooks), [hook.layer for hook in hooks]
+            recording.agreement = check_agreement(
+                routes, self._sampled, own, layers, hooks[0].num_experts, self._min_agreement
+            )

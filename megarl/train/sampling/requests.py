@@ -72,13 +72,18 @@ def sample_together(
     """
     for redraws in range(MOST_DRAWS):
         samples = distributed.run_together("sampling", partial(sample, redraws))
-        changed = distributed.run_together("the proof of the engine's weights", engine.prove_weights)
-        if not distributed.largest(int(changed), dist.group.WORLD):
+        if not is_changed(engine):
             return samples
     raise RolloutError(
         f"somebody else has changed the weights of a server in each of {MOST_DRAWS} draws of the same responses: the "
         "lines above name the server; give it an API key that only this run knows (sglang.api_key_env)"
     )
+
+
+def is_changed(engine: Engine) -> bool:
+    """Return whether somebody else has changed the engine's weights on any rank; a collective call."""
+    changed = distributed.run_together("the proof of the engine's weights", engine.prove_weights)
+    return distributed.largest(int(changed), dist.group.WORLD) > 0
 
 
 class BackgroundSampling:

@@ -7,7 +7,6 @@ ranks: advantages need whole groups, which may span ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -138,10 +137,20 @@ class Sampler:
         self._ahead = replace(assigned, background=background)
 
     def settle(self) -> None:
-        """Wait until the engine is idle. ``sample_step`` raises the error if there was one."""
-        if self._ahead is not None and self._ahead.background is not None:
-            with suppress(MegarlError):
-                self._ahead.background.result(self._while_waiting)
+        """Wait until the engine may get other weights, and have it prove those that have sampled; a collective call.
+
+        ``sample_step`` raises the error if there was one.
+        """
+        if self._ahead is None or (background := self._ahead.background) is None:
+            return
+        has_failed = False
+        try:
+            background.result(self._while_waiting)
+        except MegarlError:
+            has_failed = True
+        if not distributed.largest(int(has_failed), dist.group.WORLD) and requests.is_changed(self.engine):
+            self._redraws += 1
+            self._ahead = replace(self._ahead, background=None)
 
     def sample_step(self, step: int, on_finish: Advance | None = None) -> StepRollouts:
         """Sample, judge and distribute the responses of a global step; a collective call."""
