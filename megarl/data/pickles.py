@@ -12,8 +12,8 @@ import re
 from argparse import Namespace
 from pathlib import Path, PosixPath
 from signal import Signals
-from types import SimpleNamespace
-from typing import IO, Any
+from types import FunctionType, SimpleNamespace
+from typing import IO, Any, ClassVar
 
 import numpy as np
 import torch
@@ -47,7 +47,18 @@ _SAFE = [
 """What ``torch.load`` needs besides tensors and containers: Megatron's own list."""
 
 
-class _PlainUnpickler(pickle.Unpickler):
+_InPython: Any = pickle._Unpickler
+"""Tells what a pickle changes; the one in C does not."""
+
+
+class _PlainUnpickler(_InPython):
+    def load_build(self) -> None:
+        if isinstance(self.stack[-2], (type, FunctionType)):  # it could make a record look like another
+            raise pickle.UnpicklingError(f"it changes {self.stack[-2].__name__}, {_NO_PART}")
+        super().load_build()
+
+    dispatch: ClassVar = {**_InPython.dispatch, pickle.BUILD[0]: load_build}
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PLAIN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
@@ -55,9 +66,14 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def load_metadata(folder: Path) -> Any:
-    """Returns torch's Metadata, which ``.metadata`` holds; UnpicklingError if it names anything else."""
-    with (folder / ".metadata").open("rb") as file:
-        return _PlainUnpickler(file).load()
+    """Returns torch's Metadata, which ``.metadata`` holds; UnpicklingError if it is damaged or names anything else."""
+    data = (folder / ".metadata").read_bytes()
+    try:
+        return _PlainUnpickler(io.BytesIO(data)).load()
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:  # the unpickler checks nothing itself
+        raise pickle.UnpicklingError(f"its .metadata is damaged ({type(error).__name__}: {error})") from error
 
 
 def load_plain(file: Path | IO[bytes]) -> Any:

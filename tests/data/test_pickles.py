@@ -122,6 +122,18 @@ def test_odd_metadata_hides_nothing(folder: Path):
     assert not (folder / "marker").exists()
 
 
+def test_a_pickle_may_not_rename_what_is_examined(folder: Path):
+    """By its new name, torch's class of objects would not be known as such here, and torch would still load them."""
+    spoil_object(folder, Evil(folder / "marker"))
+    plain = pickle.dumps(load_metadata(folder), protocol=2)
+    rename = b"N}X\x08\x00\x00\x00__name__X\x01\x00\x00\x00xs\x86b0"
+    rename = b"ctorch.distributed.checkpoint.metadata\nBytesStorageMetadata\n" + rename
+    (folder / ".metadata").write_bytes(plain[:2] + rename + plain[2:])
+    with pytest.raises(pickle.UnpicklingError, match="it changes BytesStorageMetadata"):
+        require_plain(folder)
+    assert BytesStorageMetadata.__name__ == "BytesStorageMetadata"
+
+
 def test_the_record_of_a_unit_is_no_pickle(tmp_path: Path):
     job = ConversionJob.__new__(ConversionJob)
     job.folder = tmp_path
