@@ -97,7 +97,8 @@ class Supervisor:
                 saved = "saved itself" if status.get("state") == "stopped" else "was killed"
                 self._tell(f"asked to stop by {self._stop_signal.name}; the trainer {saved}")
                 return STOPPED
-            if status.get("state") == "stopped":
+            # If a node's process was killed, Slurm asks the others to stop, not the user.
+            if status.get("state") == "stopped" and code != 128 + signal.SIGKILL:
                 self._wait_for_slurm()
                 return STOPPED
             found = read_record(self._failure_file)

@@ -64,7 +64,8 @@ def tied_model(world: World) -> Path:
 
 def case_training(world: World, case: Case) -> AbstractContextManager[TrainStep]:
     model = tied_model(world) if case.tied else world.model
-    return training(world.settings(**{"train__replay": "none", "model__path": str(model), **case.overrides}))
+    fixed = {"train__replay": "none", "train__max_k3": "off", "model__path": str(model)}  # rollouts are of world.model
+    return training(world.settings(**{**fixed, **case.overrides}))
 
 
 def rollouts_here(world: World, case: Case) -> list[Rollout]:

@@ -49,7 +49,7 @@ class Proof:
         now = [sender.score(self._prompt)]
         if np.abs(now[0] - self._logprobs).mean() <= LEAST_CHANGE:
             return None
-        now += [sender.score(self._prompt) for _ in range(2)]
+        now += [sender.score(self._prompt) for _ in range(6)]  # two or three answers may be alike by chance
         noise = max(float(np.ptp(asked, axis=0).mean()) for asked in (now, self._logprobs))
         gap = float(np.abs(np.mean(now, axis=0) - self._logprobs.mean(0)).mean())
         if gap <= LEAST_CHANGE + NOISES * noise:
