@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,11 @@ from megarl import cli, commands, doctor
 from megarl.config import file as config_file
 from megarl.config.trust import PLUGS, POWERS, find_stranger
 from megarl.errors import ConfigError
+from megarl.launch.steps import Step
+from megarl.rollout.sglang import spec
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec
-from megarl.rollout.sglang.versions import installed_release
+from megarl.rollout.sglang.versions import installed_release, require_own
 
 CONFIG = """
 [run]
@@ -208,3 +212,31 @@ def test_an_interpreter_in_the_folder_of_a_stranger_is_not_run(folder: Path, mon
     assert installed_release(python) == "0.5.23"  # the user has named it
     os.chown(python, 0, 0)
     assert installed_release(relative) == "0.5.23"
+
+
+def test_neither_is_one_behind_a_link_to_a_good_folder(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Python reads pyvenv.cfg beside the link, and packages as it says."""
+    place = folder / ".venv-sglang"
+    place.mkdir()
+    (place / "bin").symlink_to(Path(sys.executable).resolve().parent)
+    monkeypatch.chdir(folder)
+    relative = Path(".venv-sglang/bin") / Path(sys.executable).resolve().name
+    require_own(relative)
+    give_away(place)
+    with pytest.raises(ConfigError, match=r"\.venv-sglang belongs to user"):
+        require_own(relative)
+
+
+def test_programs_import_nothing_from_the_current_folder(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """csv is imported by importlib.metadata."""
+    (folder / "csv.py").write_text(f"open({str(folder / 'marker')!r}, 'w')\n")
+    monkeypatch.chdir(folder)
+    with pytest.raises(ConfigError, match="has no SGLang"):
+        installed_release(Path(sys.executable))
+    environment = spec.environment(ServerSpec("model", sys.executable, "float32", folder / "log"))
+    subprocess.run([sys.executable, "-c", "import csv"], env=environment, check=True)
+    step = Step("step", [sys.executable, "-c", "import csv"])
+    while step.code is None:
+        time.sleep(0.05)
+    assert step.code == 0
+    assert not (folder / "marker").exists()

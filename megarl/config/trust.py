@@ -49,6 +49,11 @@ def find_stranger(path: Path) -> str | None:
     return None
 
 
+def safe_environment() -> dict[str, str]:
+    """The environment for a program in Python that imports nothing from the current folder (Python 3.11 or newer)."""
+    return os.environ | {"PYTHONSAFEPATH": "1"}
+
+
 def _is_private(gid: int) -> bool:
     """Whether a group is the user's own, with nobody else in it; some systems give each user one."""
     with suppress(KeyError):

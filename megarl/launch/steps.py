@@ -18,6 +18,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from megarl.config import Config
+from megarl.config.trust import safe_environment
 from megarl.errors import ConfigError
 from megarl.launch.topology import Node, Topology
 
@@ -37,7 +38,12 @@ class Step:
         with nullcontext() if log is None else log.open("ab") as output:
             try:
                 self._process = subprocess.Popen(
-                    words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                    words,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=safe_environment(),
+                    start_new_session=True,
                 )
             except OSError as error:
                 raise ConfigError(f"{name}: {words[0]} could not be started: {error}") from error

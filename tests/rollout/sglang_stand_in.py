@@ -55,6 +55,8 @@ class StandIn:
             (self.folder / "control.json").unlink()
             os._exit(9)
         time.sleep(control.get(path, 0.0))
+        if path in control.get("odd", ()):
+            return 200, ["odd"]
         if path == "server_info":
             return 200, {"version": "0.5.23", "tp_size": 1, "api_key": "any"}
         if path == "model_info":

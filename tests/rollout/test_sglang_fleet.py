@@ -372,6 +372,17 @@ def test_a_server_of_somebody_else_with_a_key_is_awaited_and_brought_up_to_date(
         process = subprocess.Popen(words)
         world.until_back(fleet, 2)
         assert httpx.post(f"{url}/generate", json={}).status_code == 401
+        asked = len(world.events(7, "model_info"))
+        world.control(7, odd=["model_info"])  # as what stands between may answer
+        world.until(lambda: len(world.events(7, "model_info")) > asked + 4)
+        world.control(7)
+        world.update(fleet, 3)
+        process.kill()
+        process.wait()
+        world.until(lambda: not fleet._members[0].ready)
+        process = subprocess.Popen(words)
+        world.until(lambda: fleet._members[0].ready)
+        world.until_back(fleet, 3)
     finally:
         process.kill()
         process.wait()

@@ -11,11 +11,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megarl.errors import ConfigError, RolloutError, WeightSyncError
+from megarl.errors import RolloutError, WeightSyncError
 from megarl.rollout.sglang.member import Member, Update
 
 FRESH = "default"
@@ -63,7 +63,8 @@ class Keeper(threading.Thread):
 
     def run(self) -> None:
         while not self._state.ended.wait(self._state.settings.poll_s):
-            self.look()
+            with self._telling_failure("could not be looked after"):
+                self.look()
 
     def look(self) -> None:
         """See whether the server is alive and up to date, and do what is missing."""
@@ -168,10 +169,11 @@ class Keeper(threading.Thread):
         member = self.member
         try:
             yield
-        except (ConfigError, RolloutError, WeightSyncError, OSError) as error:  # OSError: of a full disk
+        except Exception as error:  # of a server that may answer anything, or of a full disk: the keeper stays
             member.leave()
             if member.process is not None:
-                member.process.kill()
+                with suppress(RolloutError):  # processes that are left fail the next start, which tells it
+                    member.process.kill()
             if str(error) != member.said and not self._state.no_starts.is_set():
                 member.said = str(error)
                 member.tell(f"{member.url} {what}: {error}")

@@ -103,6 +103,7 @@ def environment(spec: ServerSpec) -> dict[str, str]:
     torchrun = {name for name in os.environ if name in TORCHRUN_VARIABLES or name.startswith(TORCHRUN_PREFIXES)}
     env = {name: os.environ[name] for name in os.environ.keys() - torchrun}
     env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    env["PYTHONSAFEPATH"] = "1"  # no modules of the current folder
     env.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)  # log-probabilities would ignore the temperature
     # Without these a crashed server stays for 65 seconds to dump its GPU state, and does not answer.
     env.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")

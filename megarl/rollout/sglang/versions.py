@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.config.trust import find_stranger
+from megarl.config.trust import find_stranger, safe_environment
 from megarl.errors import ConfigError, RolloutError
 
 OLDEST, NEWEST = (0, 5, 7), (0, 5, 23)
@@ -240,7 +240,8 @@ def parse_arguments(words: Sequence[str]) -> dict[str, Any]:
 
 def require_own(python: Path) -> None:
     """ConfigError for an interpreter below the current folder that others may have put there."""
-    if not python.is_absolute() and python.exists() and (why := find_stranger(python)):
+    # Its folder may be a link; the environment's own files lie beside the link.
+    if not python.is_absolute() and python.exists() and (why := find_stranger(python) or find_stranger(python.parent)):
         raise ConfigError(f"{python} is not trusted: {why}; if you want to run it, set sglang.python to the whole path")
 
 
@@ -249,7 +250,7 @@ def installed_release(python: Path) -> str:
     require_own(python)
     words = [str(python), "-c", "from importlib.metadata import version; print(version('sglang'))"]
     try:
-        answer = subprocess.run(words, capture_output=True, text=True, timeout=60.0, check=False)
+        answer = subprocess.run(words, capture_output=True, text=True, timeout=60.0, env=safe_environment())
     except (OSError, subprocess.TimeoutExpired) as error:
         hint = "run `make sglang-cpu`, or set sglang.python"
         raise ConfigError(f"found no Python for SGLang at {python} ({error}): {hint}") from error

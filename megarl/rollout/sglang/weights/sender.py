@@ -12,6 +12,7 @@ with the routes of another. A server that refuses any step stays paused, because
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -162,15 +163,18 @@ class WeightSender:
         answer = self._ask("POST", "generate", asked, PROBE_TIMEOUT_S)
         if answer.status_code != 200:
             raise WeightSyncError(f"{self.url} scores no prompt, HTTP {answer.status_code}: {answer.text[:300]}")
-        entries = answer.json()["meta_info"]["input_token_logprobs"][1:]
-        return np.nan_to_num(np.array([entry[0] for entry in entries], dtype=np.float64))
+        try:
+            entries = self._read(answer)["meta_info"]["input_token_logprobs"][1:]
+            return np.nan_to_num(np.array([entry[0] for entry in entries], dtype=np.float64))
+        except (LookupError, TypeError, ValueError) as error:
+            raise WeightSyncError(f"{self.url} scores no prompt: {answer.text[:300]}") from error
 
     def weight_version(self, timeout_s: float | None = None) -> str:
         """Returns the server's name for the version of its weights."""
         for path in MODEL_INFO:
             answer = self._ask("GET", path, timeout_s=timeout_s)
             if answer.status_code == 200:
-                return str(answer.json().get("weight_version"))
+                return str(self._read(answer).get("weight_version"))
         raise WeightSyncError(f"{self.url} does not say the version of its weights, HTTP {answer.status_code}")
 
     def _post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> None:
@@ -180,6 +184,12 @@ class WeightSender:
         if answer.status_code != 200 or (isinstance(content, dict) and content.get("success") is False):
             told = f"{self.url}/{path} failed, HTTP {answer.status_code}: {answer.text[:300]}"
             raise WeightSyncError(f"{told}; the server stays paused")
+
+    def _read(self, answer: httpx.Response) -> dict[str, Any]:
+        with suppress(ValueError):
+            if isinstance(found := answer.json(), dict):
+                return found
+        raise WeightSyncError(f"{self.url} answers no JSON object: {answer.text[:300]}")
 
     def _ask(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
