@@ -76,6 +76,16 @@ def test_a_response_without_generated_tokens_is_not_judged() -> None:
     assert verdict([0, 0, 0, 0, 0, 9, 9, 0, 0]).share == 0.0
 
 
+@pytest.mark.parametrize(("count", "place"), [(1, 1), (2, 1), (32, 31), (101, 100), (201, 199)])
+def test_the_usual_figure_is_never_that_of_the_largest_sequence(count: int, place: int) -> None:
+    tokens = 96.0
+    gaps = np.zeros((count, 9))
+    gaps[:, 3] = np.arange(1, count + 1) / count  # sums of k3; FEW agreeing tokens are added
+    gaps[:, 4] = tokens
+    usual = Verdict.of(gaps, np.array([np.inf, np.inf])).usual()
+    assert usual[0] == pytest.approx(place / count / 100)
+
+
 @pytest.mark.parametrize(
     ("usual", "limits"),
     [(None, [0.3, 0.5]), ([0.0, 0.0], [0.05, 0.25]), ([0.02, 0.12], [0.1, 0.3]), ([0.5, 0.9], [0.3, 0.5])],

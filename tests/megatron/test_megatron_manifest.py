@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -14,8 +15,8 @@ from ranks import Case, case
 from saves import save
 from tiny_world import config, policy_of
 
-from megarl.errors import DamageError, SaveError
-from megarl.megatron.checkpoints import checkpoint
+from megarl.errors import CheckpointError, DamageError, SaveError
+from megarl.megatron.checkpoints import checkpoint, manifest
 from megarl.megatron.checkpoints.folders import complete_checkpoints
 from megarl.megatron.checkpoints.manifest import MANIFEST, choose, read_manifest
 from megarl.megatron.policy import Policy
@@ -50,6 +51,22 @@ def copy(path: Path, to: Path, name: str = "", data: bytes | None = None) -> Pat
 
 def damage(path: Path, run: str = RUN) -> str:
     return checkpoint.find_damage(path, 1.0, run)[0] or "nothing"
+
+
+def test_a_file_that_cannot_be_read_is_no_damage(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(file: Path) -> str:
+        raise OSError(errno.EIO, "Input/output error", str(file))
+
+    monkeypatch.setattr(manifest, "sha256_of", fail)
+    with pytest.raises(CheckpointError, match=r"step_0000002 cannot be read: .*Input/output error.*remove it to go on"):
+        damage(saved / "step_0000002")
+
+
+def test_a_checkpoint_of_an_earlier_step_than_those_of_before_stays(policy: Policy, tmp_path: Path) -> None:
+    for step in (1000, 1010, 5):
+        path = save(tmp_path, step, policy, {}, keep=2)
+    assert path.name == "step_0000005"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step_0000005", "step_0001000", "step_0001010"]
 
 
 def test_one_changed_byte_in_any_file_is_found_and_named(saved: Path, policy: Policy, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def find_damage(path: Path, gib_per_rank: float, run: str = "") -> tuple[str | N
     """What is wrong with a checkpoint or None, and how much of it was read; a collective call.
 
     The ranks share the reading. Of a checkpoint beyond ``gib_per_rank`` for each, they compare some files only. run: as
-    in ``read_manifest``.
+    in ``read_manifest``. CheckpointError on all ranks if one cannot read a file.
     """
     ranks, own = dist.get_world_size(), dist.get_rank()
 
@@ -60,10 +60,21 @@ def find_damage(path: Path, gib_per_rank: float, run: str = "") -> tuple[str | N
         sizes = [sum(files[name][0] for name in names) / 2**30 for names in ([name for name, _ in chosen], files)]
         return chosen, None, f"{len(chosen)} of {len(files)} files, {sizes[0]:.3g} of {sizes[1]:.3g} GiB"
 
+    def compare() -> tuple[str | None, str | None]:
+        try:
+            return find_change(path, chosen[own::ranks]), None
+        except OSError as error:
+            return None, str(error)
+
     chosen, fault, read = from_main_rank(plan)
-    faults: list[str | None] = [None] * ranks
-    dist.all_gather_object(faults, find_change(path, chosen[own::ranks]))
-    return next((found for found in (fault, *faults) if found), None), read
+    found: list[tuple[str | None, str | None]] = [(None, None)] * ranks
+    dist.all_gather_object(found, compare())
+    unreadable = next((why for _, why in found if why), None)
+    if unreadable:  # no damage: the file system may be away, and other checkpoints with it
+        raise CheckpointError(
+            f"{path} cannot be read: {unreadable}; if that stays so, remove it to go on from the checkpoint before it"
+        )
+    return next((each for each in (fault, *(change for change, _ in found)) if each), None), read
 
 
 def require_intact(path: Path, gib_per_rank: float) -> None:

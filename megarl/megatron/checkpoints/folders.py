@@ -79,7 +79,7 @@ def set_aside(damaged: Iterable[Path]) -> None:
 
 
 def publish(path: Path, run: str, files: Files, keep: int) -> None:
-    """Put a written checkpoint in place with its manifest, and remove all but the newest ``keep``; a collective call.
+    """Put a written checkpoint in place with its manifest, and keep the newest ``keep`` beside it; a collective call.
 
     ``files`` are those that the processes of this rank have written and flushed to disk. Everything of the checkpoint,
     and its name, is on disk before an older checkpoint is removed.
@@ -95,7 +95,8 @@ def publish(path: Path, run: str, files: Files, keep: int) -> None:
             write_manifest(partial, run, int(path.name.removeprefix("step_")), _complete(partial, written))
             sync(partial)
             replace_folder(partial, path)
-        for _, old in complete_checkpoints(path.parent)[:-keep]:
+        older = (old for _, old in complete_checkpoints(path.parent)[:-keep] if old != path)
+        for old in older:
             removed = old.rename(partial_folder(old))  # what a kill leaves of it is no checkpoint
             shutil.rmtree(removed, ignore_errors=True)
 
