@@ -1,12 +1,12 @@
-"""What routing replay costs: one training step with r3 against one without replay, paired in one run.
+"""What routing replay and the tripwires cost: training steps with and without them, paired in one run.
 
     python tools/bench_step.py --model MODEL --prompts FILE.jsonl [--repeats 10] [any --table.key value]
     torchrun --nproc-per-node 2 tools/bench_step.py ... --parallel.ep 2
 
 Both variants train on the same rollouts with the same model object, alternating, so that other load on the machine
 affects both equally. A step is everything after sampling: checks, packing, old log-probabilities, N updates. The
-learning rate is negligible, so every repetition does the same work. "unhooked" is Megatron with no megarl hook on
-its routers.
+learning rate is negligible, so every repetition does the same work. "unwatched" is r3 without tripwires. "unhooked" is
+Megatron with no megarl hook on its routers, and without tripwires.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megarl.train.sampling.sampler import Sampler
 from megarl.train.sampling.step_rollouts import StepRollouts
 from megarl.train.step import TrainStep
 
-VARIANTS = ("r3", "r2", "none", "unhooked")
+VARIANTS = ("r3", "unwatched", "r2", "none", "unhooked")
 PHASES = ("prepare", "old_logprobs", "train")
 PARTS = ("optimizer", "routers")
 """Shares of the phases: the optimizer's step, and the time inside the replay hook (top-k included)."""
@@ -72,7 +72,7 @@ class Bench:
         )
         engine.update_weights(self.policy.export(), version=0)
         self.rollouts: StepRollouts = Sampler(config, engine, self.objective).sample_step(0)
-        self.steps = {name: TrainStep(_with_replay(config, name), self.policy, self.objective) for name in VARIANTS}
+        self.steps = {name: TrainStep(_of_variant(config, name), self.policy, self.objective) for name in VARIANTS}
         self.seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
         self.parts: dict[str, float] = defaultdict(float)
         self.policy.optimizer_step = self._measured("optimizer", self.policy.optimizer_step)  # type: ignore[method-assign]
@@ -102,6 +102,7 @@ class Bench:
         with _timed(spent, "old_logprobs"):
             for mini in minis:
                 step.old_logprobs(mini)
+            step.tripwires.judge(minis)
         with _timed(spent, "train"):
             for mini in minis:
                 step.update(mini)
@@ -127,6 +128,9 @@ class Bench:
                 + "".join(f"{m:17.1f}" for m in medians)
                 + f"{total:12.1f}{statistics.median(ratios):13.3f}{f'{low:.3f} to {high:.3f}':>18}"
             )
+        ratios = [a / b for a, b in zip(totals["r3"], totals["unwatched"], strict=True)]
+        low, high = _interval_of_median(ratios)
+        lines.append(f"tripwires: r3 / unwatched {statistics.median(ratios):.3f}, 95 % {low:.3f} to {high:.3f}")
         return "\n".join(lines)
 
 
@@ -144,9 +148,11 @@ def _timed(spent: dict[str, float], phase: str) -> Iterator[None]:
     spent[phase] = time.perf_counter() - started
 
 
-def _with_replay(config: Config, variant: str) -> Config:
-    replay = "none" if variant == "unhooked" else variant
-    return config.model_copy(update={"train": config.train.model_copy(update={"replay": replay})})
+def _of_variant(config: Config, variant: str) -> Config:
+    changed: dict[str, Any] = {"replay": {"unwatched": "r3", "unhooked": "none"}.get(variant, variant)}
+    if variant in ("unwatched", "unhooked"):
+        changed |= {"max_k3": "off", "max_native_flip": "off"}
+    return config.model_copy(update={"train": config.train.model_copy(update=changed)})
 
 
 def main() -> None:
