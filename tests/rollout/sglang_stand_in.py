@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import random
 import re
 import struct
 import sys
@@ -77,7 +78,7 @@ class StandIn:
             return 200, {"ranks": [{"checksums": {"w": str(sorted(self.weights))}}]}
         elif path in ("generate", "health"):
             self.running.wait()
-            noise = control.get("noise", 0.0) * (time.time() % 1.0)
+            noise = control.get("noise", 0.0) * random.random()
             scores = [[None, 0, None], *([-1.0 - sum(self.weights) - noise, token, None] for token in range(31))]
             return 200, {"meta_info": {"input_token_logprobs": scores}, "is": [self.version, sorted(self.weights)]}
         return 200, {"success": True}
