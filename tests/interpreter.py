@@ -92,18 +92,19 @@ def _main_program(words: list[str]) -> int:
 
 def _run(words: list[str]) -> None:
     first, *rest = words
+    is_safe = bool(os.environ.get("PYTHONSAFEPATH"))
     if first == "-c":
         sys.argv = ["-c", *rest[1:]]
-        sys.path.insert(0, "")
+        sys.path[:0] = [] if is_safe else [""]
         exec(compile(rest[0], "<string>", "exec"), _main_module().__dict__)
     elif first == "-m":
         sys.argv = ["-m", *rest[1:]]
-        sys.path.insert(0, os.getcwd())
+        sys.path[:0] = [] if is_safe else [os.getcwd()]
         sys.modules.pop(rest[0], None)  # a fresh interpreter would not have it
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = words
-        sys.path.insert(0, os.path.dirname(os.path.realpath(first)))
+        sys.path[:0] = [] if is_safe else [os.path.dirname(os.path.realpath(first))]
         with open(first, "rb") as file:
             exec(compile(file.read(), first, "exec"), _main_module(__file__=first).__dict__)
 

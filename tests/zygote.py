@@ -29,7 +29,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from interpreter import note_imported, note_path, run_python
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [HERE, *(entry for entry in sys.path if entry != HERE)]  # PYTHONSAFEPATH leaves it out
+
+from interpreter import note_imported, note_path, run_python  # noqa: E402
 
 MAX_ORDER_BYTES = 200_000
 PYTHONS = {sys.executable}
@@ -160,7 +163,7 @@ def serve(orders: socket.socket) -> None:
 
 def main() -> None:
     gc.disable()  # the collector takes a third of the time of an import
-    sys.path.remove(os.path.dirname(os.path.abspath(__file__)))
+    sys.path.remove(HERE)
     note_path()
     PYTHONS.add(os.environ.pop("ZYGOTE_PYTHON", sys.executable))
     descriptor, modules, way, _, *words = sys.argv[1:]

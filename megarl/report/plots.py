@@ -32,6 +32,7 @@ PHASES = {
     "sync": PURPLE,
     "eval": "#d9a5c0",
     "checkpoint": "#c9ced6",
+    "verify": "#b8b8b8",
 }
 """Colour of each phase that the trainer times, in the order of a step. The last two lie outside the step."""
 INK, MUTED, GRID = "#1f2933", "#5b6673", "#e3e7ec"

@@ -143,7 +143,7 @@ def test_no_metrics_is_a_clear_error(tmp_path: Path) -> None:
         write_report(tmp_path)
     write_run(tmp_path, steps=1)
     (tmp_path / "config.toml").write_text("[train\n")
-    with pytest.raises(DataError, match=r"config\.toml: broken TOML"):
+    with pytest.raises(DataError, match=r"config\.toml: not valid TOML"):
         write_report(tmp_path)
     assert not (tmp_path / "report" / "index.html").exists()
 
