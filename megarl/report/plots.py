@@ -34,7 +34,7 @@ PHASES = {
     "checkpoint": "#c9ced6",
     "verify": "#b8b8b8",
 }
-"""Colour of each phase that the trainer times, in the order of a step. The last two lie outside the step."""
+"""Colour of each phase that the trainer times, in the order of a step. The last three lie outside the step."""
 INK, MUTED, GRID = "#1f2933", "#5b6673", "#e3e7ec"
 _ABSENT = "#f1f2f4"
 """Background of a map: a cell without a value is not "no disagreement"."""

@@ -135,16 +135,17 @@ def test_a_stop_saves_although_an_earlier_save_beside_training_has_failed(
     failure = SaveError("step_0000001 could not be written")
     failure.on_all_ranks = on_all_ranks
 
-    waited = 0
+    waited, own = 0, trainer.checkpoints.saver.poll
 
-    def poll(*, wait: bool = False) -> None:
+    def poll(*, wait: bool = False) -> Path | None:
         nonlocal waited
         waited += wait
         if wait and waited == 1:
             raise failure
         trainer.stop.ask("a test")
+        return own(wait=wait)
 
-    trainer.checkpoints.saver.poll = poll  # type: ignore[method-assign, assignment]
+    trainer.checkpoints.saver.poll = poll  # type: ignore[method-assign]
     with pytest.raises(StopError if on_all_ranks else SaveError):  # others may wait where this rank does not go
         trainer.run()
     trainer.log.close()

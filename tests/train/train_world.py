@@ -29,6 +29,7 @@ from megarl.megatron import distributed
 from megarl.megatron.policy import Policy, schedule_of
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.local.engine import LocalEngine
+from megarl.run.folder import claim
 from megarl.run.metrics_log import MetricsLog
 from megarl.run.stop_request import StopRequest
 from megarl.run.vitals import Vitals
@@ -327,5 +328,6 @@ def hf_config(world: World) -> Any:
 def trainer_of(settings: Config) -> Trainer:
     """A trainer as ``train`` makes it, in this process alone."""
     folder = settings.run_dir
+    claim(settings)
     vitals = Vitals(folder, 0, 1, steps=settings.run.steps, hang_s=settings.log.hang_s)
     return Trainer(settings, MetricsLog(folder, tensorboard=False), vitals, StopRequest())
