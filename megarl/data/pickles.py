@@ -26,7 +26,8 @@ _PLAIN = {
     (f"{_CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"),
     *((f"{_CHECKPOINT}.planner", name) for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")),
     (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
-    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),  # 0.12
+    # Of releases up to 0.15, and 0.15 to 0.16.
+    *(("megatron.core.dist_checkpointing.strategies.torch", name) for name in ("MCoreSavePlan", "MCoreMetadata")),
     *(("torch", "Size"), ("torch.serialization", "_get_layout")),
     *(("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"), ("collections", "OrderedDict")),
 }
