@@ -39,6 +39,7 @@ from megarl.models.shapes import ModelShape
 # AttributeError comes from a bug in Megatron, where common.pt is missing.
 _READ_ERRORS = (*WRITE_ERRORS, AssertionError, AttributeError, EOFError, KeyError, UnpicklingError, ValueError)
 """What Megatron and torch raise for a damaged or foreign checkpoint."""
+_OTHER_PARAMETERS = ". It is damaged, or was written with settings that change the parameters"
 _UNREACHABLE = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO)
 """Errors of a network file system that is away."""
 
@@ -120,15 +121,19 @@ def load_weights(path: Path, chunks: Sequence[torch.nn.Module], shape: ModelShap
     """
     require_intact(path, gib_per_rank)
     step = int(_read_loop(path, shape)["step"])
-    read_weights(path, chunks)
+    _load_weights(path, chunks)  # reading the loop state has examined the pickles
     return step
 
 
 def read_weights(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
     """Restore the weights from a ``torch_dist`` checkpoint that has them under the model's names; a collective call."""
-    advice = ". It is damaged, or was written with settings that change the parameters"
-    with _explain_errors(path, "does not load", advice):
+    with _explain_errors(path, "does not load", _OTHER_PARAMETERS):
         require_plain(path)
+    _load_weights(path, chunks)
+
+
+def _load_weights(path: Path, chunks: Sequence[torch.nn.Module]) -> None:
+    with _explain_errors(path, "does not load", _OTHER_PARAMETERS):
         _load_chunks(chunks, _read(sharded_weights(chunks), path))
 
 
