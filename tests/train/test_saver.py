@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -40,9 +40,8 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def writers() -> list[psutil.Process]:
-    """The children of this process that write; others belong to multiprocessing and to the tests (zygote.py)."""
-    alive = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
-    return [p for p in alive if not re.search(r"resource_tracker|zygote\.py", " ".join(p.cmdline()))]
+    """The living children of this process that write; other tests start theirs without multiprocessing."""
+    return [psutil.Process(child.pid) for child in multiprocessing.active_children()]
 
 
 @pytest.mark.usefixtures("slow")
