@@ -24,6 +24,8 @@ from megarl.rollout.sglang.spec import ServerSpec
 START_S = 300.0
 LYING_STEPS = 3
 """A refused answer is asked for again only after a while."""
+OWN_K3 = 1e-3
+"""Both engines compute with fp32: their own k3 is about 1e-12."""
 SERVERS = {"python": str(SGLANG_PYTHON), "mem_fraction": 0.1, "max_total_tokens": 8192, "start_deadline_s": START_S}
 
 
@@ -98,14 +100,25 @@ def foreign_weights(arena: Arena, rng: random.Random, name: str) -> list[Happene
             body["weight_version"] = str(step)
         answer = httpx.post(f"{arena.server.url}/update_weights_from_disk", json=body, timeout=60.0, trust_env=False)
         require(answer.json().get("success"), f"the foreign update was not taken: {answer.text[:200]}", run)
-        code = run.until_end()
-        require_explained(run)
-        said = run.said()
-        noticed = any(words in said for words in ("weights", "likely cause", "version"))
-        require(noticed, "foreign weights have trained", run)
+        outcome = _judge_foreign(run, run.until_end())
         require_clean(run)
         run.remove()
-        return [Happened("weights replaced by another client", f"named; {'went on' if code == 0 else 'stopped'}")]
+        return [Happened("weights replaced by another client", outcome)]
+
+
+def _judge_foreign(run: Run, code: int) -> str:
+    """No step has trained responses of foreign weights (k3 about 2): drawn again, dropped, or the run has stopped."""
+    require_explained(run)
+    steps = [record for record in numbers(run.folder) if record["kind"] == "step"]
+    for record in steps:
+        is_own = record["rollout/k3"] < OWN_K3 or record.get("tripwires/dropped", 0) > 0
+        require(is_own, f"step {record['step']} has trained responses of foreign weights", run)
+    if code != 0:
+        require("weights" in run.said(), f"ended with code {code} and did not name the weights", run)
+        return "stopped with the cause"
+    require_whole(run)
+    redraws = sum(int(record.get("sampling/redraws", 0)) for record in steps)
+    return "found before training; drawn again" if redraws else "overwritten by the next update before a response"
 
 
 def stale_weights(arena: Arena, rng: random.Random, name: str) -> list[Happened]:
