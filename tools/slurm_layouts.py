@@ -71,7 +71,7 @@ def tell(layout: str, run: Path, steps: int, ended: str) -> None:
     records = list(read_metrics(run / "metrics.jsonl"))
     rates = " -> ".join(f"{record['eval/pass_rate']:.1%}" for record in records if record["kind"] == "eval")
     last = [record for record in records if record["kind"] == "step"][-1]
-    gaps = f"k3 {last['rollout/k3']:.1e}  flip {last['router/flip']:.2%}"
+    gaps = f"k3 {last['rollout/k3']:.1e}  native flip {last['router/native/flip']:.2%}"
     trained = check(run / "samples.jsonl", steps)
     print(f"{layout:<14} {ended:<18} held out {rates}  {gaps}  samples {trained}", flush=True)
 
