@@ -7,6 +7,7 @@ The configuration is checked against what an engine can do. A user's engine is a
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
@@ -35,6 +36,28 @@ def load_plug(key: str, path: str, built_in: str = "a built-in name") -> Any:
     except Exception:  # a module may have a __getattr__ of its own
         where = getattr(module, "__file__", None) or module_name
         raise ConfigError(f"{key}: found {path!r}, but {where} has nothing named {name!r}") from None
+
+
+def check_function(key: str, path: str, found: Any, parameters: str, other: str = "") -> Callable[..., Any]:
+    """Return what ``load_plug`` found if it can be called with ``parameters``, "a, b" or "*, a, b"; ConfigError if not.
+
+    other: what else the setting may name, for the message.
+    """
+    if not callable(found):
+        raise ConfigError(f"{key}: found {type(found).__name__} at {path!r}, expected {other}a function ({parameters})")
+    names = parameters.removeprefix("*, ").split(", ")
+    words, keywords = ((), dict.fromkeys(names)) if parameters.startswith("*") else (names, {})
+    try:
+        signature = inspect.signature(found)
+    except ValueError:  # some built-ins have none
+        return found
+    try:
+        signature.bind(*words, **keywords)  # a wrong signature would fail on every call
+    except TypeError as error:
+        raise ConfigError(
+            f"{key}: the function {path!r} has the parameters {signature} ({error}), expected ({parameters})"
+        ) from None
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,10 @@ from typing import Any
 
 from megarl.errors import ConfigError
 
-PLUGS = ("reward.function", "rollout.engine", "train.objective", "environment.function", "environment.tools")
+PLUGS = (
+    *("reward.function", "rollout.engine", "sampling.rule", "train.objective", "train.objective_overrides"),
+    *("environment.function", "environment.tools"),
+)
 """Keys that may name the user's own code, as "package.module:name"."""
 POWERS = (
     *("sglang.python", "sglang.arguments"),  # start programs
@@ -66,4 +69,5 @@ def _describe(table: Mapping[str, Any], key: str) -> str | None:
     section, _, name = key.partition(".")
     inner = table.get(section)
     value = inner.get(name) if isinstance(inner, Mapping) else None
-    return f"{key} = {value!r}" if value and (key in POWERS or ":" in str(value)) else None
+    values = value.values() if isinstance(value, Mapping) else (value,)
+    return f"{key} = {value!r}" if value and (key in POWERS or any(":" in str(each) for each in values)) else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import inspect
 import itertools
 import math
 import numbers
@@ -20,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from megarl.config.plugs import load_plug
+from megarl.config.plugs import check_function, load_plug
 from megarl.errors import ConfigError, describe
 
 AnyReward = TypeVar("AnyReward", bound=Callable[..., Any])
@@ -186,20 +185,7 @@ def load_reward(name_or_path: str) -> RewardFunction:
             raise ConfigError("reward.function is math_verify, but the package is missing: pip install math-verify")
         return BUILT_IN_REWARDS[name_or_path]
     reward = load_plug("reward.function", name_or_path, ", ".join(BUILT_IN_REWARDS))
-    if not callable(reward):
-        raise ConfigError(f"reward.function {name_or_path!r} is {type(reward).__name__}, expected a function")
-    try:
-        signature = inspect.signature(reward)
-    except ValueError:  # some built-ins have no signature
-        return reward
-    try:
-        signature.bind(prompt="", response="", answer="")  # a wrong signature would fail on every response
-    except TypeError as error:
-        wanted = "expected (*, prompt, response, answer)"
-        raise ConfigError(
-            f"reward.function {name_or_path!r} has the parameters {signature} ({error}): {wanted}"
-        ) from None
-    return reward
+    return check_function("reward.function", name_or_path, reward, "*, prompt, response, answer")
 
 
 def read_verdict(returned: object, response: str) -> Verdict:

@@ -111,7 +111,7 @@ def test_load_reward_finds_functions() -> None:
         ("no_such_module:f", "cannot import 'no_such_module'"),
         ("own_broken:f", "a_package_that_is_not_there"),
         ("own_rewards:width", "has nothing named 'width'"),
-        ("own_rewards:LIMIT", "is int, expected a function"),
+        ("own_rewards:LIMIT", "found int at 'own_rewards:LIMIT', expected a function (*, prompt"),
         ("own_rewards:positional", "has the parameters (text)"),
     ],
 )

@@ -67,3 +67,29 @@ def minirl(columns: TokenColumns) -> Coefficients:
 
 def two_arguments(columns: TokenColumns, more: int) -> torch.Tensor:
     return columns.advantages * more
+
+
+def balanced(asked: int, positives: int, negatives: int) -> int:
+    """As ada_seq_balance with 2 of each class, in rounds of 3."""
+    return 0 if positives >= 2 and negatives >= 2 else 3
+
+
+def fails_later(asked: int, positives: int, negatives: int) -> int:
+    """What a rule is tried on before the run it survives."""
+    return 1 // 0 if positives > negatives > 0 else balanced(asked, positives, negatives)
+
+
+def fractional(asked: int, positives: int, negatives: int) -> float:
+    return 1.5
+
+
+def never(asked: int, positives: int, negatives: int) -> int:
+    return 0
+
+
+def negative(asked: int, positives: int, negatives: int) -> int:
+    return -1 if negatives == 4 else 1
+
+
+def raises(asked: int, positives: int, negatives: int) -> int:
+    raise SystemExit(3)

@@ -102,3 +102,48 @@ def test_an_own_objective_that_is_none_is_refused(
     with pytest.raises(ConfigError) as caught:
         world.settings(train__objective=objective, train__objective_overrides=overrides)
     assert told in str(caught.value)
+
+
+BALANCED: dict[str, Any] = {
+    "run__steps": 1,
+    "reward__threshold": 0.3,
+    "sampling__max_samples": 9,
+    "sampling__train_size": 4,
+}
+
+
+def test_an_own_sampling_rule_trains_as_the_rule_that_it_computes(world: World, tmp_path: Path) -> None:
+    found = []
+    for name in ("ada_seq_balance", "own_parts:balanced"):
+        rounds = {"sampling__round_size": 3} if name == "ada_seq_balance" else {}
+        train(world.settings(run__dir=str(tmp_path / str(len(name))), sampling__rule=name, **BALANCED, **rounds))
+        found.append(without_timing(read_metrics(tmp_path / str(len(name)) / "metrics.jsonl")))
+    assert found[0] == found[1]
+    assert found[0][-1]["sampling/rounds"] > 1
+
+
+def test_an_own_rule_that_fails_in_the_run_is_named(world: World, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rule: the function own_parts:fails_later raised ZeroDiv.*own_parts.py:\d+"):
+        train(world.settings(run__dir=str(tmp_path), sampling__rule="own_parts:fails_later", **BALANCED))
+
+
+@pytest.mark.parametrize(
+    ("rule", "told"),
+    [
+        ("dapo", "sampling.rule: found 'dapo', expected one of uniform, ada_seq_pos, "),
+        ("own_parts:nothing", "own_parts.py has nothing named 'nothing'"),
+        (
+            "own_parts:not_an_engine",
+            "sampling.rule: found int at 'own_parts:not_an_engine', expected a function (asked",
+        ),
+        ("own_parts:truncated", "has the parameters (columns: 'TokenColumns')"),
+        ("own_parts:fractional", "the function own_parts:fractional returned 1.5 for asked = 0, positives = 0, negat"),
+        ("own_parts:never", "the function own_parts:never returned 0 before the first sample"),
+        ("own_parts:negative", "returned -1 for asked = 4, positives = 0, negatives = 4"),
+        ("own_parts:raises", "sampling.rule: the function own_parts:raises raised SystemExit: 3"),
+    ],
+)
+def test_an_own_rule_that_is_none_is_refused_before_the_run(world: World, rule: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        world.settings(sampling__rule=rule)
+    assert told in str(caught.value)

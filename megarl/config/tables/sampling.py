@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from megarl.config.plugs import check_function, load_plug
 from megarl.config.tables.base import Count, NonNegative, Table
 from megarl.core.choices.credit import Combination, Credit, Statistics, Weigh, parse_objective
 from megarl.core.choices.parts import PoolScale
-from megarl.core.choices.stopping import POSITIVE, SamplingRule, Uniform, ada_seq_balance, ada_seq_pos
+from megarl.core.choices.stopping import POSITIVE, Own, SamplingRule, Uniform, ada_seq_balance, ada_seq_pos
 from megarl.errors import ConfigError
 
 Rule = Literal["uniform", "ada_seq_pos", "ada_seq_balance", "ada_est", "gvm"]
@@ -21,23 +22,25 @@ _ADVANTAGE_PARTS = ("statistics", "scale", "ddof", "floor", "rate_eps", "combina
 class SamplingConfig(Table):
     """[sampling]: how many responses a prompt gets, and which of them train; see docs/sampling.md."""
 
-    rule: Rule = "uniform"
+    rule: str = "uniform"
     """uniform: group_size each; ada_seq_pos, ada_seq_balance: rounds until a prompt has its positives (and negatives);
-    ada_est, gvm: by estimates, prompts_per_step * group_size in all (see [estimate] and [gvm])."""
+    ada_est, gvm: by estimates, prompts_per_step * group_size in all (see [estimate] and [gvm]); or your own,
+    "package.module:function"."""
     train_size: PositiveInt | None = None
     """Responses to a prompt that train, if more were drawn; default group_size with ada_seq_*, all with uniform."""
     round_size: PositiveInt = 8
     """Responses to a prompt in each round of ada_seq_*."""
     max_samples: PositiveInt = 32
-    """Most responses to a prompt. ada_seq_* gives up after this number; ada_est allots at most this number."""
+    """Most responses to a prompt. ada_seq_* and your own rule give up after this number; ada_est allots at most this
+    number."""
     positives: Count | None = None
     """Positive responses that end a prompt; default 1 with ada_seq_pos, half of train_size with ada_seq_balance."""
     negatives: Count | None = None
     """Negative responses that ada_seq_balance needs in addition; default the other half of train_size."""
     subsample: Literal["balance", "pos", "any"] | None = None
-    """Which responses train with rule uniform and a train_size. balance: half positive, half negative, as far as
-    available; pos: in the proportion of all drawn, but at least one of each class; any: regardless of the reward.
-    Default balance."""
+    """Which responses train with a train_size and the rule uniform or your own. balance: half positive, half negative,
+    as far as available; pos: in the proportion of all drawn, but at least one of each class; any: regardless of the
+    reward. Default balance."""
     keep: Literal["first", "random"] = "first"
     """Which responses of a class train if there are too many: those requested first, or a random choice by the seed."""
     refill: bool = False
@@ -61,6 +64,10 @@ class SamplingConfig(Table):
         return self.rule in ("ada_est", "gvm")
 
     @property
+    def _is_own(self) -> bool:
+        return self.rule not in get_args(Rule)
+
+    @property
     def uses_credit(self) -> bool:
         """Whether advantages are those of [credit]: ``advantages`` with its default resolved."""
         chosen_by_reward = self.rule.startswith("ada_") or self.train_size is not None
@@ -76,10 +83,13 @@ class SamplingConfig(Table):
             return ada_seq_pos(train_size, positives=1 if self.positives is None else self.positives, **limits)
         if self.rule == "ada_seq_balance":
             return ada_seq_balance(train_size, positives=self.positives, negatives=self.negatives, **limits)
+        keep = self.subsample or "balance"
+        if self._is_own:
+            return Own(load_plug("rule", self.rule), self.max_samples, self.train_size, keep, threshold)
         assert self.rule == "uniform", "counts of the other rules are made for each step"
         if self.train_size is None:
             return Uniform(group_size, threshold=threshold)
-        return Uniform(group_size, self.train_size, self.subsample or "balance", threshold=threshold)
+        return Uniform(group_size, self.train_size, keep, threshold=threshold)
 
     def check_credit(self, credit: Credit, group_size: int) -> None:
         """ConfigError if [credit] is set but not used, or needs a class that may be missing in what trains."""
@@ -103,14 +113,18 @@ class SamplingConfig(Table):
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
+        if self._is_own:
+            found = load_plug("rule", self.rule, f"one of {', '.join(get_args(Rule))}")
+            check_function("rule", self.rule, found, "asked, positives, negatives")
+            self.rule_of(1)  # tries it
         sequential = self.rule in _SEQUENTIAL
         for key, fits in (
             ("positives", sequential),
             ("negatives", self.rule == "ada_seq_balance"),
             ("train_size", not self.allotted),
-            ("subsample", self.rule == "uniform" and self.train_size is not None),
+            ("subsample", (self._is_own or self.rule == "uniform") and self.train_size is not None),
             ("round_size", sequential),
-            ("max_samples", sequential or self.rule == "ada_est"),
+            ("max_samples", self._is_own or sequential or self.rule == "ada_est"),
             ("keep", sequential or self.train_size is not None),
         ):
             if getattr(self, key) != SamplingConfig.model_fields[key].default and not fits:

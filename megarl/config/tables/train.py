@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from megarl.config.plugs import load_plug
+from megarl.config.plugs import check_function, load_plug
 from megarl.config.tables.base import Beta, Count, NonNegative, Table
 from megarl.core.choices.parts import PARTS, Objective
 from megarl.core.choices.table import OBJECTIVES
@@ -91,7 +90,7 @@ class TrainConfig(Table):
     def _goes_together(self) -> Self:
         function = self.objective_function
         if function is not None:
-            _check_function(self.objective, function)
+            check_function("objective", self.objective, function, "columns", "an Objective or ")
         for key, value in self.objective_overrides.items():
             if key not in PARTS:
                 close = difflib.get_close_matches(key, PARTS, n=1) or PARTS
@@ -143,20 +142,3 @@ class OptimConfig(Table):
                 f"warmup_steps: found {self.warmup_steps}, expected fewer than decay_steps = {self.decay_steps}"
             )
         return self
-
-
-def _check_function(name: str, function: object) -> None:
-    if not callable(function):
-        raise ConfigError(
-            f"objective: found {type(function).__name__} at {name!r}, expected an Objective or a function of columns"
-        )
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some built-ins have none
-        return
-    try:
-        signature.bind(None)
-    except TypeError as error:
-        raise ConfigError(
-            f"objective: the function {name!r} has the parameters {signature} ({error}), expected (columns)"
-        ) from None

@@ -7,9 +7,12 @@ exact law from the rule object itself. Imports neither torch nor numpy, so that 
 
 from __future__ import annotations
 
+import numbers
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+from megarl.core.choices.own import call_own, name_of
 from megarl.errors import ConfigError
 
 Keep = Literal["balance", "pos", "any"]
@@ -131,6 +134,53 @@ class Sequential(SamplingRule):
 
     def keeps(self, positives: int, negatives: int) -> Keep:
         return "balance" if self.resolved(positives, negatives) else self.fallback
+
+
+@dataclass(frozen=True, slots=True)
+class Own(SamplingRule):
+    """A function of the user: ``more = function(asked, positives, negatives)``, 0 to end, up to ``max_samples``.
+
+    It must be deterministic: every rank calls it for every prompt. It is tried when the rule is made, on prompts that
+    are always, never and every other time positive. ConfigError if it raises, returns no whole number of 0 or more, or
+    gives a new prompt nothing.
+    """
+
+    function: Callable[[int, int, int], int]
+    max_samples: int = 32
+    """Most samples of a prompt."""
+    train_size: int | None = None
+    """Samples per prompt that train; None for all."""
+    keep: Keep = "any"
+    """Which ones; see ``subsample``."""
+    threshold: float = POSITIVE
+
+    def __post_init__(self) -> None:
+        _check_counts("Own", max_samples=self.max_samples)
+        _check_train_size("Own", self.train_size, self.max_samples, self.keep)
+        for every in (1, self.max_samples + 1, 2):
+            asked = 0
+            while more := self.next_samples(0, asked, asked // every, asked - asked // every):
+                asked += more
+            if not asked:
+                raise ConfigError(f"rule: the function {name_of(self.function)} returned 0 before the first sample")
+
+    def next_samples(self, prompt: int, asked: int, positives: int, negatives: int) -> int:
+        return min(self._ask(asked, positives, negatives), self.max_samples - asked)
+
+    def resolved(self, positives: int, negatives: int) -> bool:
+        return not self._ask(positives + negatives, positives, negatives)
+
+    def keeps(self, positives: int, negatives: int) -> Keep:
+        return self.keep
+
+    def _ask(self, asked: int, positives: int, negatives: int) -> int:
+        more: Any = call_own("rule", self.function, asked, positives, negatives)
+        if isinstance(more, bool) or not isinstance(more, numbers.Integral) or more < 0:
+            raise ConfigError(
+                f"rule: the function {name_of(self.function)} returned {more!r:.80} for asked = {asked}, positives = "
+                f"{positives}, negatives = {negatives}; expected a whole number of samples, 0 to end"
+            )
+        return int(more)
 
 
 def ada_seq_pos(

@@ -1,0 +1,27 @@
+"""Functions of the user, called so that an error names them. Imports no torch."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from megarl.errors import ConfigError, MegarlError, describe
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return "package.module:function"."""
+    return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+def call_own(part: str, function: Callable[..., Any], *given: Any) -> Any:
+    """Return ``function(*given)``; ConfigError with the part, the function and its line if it raises."""
+    try:
+        return function(*given)
+    except MegarlError:
+        raise
+    except (Exception, SystemExit) as error:  # the user's code, which may raise anything
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"{part}: the function {name_of(function)} raised {describe(error)} ({last.filename}:{last.lineno})"
+        ) from error
