@@ -6,6 +6,7 @@ mismatch between the training engine and the engine that sampled.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -61,6 +62,42 @@ def mismatch_metrics(
         "rollout/chi2_sequence": Stat.mean((2 * sequence_log_rho).exp() - 1, segment_sum(keep, cu_seqlens) > 0),
         "rollout/extreme_2": Stat.mean(log_rho.abs() > math.log(2), keep),
         "rollout/ess": Stat.ess(rho, keep),
+    }
+
+
+def surrogate_metrics(
+    logprobs: Tensor, old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor
+) -> dict[str, Stat]:
+    """Measure how well tokens stand for sequences, and split their weights ``w_t = pi_theta / mu`` into two factors.
+
+    The objective of tokens is the first-order expansion of that of sequences at w_t = 1, with w_t = 1 + d_t
+    (Zheng et al., arXiv 2512.01374, section 2). All columns: [T]; loss_mask: bool [T]; cu_seqlens: int64 [N+1]. Tokens
+    at -inf in a column are left out, and the logarithm of each factor is clamped to +-20. Returns, by name:
+
+    - ``first_order/error``: spread over responses of ``|prod_t (1 + d_t) - (1 + sum_t d_t)|``
+    - ``first_order/product``: summary and quantiles of ``prod_t (1 + d_t)``, whose expectation is 1
+    - ``first_order/overflow``: responses whose product overflows fp32; they are in neither of these
+    - ``gap/ratio``: summary and quantiles of pi_old / mu, the gap between the engines. The other factor,
+      pi_theta / pi_old, is the metric ``ratio`` of ``coefficients``
+    - ``gap/extreme_2``, ``ratio/extreme_2``: share of tokens at which a factor is above 2 or below 1/2
+    """
+    keep = usable_mask(loss_mask, rollout_logprobs) & ~torch.isneginf(old_logprobs) & ~torch.isneginf(logprobs)
+    columns = [column.detach().double() for column in (logprobs, old_logprobs, rollout_logprobs)]
+    staleness, gap = (log_ratio(*pair, keep) for pair in itertools.pairwise(columns))
+    log_weight = log_ratio(columns[0], columns[2], keep)
+    log_product = segment_sum(log_weight, cu_seqlens)
+    overflows = log_product > math.log(torch.finfo(torch.float32).max)
+    counted = (segment_sum(keep, cu_seqlens) > 0) & ~overflows
+    log_product = torch.where(counted, log_product, 0.0)
+    # prod (1 + d) - 1 and each d by expm1: nothing is lost where ratios are near 1.
+    error = (torch.expm1(log_product) - segment_sum(torch.expm1(log_weight), cu_seqlens)).abs()
+    return {
+        "first_order/error": Stat.spread(error, counted),
+        "first_order/product": Stat.ratio(log_product, counted),
+        "first_order/overflow": Stat.total(overflows.sum()),
+        "gap/ratio": Stat.ratio(gap, keep),
+        "gap/extreme_2": Stat.mean(gap.abs() > math.log(2), keep),
+        "ratio/extreme_2": Stat.mean(staleness.abs() > math.log(2), keep),
     }
 
 

@@ -16,15 +16,17 @@ from torch import Tensor
 
 from megarl.errors import NumericsError
 
-Kind = Literal["total", "mean", "exp_mean", "max", "min", "summary", "ratio", "ess"]
+Kind = Literal["total", "mean", "exp_mean", "max", "min", "summary", "ratio", "spread", "ess"]
 
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
-"""Suffix and level of the quantiles that a "ratio" statistic reports."""
+"""Suffix and level of the quantiles that a "ratio" or "spread" statistic reports."""
 
 _EDGES = torch.logspace(-4, math.log10(20.0), 86, dtype=torch.float64)
 HISTOGRAM_EDGES = torch.cat([-_EDGES.flip(0), _EDGES])
 """Float64 [172], edges of the log-ratio histogram: geometric on both sides of 0, so that a quantile of |log r| is
 good to 7.5 % from 1e-4 to 20, and anything nearer to 0 counts as exactly 0."""
+SPREAD_EDGES = torch.logspace(-12, 12, 385, dtype=torch.float64)
+"""Float64 [385], edges of the histogram of values from 0 up: good to 7.5 % from 1e-12, below which all counts as 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,12 +76,20 @@ class Stat:
     @classmethod
     def ratio(cls, log_ratio: Tensor, mask: Tensor) -> Stat:
         """The summary of ``exp(log_ratio)`` and its quantiles, these from a histogram with HISTOGRAM_EDGES."""
-        summary = cls.summary(log_ratio.double().exp(), mask)
-        edges = HISTOGRAM_EDGES.to(log_ratio.device)
-        bins = torch.bucketize(log_ratio.double(), edges)
-        counts = torch.zeros(edges.numel() + 1, dtype=torch.float64, device=log_ratio.device)
-        counts = counts.index_add(0, bins, mask.double())
-        return cls("ratio", torch.cat([summary.sums, counts]), summary.maxima)
+        return cls._with_histogram("ratio", log_ratio.double().exp(), log_ratio, mask, HISTOGRAM_EDGES)
+
+    @classmethod
+    def spread(cls, values: Tensor, mask: Tensor) -> Stat:
+        """The summary of values from 0 up over the mask, and their quantiles from a histogram with SPREAD_EDGES."""
+        return cls._with_histogram("spread", values, values, mask, SPREAD_EDGES)
+
+    @classmethod
+    def _with_histogram(cls, kind: Kind, values: Tensor, sorted_by: Tensor, mask: Tensor, edges: Tensor) -> Stat:
+        summary = cls.summary(values, mask)
+        # Edges never change, so the host need not wait for their copy.
+        bins = torch.bucketize(sorted_by.detach().double(), edges.to(values.device, non_blocking=True))
+        counts = torch.zeros(edges.numel() + 1, dtype=torch.float64, device=values.device)
+        return cls(kind, torch.cat([summary.sums, counts.index_add(0, bins, mask.double())]), summary.maxima)
 
     @classmethod
     def ess(cls, weights: Tensor, mask: Tensor | None = None) -> Stat:
@@ -165,20 +175,26 @@ def _summary(sums: list[float], maxima: list[float]) -> dict[str, float]:
 
 
 def _ratio(sums: list[float], maxima: list[float]) -> dict[str, float]:
-    values = _summary(sums, maxima)
-    if values:
-        values |= {suffix: math.exp(_quantile(sums[3:], level)) for suffix, level in QUANTILES.items()}
-    return values
+    quantiles = _quantiles(sums[3:], HISTOGRAM_EDGES)
+    return _summary(sums, maxima) | {suffix: math.exp(value) for suffix, value in quantiles.items()}
 
 
-def _quantile(counts: list[float], level: float) -> float:
-    """Return the middle of the first bin at which the cumulative share reaches the level."""
-    edges = HISTOGRAM_EDGES.tolist()
-    index = min(int(np.searchsorted(np.cumsum(counts), level * sum(counts))), len(edges))
-    if index in (0, len(edges)):
-        return edges[0] if index == 0 else edges[-1]
-    low, high = edges[index - 1], edges[index]
-    return 0.0 if low < 0 < high else math.copysign(math.sqrt(low * high), low)
+def _spread(sums: list[float], maxima: list[float]) -> dict[str, float]:
+    return _summary(sums, maxima) | _quantiles(sums[3:], SPREAD_EDGES)
+
+
+def _quantiles(counts: list[float], all_edges: Tensor) -> dict[str, float]:
+    """Return the middle of the first bin at which the cumulative share reaches each level; nothing of no counts."""
+    edges, cumulative = all_edges.tolist(), np.cumsum(counts)
+    found: dict[str, float] = {}
+    for suffix, level in QUANTILES.items() if cumulative[-1] else ():
+        index = int(np.searchsorted(cumulative, level * cumulative[-1]))
+        if 0 < index < len(edges):
+            low, high = edges[index - 1], edges[index]
+            found[suffix] = 0.0 if low < 0 < high else math.copysign(math.sqrt(low * high), low)
+        else:
+            found[suffix] = min(edges[0], 0.0) if index == 0 else edges[-1]
+    return found
 
 
 def _ess(sums: list[float]) -> dict[str, float]:
@@ -195,5 +211,6 @@ _FINALIZERS: Mapping[Kind, Callable[[list[float], list[float]], dict[str, float]
     "min": lambda _, maxima: {"": -maxima[0]} if maxima[0] != -math.inf else {},
     "summary": _summary,
     "ratio": _ratio,
+    "spread": _spread,
     "ess": lambda sums, _: _ess(sums),
 }

@@ -83,17 +83,18 @@ def segment_lengths(cu_seqlens: Tensor) -> Tensor:
     return cu_seqlens.long().diff()
 
 
-def segment_ids(cu_seqlens: Tensor) -> Tensor:
-    """Return int64 [T], the index of the sequence that each token belongs to."""
+def segment_ids(cu_seqlens: Tensor, num_tokens: int | None = None) -> Tensor:
+    """Return int64 [T], the index of the sequence of each token; given T, the host does not wait for the device."""
     lengths = segment_lengths(cu_seqlens)
-    return torch.repeat_interleave(torch.arange(lengths.numel(), device=cu_seqlens.device), lengths)
+    ids = torch.arange(lengths.numel(), device=cu_seqlens.device)
+    return torch.repeat_interleave(ids, lengths, output_size=num_tokens)
 
 
 def segment_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Return [N], the sum of values [T] over each sequence; 0 for an empty one. Bool and integer sums are int64."""
     values = values if values.is_floating_point() else values.long()
     total = torch.zeros(cu_seqlens.numel() - 1, dtype=values.dtype, device=values.device)
-    return total.index_add(0, segment_ids(cu_seqlens), values)
+    return total.index_add(0, segment_ids(cu_seqlens, values.numel()), values)
 
 
 def segment_expand(values: Tensor, cu_seqlens: Tensor) -> Tensor:

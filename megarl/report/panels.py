@@ -30,6 +30,8 @@ class Panel:
     """Plots the panel instead of ``lines``."""
     plotted: tuple[str, ...] = ()
     """The metrics that ``plot`` reads."""
+    layers: tuple[str, ...] = ()
+    """Plots a map of layers: the first of these prefixes that has metrics."""
     wide: bool = False
     """Whether it takes the whole width of the page."""
     optional: bool = False
@@ -38,18 +40,20 @@ class Panel:
     @property
     def needs(self) -> tuple[str, ...]:
         """Its metrics; one of them is enough."""
-        return self.plotted or tuple(line.metric for line in self.lines)
+        return self.plotted or tuple(line.metric for line in self.lines) or (self.layers[-1] + "XX",)
 
     def is_recorded(self, curves: Curves) -> bool:
         """Whether any of its metrics has a value that can be plotted."""
-        if self.plot is plots.plot_layers:
-            return bool(layer_curves(curves))
+        if self.layers:
+            return bool(layer_curves(curves, self.layers))
         return any(name in curves for name in self.needs)
 
     def fill(self, axes: Axes, curves: Curves) -> None:
         """Plot its curves, and set the axes."""
         if self.plot is not None:
             self.plot(axes, curves)
+        elif self.layers:
+            plots.plot_layers(axes, curves, self.layers)
         else:
             plots.plot_lines(axes, curves, self.lines)
         plots.scale_y(axes, self.scale)
@@ -166,11 +170,37 @@ PANELS = {
         plot=plots.plot_kl,
         plotted=("rollout/k1", "rollout/k3"),
     ),
+    "first_order": Panel(
+        "First-order error",
+        "What the objective of tokens leaves out of that of sequences: |prod w - (1 + sum (w - 1))| over a response, "
+        "w = new policy / rollout. Near or above 1, the gradient is no longer that of the sequence's reward.",
+        "error of a response",
+        (
+            Line("first_order/error/max", "largest", GREY, "dashed"),
+            Line("first_order/error/mean", "mean"),
+            Line("first_order/error/p50", "median", TEAL),
+        ),
+        "log",
+    ),
+    "factors": Panel(
+        "The two factors of the importance weight",
+        "Their spread over the tokens of a mini-batch, with the range over the mini-batches of a step. Replay and more "
+        "precise engines close the gap; fewer mini-batches and a smaller learning rate lower the staleness.",
+        "standard deviation",
+        (
+            Line("gap/ratio/std", "gap: old / rollout", ORANGE),
+            Line("ratio/std", "staleness: new / old"),
+        ),
+        "log",
+    ),
     "extreme": Panel(
         "Extreme tokens",
-        "Tokens whose probability differs between the engines by more than a factor of 2.",
+        "Tokens of which a factor of the importance weight is above 2 or below 1/2.",
         "share of tokens, F(2)",
-        (Line("rollout/extreme_2", "ratio above 2 or below 1/2", RED),),
+        (
+            Line("rollout/extreme_2", "gap: old / rollout", RED),
+            Line("ratio/extreme_2", "staleness: new / old"),
+        ),
         "percent",
     ),
     "ess": Panel(
@@ -204,8 +234,7 @@ PANELS = {
         "Router disagreement by layer",
         "Share of tokens for which rollout and training routers choose different experts, per MoE layer and step.",
         "MoE layer",
-        plot=plots.plot_layers,
-        plotted=(LAYER_PREFIXES[-1] + "XX",),
+        layers=LAYER_PREFIXES,
         wide=True,
     ),
     "ratio": Panel(

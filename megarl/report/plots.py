@@ -65,8 +65,8 @@ STYLE: dict[str, Any] = {
     "savefig.facecolor": "white",
 }
 
-Scale = Literal["free", "zero", "percent", "whole percent"]
-"""The y axis: as matplotlib chooses; from zero up; percent from zero up; percent from 0 to 100."""
+Scale = Literal["free", "zero", "log", "percent", "whole percent"]
+"""The y axis: as matplotlib chooses; from zero up; decades; percent from zero up; percent from 0 to 100."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,9 @@ def scale_y(axes: Axes, scale: Scale) -> None:
         axes.set_ylim(-0.02, 1.02)
     elif scale == "percent" and top > 0:
         axes.set_ylim(-0.015 * top, 1.08 * top)
-    elif scale == "percent":
+    elif scale == "log" and top > 0:
+        axes.set_yscale("log", nonpositive="mask")
+    elif scale in ("percent", "log"):
         axes.set_ylim(-0.0005, 0.0105)
         axes.text(0.5, 0.5, "zero in every step", transform=axes.transAxes, ha="center", color=MUTED)
 
@@ -189,9 +191,9 @@ def plot_ratio(axes: Axes, curves: Curves) -> None:
     axes.axhline(1.0, color=GREY, linewidth=0.8, linestyle=":")
 
 
-def plot_layers(axes: Axes, curves: Curves) -> None:
-    """Plot router disagreement as a map of MoE layers against steps."""
-    layers = layer_curves(curves)
+def plot_layers(axes: Axes, curves: Curves, prefixes: Sequence[str]) -> None:
+    """Plot router disagreement as a map of MoE layers against steps; prefixes as in ``layer_curves``."""
+    layers = {layer: curve.per_step()[0] for layer, curve in layer_curves(curves, prefixes).items()}
     steps = np.unique(np.concatenate([curve.x for curve in layers.values()]))
     grid = np.full((len(layers), len(steps)), np.nan)
     for row, curve in enumerate(layers.values()):

@@ -62,13 +62,13 @@ def make_curves(records: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
     return {name: curve for name, curve in curves if curve.finite.size}
 
 
-def layer_curves(curves: Curves) -> dict[int, Curve]:
-    """Return the curves of router disagreement by layer number, in order.
+def layer_curves(curves: Curves, prefixes: Sequence[str] = LAYER_PREFIXES) -> dict[int, Curve]:
+    """Return the curves of the first prefix that has any, by layer number, in order.
 
-    They compare the routers' own choice where replay recorded it, because the experts in use then agree by
+    By default they compare the routers' own choice where replay recorded it, because the experts in use then agree by
     construction; otherwise the experts in use.
     """
-    for prefix in LAYER_PREFIXES:
+    for prefix in prefixes:
         found = {name.removeprefix(prefix): curve for name, curve in curves.items() if name.startswith(prefix)}
         if numbers := sorted((int(number), number) for number in found if number.isdigit()):
             return {layer: found[number] for layer, number in numbers}

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.config import Config
-from megarl.core.diagnostics import entropy_stat, mismatch_metrics
+from megarl.core.diagnostics import entropy_stat, mismatch_metrics, surrogate_metrics
 from megarl.core.metrics import Stat, merge
 from megarl.core.objectives import Objective, coefficients, function_coefficients, mini_batch_power
 from megarl.core.objectives.columns import Denominators, TokenColumns
@@ -152,7 +152,8 @@ class TrainStep:
             columns = _columns(mini, index, batch, logprobs)
             weigh_tokens = coefficients if self._function is None else partial(function_coefficients, self._function)
             found = weigh_tokens(self.objective, columns, mini.denominators, power=power)
-            return found.values, {**found.metrics, "entropy": entropy_stat(entropies, columns.loss_mask)}
+            own = {"entropy": entropy_stat(entropies, columns.loss_mask), **_surrogate(columns)}
+            return found.values, {**found.metrics, **own}
 
         self.policy.zero_grad()
         with self._context(mini) as seen:
@@ -277,6 +278,11 @@ def _columns(mini: MiniBatch, index: int, batch: TrainBatch, logprobs: torch.Ten
         batch.cu_seqlens.to(device),
         ref,
     )
+
+
+def _surrogate(columns: TokenColumns) -> dict[str, Stat]:
+    policies = columns.logprobs, columns.old_logprobs, columns.rollout_logprobs
+    return surrogate_metrics(*policies, columns.loss_mask, columns.cu_seqlens)
 
 
 def _sum_over_ranks(sums: torch.Tensor) -> torch.Tensor:

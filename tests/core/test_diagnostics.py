@@ -14,6 +14,7 @@ from megarl.core.diagnostics import (
     entropy_stat,
     mismatch_metrics,
     prefix_variance_rate,
+    surrogate_metrics,
 )
 from megarl.core.metrics import Stat, finalize, merge
 
@@ -133,3 +134,74 @@ def test_prefix_variance_rate():
     mask = torch.tensor([True, True, False, True])
     rate = float(prefix_variance_rate(log_prefix, positions, mask))
     assert rate == pytest.approx((0.01 + 0.04 / 2 + 0.09 / 3) / 3)
+
+
+def _surrogate(log_weight, log_gap, lengths):
+    """Policies with these log-ratios, [T] each: w = pi_theta / mu, of which pi_old / mu is one factor."""
+    mu = torch.full_like(log_weight, -3.0)
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    mask = torch.ones(len(mu), dtype=torch.bool)
+    return finalize(surrogate_metrics(mu + log_weight, mu + log_gap, mu, mask, bounds))
+
+
+@pytest.mark.parametrize("delta", [0.1, -0.05, 1e-4, 1e-7])
+@pytest.mark.parametrize("length", [1, 2, 40])
+def test_first_order_error_of_equal_ratios(delta, length):
+    """prod (1 + d) = (1 + d)^H, and the error is the binomial sum from its second term on."""
+    log_weight = torch.full((length,), math.log1p(delta), dtype=torch.float64)
+    found = _surrogate(log_weight, log_weight, [length])
+    expected = sum(math.comb(length, k) * delta**k for k in range(2, length + 1))
+    rounding = 1e-15 * length  # of log-probabilities near -3
+    assert found["first_order/error/mean"] == pytest.approx(abs(expected), rel=1e-7, abs=rounding)
+    assert found["first_order/product/mean"] == pytest.approx((1 + delta) ** length)
+    assert found["first_order/overflow"] == 0
+
+
+def test_first_order_error_by_hand_over_two_responses():
+    weights, gaps = [1.5, 0.5, 3.0, 0.2], [1.0, 0.2, 3.0, 0.35]
+    found = _surrogate(*(torch.tensor(x, dtype=torch.float64).log() for x in (weights, gaps)), [2, 0, 2])
+    # |0.75 - (1 + 0.5 - 0.5)| = 0.25 and |0.6 - (1 + 2 - 0.8)| = 1.6; a response without tokens has none.
+    assert found["first_order/error/mean"] == pytest.approx((0.25 + 1.6) / 2)
+    assert (found["first_order/error/min"], found["first_order/error/max"]) == pytest.approx((0.25, 1.6))
+    assert found["first_order/error/std"] == pytest.approx((1.6 - 0.25) / 2)
+    assert found["gap/ratio/mean"] == pytest.approx(sum(gaps) / 4)
+    assert found["gap/extreme_2"] == 0.75
+    assert found["ratio/extreme_2"] == 0.25  # 1.5, 2.5, 1, 0.57
+
+
+def test_a_product_that_overflows_is_counted_and_leaves_the_others_alone():
+    log_weight = torch.cat([torch.full((6,), 19.0), torch.full((2,), math.log(1.5))]).double()
+    found = _surrogate(log_weight, log_weight, [6, 2])
+    assert found["first_order/overflow"] == 1
+    assert found["first_order/error/max"] == pytest.approx(0.25)
+    assert found["gap/ratio/max"] == pytest.approx(math.exp(19))
+    vanishing = _surrogate(-log_weight * 1000, log_weight, [6, 2])
+    assert vanishing["first_order/overflow"] == 0
+    assert vanishing["first_order/error/max"] == pytest.approx(5.0)  # |0 - (1 - 6)|: a ratio below e^-20 counts as that
+
+
+def test_surrogate_leaves_out_impossible_tokens_and_merges():
+    columns = random_columns(3, [6, 3, 0, 8])
+    policies = [columns.logprobs.detach(), columns.old_logprobs, columns.rollout_logprobs]
+    for index, column in enumerate(policies):
+        policies[index] = column.clone()
+        policies[index][index + 1] = -math.inf
+    mask = columns.loss_mask
+    whole = finalize(surrogate_metrics(*policies, mask, columns.cu_seqlens))
+    left = mask.clone()
+    left[1:4] = False
+    finite = [torch.where(torch.isinf(column), 0.0, column) for column in policies]
+    assert finalize(surrogate_metrics(*finite, left, columns.cu_seqlens)) == pytest.approx(whole)
+    cut = 9
+    parts = [
+        surrogate_metrics(*(c[:cut] for c in policies), mask[:cut], torch.tensor([0, 6, 9])),
+        surrogate_metrics(*(c[cut:] for c in policies), mask[cut:], torch.tensor([0, 0, 8])),
+    ]
+    assert finalize(merge(parts)) == pytest.approx(whole, rel=1e-9)
+
+
+def test_surrogate_metrics_never_wait_for_the_device():
+    """Meta tensors hold no values, so reading one back raises."""
+    column, mask = torch.empty(5, device="meta"), torch.empty(5, dtype=torch.bool, device="meta")
+    found = surrogate_metrics(column, column, column, mask, torch.empty(3, dtype=torch.int64, device="meta"))
+    assert {stat.sums.device.type for stat in found.values()} == {"meta"}

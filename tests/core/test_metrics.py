@@ -17,6 +17,7 @@ BUILDERS = {
     "min": Stat.min,
     "summary": Stat.summary,
     "ratio": Stat.ratio,
+    "spread": lambda values, mask: Stat.spread(values.abs(), mask),
     "ess": lambda values, mask: Stat.ess(values.exp(), mask),
     "count": lambda values, mask: Stat.total(mask.sum()),
 }
@@ -62,6 +63,19 @@ def test_quantiles_of_a_known_distribution():
     assert numbers["r/p50"] == pytest.approx(1.0, abs=2e-4)
     constant = finalize({"r": Stat.ratio(torch.full((5,), 0.0), torch.ones(5, dtype=torch.bool))})
     assert [constant[f"r/{name}"] for name in ("mean", "std", "min", "max", "p01", "p99")] == [1, 0, 1, 1, 1, 1]
+
+
+def test_quantiles_of_small_and_of_large_values():
+    everywhere = torch.ones(2001, dtype=torch.bool)
+    for scale in (1e-10, 1e-3, 1e9):
+        numbers = finalize({"s": Stat.spread(torch.linspace(0, scale, 2001, dtype=torch.float64), everywhere)})
+        assert numbers["s/p50"] == pytest.approx(scale / 2, rel=0.08)
+        assert numbers["s/p99"] == pytest.approx(0.99 * scale, rel=0.08)
+        assert (numbers["s/min"], numbers["s/max"]) == (0.0, scale)
+    nothing = finalize({"s": Stat.spread(torch.zeros(3), torch.ones(3, dtype=torch.bool))})
+    assert set(nothing.values()) == {0.0}
+    beyond = finalize({"s": Stat.spread(torch.full((3,), 1e30), torch.ones(3, dtype=torch.bool))})
+    assert beyond["s/p50"] == pytest.approx(1e12)
 
 
 @pytest.mark.parametrize("bound", [-20.0, 20.0])
