@@ -89,10 +89,11 @@ def _check_sampling(tables: Tables) -> None:
             f"sampling.max_prompts: found {sampling.max_prompts}, expected at least rollout.prompts_per_step = "
             f"{prompts}"
         )
-    least, most = tables.estimate.min_samples, sampling.max_samples
+    key = max("min_samples", "probe", key=lambda name: getattr(tables.estimate, name))
+    least, most = getattr(tables.estimate, key), sampling.max_samples
     if sampling.rule == "ada_est" and not least <= group_size <= most:
         raise ConfigError(
-            f"rollout.group_size: found {group_size}, the mean number of responses, expected estimate.min_samples = "
+            f"rollout.group_size: found {group_size}, the mean number of responses, expected estimate.{key} = "
             f"{least} to sampling.max_samples = {most}"
         )
 

@@ -8,14 +8,22 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megarl.config.plugs import check_function, load_plug
 from megarl.config.tables.base import Count, NonNegative, Table
-from megarl.core.choices.credit import Combination, Credit, Statistics, Weigh, parse_objective
+from megarl.core.choices.credit import Combination, Credit, Statistics, Weigh, parse_allocation
 from megarl.core.choices.parts import PoolScale
-from megarl.core.choices.stopping import POSITIVE, Own, SamplingRule, Uniform, ada_seq_balance, ada_seq_pos
+from megarl.core.choices.stopping import (
+    POSITIVE,
+    Own,
+    SamplingRule,
+    Uniform,
+    ada_seq_balance,
+    ada_seq_pos,
+    pass_tiers,
+)
 from megarl.errors import ConfigError
 
-Rule = Literal["uniform", "ada_seq_pos", "ada_seq_balance", "ada_est", "gvm"]
+Rule = Literal["uniform", "ada_seq_pos", "ada_seq_balance", "tiers", "ada_est", "gvm"]
 
-_SEQUENTIAL = ("ada_seq_pos", "ada_seq_balance")
+_SEQUENTIAL = ("ada_seq_pos", "ada_seq_balance", "tiers")
 _ADVANTAGE_PARTS = ("statistics", "scale", "ddof", "floor", "rate_eps", "combination")
 
 
@@ -24,23 +32,27 @@ class SamplingConfig(Table):
 
     rule: str = "uniform"
     """uniform: group_size each; ada_seq_pos, ada_seq_balance: rounds until a prompt has its positives (and negatives);
+    tiers: a prompt without its positives goes to the next of ``tiers``, and keeps the responses that it has;
     ada_est, gvm: by estimates, prompts_per_step * group_size in all (see [estimate] and [gvm]); or your own,
     "package.module:function"."""
     train_size: PositiveInt | None = None
-    """Responses to a prompt that train, if more were drawn; default group_size with ada_seq_*, all with uniform."""
+    """Responses to a prompt that train, if more were drawn; default group_size with ada_seq_* and tiers, else
+    all."""
     round_size: PositiveInt = 8
     """Responses to a prompt in each round of ada_seq_*."""
     max_samples: PositiveInt = 32
     """Most responses to a prompt. ada_seq_* and your own rule give up after this number; ada_est allots at most this
     number."""
+    tiers: list[PositiveInt] = Field(default=[4, 32, 256], min_length=1)
+    """Responses to a prompt in all, after each round of rule tiers."""
     positives: Count | None = None
-    """Positive responses that end a prompt; default 1 with ada_seq_pos, half of train_size with ada_seq_balance."""
+    """Positive responses that end a prompt; default 1, and half of train_size with ada_seq_balance."""
     negatives: Count | None = None
     """Negative responses that ada_seq_balance needs in addition; default the other half of train_size."""
     subsample: Literal["balance", "pos", "any"] | None = None
-    """Which responses train with a train_size and the rule uniform or your own. balance: half positive, half negative,
-    as far as available; pos: in the proportion of all drawn, but at least one of each class; any: regardless of the
-    reward. Default balance."""
+    """Which responses train with a train_size and the rule uniform, ada_est or your own. balance: half positive, half
+    negative, as far as available; pos: in the proportion of all drawn, but at least one of each class; any: regardless
+    of the reward. Default balance."""
     keep: Literal["first", "random"] = "first"
     """Which responses of a class train if there are too many: those requested first, or a random choice by the seed."""
     refill: bool = False
@@ -70,7 +82,7 @@ class SamplingConfig(Table):
     @property
     def uses_credit(self) -> bool:
         """Whether advantages are those of [credit]: ``advantages`` with its default resolved."""
-        chosen_by_reward = self.rule.startswith("ada_") or self.train_size is not None
+        chosen_by_reward = self.rule.startswith("ada_") or self.rule == "tiers" or self.train_size is not None
         return self.advantages == "credit" or (self.advantages is None and chosen_by_reward)
 
     def rule_of(self, group_size: int, threshold: float = POSITIVE) -> SamplingRule:
@@ -81,6 +93,9 @@ class SamplingConfig(Table):
         limits: Any = {"round_size": self.round_size, "max_samples": self.max_samples, "threshold": threshold}
         if self.rule == "ada_seq_pos":
             return ada_seq_pos(train_size, positives=1 if self.positives is None else self.positives, **limits)
+        if self.rule == "tiers":
+            positives = 1 if self.positives is None else self.positives
+            return pass_tiers(train_size, tiers=self.tiers, positives=positives, threshold=threshold)
         if self.rule == "ada_seq_balance":
             return ada_seq_balance(train_size, positives=self.positives, negatives=self.negatives, **limits)
         keep = self.subsample or "balance"
@@ -100,10 +115,11 @@ class SamplingConfig(Table):
                     f"credit.{unused[0]}: found {getattr(credit, unused[0])!r}, but advantages are the objective's; "
                     'set sampling.advantages = "credit", or remove it'
                 )
-        if self.allotted or not self.uses_credit or credit.combination != "unbiased":
+        if not self.uses_credit or credit.combination != "unbiased":
             return
-        size, chosen = self.rule_of(group_size).train_size, self.rule in _SEQUENTIAL or self.subsample != "any"
-        if size is None or (size > 1 and (chosen or size == group_size)):
+        size = self.train_size if self.allotted else self.rule_of(group_size).train_size
+        chosen = self.rule in _SEQUENTIAL or self.subsample != "any"
+        if size is None or (size > 1 and (chosen or (size == group_size and not self.allotted))):
             return
         raise ConfigError(
             f'credit.combination: found "unbiased" with sampling.rule = "{self.rule}", which trains on {size} '
@@ -117,14 +133,16 @@ class SamplingConfig(Table):
             found = load_plug("rule", self.rule, f"one of {', '.join(get_args(Rule))}")
             check_function("rule", self.rule, found, "asked, positives, negatives")
             self.rule_of(1)  # tries it
-        sequential = self.rule in _SEQUENTIAL
+        sequential, rounds = self.rule in _SEQUENTIAL, self.rule in _SEQUENTIAL[:2]
+        counted = self._is_own or self.rule in ("uniform", "ada_est")
         for key, fits in (
             ("positives", sequential),
             ("negatives", self.rule == "ada_seq_balance"),
-            ("train_size", not self.allotted),
-            ("subsample", (self._is_own or self.rule == "uniform") and self.train_size is not None),
-            ("round_size", sequential),
-            ("max_samples", self._is_own or sequential or self.rule == "ada_est"),
+            ("train_size", self.rule != "gvm"),
+            ("subsample", counted and self.train_size is not None),
+            ("round_size", rounds),
+            ("tiers", self.rule == "tiers"),
+            ("max_samples", self._is_own or rounds or self.rule == "ada_est"),
             ("keep", sequential or self.train_size is not None),
         ):
             if getattr(self, key) != SamplingConfig.model_fields[key].default and not fits:
@@ -146,10 +164,13 @@ class EstimateConfig(Table):
     """Fading counts of each prompt, or a head on the policy's last hidden state of a prompt, which also has an estimate
     for prompts that were never drawn."""
     objective: str = "ada_est"
-    """Which counts: "ada_est" in proportion to 1 / sqrt(p + eps), or those of least variance for the objective "log",
-    "raft", "linear", "arcsin" or "power:A"."""
+    """Which counts: "inverse:A" in proportion to 1 / (p + eps)^A, of which "ada_est" is A = 0.5, or those of least
+    variance for the objective "log", "raft", "linear", "arcsin" or "power:A"."""
     eps: PositiveFloat = 1e-3
-    """The eps of objective "ada_est"."""
+    """The eps of objectives "ada_est" and "inverse:A"."""
+    probe: Count = 0
+    """Responses to each prompt that decide on its others, together with the estimate: then a prompt's first visit is
+    adaptive too, and prompts_per_step * group_size is the expected total. 0: all counts are decided before the step."""
     min_samples: Count = 1
     """Least responses to a prompt; the most are sampling.max_samples."""
     decay: float = Field(default=0.9, ge=0, le=1)
@@ -158,17 +179,23 @@ class EstimateConfig(Table):
     """alpha of the Beta prior: each prompt starts as if it had this many positive responses."""
     prior_negatives: PositiveFloat = 1.0
     """beta of the Beta prior: the same for negative responses."""
+    pooled: bool = True
+    """With by = "counts": the mean of the prior follows the pass rate of all prompts drawn so far."""
     head_lr: float = Field(default=0.1, gt=0, lt=10)
     """Learning rate of the value head: about how far one of its 8 steps per update moves a logit."""
 
     @model_validator(mode="after")
     def _known_objective(self) -> Self:
-        if self.objective != "ada_est":
-            try:
-                parse_objective(self.objective)
-            except ConfigError as error:
-                raise ValueError(f'objective: {error}, or "ada_est"') from error
+        try:
+            parse_allocation(self.objective)
+        except ConfigError as error:
+            raise ValueError(f'objective: {error}, or "inverse:A", or "ada_est"') from error
         return self
+
+    @property
+    def inverse(self) -> bool:
+        """Whether counts follow 1 / (p + eps)^A, which is finite for every p."""
+        return parse_allocation(self.objective)[0] == "inverse"
 
 
 class GvmConfig(Table):

@@ -61,6 +61,17 @@ class Credit:
             parse_objective(self.objective)
 
 
+def parse_allocation(name: str) -> tuple[str, float]:
+    """Return the kind of an allocation and its exponent: ("inverse", A) for "inverse:A", n ~ 1 / (p + eps)^A.
+
+    "ada_est" is "inverse:0.5". Any other name is an objective's, whose gradient then has the least variance.
+    """
+    if name == "ada_est":
+        return "inverse", 0.5
+    kind, _, text = name.partition(":")
+    return ("inverse", parse_objective(f"power:{text}")[1]) if kind == "inverse" else parse_objective(name)
+
+
 def parse_objective(objective: str) -> tuple[str, float]:
     """Return the kind, "linear" | "log" | "raft" | "arcsin" | "power", and the exponent A of "power:A" (else 1).
 

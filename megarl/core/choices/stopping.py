@@ -8,8 +8,8 @@ exact law from the rule object itself. Imports neither torch nor numpy, so that 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from megarl.core.choices.own import call_own, name_of
@@ -73,7 +73,7 @@ class Uniform(SamplingRule):
 
 @dataclass(frozen=True, slots=True)
 class Allotted(SamplingRule):
-    """A number of samples per prompt that was decided before, from estimates (Ada-Est, GVM); all train.
+    """A number of samples per prompt that was decided before, from estimates (Ada-Est, GVM).
 
     Groups then differ in size, and one of a single sample has no contrast: its advantage is 0, not its reward. (verl
     gives such a group the mean 0 and the standard deviation 1.)
@@ -82,16 +82,32 @@ class Allotted(SamplingRule):
     counts: tuple[int, ...]
     """Samples of each prompt, 0 for none; see ``megarl.core.sampling.allocation``."""
     threshold: float = POSITIVE
-    train_size: int | None = field(default=None, init=False)
+    train_size: int | None = None
+    """Samples per prompt that train, where it has as many; None for all."""
+    keep: Keep = "any"
+    more: tuple[tuple[int, ...], ...] = ()
+    """If the counts only probe: samples that follow, by prompt and by the number of positives among the first."""
 
     def __post_init__(self) -> None:
-        if any(count < 0 for count in self.counts):
-            raise ConfigError(f"Allotted: a count is {min(self.counts)}, expected 0 or more")
+        if (least := min([0, *self.counts, *(count for row in self.more for count in row)])) < 0:
+            raise ConfigError(f"Allotted: a count is {least}, expected 0 or more")
+        if self.more and [len(row) for row in self.more] != [count + 1 for count in self.counts]:
+            raise ConfigError("Allotted: expected what follows each prompt's probe for each number of positives in it")
 
     def next_samples(self, prompt: int, asked: int, positives: int, negatives: int) -> int:
         if not 0 <= prompt < len(self.counts):
             raise ValueError(f"prompt {prompt} has no count, there are {len(self.counts)}: allot to all prompts")
+        if self.more and asked == self.counts[prompt]:
+            return self.more[prompt][positives]
         return self.counts[prompt] if asked == 0 else 0
+
+    def keeps(self, positives: int, negatives: int) -> Keep:
+        return self.keep
+
+    def of(self, prompts: Sequence[int]) -> Allotted:
+        """Return the rule for these prompts alone."""
+        rows = tuple(self.more[prompt] for prompt in prompts) if self.more else ()
+        return replace(self, counts=tuple(self.counts[prompt] for prompt in prompts), more=rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +132,12 @@ class Sequential(SamplingRule):
     fallback: Keep = "balance"
     """Which samples train where the prompt gave up; where it exited they are balanced."""
     threshold: float = POSITIVE
+    tiers: tuple[int, ...] = ()
+    """Samples in all after each round, in place of rounds of equal size; the last one is ``max_samples``."""
 
     def __post_init__(self) -> None:
+        if self.tiers and sorted({0, self.max_samples, *self.tiers}) != [0, *self.tiers]:
+            raise ConfigError(f"Sequential: tiers are {self.tiers}, expected to rise from 1 or more to max_samples")
         _check_counts("Sequential", round_size=self.round_size, max_samples=self.max_samples)
         if min(self.positives, self.negatives) < 0 or not 1 <= self.positives + self.negatives <= self.max_samples:
             raise ConfigError(
@@ -127,7 +147,10 @@ class Sequential(SamplingRule):
         _check_train_size("Sequential", self.train_size, self.max_samples, self.fallback)
 
     def next_samples(self, prompt: int, asked: int, positives: int, negatives: int) -> int:
-        return 0 if self.resolved(positives, negatives) else min(self.round_size, self.max_samples - asked)
+        if self.resolved(positives, negatives):
+            return 0
+        ends = self.tiers or (asked + self.round_size,)
+        return min(next((end for end in ends if end > asked), asked), self.max_samples) - asked
 
     def resolved(self, positives: int, negatives: int) -> bool:
         return positives >= self.positives and negatives >= self.negatives
@@ -211,6 +234,19 @@ def ada_seq_balance(
     positives = train_size // 2 if positives is None else positives
     negatives = train_size - train_size // 2 if negatives is None else negatives
     return Sequential(positives, negatives, round_size, max_samples, train_size, "balance", threshold)
+
+
+def pass_tiers(
+    train_size: int = 4, *, tiers: Sequence[int] = (4, 32, 256), positives: int = 1, threshold: float = POSITIVE
+) -> Sequential:
+    """Return the tier ladder: a prompt without ``positives`` positives goes to the next tier with the samples it has.
+
+    It costs ``sum_i (tier_i - tier_(i-1)) P(unsolved after tier_(i-1))``: with 62.7 %, 16.9 % and 1.7 % of the prompts
+    solved in tiers of 4, 32 and 256, and the rest never, 60.14 samples per prompt. (A post says 12.268: it leaves out
+    the prompts that are never solved.)
+    """
+    ends = tuple(tiers)
+    return Sequential(positives, 0, ends[0], ends[-1], train_size, "pos", threshold, ends)
 
 
 def _check_counts(name: str, **counts: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megarl.core.choices.credit import parse_objective
+from megarl.core.choices.credit import parse_allocation, parse_objective
 
 Numbers = Sequence[float] | np.ndarray
 
@@ -36,8 +36,50 @@ def allocate(
     prompts (p to 0) only for A below 1/2; its f' does so for A below 1.
     """
     rates = clamp_rates(pass_rates, num_samples, default=max(1, -(-total // max(len(pass_rates), 1))))
-    noise = rates if objective == "raft" else rates * (1 - rates)
-    return allocate_by_weights(objective_slope(rates, objective) * np.sqrt(noise), total, low, high)
+    return allocate_by_weights(budget_weights(rates, objective), total, low, high)
+
+
+def budget_weights(pass_rates: Numbers, allocation: str, eps: float = 1e-3) -> np.ndarray:
+    """Return what counts are in proportion to, float64 [B].
+
+    "inverse:A": ``1 / (p + eps)^A``, of which "ada_est" is A = 1/2 (``ada_est_weights``). For an objective f
+    ``f'(p) sqrt(p (1 - p))``; pass_rates then need to be off 0 and 1 (``clamp_rates``). ConfigError for another name.
+    """
+    kind, exponent = parse_allocation(allocation)
+    if kind == "inverse":
+        return ada_est_weights(pass_rates, eps) ** (2 * exponent)
+    rates = check_rates(pass_rates)
+    noise = rates if kind == "raft" else rates * (1 - rates)
+    return objective_slope(rates, allocation) * np.sqrt(noise)
+
+
+def allocate_after_probe(
+    pass_rates: Numbers, strengths: Numbers, probe: int, total: int, allocation: str, eps: float, low: int, high: int
+) -> np.ndarray:
+    """Return how many samples each prompt gets, by the positives among its first ``probe``; int64 [B, probe + 1].
+
+    The prior of a prompt's pass rate is a Beta distribution with that mean and strength (pseudo-samples). After k
+    positives its mean is ``(strength p + k) / (strength + probe)``, and the prompt gets ``clip(s w, max(low, probe),
+    high)`` samples, w from ``budget_weights``. The same s for all prompts makes the expected sum ``total`` (before
+    rounding), so no prompt waits for another. pass_rates [B], inside (0, 1); strengths [B], above 0.
+    """
+    rates, strength = check_rates(pass_rates)[:, None], check_weights(strengths, "strength")[:, None]
+    means = (rates * strength + np.arange(probe + 1)) / (strength + probe)
+    # Beta-binomial: the ratio of the chances of k + 1 and of k positives, and their products.
+    k, alpha, beta = np.arange(probe), rates * strength, (1 - rates) * strength
+    ratios = (probe - k) * (alpha + k) / ((k + 1) * (beta + probe - k - 1))
+    chances = np.cumprod(np.hstack([np.ones_like(rates), ratios]), axis=1)
+    chances /= chances.sum(1, keepdims=True)
+    weights = budget_weights(means.ravel(), allocation, eps).reshape(means.shape)
+    floor = max(low, probe)
+    if not len(rates) * floor <= total <= len(rates) * high:
+        raise ValueError(f"{len(rates)} prompts with {floor} to {high} samples each cannot take {total} in all")
+    few, many = floor / weights.max(), high / weights.min()
+    for _ in range(80):  # bisection: the expected sum grows with the scale
+        scale = (few * many) ** 0.5
+        over = (chances * np.clip(scale * weights, floor, high)).sum() > total
+        few, many = (few, scale) if over else (scale, many)
+    return np.rint(np.clip(few * weights, floor, high)).astype(np.int64)
 
 
 def allocate_by_weights(weights: Numbers, total: int, low: int = 1, high: int | None = None) -> np.ndarray:

@@ -17,18 +17,22 @@ Integers = Sequence[int] | np.ndarray
 class PassRateCounts:
     """Fading counts per prompt: ``N <- decay N + n``, ``K <- decay K + k``, ``p = (K + alpha) / (N + alpha + beta)``.
 
-    A prompt that was never drawn has the rate ``alpha / (alpha + beta)``. Pools of a rule that looks at rewards may be
-    counted too: their shares are biased, but sums are not, E[k] = p E[n] whatever the rule (Wald). decay, alpha and
-    beta are not printed in the paper; the defaults are ours.
+    A prompt that was never drawn has the rate ``alpha / (alpha + beta)``. With ``pooled`` this prior keeps its strength
+    ``alpha + beta``, and its mean follows the data: the decaying mean over all prompts drawn, each of a step counting
+    once. Pools of a rule that looks at rewards may be counted too: their shares are biased, but sums are not,
+    E[k] = p E[n] whatever the rule (Wald). decay, alpha and beta are not printed in the paper; the defaults are ours.
     """
 
-    def __init__(self, num_prompts: int, decay: float = 0.9, alpha: float = 1.0, beta: float = 1.0) -> None:
+    def __init__(
+        self, num_prompts: int, decay: float = 0.9, alpha: float = 1.0, beta: float = 1.0, *, pooled: bool = False
+    ) -> None:
         if num_prompts < 0 or not 0 <= decay <= 1 or not (0 < alpha < np.inf and 0 < beta < np.inf):
             raise ConfigError(
                 f"pass rates: {num_prompts} prompts, decay {decay}, alpha {alpha}, beta {beta}; "
                 "expected 0 or more, 0 to 1, and priors above 0"
             )
-        self.decay, self.alpha, self.beta = decay, alpha, beta
+        self.decay, self.alpha, self.beta, self.pooled = decay, alpha, beta, pooled
+        self._pool = np.zeros(2)  # decaying: prompts drawn, and the sum of their shares of positives
         self._samples = np.zeros(num_prompts)
         self._positives = np.zeros(num_prompts)
 
@@ -49,15 +53,23 @@ class PassRateCounts:
             raise ValueError("more positives than samples, or fewer than 0")
         for counts, new in ((self._samples, drawn), (self._positives, good)):
             counts[index] = self.decay * counts[index] + np.bincount(inverse, weights=new, minlength=index.size)
+        some = drawn > 0
+        self._pool = self.decay * self._pool + [some.sum(), (good[some] / drawn[some]).sum()]
 
     def rates(self, prompts: Integers | None = None) -> np.ndarray:
         """Return the estimates, float64 [B], of these prompts, or of all."""
         chosen = slice(None) if prompts is None else np.asarray(prompts, dtype=np.int64)
-        return (self._positives[chosen] + self.alpha) / (self._samples[chosen] + self.alpha + self.beta)
+        strength, pool = self.alpha + self.beta, self._pool * self.pooled
+        mean = (self.alpha + pool[1]) / (strength + pool[0])
+        return (self._positives[chosen] + strength * mean) / (self._samples[chosen] + strength)
+
+    def strengths(self, prompts: Integers) -> np.ndarray:
+        """Return how many samples each estimate is worth, the prior's included; float64 [B]."""
+        return self._samples[np.asarray(prompts, dtype=np.int64)] + self.alpha + self.beta
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Return copies of the counts, float64 [number of prompts] each."""
-        return {"samples": self._samples.copy(), "positives": self._positives.copy()}
+        """Return copies of the counts, float64 [number of prompts] each, and of the pool of all, [2]."""
+        return {"samples": self._samples.copy(), "positives": self._positives.copy(), "pool": self._pool.copy()}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Take counts that ``state_dict`` gave; CheckpointError if they are not those of as many prompts."""
@@ -71,6 +83,7 @@ class PassRateCounts:
                 )
             loaded.append(counts)
         self._samples, self._positives = loaded
+        self._pool = np.array(state.get("pool", (0.0, 0.0)))  # absent in an earlier megarl: learn again
 
 
 def pass_rate_loss(logits: Tensor, samples: Tensor, positives: Tensor) -> Tensor:

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from megarl.config import Config
+from megarl.core.choices.stopping import Allotted
 from megarl.core.metrics import Stat
 from megarl.core.packing import drop_routes
-from megarl.core.sampling.allocation import ada_est_weights, allocate, allocate_by_weights
+from megarl.core.sampling.allocation import allocate_after_probe, allocate_by_weights, budget_weights, clamp_rates
 from megarl.core.sampling.gvm import gvm_allocate, gvm_estimates
 from megarl.core.sampling.pass_rates import PassRateCounts
 from megarl.core.types import Rollout
@@ -42,7 +43,11 @@ class AdaEst:
         self._estimator: PassRateCounts | ValueHead
         if estimate.by == "counts":
             self._estimator = PassRateCounts(
-                num_prompts, estimate.decay, estimate.prior_positives, estimate.prior_negatives
+                num_prompts,
+                estimate.decay,
+                estimate.prior_positives,
+                estimate.prior_negatives,
+                pooled=estimate.pooled,
             )
         else:
             assert train_step is not None, "a value head needs a policy"
@@ -55,14 +60,27 @@ class AdaEst:
             )
         self._last_rates = np.zeros(0)
 
-    def counts(self, step: int, prompts: Sequence[Prompt]) -> np.ndarray:
-        """Return the number of samples of each prompt, int64 [B]; the sum is prompts_per_step * group_size."""
+    def allot(self, step: int, prompts: Sequence[Prompt]) -> Allotted:
+        """Return the number of samples of each prompt; the sum is prompts_per_step * group_size.
+
+        With ``estimate.probe``, the first samples of a prompt decide on the others, and this is the expected sum.
+        """
         self._last_rates = rates = self._estimator.rates(self._inputs(prompts))
-        estimate, rollout = self._config.estimate, self._config.rollout
-        total, high = rollout.group_size * len(prompts), self._config.sampling.max_samples
-        if estimate.objective == "ada_est":
-            return allocate_by_weights(ada_est_weights(rates, estimate.eps), total, estimate.min_samples, high)
-        return allocate(rates, total, estimate.objective, estimate.min_samples, high)
+        estimate, sampling, size = self._config.estimate, self._config.sampling, self._config.rollout.group_size
+        total, bounds = size * len(prompts), (estimate.min_samples, sampling.max_samples)
+        counts, more = np.full(len(prompts), estimate.probe), np.zeros((0, 0), np.int64)
+        if estimate.probe:
+            worth = np.full(len(prompts), estimate.prior_positives + estimate.prior_negatives)
+            if isinstance(self._estimator, PassRateCounts):
+                worth = self._estimator.strengths(self._inputs(prompts))
+            weighed = (estimate.objective, estimate.eps)
+            more = allocate_after_probe(rates, worth, estimate.probe, total, *weighed, *bounds) - estimate.probe
+        else:
+            rates = rates if estimate.inverse else clamp_rates(rates, None, default=size)
+            counts = allocate_by_weights(budget_weights(rates, estimate.objective, estimate.eps), total, *bounds)
+        keep = sampling.subsample or "balance"
+        rows = tuple(map(tuple, more.tolist()))
+        return Allotted(tuple(counts.tolist()), self._config.reward.threshold, sampling.train_size, keep, rows)
 
     def learn(self, prompts: Sequence[Prompt], samples: np.ndarray, positives: np.ndarray) -> dict[str, Stat]:
         """Update the estimates: of each prompt, samples with a reward and positive ones. Return metrics."""
@@ -118,7 +136,7 @@ class Gvm:
         self._spent = np.zeros(3)
         """Cost of the first stage before this step: samples, tokens, samples without a reward. 0 if there was none."""
 
-    def counts(self, step: int, prompts: Sequence[Prompt]) -> np.ndarray:
+    def allot(self, step: int, prompts: Sequence[Prompt]) -> Allotted:
         """Also runs a first stage if there are no estimates for this step."""
         gvm = self._config.gvm
         self._spent = np.zeros(3)
@@ -127,7 +145,8 @@ class Gvm:
         rates, norms = np.array([self._estimates[prompt.index] for prompt in prompts]).T
         total = self._config.rollout.group_size * len(prompts)
         limits = {"solved_above": gvm.solved_above, "min_accepted": gvm.min_accepted}
-        return gvm_allocate(rates, norms, total, gvm.alpha, gvm.beta, **limits)
+        counts = gvm_allocate(rates, norms, total, gvm.alpha, gvm.beta, **limits)
+        return Allotted(tuple(counts.tolist()), self._config.reward.threshold)
 
     def learn(self, prompts: Sequence[Prompt], samples: np.ndarray, positives: np.ndarray) -> dict[str, Stat]:
         """Returns metrics only, since only a first stage makes estimates."""

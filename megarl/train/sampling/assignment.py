@@ -98,7 +98,9 @@ class PromptAssignment:
         """``seed``: see ``Collector``."""
         self._rule, self._num_prompts, self._at = rule, num_prompts, at
         self._refill, self._seed = refill, seed
-        sizes = list(rule.counts) if isinstance(rule, Allotted) else [1] * num_prompts
+        sizes = [1] * num_prompts
+        if isinstance(rule, Allotted):
+            sizes = [min(count, rule.train_size or count) for count in rule.counts]
         self._bins = split_prompts(sizes, mini_batches, at.copies)
 
     def asker(self) -> Asker:
@@ -110,6 +112,7 @@ class PromptAssignment:
         # A copy without prompts needs something to run the model on: a sample that does not train.
         assert isinstance(self._rule, Allotted), "other rules have a prompt for each copy"
         prompt, count = max(enumerate(self._rule.counts), key=lambda item: item[1])
+        count += max(self._rule.more[prompt]) if self._rule.more else 0
         return FixedSamples([(prompt, count + self._at.copy)])
 
     def select(self, rewards: Rewards) -> Selection:
@@ -139,7 +142,7 @@ class PromptAssignment:
         if self._refill is None:
             rule = self._rule
             if isinstance(rule, Allotted):
-                rule = replace(rule, counts=tuple(rule.counts[prompt] for prompt in first))
+                rule = rule.of(first)
             return _Share(rule, first, len(first))
         # New prompts go in turn to the ranks that have places. So no two ranks begin the same prompt, none is left
         # out, and ranks need not communicate.

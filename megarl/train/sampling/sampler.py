@@ -17,7 +17,7 @@ import torch.distributed as dist
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.config import Config
-from megarl.core.choices.stopping import Allotted, Uniform
+from megarl.core.choices.stopping import Uniform
 from megarl.core.diagnostics import effective_prompt_ratio
 from megarl.core.metrics import Stat
 from megarl.core.objectives import Objective
@@ -217,8 +217,7 @@ class Sampler:
         mini_batches, threshold, group = config.train.mini_batches, config.reward.threshold, distributed.model_group()
         at = RankCoordinates(distributed.dp_rank(), distributed.dp_size(), group.rank(), group.size())
         if self._allocator is not None:
-            counts = self._allocator.counts(step, self._step_prompts(step))
-            allotted = Allotted(tuple(counts.tolist()), threshold=threshold)
+            allotted = self._allocator.allot(step, self._step_prompts(step))
             return _AssignedStep(step, position, PromptAssignment(allotted, number, mini_batches, at))
         rule = sampling.rule_of(config.rollout.group_size, threshold)
         if sampling.fixed:
