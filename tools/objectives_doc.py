@@ -78,6 +78,54 @@ Everything that the function does not compute is set by `objective_overrides`:
 
 The function always gets whole sequences, those of one micro-batch. To log metrics, return `Coefficients(values,
 metrics)`, where the metrics are `megarl.core.metrics.Stat`.
+
+**A part**: the weight function, the advantage or the mask of any row, each a function named in `objective_overrides`
+(or given to `dataclasses.replace`):
+
+```toml
+[train]
+objective = "grpo"
+
+[train.objective_overrides]
+weight_fn = "my_parts:damped"
+advantage = "my_parts:over_median"
+mask = "my_parts:engines_agree"
+```
+
+```python
+# my_parts.py, beside the configuration file
+import torch
+
+
+def damped(ratios):
+    # The ratios rho that `weight` and `ratio` choose, float [T] (1 on tokens without loss) -> f(rho), float [T].
+    return ratios.sqrt().clamp(max=2.0)
+
+
+def over_median(rewards, groups):
+    # Advantages [N] from the rewards of a whole step, float64 [N], and the prompts they belong to, int64 [N].
+    medians = {int(group): rewards[groups == group].median() for group in groups.unique()}
+    return rewards - torch.stack([medians[int(group)] for group in groups])
+
+
+def engines_agree(columns):
+    # True where a token may train, bool [T]: in place of the window of PPO.
+    return (columns.old_logprobs - columns.rollout_logprobs).abs() < 0.5
+```
+
+- The mask gets the columns (`TokenColumns`) of one micro-batch. Their `loss_mask` leaves out tokens that no objective
+  could train. A token that the mask drops keeps its place in the denominator. `clip/own` is the share of these tokens;
+  `dual_clip` and `gap` drop more.
+- Advantages are computed on the CPU, on every rank, from all responses that were selected. With adaptive sampling,
+  also set `sampling.advantages = "objective"`: else `[credit]` computes them, and megarl refuses the function.
+- Nothing here carries a gradient. All functions must be deterministic. They get copies.
+- Each is called once on a tiny batch on the run's device before the run begins, and checked in every step. An
+  exception, a wrong shape, kind or device, and a value that is not finite on a token that trains end the run with an
+  error that names the function and what was expected.
+- Whether a weight function of yours lies in the family $\min(\rho, 1) \le f(\rho) \le \max(\rho, 1)$ is not checked:
+  `megarl.core.choices.family.in_family` does, for a function of numbers.
+
+[sampling.md](sampling.md#a-rule-of-your-own) shows a sampling rule of your own.
 """
 
 NOTES = r"""## What the sources get wrong, or leave open
@@ -250,8 +298,8 @@ def all_parts() -> str:
     lines += ["| part | default | meaning |", "|---|---|---|"]
     for field in dataclasses.fields(Objective):
         default = "" if field.default is dataclasses.MISSING else f"`{toml(field.default)}`"
-        choices = str(field.type) in parts.__dict__
-        options = " ".join(f'`"{x}"`' for x in parts.__dict__[str(field.type)].__args__) if choices else ""
+        named = str(field.type).removesuffix(" | Callable")
+        options = " ".join(f'`"{x}"`' for x in parts.__dict__[named].__args__) if named in parts.__dict__ else ""
         meaning = " ".join(x for x in (described[field.name].replace("|", r"\|"), options) if x)
         lines.append(f"| `{field.name}` | {default} | {meaning} |")
     return "\n".join(lines) + "\n"

@@ -99,14 +99,17 @@ def _check_sampling(tables: Tables) -> None:
 
 
 def _check_token_advantages(tables: Tables) -> None:
-    if tables.train.resolved_objective.advantage not in TOKEN_ADVANTAGES:
+    advantage = tables.train.resolved_objective.advantage
+    own = callable(advantage)
+    if not own and advantage not in TOKEN_ADVANTAGES:
         return
     if tables.sampling.uses_credit:
+        whose = "are your own" if own else "differ between tokens"
         raise ConfigError(
             f'sampling.advantages: found "credit" (the default with rule = "{tables.sampling.rule}") with an objective '
-            'whose advantages differ between tokens; set sampling.advantages = "objective"'
+            f'whose advantages {whose}; set sampling.advantages = "objective"'
         )
-    if tables.credit.objective is not None or tables.credit.weigh != "sample":
+    if (not own and tables.credit.objective is not None) or tables.credit.weigh != "sample":
         raise ConfigError("credit: its weights do not go with an objective whose advantages differ between tokens")
 
 

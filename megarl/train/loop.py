@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from megarl.config import Config
 from megarl.core.metrics import Stat, finalize
+from megarl.core.objectives import try_functions
 from megarl.core.packing import drop_routes
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints import checkpoint
@@ -88,6 +89,7 @@ class Trainer:
             self.monitor.say(f"warning: {warning}")
         torch.use_deterministic_algorithms(config.run.deterministic, warn_only=True)
         objective = config.train.resolved_objective
+        try_functions(objective, config.train.objective_function, torch.cuda.current_device())
         self.policy = Policy(config, schedule_of(config))
         self.engine = make_engine(config, self.monitor.say)
         self.train_step = TrainStep(config, self.policy, objective)

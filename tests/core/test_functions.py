@@ -10,7 +10,16 @@ import torch
 from core_batches import random_columns
 
 from megarl.core.metrics import Stat, finalize
-from megarl.core.objectives import OBJECTIVES, Coefficients, Denominators, TokenColumns, coefficients
+from megarl.core.objectives import (
+    OBJECTIVES,
+    Coefficients,
+    Denominators,
+    TokenColumns,
+    coefficients,
+    select_responses,
+    sequence_advantages,
+    try_functions,
+)
 from megarl.core.objectives.functions import function_coefficients
 from megarl.errors import ConfigError, NumericsError
 
@@ -69,7 +78,7 @@ def test_a_result_of_another_form_is_refused(function: Any, told: str) -> None:
 
 def test_a_result_that_is_not_finite_is_refused() -> None:
     columns = random_columns(4, [4], masked=0.0)
-    with pytest.raises(NumericsError, match=r"returned nan at token 0 of the packed batch \(4 such tokens"):
+    with pytest.raises(NumericsError, match=r"returned nan at token 0 of 4 \(4 such tokens"):
         function_coefficients(lambda given: given.advantages * torch.nan, PLAIN, columns)
 
 
@@ -104,3 +113,98 @@ def test_metrics_of_the_function_are_checked_and_hide_none_of_ours() -> None:
     found = function_coefficients(lambda given: Coefficients(weigh(given), mine), PLAIN, columns)
     ours = function_coefficients(weigh, PLAIN, columns)
     assert finalize(found.metrics)["loss_tokens"] == finalize(ours.metrics)["loss_tokens"]
+
+
+GRPO = OBJECTIVES["grpo"]
+
+
+def own_mask(columns: TokenColumns) -> torch.Tensor:
+    return columns.old_logprobs > columns.rollout_logprobs
+
+
+def test_own_parts_stand_where_those_of_the_table_stand() -> None:
+    """By hand: M W A / D, with a mask and a weight of the user's."""
+    columns = random_columns(8, [3, 6, 2])
+    row = replace(GRPO, weight_fn=lambda ratios: ratios.square(), mask=own_mask, aggregation="token-mean")
+    ratio = (columns.logprobs - columns.old_logprobs).exp()
+    trains = columns.loss_mask & own_mask(columns)
+    expected = torch.where(trains, ratio.square() * columns.advantages, 0.0) / columns.loss_mask.sum()
+    found = coefficients(row, columns)
+    assert torch.allclose(found.values, expected, rtol=1e-12)
+    dropped = (columns.loss_mask & ~trains).sum() / columns.loss_mask.sum()
+    assert finalize(found.metrics)["clip/own"] == pytest.approx(float(dropped))
+
+
+def test_an_own_advantage_is_that_of_every_caller() -> None:
+    rewards, groups = [3.0, 1.0, 5.0, 5.0], [1, 1, 0, 0]
+    row = replace(GRPO, advantage=lambda given, ids: given - 2.0 * ids, selection="positive")
+    assert sequence_advantages(row, rewards, groups).tolist() == [1.0, -1.0, 5.0, 5.0]
+    assert select_responses(row, rewards, groups).tolist() == [True, False, True, True]
+
+
+def test_a_mask_cannot_change_the_batch_and_sees_only_what_may_train() -> None:
+    columns = random_columns(9, [4, 3], masked=0.0)
+    columns.rollout_logprobs[2] = -torch.inf
+    seen = []
+
+    def own(given: TokenColumns) -> torch.Tensor:
+        seen.append(given.loss_mask.clone())
+        given.advantages.zero_()
+        return given.loss_mask.logical_not_().logical_not_()
+
+    found = coefficients(replace(GRPO, mask=own), columns)
+    assert seen[0].tolist() == [True, True, False, True, True, True, True]
+    assert torch.equal(found.values, coefficients(replace(GRPO, mask="none"), columns).values)
+
+
+WRONG: dict[str, Any] = {
+    "raised ValueError: no": lambda like: raise_it(),
+    "returned float": lambda like: 1.0,
+    r"returned torch.\w+ \[1\] on cpu": lambda like: like[:1],
+    r"returned torch.int64 \[\d\] on cpu": lambda like: like.long(),
+    r"returned torch.\w+ \[\d\] on meta": lambda like: like.to("meta"),
+}
+
+
+def raise_it() -> None:
+    raise ValueError("no")
+
+
+@pytest.mark.parametrize(
+    ("part", "told"),
+    [
+        *((part, told) for part in ("weight_fn", "advantage", "mask") for told in WRONG),
+        *((part, "returned nan") for part in ("weight_fn", "advantage")),
+    ],
+)
+def test_a_wrong_part_is_refused_before_the_run(part: str, told: str) -> None:
+    def own(given: Any, *rest: Any) -> Any:
+        like = given.loss_mask if part == "mask" else given
+        return like * torch.nan if told == "returned nan" else WRONG[told](like)
+
+    then = r", expected one (float|bool) for each (token|response), \[\d\] on cpu"
+    if "raised" in told:
+        then = r" \(.*test_functions.py:\d+\)"
+    elif told == "returned nan":
+        then = r" at (token|response) \d of \d \(\d such .* that train\), expected finite numbers"
+    expected = f"{part}: the function test_functions:.*own {told}.*{then}"
+    with pytest.raises((ConfigError, NumericsError), match=expected):
+        try_functions(replace(GRPO, **{part: own}), None, "cpu")
+
+
+def test_the_trial_calls_each_function_once() -> None:
+    called: list[str] = []
+
+    def made(name: str) -> Any:
+        def own(*given: Any) -> torch.Tensor:
+            called.append(name)
+            return given[0].loss_mask if name == "mask" else given[0]
+
+        return own
+
+    try_functions(replace(GRPO, **{part: made(part) for part in ("weight_fn", "advantage", "mask")}), None, "cpu")
+    assert sorted(called) == ["advantage", "mask", "weight_fn"]
+    try_functions(
+        replace(PLAIN, kl="k3", kl_coef=0.1), lambda columns: called.append("f") or columns.ref_logprobs, "cpu"
+    )
+    assert called[-1] == "f"

@@ -65,6 +65,30 @@ def minirl(columns: TokenColumns) -> Coefficients:
     return Coefficients(values, {"own/outside": Stat.mean(outside, columns.loss_mask)})
 
 
+def root(ratios: torch.Tensor) -> torch.Tensor:
+    return ratios.pow(0.5)
+
+
+def in_window(columns: TokenColumns) -> torch.Tensor:
+    """The mask "ppo" of the row grpo."""
+    ratio = (columns.logprobs - columns.old_logprobs).exp()
+    return ~((columns.advantages > 0) & (ratio > 1.2)) & ~((columns.advantages < 0) & (ratio < 0.8))
+
+
+def standardized(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """The advantage "grpo"."""
+    found = torch.zeros_like(rewards)
+    for group in groups.unique():
+        own = rewards[groups == group]
+        found[groups == group] = (own - own.mean()) / (own.std() + 1e-6)
+    return found
+
+
+def not_finite_later(ratios: torch.Tensor) -> torch.Tensor:
+    """Good on the tiny batch, which has 4 tokens."""
+    return ratios.log() / 0 if len(ratios) > 4 else ratios
+
+
 def two_arguments(columns: TokenColumns, more: int) -> torch.Tensor:
     return columns.advantages * more
 

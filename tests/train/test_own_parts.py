@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 from train_world import World
 
 from megarl.core.choices.table import OBJECTIVES
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, NumericsError
 from megarl.run.metrics_log import read_metrics, without_timing
 from megarl.train.loop import train
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.parametrize("engine", ["own_parts:counting", "own_parts:named"])
@@ -80,9 +83,59 @@ def test_what_a_function_does_not_compute_is_set_by_parts(world: World) -> None:
     assert world.settings(train__objective="own_parts:my_grpo").train.objective_function is None
 
 
+OWN = {"weight_fn": "own_parts:root", "mask": "own_parts:in_window", "advantage": "own_parts:standardized"}
+
+
+def test_own_parts_train_as_those_of_the_table(world: World, tmp_path: Path) -> None:
+    found = []
+    for name, changes in (("own", OWN), ("table", {"weight_fn": "power"})):
+        of_run = records(world, tmp_path / name, "grpo", train__objective_overrides=changes, optim__lr=0.01)
+        found.append([record for record in of_run if record["kind"] == "minibatch"])
+    for own, table in zip(*found, strict=True):
+        assert own["loss"] == pytest.approx(table["loss"], rel=1e-6)
+        assert own["grad_norm"] == pytest.approx(table["grad_norm"], rel=1e-6)
+        assert own["clip/own"] == pytest.approx(table["clip/high"] + table["clip/low"])
+    assert found[0][1]["clip/own"] > 0.05
+
+
+def test_the_documented_parts_train(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for page in ("objectives", "sampling"):
+        text = (ROOT / "docs" / f"{page}.md").read_text()
+        for code, name in re.findall(r"^```python\n(# (my_\w+)\.py.*?)^```", text, re.MULTILINE | re.DOTALL):
+            (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = {"weight_fn": "my_parts:damped", "advantage": "my_parts:over_median", "mask": "my_parts:engines_agree"}
+    rule = {"sampling__rule": "my_rules:until_mixed", "sampling__max_samples": 12, "reward__threshold": 0.3}
+    run = records(world, tmp_path / "run", "grpo", train__objective_overrides=own, **rule)
+    steps = [record for record in run if record["kind"] == "step"]
+    assert steps[0]["sampling/samples_per_prompt"] > 2
+    updates = [record for record in run if record["kind"] == "minibatch"]
+    assert all(record["grad_norm"] > 0 and "clip/own" in record for record in updates)
+
+
+def test_an_own_part_that_is_none_is_refused_before_the_run(world: World, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"function own_parts:truncated raised AttributeError: .*'logprobs'"):
+        records(world, tmp_path, "grpo", train__objective_overrides={"weight_fn": "own_parts:truncated"})
+    assert not (tmp_path / "metrics.jsonl").exists() or not read_metrics(tmp_path / "metrics.jsonl")
+
+
+def test_an_own_part_that_fails_in_the_run_is_named(world: World, tmp_path: Path) -> None:
+    told = r"weight_fn: the function own_parts:not_finite_later returned nan at token \d+ of \d+"
+    with pytest.raises(NumericsError, match=told):
+        records(world, tmp_path, "grpo", train__objective_overrides={"weight_fn": "own_parts:not_finite_later"})
+
+
 @pytest.mark.parametrize(
     ("objective", "overrides", "told"),
     [
+        ("grpo", {"mask": "own_parts:nothing"}, "own_parts.py has nothing named 'nothing'"),
+        (
+            "grpo",
+            {"weight_fn": "own_parts:my_grpo"},
+            "weight_fn: found Objective at 'own_parts:my_grpo', expe",
+        ),
+        ("grpo", {"advantage": "own_parts:root"}, "parameters (ratios: 'torch.Tensor') -> 'torch.Tensor' (too many"),
+        ("grpo", {"ratio": "own_parts:root"}, "ratio is 'own_parts:root', expected one of 'token'"),
         ("no_such_module:f", {}, "train.objective: found 'no_such_module:f', but cannot import"),
         ("own_parts:nothing", {}, "own_parts.py has nothing named 'nothing'"),
         (
@@ -102,6 +155,13 @@ def test_an_own_objective_that_is_none_is_refused(
     with pytest.raises(ConfigError) as caught:
         world.settings(train__objective=objective, train__objective_overrides=overrides)
     assert told in str(caught.value)
+
+
+def test_credit_does_not_replace_an_own_advantage_unseen(world: World) -> None:
+    changes = {"sampling__train_size": 2, "train__objective_overrides": {"advantage": "own_parts:standardized"}}
+    with pytest.raises(ConfigError, match=r'sampling.advantages: found "credit".*whose advantages are your own'):
+        world.settings(**changes)
+    assert not world.settings(**changes, sampling__advantages="objective").sampling.uses_credit
 
 
 BALANCED: dict[str, Any] = {

@@ -11,7 +11,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megarl.config.plugs import check_function, load_plug
 from megarl.config.tables.base import Beta, Count, NonNegative, Table
-from megarl.core.choices.parts import PARTS, Objective
+from megarl.core.choices.parts import OWN_PARTS, PARTS, Objective
 from megarl.core.choices.table import OBJECTIVES
 from megarl.errors import ConfigError
 
@@ -39,7 +39,8 @@ class TrainConfig(Table):
     """A row of the table in docs/objectives.md, or your own, "package.module:name": an Objective, or a function of the
     batch's columns."""
     objective_overrides: dict[str, Any] = {}
-    """Parts of the objective to replace, e.g. eps_low = 0.1; the string "off" stands for None. A function has fewer."""
+    """Parts of the objective to replace, e.g. eps_low = 0.1; the string "off" stands for None. advantage, mask
+    and weight_fn may be your own, "package.module:function". An objective that is a function has fewer."""
     mini_batches: PositiveInt = 1
     """Optimizer steps N per global step, each on an equal share of the responses."""
     micro_batch_tokens: PositiveInt = 16384
@@ -78,6 +79,9 @@ class TrainConfig(Table):
         go together."""
         named = self._named
         parts: Any = {key: None if value == "off" else value for key, value in self.objective_overrides.items()}
+        for key in OWN_PARTS.keys() & parts.keys():
+            if ":" in str(parts[key]):
+                parts[key] = check_function(key, parts[key], load_plug(key, parts[key]), OWN_PARTS[key])
         return replace(named if isinstance(named, Objective) else _AROUND_A_FUNCTION, **parts)
 
     @property

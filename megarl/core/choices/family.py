@@ -48,12 +48,14 @@ def weight_function(objective: Objective) -> Callable[[float], float]:
         "upper_clip": lambda rho: min(rho, high),
         "clip": lambda rho: min(max(rho, low), high),
     }
-    chosen = functions[objective.weight_fn]
+    chosen = objective.weight_fn if callable(objective.weight_fn) else functions[objective.weight_fn]
     return lambda rho: min(chosen(rho), cap)
 
 
 def family_warning(objective: Objective) -> str | None:
     """Return one sentence on how the objective's weight leaves the family, or None if it does not."""
+    if callable(objective.weight_fn):
+        return None  # it takes tensors, and torch is not imported here
     f = weight_function(objective)
     if in_family(f) and not (objective.decoupled and objective.cap is not None and objective.cap < 1):
         return None

@@ -6,7 +6,7 @@ Imports no torch, so that a configuration can look at the rows of the table befo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Literal, get_args, get_type_hints
@@ -30,6 +30,9 @@ Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 TOKEN_ADVANTAGES = ("token_level_kl", "process")
 """Those that differ between the tokens of a response."""
 
+OWN_PARTS = {"advantage": "rewards, groups", "mask": "columns", "weight_fn": "ratios"}
+"""Parts that may be functions of the user, and what these are called with."""
+
 MAX_LOG_RATIO = 20.0
 """Largest log_ratio_cap: exp(20) times any sensible advantage is far from the end of fp32."""
 
@@ -38,20 +41,21 @@ MAX_LOG_RATIO = 20.0
 class Objective:
     """One row of the table; ``dataclasses.replace`` gives a variant. Raises ConfigError if the parts do not fit."""
 
-    advantage: AdvantageName
+    advantage: AdvantageName | Callable
     """How rewards become advantages; see ``megarl.core.advantages``. "token_level_kl" and "process" differ between
-    tokens, the latter by the rewards of steps (``megarl.core.objectives.step_advantages``)."""
+    tokens, the latter by the rewards of steps (``megarl.core.objectives.step_advantages``). Or a function of rewards
+    and groups."""
     weight: WeightPolicies
     """The policies whose ratio weights a token, numerator first; "none" is weight 1."""
-    mask: MaskKind
-    """"ppo" drops a token with A > 0 above the window of theta/old, or A < 0 below it."""
+    mask: MaskKind | Callable
+    """"ppo" drops a token with A > 0 above the window of theta/old, or A < 0 below it. Or a function of the columns."""
     aggregation: Aggregation
     """The denominator: all tokens | sequences | sequences and each one's tokens | the constant norm_length."""
     ratio: RatioKind = "token"
     """Over which tokens of its sequence a token's ratio is taken: itself, those up to it, those from it on, all."""
-    weight_fn: WeightFunction = "identity"
+    weight_fn: WeightFunction | Callable = "identity"
     """f of the ratio rho: rho | rho^power | min(rho, 1 + eps_high) | clip(rho, 1 - eps_low, 1 + eps_high) |
-    rho^q with the largest q in [0, 1] that keeps the effective sample size at ess_target."""
+    rho^q with the largest q in [0, 1] that keeps the effective sample size at ess_target. Or a function of rho."""
     cap: float | None = None
     """Truncated importance sampling: the weight is min(f(rho), cap), not renormalised. None for no cap."""
     tis_on: CappedRatio = "theta_mu"
@@ -151,6 +155,8 @@ def _fits(value: object, options: tuple[Any, ...]) -> bool:
     """A whole number is a number too; true and false are not."""
     if isinstance(value, str):
         return value in options
+    if callable(value):
+        return Callable in options
     if value is None or isinstance(value, bool):
         return type(value) in options
     if isinstance(value, int):
@@ -159,7 +165,8 @@ def _fits(value: object, options: tuple[Any, ...]) -> bool:
 
 
 def _describe(options: tuple[Any, ...]) -> str:
-    words = {bool: "true or false", int: "a whole number", float: "a finite number", NoneType: 'None ("off")'}
+    words = {Callable: "a function", bool: "true or false", int: "a whole number", float: "a finite number"}
+    words[NoneType] = 'None ("off")'
     named = [repr(option) for option in options if isinstance(option, str)]
     parts = [f"one of {', '.join(named)}"] if named else []
     return " or ".join(parts + [words[option] for option in options if not isinstance(option, str)])

@@ -1,14 +1,14 @@
 """Objectives: from the columns of a batch to one coefficient per token.
 
 The way through: ``columns`` (inputs, checked) -> ``weights`` (importance weight, trust mask, KL) -> ``loss`` (the one
-equation). ``functions`` does the same for a function of the user. The records themselves (``Objective``, its parts, the
-named rows) are in ``megarl.core.choices``, which imports no torch.
+equation). ``functions`` does the same for a function of the user; ``own`` calls functions that stand for a part. The
+records themselves (``Objective``, its parts, the named rows) are in ``megarl.core.choices``, which imports no torch.
 """
 
 from megarl.core.choices.parts import Objective
 from megarl.core.choices.table import OBJECTIVES
 from megarl.core.objectives.columns import Denominators, TokenColumns
-from megarl.core.objectives.functions import function_coefficients
+from megarl.core.objectives.functions import function_coefficients, try_functions
 from megarl.core.objectives.loss import (
     Coefficients,
     coefficients,
@@ -34,4 +34,5 @@ __all__ = [
     "sequence_advantages",
     "step_advantages",
     "token_advantages",
+    "try_functions",
 ]

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from megarl.core.choices.own import call_own, name_of
 from megarl.core.choices.parts import Objective
 from megarl.core.metrics import Stat
 from megarl.core.objectives.columns import Denominators, TokenColumns, prepare
-from megarl.core.objectives.loss import Coefficients, coefficients
-from megarl.errors import ConfigError, MegarlError, NumericsError, describe
+from megarl.core.objectives.loss import Coefficients, coefficients, sequence_advantages
+from megarl.core.objectives.own import check_returned, copy_columns
+from megarl.errors import ConfigError
 
 ObjectiveFunction = Callable[[TokenColumns], Tensor | Coefficients]
 
@@ -33,51 +34,36 @@ def function_coefficients(
     not train. Raises ConfigError if the function raises, or for a result that is no float tensor [T], NumericsError for
     one that is not finite on a token that trains.
     """
-    values, metrics = _call(function, columns)
-    if (
-        not isinstance(values, Tensor)
-        or values.shape != columns.logprobs.shape
-        or not values.is_floating_point()
-        or values.device != columns.logprobs.device
-    ):
-        what = f"{values.dtype} {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-        raise ConfigError(
-            f"train.objective: the function returned {what}, expected one float for each token, "
-            f"{list(columns.logprobs.shape)} on {columns.logprobs.device}"
-        )
-    keep = prepare(columns).keep
-    values = torch.where(keep, values, 0.0)
-    bad = ~torch.isfinite(values)
-    if bool(bad.any()):
-        token = int(bad.nonzero()[0])
-        raise NumericsError(
-            f"train.objective: the function returned {values[token].item()} at token {token} of the packed batch "
-            f"({int(bad.sum())} such tokens that train), expected finite numbers"
-        )
+    part, metrics = "train.objective", {}
+    found = call_own(part, function, copy_columns(columns, columns.loss_mask))
+    if isinstance(found, Coefficients):
+        found, metrics = found.values, found.metrics
+        if not isinstance(metrics, Mapping) or not all(isinstance(stat, Stat) for stat in metrics.values()):
+            raise ConfigError(
+                f"{part}: the function {name_of(function)} returned metrics that are no mapping to "
+                "megarl.core.metrics.Stat"
+            )
+    values = check_returned(part, function, found, columns.logprobs, prepare(columns).keep)
     # The one equation with weight 1 and mask 1: what stands in the place of the advantage is divided by D.
     result = coefficients(objective, replace(columns, advantages=values), denominators, power=power)
     return Coefficients(result.values, {**metrics, **result.metrics})
 
 
-def _call(function: ObjectiveFunction, columns: TokenColumns) -> tuple[object, Mapping[str, Stat]]:
-    """Call the user's function on copies, so that it cannot change the batch in place."""
-    given = {field.name: getattr(columns, field.name) for field in fields(columns)}
-    copies = {name: column.detach().clone() for name, column in given.items() if column is not None}
-    try:
-        with torch.no_grad():
-            found = function(TokenColumns(**copies))
-    except MegarlError:
-        raise
-    except (Exception, SystemExit) as error:  # the function is the user's code, which may raise anything
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        raise ConfigError(
-            f"train.objective: the function raised {describe(error)} ({last.filename}:{last.lineno})"
-        ) from error
-    if not isinstance(found, Coefficients):
-        return found, {}
-    metrics = found.metrics
-    if not isinstance(metrics, Mapping) or not all(isinstance(stat, Stat) for stat in metrics.values()):
-        raise ConfigError(
-            "train.objective: the function returned metrics that are no mapping to megarl.core.metrics.Stat"
-        )
-    return found.values, metrics
+def try_functions(objective: Objective, function: ObjectiveFunction | None, device: torch.device | int | str) -> None:
+    """Call every function of the user once on four tokens of two responses; errors as in a step."""
+    if callable(objective.advantage):
+        sequence_advantages(objective, [1.0, 0.0], [0, 0])
+    logprobs = torch.tensor([-0.1, -1.0, -0.5, -2.0], device=device)
+    columns = TokenColumns(
+        logprobs,
+        logprobs - 0.1,
+        logprobs - torch.tensor([0.0, 0.5, -0.1, 0.1], device=device),
+        torch.tensor([1.0, 1.0, -1.0, -1.0], device=device),
+        torch.tensor([False, True, True, True], device=device),
+        torch.tensor([0, 2, 4], device=device),
+        logprobs - 0.2 if objective.needs_ref_logprobs else None,
+    )
+    if function is not None:
+        function_coefficients(function, objective, columns)
+    elif callable(objective.weight_fn) or callable(objective.mask):
+        coefficients(objective, columns)

@@ -23,6 +23,7 @@ from megarl.core.choices.parts import Objective
 from megarl.core.choices.stopping import POSITIVE
 from megarl.core.metrics import Stat
 from megarl.core.objectives.columns import Denominators, TokenColumns, TokenState, prepare
+from megarl.core.objectives.own import call_part
 from megarl.core.objectives.weights import (
     Total,
     adaptive_power,
@@ -48,9 +49,15 @@ class Coefficients:
 def sequence_advantages(objective: Objective, rewards: Values, groups: Values, threshold: float = POSITIVE) -> Tensor:
     """Return the objective's advantage of each response: rewards [N], groups integer [N] -> [N].
 
-    threshold: a response is correct if its reward is above this; only "raft" asks. Raises ConfigError for
+    threshold: a response is correct if its reward is above this; only "raft" asks. A function of the user gets float64
+    rewards and the groups, on the CPU. Raises ConfigError for
     "token_level_kl" (see ``token_advantages``) and "process" (see ``step_advantages``).
     """
+    if callable(objective.advantage):
+        given = torch.as_tensor(rewards, dtype=torch.float64, device="cpu").clone()
+        everywhere = torch.ones_like(given, dtype=torch.bool)
+        ids = torch.as_tensor(groups, device="cpu").clone()
+        return call_part("advantage", objective.advantage, given, ids, like=given, where=everywhere)
     match objective.advantage:
         case "group_mean":
             return group_mean(rewards, groups)

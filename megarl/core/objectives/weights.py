@@ -15,6 +15,7 @@ from megarl.core.choices.parts import KlPenalty, Objective, RatioKind
 from megarl.core.diagnostics import prefix_variance_rate
 from megarl.core.metrics import Stat
 from megarl.core.objectives.columns import TokenState
+from megarl.core.objectives.own import call_part, copy_columns
 from megarl.core.ratios import LOG_RATIO_BOUND, aggregate_log_ratio, log_ratio, positions
 
 Total = Callable[[Tensor], Tensor]
@@ -58,9 +59,12 @@ def find_trusted(objective: Objective, state: TokenState, log_staleness: Tensor)
     """Return which tokens pass the masks, bool [T], and metrics; log_staleness: [T], log theta/old of single tokens."""
     keep, advantages = state.keep, state.advantages
     nowhere = torch.zeros_like(keep)
-    high = low = dual = gap = nowhere
+    high = low = dual = gap = own = nowhere
     extra: dict[str, Stat] = {}
-    if objective.mask != "none" or objective.dual_clip is not None:
+    if callable(objective.mask):
+        own = keep & ~call_part("mask", objective.mask, copy_columns(state, keep), like=keep, where=keep)
+        extra["clip/own"] = Stat.mean(own, keep)
+    if objective.mask == "ppo" or objective.dual_clip is not None:
         log_rho = aggregate_log_ratio(objective.trust_ratio, log_staleness, keep, state.cu_seqlens)
         if objective.trust_ratio != "token":
             extra["clip/ratio"] = Stat.ratio(log_rho.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), keep)
@@ -79,7 +83,7 @@ def find_trusted(objective: Objective, state: TokenState, log_staleness: Tensor)
         if objective.gap_high is not None:
             gap = gap | (factor > objective.gap_high)
         extra["gap/dropped"] = Stat.mean(gap & keep, keep)
-    inside = keep & ~(high | low | dual | gap)
+    inside = keep & ~(high | low | dual | gap | own)
     return inside, {"clip/high": Stat.mean(high, keep), "clip/low": Stat.mean(low, keep)} | extra
 
 
@@ -161,6 +165,8 @@ def _apply(
 ) -> tuple[Tensor, Tensor, dict[str, Stat]]:
     """Return f(rho) [T], bool [T] where f has cut the ratio, and metrics of f."""
     uncut = torch.zeros_like(keep)
+    if callable(f := objective.weight_fn):
+        return call_part("weight_fn", f, log_rho.exp(), like=log_rho, where=keep).to(log_rho.dtype), uncut, {}
     match objective.weight_fn:
         case "identity":
             return log_rho.exp(), uncut, {}
