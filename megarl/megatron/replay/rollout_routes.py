@@ -7,6 +7,7 @@ rank has or wants. Ranks exchange placements and compute the rest. Then each row
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,27 +71,16 @@ class Placement:
         return np.concatenate([np.empty(0, np.int64), *(self._rows_of(piece) for piece in self.pieces)])
 
     def encode(self) -> np.ndarray:
-        """Return all numbers of the placement as int64 bytes."""
-        parts = [np.array([len(self.layers), *self.layers, *self.tp, *self.cp, len(self.pieces)], np.int64)]
-        for piece in self.pieces:
-            parts += [np.array([piece.num_slots, len(piece.sequences)], np.int64), piece.sequences, piece.lengths]
-        return np.concatenate(parts).astype(np.int64).view(np.uint8)
+        """Return all numbers of the placement as bytes."""
+        pieces = [(piece.sequences.tolist(), piece.lengths.tolist(), piece.num_slots) for piece in self.pieces]
+        return np.frombuffer(json.dumps((pieces, self.layers, self.tp, self.cp), default=int).encode(), np.uint8)
 
     @staticmethod
     def decode(data: np.ndarray) -> Placement:
         """Inverse of ``encode``."""
-        numbers = iter(data.view(np.int64).tolist())
-
-        def take(count: int) -> list[int]:
-            return [next(numbers) for _ in range(count)]
-
-        layers = tuple(take(next(numbers)))
-        tp, tp_rank, cp, cp_rank, num_pieces = take(5)
-        pieces = []
-        for _ in range(num_pieces):
-            num_slots, size = take(2)
-            pieces.append(Piece(np.array(take(size), np.int64), np.array(take(size), np.int64), num_slots))
-        return Placement(tuple(pieces), layers, (tp, tp_rank), (cp, cp_rank))
+        pieces, *rest = json.loads(data.tobytes())
+        made = (Piece(np.array(ids, np.int64), np.array(lengths, np.int64), slots) for ids, lengths, slots in pieces)
+        return Placement(tuple(made), *map(tuple, rest))
 
     def rows_by_piece(self) -> list[int]:
         """How many rows each piece has."""
