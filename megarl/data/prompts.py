@@ -152,14 +152,9 @@ class PromptOrder:
         """
         if position < 0 or count < 0:
             raise ValueError(f"take({position}, {count}): position and count must not be negative")
-        parts: list[np.ndarray] = []
-        while count > 0:
-            epoch, offset = divmod(position, self.num_prompts)
-            part = self.epoch(epoch)[offset : offset + count]
-            parts.append(part)
-            position += len(part)
-            count -= len(part)
-        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+        first, offset = divmod(position, self.num_prompts)
+        epochs = [self.epoch(epoch) for epoch in range(first, (position + count - 1) // self.num_prompts + 1)]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *epochs])[offset : offset + count]
 
 
 def _check_template(tokenizer: PreTrainedTokenizerBase, chat_template: bool) -> None:

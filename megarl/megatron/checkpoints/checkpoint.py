@@ -31,7 +31,7 @@ from megarl.megatron.checkpoints.state import (
     sharded_state,
     sharded_weights,
 )
-from megarl.megatron.distributed import from_main_rank, is_collective_error
+from megarl.megatron.distributed import from_main_rank, gather_objects, is_collective_error
 from megarl.megatron.model import unwrap
 from megarl.megatron.policy import Policy
 from megarl.models.shapes import ModelShape
@@ -68,8 +68,7 @@ def find_damage(path: Path, gib_per_rank: float, run: str = "") -> tuple[str | N
             return None, str(error)
 
     chosen, fault, read = from_main_rank(plan)
-    found: list[tuple[str | None, str | None]] = [(None, None)] * ranks
-    dist.all_gather_object(found, compare())
+    found = gather_objects(compare())
     unreadable = next((why for _, why in found if why), None)
     if unreadable:  # no damage: the file system may be away, and other checkpoints with it
         raise CheckpointError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,7 @@ class Examined:
 
 def examine(config: Config) -> list[Examined]:
     """Asks each server in sglang.urls, or else the interpreter sglang.python; starts no server."""
-    settings = config.sglang
-    if not settings.urls:
-        return [_check(config, str(settings.python), _predict_info)]
-    return [_check(config, url, _ask_info) for url in settings.urls]
-
-
-def _ask_info(config: Config, url: str) -> Mapping[str, Any]:
-    return server_info(url, key_named(config.sglang.api_key_env), ASK_S)
+    return [_check(config, where) for where in config.sglang.urls or [str(config.sglang.python)]]
 
 
 def _predict_info(config: Config, python: str) -> Mapping[str, Any]:
@@ -53,10 +46,13 @@ def _predict_info(config: Config, python: str) -> Mapping[str, Any]:
     return {**parse_arguments(command(spec)), "api_key": True, "version": installed_release(Path(python))}
 
 
-def _check(config: Config, where: str, ask: Callable[[Config, str], Mapping[str, Any]]) -> Examined:
+def _check(config: Config, where: str) -> Examined:
     release = None
     try:
-        info = ask(config, where)
+        if config.sglang.urls:
+            info = server_info(where, key_named(config.sglang.api_key_env), ASK_S)
+        else:
+            info = _predict_info(config, where)
         release = str(info.get("version"))
         version, warnings = check_server(info, config.sglang.tp)
     except MegarlError as error:

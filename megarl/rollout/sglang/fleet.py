@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 from megarl.errors import ConfigError, MegarlError
@@ -114,16 +114,16 @@ class Fleet:
         self._state.no_starts.clear()
         try:
             with self._pause_keepers():
-                self._each(partial(WeightSender.take_memory, kind="weights"), self._resting)
-                self._each(WeightSender.begin)
+                self._each(lambda member: member.sender.take_memory("weights"), self._resting)
+                self._each(lambda member: member.sender.begin())
                 checked = require_each_once(gathering.over(tensors), self._shapes, version)
                 copy = self._deliver(split_into_buckets(converting.over(form.convert(checked)), BUCKET_BYTES), version)
-                self._each(partial(WeightSender.finish, version=version))
+                self._each(lambda member: member.sender.finish(version))
                 last = Update(version, copy, self._compare_checksums())
-                self._each(partial(WeightSender.take_memory, kind="kv_cache"), self._resting)
+                self._each(lambda member: member.sender.take_memory("kv_cache"), self._resting)
                 self._resting = []
-                self._each(WeightSender.resume)
-                self._each(lambda sender: self._members_by_url[sender.url].settle(last, self._prompt))
+                self._each(lambda member: member.sender.resume())
+                self._each(lambda member: member.settle(last, self._prompt))
                 self._state.last = last
         finally:
             self._state.updating.clear()
@@ -138,15 +138,14 @@ class Fleet:
         """
         last, changed = self._state.last, list[Keeper]()
 
-        def ask(sender: WeightSender) -> None:
-            keeper = next(keeper for keeper in self._keepers if keeper.member.sender is sender)
-            if keeper.member.proof is not None and (change := keeper.member.proof.find_change(sender)) is not None:
+        def ask(member: Member) -> None:
+            if member.proof is not None and (change := member.proof.find_change(member.sender)) is not None:
                 self.tell(
-                    f"{sender.url} does not compute with the weights that it was sent: {change}. Somebody else has "
+                    f"{member.url} does not compute with the weights that it was sent: {change}. Somebody else has "
                     "changed them: what it has sampled since is dropped, and it gets the weights again. Give the "
                     "servers an API key that only this run knows (sglang.api_key_env)"
                 )
-                changed.append(keeper)
+                changed.append(self._keepers[self._members.index(member)])
 
         with self._take(lambda member: member.ready and member.holds is last is not None):
             self._each(ask)
@@ -158,7 +157,7 @@ class Fleet:
         """Have all servers free their memory until the next update; those that start or die come back after it."""
         self._state.no_starts.set()
         with self._pause_keepers():  # until the update: resting servers fail health checks, and there are no weights
-            self._each(WeightSender.release_memory)
+            self._each(lambda member: member.sender.release_memory())
             self._resting = [*self._taken]
             for member in self._members:
                 if member.process is not None and member not in self._resting:
@@ -209,10 +208,6 @@ class Fleet:
         assert self.source is not None
         return make_prompt(json.loads((self.source / "config.json").read_text()))
 
-    @cached_property
-    def _members_by_url(self) -> dict[str, Member]:
-        return {member.url: member for member in self._members}
-
     @contextmanager
     def _pause_keepers(self) -> Iterator[None]:
         """Take all servers that answer from their keepers; without weights to send, these stop soon."""
@@ -243,7 +238,7 @@ class Fleet:
             while self._taken:
                 self._taken.pop().lock.release()
 
-    def _each(self, step: Callable[[WeightSender], None], among: Sequence[Member] | None = None) -> None:
+    def _each(self, step: Callable[[Member], object], among: Sequence[Member] | None = None) -> None:
         """Run a step on all members of the update at the same time; those that are lost leave it.
 
         Raises the first error of one that lives.
@@ -272,20 +267,20 @@ class Fleet:
             else:
                 copies.append(bucket.cpu())
             if not self.folder:
-                self._each(lambda sender, bucket=bucket: send(sender, bucket))
+                self._each(lambda member, bucket=bucket: send(member.sender, bucket))
                 bucket.forget_payload()
         if folder is None:
             return copies
         path = folder.finish().absolute()
         if self.folder:
-            self._each(lambda sender: sender.load_from_disk(str(path)))
+            self._each(lambda member: member.sender.load_from_disk(str(path)))
         return path
 
     def _compare_checksums(self) -> Checksums | None:
         """Returns the checksums of all servers, None unless wanted; WeightSyncError if those of one are others."""
         found: dict[str, Checksums] = {}
         if self.checksums:
-            self._each(lambda sender: found.update({sender.url: sender.checksums()}))
+            self._each(lambda member: found.update({member.url: member.sender.checksums()}))
         first = next((found[member.url] for member in self._taken), None) if found else None
         for member in self._taken if first else ():
             member.compare_checksums(found[member.url], first)

@@ -78,9 +78,24 @@ class Keeper(threading.Thread):
             self.restart()
 
     def needs_restart(self) -> bool:
-        settings = self._state.settings
-        dead = self.member.needs_restart(self._state.updating.is_set(), settings.health_s, settings.hang_s)
-        return dead and self.member.restarts <= settings.max_restarts
+        """Whether the process is dead and not given up; kills one that has failed its health checks for too long.
+
+        A server that passed is not checked again for a while. During an update it is paused and would fail.
+        """
+        member, settings = self.member, self._state.settings
+        assert member.process is not None
+        dead = not member.process.alive
+        if not dead and time.monotonic() - member.checked_at >= settings.health_s:
+            if self._state.updating.is_set():
+                member.silent_since = None
+            elif member.process.healthy():
+                member.silent_since, member.checked_at = None, time.monotonic()
+            else:
+                member.silent_since = member.silent_since or time.monotonic()
+                if dead := time.monotonic() - member.silent_since > settings.hang_s:
+                    member.tell(f"{member.url} has not answered for {settings.hang_s:.0f} s: killed")
+                    member.process.kill()
+        return dead and member.restarts <= settings.max_restarts
 
     def restart(self) -> None:
         """Start the server again and send it the weights; tell it if that fails."""

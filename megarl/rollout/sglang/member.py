@@ -85,11 +85,10 @@ class Member:
             )
             self.away_since, self.said = None, ""
 
-    def attempt(self, step: Callable[[WeightSender], None]) -> bool:
+    def attempt(self, step: Callable[[Member], object]) -> bool:
         """Runs one step of an update: True if it succeeded, False if the server is dead, else WeightSyncError."""
-        assert self.sender is not None
         try:
-            step(self.sender)
+            step(self)
         except WeightSyncError as error:
             if isinstance(error, GroupError) or isinstance(error.__cause__, httpx.TimeoutException):
                 if self.process is not None:
@@ -112,28 +111,6 @@ class Member:
             time.sleep(0.1)
         if self.process is None:
             self.tell(f"{self.url} is gone in a weight update; it gets the weights when it is back")
-
-    def needs_restart(self, updating: bool, health_s: float, hang_s: float) -> bool:
-        """Whether the process is dead; kills one that has failed its health checks for ``hang_s`` seconds.
-
-        A server that passed is not checked again for ``health_s``. One that is ``updating`` is paused and would fail.
-        """
-        assert self.process is not None
-        if not self.process.alive:
-            return True
-        if time.monotonic() - self.checked_at < health_s:
-            return False
-        if updating:
-            self.silent_since = None
-        elif self.process.healthy():
-            self.silent_since, self.checked_at = None, time.monotonic()
-        else:
-            self.silent_since = self.silent_since or time.monotonic()
-            if time.monotonic() - self.silent_since > hang_s:
-                self.tell(f"{self.url} has not answered for {hang_s:.0f} s: killed")
-                self.process.kill()
-                return True
-        return False
 
     def connect(self) -> None:
         """Make a new sender; RolloutError if nothing answers, ConfigError if megarl cannot use what answers."""

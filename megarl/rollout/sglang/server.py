@@ -79,35 +79,32 @@ class Server:
     def start(self) -> None:
         """Starts the process and returns at once; RolloutError if it runs already or has no interpreter."""
         with self._changing:
-            self._start()
-
-    def _start(self) -> None:
-        if self.alive:
-            raise RolloutError(f"the SGLang server at {self.url} already runs: stop it first")
-        self.kill()  # processes that a dead server has left
-        if not Path(self.spec.python).exists():
-            raise RolloutError(f"found no Python for SGLang at {self.spec.python}: run `make sglang-cpu`")
-        require_own(Path(self.spec.python))
-        self._config_file = write_config(self.spec)
-        server_command = command(replace(self.spec, port=self._port), self._config_file)
-        reaper = [sys.executable, "-I", str(REAPER), str(os.getpid()), str(self._config_file or "")]
-        log_file = Path(self.spec.log_file)
-        log_file.parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
-            os.fchmod(log.fileno(), 0o600)  # an earlier run may have left it readable to all
-            log.write(f"megarl: starting {shlex.join(server_command)}\n".encode())
-            log.flush()
-            self._log_start = log.tell()
-            self._process = subprocess.Popen(
-                [*reaper, *server_command],
-                env=environment(self.spec),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        self._owner_pid = os.getpid()
-        atexit.register(self._stop_at_exit)
+            if self.alive:
+                raise RolloutError(f"the SGLang server at {self.url} already runs: stop it first")
+            self.kill()  # processes that a dead server has left
+            if not Path(self.spec.python).exists():
+                raise RolloutError(f"found no Python for SGLang at {self.spec.python}: run `make sglang-cpu`")
+            require_own(Path(self.spec.python))
+            self._config_file = write_config(self.spec)
+            server_command = command(replace(self.spec, port=self._port), self._config_file)
+            reaper = [sys.executable, "-I", str(REAPER), str(os.getpid()), str(self._config_file or "")]
+            log_file = Path(self.spec.log_file)
+            log_file.parent.mkdir(parents=True, exist_ok=True)
+            with open(os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
+                os.fchmod(log.fileno(), 0o600)  # an earlier run may have left it readable to all
+                log.write(f"megarl: starting {shlex.join(server_command)}\n".encode())
+                log.flush()
+                self._log_start = log.tell()
+                self._process = subprocess.Popen(
+                    [*reaper, *server_command],
+                    env=environment(self.spec),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            self._owner_pid = os.getpid()
+            atexit.register(self._stop_at_exit)
 
     def wait_ready(self, deadline_s: float, ended: threading.Event | None = None) -> None:
         """Returns when the server has generated a token; RolloutError with the end of its log if it does not, and if
@@ -149,21 +146,18 @@ class Server:
         Does nothing if it is stopped; ``start`` may follow. RolloutError if processes are left after that.
         """
         with self._changing:
-            self._stop(grace_s)
-
-    def _stop(self, grace_s: float) -> None:
-        if self._process is None:
-            return
-        if grace_s:
-            self._signal(signal.SIGTERM)
-        if not grace_s or not self._wait_gone(grace_s):
-            self._end_by_force()
-        self._process.wait()
-        self._process = None
-        if self._config_file is not None:
-            self._config_file.unlink(missing_ok=True)
-            self._config_file = None
-        atexit.unregister(self._stop_at_exit)
+            if self._process is None:
+                return
+            if grace_s:
+                self._signal(signal.SIGTERM)
+            if not grace_s or not self._wait_gone(grace_s):
+                self._end_by_force()
+            self._process.wait()
+            self._process = None
+            if self._config_file is not None:
+                self._config_file.unlink(missing_ok=True)
+                self._config_file = None
+            atexit.unregister(self._stop_at_exit)
 
     def kill(self) -> None:
         """Kills all processes of the server at once."""

@@ -161,13 +161,7 @@ class _Call:
         if self._output.more:
             text += f"\n[cut after {self._limits.output_bytes} bytes]"
         if reason is None:
-            reason = (
-                "output_limit"
-                if self._output.more
-                else "memory"
-                if self._was_full and status
-                else _classify_exit(status)
-            )
+            reason = "output_limit" if self._output.more else _classify_exit(status, self._was_full)
         return ToolResult(text, reason, self._output.more)
 
 
@@ -206,10 +200,10 @@ class _Pipe(asyncio.Protocol):
             self._transport.close()
 
 
-def _classify_exit(status: int) -> ToolExit:
+def _classify_exit(status: int, was_full: bool) -> ToolExit:
     if status == 0:
         return "ok"
-    if status == MEMORY_EXIT:
+    if was_full or status == MEMORY_EXIT:
         return "memory"
     if status in (-signal.SIGXCPU, 128 + signal.SIGXCPU):
         return "timeout"

@@ -252,12 +252,8 @@ def _environment(scratch: Path, mark: str) -> dict[str, str]:
 
 
 def _count_own_threads() -> int:
-    own, count = os.geteuid(), 0
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.uids().real == own:
-                count += process.num_threads()
-    return count
+    found = [process.info for process in psutil.process_iter(["uids", "num_threads"])]
+    return sum(info["num_threads"] or 0 for info in found if info["uids"] and info["uids"].real == os.geteuid())
 
 
 def _pipe(ours: contextlib.ExitStack, theirs: contextlib.ExitStack) -> tuple[int, int]:

@@ -21,10 +21,8 @@ LEAST_CHANGE, NOISES = 1e-3, 4.0
 
 def make_prompt(config: Mapping[str, Any]) -> list[int]:
     """Returns the fixed prompt of a model: tokens from its whole vocabulary."""
-    vocabulary, positions = (
-        int(config.get("vocab_size") or 1000),
-        int(config.get("max_position_embeddings") or PROMPT_TOKENS + 2),
-    )
+    vocabulary = int(config.get("vocab_size") or 1000)
+    positions = int(config.get("max_position_embeddings") or PROMPT_TOKENS + 2)
     return [(7 + 7919 * place) % vocabulary for place in range(min(PROMPT_TOKENS, positions - 2))]
 
 
