@@ -131,11 +131,9 @@ def _open_source(source: Path, model: Path | None) -> Iterator[_Source]:
             "expected a model in high precision: quantising twice adds errors"
         )
     with HFCheckpoint(source) as hf:
-        yield _Source(source, source, hf.files(), [_hf_part(hf, name) for name in hf.names()])
-
-
-def _hf_part(hf: HFCheckpoint, name: str) -> _Part:
-    return _Part([Tensor(name, hf.shape(name), hf.dtype(name))], lambda: [hf.read(name)])
+        tensors = [Tensor(name, hf.shape(name), hf.dtype(name)) for name in hf.names()]
+        parts = [_Part([tensor], lambda name=tensor.name: [hf.read(name)]) for tensor in tensors]
+        yield _Source(source, source, hf.files(), parts)
 
 
 def _megatron(source: Path, model: Path | None) -> _Source:

@@ -11,7 +11,9 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,25 +65,20 @@ class Chunk:
         return torch.Size((*self.place.sizes, *self.shape))
 
 
-class _Planner:
-    """The part of torch's SavePlanner that its writer calls: returns the data of one item."""
-
-    def __init__(self, chunks: Mapping[MetadataIndex, Chunk]) -> None:
-        self._chunks = chunks
-
-    def resolve_data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
-        if item.type == WriteItemType.BYTE_IO:
-            buffer = io.BytesIO()
-            torch.save([None], buffer)
-            return buffer
-        chunk = self._chunks[item.index]
-        made = chunk.make()
-        if tuple(made.shape) != chunk.shape or made.dtype != chunk.dtype:
-            raise CheckpointError(
-                f"{chunk.place.key}: made {made.dtype} {tuple(made.shape)}, expected {chunk.dtype} {chunk.shape}"
-            )
-        # torch.save would store a view with all of the memory behind it.
-        return made.reshape(chunk.part().sizes).clone(memory_format=torch.contiguous_format)
+def _make_data(chunks: Mapping[MetadataIndex, Chunk], item: WriteItem) -> torch.Tensor | io.BytesIO:
+    """The data of one item."""
+    if item.type == WriteItemType.BYTE_IO:
+        buffer = io.BytesIO()
+        torch.save([None], buffer)
+        return buffer
+    chunk = chunks[item.index]
+    made = chunk.make()
+    if tuple(made.shape) != chunk.shape or made.dtype != chunk.dtype:
+        raise CheckpointError(
+            f"{chunk.place.key}: made {made.dtype} {tuple(made.shape)}, expected {chunk.dtype} {chunk.shape}"
+        )
+    # torch.save would store a view with all of the memory behind it.
+    return made.reshape(chunk.part().sizes).clone(memory_format=torch.contiguous_format)
 
 
 Written = list[Any]
@@ -98,7 +95,8 @@ def write_file(folder: Path, number: int, chunks: Sequence[Chunk], extra_states:
     by_index = dict(zip((item.index for item in items), chunks, strict=True))
     items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in extra_states]
     plan = SavePlan(items, storage_data=_StoragePrefix(f"__{number}_"))
-    results = FileSystemWriter(folder, thread_count=1).write_data(plan, _Planner(by_index)).wait()  # type: ignore[arg-type]
+    planner: Any = SimpleNamespace(resolve_data=partial(_make_data, by_index))  # all that the writer calls
+    results = FileSystemWriter(folder, thread_count=1).write_data(plan, planner).wait()
     return [[astuple(one.index), one.size_in_bytes, astuple(one.storage_data)[:3]] for one in results]
 
 
@@ -121,18 +119,9 @@ def write_metadata(
     (folder / "metadata.json").write_text(json.dumps(about))
 
 
-class _OneTensor:
-    """The part of torch's LoadPlanner that its reader calls: returns the target of one piece."""
-
-    def __init__(self, target: torch.Tensor) -> None:
-        self._target = target
-
-    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
-        bounds = zip(item.dest_offsets, item.lengths, strict=True)
-        return self._target[tuple(slice(offset, offset + length) for offset, length in bounds)]
-
-    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing to do: torch has copied into the target already."""
+def _part_of(target: torch.Tensor, item: ReadItem) -> torch.Tensor:
+    bounds = zip(item.dest_offsets, item.lengths, strict=True)
+    return target[tuple(slice(offset, offset + length) for offset, length in bounds)]
 
 
 _UNREADABLE = (
@@ -198,6 +187,8 @@ class TorchDistReader:
         target = torch.empty(wanted.sizes, dtype=meta.properties.dtype)
         if sum(torch.Size(item.lengths).numel() for item in items) != target.numel():
             raise CheckpointError(f"{self.path}: the chunks of {place.key} do not cover {tuple(wanted.offsets)}")
+        # All that the reader calls; it has copied a part before it commits it.
+        planner: Any = SimpleNamespace(resolve_tensor=partial(_part_of, target), commit_tensor=lambda *_: None)
         with _explain_damage(f"{self.path}: {place.key}"):
-            self._reader.read_data(LoadPlan(items), _OneTensor(target))  # type: ignore[arg-type]
+            self._reader.read_data(LoadPlan(items), planner)
         return target.view(shape)
