@@ -334,6 +334,12 @@ def test_servers_that_cannot_work_are_refused(sglang: dict[str, Any], told: str)
         ({"sglang__fp8": True, "rollout__dtype": "fp32"}, "whose kernels compute in bf16 only"),
         ({"sglang__fp8": True, "rollout__fp8_rounding": True}, "whose weights are in FP8 already"),
         ({"sglang__gpus": [0, 1, 2], "sglang__tp": 2}, "sglang.gpus: found 3, expected servers * tp = 2"),
+        ({"rollout__fp8_activations": True}, "rollout.fp8_activations: found true without fp8_rounding"),
+        (
+            {"rollout__engine": "sglang", "rollout__fp8_rounding": True, "rollout__fp8_activations": True},
+            'rollout.fp8_activations: found true with engine = "sglang"',
+        ),
+        ({"rollout__engine": "sglang", "rollout__fp8_kv_cache": True}, "fp8_kv_cache: found true with engine"),
     ],
 )
 def test_sampling_that_cannot_work_is_refused(changes: dict[str, Any], told: str):

@@ -71,6 +71,8 @@ class EngineKind:
     """Returns the experts of every token; train.replay = "r3" needs them."""
     fp8: bool = False
     """Can round its weights through FP8: rollout.fp8_rounding."""
+    fp8_arithmetic: bool = False
+    """Can round activations and cache too: rollout.fp8_activations, rollout.fp8_kv_cache."""
     nucleus: bool = False
     """Returns log-probabilities of the nucleus that it samples from; rollout.top_p below 1 needs them."""
     server: bool = False
@@ -87,7 +89,8 @@ class EngineKind:
 ENGINES: Mapping[str, EngineKind] = MappingProxyType(
     {
         "local": EngineKind(
-            "megarl.train.engines:make_local_engine", routes=True, fp8=True, nucleus=True, resumable=True
+            "megarl.train.engines:make_local_engine",
+            **dict.fromkeys(("routes", "fp8", "fp8_arithmetic", "nucleus", "resumable"), True),
         ),
         "sglang": EngineKind("megarl.train.engines:make_sglang_engine", routes=True, fp8=True, server=True),
     }

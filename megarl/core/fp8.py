@@ -1,4 +1,4 @@
-"""FP8 block rounding: the weights as an engine would hold them that serves an FP8 checkpoint.
+"""FP8 block rounding: weights, activations and caches as an engine has them that serves an FP8 checkpoint.
 
 The layout is that of ``quantization_config: {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}``:
 each block of a weight [out, in] has one fp32 scale, ``w ~ q * scale`` with ``q`` in float8_e4m3fn. Blocks start at the
@@ -21,14 +21,16 @@ SCALE = "_scale_inv"
 """What the name of a weight ends with for the name of its scales."""
 _SMALLEST_ABSMAX = 1e-12
 """Stands in for the maximum of a block of zeros, whose scale would otherwise be 0 and its quotient NaN."""
+_SMALLEST_ABSMAX_OF_ACTIVATIONS = 1e-10  # SGLang's
 
 _HALF_STEP = 16.0
 """Half the distance between e4m3's largest values: what lies further beyond 448 was cut off, not rounded."""
 _STRIPE_VALUES = 1 << 20
 
 _LINEAR = re.compile(r"\.(?!eh_proj\.)(\w+_proj|kv_a_proj_with_mqa|w[123])\.weight$")
-"""Projections of attention, MLPs and experts. Embeddings, norms, lm_head and router gates have other names. The
-``eh_proj`` of a prediction layer is a plain linear layer in engines."""
+"""Projections of attention, MLPs and experts. The ``eh_proj`` of a prediction layer is a plain linear layer in
+engines."""
+_HIGH_PRECISION = re.compile(r"((^|\.)(embed_tokens|lm_head|gate|router|shared_expert_gate|eh_proj)\.weight|bias)$")
 
 
 def is_fp8_weight(name: str) -> bool:
@@ -37,6 +39,11 @@ def is_fp8_weight(name: str) -> bool:
     These are the linear weights of attention, dense MLPs and experts.
     """
     return _LINEAR.search(name) is not None
+
+
+def is_known_precision(name: str) -> bool:
+    """Tells whether a matrix of this name is known as one that FP8 engines hold in FP8, or as one that they do not."""
+    return is_fp8_weight(name) or _HIGH_PRECISION.search(name) is not None
 
 
 def fp8_config(keep: Sequence[str], block: tuple[int, int] = BLOCK) -> dict[str, Any]:
@@ -85,11 +92,32 @@ def round_through_fp8(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> t
     return _as_matrix(quantized.float() * scale[:, None, :, None], weight.shape).to(weight.dtype)
 
 
-def _quantize_blocks(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+def round_activations(activations: torch.Tensor, group: int = BLOCK[1]) -> torch.Tensor:
+    """What an FP8 engine multiplies with its weights: each token quantised in groups of channels, float32 [..., K].
+
+    For each 128 channels of a token ``scale = max(max|x|, 1e-10) / 448`` and ``q = e4m3(x / scale)``, as SGLang 0.5.23
+    does (``per_token_group_quant_fp8``, float32 scales). ``activations`` [..., K] are of any floating dtype. The last
+    group may be smaller; SGLang has no kernel for that.
+    """
+    if not activations.numel():
+        return activations.float()
+    tokens = activations.reshape(-1, activations.shape[-1])
+    quantized, scale = _quantize_blocks(tokens, (1, group), _SMALLEST_ABSMAX_OF_ACTIVATIONS)
+    return _as_matrix(quantized.float() * scale[:, None, :, None], tokens.shape).reshape(activations.shape)
+
+
+def round_to_e4m3(values: torch.Tensor) -> torch.Tensor:
+    """Rounds to e4m3 without a scale and cuts off at 448, in the dtype of ``values``: an FP8 cache."""
+    return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).to(values.dtype)
+
+
+def _quantize_blocks(
+    weight: torch.Tensor, block: tuple[int, int], smallest: float = _SMALLEST_ABSMAX
+) -> tuple[torch.Tensor, torch.Tensor]:
     if weight.dim() != 2 or min(block) < 1:
         raise ValueError(f"FP8 blocks need a matrix and sizes >= 1, found shape {tuple(weight.shape)}, block {block}")
     blocks = as_blocks(weight.float(), block)
-    scale = blocks.abs().amax(dim=(1, 3)).clamp_(min=_SMALLEST_ABSMAX).div_(E4M3_MAX)
+    scale = blocks.abs().amax(dim=(1, 3)).clamp_(min=smallest).div_(E4M3_MAX)
     # The quotient of the maximum may come out one rounding above 448; e4m3 has no infinity, so it must not pass it.
     scaled = blocks.div(scale[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX)
     return scaled.to(torch.float8_e4m3fn), scale

@@ -35,7 +35,8 @@ Json = dict[str, Any]
 _TRAINING = {"sampling", "estimate", "gvm", "credit", "train", "optim", "recompute", "checkpoint", "log", "sft"}
 """Tables of the configuration that do not affect an evaluation."""
 _SHARED = (
-    *("rollout.engine", "rollout.dtype", "rollout.fp8_rounding", "sglang.fp8", "rollout.top_p"),
+    *("rollout.engine", "rollout.dtype", "sglang.fp8", "rollout.top_p"),
+    *("rollout.fp8_rounding", "rollout.fp8_activations", "rollout.fp8_kv_cache"),
     *("rollout.max_response_tokens", "eval.temperature", "reward.threshold", "run.seed"),
 )
 _PACKAGES = ("megarl", "torch", "transformers", "megatron-core", "numpy", "math-verify", "datasets")

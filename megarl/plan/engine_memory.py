@@ -41,7 +41,8 @@ def engine_memory(config: Config, shape: ModelShape, longest: int) -> EngineMemo
         per_token = cache_bytes_per_token(shape, element, expanded=True)
         batch = min(config.rollout.max_batch_size, config.responses_per_step)
         tokens = batch * longest
-        return EngineMemory(weight_bytes(shape, element), per_token * tokens, per_token, tokens, batch)
+        weights = weight_bytes(shape, ELEMENT["fp32"] if config.rollout.fp8_activations else element)
+        return EngineMemory(weights, per_token * tokens, per_token, tokens, batch)
     settings, gib = config.sglang, config.launch.gpu_memory_gib
     weights = weight_bytes(shape, element, fp8=settings.fp8, tp=settings.tp)
     per_token = cache_bytes_per_token(shape, element, settings.tp)

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megarl.core.fp8 import dequantize_fp8, is_fp8_weight, quantize_fp8, round_through_fp8
+from megarl.core.fp8 import (
+    dequantize_fp8,
+    is_fp8_weight,
+    quantize_fp8,
+    round_activations,
+    round_through_fp8,
+    round_to_e4m3,
+)
 from megarl.data.tiny import write_tiny_model
 
 
@@ -89,6 +98,95 @@ def test_keeps_the_dtype_and_rounds_in_fp32(dtype: torch.dtype) -> None:
     rounded = round_through_fp8(weight)
     assert rounded.dtype == dtype
     assert torch.equal(rounded, dequantize_fp8(*quantize_fp8(weight.float())).to(dtype))
+
+
+def activations_by_loops(activations: torch.Tensor) -> torch.Tensor:
+    """float32, in numpy but for the cast."""
+    tokens = activations.float().reshape(-1, activations.shape[-1]).numpy()
+    result = np.zeros_like(tokens)
+    for row, token in enumerate(tokens):
+        for left in range(0, len(token), 128):
+            group = token[left : left + 128]
+            scale = np.float32(max(np.abs(group).max(), np.float32(1e-10))) / np.float32(448)
+            codes = torch.from_numpy(np.clip(group / scale, -448, 448)).to(torch.float8_e4m3fn)
+            result[row, left : left + 128] = codes.float().numpy() * scale
+    return torch.from_numpy(result).reshape(activations.shape)
+
+
+@pytest.mark.parametrize("shape", [(4, 256), (2, 3, 200), (5, 64), (1, 129), (7,), (0, 256)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_activations_equal_loops_over_groups(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    activations = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    activations[..., :64] *= 1000  # beyond e4m3's range, and groups of different scale
+    activations = activations.to(dtype)
+    assert torch.equal(round_activations(activations), activations_by_loops(activations))
+    strided = torch.stack([activations, -activations], dim=-1)[..., 0]
+    assert torch.equal(round_activations(strided), round_activations(activations))
+
+
+def test_a_group_of_activations_depends_on_nothing_else() -> None:
+    activations = torch.randn(6, 384, generator=torch.Generator().manual_seed(0))
+    alone = round_activations(activations[2:3, 128:256])
+    activations[2, 300] = 1e6
+    activations[4] = 1e9
+    assert torch.equal(round_activations(activations)[2:3, 128:256], alone)
+
+
+def test_activations_that_are_tiny_or_not_finite() -> None:
+    activations = torch.zeros(3, 128)
+    activations[1, 3] = 1e-12  # below SGLang's floor: 4.48 of 448 steps
+    activations[2, :2] = torch.tensor([torch.inf, 1.0])
+    rounded = round_activations(activations)
+    assert torch.equal(rounded[0], torch.zeros(128))
+    assert rounded[1, 3] == pytest.approx(4.5 * 1e-10 / 448)
+    assert rounded[2].isnan().all()  # as 0 * inf in a kernel; nothing hides an overflow
+    activations[2, 0] = torch.nan
+    assert round_activations(activations)[2].isnan().all()
+
+
+def test_a_cache_saturates() -> None:
+    values = torch.tensor([0.0, 1.0, 1.06, 1.07, -300.0, 1e4, -1e9, 2.0**-10, 2.0**-11])
+    expected = [0.0, 1.0, 1.0, 1.125, -288.0, 448.0, -448.0, 0.0, 0.0]
+    assert round_to_e4m3(values).tolist() == expected
+    assert round_to_e4m3(values.bfloat16()).dtype == torch.bfloat16
+
+
+KERNEL = r"""
+import importlib.util, os, pathlib, sys, types
+os.environ["TRITON_INTERPRET"] = "1"
+import torch, triton.language as tl, triton
+source = pathlib.Path(triton.__file__).parents[1] / "sglang/kernels/ops/quantization/fp8_kernel.py"
+text = source.read_text().split("\n@triton.jit\n")
+kernel = next(part for part in text if part.startswith("def _per_token_group_quant_8bit_colmajor"))
+folder = pathlib.Path(sys.argv[1])
+(folder / "kernel.py").write_text(
+    "import triton, triton.language as tl\n@triton.jit\n" + kernel.split("\n\n\ndef ")[0]
+)
+sys.path.insert(0, str(folder))
+from kernel import _per_token_group_quant_8bit_colmajor as quantize
+x = torch.load(folder / "x.pt")
+# In float32: the interpreter of triton 3.9 casts to e4m3 wrongly where a mantissa carries (127 becomes 64).
+q, scale = torch.empty(x.shape), torch.empty(x.shape[1] // 128, len(x)).t()
+options = dict(bit8_min=-448.0, bit8_max=448.0, BLOCK=128, SCALE_UE8M0=False)
+quantize[(scale.numel(),)](x, q, scale, 128, x.shape[1], scale.stride(1), 1e-10, **options)
+torch.save((q, scale), folder / "out.pt")
+"""
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_equal_those_of_the_kernel_of_sglang(
+    sglang_python: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """Its Triton kernel, read from the installed package and run by Triton's interpreter."""
+    activations = torch.randn(12, 256, generator=torch.Generator().manual_seed(0))
+    activations[3] *= 1e4
+    activations[4], activations[5] = 0.0, activations[5] * 1e-12
+    torch.save(activations.to(dtype), tmp_path / "x.pt")
+    subprocess.run([sglang_python, "-c", KERNEL, tmp_path], check=True, capture_output=True)
+    values, scale = torch.load(tmp_path / "out.pt")
+    expected = values.to(torch.float8_e4m3fn).float().view(12, 2, 128) * scale[..., None]
+    assert torch.equal(round_activations(activations.to(dtype)), expected.view(12, 256))
 
 
 def test_refuses_what_is_no_matrix() -> None:

@@ -29,6 +29,11 @@ class RolloutConfig(Table):
     log-probabilities over the whole vocabulary, so below 1 its gradient misses the rest."""
     fp8_rounding: bool = False
     """Round the engine's weights through FP8 (e4m3, 128 x 128 blocks), to the values that an FP8 engine would hold."""
+    fp8_activations: bool = False
+    """Round what these weights multiply too (e4m3, a scale for each token and 128 channels), as an FP8 engine computes.
+    The local engine only, with fp8_rounding; see docs/fp8.md."""
+    fp8_kv_cache: bool = False
+    """Round keys and values of attention too (e4m3, scale 1). The local engine only."""
     dtype: Dtype = "bf16"
     """Precision of the engine's weights and activations."""
     one_step_off: bool = False
@@ -56,6 +61,13 @@ class RolloutConfig(Table):
             )
         if self.fp8_rounding and not kind.fp8:
             raise ValueError(f'fp8_rounding: found true with engine = "{self.engine}", which cannot round; remove it')
+        if self.fp8_activations and not self.fp8_rounding:
+            raise ValueError("fp8_activations: found true without fp8_rounding, which it adds to; set both, or neither")
+        for name in ("fp8_activations", "fp8_kv_cache"):
+            if getattr(self, name) and not kind.fp8_arithmetic:
+                raise ValueError(
+                    f'{name}: found true with engine = "{self.engine}", which does not compute so; remove it'
+                )
         return self
 
 

@@ -27,10 +27,10 @@ from megarl.rollout.local.recorder import RouteRecorder
 class _Reader:
     """Feeds tokens to the model and keeps cache, positions and padding of the rows in step."""
 
-    def __init__(self, model: PreTrainedModel, recorder: RouteRecorder | None) -> None:
+    def __init__(self, model: PreTrainedModel, recorder: RouteRecorder | None, cache: DynamicCache) -> None:
         self._model = model
         self._recorder = recorder
-        self._cache = DynamicCache(config=model.config)
+        self._cache = cache
         self._mask: torch.Tensor | None = None
         self._positions = torch.empty(0)
 
@@ -85,12 +85,13 @@ def decode(
     limits: np.ndarray,
     version: int,
     on_finish: OnFinish,
+    cache: DynamicCache,
 ) -> list[Rollout]:
     """Samples one response per request, at most ``limits`` int64 [B] tokens long, in one batch.
 
-    Experts are recorded if there is a ``recorder``. The requests must have been checked.
+    Experts are recorded if there is a ``recorder``. The ``cache`` is empty. The requests must have been checked.
     """
-    reader = _Reader(model, recorder)
+    reader = _Reader(model, recorder, cache)
     prompts, prompt_of_request = _distinct([request.prompt_tokens for request in requests])
     logits, prompt_routes = reader.read_prompts(prompts)
     if len(prompts) != len(requests):

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig
 from transformers.initialization import no_init_weights
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError, WeightSyncError
 from megarl.rollout.engine import Begin, Engine, OnFinish, SamplingParams, Session, limit_response, run_session
 from megarl.rollout.local.decode import decode
+from megarl.rollout.local.fp8 import FP8Cache, FP8Products, hold_in_fp32, require_known_precision
 from megarl.rollout.local.recorder import RouteRecorder
 from megarl.rollout.weights import WeightForm, checkpoint_views, require_each_once
 
@@ -44,17 +46,25 @@ class LocalEngine(Engine):
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         fp8_rounding: bool = False,
+        fp8_activations: bool = False,
+        fp8_kv_cache: bool = False,
         max_batch_size: int = 256,
         experts_implementation: str | None = None,
     ) -> None:
         """Builds the model of a Hugging Face config without weights; ``update_weights`` must come first.
 
         fp8_rounding: round the linear weights of attention and experts through FP8 blocks of 128 x 128 as they arrive.
+        fp8_activations: round what they multiply too, with ``fp8_rounding`` only (``FP8Products``).
+        fp8_kv_cache: round keys and values (``FP8Cache``).
         max_batch_size: responses that are sampled at a time; RolloutError below 1.
         experts_implementation: None is transformers' choice, "grouped_mm" (also fast on a CPU) where there is one.
         """
         if max_batch_size < 1:
             raise RolloutError(f"max_batch_size is {max_batch_size}, expected at least 1")
+        if fp8_activations and not fp8_rounding:
+            raise RolloutError("fp8_activations without fp8_rounding: FP8 engines round weights too, set both")
+        if fp8_kv_cache and getattr(config.get_text_config(), "kv_lora_rank", None):
+            raise RolloutError("fp8_kv_cache: engines hold the latents of latent attention, this one keys and values")
         with no_init_weights():
             self._model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation="sdpa", experts_implementation=experts_implementation
@@ -62,6 +72,13 @@ class LocalEngine(Engine):
         self._model.tie_weights()  # no_init_weights skips this too
         self._model = self._model.to(device).eval().requires_grad_(False)
         self._views = checkpoint_views(self._model)
+        if fp8_rounding:
+            require_known_precision(self._views)
+        if fp8_activations:
+            hold_in_fp32(self._model, self._views)
+            self._views = checkpoint_views(self._model)
+        self._arithmetic = FP8Products(self._views, dtype) if fp8_activations else nullcontext()
+        self._cache = FP8Cache if fp8_kv_cache else DynamicCache
         self._recorder = RouteRecorder(self._model)
         # In each parameter's own dtype: transformers keeps some in float32 whatever the model's dtype is.
         self._form = WeightForm(fp8="rounded" if fp8_rounding else "off")
@@ -138,7 +155,9 @@ class LocalEngine(Engine):
         for start in range(0, len(order), self._max_batch_size):
             chosen = order[start : start + self._max_batch_size]
             batch = [requests[i] for i in chosen]
-            sampled = decode(self._model, recorder, batch, params, limits[chosen], self._version, on_finish)
+            cache = self._cache(config=self._model.config)
+            with self._arithmetic:
+                sampled = decode(self._model, recorder, batch, params, limits[chosen], self._version, on_finish, cache)
             rollouts.update(zip(chosen, sampled, strict=True))
         return [rollouts[i] for i in range(len(requests))]
 

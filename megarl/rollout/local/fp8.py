@@ -1,0 +1,96 @@
+"""FP8 as an engine with FP8 kernels computes, in float32 on any device: products of weights, and the cache.
+
+It follows SGLang 0.5.23 with block FP8 on a Hopper GPU (``--kv-cache-dtype fp8_e4m3`` for the cache).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from transformers import DynamicCache, PreTrainedModel
+
+from megarl.core.fp8 import is_fp8_weight, is_known_precision, round_activations, round_to_e4m3
+from megarl.errors import RolloutError
+
+_PRODUCTS = {F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm}
+"""What multiplies activations [..., K] (first) with a weight (second)."""
+_PRODUCTS |= {getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)} - {None}
+_PRODUCTS.add(torch.ops.transformers.grouped_mm_fallback)
+
+
+class FP8Products(TorchFunctionMode):
+    """While it is active, products with FP8 weights are those of an FP8 engine.
+
+        y = dtype(sum over k of (q_x s_x)[k] (q_w s_w)[k]) + bias,    summed in float32
+
+    ``q_x s_x`` are ``round_activations``; the weights arrive rounded. Weights are recognised by their memory, whatever
+    multiplies them: linear layers, the stacked experts of a layer, or experts one by one. RolloutError for another use.
+    """
+
+    def __init__(self, views: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+        """``views``: the tensors of the checkpoint in the model's memory; ``dtype`` of the results."""
+        super().__init__()
+        self._names = {_memory(view): name for name, view in views.items() if is_fp8_weight(name)}
+        self._dtype = dtype
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        weight = next(filter(None, map(self._weight, _flat((*args, *kwargs.values())))), None)
+        if weight is None:
+            return func(*args, **kwargs)
+        if func in _PRODUCTS and len(args) > 1 and self._weight(args[1]) and not self._weight(args[0]):
+            activations, matrix, *rest = args
+            bias = next((given for given in (*rest, kwargs.pop("bias", None)) if given is not None), None)
+            product = func(round_activations(activations), matrix, **kwargs).to(self._dtype)
+            return product if bias is None else product + bias
+        result = func(*args, **kwargs)
+        if any(isinstance(one, torch.Tensor) and not self._weight(one) for one in _flat([result])):  # more than a view
+            raise RolloutError(
+                f"rollout.fp8_activations: the model uses {weight} in {getattr(func, '__name__', func)}, expected a "
+                "product as of a linear layer; another experts implementation may help, or set it to false"
+            )
+        return result
+
+    def _weight(self, value: Any) -> str | None:
+        """The name of the FP8 weight that a tensor is, or is part of."""
+        return self._names.get(_memory(value)) if isinstance(value, torch.Tensor) else None
+
+
+class FP8Cache(DynamicCache):
+    """Keys and values in e4m3 with a scale of 1, also those of the tokens that are being read; queries as they are."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().update(round_to_e4m3(key_states), round_to_e4m3(value_states), *args, **kwargs)
+
+
+def hold_in_fp32(model: PreTrainedModel, views: Mapping[str, torch.Tensor]) -> None:
+    """Gives FP8 weights room for e4m3 times a float32 scale; bfloat16 would round them once more."""
+    held = {_memory(view) for name, view in views.items() if is_fp8_weight(name)}
+    for parameter in model.parameters():
+        if _memory(parameter) in held:
+            parameter.data = parameter.data.float()
+
+
+def require_known_precision(views: Mapping[str, torch.Tensor]) -> None:
+    """RolloutError for a matrix of which megarl does not know whether FP8 engines hold it in FP8."""
+    unknown = [name for name, view in views.items() if view.dim() > 1 and not is_known_precision(name)]
+    if unknown:
+        raise RolloutError(
+            f"rollout.fp8_rounding: {len(unknown)} matrices, such as {unknown[0]}, are neither projections that FP8 "
+            "engines hold in FP8 nor embeddings, heads or router gates; set it to false for this architecture"
+        )
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        yield from value if isinstance(value, (tuple, list)) else (value,)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
