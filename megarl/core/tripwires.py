@@ -110,7 +110,9 @@ class Verdict:
     def metrics(self) -> dict[str, Stat]:
         """Return numbers that are equal on all ranks."""
         names = ("dropped", "dropped_fraction", "k3_max", "native_flip_max", "k3_limit", "native_flip_limit")
-        values = (self.dropped.sum(), self.share, *self.figures[self.judged].max(0, initial=0.0), *self.limits)
+        k3, flip = self.figures[self.judged].max(0, initial=0.0)
+        flip = flip if self.gaps[:, 6].any() else np.nan  # no routes were compared
+        values = (self.dropped.sum(), self.share, k3, flip, *self.limits)
         found = zip(names, torch.tensor(values, dtype=torch.float64).unbind(), strict=True)
         return {f"tripwires/{name}": Stat.max(value) for name, value in found if value.isfinite()}
 
@@ -120,8 +122,10 @@ class Verdict:
         replayed: training used the routes, so that wrong ones raise k3 too.
         """
         (k3, flip), (max_k3, max_flip) = _pool(self.gaps[self.judged]), self.limits
-        routes = f"native flip {flip:.1%} (limit {max_flip:.0%})" if self.gaps[:, 6].any() else "no routes"
-        found = f"k3 {k3:.1e} (limit {max_k3:.2g}), {routes}, {self.dropped.sum()} of {self.judged.sum()} responses "
+        routes = "no routes, " if np.isfinite(max_flip) else ""
+        if self.gaps[:, 6].any():
+            routes = f"native flip {flip:.1%} (limit {max_flip:.0%}), "
+        found = f"k3 {k3:.1e} (limit {max_k3:.2g}), {routes}{self.dropped.sum()} of {self.judged.sum()} responses "
         return found + (f"dropped; likely cause: {self._likely_cause(replayed)}" if self.dropped.any() else "dropped")
 
     def _likely_cause(self, replayed: bool) -> str:

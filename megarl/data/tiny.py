@@ -1,4 +1,4 @@
-"""The quickstart's model and task: a tiny Qwen3-MoE with a character tokenizer, and sorting digits.
+"""The quickstart's model and task: a tiny Qwen3-MoE, or a dense model, with a character tokenizer, and sorting digits.
 
 The task is to sort digits, ``528104=`` -> ``012458``. Some demonstrations are sorted in descending order. A model that
 was trained on them does both, and solves about ``1 - wrong_share`` of the problems. RL then selects the correct
@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from megarl.errors import DataError
 CHARACTERS = "0123456789=+-*/ ,.:?()abcdefgh"
 """The 30 characters of the vocabulary; with pad (id 0) and end (id 1) it has 32 tokens."""
 PAD_ID, EOS_ID = 0, 1
+Family = Literal["qwen3_moe", "qwen3", "qwen2", "llama"]
 
 
 def write_tiny_model(
@@ -37,21 +39,31 @@ def write_tiny_model(
     dense_layers: Sequence[int] = (),
     max_positions: int = 512,
     initializer_range: float = 0.02,
+    family: Family = "qwen3_moe",
 ) -> Path:
-    """Write a randomly initialised fp32 Qwen3-MoE and its character tokenizer in Hugging Face format.
+    """Write a randomly initialised fp32 model and its character tokenizer in Hugging Face format.
 
     The folder (config, safetensors with one tensor per expert, tokenizer) appears complete or not at all. The same seed
     gives the same weights, and torch's global generator does not change. dense_layers: layers with a plain MLP instead
-    of experts. Raises DataError if ``path`` is not empty.
+    of experts; all of them in a dense family. Raises DataError if ``path`` is not empty.
     """
     target = Path(path)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise DataError(f"{target} already exists and is not an empty directory: remove it or choose another path")
 
     import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = Qwen3MoeConfig(
+    experts = {
+        "num_experts": num_experts,
+        "num_experts_per_tok": top_k,
+        "moe_intermediate_size": expert_width,
+        "mlp_only_layers": list(dense_layers),
+        "norm_topk_prob": True,
+    }
+    config = AutoConfig.for_model(
+        family,
+        **(experts if family == "qwen3_moe" else {}),
         vocab_size=len(CHARACTERS) + 2,
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
@@ -59,11 +71,6 @@ def write_tiny_model(
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=hidden_size // num_heads,
-        num_experts=num_experts,
-        num_experts_per_tok=top_k,
-        moe_intermediate_size=expert_width,
-        mlp_only_layers=list(dense_layers),
-        norm_topk_prob=True,
         tie_word_embeddings=False,
         max_position_embeddings=max_positions,
         initializer_range=initializer_range,
@@ -77,7 +84,7 @@ def write_tiny_model(
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = Qwen3MoeForCausalLM(config)
+            model = AutoModelForCausalLM.from_config(config)
             # A random model samples the pad token too. transformers sets its embedding to zero, where the gradient of a
             # norm is 1 / sqrt(eps), a thousand times larger. After clipping, only this row would be updated.
             with torch.no_grad():

@@ -113,6 +113,8 @@ def build_model(shape: ModelShape, config: TransformerConfig) -> list[GPTModel]:
             position_embedding_type="rope",
             rotary_percent=shape.rotary_percent,
             rotary_base=shape.rotary_base,  # type: ignore[arg-type]
+            rope_scaling=shape.rope_factor is not None,
+            rope_scaling_factor=shape.rope_factor or 1.0,
             **named,
         )
         if config.moe_router_enable_expert_bias and TAKES_PADDING_MASK:

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from megarl.models.shapes import ModelShape
+from megarl.models.shapes import DENSE, ModelShape
 
 Scope = Literal["model", "layer", "moe", "dense", "expert"]
 
@@ -226,7 +226,7 @@ _SIGMOID_EXPERTS = (*_experts(), _EXPERT_BIAS, *_shared_expert("mlp.shared_exper
 
 FAMILIES: Mapping[str, tuple[Rule, ...]] = {
     "qwen3_moe": (*_ENDS, *_grouped_attention(), *_experts(), *_DENSE_MLP),
-    "qwen3": (*_ENDS, *_grouped_attention(), *_DENSE_MLP),
+    **dict.fromkeys(DENSE, (*_ENDS, *_grouped_attention(), *_DENSE_MLP)),
     "qwen2_moe": (*_ENDS, *_grouped_attention(), *_experts(), *_DENSE_MLP, *_GATED_SHARED_EXPERT),
     "mixtral": (*_ENDS, *_grouped_attention(), *_experts("block_sparse_moe", names=("w1", "w3", "w2"))),
     "olmoe": (*_ENDS, *_grouped_attention("q", "kv"), *_experts()),

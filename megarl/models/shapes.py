@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import ConfigError
+from megarl.models.rope import latent_rope, llama3_factor, read_rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class ModelShape:
     rotary_percent: float = 1.0  # share of a head's dimensions that is rotated
     latent_norm_epsilon: float | None = None  # of latent queries, keys and values, where it is not that of other norms
     norm_over_heads: bool = False  # query and key norms run over all heads at once, not over each
+    rope_factor: float | None = None  # of Llama 3.1's scaling of rotary frequencies; None without it
 
     @property
     def num_layers(self) -> int:
@@ -53,7 +55,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class MoeShape:
-    """Which layers of a model have experts, and how many: the shape of its routing traces."""
+    """Which layers of a model have experts, and how many: the shape of its routing traces. A dense model has none."""
 
     num_layers: int  # all decoder layers, dense ones included
     moe_layers: tuple[int, ...]  # 0-based indices of the L MoE layers
@@ -66,7 +68,12 @@ class MoeShape:
 
     @staticmethod
     def of(hf: Mapping[str, Any]) -> MoeShape:
-        """Read any config with the names of the families below; ConfigError if it describes no MoE model."""
+        """Read any config with the names of the families below, of a dense model (``DENSE``) too.
+
+        ConfigError if it is of neither.
+        """
+        if hf.get("model_type") in DENSE:
+            return MoeShape(hf["num_hidden_layers"], (), 0, 0)
         experts = next((hf[name] for name in _EXPERT_COUNTS if hf.get(name)), 0)
         topk = hf.get("num_experts_per_tok")
         if not experts or not topk:
@@ -91,14 +98,6 @@ Part = Callable[[Mapping[str, Any]], dict[str, Any]]
 """Reads a part of the fields from a config."""
 
 
-def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings under the names of transformers 5, also from older configs."""
-    found = dict(hf.get("rope_parameters") or {"rope_theta": hf.get("rope_theta", 10000.0)})
-    found |= hf.get("rope_scaling") or {}
-    found["rope_type"] = found.get("rope_type") or found.get("type") or "default"
-    return found
-
-
 def _layers(hf: Mapping[str, Any]) -> dict[str, Any]:
     activation = hf.get("hidden_act", "silu")
     if activation != "silu":
@@ -117,9 +116,9 @@ def _grouped_attention(norm: str = "", bias: str = "", has_norm: bool = False, h
     """Keys of the config that switch query and key norms and biases on, and what holds without them."""
 
     def read(hf: Mapping[str, Any]) -> dict[str, Any]:
-        kind = _rope(hf)["rope_type"]
-        if kind != "default":
-            raise ConfigError(f"rope type {kind!r} of the model is not supported; expected 'default'")
+        kind = read_rope(hf)["rope_type"]
+        if kind not in ("default", "llama3"):
+            raise ConfigError(f"rope type {kind!r} of the model is not supported; expected 'default' or 'llama3'")
         return {
             "num_query_groups": hf["num_key_value_heads"],
             "kv_channels": hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
@@ -128,6 +127,14 @@ def _grouped_attention(norm: str = "", bias: str = "", has_norm: bool = False, h
         }
 
     return read
+
+
+def _llama_attention(hf: Mapping[str, Any]) -> dict[str, Any]:
+    if hf.get("attention_bias") or hf.get("mlp_bias"):
+        raise ConfigError(
+            f"the model has attention_bias {hf.get('attention_bias')} and mlp_bias {hf.get('mlp_bias')}, expected false"
+        )
+    return _grouped_attention()(hf)
 
 
 def _softmax_experts(width: str, normalised: bool = False) -> Part:
@@ -191,29 +198,7 @@ def _latent_attention(hf: Mapping[str, Any]) -> dict[str, Any]:
         "qk_head_dim": hf["qk_nope_head_dim"],
         "qk_pos_emb_head_dim": hf["qk_rope_head_dim"],
         "v_head_dim": hf["v_head_dim"],
-        **_latent_rope(hf),
-    }
-
-
-def _latent_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
-    rope = _rope(hf)
-    base = {"rotary_base": float(rope.get("rope_theta", 10000.0))}
-    if rope["rope_type"] == "default":
-        return base | {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
-    all_dim = rope.get("mscale_all_dim") or 0.0
-    if rope["rope_type"] != "yarn" or rope.get("mscale", 1.0) != all_dim:
-        raise ConfigError(
-            f"rope type {rope['rope_type']!r} with mscale {rope.get('mscale')} and mscale_all_dim {all_dim} is not "
-            "supported; expected 'default', or 'yarn' with equal mscales"
-        )
-    return base | {
-        "rope_type": "yarn",
-        "rotary_scaling_factor": float(rope["factor"]),
-        "original_max_position_embeddings": rope["original_max_position_embeddings"],
-        "beta_fast": float(rope.get("beta_fast", 32)),
-        "beta_slow": float(rope.get("beta_slow", 1)),
-        "mscale": float(all_dim),
-        "mscale_all_dim": float(all_dim),
+        **latent_rope(hf),
     }
 
 
@@ -222,6 +207,8 @@ _DEEPSEEK_V3 = (_latent_attention, _sigmoid_experts)  # Moonlight too, which has
 SHAPES: Mapping[str, tuple[Part, ...]] = {
     "qwen3_moe": (_QWEN3, _softmax_experts("moe_intermediate_size")),
     "qwen3": (_QWEN3,),
+    "qwen2": (_grouped_attention(has_bias=True),),
+    "llama": (_llama_attention,),
     "qwen2_moe": (
         _grouped_attention(bias="qkv_bias", has_bias=True),
         _softmax_experts("moe_intermediate_size"),
@@ -234,6 +221,12 @@ SHAPES: Mapping[str, tuple[Part, ...]] = {
     "kimi_k2": _DEEPSEEK_V3,
 }
 """Hugging Face ``model_type`` -> readers of what its config adds to the common fields."""
+DENSE = ("llama", "qwen2", "qwen3")
+"""Those without experts."""
+_LACKING = {
+    "qwen3_next": "megarl packs sequences, and the gated delta net of Megatron-Core up to 0.16.1 takes no packed ones",
+}
+"""Model types that the tested releases of Megatron cannot build, and why."""
 
 
 def read_shape(model_path: str | Path) -> ModelShape:
@@ -249,7 +242,9 @@ def read_shape(model_path: str | Path) -> ModelShape:
         raise ConfigError(f"{path} holds no JSON object, expected the config of a Hugging Face model")
     kind = hf.get("model_type", "")
     if kind not in SHAPES:
-        raise ConfigError(f"model type {kind!r} in {path} is not supported; supported are {', '.join(sorted(SHAPES))}")
+        why = f" ({_LACKING[kind]})" if kind in _LACKING else ""
+        known = ", ".join(sorted(SHAPES))
+        raise ConfigError(f"model type {kind!r} in {path} is not supported{why}; supported are {known}")
     for name in _SIZES:
         if not isinstance(hf.get(name), int) or hf[name] < 1:
             raise ConfigError(f"{path}: {name} is {hf.get(name)!r}, expected a number of at least 1")
@@ -266,7 +261,7 @@ def _read(hf: Mapping[str, Any], family: str) -> ModelShape:
         raise ConfigError("the model uses sliding-window attention, which is not supported")
     if family == "olmoe" and hf.get("clip_qkv"):
         raise ConfigError(f"the model clips queries, keys and values at {hf['clip_qkv']}, which is not supported")
-    rope, fields = _rope(hf), _layers(hf)
+    rope, fields = read_rope(hf), _layers(hf)
     for part in SHAPES[family]:
         fields |= part(hf)
     rotated = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
@@ -280,6 +275,7 @@ def _read(hf: Mapping[str, Any], family: str) -> ModelShape:
         rotary_percent=rotated if family == "glm4_moe" else 1.0,
         latent_norm_epsilon=1e-6 if family == "deepseek_v3" else None,  # in the model's code, not rms_norm_eps
         norm_over_heads=family == "olmoe",
+        rope_factor=llama3_factor(rope),
     )
 
 

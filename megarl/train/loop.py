@@ -32,6 +32,8 @@ from megarl.megatron.checkpoints import checkpoint
 from megarl.megatron.checkpoints.state import describe_layout
 from megarl.megatron.config_errors import as_config_error
 from megarl.megatron.policy import Policy, schedule_of
+from megarl.models.fit import check_fit
+from megarl.models.shapes import read_shape
 from megarl.run.audit import Audit
 from megarl.run.folder import claim
 from megarl.run.lock import RunLock
@@ -54,6 +56,7 @@ def train(config: Config) -> None:
 
     StopError if it was asked to stop, PeerError if another rank is lost.
     """
+    check_fit(config, read_shape(config.model.path))
     distributed.initialize(config)
     folder, rank, ranks = config.run_dir, dist.get_rank(), dist.get_world_size()
     with ExitStack() as held:
@@ -175,7 +178,7 @@ class Trainer:
         with self.monitor.phase("prepare"):
             parts = zip(rollouts.mini_batches, rollouts.advantages, strict=True)
             minis = [self.train_step.prepare(of_mini, advantages) for of_mini, advantages in parts]
-        keep_routes = self.traces is not None and done % self.config.log.traces_every == 0
+        keep_routes = self.config.log.writes_traces(done)
         if not keep_routes:
             for part in rollouts.mini_batches:  # every rank has its rows of the routes
                 part[:] = [drop_routes(rollout) for rollout in part]

@@ -32,6 +32,7 @@ from megarl.megatron.passes.micro_batches import split_by_sequence
 from megarl.megatron.policy import Policy
 from megarl.megatron.replay import Recording
 from megarl.megatron.replay.rollout_routes import check_rollouts, deliver_routes, gather_shared
+from megarl.models.fit import watches_routes
 from megarl.run.progress import Advance
 from megarl.train.mini_batch import MiniBatch, check_missing_rows, over_ranks, split
 from megarl.train.token_advantages import Judged, set_token_advantages
@@ -46,7 +47,8 @@ class TrainStep:
         self._function = config.train.objective_function
         """The user's own coefficients, in place of the objective's."""
         self.reference = Reference(policy, config.reference_path) if objective.needs_ref_logprobs else None
-        self.tripwires = Tripwires(config.train)
+        watched = watches_routes(config, policy.shape)
+        self.tripwires = Tripwires(config.train.model_copy(update={} if watched else {"max_native_flip": "off"}))
         self.keeps_native_routes = False
         self._updates = 0
 

@@ -112,3 +112,7 @@ class LogConfig(Table):
     """A rank without progress for this long writes the stacks of its threads below run.dir/ranks; seconds."""
     traces_every: Count = 0
     """Steps between dumps of the routes into run.dir/traces, for `megarl trace`; 0 = never."""
+
+    def writes_traces(self, done: int) -> bool:
+        """Whether step ``done``, from 1, dumps its routes."""
+        return bool(self.traces_every) and done % self.traces_every == 0

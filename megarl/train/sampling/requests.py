@@ -32,16 +32,15 @@ def sampling_seed(run_seed: int, purpose: int, step: int, group: int, sample: in
     return int(words[0])
 
 
-def train_params(config: Config, stop_tokens: tuple[int, ...]) -> SamplingParams:
-    """Return the parameters of responses that train."""
+def train_params(config: Config, stop_tokens: tuple[int, ...], routes: bool) -> SamplingParams:
+    """Return the parameters of responses that train, with or without their routes."""
     rollout = config.rollout
-    return SamplingParams(rollout.temperature, rollout.top_p, rollout.max_response_tokens, stop_tokens)
+    return SamplingParams(rollout.temperature, rollout.top_p, rollout.max_response_tokens, stop_tokens, routes)
 
 
 def eval_params(config: Config, stop_tokens: tuple[int, ...]) -> SamplingParams:
     """Return the parameters of evaluation."""
-    params = train_params(config, stop_tokens)
-    return replace(params, temperature=config.eval.temperature, return_routed_experts=False)
+    return replace(train_params(config, stop_tokens, routes=False), temperature=config.eval.temperature)
 
 
 def load_run_prompts(

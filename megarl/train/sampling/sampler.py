@@ -28,6 +28,8 @@ from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt, PromptOrder
 from megarl.errors import CheckpointError, MegarlError, RolloutError
 from megarl.megatron import distributed
+from megarl.models.fit import wants_routes
+from megarl.models.shapes import read_shape
 from megarl.rollout.draw import Asker, Draw
 from megarl.rollout.engine import Engine, SamplingParams
 from megarl.rollout.player import Sample
@@ -92,7 +94,7 @@ class Sampler:
         self.judge = Judge(config.reward.function, **config.reward.judge_options)
         self.player = make_player(config, self.tokenizer, self.judge)
         self._stop_tokens = turn_ends(config, self.tokenizer)
-        self._params = requests.train_params(config, self._stop_tokens)
+        self._shape = read_shape(config.model.path)
         self._position = 0
         """The next prompt in the run's order, with refill. Without refill it follows from the step."""
         self._redraws = 0
@@ -133,7 +135,8 @@ class Sampler:
         assert self._ahead is None, "one step ahead is all there is"
         assigned = self._assign(step)
         draw = self._make_step_draw(assigned)
-        background = requests.BackgroundSampling(lambda on_finish: self._converse(draw, self._params, on_finish))
+        params = self._params(step)
+        background = requests.BackgroundSampling(lambda on_finish: self._converse(draw, params, on_finish))
         self._ahead = replace(assigned, background=background)
 
     def settle(self) -> None:
@@ -156,7 +159,7 @@ class Sampler:
         """Sample, judge and distribute the responses of a global step; a collective call."""
         assigned, self._ahead = self._ahead or self._assign(step), None
         assert assigned.step == step, f"step {assigned.step} was begun, step {step} is asked for"
-        samples = self._draw(lambda: self._make_step_draw(assigned), self._params, on_finish, assigned.background)
+        samples = self._draw(lambda: self._make_step_draw(assigned), self._params(step), on_finish, assigned.background)
         table = SampleTable.gather(samples)
         first_error = next(filter(None, (s.reward_error or s.episode_error for s in samples.values())), None)
         selection = self._select(assigned, table, first_error)
@@ -231,7 +234,13 @@ class Sampler:
     def _presample(self, step: int, keys: Sequence[Key]) -> dict[Key, Sample]:
         """Draw given samples of a step's prompts, with seeds of their own."""
         make_draw = partial(self._make_draw, FixedSamples(keys), self._step_prompts(step), requests.PRESAMPLE, step)
-        return self._draw(make_draw, self._params, self._while_waiting)
+        replayed = self.config.train.replay == "r3"  # nothing else is done with their routes
+        params = requests.train_params(self.config, self._stop_tokens, routes=replayed)
+        return self._draw(make_draw, params, self._while_waiting)
+
+    def _params(self, step: int) -> SamplingParams:
+        routes = wants_routes(self.config, self._shape, step + 1)
+        return requests.train_params(self.config, self._stop_tokens, routes)
 
     def _step_prompts(self, step: int) -> list[Prompt]:
         """The prompts of a step without refill."""

@@ -1,0 +1,47 @@
+"""What a configuration can do with its model: the rules that need config.json. Doctor, plan and train all ask here."""
+
+from __future__ import annotations
+
+from megarl.config import Config
+from megarl.config.megatron_fields import replay_blockers
+from megarl.errors import ConfigError
+from megarl.models.shapes import ModelShape
+
+
+def check_fit(config: Config, shape: ModelShape) -> None:
+    """ConfigError, naming the key, for a setting that needs experts if the model has none."""
+    if shape.moe_layers:
+        return
+    why, train = f"the {shape.family} model in model.path is dense", config.train
+    if train.replay != "none":
+        raise ConfigError(
+            f'train.replay: found "{train.replay}", expected "none": {why}, and there are no routes to replay'
+        )
+    if isinstance(train.max_native_flip, float):
+        raise ConfigError(
+            f"train.max_native_flip: found {train.max_native_flip:g}: {why}, and has no routers to watch; remove it "
+            "(train.max_k3 watches the engines)"
+        )
+    if config.log.traces_every:
+        raise ConfigError(
+            f"log.traces_every: found {config.log.traces_every}, expected 0: {why}, and has no routes to write"
+        )
+    if config.parallel.ep > 1:
+        raise ConfigError(f"parallel.ep: found {config.parallel.ep}, expected 1: {why}, and has no experts; remove it")
+
+
+def watches_routes(config: Config, shape: ModelShape) -> bool:
+    """Whether training compares its routers with the engine's routes: the tripwire of native flip."""
+    can_compare = shape.moe_layers and config.rollout.engine_kind.routes and not replay_blockers(config.megatron)
+    return bool(can_compare) and config.train.max_native_flip != "off"
+
+
+def wants_routes(config: Config, shape: ModelShape, done: int | None = None) -> bool:
+    """Whether the engine is asked for routes: to replay (r3), to watch (``watches_routes``), or to write them.
+
+    done: the number of the step, from 1; None asks about any step of the run.
+    """
+    if not shape.moe_layers or not config.rollout.engine_kind.routes:
+        return False
+    writes = config.log.traces_every > 0 if done is None else config.log.writes_traces(done)
+    return config.train.replay == "r3" or writes or watches_routes(config, shape)
