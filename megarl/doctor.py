@@ -22,6 +22,8 @@ from megarl.config import Config, SGLangConfig, megatron_fields
 from megarl.config import file as config_file
 from megarl.config.megatron_fields import REPLAY_BLOCKERS
 from megarl.errors import ConfigError, MegarlError, printable
+from megarl.models.fit import check_fit, wants_routes
+from megarl.models.shapes import ModelShape, read_shape
 from megarl.rollout.sglang.versions import CAPABILITIES, FAULTS, NEWEST, OLDEST, dotted, installed_release
 
 
@@ -159,7 +161,10 @@ def doctor(
         _print_releases(console)
         return 1 if missing else 0
     config = config_file.load(path, overrides, trust=trust)
-    _print_config(console, config)
+    shape = read_shape(config.model.path) if (Path(config.model.path) / "config.json").is_file() else None
+    _print_config(console, config, shape)
+    if shape is not None:
+        check_fit(config, shape)
     usable = not config.rollout.engine_kind.server or _print_servers(console, config)
     return 1 if missing or not usable else 0
 
@@ -222,7 +227,7 @@ def _raw_megatron(path: Path | None, overrides: Mapping[str, Any] | None) -> dic
     return {**table, **below} if isinstance(table, dict) else None
 
 
-def _print_config(console: Console, config: Config) -> None:
+def _print_config(console: Console, config: Config, shape: ModelShape | None) -> None:
     p = config.parallel
     smallest = math.lcm(p.tp * p.pp * p.cp, p.ep * p.expert_tp * p.pp)
     world_size = int(os.environ.get("WORLD_SIZE", smallest))
@@ -246,6 +251,11 @@ def _print_config(console: Console, config: Config) -> None:
         tools = ", ".join(config.environment.tools) or config.environment.function
         rows["environment"] = f"{tools}, up to {config.environment.max_turns} turns"
     rows["objective, replay"] = f"{config.train.objective}, {config.train.replay}"
+    rows["model"] = "no config.json in model.path on this machine: what it has experts for is not checked"
+    if shape is not None:
+        experts = f"top-{shape.topk} of {shape.num_experts} experts" if shape.moe_layers else "dense"
+        asked = "asked for" if wants_routes(config, shape) else "not asked for"
+        rows["model"] = f"{shape.family}, {experts}; routes are {asked}"
     if config.train.resolved_objective.needs_ref_logprobs:
         rows["reference policy"] = config.reference_path
     rows["run folder"] = str(config.run_dir)

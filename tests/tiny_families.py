@@ -47,6 +47,14 @@ _YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": (
@@ -74,6 +82,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmoe": ("olmoe", {**_COMMON, "num_experts": 8, "num_experts_per_tok": 2}),
     "qwen3": ("qwen3", {**_COMMON, "head_dim": 16, "tie_word_embeddings": True}),
+    "qwen2": ("qwen2", _COMMON),
+    "llama": ("llama", {**_COMMON, "head_dim": 16, "rope_parameters": _LLAMA3}),
 }
 """Name -> (transformers' model type, its config)."""
 

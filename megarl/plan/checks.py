@@ -40,8 +40,6 @@ def check_division(config: Config, shape: ModelShape, layout: Layout) -> None:
     for name, width in cut_widths(shape):
         key, parts = ("parallel.etp", layout.etp) if name.startswith("the experts") else ("parallel.tp", layout.tp)
         _require_divisor(name, width, key, parts)
-    if layout.ep > 1 and not shape.num_experts:
-        raise ConfigError(f"parallel.ep: found {layout.ep} for a model without experts, expected 1; remove it")
     longest = longest_sequence(config)
     if longest > shape.max_sequence_length:
         raise ConfigError(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megarl.config import Config, Layout
 from megarl.errors import ConfigError
+from megarl.models.fit import check_fit
 from megarl.models.shapes import read_shape
 from megarl.plan.checks import GpuMemory, check_division, check_engine, check_gpus, check_servers
 from megarl.plan.engine_memory import EngineMemory, engine_memory
@@ -53,6 +54,7 @@ def plan(config: Config, model: Path | None = None, source: Path | None = None) 
     """Plan a run; ConfigError, one line, for what cannot divide or fit. ``model``, ``source``: see ``find_model``."""
     folder = find_model(config, model, source)
     shape = read_shape(folder)
+    check_fit(config, shape)
     layout = config.check_world_size(config.launch.ranks)
     check_division(config, shape, layout)
     check_servers(config, shape)

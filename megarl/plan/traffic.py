@@ -10,6 +10,7 @@ from math import comb
 
 from megarl.config import Config, Layout
 from megarl.core.rollout_codec import num_encoded_bytes
+from megarl.models.fit import wants_routes
 from megarl.models.names import rules_of
 from megarl.models.shapes import ModelShape
 from megarl.plan.engine_memory import cache_bytes_per_token, weight_bytes
@@ -36,9 +37,9 @@ class StepTraffic:
     """Of a whole step."""
 
     columns: int  # tokens and log-probabilities from the engines, 8 bytes a token, before JSON makes text of them
-    routes: int  # from the engines, as they travel; 0 unless replay is r3
+    routes: int  # from the engines, as they travel; 0 unless they are replayed, watched or written
     routes_per_rank: int  # that one rank's routers get from other ranks of its model copy, each of which draws a share
-    rollouts_per_rank: int  # that one rank gets from those; with r3 also who has and who needs which routes
+    rollouts_per_rank: int  # that one rank gets from those; with routes also who has and who needs which routes
     rewards_per_rank: int  # of all responses, which every rank gets; they alone grow with the number of ranks
 
 
@@ -81,15 +82,15 @@ def step_traffic(config: Config, shape: ModelShape, layout: Layout, stage: Stage
     """Of a step whose sequences are all as long as they may be."""
     tokens, trace = batches.responses * batches.longest, trace_of(shape)
     short = config.sglang.compact_routes and not config.sglang.urls
-    replayed, remote = config.train.replay == "r3", config.rollout.engine_kind.server
+    routed, remote = wants_routes(config, shape), config.rollout.engine_kind.server
     of_step = config.train.mini_batches * route_bytes(config, shape, layout, stage)
     ranks, of_copy = layout.world_size // layout.dp, -(-batches.responses // layout.dp)
-    rollouts = num_encoded_bytes(of_copy, of_copy * batches.longest, routed=replayed)
-    placements = (ranks - 1) * (of_copy + of_copy // ranks) * PLACEMENT_BYTES if replayed else 0
+    rollouts = num_encoded_bytes(of_copy, of_copy * batches.longest, routed=routed)
+    placements = (ranks - 1) * (of_copy + of_copy // ranks) * PLACEMENT_BYTES if routed else 0
     return StepTraffic(
         columns=8 * tokens if remote else 0,
-        routes=tokens * (trace.wire_short if short else trace.wire_long) if replayed and remote else 0,
-        routes_per_rank=_over(ranks, of_step) if replayed else 0,
+        routes=tokens * (trace.wire_short if short else trace.wire_long) if routed and remote else 0,
+        routes_per_rank=_over(ranks, of_step) if routed else 0,
         rollouts_per_rank=_over(ranks, rollouts) + placements,
         rewards_per_rank=_over(layout.world_size, REWARD_BYTES * batches.responses),
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megarl.config import Config, Layout
 from megarl.errors import ConfigError
 from megarl.megatron.passes.logprobs import COLUMNS, ROWS
+from megarl.models.fit import wants_routes
 from megarl.models.names import rules_of
 from megarl.models.shapes import ModelShape
 from megarl.plan.activations import Cut, head_bytes, input_bytes, layer_bytes, routed_rows
@@ -32,9 +33,9 @@ class RankMemory:
     activations: int  # what the micro-batches in flight keep for their backward passes
     working: int  # short-lived: a recomputed unit and gradients of its rows, or what the output layer needs
     sync: int  # what gathering for the engine takes at most, and two buckets
-    exchange: int  # routes of a mini-batch, sent and received, while ranks exchange them (r3)
+    exchange: int  # routes of a mini-batch, sent and received, while ranks exchange them
     recorded: int  # routes that the old-log-prob pass recorded (r2), of all mini-batches of the step
-    host_routes: int  # routes of a step on the host (r3): those that the rank sampled, those that its routers replay
+    host_routes: int  # routes of a step on the host: those that the rank sampled, those that its routers see
 
     @property
     def states(self) -> int:
@@ -55,7 +56,7 @@ def rank_memory(config: Config, shape: ModelShape, layout: Layout, stage: Stage,
     count, element = count_rank(shape, layout, stage), ELEMENT[config.model.dtype]
     weights, gradients, optimizer = state_bytes(config, layout, count)
     kept, unit = activation_bytes(config, shape, layout, stage, micro_batches)
-    routes, replay = route_bytes(config, shape, layout, stage), config.train.replay
+    routes, routed = route_bytes(config, shape, layout, stage), wants_routes(config, shape)
     of_step, is_exchanged = routes * config.train.mini_batches, layout.tp * layout.cp * layout.pp > 1
     return RankMemory(
         stage=stage.rank,
@@ -66,9 +67,9 @@ def rank_memory(config: Config, shape: ModelShape, layout: Layout, stage: Stage,
         activations=kept,
         working=max(unit + _row_gradients(config, shape, layout, stage), _head(config, shape, layout, stage)),
         sync=element * gathered_elements(shape) + (2 * BUCKET_BYTES if config.rollout.engine_kind.server else 0),
-        exchange=2 * routes if replay == "r3" and is_exchanged else 0,
-        recorded=of_step if replay == "r2" else 0,
-        host_routes=2 * of_step if replay == "r3" else 0,
+        exchange=2 * routes if routed and is_exchanged else 0,
+        recorded=of_step if config.train.replay == "r2" else 0,
+        host_routes=2 * of_step if routed else 0,
     )
 
 

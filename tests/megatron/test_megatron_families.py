@@ -17,7 +17,7 @@ from tiny_world import safetensors_of
 
 from megarl.errors import CheckpointError, ConfigError
 from megarl.models.names import hf_shapes
-from megarl.models.shapes import SHAPES, read_shape
+from megarl.models.shapes import DENSE, SHAPES, read_shape
 
 __all__ = ["reference_gradients"]  # a fixture
 
@@ -25,7 +25,7 @@ GRADIENTS = "cases_training:gradients"
 ROUND_TRIP = "cases_training:round_trip"
 CHAIN = "cases_families:chain"
 NEW = [name for name in FAMILIES if name != "qwen3_moe"]
-EXPERT_LAYOUTS = {name: "tp2" if name == "qwen3" else "tp2 ep2 etp1" for name in FAMILIES}
+EXPERT_LAYOUTS = {name: "tp2" if name in DENSE else "tp2 ep2 etp1" for name in FAMILIES}
 Reference = Callable[[str], tuple[float, dict[str, torch.Tensor]]]
 
 
@@ -127,6 +127,9 @@ def test_configs_of_older_transformers_say_the_same(tmp_path: Path) -> None:
         ("qwen3", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
         ("qwen3", {"hidden_act": "gelu"}, "'gelu'"),
         ("qwen3", {"rms_norm_eps": None}, "rms_norm_eps"),
+        ("llama", {"attention_bias": True}, "attention_bias True"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "'low_freq_factor': None"),
+        ("qwen2", {"model_type": "qwen3_next"}, "gated delta net"),
     ],
 )
 def test_what_megatron_would_compute_otherwise_is_refused(

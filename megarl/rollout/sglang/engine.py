@@ -87,6 +87,8 @@ class SGLangEngine(Engine):
                 "vocabulary, not of the nucleus that is sampled from, so importance weights would be wrong"
             )
         shape = self._shape if params.return_routed_experts else None
+        if shape is not None and not shape.moe_layers:
+            raise RolloutError("the servers' model has no experts: set return_routed_experts to False")
 
         def decode(request: SampleRequest, answer: Any, url: str, rid: str) -> Rollout:
             rollout = parse_answer(request, answer, self._version, shape, rid)

@@ -46,6 +46,8 @@ class Fleet:
     tp: int = 1
     """Tensor-parallel size of each server."""
     api_key: str | None = None
+    routes: bool = True
+    """Whether the servers must return routes."""
     folder: Path | None = None
     """Weights go through a folder below this one, which all servers can read; None: over the network."""
     broadcast: bool = False
@@ -68,7 +70,7 @@ class Fleet:
         if self.source is None:
             raise ConfigError("a fleet of servers given by URL needs source, a checkpoint folder of their model")
         servers = [(url, None) for url in self.urls] + [(server.url, server) for server in map(Server, self.specs)]
-        self._members = [Member(url, server, self.tp, self.api_key, self.tell) for url, server in servers]
+        self._members = [Member(url, server, self.tp, self.api_key, self.routes, self.tell) for url, server in servers]
         self._state = FleetState(self.settings, lambda: self._prompt)
         self._keepers = [Keeper(member, self._state) for member in self._members]
         self._taken: list[Member] = []

@@ -44,6 +44,8 @@ class Member:
     tp: int
     """Tensor-parallel size."""
     api_key: str | None
+    routes: bool
+    """Whether it must return routes."""
     tell: Callable[[str], None]
     sender: WeightSender | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -114,7 +116,7 @@ class Member:
 
     def connect(self) -> None:
         """Make a new sender; RolloutError if nothing answers, ConfigError if megarl cannot use what answers."""
-        release, warnings = check_server(server_info(self.url, self.api_key), self.tp)
+        release, warnings = check_server(server_info(self.url, self.api_key), self.tp, self.routes)
         if self.sender is not None:
             self.sender.close()
         for warning in warnings if self.sender is None else ():

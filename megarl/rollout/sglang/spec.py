@@ -57,6 +57,8 @@ class ServerSpec:
     """Size of the KV cache in tokens; None lets SGLang derive it from mem_fraction."""
     mem_fraction: float | None = None
     """Share of the memory for weights and KV cache; None is 0.1 on a CPU and SGLang's own choice on GPUs."""
+    routes: bool = True
+    """Whether it is to record routes; one with a dense model cannot."""
     api_key: str | None = field(default=None, repr=False)
     """Bearer token that every request but the health check must then carry."""
     extra_args: tuple[str, ...] = ()
@@ -82,7 +84,8 @@ def command(spec: ServerSpec, config_file: Path | None = None) -> list[str]:
     if config_file is not None:
         args += ["--config", str(config_file)]
     args += ["--model-path", str(spec.model_path), "--host", spec.host, "--port", str(spec.port)]
-    args += ["--dtype", spec.dtype, "--tp-size", str(spec.tp), "--enable-return-routed-experts"]
+    args += ["--dtype", spec.dtype, "--tp-size", str(spec.tp)]
+    args += ["--enable-return-routed-experts"] if spec.routes else []
     # The warm-up sends English text, which ends the server if the tokenizer does not know one of its characters. The
     # health check generates from a token id and is as good a test.
     args += ["--skip-server-warmup", "--log-level-http", "warning"]

@@ -193,16 +193,17 @@ def can(version: Version, capability: str) -> bool:
     return version >= {entry.name: entry.since for entry in CAPABILITIES}[capability]
 
 
-def check_server(info: Arguments, tp: int) -> tuple[Version, list[str]]:
+def check_server(info: Arguments, tp: int, routes: bool = True) -> tuple[Version, list[str]]:
     """Returns the version in a /server_info answer, and warnings; ConfigError if megarl cannot use the server or it has
-    another tensor-parallel size than ``tp``."""
+    another tensor-parallel size than ``tp``. ``routes``: whether it must return them."""
     text = str(info.get("version"))
     version = parse_version(text)
     if version < OLDEST:
         hint = f'expected at least {dotted(OLDEST)}: upgrade it, or set rollout.engine = "local"'
         raise ConfigError(f"SGLang {text} returns no routes, {hint}")
     for fault in FAULTS:
-        if (fault.last is None or version <= fault.last) and fault.when(info):
+        matters = routes or fault.name != "no_routes"
+        if matters and (fault.last is None or version <= fault.last) and fault.when(info):
             raise ConfigError(f"SGLang {text}: {fault.meaning}: {fault.remedy}")
     if _number(info, "tp_size", tp) != tp:
         raise ConfigError(f"SGLang runs with --tp-size {info['tp_size']}, expected {tp}: set sglang.tp to the former")

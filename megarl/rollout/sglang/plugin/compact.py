@@ -44,10 +44,11 @@ def parse_header(headers: Mapping[str, str]) -> MoeShape | None:
         dense = {int(layer) for layer in found["dense_layers"]}
     except (TypeError, ValueError, OverflowError, RecursionError):
         return None
-    if found["version"] != VERSION or not 0 < num_layers <= 1 << 16 or topk < 1 or num_experts < 1:
+    if found["version"] != VERSION or not 0 < num_layers <= 1 << 16:
         return None
     moe_layers = tuple(layer for layer in range(num_layers) if layer not in dense)
-    is_sound = moe_layers and dense < set(range(num_layers))
+    has_experts = min(topk, num_experts) >= 1 if moe_layers else topk == num_experts == 0
+    is_sound = has_experts and dense <= set(range(num_layers))
     return MoeShape(num_layers, moe_layers, num_experts, topk) if is_sound else None
 
 
