@@ -266,14 +266,16 @@ class Convert:
 
 @dataclass(frozen=True)
 class Quickstart:
-    """Make a tiny MoE and a task, train it with RL on the CPU, write a report to OUT/report."""
+    """Make a tiny model and a task, train it with RL on the CPU, write a report to OUT/report."""
 
     out: Path = Path("runs/quickstart")
+    family: Literal["qwen3_moe", "qwen3", "qwen2", "llama"] = "qwen3_moe"
+    """A MoE, or a dense model."""
 
     def run(self, overrides: Overrides) -> None:
         from megarl.quickstart import quickstart
 
-        quickstart(self.out)
+        quickstart(self.out, self.family)
 
 
 _ALL = (Train, Launch, Sft, Eval, Plan, Doctor, Report, Status, Trace, Simulate, Convert, Quickstart)

@@ -1,7 +1,8 @@
 """``megarl quickstart``: from nothing to a report in a few minutes on two cores.
 
-It makes a tiny Qwen3-MoE and the task of sorting six digits. Demonstrations, of which 55 % are sorted in the wrong
-order, teach the format. RL selects the right order. Both are ordinary megarl commands under torchrun.
+It makes a tiny Qwen3-MoE, or a dense model, and the task of sorting six digits. Demonstrations, of which 55 % are
+sorted in the wrong order, teach the format. RL selects the right order. Both are ordinary megarl commands under
+torchrun.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from megarl.config import Config
 from megarl.config.file import load
 from megarl.data.files import write_atomically
-from megarl.data.tiny import write_sort_task, write_tiny_model
+from megarl.data.tiny import Family, write_sort_task, write_tiny_model
 from megarl.errors import MegarlError, RolloutError
 from megarl.report.report import write_report
 from megarl.run.metrics_log import read_metrics
@@ -24,15 +25,32 @@ RANKS = 2
 
 CONFIG = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
 """The configuration, with the paths {config}, {run}, {model} and {task} left open."""
+_DENSE = {
+    "ep = 2": "ep = 1",
+    'replay = "r3"': 'replay = "none"',
+    "MiniRL with R3 on a tiny MoE, expert-parallel on two": "MiniRL on a tiny dense model, data-parallel on two",
+    ", routing included": "",
+    "--train.replay none | r2      ": "",
+    "--parallel.ep 1 --parallel.tp 2": "--parallel.tp 2",
+}
+"""What is otherwise for a dense model."""
 
 
-def quickstart(out: Path) -> None:
+def config_text(family: Family, **paths: Path) -> str:
+    """The configuration for a model of this family."""
+    text = CONFIG.format(**paths)
+    for found, dense in _DENSE.items() if family != "qwen3_moe" else ():
+        text = text.replace(found, dense)
+    return text
+
+
+def quickstart(out: Path, family: Family = "qwen3_moe") -> None:
     """Make model and task in ``out``, run cold start, RL and report, and print the result; skip finished steps."""
     started = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     run, model, task = out / "run", out / "model", out / "task"
     path = out / "quickstart.toml"
-    text = CONFIG.format(config=path, run=run, model=model, task=task)
+    text = config_text(family, config=path, run=run, model=model, task=task)
     if (run / "report" / "index.html").exists():
         raise MegarlError(
             f"{out} holds a finished quickstart; look at {run / 'report' / 'index.html'}, or remove {out}"
@@ -41,14 +59,15 @@ def quickstart(out: Path) -> None:
     config = load(path)
     untrained = out / "model-untrained"
     if not (untrained / "config.json").exists():
-        _say("making a tiny Qwen3-MoE (2.5 M parameters) and 4096 sorting problems")
-        write_tiny_model(untrained, seed=config.run.seed)
+        _say(f"making a tiny {family} model and 4096 sorting problems")
+        write_tiny_model(untrained, seed=config.run.seed, family=family)
     if not (task / "demonstrations.jsonl").exists():
         write_sort_task(task, seed=config.run.seed)
     if not (model / "config.json").exists():
         _say("cold start: Megatron learns the format from demonstrations, 55 % of them sorted the wrong way")
         _torchrun("sft", path, "--model.path", str(untrained))
-    _say("RL: MiniRL, R3, FP8-rounded rollout weights, 2 ranks with expert parallelism")
+    replay, ep = config.train.replay, config.parallel.ep
+    _say(f"RL: MiniRL, replay {replay}, FP8-rounded rollout weights, {RANKS} ranks, ep {ep}")
     _torchrun("train", path)
     report = write_report(run)
     _print_summary(config, report, time.monotonic() - started)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,7 +114,7 @@ def test_traces_are_as_large_as_planned(experts: int, topk: int, tmp_path: Path)
     assert len(base64.b64encode(dense_too.tobytes())) == pytest.approx(1000 * planned.wire_long, rel=0.01)
 
 
-def test_routes_travel_only_where_they_are_replayed(tmp_path: Path) -> None:
+def test_routes_travel_only_where_they_are_replayed_watched_or_written(tmp_path: Path) -> None:
     """By hand: 16 responses of 32 tokens; 3 MoE layers, top-2; base64 of int32 for 4 layers is 43 bytes a token.
 
     Of two ranks each routes half of the tokens, and has drawn half of those.
@@ -121,16 +122,21 @@ def test_routes_travel_only_where_they_are_replayed(tmp_path: Path) -> None:
     model = write_config(tmp_path, "qwen3_moe")
     shape = read_shape(model)
 
-    def routes(**overrides: str | list[str]) -> tuple[int, int]:
+    def routes(**overrides: Any) -> tuple[int, int]:
         settings = config(model, rollout__engine="sglang", parallel__tp=2, **overrides)
         layout = settings.check_world_size(2)
         stage = stages_of(settings, shape)[0]
         found = step_traffic(settings, shape, layout, stage, divide_step(settings, layout))
         return found.routes, found.routes_per_rank
 
-    assert routes(train__replay="none") == (0, 0)
-    assert routes(train__replay="r2") == (0, 0)
-    assert routes(sglang__urls=["http://a:1"]) == (16 * 32 * 43, 16 * 32 * 3 * 2 // 4)
+    fetched, unseen = (16 * 32 * 43, 16 * 32 * 3 * 2 // 4), {"train__max_native_flip": "off"}
+    assert routes(sglang__urls=["http://a:1"]) == fetched
+    for replay in ("none", "r2"):
+        others = {"sglang__urls": ["http://a:1"], "train__replay": replay}
+        assert routes(**others) == fetched  # the tripwire compares them
+        assert routes(**others, **unseen) == (0, 0)
+        assert routes(**others, **unseen, log__traces_every=5) == fetched
+    assert routes(train__replay="none", megatron__moe_router_force_load_balancing=True) == (0, 0)  # no hook compares
 
 
 def test_buckets_are_those_of_the_fleet() -> None:

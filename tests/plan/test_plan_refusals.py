@@ -16,6 +16,7 @@ from megarl.plan.trainer_memory import RankMemory
 
 SGLANG = {"rollout__engine": "sglang"}
 FP8 = {**SGLANG, "sglang__fp8": True}
+DENSE = {"train__replay": "none"}
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,16 @@ FP8 = {**SGLANG, "sglang__fp8": True}
         ("mixtral", 3, {"parallel__tp": 3, "train__micro_batch_tokens": 66}, "parallel.tp: .* num_attention_heads = 4"),
         ("mixtral", 4, {"parallel__tp": 4}, "parallel.tp: found 4, expected a divisor of .* num_key_value_heads = 2"),
         ("mixtral", 3, {"parallel__ep": 3, "rollout__prompts_per_step": 3}, "parallel.ep: found 3, .* experts = 8"),
-        ("qwen3", 2, {"parallel__ep": 2}, "parallel.ep: found 2 for a model without experts"),
+        ("qwen3", 1, {}, 'train.replay: found "r3", expected "none": the qwen3 model in model.path is dense'),
+        ("qwen2", 1, {"train__replay": "r2"}, 'train.replay: found "r2", expected "none"'),
+        ("qwen3", 2, {**DENSE, "parallel__ep": 2}, "parallel.ep: found 2, expected 1: the qwen3 model .* no experts"),
+        (
+            "qwen3",
+            1,
+            {**DENSE, "train__max_native_flip": 0.3},
+            "train.max_native_flip: found 0.3: .* no routers to watch",
+        ),
+        ("llama", 1, {**DENSE, "log__traces_every": 2}, "log.traces_every: found 2, expected 0"),
         ("mixtral", 3, {"parallel__pp": 3}, "parallel.pp: found 3 stages for 4 layers"),
         ("mixtral", 2, {"parallel__pp": 2, "parallel__vpp": 3}, "parallel.vpp: found 3 with 2 layers"),
         (

@@ -76,8 +76,8 @@ def test_routes_in_memory(tmp_path: Path) -> None:
     model, sizes = write_config(tmp_path, "mixtral"), {"parallel__tp": 2, "train__mini_batches": 2}
     shape = read_shape(model)
 
-    def memory(replay: str) -> tuple[int, int, int]:
-        settings = config(model, train__replay=replay, **sizes)
+    def memory(replay: str, flips: str = "off") -> tuple[int, int, int]:
+        settings = config(model, train__replay=replay, train__max_native_flip=flips, **sizes)
         layout = settings.check_world_size(2)
         found = rank_memory(settings, shape, layout, stages_of(settings, shape)[0], 4)
         return found.exchange, found.recorded, found.host_routes
@@ -86,3 +86,4 @@ def test_routes_in_memory(tmp_path: Path) -> None:
     assert memory("none") == (0, 0, 0)
     assert memory("r2") == (0, 2 * mini_batch, 0)
     assert memory("r3") == (2 * mini_batch, 0, 2 * 2 * mini_batch)
+    assert memory("none", "learn") == memory("r3")  # the tripwire compares them

@@ -148,6 +148,7 @@ def sample(
     temperature: float = 1.0,
     top_p: float = 1.0,
     max_response_tokens: int = MAX_RESPONSE,
+    routes: bool = True,
 ) -> list[Rollout]:
     """A step's rollouts from the local engine."""
     engine = LocalEngine.from_pretrained(world.model, fp8_rounding=fp8_rounding)
@@ -165,7 +166,7 @@ def sample(
         SampleRequest(prompts[s // GROUP_SIZE].tokens, s // GROUP_SIZE, s % GROUP_SIZE, seed=s)
         for s in range(NUM_SEQUENCES)
     ]
-    params = SamplingParams(temperature, top_p, max_response_tokens, (tokenizer.eos_token_id,))
+    params = SamplingParams(temperature, top_p, max_response_tokens, (tokenizer.eos_token_id,), routes)
     made = engine.generate(requests, params)
     engine.close()
     return made

@@ -26,7 +26,7 @@ def row_versions(rollout: Rollout) -> np.ndarray:
 
 
 def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dict[str, Stat]:
-    """Shares of tokens by source of their row, of what mixes weights, and how old the weights were.
+    """Shares of tokens by source of their row (if there are routes), of what mixes weights, and how old these were.
 
     ``routes/stale_rows_fraction``: rows chosen by other weights than those that produced or read their token, as an
     engine returns that pauses, takes new weights and prefills again. ``rollout/mixed_versions_fraction``: responses
@@ -36,13 +36,14 @@ def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dic
     sources = np.concatenate([row_sources(rollout) for rollout in rollouts])
     stale = np.concatenate([_stale(rollout) for rollout in rollouts])
     mixed = np.array([_num_versions(rollout) > 1 for rollout in rollouts])
-    shares = {
-        "rollout/missing_rows_fraction": sources == RowSource.MISSING,
-        "rollout/mixed_versions_fraction": mixed,
-        "routes/captured_fraction": sources == RowSource.CAPTURED,
-        "routes/native_fraction": sources == RowSource.NATIVE,
-        "routes/stale_rows_fraction": stale,
-    }
+    shares = {"rollout/mixed_versions_fraction": mixed}
+    if any(rollout.routed_mask is not None for rollout in rollouts):
+        shares |= {
+            "rollout/missing_rows_fraction": sources == RowSource.MISSING,
+            "routes/captured_fraction": sources == RowSource.CAPTURED,
+            "routes/native_fraction": sources == RowSource.NATIVE,
+            "routes/stale_rows_fraction": stale,
+        }
     ages = trainer_version - torch.from_numpy(
         np.concatenate([rollout.weight_versions[rollout.loss_mask] for rollout in rollouts]).astype(np.float64)
     )
