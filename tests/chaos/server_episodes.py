@@ -65,11 +65,17 @@ def wire_lies(arena: Arena, rng: random.Random, name: str) -> list[Happened]:
     return [Happened(f"{lie} ({liar})", outcome, None, times) for lie, times in told.items()]
 
 
+def _steps(run: Run) -> list[dict[str, Any]]:
+    """Records of finished steps; none of a run that was refused before it wrote any."""
+    written = (run.folder / "metrics.jsonl").exists()
+    return [record for record in numbers(run.folder) if record["kind"] == "step"] if written else []
+
+
 def _judge_lies(run: Run, proxy: LyingProxy, code: int) -> str:
     """Compare what the proxy has changed with what the run says that it has refused or dropped."""
     require_explained(run)
     told = len(proxy.ledger)
-    steps = [record for record in numbers(run.folder) if record["kind"] == "step"] if run.folder.exists() else []
+    steps = _steps(run)
     refused = sum(int(record.get("rollout/wrong_answers", 0)) for record in steps)
     dropped = sum(int(record.get("tripwires/dropped", 0)) for record in steps)
     if code != 0:
@@ -109,7 +115,7 @@ def foreign_weights(arena: Arena, rng: random.Random, name: str) -> list[Happene
 def _judge_foreign(run: Run, code: int) -> str:
     """No step has trained responses of foreign weights (k3 about 2): drawn again, dropped, or the run has stopped."""
     require_explained(run)
-    steps = [record for record in numbers(run.folder) if record["kind"] == "step"]
+    steps = _steps(run)
     for record in steps:
         is_own = record["rollout/k3"] < OWN_K3 or record.get("tripwires/dropped", 0) > 0
         require(is_own, f"step {record['step']} has trained responses of foreign weights", run)
