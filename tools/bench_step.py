@@ -6,7 +6,8 @@
 Both variants train on the same rollouts with the same model object, alternating, so that other load on the machine
 affects both equally. A step is everything after sampling: checks, packing, old log-probabilities, N updates. The
 learning rate is negligible, so every repetition does the same work. "unwatched" is r3 without tripwires. "unhooked" is
-Megatron with no megarl hook on its routers, and without tripwires.
+Megatron with no megarl hook on its routers, and without tripwires. The last line compares the gradient norms of single
+samples (GVM) with a training pass over them: preparation, forward and backward pass, without the optimizer.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from transformers import AutoConfig
 
 from megarl.config import Config
@@ -30,6 +32,7 @@ from megarl.megatron.policy import DTYPES, Policy, schedule_of
 from megarl.megatron.replay import RoutingReplay
 from megarl.megatron.replay.hooks import Hook
 from megarl.rollout.local.engine import LocalEngine
+from megarl.train.sampling.gradient_norms import gradient_norms
 from megarl.train.sampling.sampler import Sampler
 from megarl.train.sampling.step_rollouts import StepRollouts
 from megarl.train.step import TrainStep
@@ -112,6 +115,23 @@ class Bench:
             for phase, value in {**spent, **{part: self.parts[part] for part in PARTS}}.items():
                 self.seconds[variant, phase].append(value)
 
+    def norms(self, repeats: int) -> str:
+        """Gradient norms of all samples against a training pass over them: medians of ratios of paired times."""
+        step, rollouts = self.steps["none"], [r for part in self.rollouts.mini_batches for r in part]
+        ratios: dict[str, list[float]] = defaultdict(list)
+        for repeat in range(-1, repeats):
+            for block in ("embedding", "output_layer", "linear_proj"):
+                spent: dict[str, float] = {}
+                with _timed(spent, "pass"):
+                    mini = step.prepare(rollouts, np.ones(len(rollouts)))
+                    step._backward(mini)
+                with _timed(spent, "norms"):
+                    gradient_norms(step, rollouts, block)
+                if repeat >= 0:
+                    ratios[block].append(spent["norms"] / spent["pass"])
+        found = [f"{block} {statistics.median(values):.2f}" for block, values in ratios.items()]
+        return f"gradient norms of {len(rollouts)} samples / a training pass over them: {', '.join(found)}"
+
     def report(self) -> str:
         totals = {
             v: [sum(parts) for parts in zip(*(self.seconds[v, p] for p in PHASES), strict=True)] for v in VARIANTS
@@ -163,12 +183,14 @@ def main() -> None:
         # the order turns, so that no variant always follows the same one
         for shift in range(len(VARIANTS)):
             bench.once(VARIANTS[(repeat + shift) % len(VARIANTS)], keep=repeat >= 0)
+    norms = bench.norms(repeats)
     tokens = sum(len(r.tokens) for part in bench.rollouts.mini_batches for r in part)
     if distributed.is_main_rank():
         print(
             f"{tokens} tokens on this rank, {config.train.mini_batches} mini-batches, median of {repeats} paired steps"
         )
         print(bench.report())
+        print(norms)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ from megarl.errors import AgreementError, MegarlError, ReplayError, RolloutError
 from megarl.megatron import distributed
 from megarl.megatron.frozen import Reference
 from megarl.megatron.passes import forward
-from megarl.megatron.passes.micro_batches import split_by_sequence
 from megarl.megatron.policy import Policy
 from megarl.megatron.replay import Recording
 from megarl.megatron.replay.rollout_routes import check_rollouts, deliver_routes, gather_shared
@@ -68,14 +67,11 @@ class TrainStep:
         beforehand = self.objective.weight_fn == "adaptive_power" and self.objective.corrected != "theta_old"
         return self.config.train.mini_batches > 1 or self.needs_token_advantages or beforehand
 
-    def prepare(
-        self, rollouts: Sequence[Rollout], advantages: np.ndarray | Sequence[np.ndarray], one_by_one: bool = False
-    ) -> MiniBatch:
+    def prepare(self, rollouts: Sequence[Rollout], advantages: np.ndarray | Sequence[np.ndarray]) -> MiniBatch:
         """Check, pack and split this rank's rollouts of one mini-batch, and fetch its rows of their routes.
 
-        A collective call. Each rollout has its routes on at least one rank of the model copy. ``one_by_one`` makes each
-        rollout a micro-batch, in the given order, for passes that take one at a time. TraceError if routes are not of
-        this model, or if replay is "r3" and routes are absent or too many rows are missing.
+        A collective call. Each rollout has its routes on at least one rank of the model copy. TraceError if
+        routes are not of this model, or if replay is "r3" and routes are absent or too many rows are missing.
         """
         config, replay, shape = self.config, self.policy.replay, self.policy.shape
         r3 = config.train.replay == "r3"
@@ -96,8 +92,7 @@ class TrainStep:
         except MegarlError as error:
             failure = error
         distributed.fail_together(failure, "the check of rollouts")
-        equal = config.parallel.equal_micro_batches
-        micro_batches = split_by_sequence(batch, equal) if one_by_one else split(config, batch)
+        micro_batches = split(config, batch)
         denominators = Denominators.of(batch.loss_mask, batch.cu_seqlens, batch.rollout_logprobs)
         gaps = np.array([[rollout.group, rollout.sample, *[0.0] * 7] for rollout in rollouts])
         mini = MiniBatch(micro_batches, over_ranks(denominators), gaps)

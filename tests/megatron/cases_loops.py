@@ -18,7 +18,7 @@ from tiny_world import join, local_routes, micro_batches, pack_own, rollouts
 from torch.utils.checkpoint import checkpoint
 
 from megarl.megatron.model import unwrap
-from megarl.megatron.passes.micro_batches import MicroBatch, split_by_sequence
+from megarl.megatron.passes.micro_batches import MicroBatch, split_micro_batches
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
 
 A, B, C = range(3)
@@ -200,7 +200,9 @@ class World:
         join(settings)
         batch = pack_own(rollouts(30, 4, 8, 2))
         micros = micro_batches(settings, batch)
-        self.micros = (micros if len(micros) > 2 else split_by_sequence(batch))[:3]
+        self.micros = (micros if len(micros) > 2 else split_micro_batches(batch, int(batch.cu_seqlens.diff().max())))[
+            :3
+        ]
 
     def model(self, kind: str) -> tuple[MatrixModel, RoutingReplay]:
         if kind not in self._models:

@@ -25,17 +25,13 @@ from megarl.train.step import TrainStep
 BLOCKS = {
     "embedding": ["model.embed_tokens.weight"],
     "output_layer": ["lm_head.weight"],
-    r"layers\.3\.self_attention\.q_layernorm": ["model.layers.3.self_attn.q_norm.weight"],
     r"layers\.2\.mlp\.router": ["model.layers.2.mlp.gate.weight"],
-    r"final_layernorm|layers\.(0|3)\.(pre_mlp_layernorm|self_attention\.linear_proj)": [
-        "model.norm.weight",
-        "model.layers.0.post_attention_layernorm.weight",
-        "model.layers.3.post_attention_layernorm.weight",
-        "model.layers.0.self_attn.o_proj.weight",
-        "model.layers.3.self_attn.o_proj.weight",
+    r"layers\.(0|3)\.self_attention\.linear_(proj|qkv)\.weight|layers\.1\.mlp\.linear_fc2": [
+        *(f"model.layers.{layer}.self_attn.{name}_proj.weight" for layer in (0, 3) for name in "qkvo"),
+        "model.layers.1.mlp.down_proj.weight",
     ],
 }
-"""Names in transformers by block. The last one mixes replicated and divided parameters of both pipeline stages."""
+"""Names in transformers by block. The last one mixes layers divided by rows and by columns, of both pipeline stages."""
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ def on_two_ranks(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict
 def _same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
     for block in BLOCKS:
         assert (expected[block] > 1e-3).all()
-        np.testing.assert_allclose(found[block], expected[block], rtol=1e-4, err_msg=block)
+        np.testing.assert_allclose(found[block], expected[block], rtol=1e-5, err_msg=block)
 
 
 @pytest.mark.parametrize("kind", ["untied", "tied", "r3"])
@@ -227,7 +227,8 @@ def test_norm_of_a_rollout_without_loss_is_zero_and_others_are_by_themselves(wor
         alone = [gradient_norms(step, [rollout], "embedding")[0] for rollout in rollouts]
         together = gradient_norms(step, [rollouts[0], silent, rollouts[2]], "embedding")
         assert gradient_norms(step, [], "embedding").shape == (0,)
-    assert together.tolist() == [alone[0], 0.0, alone[2]]
+    assert together[1] == 0
+    np.testing.assert_allclose(together, [alone[0], 0.0, alone[2]], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -235,6 +236,7 @@ def test_norm_of_a_rollout_without_loss_is_zero_and_others_are_by_themselves(wor
     [
         ("embedings", "matches no parameter"),
         (r"layers\.0\.mlp\.experts", "matches parameters of experts"),
+        (r"layers\.3\.self_attention\.q_layernorm", r"matches other parameters, as decoder\.layers\.3\.self"),
         ("weight", "matches parameters of experts"),
         ("router(", "is no regular expression"),
     ],

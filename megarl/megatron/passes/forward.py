@@ -98,10 +98,12 @@ def run(
     vocab_size: int,
     coefficients: CoefficientFn | None = None,
     on_micro_batch: Callable[[], None] | None = None,
+    on_logprobs: Callable[[Tensor], None] | None = None,
 ) -> list[MicroOutput]:
     """Forward all micro-batches; with ``coefficients`` also backward, which adds gradients to the model's.
 
-    Returns one MicroOutput per micro-batch on the last pipeline stage, an empty list on the others.
+    ``on_logprobs`` gets the log-probabilities by position, before their backward pass. Returns one MicroOutput per
+    micro-batch on the last pipeline stage, an empty list on the others.
     """
     training = coefficients is not None
     # Megatron averages the loss over both.
@@ -112,6 +114,8 @@ def run(
         by_slot, entropy_by_slot = _logprobs(gpt, hidden, micro.labels, temperature, vocab_size)
         logprobs, entropies = (to_tokens(column.detach(), micro) for column in (by_slot, entropy_by_slot))
         metrics: dict[str, Stat] = {}
+        if on_logprobs is not None:
+            on_logprobs(by_slot)
         value = by_slot.sum() * 0.0
         if coefficients is not None:
             weights, metrics = coefficients(index, micro.batch, logprobs, entropies)

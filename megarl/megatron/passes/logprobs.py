@@ -13,6 +13,7 @@ cut-cross-entropy) do not combine a split vocabulary, a coefficient per token an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -103,25 +104,97 @@ class _LinearLogprobs(torch.autograd.Function):
         shard, scale = ctx.shard, ctx.scale
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        factor = (grad.float() * scale)[:, None]
+        factor = grad.float() * scale
         for start, end in shard.blocks:
             block_weight = _operand(weight[start:end])
             block_grad = torch.zeros(block_weight.shape, dtype=torch.float32, device=hidden.device)
             for top in range(0, hidden.size(0), ROWS):
                 rows = slice(top, top + ROWS)
                 block_hidden = _operand(hidden[rows])
-                logits = _product(block_hidden, block_weight.t()).mul_(scale)
-                # d logprob / d z = onehot(label) - softmax(z)
-                by_logit = logits.sub_(log_sum[rows, None]).exp_().neg_()
-                hit, column = shard.local_labels(labels[rows], start, end)
-                by_logit.scatter_(1, column, by_logit.gather(1, column) + hit)
-                by_logit = by_logit.mul_(factor[rows]).to(block_weight.dtype)
+                known = labels[rows], log_sum[rows], factor[rows]
+                by_logit = _by_logit(shard, (start, end), block_hidden, block_weight, scale, *known)
+                by_logit = by_logit.to(block_weight.dtype)
                 grad_hidden[rows] += _product(by_logit, block_weight)
                 if grad_weight is not None:
                     block_grad += _product(by_logit.t(), block_hidden)
             if grad_weight is not None:
                 grad_weight[start:end] = block_grad
         return grad_hidden.to(ctx.hidden_dtype), grad_weight, None, None, None, None
+
+
+def _by_logit(
+    shard: _Shard,
+    block: tuple[int, int],
+    hidden: Tensor,
+    weight: Tensor,
+    scale: float,
+    labels: Tensor,
+    log_sum: Tensor,
+    factor: Tensor,
+) -> Tensor:
+    """fp32 [R, C]: ``factor d logprob / d z = factor (onehot(label) - softmax(z))`` of rows in a block of logits."""
+    by_logit = _product(hidden, weight.t()).mul_(scale).sub_(log_sum[:, None]).exp_().neg_()
+    hit, column = shard.local_labels(labels, *block)
+    by_logit.scatter_(1, column, by_logit.gather(1, column) + hit)
+    return by_logit.mul_(factor[:, None])
+
+
+def outer_squares(left: Tensor, right: Tensor) -> Tensor:
+    """Return ``||sum_t left_t right_t^T||_F^2`` of each sample, float64 [n]; left [n, L, A], right [n, L, B], fp32.
+
+    It equals ``sum_{t, u} (left_t . left_u) (right_t . right_u)``, which is computed if that takes fewer operations:
+    L (A + B) instead of A B per token. Source: Li et al., arXiv 2110.05679, section 4.
+    """
+    length, products = left.size(1), left.size(2) * right.size(2)
+    if length * (left.size(2) + right.size(2)) < products:
+        return ((left @ left.mT) * (right @ right.mT)).sum((1, 2), dtype=torch.float64)
+    return (left.mT @ right).square().sum((1, 2), dtype=torch.float64)
+
+
+class WeightGradient:
+    """The gradient ``sum_t dz_t h_t^T`` that ``linear_logprobs`` gives its weight, sequence by sequence.
+
+    Made of its first result, before the backward pass; ``complete`` gives the result's gradient [S]. ``whole`` makes a
+    column of all S positions from this rank's. Methods take positions [n, L] of n sequences of equal length.
+    """
+
+    def __init__(self, logprobs: Tensor) -> None:
+        node: Any = logprobs.grad_fn
+        self._shard, self._scale = node.shard, node.scale
+        self.hidden, self._weight, self._labels, self._log_sum = node.saved_tensors
+
+    def complete(self, gradient: Tensor, whole: Callable[[Tensor], Tensor]) -> None:
+        columns = self.hidden.detach(), self._labels, self._log_sum, gradient.float() * self._scale
+        self.hidden, self._labels, self._log_sum, self._factor = map(whole, columns)
+
+    def squares(self, positions: Tensor) -> Tensor:
+        """Return the squared norm of this rank's rows, float64 [n]."""
+        count, length = positions.shape
+        total = torch.zeros(count, dtype=torch.float64, device=positions.device)
+        for first in range(0, count, step := max(1, ROWS // length)):
+            at = positions[first : first + step]
+            rows, hidden = at.flatten(), _operand(self.hidden[at.flatten()])
+            known = self._labels[rows], self._log_sum[rows], self._factor[rows]
+            for start, end in self._shard.blocks:
+                weight = _operand(self._weight[start:end])
+                by_logit = _by_logit(self._shard, (start, end), hidden, weight, self._scale, *known)
+                total[first : first + step] += outer_squares(
+                    by_logit.unflatten(0, at.shape), hidden.float().unflatten(0, at.shape)
+                )
+        return total
+
+    def at_tokens(self, positions: Tensor, tokens: Tensor) -> Tensor:
+        """Return the rows of the tokens at the same positions, fp32 [n, L, H]; 0 where another rank has them."""
+        hidden, wanted = self.hidden[positions].float(), tokens[positions]
+        rows = self._shard.blocks[-1][1] if self._shard.blocks else 0
+        local = wanted - self._shard.first
+        own = (local >= 0) & (local < rows)
+        weight = self._weight[local.clamp(0, self._weight.size(0) - 1)].float()
+        logits = (hidden @ weight.mT) * self._scale
+        by_logit = (self._labels[positions][..., None] == wanted[:, None]).float()
+        by_logit -= (logits - self._log_sum[positions][..., None]).exp()
+        by_logit *= self._factor[positions][..., None] * own[:, None]
+        return by_logit.mT @ hidden
 
 
 def _fold(largest: Tensor, sums: Tensor, logits: Tensor) -> None:

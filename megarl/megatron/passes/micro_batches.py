@@ -85,14 +85,6 @@ def split_micro_batches(
     return [micro_batch(select(batch, indices), size, indices) for indices, size in zip(bins, slots, strict=True)]
 
 
-def split_by_sequence(batch: TrainBatch, padded_to_max: bool = False) -> list[MicroBatch]:
-    """One micro-batch for each sequence of this rank; a collective call. See ``split_micro_batches``."""
-    slots = [_slots_for(length) for length in _padded_lengths(batch)]
-    if padded_to_max:
-        slots = [largest(max(slots), parallel_state.get_data_parallel_group())] * len(slots)
-    return [micro_batch(select(batch, [index]), size, [index]) for index, size in enumerate(slots)]
-
-
 def _padded_lengths(batch: TrainBatch) -> list[int]:
     multiple = _sequence_multiple(parallel_state.get_context_parallel_world_size())
     return segment_lengths(pad_cu_seqlens(batch.cu_seqlens, multiple)).tolist()

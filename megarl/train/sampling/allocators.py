@@ -19,7 +19,7 @@ from megarl.core.types import Rollout
 from megarl.data.prompts import Prompt
 from megarl.errors import CheckpointError, ConfigError
 from megarl.megatron import distributed
-from megarl.megatron.block_gradients import block_parameters
+from megarl.megatron.block_gradients import find_block
 from megarl.rollout.player import Sample
 from megarl.train.sampling.assignment import Key
 from megarl.train.sampling.gradient_norms import gradient_norms
@@ -124,7 +124,7 @@ class Gvm:
         self, config: Config, train_step: TrainStep, prompts_of: Callable[[int], Sequence[Prompt]], presample: Presample
     ) -> None:
         try:
-            block_parameters(train_step.policy, config.gvm.block)  # refuse a wrong name before anything is sampled
+            find_block(train_step.policy, config.gvm.block)  # refuse a wrong name before anything is sampled
         except ConfigError as error:
             raise ConfigError(f"gvm.block: {error}") from error
         self._config, self._train_step = config, train_step

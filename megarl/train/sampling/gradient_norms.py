@@ -14,9 +14,10 @@ from megatron.core import parallel_state
 from megarl.core.metrics import Stat
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import NumericsError
-from megarl.megatron.block_gradients import block_parameters, local_square, on_block
+from megarl.megatron.block_gradients import find_block, measuring
 from megarl.megatron.distributed import dp_size, fail_together, largest, model_group
 from megarl.megatron.passes import forward
+from megarl.megatron.sequence_squares import SequenceSquares
 from megarl.train.mini_batch import MiniBatch, make_rollout
 from megarl.train.step import TrainStep
 
@@ -25,39 +26,42 @@ def gradient_norms(train_step: TrainStep, rollouts: Sequence[Rollout], block: st
     """Return ``||d/d(block) sum_t log pi(y_t)||_2`` of each rollout, float64 [n], on every rank of its model copy.
 
     The sum is over the rollout's loss tokens, not divided by their number, at the temperature of the rollout. Routes
-    are replayed if ``train.replay`` is "r3", else the routers choose. block: see ``block_parameters``; the released GVM
-    code uses "embedding". Gradients are accumulated in fp32.
+    are replayed if ``train.replay`` is "r3", else the routers choose. block: see ``find_block``; the released GVM code
+    uses "embedding". Products are summed in fp32.
 
     A collective call. The ranks of one model copy hold the same rollouts, as for ``TrainStep.prepare``. Copies may hold
-    different numbers of them, also none. There is one forward and backward pass per rollout, on all copies at once,
-    because copies share experts: a copy without further rollouts runs a dummy. Weights and optimizer do not change;
-    gradients are zero afterwards. Raises ConfigError for an unknown block, NumericsError naming a rollout whose norm is
-    not finite, and what ``prepare`` raises.
+    different numbers of them, also none. There is one forward and backward pass over packed micro-batches
+    (``megarl.megatron.sequence_squares``). Weights and optimizer do not change; gradients are zero afterwards. Raises
+    ConfigError for an unknown block, NumericsError naming a rollout whose norm is not finite, and what ``prepare``
+    raises.
     """
-    parameters = block_parameters(train_step.policy, block)
-    passes = largest(len(rollouts), parallel_state.get_data_parallel_group())
-    if passes == 0:
+    policy, multiple = train_step.policy, train_step.config.parallel.micro_batch_multiple
+    wanted = find_block(policy, block)
+    most = largest(len(rollouts), parallel_state.get_data_parallel_group())
+    if most == 0:
         return np.zeros(0)
-    # Copies wait for each other at the experts of every layer, so run rollouts of similar length together.
-    order = np.argsort([-rollout.num_tokens for rollout in rollouts], kind="stable")
-    # A dummy is for a pass in which only other model copies have a sample: two tokens without loss.
-    shape = train_step.policy.shape
-    experts = np.broadcast_to(np.arange(shape.topk, dtype=np.uint8), (2, len(shape.moe_layers), shape.topk))
+    # Dummies, two tokens without loss, make as many sequences on all copies, and enough for all micro-batches.
+    size = -(-most // multiple) * multiple
+    experts = np.broadcast_to(
+        np.arange(policy.shape.topk, dtype=np.uint8), (2, len(policy.shape.moe_layers), policy.shape.topk)
+    )
     dummy = replace(make_rollout(np.zeros(2)), routed_experts=experts, routed_mask=np.ones(2, bool))
-    taken = [*(rollouts[i] for i in order), *[dummy] * (passes - len(rollouts))]
+    taken = [*rollouts, *[dummy] * (size - len(rollouts))]
     if train_step.config.train.replay != "r3":  # nothing here is compared with the routes
         taken = [replace(rollout, routed_experts=None, routed_mask=None) for rollout in taken]
-    mini = train_step.prepare(taken, np.zeros(passes), one_by_one=True)
-    squares = torch.zeros(passes, dtype=torch.float64, device=torch.cuda.current_device())
-    with on_block(train_step.policy, parameters):
-        for index in range(passes):
-            _backward(train_step, mini, index)
-            squares[index] = local_square(parameters, train_step.policy.megatron_config)
-    dist.all_reduce(squares, group=model_group())
+    mini = train_step.prepare(taken, np.zeros(size))
+    measured = SequenceSquares(policy, wanted, mini.micro_batches, size)
+    tied = wanted.embedding and wanted.output
+    # With tied embeddings, hidden states of a window are kept until all its passes are done.
+    window = 2 * multiple if tied else len(mini.micro_batches)
+    with measuring(policy), measured.watch():
+        for start in range(0, len(mini.micro_batches), window):
+            _backward(train_step, mini, slice(start, start + window), measured)
+            measured.add_products()
+    dist.all_reduce(measured.values, group=model_group())
     # forward.run scales the loss so that Megatron's average over these ranks gives the sum. No average happens here.
     averaged_over = dp_size() * parallel_state.get_context_parallel_world_size()
-    norms = np.zeros(len(rollouts))
-    norms[order] = squares.sqrt().cpu().numpy()[: len(rollouts)] / averaged_over
+    norms = measured.values.clamp(min=0).sqrt().cpu().numpy()[: len(rollouts)] / averaged_over
     failure: NumericsError | None = None
     if len(bad := np.flatnonzero(~np.isfinite(norms))):
         first = rollouts[int(bad[0])]
@@ -69,24 +73,20 @@ def gradient_norms(train_step: TrainStep, rollouts: Sequence[Rollout], block: st
     return norms
 
 
-def _backward(train_step: TrainStep, mini: MiniBatch, index: int) -> None:
-    """Leave the gradient of one micro-batch in the model. Copies without loss fill up the interleaved schedule."""
-    num = train_step.config.parallel.micro_batch_multiple
-
+def _backward(train_step: TrainStep, mini: MiniBatch, part: slice, measured: SequenceSquares) -> None:
     def weigh(
-        position: int, batch: TrainBatch, logprobs: torch.Tensor, _: torch.Tensor
+        _: int, batch: TrainBatch, logprobs: torch.Tensor, __: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, Stat]]:
-        counted = batch.loss_mask.to(logprobs) if position == 0 else torch.zeros_like(logprobs)
-        return counted, {}
+        return batch.loss_mask.to(logprobs), {}
 
     replay, routes = train_step.policy.replay, mini.routes
-    # min_agreement=0: one response is too few tokens to check whether routes belong to it.
-    given = None if routes is None else [routes[index]] * num
-    with nullcontext() if replay is None or given is None else replay.replay(given, min_agreement=0.0):
+    # min_agreement=0: too few tokens to check whether routes belong to them; the step that trains checks its own.
+    with nullcontext() if replay is None or routes is None else replay.replay(routes[part], min_agreement=0.0):
         forward.run(
             train_step.policy.chunks,
-            [mini.micro_batches[index]] * num,
+            mini.micro_batches[part],
             temperature=train_step.config.rollout.temperature,
             vocab_size=train_step.policy.shape.vocab_size,
             coefficients=weigh,
+            on_logprobs=measured.on_logprobs,
         )

@@ -1,0 +1,157 @@
+"""Squared gradient norms of single sequences on a block of parameters, from one pass over packed micro-batches.
+
+A linear layer's gradient of a sequence is ``sum_t g_t a_t^T``, of its inputs a_t and the gradients g_t of its outputs.
+Every backward pass has both, so no sequence needs a pass of its own (Goodfellow, arXiv 1510.01799; "ghost norms", Li et
+al., arXiv 2110.05679). An embedding adds up g_t by token. If the output layer shares its weight with the embedding, the
+product of the two gradients comes on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from megarl.megatron.block_gradients import Block
+from megarl.megatron.distributed import all_gather, cp_position, tp_position
+from megarl.megatron.model import unwrap
+from megarl.megatron.passes.logprobs import WeightGradient, outer_squares
+from megarl.megatron.passes.micro_batches import MicroBatch, gather_slots
+from megarl.megatron.policy import Policy
+
+
+class SequenceSquares:
+    """Adds up, inside ``watch``, this rank's parts of the squared norms; all ranks of a model copy have the whole.
+
+    Backward passes must take the micro-batches in order, as all of Megatron's schedules do, and each of them once.
+    """
+
+    def __init__(self, policy: Policy, block: Block, micro_batches: Sequence[MicroBatch], num_sequences: int) -> None:
+        self._policy, self._block, self._micro_batches = policy, block, micro_batches
+        device = torch.cuda.current_device()
+        squares = torch.zeros(num_sequences + 1, dtype=torch.float64, device=device)  # the last is padding's
+        self._squares, self.values = squares, squares[:-1]
+        """``values``: float64 [num_sequences], by place in the mini-batch."""
+        self._places = [torch.tensor([*micro.sequences, num_sequences], device=device) for micro in micro_batches]
+        self._outputs = count()
+        # With tied embeddings, by micro-batch: [S, H] of both uses of the weight, until ``add_products``.
+        self._embedded: dict[int, Tensor] = {}
+        self._predicted: dict[int, Tensor] = {}
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Inside, backward passes are measured."""
+        with ExitStack() as stack:
+            for gpt in map(unwrap, self._policy.chunks):
+                if self._block.embedding and gpt.pre_process:
+                    stack.enter_context(_tapped(gpt.embedding, "forward", self._add_embedding))
+            for layer in self._block.layers:
+                is_router = isinstance(layer, TopKRouter)  # a copy of it is on every tensor-parallel rank
+                add = partial(self._add_layer, is_router and tp_position()[1] > 0)
+                stack.enter_context(_tapped(layer, "gating" if is_router else "forward", add))
+            yield
+
+    def on_logprobs(self, logprobs: Tensor) -> None:
+        """Measure the output layer in the backward pass of these results of ``linear_logprobs``, if it is wanted."""
+        if self._block.output:
+            weight = WeightGradient(logprobs)
+            logprobs.register_hook(lambda gradient: self._add_output(next(self._outputs), weight, gradient))
+
+    def add_products(self) -> None:
+        """Add twice the product of the embedding's and the output layer's gradients, for the passes so far.
+
+        A collective call of the model copy. Without tied embeddings there is nothing to add.
+        """
+        if not (self._block.embedding and self._block.output):
+            return
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        for index in sorted(self._embedded.keys() | self._predicted.keys()):
+            predicted = self._predicted.pop(index, None)
+            embedded = self._embedded.pop(index) if index in self._embedded else torch.zeros_like(predicted)  # type: ignore[arg-type]
+            if stages > 1:
+                dist.all_reduce(embedded, group=parallel_state.get_embedding_group())
+            if predicted is not None:
+                products = 2 * (embedded * predicted).sum(1, dtype=torch.float64)
+                for slots, places in self._buckets(index):
+                    self._squares.index_add_(0, places, products[slots].sum(1))
+
+    def _add_embedding(self, index: int, _: Tensor | None, gradient: Tensor) -> None:
+        micro, batch = self._micro_batches[index], self._micro_batches[index].batch
+        rows = self._whole(gradient, micro).float()
+        if self._block.output:
+            self._embedded[index] = rows
+        if tp_position()[1] or cp_position()[1]:
+            return  # every rank has the whole
+        sequence = torch.repeat_interleave(torch.arange(batch.num_sequences), batch.cu_seqlens.diff())
+        pairs, pair_of = torch.unique(torch.stack([sequence, batch.tokens.long()]), dim=1, return_inverse=True)
+        sums = rows.new_zeros(pairs.size(1), rows.size(1))
+        sums.index_add_(0, pair_of.to(rows.device), rows[micro.slots.to(rows.device)])
+        places = self._places[index][pairs[0].to(rows.device)]
+        self._squares.index_add_(0, places, sums.square().sum(1, dtype=torch.float64))
+
+    def _add_layer(self, is_copy: bool, index: int, inputs: Tensor | None, gradient: Tensor) -> None:
+        assert inputs is not None, "layers take their input as the first argument"
+        left, right = (self._whole(share, self._micro_batches[index]).float() for share in (inputs, gradient))
+        for slots, places in () if is_copy else self._buckets(index):
+            self._squares.index_add_(0, places, outer_squares(left[slots], right[slots]))
+
+    def _add_output(self, index: int, weight: WeightGradient, gradient: Tensor) -> None:
+        micro = self._micro_batches[index]
+        weight.complete(gradient, lambda share: gather_slots(share, micro))
+        if self._block.embedding:
+            rows = torch.zeros_like(weight.hidden, dtype=torch.float32)
+            tokens = gather_slots(micro.input_ids[0], micro)
+        for slots, places in self._buckets(index):
+            self._squares.index_add_(0, places, weight.squares(slots))
+            if self._block.embedding:
+                rows[slots] = weight.at_tokens(slots, tokens)
+        if self._block.embedding:
+            self._predicted[index] = rows
+
+    def _whole(self, share: Tensor, micro: MicroBatch) -> Tensor:
+        """[S, ...] in slot order, from what this rank has; a collective call."""
+        rows = share.detach().flatten(0, -2)
+        if len(rows) < micro.held.numel():
+            rows = all_gather(rows.contiguous(), parallel_state.get_tensor_model_parallel_group()).flatten(0, 1)
+        return gather_slots(rows, micro)
+
+    def _buckets(self, index: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """This context-parallel rank's share of the sequences: (slots [n, length], places in ``values`` [n])."""
+        (ranks, rank), packing = cp_position(), self._micro_batches[index].packing
+        ends = packing.cu_seqlens_q[1:].long()
+        for bucket in packing.length_buckets:
+            slots = bucket[rank::ranks]
+            if len(slots):
+                # The alignment padding at the end is a sequence too, the last one.
+                yield slots, self._places[index][torch.bucketize(slots[:, 0].contiguous(), ends, right=True)]
+
+
+@contextmanager
+def _tapped(module: torch.nn.Module, method: str, add: Callable[[int, Tensor | None, Tensor], None]) -> Iterator[None]:
+    """Inside, the n-th gradient of the method's output calls ``add`` with n, the first argument, and the gradient.
+
+    Calls without gradient, such as the first pass of a checkpoint, are left out.
+    """
+    numbers, original, own = count(), getattr(module, method), method in vars(module)
+
+    def tapped(*arguments: Any, **options: Any) -> Any:
+        output = original(*arguments, **options)
+        tensor = output[0] if isinstance(output, tuple) else output
+        if tensor.requires_grad:
+            inputs = arguments[0].detach() if arguments else None
+            tensor.register_hook(lambda gradient: add(next(numbers), inputs, gradient))
+        return output
+
+    setattr(module, method, tapped)
+    try:
+        yield
+    finally:
+        setattr(module, method, original) if own else delattr(module, method)
