@@ -18,7 +18,14 @@ from megarl.data.files import replace_folder, sync_all
 from megarl.errors import CheckpointError
 from megarl.megatron.distributed import all_gather, gather_objects
 from megarl.megatron.model import unwrap
-from megarl.models.hf_files import HFCheckpoint, check_tensors, copy_model_files, save_tensors, write_index
+from megarl.models.hf_files import (
+    HFCheckpoint,
+    check_tensors,
+    copy_model_files,
+    save_tensors,
+    split_by_size,
+    write_index,
+)
 from megarl.models.names import LAYOUTS, Rule, hf_shapes, rules_of
 from megarl.models.shapes import ModelShape
 
@@ -186,27 +193,14 @@ def _write_folder(tensors: Iterator[tuple[str, torch.Tensor]], source: Path, out
     partial.mkdir(parents=True)
     listing: dict[str, str] = {}
     total, dtype = 0, None
-    for number, shard in enumerate(_collect_shards(tensors), 1):
+    on_host = ((name, tensor.detach().cpu().contiguous().clone()) for name, tensor in tensors)
+    for number, shard in enumerate(split_by_size(on_host, lambda item: item[1].nbytes, _SHARD_BYTES), 1):
         file = f"model-{number:05d}.safetensors"
-        save_tensors(shard, partial / file)
-        listing.update(dict.fromkeys(shard, file))
-        total += sum(tensor.nbytes for tensor in shard.values())
-        dtype = dtype or next(iter(shard.values())).dtype  # of the embedding
+        save_tensors(dict(shard), partial / file)
+        listing.update((name, file) for name, _ in shard)
+        total += sum(tensor.nbytes for _, tensor in shard)
+        dtype = dtype or shard[0][1].dtype  # of the embedding
     write_index(partial, listing, total)
     copy_model_files(source, partial, dtype)
     sync_all(partial)
     replace_folder(partial, out)
-
-
-def _collect_shards(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
-    """What goes into each file, on the host; the dictionary is emptied for the next file."""
-    shard: dict[str, torch.Tensor] = {}
-    size = 0
-    for name, tensor in tensors:
-        if shard and size + tensor.nbytes > _SHARD_BYTES:
-            yield shard
-            shard.clear()
-            size = 0
-        shard[name] = tensor.detach().cpu().contiguous().clone()
-        size += tensor.nbytes
-    yield shard

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import shutil
-from collections.abc import Iterable, KeysView, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -213,15 +213,25 @@ def _is_known_copy(name: str, found: HFCheckpoint, expected: dict[str, tuple[int
 
 def pack_shards(pieces: Sequence[T], sizes: Sequence[int], shard_bytes: int) -> tuple[list[list[T]], list[int]]:
     """What goes into each file, in order, and its bytes; a file is larger than ``shard_bytes`` only if one piece is."""
-    shards: list[list[T]] = [[]]
-    totals = [0]
-    for piece, size in zip(pieces, sizes, strict=True):
-        if shards[-1] and totals[-1] + size > shard_bytes:
-            shards.append([])
-            totals.append(0)
-        shards[-1].append(piece)
-        totals[-1] += size
-    return shards, totals
+    parts = zip(pieces, sizes, strict=True)
+    shards = [list(shard) for shard in split_by_size(parts, lambda part: part[1], shard_bytes)]
+    return [[piece for piece, _ in shard] for shard in shards], [sum(size for _, size in shard) for shard in shards]
+
+
+def split_by_size(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Yields the items in groups of at most this size, or of one larger item; a group is emptied before the next one,
+    so that what it holds can be freed."""
+    group: list[T] = []
+    total = 0
+    for item in items:
+        if group and total + size_of(item) > most:
+            yield group
+            group.clear()
+            total = 0
+        group.append(item)
+        total += size_of(item)
+    if group:
+        yield group
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:

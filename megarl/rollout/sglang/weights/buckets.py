@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 
+from megarl.models.hf_files import split_by_size
 from megarl.rollout.weights import Named
 
 Item = TypeVar("Item")
@@ -88,14 +89,4 @@ class Stopwatch:
 
 def split_into_buckets(tensors: Iterable[Named], max_bytes: int) -> Iterator[Bucket]:
     """Yields buckets of at most ``max_bytes``, or of one larger tensor; the tensors keep their order."""
-    held: list[Named] = []
-    size = 0
-    for name, tensor in tensors:
-        nbytes = tensor.numel() * tensor.element_size()
-        if held and size + nbytes > max_bytes:
-            yield Bucket(held)
-            held, size = [], 0
-        held.append((name, tensor))
-        size += nbytes
-    if held:
-        yield Bucket(held)
+    return map(Bucket, split_by_size(tensors, lambda item: item[1].nbytes, max_bytes))
