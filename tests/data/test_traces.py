@@ -192,7 +192,7 @@ def test_a_damaged_sequence_is_named_and_the_others_still_read(tmp_path):
     rewrite(path, routes=routes)
     file = read_traces(path)
     np.testing.assert_array_equal(file[0].tokens, sequence(0).tokens)
-    with pytest.raises(TraceError, match=r"a\.safetensors: sample 1: the payload does not match its checksum"):
+    with pytest.raises(TraceError, match=r"a\.safetensors: sample 1: the data of 32 bytes does not match its checksum"):
         file[1]
     rewrite(path, {"num_experts": "9"})
     with pytest.raises(TraceError, match=r"sample 0: routes .* of 8 experts, expected .* of 9 for tiny"):

@@ -113,7 +113,8 @@ def test_an_ask_survives_its_header() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"version": 2},
+        {"version": 1},
+        {"version": 3},
         {"version": None},
         {"topk": 0},
         {"num_layers": 1 << 20},

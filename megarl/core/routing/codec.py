@@ -1,12 +1,13 @@
 """Routing traces as bytes: ceil(log2 C(E, K)) bits per token and layer, or the experts themselves in their order.
 
-    header   magic, version, flags, L, K, E, T, payload length, CRC32 of the payload, CRC32 of the header so far
+    header   20 bytes: magic, version, CRC32 of all that follows it, flags, L, K, E - 1, T
     payload  mask | the rows of the tokens that have one, token by token, layer by layer
 
 Numbers are little-endian. An unordered row is the number of its set (``combinations``), rows back to back, lowest bit
 first; an ordered row is K bytes (E <= 256) or K 16-bit words. The mask is written only if the trace has one: one bit
 per token or, where that is shorter, the number of runs and their lengths, 32-bit words, of tokens with and without a
-row in turn. A compressed payload is a zlib stream of the same.
+row in turn. A compressed payload is a zlib stream of the same. So a trace without a mask takes at most the bytes of its
+experts (one each for E <= 256, else two) and the header.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from megarl.core.routing.trace import RoutingTrace
 from megarl.errors import TraceError
 
 MAGIC = b"MRLT"
-VERSION = 1
+VERSION = 2
 MAX_MISSING_BYTES = 1 << 28
 """Bytes that the experts of missing rows may take in memory: they cost no payload but a bit or a run of the mask."""
 MAX_FREE_BYTES = 1 << 24
 """The same where no row costs payload (K = 0, K = E, no layers), so that a header alone asks for little memory."""
-_HEADER = struct.Struct("<4sBBxxIIIQQI")
-_CRC = struct.Struct("<I")
-HEADER_BYTES = _HEADER.size + _CRC.size
+_START = struct.Struct("<4sBI")
+_SHAPE = struct.Struct("<BHHHI")
+HEADER_BYTES = _START.size + _SHAPE.size
 
 
 class _Flag(IntFlag):
@@ -66,6 +67,11 @@ class _Shape:
         return -(-num_present * self.num_layers * self.row_bits // 8)
 
     def check(self, label: str) -> None:
+        if self.num_tokens >= 1 << 32 or self.num_layers >= 1 << 16 or self.top_k >= 1 << 16:
+            raise TraceError(
+                f"{label}: {self.num_tokens} tokens of {self.num_layers} layers, top-{self.top_k}, expected fewer than "
+                f"2^32 tokens, 2^16 layers and 2^16 experts of a token: no header holds these"
+            )
         if not (1 <= self.num_experts <= 65536 and self.top_k <= self.num_experts):
             raise TraceError(
                 f"{label}: the header says top-{self.top_k} of {self.num_experts} experts, expected 1..65536 experts "
@@ -118,10 +124,8 @@ def encode(trace: RoutingTrace, *, ordered: bool = False, compress: bool = False
     payload = mask + (rows.astype(shape.expert_dtype).tobytes() if ordered else _write_unordered(rows, shape))
     if compress and len(smaller := zlib.compress(payload)) < len(payload):
         flags, payload = flags | _Flag.COMPRESSED, smaller
-    header = _HEADER.pack(
-        MAGIC, VERSION, flags, num_layers, top_k, trace.num_experts, num_tokens, len(payload), zlib.crc32(payload)
-    )
-    return b"".join((header, _CRC.pack(zlib.crc32(header)), payload))
+    body = _SHAPE.pack(flags, num_layers, top_k, trace.num_experts - 1, num_tokens) + payload
+    return _START.pack(MAGIC, VERSION, zlib.crc32(body)) + body
 
 
 def decode(data: bytes | bytearray | memoryview, label: str = "routing trace") -> RoutingTrace:
@@ -223,28 +227,23 @@ def _read_header(data: memoryview, label: str) -> tuple[_Shape, _Flag, memoryvie
             f"{label}: {len(data)} bytes, expected at least the {HEADER_BYTES} of a header: the data is cut off, or is "
             f"no routing trace"
         )
-    magic, version, flags, num_layers, top_k, num_experts, num_tokens, length, crc = _HEADER.unpack_from(data)
+    magic, version, crc = _START.unpack_from(data)
     if magic != MAGIC:
         raise TraceError(f"{label}: begins with {magic!r}, expected {MAGIC!r}: this is no encoded routing trace")
     if version != VERSION:
         raise TraceError(f"{label}: format version {version}, expected {VERSION}: another megarl wrote it")
-    (header_crc,) = _CRC.unpack_from(data, _HEADER.size)
-    if zlib.crc32(data[: _HEADER.size]) != header_crc:
-        raise TraceError(f"{label}: the header does not match its checksum: the data is damaged, fetch it again")
+    if zlib.crc32(data[_START.size :]) != crc:
+        raise TraceError(
+            f"{label}: the data of {len(data)} bytes does not match its checksum: it is cut off, damaged, or has "
+            f"others behind it; fetch it again"
+        )
+    flags, num_layers, top_k, last_expert, num_tokens = _SHAPE.unpack_from(data, _START.size)
     unknown = flags & ~int(sum(_Flag))
     if unknown or (flags & _Flag.MASK_AS_BITS and flags & _Flag.MASK_AS_RUNS):
         raise TraceError(f"{label}: flags {flags:#04x}, expected a combination that megarl writes: the data is damaged")
-    shape = _Shape(num_tokens, num_layers, top_k, num_experts, bool(flags & _Flag.ORDERED))
+    shape = _Shape(num_tokens, num_layers, top_k, last_expert + 1, bool(flags & _Flag.ORDERED))
     shape.check(label)
-    payload = data[HEADER_BYTES:]
-    if len(payload) != length:
-        raise TraceError(
-            f"{label}: {len(payload)} bytes follow the header, expected {length}: the data is cut off or has others "
-            f"behind it"
-        )
-    if zlib.crc32(payload) != crc:
-        raise TraceError(f"{label}: the payload does not match its checksum: the data is damaged, fetch it again")
-    return shape, _Flag(flags), payload
+    return shape, _Flag(flags), data[HEADER_BYTES:]
 
 
 def _decompress(payload: memoryview, most: int, label: str) -> memoryview:
