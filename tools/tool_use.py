@@ -12,13 +12,19 @@ import argparse
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import numpy as np
 
+from megarl.config.file import parse
+from megarl.data.files import write_atomically
 from megarl.data.records import write_jsonl
 from megarl.data.rewards import instantaneous
 from megarl.data.tiny import choose_share, write_tiny_model
+from megarl.errors import ConfigError
+from megarl.rollout.tools.calculator import CalculatorTool
+from megarl.rollout.tools.protocol import ToolResult
 from megarl.run.metrics_log import read_metrics
 
 CONFIG = """\
@@ -31,7 +37,7 @@ path = "{out}/model"
 dtype = "fp32"
 
 [parallel]
-ep = 2
+ep = {ep}
 
 [data]
 train = "{out}/task/train.jsonl"
@@ -43,7 +49,7 @@ function = "tool_use:last_number"
 
 [environment]
 function = "tools"
-tools = ["calculator"]
+tools = ["tool_use:Calculator"]
 call_open = "("
 call_close = ")"
 observation = ":{output},"   # as OBSERVATION below
@@ -79,6 +85,8 @@ lr = 2e-3
 """
 OBSERVATION = ":%d,"
 """What the calculator appends to a call."""
+ERROR = "?"
+"""What the calculator says of a malformed call."""
 
 
 def main() -> None:
@@ -89,12 +97,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
+    if options.ranks < 1:
+        parser.error(f"--ranks: found {options.ranks}, expected at least 1")
     out: Path = options.out.resolve()
     config = out / "tool_use.toml"
+    text = CONFIG.replace("{out}", str(out)).replace("{ep}", str(2 if options.ranks % 2 == 0 else 1))
+    for objective in options.objectives:
+        try:
+            parse(tomllib.loads(text), {"train.objective": objective}).check_world_size(options.ranks)
+        except ConfigError as error:
+            parser.error(str(error))
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(config, text.encode())
     if not (out / "model" / "config.json").exists():
-        out.mkdir(parents=True, exist_ok=True)
-        config.write_text(CONFIG.replace("{out}", str(out)))
-        write_tiny_model(out / "untrained")
+        if not (out / "untrained").exists():  # written as a whole, perhaps by an earlier start
+            write_tiny_model(out / "untrained")
         write_tool_task(out / "task")
         megarl(options.ranks, "sft", config, "--model.path", str(out / "untrained"))
     for objective in options.objectives:
@@ -145,6 +162,18 @@ def write_tool_task(
     write_jsonl(folder / "train.jsonl", problems[:num_train])
     write_jsonl(folder / "heldout.jsonl", problems[num_train:])
     write_jsonl(folder / "demonstrations.jsonl", demonstrations)
+
+
+class Calculator(CalculatorTool):
+    """megarl's calculator, whose errors are "?": its messages have letters that the tiny model's vocabulary lacks.
+
+    An observation that the tokenizer cannot read would fail the episode, and a malformed call would have no reward in
+    place of 0.
+    """
+
+    async def __call__(self, argument: str) -> ToolResult:
+        result = await super().__call__(argument)
+        return result if result.exit == "ok" else ToolResult(ERROR, result.exit)
 
 
 @instantaneous
