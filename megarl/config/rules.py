@@ -21,6 +21,11 @@ def check(tables: Tables) -> None:
     _check_megatron(tables)
     _check_replay(tables)
     _check_engine(tables)
+    if (tables.reward.function == "reward_model") != bool(tables.reward_model.urls):
+        raise ConfigError(
+            f'reward_model.urls: found {tables.reward_model.urls} with reward.function = "{tables.reward.function}"; '
+            'name servers, with reward.function = "reward_model"'
+        )
     if tables.eval.every and tables.data.heldout is None:
         raise ConfigError(
             f"eval.every: found {tables.eval.every} without data.heldout; set data.heldout or eval.every = 0"

@@ -6,6 +6,7 @@ The way through:
     prompts          prompts and demonstrations as tokens; the order in which prompts are taken
     benchmarks       what an evaluation asks
     rewards          reward functions: protocol, built-in ones, what they may return
+    reward_model     the one that asks a reward model over HTTP
     judge            calls them; judge_worker: the processes in which they run
     reasoning_steps  from the steps of a process reward to tokens
     traces           files of routing traces

@@ -15,6 +15,7 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
+from megarl.config.tables.data import RewardModelConfig
 from megarl.data.judge_worker import WorkerContext, call_in_worker, check_in_worker, kill_group, set_up_worker
 from megarl.data.rewards import Verdict, describe_failure, load_reward, read_verdict
 from megarl.errors import ConfigError
@@ -45,19 +46,25 @@ class Judge:
     """
 
     def __init__(
-        self, function: str, *, workers: int | None = 1, timeout_s: float = 30.0, max_characters: int | None = None
+        self,
+        function: str,
+        *,
+        workers: int | None = 1,
+        timeout_s: float = 30.0,
+        max_characters: int | None = None,
+        model: RewardModelConfig | None = None,
     ) -> None:
         """Raise ConfigError if the function cannot be used.
 
         workers: None for this rank's share of the cores; max_characters: of a response, the last ones, that a function
-        marked with ``wrong_if_stopped`` gets.
+        marked with ``wrong_if_stopped`` gets; model: the servers of the function "reward_model".
         """
         workers = _num_cores() if workers is None else workers
         if workers < 1 or not timeout_s > 0:
             raise ConfigError(f"a judge needs at least 1 worker and a positive time-out, got {workers} and {timeout_s}")
         self.function = function
         self.timeout_s = timeout_s
-        self._reward = load_reward(function)
+        self._reward = load_reward(function, model)
         self._is_checked = hasattr(self._reward, "check_answer")
         self._max_characters = max_characters if self._is_checked else None
         self._async = any(map(inspect.iscoroutinefunction, (self._reward, type(self._reward).__call__)))
@@ -123,7 +130,7 @@ class Judge:
         return self._slots[1]
 
     async def _score_in_loop(self, prompt: str, response: str, answer: str) -> Verdict:
-        deadline = asyncio.timeout(self.timeout_s)
+        deadline = asyncio.timeout(None if getattr(self._reward, "limits_itself", False) else self.timeout_s)
         try:
             async with deadline:
                 returned = await self._reward(prompt=prompt, response=response, answer=answer)  # type: ignore[misc]

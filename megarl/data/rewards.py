@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from megarl.config.plugs import check_function, load_plug
+from megarl.config.tables.data import RewardModelConfig
 from megarl.errors import ConfigError, describe
 
 AnyReward = TypeVar("AnyReward", bound=Callable[..., Any])
@@ -174,8 +175,8 @@ def _limit_cpu(what: str) -> Iterator[None]:
 BUILT_IN_REWARDS: dict[str, RewardFunction] = {"exact_match": exact_match, "math_verify": math_verify}
 
 
-def load_reward(name_or_path: str) -> RewardFunction:
-    """Return the reward function of a built-in name ("exact_match", "math_verify") or of "package.module:function".
+def load_reward(name_or_path: str, model: RewardModelConfig | None = None) -> Callable[..., Any]:
+    """Return the reward function of a built-in name or of "package.module:function"; model: for "reward_model".
 
     Raises ConfigError (one line) if the name is unknown, the module cannot be imported, the function is missing or
     cannot be called with the keywords prompt, response and answer, or math-verify is not installed.
@@ -184,7 +185,11 @@ def load_reward(name_or_path: str) -> RewardFunction:
         if name_or_path == "math_verify" and importlib.util.find_spec("math_verify") is None:
             raise ConfigError("reward.function is math_verify, but the package is missing: pip install math-verify")
         return BUILT_IN_REWARDS[name_or_path]
-    reward = load_plug("reward.function", name_or_path, ", ".join(BUILT_IN_REWARDS))
+    if name_or_path == "reward_model" and model is not None:
+        from megarl.data.reward_model import RewardModel  # takes aiohttp
+
+        return RewardModel(model)
+    reward = load_plug("reward.function", name_or_path, ", ".join([*BUILT_IN_REWARDS, "reward_model"]))
     return check_function("reward.function", name_or_path, reward, "*, prompt, response, answer")
 
 

@@ -135,7 +135,7 @@ def _prepare(request: EvalRequest) -> Task:
     out = request.out or config.run_dir / "eval" / ("model" if checkpoint is None else checkpoint.resolve().name)
     tokenizer = _tokenizer(config.model.path)
     for benchmark in request.benchmarks:
-        load_reward(benchmark.reward)
+        load_reward(benchmark.reward, config.reward_model)
     make_environment(config.environment)
     prompts = {
         benchmark.name: benchmarks.load(
@@ -203,7 +203,7 @@ def draw_lines(
         seed = response_seed(config.run.seed, benchmark.name, prompt, sample)
         return SampleRequest(prompts[prompt].tokens, group=prompt, sample=sample, seed=seed), prompts[prompt]
 
-    with Judge(benchmark.reward, **config.reward.judge_options) as judge:
+    with Judge(benchmark.reward, **config.judge_options) as judge:
         draw = Draw(FixedSamples(keys), request_of, make_player(config, tokenizer, judge))
         engine.converse(draw.begin, eval_params(config, turn_ends(config, tokenizer)), on_finish)
     return [_line(key, sample, tokenizer) for key, sample in draw.samples.items()]

@@ -60,12 +60,14 @@ def shared_settings(request: EvalRequest, checkpoint: Path | None) -> Json:
 
 def benchmark_settings(request: EvalRequest, benchmark: Benchmark, prompts: Sequence[Prompt]) -> Json:
     """Return the settings of one benchmark. They hold a hash of the prompts, because a file may move."""
+    model = request.config.reward_model.model_dump(include={"text", "label", "step", "max_steps"})
     asked = json.dumps([(prompt.text, prompt.answer) for prompt in prompts])
     return {
         "samples": request.samples,
         "template": benchmark.template,
         "data.chat_template": request.config.data.chat_template,
         "reward": benchmark.reward,
+        **({"[reward_model]": model} if benchmark.reward == "reward_model" else {}),
         "number of prompts": len(prompts),
         "sha256 of prompts and answers": hashlib.sha256(asked.encode()).hexdigest(),
     }

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.tables.base import Table
-from megarl.config.tables.data import DataConfig, RewardConfig, SftConfig
+from megarl.config.tables.data import DataConfig, RewardConfig, RewardModelConfig, SftConfig
 from megarl.config.tables.model import ModelConfig, ParallelConfig, RecomputeConfig
 from megarl.config.tables.rollout import EnvironmentConfig, RolloutConfig, SGLangConfig
 from megarl.config.tables.run import CheckpointConfig, EvalConfig, LaunchConfig, LogConfig, RunConfig
@@ -27,6 +27,7 @@ class Tables(Table):
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig
     reward: RewardConfig = RewardConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
     rollout: RolloutConfig
     sampling: SamplingConfig = SamplingConfig()
     estimate: EstimateConfig = EstimateConfig()
@@ -82,6 +83,12 @@ class Tables(Table):
             scale=table.scale or ("root_rate" if estimated else "none"),
             rate_eps=default_eps if table.rate_eps is None else table.rate_eps,
         )
+
+    @property
+    def judge_options(self) -> dict[str, Any]:
+        """What a judge is made with, besides the function."""
+        options = self.reward.model_dump(include={"workers", "timeout_s", "max_characters"})
+        return options | {"model": self.reward_model}
 
     @property
     def optimizer_steps(self) -> int:

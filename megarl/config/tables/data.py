@@ -1,8 +1,9 @@
-"""The tables about prompts, their judgement and demonstrations: [data], [reward], [sft]."""
+"""The tables about prompts, their judgement and demonstrations: [data], [reward], [reward_model], [sft]."""
 
 from __future__ import annotations
 
-from typing import Any, Self
+import re
+from typing import Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -49,7 +50,7 @@ class RewardConfig(Table):
     """[reward]: how a response is scored."""
 
     function: str = Field(default="exact_match", min_length=1)
-    """"exact_match", "math_verify", or "package.module:function"; see docs/rewards.md."""
+    """"exact_match", "math_verify", "reward_model" or "package.module:function"; see docs/rewards.md."""
     workers: PositiveInt | None = None
     """Most worker processes of each rank that call the function; default its share of the node's cores. exact_match
     needs none."""
@@ -61,10 +62,42 @@ class RewardConfig(Table):
     threshold: float = POSITIVE
     """A response is correct (positive) if its reward is above this. Used by adaptive sampling, RAFT and pass rates."""
 
-    @property
-    def judge_options(self) -> dict[str, Any]:
-        """What a judge is made with, besides the function."""
-        return {"workers": self.workers, "timeout_s": self.timeout_s, "max_characters": self.max_characters}
+
+class RewardModelConfig(Table):
+    """[reward_model]: the servers of reward.function = "reward_model", which speak SGLang's /classify."""
+
+    urls: list[str] = []
+    """Servers. Requests go to them in turn, and another attempt at one to the next server."""
+    text: str = "{prompt}{response}"
+    """What the model reads: {prompt} as the policy read it, chat template included, {response} and {answer}."""
+    label: Count | None = None
+    """Which score of a text is its reward, from 0, where the model gives several; default: it gives one."""
+    step: str | None = Field(default=None, min_length=1)
+    """Text that ends a step, such as "\\n\\n"; the reward of a step is the score up to its end. Default: no steps."""
+    max_steps: PositiveInt = 64
+    """Most steps of a response; the last one takes the rest."""
+    batch_size: PositiveInt = 16
+    """Most texts of a request."""
+    concurrency: PositiveInt = 4
+    """Requests of each rank that are under way at a time."""
+    timeout_s: PositiveFloat = 60.0
+    """Longest time for an attempt at a request; seconds. (reward.timeout_s is for other functions.)"""
+    attempts: PositiveInt = 4
+    """Attempts at a request, with growing pauses, before its responses have no reward."""
+    api_key_env: str | None = None
+    """Name of the environment variable with the API key of the servers; default: no key is sent."""
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        for url in self.urls:
+            if not re.fullmatch(r"https?://[^/?#@\s]+(/[^?#@\s]*)?(?<!/)", url):
+                raise ValueError(
+                    f"urls: found {url.rpartition('@')[2]}, expected http://host:port without a slash at the end, a "
+                    "question mark or a password; name a variable in api_key_env for the key"
+                )
+        if "{response}" not in self.text:
+            raise ValueError(f"text: found {self.text!r}, expected {{response}} in it")
+        return self
 
 
 class SftConfig(Table):

@@ -91,7 +91,7 @@ class Sampler:
         self.prompts = load(data.train, data.split)
         self.heldout = load(data.heldout, data.resolved_heldout_split, config.eval.max_prompts)
         self.order = PromptOrder(len(self.prompts), config.run.seed)
-        self.judge = Judge(config.reward.function, **config.reward.judge_options)
+        self.judge = Judge(config.reward.function, **config.judge_options)
         self.player = make_player(config, self.tokenizer, self.judge)
         self._stop_tokens = turn_ends(config, self.tokenizer)
         self._shape = read_shape(config.model.path)
