@@ -202,6 +202,11 @@ def test_off_stands_for_none_in_objective_overrides():
         ),
         ({"train__mini_batches": 3}, ["train.mini_batches: found 3", "divisor", "256"]),
         ({"eval__every": 3}, ["eval.every: found 3 without data.heldout"]),
+        (
+            {"reward__function": "reward_model"},
+            ["reward_model.urls: found []", 'with reward.function = "reward_model"'],
+        ),
+        ({"reward_model__urls": ["http://a:1"]}, ["reward_model.urls: found ['http://a:1']", '"exact_match"']),
         ({"recompute__granularity": "full"}, ['recompute.granularity: found "full" without method']),
         ({"recompute__num_layers": 1}, ["recompute.num_layers: goes only with"]),
         ({"recompute__modules": ["moe"]}, ["recompute.modules: goes only with"]),

@@ -133,6 +133,7 @@ def test_the_ranks_of_a_launch_are_told_of_the_trust(folder: Path, monkeypatch: 
         '[sglang]\npython = "./run-me"',
         '[sglang]\narguments = ["--trust-remote-code"]',
         '[sglang]\nurls = ["http://10.0.0.9:1"]\napi_key_env = "HOME"',
+        '[reward_model]\nurls = ["http://10.0.0.9:1"]\napi_key_env = "HOME"',
         '[log]\nwandb_project = "theirs"',
     ],
 )

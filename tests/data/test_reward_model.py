@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from reward_server import Fault, Handler, RewardServer, score_of, serving
 
 from megarl.config.tables.data import RewardModelConfig
 from megarl.data import reward_model
@@ -20,74 +19,13 @@ from megarl.data.rewards import StepReward, Verdict
 from megarl.errors import ConfigError, RolloutError
 
 KEY = "sk-secret-of-the-test"
-Fault = Callable[["Handler", dict[str, Any]], bytes | None]
-
-
-def score_of(text: str) -> float:
-    """What the server says of a text."""
-    return len(text) + sum(map(ord, text)) / 1000
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: RewardServer
-
-    def log_message(self, *_: object) -> None: ...
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.requests.append({**body, "path": self.path, "key": self.headers["Authorization"]})
-            self.server.now += 1
-            self.server.most = max(self.server.most, self.server.now)
-            fault = self.server.faults.pop(0) if self.server.faults else self.server.always
-        try:
-            data = fault(self, body) if fault else self.good(body)
-            if data is not None:
-                self.answer(200, data)
-        finally:
-            with self.server.lock:
-                self.server.now -= 1
-
-    def good(self, body: dict[str, Any]) -> bytes:
-        self.server.release.wait(60)
-        pairs = zip(body["text"], body["rid"], strict=True)
-        return json.dumps([{"embedding": [score_of(t)], "meta_info": {"id": rid}} for t, rid in pairs]).encode()
-
-    def answer(self, status: int, data: bytes, **headers: str) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(data)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(data)
-
-
-class RewardServer(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 128
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.lock, self.release = threading.Lock(), threading.Event()
-        self.release.set()
-        self.requests: list[dict[str, Any]] = []
-        self.faults: list[Fault] = []
-        """Of the next requests, one each."""
-        self.always: Fault | None = None
-        self.now = self.most = 0
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RewardServer]:
     monkeypatch.setattr(reward_model, "BACKOFF_S", 0.01)
-    with RewardServer() as found:
-        threading.Thread(target=found.serve_forever, args=(0.01,), daemon=True).start()
+    with serving() as found:
         yield found
-        found.release.set()
-        found.shutdown()
 
 
 def config(server: RewardServer, **settings: Any) -> RewardModelConfig:
@@ -263,12 +201,10 @@ def test_a_server_that_cannot_work_ends_the_run_and_the_key_is_in_no_text(
 
 def test_a_redirection_gets_neither_text_nor_key(server: RewardServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", KEY)
-    with RewardServer() as other:
-        threading.Thread(target=other.serve_forever, args=(0.01,), daemon=True).start()
+    with serving() as other:
         server.always = lambda handler, body: handler.answer(307, b"", Location=f"{other.url}/classify")
         assert judge(config(server, api_key_env="MY_KEY", attempts=2)).reward is None
         assert not other.requests
-        other.shutdown()
 
 
 def test_who_does_not_wait_any_more_is_not_asked_for(server: RewardServer) -> None:
