@@ -220,11 +220,14 @@ def test_scores_of_a_reward_model_become_advantages_of_tokens(world: World) -> N
     rollouts = [*zip(itertools.chain(*drawn.mini_batches), columns, strict=True)]
     rollouts = [(rollout, column) for rollout, column in rollouts if rollout.loss_mask.any()]
     for rollout, _ in rollouts:
-        text, ends = "", dict[int, float]()
+        text, ends, last = "", dict[int, float](), 0
         for place, token in enumerate(rollout.response_tokens.tolist(), start=rollout.prompt_length):
-            was, text = text, text + tokenizer.decode([token], skip_special_tokens=True)
-            if was.endswith("7") and not text.endswith("7") and text != was:
-                ends[place - 1] = score_of(was)
+            character = tokenizer.decode([token], skip_special_tokens=True)
+            if not character:
+                continue
+            if text.endswith("7") and character != "7":
+                ends[last] = score_of(text)
+            text, last = text + character, place
         ends[rollout.num_tokens - 1] = score_of(text)
         found[rollout.group, rollout.sample] = ends
         assert "b" not in text
