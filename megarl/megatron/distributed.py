@@ -215,7 +215,7 @@ def gather_bytes(mine: np.ndarray, group: dist.ProcessGroup) -> list[np.ndarray]
     sizes[group.rank()] = len(mine)
     dist.all_reduce(sizes, group=group)
     longest = torch.zeros(max(1, int(sizes.max())), dtype=torch.uint8, device=device)
-    longest[: len(mine)] = torch.from_numpy(np.ascontiguousarray(mine))
+    longest[: len(mine)] = torch.from_numpy(np.array(mine))  # torch warns of what is read-only
     return [part[:size].cpu().numpy() for part, size in zip(all_gather(longest, group), sizes.tolist(), strict=True)]
 
 

@@ -258,7 +258,7 @@ class LyingProxy:
     def _change(self, body: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
         pair = (body, answer)
         changed, lie = None, ""
-        if self.lies and self.rng.random() < self.share:
+        if self.lies and "rid" in body and self.rng.random() < self.share:  # not the proofs of weights
             lie = self.rng.choice(self.lies)
             changed = LIES[lie](pair, self.earlier, self.rng)
         self.earlier = [*self.earlier[-200:], pair]

@@ -19,6 +19,7 @@ from sglang_oracle import CLOSE, logprob_gap, noisy, oracle_of, same_sets
 from megarl.errors import WeightSyncError
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.sglang import fleet as sglang_fleet
+from megarl.rollout.sglang import member as sglang_member
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet, FleetSettings
 from megarl.rollout.sglang.server import Server
@@ -176,6 +177,27 @@ def test_weights_that_somebody_else_has_sent_are_found_and_replaced(updated_serv
     assert logprob_gap(engine.generate(make_requests(3), PARAMS), oracle_of(hostile_model, weights)) < CLOSE
     foreign.close()
     engine.close()
+
+
+@pytest.mark.sglang
+def test_an_update_that_is_confirmed_and_not_made_is_an_error(
+    updated_server: Server, hostile_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The same weights again are none, and neither is an update of few tensors."""
+    monkeypatch.setattr(sglang_member, "DEATH_WAIT_S", 0.5)
+    fleet = Fleet(urls=[updated_server.url], source=hostile_model)
+    fleet.start()
+    weights = noisy(hostile_model, 1)
+    fleet.update(weights.items(), 1, WeightForm(torch.float32))
+    fleet.update(weights.items(), 2, WeightForm(torch.float32))
+    fleet.update(noisy(hostile_model, 2).items(), 3, WeightForm(torch.float32))
+    monkeypatch.setattr(WeightSender, "send", lambda self, bucket: None)
+    last = noisy(hostile_model, 2)
+    last["model.norm.weight"] += 1.0
+    fleet.update(last.items(), 4, WeightForm(torch.float32))
+    with pytest.raises(WeightSyncError, match="confirmed the update to weights 5 and did not make it"):
+        fleet.update(weights.items(), 5, WeightForm(torch.float32))
+    fleet.close()
 
 
 @pytest.mark.sglang

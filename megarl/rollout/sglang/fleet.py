@@ -26,7 +26,7 @@ from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec
 from megarl.rollout.sglang.weights.buckets import Bucket, Stopwatch, split_into_buckets
 from megarl.rollout.sglang.weights.folder import WeightFolder
-from megarl.rollout.sglang.weights.proof import Checksums, make_prompt
+from megarl.rollout.sglang.weights.proof import Checksums, Sums, make_prompt
 from megarl.rollout.sglang.weights.sender import WeightSender
 from megarl.rollout.weights import Named, WeightForm, checkpoint_shapes, require_each_once
 
@@ -111,7 +111,7 @@ class Fleet:
         WeightSyncError if a server refuses them, or if ``tensors`` are not those of the checkpoint. A server that is
         away, or is lost during the update, gets them when it is back.
         """
-        gathering, converting = Stopwatch(), Stopwatch()
+        gathering, converting, sums = Stopwatch(), Stopwatch(), Sums()
         started = time.perf_counter()
         self._state.no_starts.clear()
         try:
@@ -119,9 +119,10 @@ class Fleet:
                 self._each(lambda member: member.sender.take_memory("weights"), self._resting)
                 self._each(lambda member: member.sender.begin())
                 checked = require_each_once(gathering.over(tensors), self._shapes, version)
-                copy = self._deliver(split_into_buckets(converting.over(form.convert(checked)), BUCKET_BYTES), version)
+                converted = sums.over(converting.over(form.convert(checked)))
+                copy = self._deliver(split_into_buckets(converted, BUCKET_BYTES), version)
                 self._each(lambda member: member.sender.finish(version))
-                last = Update(version, copy, self._compare_checksums())
+                last = Update(version, copy, self._compare_checksums(), sums.read())
                 self._each(lambda member: member.sender.take_memory("kv_cache"), self._resting)
                 self._resting = []
                 self._each(lambda member: member.sender.resume())

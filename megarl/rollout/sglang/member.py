@@ -32,6 +32,8 @@ class Update:
     copy: Sequence[Bucket] | Path
     checksums: Checksums | None = None
     """Of every server; None if they are not compared, or no server was there."""
+    sums: Sequence[int] = ()
+    """Of the bits of each tensor."""
 
 
 @dataclass(eq=False)
@@ -77,9 +79,14 @@ class Member:
             )
 
     def settle(self, update: Update, prompt: Sequence[int]) -> None:
-        """Note that the server has all weights of an update, and what it says of them."""
+        """Note that the server has an update, and what it says of its weights; WeightSyncError if it made none."""
         assert self.sender is not None
-        self.proof = Proof(self.sender, prompt, update.checksums)
+        before, self.proof = self.proof, Proof(self.sender, prompt, update.checksums, update.sums)
+        if before is not None and self.proof.is_unmade(before):
+            raise WeightSyncError(
+                f"{self.url} confirmed the update to weights {update.version} and did not make it: most tensors are "
+                "others, but its log-probabilities of a fixed prompt are the same to the last bit. Look at its log"
+            )
         self.holds = update
         if self.away_since is not None:
             self.tell(

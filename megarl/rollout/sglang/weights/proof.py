@@ -1,22 +1,26 @@
-"""Whether a server still computes with the weights that it was sent.
+"""Whether a server computes with the weights that it was sent, and still does.
 
-Anybody who reaches a server can change them and leave the name of their version as it is.
+Anybody who reaches a server can change them and leave the name of their version as it is. A server may also confirm an
+update that it has not made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from megarl.rollout.sglang.weights.sender import WeightSender
+from megarl.rollout.weights import Named
 
 Checksums = list[dict[str, str]]
 """Of each tensor-parallel rank: name -> checksum."""
 PROMPT_TOKENS = 32
 LEAST_CHANGE, NOISES = 1e-3, 4.0
 """A change is a mean difference of log-probabilities by more than this many nats, and this many times their noise."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def make_prompt(config: Mapping[str, Any]) -> list[int]:
@@ -32,13 +36,38 @@ def differing(found: Checksums, expected: Checksums) -> list[str]:
     return sorted({name for mine, other in ranks for name, _ in mine.items() ^ other.items()})
 
 
+class Sums:
+    """Sums of the bits of the tensors of an update, one each: they tell whether two updates are the same."""
+
+    def __init__(self) -> None:
+        self._sums: list[torch.Tensor] = []
+
+    def over(self, tensors: Iterable[Named]) -> Iterator[Named]:
+        """Yields the tensors unchanged; the host does not wait for the sums."""
+        for name, tensor in tensors:
+            bits = tensor.contiguous().view(_INTEGERS[tensor.element_size()])
+            self._sums.append(bits.sum(dtype=torch.int64))
+            yield name, tensor
+
+    def read(self) -> tuple[int, ...]:
+        return tuple(torch.stack(self._sums).tolist()) if self._sums else ()
+
+
 class Proof:
     """What a server said of its weights after an update, and says again as long as it has them."""
 
-    def __init__(self, sender: WeightSender, prompt: Sequence[int], checksums: Checksums | None) -> None:
+    def __init__(
+        self, sender: WeightSender, prompt: Sequence[int], checksums: Checksums | None, sums: Sequence[int] = ()
+    ) -> None:
         """``checksums``: None if they are not compared. Asks twice for the prompt's log-probabilities."""
-        self._prompt, self._checksums = prompt, checksums
+        self._prompt, self._checksums, self._sums = prompt, checksums, sums
         self._logprobs = np.stack([sender.score(prompt) for _ in range(2)])
+
+    def is_unmade(self, before: Proof) -> bool:
+        """Whether most tensors are others than in the update before, and the server says the same to the last bit."""
+        changed = sum(mine != other for mine, other in zip(self._sums, before._sums, strict=False))
+        same = np.array_equal(self._logprobs, before._logprobs) and self._checksums == before._checksums
+        return 2 * changed > len(self._sums) and same
 
     def find_change(self, sender: WeightSender) -> str | None:
         """Returns what has changed since, None if nothing has. The spread of equal questions is a server's noise."""
