@@ -38,12 +38,14 @@ def claim(config: Config) -> None:
             raise ConfigError(
                 f"{folder} holds a run and checkpoint.resume is off; choose another run.dir or remove the folder"
             )
-        difference = _first_difference(read_toml(saved), tomllib.loads(config.to_toml()))
+        if not (held := read_toml(saved)):
+            raise ConfigError(f"{saved} is empty: put the settings of the run back, or remove the file to go on with today's")
+        difference = _first_difference(held, tomllib.loads(config.to_toml()))
         if difference:
             key, before, now = difference
             raise ConfigError(
-                f"{folder} holds a run with {key} = {before!r}, this one has {now!r}; choose another run.dir, remove "
-                "the folder, or set the old value to continue it"
+                f"{folder} holds a run with {key} = {before!r} (config.toml), this one has {now!r}; choose another "
+                "run.dir, remove the folder, or set the old value to continue it"
             )
     write_atomically(saved, config.to_toml().encode())
     checkpoints = complete_checkpoints(folder / "checkpoints")

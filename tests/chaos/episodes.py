@@ -317,7 +317,7 @@ def lies(arena: Arena, rng: random.Random, name: str) -> list[Happened]:
     require(told_lies, "the engine told no lie", run)
     steps = {version + 1 for version, *_ in told_lies}
     dropped = {record["step"]: record.get("tripwires/dropped", 0.0) for record in _steps(run)}
-    named = "likely cause" in run.said()
+    named = any(words in run.said() for words in ("likely cause", "is not what was sent as version"))
     outcome = "stopped with the likely cause" if code else "dropped and counted"
     caught = sum(dropped.get(step, 0.0) for step in steps)
     if not code and not caught and len(told_lies) < FEW_LIES:

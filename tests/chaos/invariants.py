@@ -54,15 +54,17 @@ def _size(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*")) + 1 if path.is_dir() else path.stat().st_size
 
 
-def require_whole(run: Run, steps: int = STEPS, dropped: int = 0) -> None:
-    """Every step is in the metrics once, and every sample has trained once, but for those that a tripwire dropped."""
-    done = [record["step"] for record in numbers(run.folder) if record["kind"] == "step"]
+def require_whole(run: Run, steps: int = STEPS) -> None:
+    """Every step is in the metrics once, and every sample has trained once, but for those that the records count."""
+    records = [record for record in numbers(run.folder) if record["kind"] == "step"]
+    done = [record["step"] for record in records]
     require(done == list(range(1, steps + 1)), f"metrics of steps {done}, expected 1 to {steps}", run)
     try:
         trained = check(run.folder / "samples.jsonl", steps)
     except DataError as error:
         raise ChaosError(f"the audit of samples: {error}") from error
-    expected = steps * SAMPLES - dropped
+    failed = sum(round(record["reward/error_fraction"] * SAMPLES) for record in records)
+    expected = steps * SAMPLES - failed - sum(int(record.get("tripwires/dropped", 0)) for record in records)
     require(trained == expected, f"{trained} samples have trained, expected {expected}", run)
 
 

@@ -81,7 +81,7 @@ def _judge_lies(run: Run, proxy: LyingProxy, code: int) -> str:
     if code != 0:
         require(code == BAD_INPUT and told, f"ended with code {code}, {told} answers were changed", run)
         return "refused until the run stopped with the cause"
-    require_whole(run, LYING_STEPS, dropped)
+    require_whole(run, LYING_STEPS)
     counts = f"{told} answers changed ({proxy.liar}), {refused} refused, {dropped} dropped"
     if proxy.liar == "careless":  # every change breaks the seal
         require(refused == told, counts, run)
