@@ -69,11 +69,7 @@ def decode_rollouts(data: np.ndarray) -> list[Rollout]:
         raise RolloutError(f"{len(data)} bytes are no rollouts: expected {position}")
     return [
         Rollout(
-            group=int(group),
-            sample=int(sample),
-            finish_reason=_REASONS[int(reason)],
-            routed_experts=None,
-            **columns,
+            group=int(group), sample=int(sample), finish_reason=_REASONS[int(reason)], routed_experts=None, **columns
         )
         for (group, sample, _, reason, _, _), columns in zip(header.tolist(), found, strict=True)
     ]

@@ -15,14 +15,7 @@ from typing import Any
 from megarl.data.files import write_atomically
 from megarl.errors import ConfigError, DataError
 
-_TYPE_NAMES = {
-    str: "text",
-    int: "a whole number",
-    float: "a number",
-    bool: "true/false",
-    list: "a list",
-    dict: "a table",
-}
+_TYPES = {str: "text", int: "a whole number", float: "a number", bool: "true/false", list: "a list", dict: "a table"}
 
 Record = dict[str, Any]
 
@@ -89,7 +82,7 @@ def get_field(record: Record, field: str, place: str) -> Any:
 
 def type_name(value: object) -> str:
     """Return the type of a value in words, for an error message."""
-    return "null" if value is None else _TYPE_NAMES.get(type(value), type(value).__name__)
+    return "null" if value is None else _TYPES.get(type(value), type(value).__name__)
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Record]]:

@@ -59,15 +59,11 @@ class RolloutConfig(Table):
                 f'one_step_off: found true with engine = "{self.engine}", which samples in the trainer\'s own '
                 'processes and cannot do so while they train; set engine = "sglang"'
             )
-        if self.fp8_rounding and not kind.fp8:
-            raise ValueError(f'fp8_rounding: found true with engine = "{self.engine}", which cannot round; remove it')
+        for name in ("fp8_rounding", "fp8_activations", "fp8_kv_cache"):
+            if getattr(self, name) and not (kind.fp8 if name == "fp8_rounding" else kind.fp8_arithmetic):
+                raise ValueError(f'{name}: found true with engine = "{self.engine}", which cannot round so; remove it')
         if self.fp8_activations and not self.fp8_rounding:
             raise ValueError("fp8_activations: found true without fp8_rounding, which it adds to; set both, or neither")
-        for name in ("fp8_activations", "fp8_kv_cache"):
-            if getattr(self, name) and not kind.fp8_arithmetic:
-                raise ValueError(
-                    f'{name}: found true with engine = "{self.engine}", which does not compute so; remove it'
-                )
         return self
 
 

@@ -7,6 +7,7 @@ routes are the expert ids that the model was called with.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,7 +27,6 @@ from megarl.rollout.local.fp8 import FP8Cache, FP8Products, hold_in_fp32, requir
 from megarl.rollout.local.recorder import RouteRecorder
 from megarl.rollout.weights import WeightForm, checkpoint_views, require_each_once
 
-_NO_LIMIT = 1 << 30
 PROVED_TENSORS = 8
 """Tensors of which ``prove_weights`` compares some numbers."""
 
@@ -123,13 +123,12 @@ class LocalEngine(Engine):
 
     def prove_weights(self) -> bool:
         """See ``Engine.prove_weights``. WeightSyncError if some numbers of some tensors are not those that arrived."""
-        held = [_some_of(self._views[name]) for name in self._sent]
-        if held and not torch.equal(torch.cat(held), torch.cat([*self._sent.values()])):
-            changed = next(n for n, sent in self._sent.items() if not torch.equal(_some_of(self._views[n]), sent))
-            raise WeightSyncError(
-                f"{changed} in the local engine is not what was sent as version {self._version}: something in this "
-                "process has written into the engine's model, and its responses cannot be trained"
-            )
+        for name, sent in self._sent.items():
+            if not torch.equal(_some_of(self._views[name]), sent):
+                raise WeightSyncError(
+                    f"{name} in the local engine is not what was sent as version {self._version}: something in this "
+                    "process has written into the engine's model, and its responses cannot be trained"
+                )
         return False
 
     def converse(self, begin: Begin, params: SamplingParams, on_finish: OnFinish = None) -> None:
@@ -146,7 +145,7 @@ class LocalEngine(Engine):
 
     def _sample(self, requests: Sequence[SampleRequest], params: SamplingParams, on_finish: OnFinish) -> list[Rollout]:
         config = self._model.config.get_text_config()
-        positions = getattr(config, "max_position_embeddings", None) or _NO_LIMIT
+        positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
         limits = np.array([limit_response(request, params, config.vocab_size, positions) for request in requests])
         recorder = self._recorder if params.return_routed_experts else None
         # Requests of similar length share a batch, so that little of it is padding.
@@ -164,9 +163,8 @@ class LocalEngine(Engine):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._recorder.close()
             self._views = {}
-            del self._model
+            del self._model, self._recorder
 
     def _require_open(self) -> None:
         if self._closed:
@@ -205,14 +203,10 @@ class BatchSession(Session):
             self._waiting.pop(answer, None)
 
     def _after_episode(self) -> None:
-        if self._all_wait():
-            asyncio.get_running_loop().call_soon(self._answer_all)
-
-    def _all_wait(self) -> bool:
-        return 0 < len(self._waiting) >= len(self._episodes)
+        asyncio.get_running_loop().call_soon(self._answer_all)
 
     def _answer_all(self) -> None:
-        if not self._all_wait():  # an episode has gone on since: this is called again when it waits
+        if not 0 < len(self._waiting) >= len(self._episodes):  # this is called again when another episode waits or ends
             return
         waiting = sorted(self._waiting.items(), key=lambda item: (item[1].group, item[1].sample))
         self._waiting.clear()

@@ -25,11 +25,6 @@ class RouteRecorder:
     def __init__(self, model: nn.Module) -> None:
         self._modules = [(name, module) for name, module in model.named_modules() if _num_experts(module)]
         self._seen: dict[int, torch.Tensor] = {}
-        self._active = False
-        self._handles = [
-            module.register_forward_pre_hook(self._hook(layer), with_kwargs=True)
-            for layer, (_, module) in enumerate(self._modules)
-        ]
         self._dtype = narrow_dtype(max((_num_experts(module) for _, module in self._modules), default=0))
 
     @property
@@ -39,13 +34,17 @@ class RouteRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Records the forward pass that runs inside; outside of it the hooks do nothing."""
+        """Records the forward pass that runs inside; outside of it the model has no hooks."""
         self._seen.clear()
-        self._active = True
+        handles = [
+            module.register_forward_pre_hook(self._hook(layer), with_kwargs=True)
+            for layer, (_, module) in enumerate(self._modules)
+        ]
         try:
             yield
         finally:
-            self._active = False
+            for handle in handles:
+                handle.remove()
 
     def take(self, batch: int, length: int) -> np.ndarray:
         """Returns what was recorded, uint8 (E <= 256) or uint16 [batch, length, L, K], and forgets it.
@@ -61,17 +60,11 @@ class RouteRecorder:
         self._seen.clear()
         return routes.unflatten(0, (batch, length)).to(torch.int32).cpu().numpy().astype(self._dtype)
 
-    def close(self) -> None:
-        """Takes the hooks off the model."""
-        for handle in self._handles:
-            handle.remove()
-
     def _hook(self, layer: int) -> Any:
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._active:
-                if layer in self._seen:
-                    raise TraceError(f"{self._modules[layer][0]} ran twice in one forward pass")
-                self._seen[layer] = args[1] if len(args) > 1 else kwargs["top_k_index"]
+            if layer in self._seen:
+                raise TraceError(f"{self._modules[layer][0]} ran twice in one forward pass")
+            self._seen[layer] = args[1] if len(args) > 1 else kwargs["top_k_index"]
 
         return record
 
