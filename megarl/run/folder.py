@@ -39,7 +39,9 @@ def claim(config: Config) -> None:
                 f"{folder} holds a run and checkpoint.resume is off; choose another run.dir or remove the folder"
             )
         if not (held := read_toml(saved)):
-            raise ConfigError(f"{saved} is empty: put the settings of the run back, or remove the file to go on with today's")
+            raise ConfigError(
+                f"{saved} is empty: put the settings of the run back, or remove the file to go on with today's"
+            )
         difference = _first_difference(held, tomllib.loads(config.to_toml()))
         if difference:
             key, before, now = difference
