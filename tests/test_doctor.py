@@ -13,12 +13,16 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tiny_families import write_family
 
 from megarl import doctor
+from megarl.config import file as config_file
 from megarl.config import megatron_fields
 from megarl.config.megatron_fields import REPLAY_BLOCKERS
 from megarl.errors import ConfigError
+from megarl.plan.plan import plan
 from megarl.rollout.sglang.versions import CAPABILITIES, FAULTS
+from megarl.train.loop import train
 
 CONFIG = """
 [run]
@@ -288,3 +292,27 @@ class TestSGLang:
             release = "0.5.23" if python.parent.name == "bin" else python.parent.name
             assert f"  {release} " in text
             assert code == (1 if release == "0.5.17" else 0)
+
+
+def test_what_a_dense_model_cannot_do_is_refused_as_by_train_and_plan(tmp_path):
+    write_family(tmp_path / "model", "qwen2")
+    (tmp_path / "run.toml").write_text(CONFIG)
+    words = {"model.path": str(tmp_path / "model"), "parallel.ep": 1}
+    for change, says in (
+        ({}, 'train.replay: found "r3"'),
+        ({"train.max_native_flip": 0.3}, "max_native_flip: found 0.3"),
+    ):
+        none = {"train.replay": "none"} if change else {}
+        for refuse in (
+            lambda more: shown(tmp_path / "run.toml", more, trust=True),
+            lambda more: plan(config_file.load(tmp_path / "run.toml", more, trust=True)),
+            lambda more: train(config_file.load(tmp_path / "run.toml", more, trust=True)),
+        ):
+            with pytest.raises(ConfigError, match=says):
+                refuse({**words, **none, **change})
+    code, text = shown(tmp_path / "run.toml", {**words, "train.replay": "none"}, trust=True)
+    assert code == 0
+    assert "qwen2, dense; routes are not asked for" in text
+    write_family(tmp_path / "moe", "mixtral")
+    code, text = shown(tmp_path / "run.toml", {"model.path": str(tmp_path / "moe"), "train.replay": "none"}, trust=True)
+    assert "mixtral, top-2 of 8 experts; routes are asked for" in text

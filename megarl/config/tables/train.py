@@ -46,7 +46,8 @@ class TrainConfig(Table):
     micro_batch_tokens: PositiveInt = 16384
     """Most tokens of one forward pass on one rank; at least the longest prompt plus the longest response."""
     replay: Literal["none", "r2", "r3"] = "r3"
-    """Which experts training uses: its own choice, those of the old-log-prob pass (r2), or of the engine (r3)."""
+    """Which experts training uses: its own choice (none; dense models know no other), those of the old-log-prob pass
+    (r2), or of the engine (r3)."""
     max_missing_rows: float = Field(default=0.05, ge=0, le=1)
     """Largest fraction of tokens without a recorded route; more end the run. The last token of a sequence does not
     count: no engine has processed it, and nothing is predicted from it."""
@@ -57,7 +58,8 @@ class TrainConfig(Table):
     """Largest k3 of a response and of a step (docs/tripwires.md): beyond it they are dropped. "learn" takes it from the
     first steps."""
     max_native_flip: Literal["learn", "off"] | OpenShare = "learn"
-    """Largest share of (token, layer) pairs in which the training routers choose other experts than the rollout."""
+    """Largest share of (token, layer) pairs in which the training routers choose other experts than the rollout; off by
+    itself where there are no routes. "off" also keeps routes from being asked for, if nothing else needs them."""
     max_bad_steps: Count = 3
     """After so many steps in a row that lose more than a quarter of their responses the run stops; the first step after
     a start stops it at once. 0: it never stops."""
