@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megarl.config import Config
 from megarl.config.megatron_fields import replay_blockers
 from megarl.errors import ConfigError
-from megarl.models.shapes import ModelShape
+from megarl.models.shapes import ModelShape, read_shape
 
 
 def check_fit(config: Config, shape: ModelShape) -> None:
@@ -45,3 +47,9 @@ def wants_routes(config: Config, shape: ModelShape, done: int | None = None) -> 
         return False
     writes = config.log.traces_every > 0 if done is None else config.log.writes_traces(done)
     return config.train.replay == "r3" or writes or watches_routes(config, shape)
+
+
+def servers_record(config: Config) -> bool:
+    """Whether servers are to record routes; assumed of a model that is not on this machine."""
+    is_here = (Path(config.model.path) / "config.json").is_file()
+    return not is_here or wants_routes(config, read_shape(config.model.path))

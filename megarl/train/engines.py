@@ -18,8 +18,7 @@ from megarl.config.plugs import ENGINES, load_plug
 from megarl.errors import ConfigError, MegarlError, RolloutError, describe, printable
 from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES
-from megarl.models.fit import wants_routes
-from megarl.models.shapes import read_shape
+from megarl.models.fit import servers_record
 from megarl.rollout.engine import Engine
 from megarl.rollout.local.engine import LocalEngine
 from megarl.rollout.sglang.client import ClientSettings
@@ -154,7 +153,7 @@ def _make_fleet(config: Config, key: str | None, nodes: Sequence[int], host: str
         urls=settings.urls,
         tp=settings.tp,
         api_key=key,
-        routes=wants_routes(config, read_shape(config.model.path)),
+        routes=servers_record(config),
         folder=folder / "weights" if settings.sync == "disk" else None,
         broadcast=settings.sync == "distributed",
         checksums=settings.checksums,
@@ -169,7 +168,6 @@ def _make_fleet(config: Config, key: str | None, nodes: Sequence[int], host: str
 def server_specs(config: Config, host: str, key: str | None, folder: Path) -> list[ServerSpec]:
     """Return the ``sglang.servers`` servers of one node, on free ports. Their logs are written to ``folder``."""
     settings, model = config.sglang, _served_model(config, folder)
-    routes = wants_routes(config, read_shape(config.model.path))
     folder.mkdir(parents=True, exist_ok=True)
     return [
         ServerSpec(
@@ -182,7 +180,7 @@ def server_specs(config: Config, host: str, key: str | None, folder: Path) -> li
             mem_fraction=settings.mem_fraction,
             max_total_tokens=settings.max_total_tokens,
             log_file=folder / f"server{index}.log",
-            routes=routes,
+            routes=servers_record(config),
             api_key=key,
             # The FP8 folder has no weights: they arrive with the first update.
             extra_args=(

@@ -10,8 +10,7 @@ from typing import Any
 
 from megarl.config import Config
 from megarl.errors import MegarlError
-from megarl.models.fit import wants_routes
-from megarl.models.shapes import read_shape
+from megarl.models.fit import servers_record
 from megarl.rollout.sglang.http import key_named, server_info
 from megarl.rollout.sglang.spec import ServerSpec, command
 from megarl.rollout.sglang.versions import CAPABILITIES, can, check_server, installed_release, parse_arguments
@@ -43,18 +42,12 @@ def _predict_info(config: Config, python: str) -> Mapping[str, Any]:
     """Returns what /server_info of a server with these settings will say, as far as its command line shows."""
     settings = config.sglang
     gpus, arguments = tuple(settings.gpus[: settings.tp]) or None, tuple(settings.arguments)
-    routes = _wants_routes(config)
+    routes = servers_record(config)
     spec = ServerSpec(
         config.model.path, python, "auto", os.devnull, tp=settings.tp, gpus=gpus, routes=routes, extra_args=arguments
     )
     # Servers that megarl starts have a key, which is not on the command line.
     return {**parse_arguments(command(spec)), "api_key": True, "version": installed_release(Path(python))}
-
-
-def _wants_routes(config: Config) -> bool:
-    """Assumed of a model that is not on this machine."""
-    is_here = (Path(config.model.path) / "config.json").is_file()
-    return not is_here or wants_routes(config, read_shape(config.model.path))
 
 
 def _check(config: Config, where: str) -> Examined:
@@ -65,7 +58,7 @@ def _check(config: Config, where: str) -> Examined:
         else:
             info = _predict_info(config, where)
         release = str(info.get("version"))
-        version, warnings = check_server(info, config.sglang.tp, _wants_routes(config))
+        version, warnings = check_server(info, config.sglang.tp, servers_record(config))
     except MegarlError as error:
         return Examined(where, release, problem=str(error))
     problem = None
