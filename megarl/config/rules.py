@@ -138,7 +138,15 @@ def _check_megatron(tables: Tables) -> None:
 
 
 def _check_replay(tables: Tables) -> None:
-    replay, engine = tables.train.replay, tables.rollout.engine
+    train, engine = tables.train, tables.rollout.engine
+    replay = train.replay
+    if train.replay_bias_every and (replay == "none" or (replay == "r2" and train.mini_batches == 1)):
+        same = "nothing is replayed" if replay == "none" else "the only update replays what the routers choose anyway"
+        raise ConfigError(
+            f'train.replay_bias_every: found {train.replay_bias_every} with train.replay = "{replay}" and '
+            f"train.mini_batches = {train.mini_batches}, where the replay bias is 0 by definition, because {same}; "
+            'set it to 0, or train.replay = "r3"'
+        )
     if replay == "none":
         return
     if replay == "r3" and not tables.rollout.engine_kind.routes:

@@ -27,11 +27,6 @@ def entropy(logits: Tensor) -> Tensor:
     return -(logprobs.exp() * torch.where(torch.isneginf(logprobs), 0.0, logprobs)).sum(dim=-1)
 
 
-def entropy_stat(token_entropy: Tensor, loss_mask: Tensor) -> Stat:
-    """Return the mean of the entropies [T] over loss_mask, bool [T]."""
-    return Stat.mean(token_entropy, loss_mask)
-
-
 def mismatch_metrics(
     old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor
 ) -> dict[str, Stat]:
@@ -81,10 +76,10 @@ def surrogate_metrics(
       pi_theta / pi_old, is the metric ``ratio`` of ``coefficients``
     - ``gap/extreme_2``, ``ratio/extreme_2``: share of tokens at which a factor is above 2 or below 1/2
     """
-    keep = usable_mask(loss_mask, rollout_logprobs) & ~torch.isneginf(old_logprobs) & ~torch.isneginf(logprobs)
-    columns = [column.detach().double() for column in (logprobs, old_logprobs, rollout_logprobs)]
-    staleness, gap = (log_ratio(*pair, keep) for pair in itertools.pairwise(columns))
-    log_weight = log_ratio(columns[0], columns[2], keep)
+    policies = torch.stack([logprobs.detach().double(), old_logprobs.double(), rollout_logprobs.double()])
+    keep = loss_mask & ~torch.isneginf(policies).any(0)
+    staleness, gap = (log_ratio(*pair, keep) for pair in itertools.pairwise(policies))
+    log_weight = log_ratio(policies[0], policies[2], keep)
     log_product = segment_sum(log_weight, cu_seqlens)
     overflows = log_product > math.log(torch.finfo(torch.float32).max)
     counted = (segment_sum(keep, cu_seqlens) > 0) & ~overflows
@@ -98,6 +93,25 @@ def surrogate_metrics(
         "gap/ratio": Stat.ratio(gap, keep),
         "gap/extreme_2": Stat.mean(gap.abs() > math.log(2), keep),
         "ratio/extreme_2": Stat.mean(staleness.abs() > math.log(2), keep),
+    }
+
+
+def replay_bias_metrics(divergence: Tensor, replayed: Tensor, native: Tensor, loss_mask: Tensor) -> dict[str, Stat]:
+    """Measure what replayed routes make of a policy, against its own routing at the same weights.
+
+    divergence: [T], KL[replayed || native] of the distributions of each token, full vocabulary; replayed, native:
+    log-probabilities of the sampled tokens [T]; loss_mask: bool [T]. Returns, by name:
+
+    - ``replay_bias/kl``: spread over tokens
+    - ``replay_bias/ratio``: summary and quantiles of pi_replayed / pi_native of the sampled tokens
+    - ``replay_bias/extreme_2``: share of tokens at which this ratio is above 2 or below 1/2
+    """
+    keep = loss_mask & ~torch.isneginf(replayed) & ~torch.isneginf(native)
+    ratio = log_ratio(replayed, native, keep)
+    return {
+        "replay_bias/kl": Stat.spread(divergence, loss_mask),
+        "replay_bias/ratio": Stat.ratio(ratio, keep),
+        "replay_bias/extreme_2": Stat.mean(ratio.abs() > math.log(2), keep),
     }
 
 

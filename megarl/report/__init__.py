@@ -3,7 +3,7 @@
 The way through:
 
     report   the HTML page of a run
-    panels   its panels, as data
+    panels   its panels, as data (panel: one of them)
     series   the curves of a run, from its metrics
     plots    all pictures: style, lines, maps
     traces   tables and comparison of routing-trace files

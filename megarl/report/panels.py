@@ -2,84 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
-
 from megarl.report import plots
-from megarl.report.plots import GREY, ORANGE, PHASES, PURPLE, RED, TEAL, Line, Scale
-from megarl.report.series import LAYER_PREFIXES, Curves, layer_curves
-
-
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """One figure of the report."""
-
-    title: str
-    caption: str
-    """How to read it, one or two sentences."""
-    y_label: str
-    lines: tuple[Line, ...] = ()
-    """The metrics it plots, for a panel that is nothing but lines."""
-    scale: Scale = "free"
-    plot: Callable[[Axes, Curves], None] | None = None
-    """Plots the panel instead of ``lines``."""
-    plotted: tuple[str, ...] = ()
-    """The metrics that ``plot`` reads."""
-    layers: tuple[str, ...] = ()
-    """Plots a map of layers: the first of these prefixes that has metrics."""
-    wide: bool = False
-    """Whether it takes the whole width of the page."""
-    optional: bool = False
-    """Whether only some runs have it, so that the page does not mention its absence."""
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Its metrics; one of them is enough."""
-        return self.plotted or tuple(line.metric for line in self.lines) or (self.layers[-1] + "XX",)
-
-    def is_recorded(self, curves: Curves) -> bool:
-        """Whether any of its metrics has a value that can be plotted."""
-        if self.layers:
-            return bool(layer_curves(curves, self.layers))
-        return any(name in curves for name in self.needs)
-
-    def fill(self, axes: Axes, curves: Curves) -> None:
-        """Plot its curves, and set the axes."""
-        if self.plot is not None:
-            self.plot(axes, curves)
-        elif self.layers:
-            plots.plot_layers(axes, curves, self.layers)
-        else:
-            plots.plot_lines(axes, curves, self.lines)
-        plots.scale_y(axes, self.scale)
-        if not axes.get_ylabel():
-            axes.set_ylabel(self.y_label)
-        axes.set_xlabel("global step")
-
-
-def render(panel: Panel, curves: Curves) -> bytes:
-    """Return the panel as a PNG."""
-    return plots.render_png((10.4, 3.9) if panel.wide else (6.2, 3.5), lambda figure: _fill(figure, panel, curves))
-
-
-def _fill(figure: Figure, panel: Panel, curves: Curves) -> None:
-    axes = figure.add_subplot()
-    panel.fill(axes, curves)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10, steps=[1, 2, 5, 10]))
-    axes.margins(x=0.012)
-    handles = sorted(
-        zip(*axes.get_legend_handles_labels(), strict=True), key=lambda entry: isinstance(entry[0], Line2D)
-    )
-    if handles:
-        # Areas before lines; above the axes, where no curve can run behind it.
-        place = {"loc": "outside upper left", "ncols": 8 if panel.wide else 4}
-        figure.legend(*zip(*handles, strict=True), **place, handlelength=1.4, columnspacing=1.4)
-
+from megarl.report.panel import Panel
+from megarl.report.plots import GREY, ORANGE, PHASES, PURPLE, RED, TEAL, Line
+from megarl.report.series import LAYER_PREFIXES
 
 PANELS = {
     "reward": Panel(
@@ -193,6 +119,20 @@ PANELS = {
         ),
         "log",
     ),
+    "by_index": Panel(
+        "From mini-batch to mini-batch",
+        "Means over all steps. What grows with the index is staleness: the policy leaves the one that sampled.",
+        "mean over steps",
+        (
+            Line("gap/ratio/std", "gap, standard deviation", ORANGE),
+            Line("ratio/std", "staleness, standard deviation"),
+            Line("first_order/error/mean", "first-order error", TEAL),
+            Line("replay_bias/kl/mean", "replay bias, KL", PURPLE),
+        ),
+        "log",
+        by_index=True,
+        optional=True,
+    ),
     "extreme": Panel(
         "Extreme tokens",
         "Tokens of which a factor of the importance weight is above 2 or below 1/2.",
@@ -222,6 +162,27 @@ PANELS = {
             Line("router/flip", "in use, per layer", TEAL),
         ),
         "percent",
+    ),
+    "replay_bias": Panel(
+        "Replay bias",
+        "The policy with replayed routes against itself with its own routing, at the same weights: KL[replayed || own] "
+        "of a token's distribution over the full vocabulary.",
+        "KL (nats per token)",
+        (
+            Line("replay_bias/kl/max", "largest", GREY, "dashed"),
+            Line("replay_bias/kl/p99", "99 % of tokens below", ORANGE),
+            Line("replay_bias/kl/mean", "mean"),
+        ),
+        "log",
+        optional=True,
+    ),
+    "replay_bias_layers": Panel(
+        "Replay bias by layer",
+        "Share of tokens for which the policy, routed natively in all layers, uses other experts than those replayed.",
+        "MoE layer",
+        layers=("replay_bias/flip/layer_",),
+        wide=True,
+        optional=True,
     ),
     "missing_rows": Panel(
         "Missing routes",

@@ -119,6 +119,17 @@ def _plot_curve(axes: Axes, curve: Curve, line: Line) -> None:
     )
 
 
+def plot_by_index(axes: Axes, curves: Curves, lines: Sequence[Line]) -> None:
+    """Plot metrics of mini-batches against the index of the mini-batch in its step, as means over all steps."""
+    for line in lines:
+        if (curve := curves.get(line.metric)) is not None:
+            known = np.isfinite(curve.y)
+            _, index = np.unique(np.round(curve.x[known] % 1, 9), return_inverse=True)
+            means = np.bincount(index, curve.y[known]) / np.bincount(index)
+            axes.plot(np.arange(len(means)), means, color=line.color, label=line.label, marker="o")
+    axes.set_xlabel("index of the mini-batch")
+
+
 def scale_y(axes: Axes, scale: Scale) -> None:
     """Set the y axis of a panel whose lines are plotted."""
     top = float(axes.dataLim.y1)

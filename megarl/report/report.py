@@ -17,7 +17,8 @@ import numpy as np
 from megarl.config.file import read_toml
 from megarl.data.files import write_atomically
 from megarl.errors import ConfigError, DataError
-from megarl.report.panels import PANELS, render
+from megarl.report.panel import render
+from megarl.report.panels import PANELS
 from megarl.report.series import Curve, Curves, make_curves
 from megarl.run.metrics_log import read_metrics
 

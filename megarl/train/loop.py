@@ -183,6 +183,7 @@ class Trainer:
             for part in rollouts.mini_batches:  # every rank has its rows of the routes
                 part[:] = [drop_routes(rollout) for rollout in part]
         self.train_step.keeps_native_routes = keep_routes
+        self.train_step.measures_replay_bias = self._is_due(done, self.config.train.replay_bias_every, at_end=False)
         return minis
 
     def _run_passes(self, minis: list[MiniBatch], judged: Judged) -> None:

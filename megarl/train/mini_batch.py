@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 
 from megarl.config import Config
 from megarl.core.metrics import Stat
-from megarl.core.objectives.columns import Denominators
+from megarl.core.objectives.columns import Denominators, TokenColumns
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import AgreementError, TraceError
 from megarl.megatron.passes.micro_batches import MicroBatch, split_micro_batches
@@ -43,6 +43,21 @@ class MiniBatch:
     """As ``old_logprobs``, of the reference policy; None without one."""
     metrics: dict[str, Stat] = field(default_factory=dict)
     """The gap between the engines; part of the step's record."""
+
+    def columns(self, index: int, batch: TrainBatch, logprobs: torch.Tensor) -> TokenColumns:
+        """What an objective reads of one micro-batch; before the old-log-prob pass, the policy is the old one."""
+        old = logprobs if self.old_logprobs is None else self.old_logprobs[index]
+        ref = None if self.ref_logprobs is None else self.ref_logprobs[index]
+        device = logprobs.device
+        return TokenColumns(
+            logprobs,
+            old,
+            batch.rollout_logprobs.to(device),
+            batch.advantages.to(device),
+            batch.loss_mask.to(device),
+            batch.cu_seqlens.to(device),
+            ref,
+        )
 
 
 def split(config: Config, batch: TrainBatch, max_tokens: int | None = None) -> list[MicroBatch]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,10 +17,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.config import Config
-from megarl.core.diagnostics import entropy_stat, mismatch_metrics, surrogate_metrics
+from megarl.core.diagnostics import mismatch_metrics, replay_bias_metrics, surrogate_metrics
 from megarl.core.metrics import Stat, merge
 from megarl.core.objectives import Objective, coefficients, function_coefficients, mini_batch_power
-from megarl.core.objectives.columns import Denominators, TokenColumns
+from megarl.core.objectives.columns import Denominators
 from megarl.core.packing import drop_routes, pack
 from megarl.core.routing import Disagreement
 from megarl.core.tripwires import count_flips, count_k3
@@ -48,7 +49,7 @@ class TrainStep:
         self.reference = Reference(policy, config.reference_path) if objective.needs_ref_logprobs else None
         watched = watches_routes(config, policy.shape)
         self.tripwires = Tripwires(config.train.model_copy(update={} if watched else {"max_native_flip": "off"}))
-        self.keeps_native_routes = False
+        self.keeps_native_routes = self.measures_replay_bias = False
         self._updates = 0
 
     @property
@@ -128,17 +129,35 @@ class TrainStep:
         is_first_pass = mini.old_logprobs is None
         biases = self.policy.expert_biases() if is_first_pass else []
         before = [bias.clone() for bias in biases]
-        outputs = self._backward(mini, on_micro_batch)
+        native, flips = self._route_natively(mini)
+        outputs = self._backward(mini, on_micro_batch, native)
         if is_first_pass and self.tripwires.judge([mini]):
             for bias, value in zip(biases, before, strict=True):
                 bias.copy_(value)  # the pass has moved it, and the second one does so again
-            outputs = self._backward(mini)
+            outputs = self._backward(mini, compare_with=native)
         norm, lr = self.policy.optimizer_step()
         self._updates += 1
         alike = {"grad_norm": Stat.mean(torch.tensor([norm])), "lr": Stat.mean(torch.tensor([lr], dtype=torch.float64))}
-        return merge([alike, *(output.metrics for output in outputs)])
+        compared = zip(mini.micro_batches, outputs, native or (), strict=False)
+        biases_of_tokens = [_replay_bias(micro.batch, *both) for micro, *both in compared]
+        return merge([alike, flips, *biases_of_tokens, *(output.metrics for output in outputs)])
 
-    def _backward(self, mini: MiniBatch, on_micro_batch: Advance | None = None) -> list[forward.MicroOutput]:
+    def _route_natively(self, mini: MiniBatch) -> tuple[list[forward.MicroOutput] | None, dict[str, Stat]]:
+        """In a step that measures the replay bias, a pass with the routers' own choice, compared layer by layer."""
+        replay = self.policy.replay
+        if not self.measures_replay_bias or replay is None or mini.routes is None:
+            return None, {}
+        with self._context(mini, replay.record(keep=False, compared=mini.routes)) as seen:
+            outputs = self._run(mini, keep_hidden=True)
+        shared = gather_shared(seen.shared, mini.micro_batches, replay.layers)
+        return outputs, Disagreement.of(np.concatenate(shared), self.policy.shape.topk).stats("replay_bias")
+
+    def _backward(
+        self,
+        mini: MiniBatch,
+        on_micro_batch: Advance | None = None,
+        compare_with: list[forward.MicroOutput] | None = None,
+    ) -> list[forward.MicroOutput]:
         """Leave the gradients of a mini-batch in the model. In the first pass over it, compare the engines."""
         is_first_pass = mini.old_logprobs is None
         power = self._power(mini)
@@ -146,15 +165,16 @@ class TrainStep:
         def weigh(
             index: int, batch: TrainBatch, logprobs: torch.Tensor, entropies: torch.Tensor
         ) -> tuple[torch.Tensor, dict[str, Stat]]:
-            columns = _columns(mini, index, batch, logprobs)
+            columns = mini.columns(index, batch, logprobs)
             weigh_tokens = coefficients if self._function is None else partial(function_coefficients, self._function)
             found = weigh_tokens(self.objective, columns, mini.denominators, power=power)
-            own = {"entropy": entropy_stat(entropies, columns.loss_mask), **_surrogate(columns)}
-            return found.values, {**found.metrics, **own}
+            mask, bounds = columns.loss_mask, columns.cu_seqlens
+            theory = surrogate_metrics(logprobs, columns.old_logprobs, columns.rollout_logprobs, mask, bounds)
+            return found.values, {**found.metrics, **theory, "entropy": Stat.mean(entropies, mask)}
 
         self.policy.zero_grad()
         with self._context(mini) as seen:
-            outputs = self._run(mini, weigh, on_micro_batch)
+            outputs = self._run(mini, weigh, on_micro_batch, compare_with=compare_with)
         if is_first_pass:
             self._compare_engines(mini, outputs, seen)
         return outputs
@@ -171,13 +191,15 @@ class TrainStep:
                 logprobs = [output.logprobs for output in self._run(mini)]
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return None
-        columns = [
-            _columns(mini, index, micro.batch, logprobs[index]) for index, micro in enumerate(mini.micro_batches)
-        ]
+        columns = [mini.columns(index, micro.batch, logprobs[index]) for index, micro in enumerate(mini.micro_batches)]
         return mini_batch_power(self.objective, columns, _sum_over_ranks)
 
     def _run(
-        self, mini: MiniBatch, weigh: forward.CoefficientFn | None = None, on_micro_batch: Advance | None = None
+        self,
+        mini: MiniBatch,
+        weigh: forward.CoefficientFn | None = None,
+        on_micro_batch: Advance | None = None,
+        **compared: Any,
     ) -> list[forward.MicroOutput]:
         return forward.run(
             self.policy.chunks,
@@ -186,10 +208,11 @@ class TrainStep:
             vocab_size=self.policy.shape.vocab_size,
             coefficients=weigh,
             on_micro_batch=None if on_micro_batch is None else lambda: on_micro_batch(1),
+            **compared,
         )
 
     @contextmanager
-    def _context(self, mini: MiniBatch) -> Iterator[Recording]:
+    def _context(self, mini: MiniBatch, block: AbstractContextManager[Recording] | None = None) -> Iterator[Recording]:
         """Replay or record during a pass over a mini-batch. An error at its end is raised on all ranks; collective.
 
         Routes that agree too little are left to the tripwires, which know the sequences.
@@ -197,7 +220,7 @@ class TrainStep:
         failure: MegarlError | None = None
         ran = False
         try:
-            with self._block(mini) as seen:
+            with block or self._block(mini) as seen:
                 yield seen
                 ran = True
         except ReplayError as error:
@@ -232,7 +255,7 @@ class TrainStep:
             batch, device = micro.batch, output.logprobs.device
             mask, bounds = batch.loss_mask.to(device), batch.cu_seqlens.to(device)
             columns = output.logprobs, batch.rollout_logprobs.to(device), mask, bounds
-            entropy = {"rollout/entropy": entropy_stat(output.entropies, mask)}
+            entropy = {"rollout/entropy": Stat.mean(output.entropies, mask)}
             mini.metrics = merge([mini.metrics, mismatch_metrics(*columns), entropy])
             counts.append(count_k3(*columns))
         if counts:
@@ -241,20 +264,15 @@ class TrainStep:
         self._routing_metrics(mini, seen, replayed=mini.routes is not None)
 
     def _routing_metrics(self, mini: MiniBatch, seen: Recording, replayed: bool) -> None:
-        """Compare the rollout's routes with those used here, and with those that the routers choose by themselves.
-
-        A stage without MoE layers makes the same collective calls, with tensors that have no columns.
-        """
+        """Compare the rollout's routes with those used here, and with those that the routers choose by themselves."""
         if self.policy.replay is None or mini.rollout_routes is None:
             return
         layers, shape = self.policy.replay.layers, self.policy.shape
-        device = torch.cuda.current_device()  # tensors of all stages must be on the same kind of device
-        nothing = [torch.zeros(len(rows.experts), 0, dtype=torch.uint8, device=device) for rows in mini.rollout_routes]
         if self.keeps_native_routes:
             own = seen.native if replayed else seen.routes
             mini.native_routes = own if layers else mini.rollout_routes
         both = (seen.shared, seen.native_shared)[: 1 + replayed]
-        shared = [gather_shared(counts if layers else nothing, mini.micro_batches, layers) for counts in both]
+        shared = [gather_shared(counts, mini.micro_batches, layers) for counts in both]
         for prefix, counts in (("router", shared[0]), ("router/native", shared[-1])):
             stats = Disagreement.of(np.concatenate(counts), shape.topk).stats(prefix)
             mini.metrics = merge([mini.metrics, stats])
@@ -262,24 +280,10 @@ class TrainStep:
             mini.gaps[list(micro.sequences), 5:] = count_flips(of_micro, shape.topk, micro.batch)
 
 
-def _columns(mini: MiniBatch, index: int, batch: TrainBatch, logprobs: torch.Tensor) -> TokenColumns:
-    old = logprobs if mini.old_logprobs is None else mini.old_logprobs[index]
-    ref = None if mini.ref_logprobs is None else mini.ref_logprobs[index]
-    device = logprobs.device
-    return TokenColumns(
-        logprobs,
-        old,
-        batch.rollout_logprobs.to(device),
-        batch.advantages.to(device),
-        batch.loss_mask.to(device),
-        batch.cu_seqlens.to(device),
-        ref,
-    )
-
-
-def _surrogate(columns: TokenColumns) -> dict[str, Stat]:
-    policies = columns.logprobs, columns.old_logprobs, columns.rollout_logprobs
-    return surrogate_metrics(*policies, columns.loss_mask, columns.cu_seqlens)
+def _replay_bias(batch: TrainBatch, replayed: forward.MicroOutput, native: forward.MicroOutput) -> dict[str, Stat]:
+    assert replayed.divergence is not None
+    mask = batch.loss_mask.to(replayed.logprobs.device)
+    return replay_bias_metrics(replayed.divergence, replayed.logprobs, native.logprobs, mask)
 
 
 def _sum_over_ranks(sums: torch.Tensor) -> torch.Tensor:

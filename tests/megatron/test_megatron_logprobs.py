@@ -118,3 +118,25 @@ def test_a_bf16_policy_hands_over_a_bf16_weight_and_states_that_are_bf16_numbers
         assert hidden.dtype == FP32
         assert torch.equal(hidden.to(BF16).float(), hidden)
         assert hidden.abs().sum() > 0
+
+
+@pytest.mark.parametrize("apart", [1.0, 1e-3, 0.0])
+def test_the_divergence_of_two_passes_is_that_of_whole_softmaxes(apart: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "ROWS", 4)
+    monkeypatch.setattr(blocks, "COLUMNS", 16)
+    torch.manual_seed(0)
+    first, weight = torch.randn(10, 8), torch.randn(40, 8)
+    second = first + apart * torch.randn(10, 8)
+    with SaysCuda(), RefusesAsCuda():
+        found = blocks.linear_kl(first, second, weight, 0.7, 37)
+    p, q = ((states.double() @ weight[:37].double().t() / 0.7).log_softmax(1) for states in (first, second))
+    expected = (p.exp() * (p - q)).sum(1)
+    torch.testing.assert_close(found, expected.float(), rtol=2e-3 if apart < 1 else 1e-5, atol=0.0)
+    assert apart > 0 or not found.any()
+
+
+def test_the_divergence_of_certainties_is_finite() -> None:
+    first = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+    found = blocks.linear_kl(first, first.flip(1), 300 * torch.eye(2), 1.0, 2)
+    assert torch.isfinite(found).all()
+    assert found[0] > 80.0

@@ -12,7 +12,8 @@ from PIL import Image
 from train_world import World
 
 from megarl.errors import DataError, MegarlError
-from megarl.report.panels import PANELS, render
+from megarl.report.panel import render
+from megarl.report.panels import PANELS
 from megarl.report.plots import PHASES, plot_time
 from megarl.report.report import write_report
 from megarl.report.series import Curve, layer_curves, make_curves, smooth
@@ -40,7 +41,8 @@ def write_run(run_dir: Path, steps: int = 12) -> None:
             for minibatch in range(2):
                 log.write("minibatch", step, {"grad_norm": 0.5 + minibatch, "ratio/std": 0.1}, minibatch=minibatch)
             values = {name: 0.1 + 0.01 * step for name in step_names if not name.startswith(("eval/", "grad_norm"))}
-            values |= {f"router/flip/layer_{layer:02d}": 0.01 * layer for layer in (1, 2, 10)}
+            for kind in ("router", "replay_bias"):
+                values |= {f"{kind}/flip/layer_{layer:02d}": 0.01 * layer for layer in (1, 2, 10)}
             log.write("step", step, values | {"speed/tokens_per_s": 1000.0 * step, "reward/error_fraction": 0.025})
             if step % 4 == 0:
                 log.write("eval", step, {"eval/pass_rate": {4: 0.25, 8: 0.875}.get(step, 0.75)})

@@ -36,8 +36,7 @@ from megarl.config.file import parse
 from megarl.core.types import Rollout
 from megarl.data.tiny import write_tiny_model
 from megarl.errors import ConfigError, NumericsError, ReplayError, RolloutError, TraceError
-from megarl.megatron.replay import Recording
-from megarl.train import step as train_step
+from megarl.megatron.replay import rollout_routes
 from megarl.train.step import TrainStep
 
 
@@ -268,21 +267,18 @@ def test_a_rank_without_sequences_is_an_error_on_all_ranks(world: World) -> None
 def test_a_stage_without_moe_layers_sends_its_counts_from_the_device_of_the_others(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent: list[torch.Tensor] = []
+    """The real ``gather_shared`` is stopped at its first collective call."""
 
-    def gather(counts: list[torch.Tensor], *_: Any) -> list[np.ndarray]:
-        sent.extend(counts)
-        return [np.zeros((micro.batch.num_tokens, 1), np.int64) for micro in mini.micro_batches]
+    def stop(counts: torch.Tensor, *_: Any) -> None:
+        raise StopIteration(counts.device.type, list(counts.shape))
 
     with training(world.settings()) as step:
-        mini = prepare(step, world.rollouts(), fixed_advantages())[0]
-        assert step.policy.replay is not None
-        monkeypatch.setattr(step.policy.replay, "_hooks", [])
-        monkeypatch.setattr(train_step, "gather_shared", gather)
+        (micro, *_), *_ = (mini.micro_batches for mini in prepare(step, world.rollouts(), fixed_advantages()))
+        monkeypatch.setattr(rollout_routes, "all_gather", stop)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
-        step._routing_metrics(mini, Recording(), replayed=True)
-    assert len(sent) == 2 * len(mini.micro_batches)
-    assert all(counts.is_meta for counts in sent)
+        with pytest.raises(StopIteration) as sent:
+            rollout_routes.gather_shared([], [micro], layers=())
+    assert sent.value.args == ("meta", [micro.num_slots, 0])
 
 
 def test_values_that_are_not_finite_end_the_step_and_leave_the_weights(world: World) -> None:
@@ -353,7 +349,9 @@ def test_micro_batches_do_not_change_the_step(world: World) -> None:
     cut = [step_on(world.settings(train__micro_batch_tokens=size), world.rollouts()) for size in (16, 64, 4096)]
     for other in cut[1:]:
         for one, two in zip(cut[0].updates, other.updates, strict=True):
-            assert one == pytest.approx(two, rel=2e-5, abs=2e-6)
+            # A quantile is the middle of a bin, which float noise may change.
+            exact = {name: value for name, value in one.items() if not name.endswith(("/p01", "/p50", "/p99"))}
+            assert exact == pytest.approx({name: two[name] for name in exact}, rel=2e-5, abs=2e-6)
         assert cut[0].step == pytest.approx(other.step, rel=1e-4, abs=1e-6)
 
 
@@ -379,7 +377,7 @@ def test_the_exponent_costs_a_pass_only_where_the_weights_have_moved(world: Worl
             minis = prepare(step, world.rollouts(), fixed_advantages())
             look(step, minis)
             counts, original = [], step._run
-            step._run = lambda *rest: counts.append(1) or original(*rest)  # type: ignore[method-assign]
+            step._run = lambda *rest, **named: counts.append(1) or original(*rest, **named)  # type: ignore[method-assign]
             per_update = []
             for mini in minis:
                 counts.clear()

@@ -65,6 +65,9 @@ class TrainConfig(Table):
     a start stops it at once. 0: it never stops."""
     mixed_versions: Literal["allow", "refuse"] = "allow"
     """Whether a response may mix weight versions, in its tokens or between a token and its routes."""
+    replay_bias_every: Count = 0
+    """Steps between measurements of the replay bias (docs/theory.md): one more forward pass with the routers' own
+    choice in each update, and the hidden states of one mini-batch in memory. 0: never."""
     replay_aux_loss: Literal["dispatch", "off"] = "dispatch"
     """What load-balancing losses count under replay: the experts that tokens are sent to, or nothing (off)."""
 

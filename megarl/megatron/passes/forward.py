@@ -23,7 +23,7 @@ from megarl.core.parallel import sequence_parallel_slice
 from megarl.core.types import TrainBatch
 from megarl.megatron.distributed import cp_position, tp_position
 from megarl.megatron.model import unwrap
-from megarl.megatron.passes.logprobs import linear_logprobs
+from megarl.megatron.passes.logprobs import linear_kl, linear_logprobs
 from megarl.megatron.passes.micro_batches import MicroBatch, router_tokens, to_slots, to_tokens
 from megarl.megatron.versions import copy_to_tensor_parallel, padding_argument
 
@@ -44,6 +44,10 @@ class MicroOutput:
     entropies: Tensor
     """float32 [T], of the distribution that the token was drawn from; natural logarithm, full vocabulary."""
     metrics: dict[str, Stat]
+    hidden: Tensor | None = None
+    """[S / cp / sp, H], the hidden states after the final norm; None unless the pass keeps them."""
+    divergence: Tensor | None = None
+    """float32 [T], KL[this pass || the one compared with] of each token's distribution, full vocabulary, or None."""
 
 
 @contextmanager
@@ -79,9 +83,21 @@ def _logprobs(
         hidden = gather_from_sequence_parallel_region(hidden, group=group)
     else:
         hidden = copy_to_tensor_parallel(hidden, group)
+    return linear_logprobs(hidden, _output_weight(gpt), labels, temperature, vocab_size, group)
+
+
+def _output_weight(gpt: GPTModel) -> Tensor:
     shared = gpt.share_embeddings_and_output_weights
-    weight = gpt.shared_embedding_or_output_weight() if shared else gpt.output_layer.weight
-    return linear_logprobs(hidden, weight, labels, temperature, vocab_size, group)
+    return gpt.shared_embedding_or_output_weight() if shared else gpt.output_layer.weight
+
+
+def _divergence(gpt: GPTModel, hidden: Tensor, other: Tensor, temperature: float, vocab_size: int) -> Tensor:
+    """fp32 [S] by position, KL of the distributions of two passes, from hidden states [S / tp or S, H] of each."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    both = [hidden.detach().to(other.dtype), other]
+    if gpt.config.sequence_parallel:
+        both = [gather_from_sequence_parallel_region(states, group=group) for states in both]
+    return linear_kl(both[0], both[1], _output_weight(gpt), temperature, vocab_size, group)
 
 
 def _weigh(weights: Tensor, logprobs: Tensor) -> Tensor:
@@ -99,11 +115,14 @@ def run(
     coefficients: CoefficientFn | None = None,
     on_micro_batch: Callable[[], None] | None = None,
     on_logprobs: Callable[[Tensor], None] | None = None,
+    keep_hidden: bool = False,
+    compare_with: Sequence[MicroOutput] | None = None,
 ) -> list[MicroOutput]:
     """Forward all micro-batches; with ``coefficients`` also backward, which adds gradients to the model's.
 
-    ``on_logprobs`` gets the log-probabilities by position, before their backward pass. Returns one MicroOutput per
-    micro-batch on the last pipeline stage, an empty list on the others.
+    ``on_logprobs`` gets the log-probabilities by position, before their backward pass. ``compare_with``: outputs of
+    another pass over the same micro-batches that has kept its hidden states. Returns one MicroOutput per micro-batch on
+    the last pipeline stage, an empty list on the others.
     """
     training = coefficients is not None
     # Megatron averages the loss over both.
@@ -123,7 +142,11 @@ def run(
             metrics = {**metrics, "loss": Stat.total(_weigh(weights, logprobs))}
         if on_micro_batch is not None:
             on_micro_batch()
-        return value * undo_average, MicroOutput(logprobs, entropies, metrics)
+        divergence = None
+        if compare_with is not None and (other := compare_with[index].hidden) is not None:
+            divergence = to_tokens(_divergence(gpt, hidden, other, temperature, vocab_size), micro)
+        kept = hidden.detach().to(_output_weight(gpt).dtype) if keep_hidden else None
+        return value * undo_average, MicroOutput(logprobs, entropies, metrics, kept, divergence)
 
     return _run_schedule(chunks, micro_batches, training, loss)
 

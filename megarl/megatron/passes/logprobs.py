@@ -13,7 +13,7 @@ cut-cross-entropy) do not combine a split vocabulary, a coefficient per token an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,6 +36,42 @@ def linear_logprobs(
     dtype of ``weight``, which is exact: Megatron's Float16Module only widened a 16-bit model's hidden states to fp32.
     """
     return _LinearLogprobs.apply(hidden, weight, labels, temperature, vocab_size, group)  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def linear_kl(
+    first: Tensor, second: Tensor, weight: Tensor, temperature: float, vocab_size: int, group: Group = None
+) -> Tensor:
+    """``KL[p || q] = sum_w p_w (q_w / p_w - 1 - log q_w / p_w)`` with p of ``first``, q of ``second``: fp32 [S].
+
+    first, second: hidden states [S, H]; the rest as in ``linear_logprobs``. No term is negative, so a small KL is not
+    lost in rounding, and equal states give exactly 0. The logits are computed twice.
+    """
+    shard, both = _Shard(weight, vocab_size, group), [states.to(weight.dtype) for states in (first, second)]
+
+    def logits() -> Iterator[tuple[slice, list[Tensor]]]:
+        for start, end in shard.blocks:
+            block_weight = _operand(weight[start:end]).t()
+            for top in range(0, first.size(0), ROWS):
+                rows = slice(top, top + ROWS)
+                yield rows, [_product(_operand(states[rows]), block_weight).mul_(1.0 / temperature) for states in both]
+
+    log_sums = torch.full((2, first.size(0)), float("-inf"), device=first.device)
+    for rows, pair in logits():
+        for log_sum, block in zip(log_sums[:, rows], pair, strict=True):
+            log_sum.copy_(torch.logaddexp(log_sum, block.logsumexp(1)))
+    largest = log_sums.clone()
+    shard.all_reduce(largest, dist.ReduceOp.MAX)
+    sums = (log_sums - largest).exp()
+    shard.all_reduce(sums)
+    log_sums = sums.log() + largest
+    divergence = torch.zeros(first.size(0), device=first.device)
+    for rows, pair in logits():
+        p, q = (block.sub_(log_sum[:, None]) for block, log_sum in zip(pair, log_sums[:, rows], strict=True))
+        log_ratio = (q - p).clamp_(max=80.0)  # its exponential is finite
+        divergence[rows] += torch.linalg.vecdot(p.exp(), torch.expm1(log_ratio) - log_ratio)
+    shard.all_reduce(divergence)
+    return divergence
 
 
 class _Shard:

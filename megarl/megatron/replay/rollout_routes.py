@@ -226,16 +226,21 @@ def reshard(
 def gather_shared(
     shared: Sequence[torch.Tensor], micro_batches: Sequence[MicroBatch], layers: Sequence[int]
 ) -> list[np.ndarray]:
-    """How many experts training and rollout share: per micro-batch int64 [T', L], for the T' tokens with a rollout row.
+    """How many experts two sets of routes share: per micro-batch int64 [T', L], of the T' tokens with a rollout row.
 
-    ``shared`` uint8 [T_local, L_local] has this rank's tokens and ``layers`` (``Recording.shared``). A collective call.
+    ``shared`` uint8 [T_local, L_local] has this rank's tokens and ``layers`` (``Recording.shared``). Without rollout
+    routes, T' is T. A collective call: a stage without MoE layers takes part with tensors that have no columns.
     """
     found = []
+    if not layers:
+        device = torch.cuda.current_device()  # tensors of all stages must be on the same kind of device
+        rows = Placement.of_micro_batches(micro_batches, layers).rows_by_piece()
+        shared = [torch.zeros(count, 0, dtype=torch.uint8, device=device) for count in rows]
     for share, micro in zip(shared, micro_batches, strict=True):
         of_context_rank = all_gather(share, parallel_state.get_tensor_model_parallel_group()).flatten(0, 1)
         by_token = gather_slots(of_context_rank, micro)[micro.slots.to(share.device)].cpu()
-        assert micro.batch.routed_mask is not None
-        found.append(by_token[micro.batch.routed_mask].numpy().astype(np.int64))
+        mask = micro.batch.routed_mask
+        found.append((by_token if mask is None else by_token[mask]).numpy().astype(np.int64))
     stages = gather_objects((layers, found), parallel_state.get_pipeline_model_parallel_group())
     order = np.argsort([layer for of_stage, _ in stages for layer in of_stage])
     return [np.concatenate(parts, 1)[:, order] for parts in zip(*(counts for _, counts in stages), strict=True)]
