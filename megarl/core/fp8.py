@@ -21,7 +21,6 @@ SCALE = "_scale_inv"
 """What the name of a weight ends with for the name of its scales."""
 _SMALLEST_ABSMAX = 1e-12
 """Stands in for the maximum of a block of zeros, whose scale would otherwise be 0 and its quotient NaN."""
-_SMALLEST_ABSMAX_OF_ACTIVATIONS = 1e-10  # SGLang's
 
 _HALF_STEP = 16.0
 """Half the distance between e4m3's largest values: what lies further beyond 448 was cut off, not rounded."""
@@ -102,7 +101,7 @@ def round_activations(activations: torch.Tensor, group: int = BLOCK[1]) -> torch
     if not activations.numel():
         return activations.float()
     tokens = activations.reshape(-1, activations.shape[-1])
-    quantized, scale = _quantize_blocks(tokens, (1, group), _SMALLEST_ABSMAX_OF_ACTIVATIONS)
+    quantized, scale = _quantize_blocks(tokens, (1, group), smallest=1e-10)
     return _as_matrix(quantized.float() * scale[:, None, :, None], tokens.shape).reshape(activations.shape)
 
 
@@ -162,8 +161,8 @@ class ErrorSum:
 
     def __init__(self, block: tuple[int, int] = BLOCK) -> None:
         self._block = block
-        self._squares = self._squared_errors = self._max_error = self._max_of_block = 0.0
-        self._values = self._flushed = self._zero_blocks = self._saturated = 0
+        self._sums = torch.zeros(6, dtype=torch.float64)
+        self._maxima = torch.zeros(2, dtype=torch.float64)
 
     def add(self, weight: torch.Tensor, quantized: torch.Tensor, scale: torch.Tensor) -> None:
         """One more stripe: ``weight`` [rows, in] of any floating dtype, and what ``quantize_fp8`` made of it."""
@@ -173,25 +172,18 @@ class ErrorSum:
         error = (codes * spread).sub_(before).abs_()
         size = before.abs()
         largest, largest_error = size.amax((1, 3)), error.amax((1, 3))
-        self._squares += float(torch.linalg.vector_norm(before, dtype=torch.float64)) ** 2
-        self._squared_errors += float(torch.linalg.vector_norm(error, dtype=torch.float64)) ** 2
-        self._max_error = max(self._max_error, float(largest_error.max()))
-        of_block = (largest_error / largest)[largest > 0]
-        self._max_of_block = max(self._max_of_block, float(of_block.max()) if len(of_block) else 0.0)
-        self._values += weight.numel()
-        self._flushed += int(((codes == 0) & (before != 0)).sum())
-        self._zero_blocks += int((largest == 0).sum())
-        self._saturated += int((size > spread * (E4M3_MAX + _HALF_STEP)).sum())
+        of_block = torch.where(largest > 0, largest_error / largest, 0.0)
+        squares = [torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in (before, error)]
+        flushed, saturated = (codes == 0) & (before != 0), size > spread * (E4M3_MAX + _HALF_STEP)
+        counts = [torch.tensor(weight.numel()), flushed.sum(), (largest == 0).sum(), saturated.sum()]
+        self._sums += torch.stack([*squares, *(count.double() for count in counts)])
+        self._maxima = torch.maximum(self._maxima, torch.stack([largest_error.max(), of_block.max()]))
 
     def total(self) -> BlockErrors:
-        return BlockErrors(
-            relative_error=(self._squared_errors / self._squares) ** 0.5 if self._squares else 0.0,
-            max_error=self._max_error,
-            max_error_of_block=self._max_of_block,
-            underflow=self._flushed / max(self._values, 1),
-            num_zero_blocks=self._zero_blocks,
-            num_saturated=self._saturated,
-        )
+        squares, squared_errors, values, flushed, zero_blocks, saturated = self._sums.tolist()
+        relative_error = (squared_errors / squares) ** 0.5 if squares else 0.0
+        underflow, (largest, of_block) = flushed / max(values, 1), self._maxima.tolist()
+        return BlockErrors(relative_error, largest, of_block, underflow, int(zero_blocks), int(saturated))
 
 
 def quantize_by_stripes(

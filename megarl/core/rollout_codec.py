@@ -18,13 +18,8 @@ from megarl.errors import RolloutError
 
 _REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 _HEADER = 6
-_ALWAYS = (
-    ("tokens", np.int32),
-    ("rollout_logprobs", np.float32),
-    ("weight_versions", np.int32),
-    ("loss_mask", np.bool_),
-)
-_SOME = (("routed_mask", np.bool_), ("route_versions", np.int32), ("route_sources", np.uint8))
+_ALWAYS = (("tokens", "i4"), ("rollout_logprobs", "f4"), ("weight_versions", "i4"), ("loss_mask", "?"))
+_SOME = (("routed_mask", "?"), ("route_versions", "i4"), ("route_sources", "u1"))
 
 
 def encode_rollouts(rollouts: Sequence[Rollout]) -> np.ndarray:
@@ -68,10 +63,8 @@ def decode_rollouts(data: np.ndarray) -> list[Rollout]:
     if position != len(data):
         raise RolloutError(f"{len(data)} bytes are no rollouts: expected {position}")
     return [
-        Rollout(
-            group=int(group), sample=int(sample), finish_reason=_REASONS[int(reason)], routed_experts=None, **columns
-        )
-        for (group, sample, _, reason, _, _), columns in zip(header.tolist(), found, strict=True)
+        Rollout(group=int(group), sample=int(sample), finish_reason=_REASONS[int(end)], routed_experts=None, **columns)
+        for (group, sample, _, end, _, _), columns in zip(header.tolist(), found, strict=True)
     ]
 
 

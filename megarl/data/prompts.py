@@ -159,9 +159,7 @@ class PromptOrder:
 
 def _check_template(tokenizer: PreTrainedTokenizerBase, chat_template: bool) -> None:
     if chat_template and not tokenizer.chat_template:
-        raise ConfigError(
-            "data.chat_template is on, but the tokenizer has no chat template: turn it off or take another"
-        )
+        raise ConfigError("data.chat_template is on, but the tokenizer has no chat template: turn it off")
 
 
 def _check_length(num_tokens: int, limit: int | None, what: str, limit_name: str, place: str) -> None:
@@ -202,9 +200,7 @@ def _encode_prompt(
     end_token = tokenizer.eos_token
     if not templated and tokens[-1] == tokenizer.eos_token_id and not text.endswith(str(end_token)):
         # BERT- and T5-like tokenizers do this. The model would have to answer after its end token.
-        raise DataError(
-            f"{place}: the tokenizer appends its end token {end_token!r} to a prompt; turn that off in the tokenizer"
-        )
+        raise DataError(f"{place}: the tokenizer appends its end token {end_token!r} to a prompt; turn that off")
     return text, tokens
 
 

@@ -39,16 +39,12 @@ def read_records(
     path = Path(source)
     if path.suffix in (".jsonl", ".parquet"):
         if split is not None:
-            raise ConfigError(
-                f"split = {split!r} is given, but {source} is a file: only folders and hub names have splits"
-            )
+            raise ConfigError(f"split = {split!r}, but {source} is a file: only folders and hub names have splits")
         if not path.is_file():
             raise DataError(f"{source}: there is no such file")
         records = _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
     elif path.is_file():
-        raise DataError(
-            f"{source}: cannot tell the format from the ending {path.suffix!r}: expected .jsonl or .parquet"
-        )
+        raise DataError(f"{source}: cannot tell a format from the ending {path.suffix!r}, expected .jsonl or .parquet")
     else:
         records = _read_dataset(str(source), split)
     first = next(records, None)

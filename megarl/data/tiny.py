@@ -151,8 +151,7 @@ def write_sort_task(
 
 def choose_share(rng: np.random.Generator, share: float, count: int) -> np.ndarray:
     """Return bool [count] with exactly ``round(share * count)`` True, at random places."""
-    chosen = np.zeros(count, dtype=bool)
-    chosen[: round(share * count)] = True
+    chosen = np.arange(count) < round(share * count)
     rng.shuffle(chosen)
     return chosen
 

@@ -168,6 +168,16 @@ def test_experts_in_a_module_list(how: str) -> None:
             torch.testing.assert_close(model(x, expert, how), expected)
 
 
+@pytest.mark.parametrize("grouped", [F.grouped_mm, torch._grouped_mm, torch.ops.transformers.grouped_mm_fallback])
+def test_stacked_experts_through_every_grouped_product(grouped: Callable[..., torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    x, stacked, ends = torch.randn(7, 160), torch.randn(3, 24, 160), torch.tensor([2, 2, 7], dtype=torch.int32)
+    with torch.inference_mode(), FP8Products({"a.experts.0.down_proj.weight": stacked[0]}, torch.float32):
+        found = grouped(x, stacked.transpose(1, 2), offs=ends)
+    expected = torch.cat([rounded(x[:2]) @ stacked[0].T, rounded(x[2:]) @ stacked[2].T])
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize(
     "use",
     [

@@ -35,7 +35,7 @@ def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dic
     """
     sources = np.concatenate([row_sources(rollout) for rollout in rollouts])
     stale = np.concatenate([_stale(rollout) for rollout in rollouts])
-    mixed = np.array([_num_versions(rollout) > 1 for rollout in rollouts])
+    mixed = np.array([len(np.unique(rollout.weight_versions)) > 1 for rollout in rollouts])
     shares = {"rollout/mixed_versions_fraction": mixed}
     if any(rollout.routed_mask is not None for rollout in rollouts):
         shares |= {
@@ -58,8 +58,8 @@ def refuse_mixed_versions(rollouts: Sequence[Rollout]) -> None:
     """RolloutError naming the first response whose tokens or routes come from more than one version of the weights."""
     for rollout in rollouts:
         label = f"group {rollout.group} sample {rollout.sample}"
-        if _num_versions(rollout) > 1:
-            found = np.unique(rollout.weight_versions).tolist()
+        found = np.unique(rollout.weight_versions).tolist()
+        if len(found) > 1:
             raise RolloutError(
                 f"{label}: its tokens come from weight versions {found}, expected one: let the engine abort what runs "
                 'when weights change, or allow it with train.mixed_versions = "allow"'
@@ -76,7 +76,3 @@ def refuse_mixed_versions(rollouts: Sequence[Rollout]) -> None:
 
 def _stale(rollout: Rollout) -> np.ndarray:
     return (row_sources(rollout) != RowSource.MISSING) & (row_versions(rollout) != rollout.weight_versions)
-
-
-def _num_versions(rollout: Rollout) -> int:
-    return len(np.unique(rollout.weight_versions))

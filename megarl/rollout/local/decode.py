@@ -36,12 +36,10 @@ class _Reader:
 
     def read_prompts(self, prompts: Sequence[np.ndarray]) -> tuple[torch.Tensor, np.ndarray | None]:
         """Logits [U, V] after each prompt, and experts [U, P, L, K] of the left-padded prompts."""
-        longest = max(map(len, prompts))
-        ids = np.zeros((len(prompts), longest), dtype=np.int64)
-        mask = np.zeros((len(prompts), longest), dtype=bool)
-        for row, prompt in enumerate(prompts):
-            ids[row, longest - len(prompt) :] = prompt
-            mask[row, longest - len(prompt) :] = True
+        lengths = np.array([[len(prompt)] for prompt in prompts])
+        mask = np.arange(lengths.max()) >= lengths.max() - lengths
+        ids = np.zeros(mask.shape, dtype=np.int64)
+        ids[mask] = np.concatenate(prompts)
         positions = np.maximum(mask.cumsum(axis=1) - 1, 0)
         device = self._model.device
         # Without padding the model needs no mask, and its attention is faster for it.

@@ -5,7 +5,7 @@ It follows SGLang 0.5.23 with block FP8 on a Hopper GPU (``--kv-cache-dtype fp8_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from megarl.errors import RolloutError
 
 _PRODUCTS = {F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm}
 """What multiplies activations [..., K] (first) with a weight (second)."""
-_PRODUCTS |= {getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)} - {None}
-_PRODUCTS.add(torch.ops.transformers.grouped_mm_fallback)
+_GROUPED = ((F, "grouped_mm"), (torch, "_grouped_mm"), (torch.ops.transformers, "grouped_mm_fallback"))
+_PRODUCTS |= {getattr(place, name) for place, name in _GROUPED if hasattr(place, name)}
 
 
 class FP8Products(TorchFunctionMode):
@@ -37,9 +37,7 @@ class FP8Products(TorchFunctionMode):
         self._names = {_memory(view): name for name, view in views.items() if is_fp8_weight(name)}
         self._dtype = dtype
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         weight = next(filter(None, map(self._weight, _flat((*args, *kwargs.values())))), None)
         if weight is None:
