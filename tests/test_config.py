@@ -203,6 +203,15 @@ def test_off_stands_for_none_in_objective_overrides():
         ({"train__mini_batches": 3}, ["train.mini_batches: found 3", "divisor", "256"]),
         ({"eval__every": 3}, ["eval.every: found 3 without data.heldout"]),
         (
+            {"eval__every": 3, "eval__sets": {"a": "a.jsonl"}, "checkpoint__keep_best": "b"},
+            ['checkpoint.keep_best: found "b" with eval.every = 3', "pooled or a"],
+        ),
+        ({"checkpoint__keep_best": "pooled"}, ['checkpoint.keep_best: found "pooled" with eval.every = 0']),
+        (
+            {"checkpoint__every": 2, "checkpoint__keep_every": 3},
+            ["checkpoint.keep_every: found 3, expected a multiple of checkpoint.every = 2"],
+        ),
+        (
             {"reward__function": "reward_model"},
             ["reward_model.urls: found []", 'with reward.function = "reward_model"'],
         ),

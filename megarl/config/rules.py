@@ -26,9 +26,22 @@ def check(tables: Tables) -> None:
             f'reward_model.urls: found {tables.reward_model.urls} with reward.function = "{tables.reward.function}"; '
             'name servers, with reward.function = "reward_model"'
         )
-    if tables.eval.every and tables.data.heldout is None:
+    _check_evaluation(tables)
+
+
+def _check_evaluation(tables: Tables) -> None:
+    every, best, sets = tables.eval.every, tables.checkpoint.keep_best, tables.benchmarks
+    if every and not sets:
+        raise ConfigError(f"eval.every: found {every} without data.heldout; set it, or eval.sets, or eval.every = 0")
+    if best is not None and not (every and best in ("pooled", *sets)):
         raise ConfigError(
-            f"eval.every: found {tables.eval.every} without data.heldout; set data.heldout or eval.every = 0"
+            f'checkpoint.keep_best: found "{best}" with eval.every = {every}, expected evaluations, and '
+            f"{' or '.join(('pooled', *sets))}"
+        )
+    if tables.checkpoint.keep_every % (tables.checkpoint.every or 1):
+        raise ConfigError(
+            f"checkpoint.keep_every: found {tables.checkpoint.keep_every}, expected a multiple of checkpoint.every = "
+            f"{tables.checkpoint.every}: only saved steps can stay"
         )
 
 

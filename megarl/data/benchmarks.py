@@ -58,7 +58,7 @@ BENCHMARKS = {
 
 
 def choose(words: Sequence[str], config: Config, template: str | None = None) -> tuple[Benchmark, ...]:
-    """Return the benchmarks of a command line; without words ``data.heldout``. Raises ConfigError.
+    """Return the benchmarks of a command line; without words ``data.heldout`` and ``eval.sets``. Raises ConfigError.
 
     A word is one of:
 
@@ -71,12 +71,11 @@ def choose(words: Sequence[str], config: Config, template: str | None = None) ->
     """
     if template is not None and template.count("{prompt}") != 1:
         raise ConfigError(f"--template: found {template!r}, expected a text with {{prompt}} in it, once")
-    if words:
-        chosen = [_read_word(word, config) for word in words]
-    elif config.data.heldout is not None:
+    chosen = [_read_word(word, config) for word in words or (f"{n}={of}" for n, of in config.eval.sets.items())]
+    if not words and config.data.heldout is not None:
         heldout = _from_config(HELDOUT, config.data.heldout, config)
-        chosen = [replace(heldout, split=config.data.resolved_heldout_split)]
-    else:
+        chosen.insert(0, replace(heldout, split=config.data.resolved_heldout_split))
+    if not chosen:
         raise ConfigError(
             f"found nothing to evaluate on: pass --data with files, hub names or {', '.join(BENCHMARKS)}, or set "
             "data.heldout"

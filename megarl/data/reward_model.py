@@ -52,7 +52,8 @@ class RewardModel:
         self._key = "" if config.api_key_env is None else os.environ.get(config.api_key_env, "")
         if config.api_key_env is not None and not self._key:
             raise ConfigError(f"reward_model.api_key_env: found no variable {config.api_key_env}; export it")
-        self._queue: tuple[asyncio.AbstractEventLoop, _Queue] | None = None
+        self._queue: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore, deque[_Waiting]] | None = None
+        self._tasks = set[asyncio.Task[None]]()
 
     async def __call__(self, *, prompt: str, response: str, answer: str) -> float | Steps:
         """Return the score of the response, or of each of its steps, which the model reads with all before it."""
@@ -67,16 +68,38 @@ class RewardModel:
 
     async def score(self, texts: Sequence[str]) -> list[float]:
         """Return the score of each text; raises the first error if one has none."""
-        loop = asyncio.get_running_loop()
-        if self._queue is None or self._queue[0] is not loop:
-            self._queue = loop, _Queue(self)
-        found = await asyncio.gather(*map(self._queue[1].add, texts), return_exceptions=True)
+        found = await asyncio.gather(*map(self._enqueue, texts), return_exceptions=True)
         for score in found:
             if isinstance(score, BaseException):
                 raise score
         return [float(score) for score in found]
 
-    async def ask(self, texts: Sequence[str]) -> list[float | Exception]:
+    def _enqueue(self, text: str) -> asyncio.Future[float]:
+        """Return the score to come. Texts that begin to wait together, or while no place is free, share a request."""
+        loop = asyncio.get_running_loop()
+        if self._queue is None or self._queue[0] is not loop:
+            self._queue = loop, asyncio.Semaphore(self.config.concurrency), deque()
+        self._queue[2].append((text, loop.create_future()))
+        task = loop.create_task(self._send_next(*self._queue[1:]))  # a request outlives who has dropped its response
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return self._queue[2][-1][1]
+
+    async def _send_next(self, places: asyncio.Semaphore, waiting: deque[_Waiting]) -> None:
+        async with places:
+            batch: list[_Waiting] = []
+            while waiting and len(batch) < self.config.batch_size:
+                if not (entry := waiting.popleft())[1].done():  # else nobody waits for it any more
+                    batch.append(entry)
+            try:
+                found = await self._ask([text for text, _ in batch]) if batch else []
+            except Exception as error:
+                found = [error] * len(batch)
+        for (_, future), score in zip(batch, found, strict=True):
+            if not future.done():
+                future.set_exception(score) if isinstance(score, Exception) else future.set_result(score)
+
+    async def _ask(self, texts: Sequence[str]) -> list[float | Exception]:
         """Return score or error of each text of a request; several attempts, each at the next server."""
         urls, first, timeout_s = self.config.urls, next(self._turns), self.config.timeout_s
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
@@ -100,7 +123,7 @@ class RewardModel:
                     failed = RolloutError(f"reward model: {url}: {self._describe(error)}")
                 except _RefusedError as error:
                     if len(texts) > 1:  # perhaps one of them is too long
-                        return [found for text in texts for found in await self.ask([text])]
+                        return [found for text in texts for found in await self._ask([text])]
                     return [RolloutError(f"reward model: {url}: {self._describe(error)}")]
         return [failed] * len(texts)
 
@@ -133,44 +156,6 @@ class RewardModel:
     def _describe(self, error: object) -> str:
         text = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else str(error)
         return text.replace(self._key, "***") if self._key else text
-
-
-class _Queue:
-    """The texts that wait in one event loop."""
-
-    def __init__(self, model: RewardModel) -> None:
-        self._model, self._waiting, self._busy = model, deque[_Waiting](), set[asyncio.Task[None]]()
-
-    def add(self, text: str) -> asyncio.Future[float]:
-        """Return the score to come. Its request starts after all that now wants to wait does, so that they share it."""
-        loop = asyncio.get_running_loop()
-        self._waiting.append((text, loop.create_future()))
-        loop.call_soon(self._start)
-        return self._waiting[-1][1]
-
-    def _start(self) -> None:
-        while self._waiting and len(self._busy) < self._model.config.concurrency:
-            batch: list[_Waiting] = []
-            while self._waiting and len(batch) < self._model.config.batch_size:
-                if not (entry := self._waiting.popleft())[1].done():  # else nobody waits for it any more
-                    batch.append(entry)
-            task = asyncio.get_running_loop().create_task(self._answer(batch))
-            self._busy.add(task)
-            task.add_done_callback(self._finish)
-
-    def _finish(self, task: asyncio.Task[None]) -> None:
-        self._busy.discard(task)
-        self._start()
-
-    async def _answer(self, batch: Sequence[_Waiting]) -> None:
-        found: list[float | Exception] = []
-        try:
-            found = await self._model.ask([text for text, _ in batch]) if batch else []
-        except Exception as error:
-            found = [error] * len(batch)
-        for (_, future), score in zip(batch, found, strict=True):
-            if not future.done():
-                future.set_exception(score) if isinstance(score, Exception) else future.set_result(score)
 
 
 def step_ends(response: str, step: str, most: int) -> list[int]:

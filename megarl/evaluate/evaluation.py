@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import time
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from megarl.config import Config
 from megarl.core.types import SampleRequest
 from megarl.data import benchmarks
-from megarl.data.benchmarks import HELDOUT, Benchmark
+from megarl.data.benchmarks import Benchmark
 from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt
 from megarl.data.rewards import load_reward
@@ -37,11 +36,12 @@ from megarl.models.hf_files import HFCheckpoint
 from megarl.rollout.draw import Draw
 from megarl.rollout.engine import Engine
 from megarl.rollout.player import Sample
+from megarl.run.folder import read_run_id
 from megarl.run.progress import Advance, StepProgress
 from megarl.train.engines import make_engine
 from megarl.train.environments import make_environment, make_player, turn_ends
 from megarl.train.sampling.assignment import FixedSamples, Key
-from megarl.train.sampling.requests import EVALUATE, eval_params, sampling_seed
+from megarl.train.sampling.requests import EVALUATE, benchmark_number, eval_params, sampling_seed
 
 _STEP_FOLDER = re.compile(r"step_\d+")
 
@@ -114,6 +114,13 @@ def find_checkpoint(path: Path) -> Path:
     )
 
 
+def _run_of(checkpoint: Path | None, config: Config) -> Path:
+    """Return the folder of the run that a checkpoint belongs to; ``run.dir`` for none, and for one of no run."""
+    if checkpoint is not None and checkpoint.parent.name == "checkpoints" and read_run_id(checkpoint.parent.parent):
+        return checkpoint.parent.parent
+    return config.run_dir
+
+
 def _tokenizer(model_path: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(model_path, local_files_only=True)
@@ -128,11 +135,11 @@ def _prepare(request: EvalRequest) -> Task:
         raise ConfigError(
             f"model.path: {config.model.path} holds no config.json; expected a Hugging Face checkpoint folder"
         )
-    checkpoint = None if request.checkpoint is None else find_checkpoint(request.checkpoint)
+    checkpoint = None if request.checkpoint is None else find_checkpoint(request.checkpoint).resolve()
     if checkpoint is None:
         with HFCheckpoint(config.model.path):  # raises if there are no weights
             pass
-    out = request.out or config.run_dir / "eval" / ("model" if checkpoint is None else checkpoint.resolve().name)
+    out = request.out or _run_of(checkpoint, config) / "eval" / ("model" if checkpoint is None else checkpoint.name)
     tokenizer = _tokenizer(config.model.path)
     for benchmark in request.benchmarks:
         load_reward(benchmark.reward, config.reward_model)
@@ -214,8 +221,7 @@ def response_seed(run_seed: int, benchmark: str, prompt: int, sample: int) -> in
 
     For held-out prompts it is the seed of the trainer's evaluation, so that both give the same scores.
     """
-    number = 0 if benchmark == HELDOUT else zlib.crc32(benchmark.encode())
-    return sampling_seed(run_seed, EVALUATE, number, prompt, sample)
+    return sampling_seed(run_seed, EVALUATE, benchmark_number(benchmark), prompt, sample)
 
 
 def _line(key: Key, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> results.Json:

@@ -6,6 +6,7 @@ None uses pyplot, so no global state changes and no display is needed.
 from __future__ import annotations
 
 import io
+import itertools
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from matplotlib.collections import QuadMesh
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from megarl.report.series import Curve, Curves, layer_curves, smooth
+from megarl.report.series import Curve, Curves, benchmarks, layer_curves, smooth
 
 BLUE, ORANGE, TEAL, RED, PURPLE, GREY = "#2563a8", "#d9772b", "#2a9187", "#b8383d", "#77569f", "#6b7280"
 PHASES = {
@@ -159,6 +160,8 @@ def plot_reward(axes: Axes, curves: Curves) -> None:
         lines.append(Line("eval/pass_rate", "pass rate (held-out)", ORANGE, "dots"))
     else:
         lines.append(Line("eval/reward", "mean reward (held-out)", ORANGE, "dots"))
+    colors = itertools.cycle((TEAL, PURPLE, RED, "#b59f3b", "#4aa3c7", "#8a5a44"))
+    lines += [Line(f"eval/{name}/pass_rate", name, next(colors), "dots") for name in benchmarks(curves)]
     plot_lines(axes, curves, lines)
     if axes.dataLim.y0 >= 0 and axes.dataLim.y1 <= 1:
         axes.set_ylim(-0.02, 1.02)

@@ -19,7 +19,7 @@ from megarl.data.files import write_atomically
 from megarl.errors import ConfigError, DataError
 from megarl.report.panel import render
 from megarl.report.panels import PANELS
-from megarl.report.series import Curve, Curves, make_curves
+from megarl.report.series import Curve, Curves, benchmarks, make_curves
 from megarl.run.metrics_log import read_metrics
 
 NOT_RECORDED = "not recorded"
@@ -88,13 +88,13 @@ def write_report(run_dir: str | Path) -> Path:
 
 def _make_headline(records: Sequence[Mapping[str, Any]], curves: Curves, config: dict[str, Any]) -> dict[str, str]:
     """Return the table at the top of the page, label -> value; "not recorded" where the run has no value."""
-    rows: dict[str, str] = {}
-    if (pass_rate := curves.get("eval/pass_rate")) is None:
-        rows["Held-out pass rate"] = NOT_RECORDED
-    else:
-        steps, values = pass_rate.x[np.isfinite(pass_rate.y)], pass_rate.finite
+    rows = {} if "eval/pass_rate" in curves else {"Held-out pass rate": NOT_RECORDED}
+    evaluated = {"Held-out pass rate": "eval/pass_rate"} if not rows else {}
+    evaluated |= {f"Pass rate on {name}": f"eval/{name}/pass_rate" for name in benchmarks(curves)}
+    for title, metric in evaluated.items():
+        steps, values = curves[metric].x[np.isfinite(curves[metric].y)], curves[metric].finite
         for label, point in (("first", 0), ("best", int(values.argmax())), ("last", -1)):
-            rows[f"Held-out pass rate, {label}"] = f"{values[point]:.1%} (step {steps[point]:.0f})"
+            rows[f"{title}, {label}"] = f"{values[point]:.1%} (step {steps[point]:.0f})"
     rows["Steps"] = str(len({record["step"] for record in records if record["kind"] == "step"}) or NOT_RECORDED)
     rows["Wall time"] = _format_duration(max(record["wall_s"] for record in records))
     speed = curves.get("speed/tokens_per_s")

@@ -62,6 +62,11 @@ def make_curves(records: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
     return {name: curve for name, curve in curves if curve.finite.size}
 
 
+def benchmarks(curves: Curves) -> list[str]:
+    """Return the benchmarks of a run that has several; those of a single one are "eval/..." themselves."""
+    return [name[5:-10] for name in curves if name.startswith("eval/") and name.endswith("/pass_rate") and name[5:-10]]
+
+
 def layer_curves(curves: Curves, prefixes: Sequence[str] = LAYER_PREFIXES) -> dict[int, Curve]:
     """Return the curves of the first prefix that has any, by layer number, in order.
 

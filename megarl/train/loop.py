@@ -148,9 +148,8 @@ class Trainer:
             self.tripwires.stop_if_bad()
             if not self.config.rollout.one_step_off:
                 self._sync(done)
-        if self._eval_is_due:
-            self._evaluate(done)
-        if self._is_due(done, self.config.checkpoint.every, at_end=self.config.checkpoint.at_end):
+        is_best = self._eval_is_due and self._evaluate(done)
+        if is_best or self._is_due(done, self.config.checkpoint.every, at_end=self.config.checkpoint.at_end):
             self._save(done)
 
     def _sample(self, step: int) -> StepRollouts:
@@ -233,9 +232,9 @@ class Trainer:
             self.engine.update_weights(self.policy.export(), version=version)
         self.monitor.seconds |= {f"sync_{part}": seconds for part, seconds in self.engine.sync_seconds.items()}
 
-    def _evaluate(self, done: int) -> None:
-        """Evaluate the held-out prompts after ``done`` steps."""
-        total = len(self.sampler.heldout) * self.config.eval.samples
+    def _evaluate(self, done: int) -> bool:
+        """Evaluate on all benchmarks after ``done`` steps; return whether the step is the best so far, to be saved."""
+        total = sum(len(prompts) for prompts, _ in self.sampler.benchmarks.values()) * self.config.eval.samples
         per_rank = -(-total // dist.get_world_size())
         with self.checkpoints.save_on_failure(done):
             self.sampler.settle()
@@ -248,10 +247,13 @@ class Trainer:
         self._eval_is_due = False
         seconds = time.perf_counter() - started
         self.log.write("eval", done, metrics | {"time/eval_s": seconds})
+        names = [name for name in self.sampler.benchmarks if f"eval/{name}/pass_rate" in metrics]
+        each = "".join(f"{name} {metrics[f'eval/{name}/pass_rate']:.1%}, " for name in names)
         self.monitor.say(
             f"held-out after step {done}: pass rate {metrics['eval/pass_rate']:.1%} of {total} responses, "
-            f"{seconds:.1f} s"
+            f"{each}{seconds:.1f} s"
         )
+        return self.checkpoints.is_best(done)
 
     def _resume(self) -> int:
         """Load the newest checkpoint, if there is one; return the number of finished steps."""

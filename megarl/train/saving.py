@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from megarl.megatron.checkpoints import checkpoint, folders
 from megarl.megatron.checkpoints.saver import Saver
 from megarl.megatron.policy import Policy
 from megarl.run.folder import read_run_id
+from megarl.run.metrics_log import read_metrics
 from megarl.run.status import describe_ranks, read_signs
 from megarl.run.stop_request import StopRequest
 from megarl.run.vitals import Vitals
@@ -43,7 +44,7 @@ class RunCheckpoints:
         """``save_run(done, sampling)`` calls ``save`` with the state of the run; see ``save_on_failure``."""
         self.folder = config.run_dir / "checkpoints"
         self._run = distributed.from_main_rank(lambda: read_run_id(config.run_dir))
-        self.saver = Saver(self.folder, config.checkpoint.keep, self._run)
+        self.saver = Saver(self.folder, config.checkpoint.keep, self._run, self._find_lasting)
         self._config, self._policy, self._stop, self._save_run, self._say = config, policy, stop, save_run, say
 
     def newest(self) -> tuple[int, Path] | None:
@@ -79,6 +80,25 @@ class RunCheckpoints:
         self.poll(wait=True)
         self.saver.begin(done, self._policy, state)
         self.poll(wait=not self._config.checkpoint.asynchronous)
+
+    def is_best(self, done: int) -> bool:
+        """Whether ``checkpoint.keep_best`` wants this step saved: no earlier evaluation was as good."""
+        return distributed.from_main_rank(lambda: bool(scores := self._scores()) and _find_best(scores) == done)
+
+    def _scores(self) -> dict[int, float]:
+        """Return the pass rate by step that ``checkpoint.keep_best`` means, from the log: it outlives a restart."""
+        best, names = self._config.checkpoint.keep_best, self._config.benchmarks
+        key = "eval/pass_rate" if best == "pooled" or len(names) == 1 else f"eval/{best}/pass_rate"
+        log = self._config.run_dir / "metrics.jsonl"
+        records = read_metrics(log) if best is not None and log.exists() else []
+        return {r["step"]: r[key] for r in records if r["kind"] == "eval" and r["step"] and key in r}
+
+    def _find_lasting(self, steps: Sequence[int]) -> set[int]:
+        """Return which of the complete checkpoints stay: on the disk, the best one has no successor yet."""
+        every, scores = self._config.checkpoint.keep_every, self._scores()
+        lasting = {step for step in steps if every and step % every == 0}
+        here = {step: scores[step] for step in steps if step in scores}
+        return lasting | ({_find_best(here)} if here else set())
 
     def poll(self, *, wait: bool = False) -> None:
         """Finish the save in the background if it is written; ``wait`` until it is."""
@@ -127,6 +147,11 @@ class RunCheckpoints:
             raise StopError(f"asked to stop; {kept}, start the run again to continue")
         if wanted:
             self._say(f"the engine cannot go on; {kept}, start the run again to continue")
+
+
+def _find_best(scores: Mapping[int, float]) -> int:
+    """Return the first of the steps with the highest score."""
+    return max(scores, key=lambda step: (scores[step], -step))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import megarl.evaluate.evaluation as evaluation
 from megarl import cli
 from megarl.core.sampling.pass_at_k import pass_at_k
-from megarl.evaluate.evaluation import response_seed
+from megarl.evaluate.evaluation import _run_of, response_seed
 from megarl.run.metrics_log import read_metrics
 from megarl.train.sampling.requests import EVALUATE, sampling_seed
 
@@ -376,3 +376,13 @@ def test_an_error_on_one_rank_ends_all(layouts: tuple[Path, dict[str, Ended]]) -
     assert ended["refused"].output.count("ConfigError: ") == 1  # the main rank says it, the other leaves quietly
     assert "evaluated with run.seed = 3, this call has 4" in ended["refused"].output
     assert "SystemExit: 2" in ended["refused"].output
+
+
+def test_results_are_written_beside_the_run_of_the_checkpoint(world: World, tmp_path: Path) -> None:
+    config = world.settings(run__dir=str(tmp_path / "mine"))
+    checkpoint = tmp_path / "theirs" / "checkpoints" / "step_0000002"
+    checkpoint.mkdir(parents=True)
+    assert _run_of(checkpoint, config) == tmp_path / "mine"  # a folder of some checkpoints is no run
+    (tmp_path / "theirs" / "run_id").write_text("x")
+    assert _run_of(checkpoint, config) == tmp_path / "theirs"
+    assert _run_of(None, config) == tmp_path / "mine"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from megarl.models.hf_files import HFCheckpoint
 from megarl.rollout.local.engine import LocalEngine
 from megarl.run.metrics_log import read_metrics, without_timing
 from megarl.train.loop import Trainer, train
+from megarl.train.saving import RunCheckpoints
 
 
 def run(settings: Config) -> list[dict[str, Any]]:
@@ -348,3 +350,52 @@ def test_sampling_from_a_nucleus_is_warned_of_and_its_mass_is_in_the_gap(
         distributed.shutdown()
     assert abs(gaps[1.0]) < 1e-5
     assert 0.05 < gaps[0.7] < -np.log(0.7)
+
+
+def test_several_benchmarks_and_the_checkpoints_that_stay(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each benchmark has its curve; the average weighs 16 and 64 prompts; the best step is saved and stays."""
+    common: dict[str, Any] = {"run__steps": 5, "eval__every": 1, "optim__lr": 3e-2}
+    settings = world.settings(
+        run__dir=str(tmp_path / "run"),
+        eval__sets={"other": str(world.folder / "task" / "train.jsonl")},
+        checkpoint__every=2,
+        checkpoint__keep=1,
+        checkpoint__keep_every=2,
+        checkpoint__keep_best="other",
+        reward__threshold=0.5,
+        **common,
+    )
+    evals = of_kind(run(settings), "eval")
+    for record in evals:
+        for key in ("pass_rate", "reward", "length_mean"):
+            of_each = record[f"eval/heldout/{key}"], record[f"eval/other/{key}"]
+            assert record[f"eval/{key}"] == pytest.approx((16 * of_each[0] + 64 * of_each[1]) / 80)
+        assert record["eval/responses"] == 80
+    said = capsys.readouterr().out
+    assert f"of 80 responses, heldout {evals[-1]['eval/heldout/pass_rate']:.1%}, other" in said
+    scores = {record["step"]: record["eval/other/pass_rate"] for record in evals if record["step"]}
+    best = min(step for step, score in scores.items() if score == max(scores.values()))
+    assert [step for step, _ in complete_checkpoints(tmp_path / "run" / "checkpoints")] == sorted({2, 4, 5, best})
+    alone = of_kind(run(world.settings(run__dir=str(tmp_path / "alone"), reward__threshold=0.5, **common)), "eval")
+    assert [r["eval/pass_rate"] for r in alone] == [r["eval/heldout/pass_rate"] for r in evals]
+    assert not any(key.startswith("eval/heldout") for record in alone for key in record)
+
+
+@pytest.mark.parametrize(
+    ("on_disk", "lasting"),
+    [([1, 2, 3], {2}), ([1, 3], {3}), ([2, 3, 4], {4}), ([3, 5], {3}), ([5], set()), ([], set())],
+)
+def test_the_best_checkpoint_stays_until_a_better_one_is_complete(
+    on_disk: list[int], lasting: set[int], world: World, tmp_path: Path
+) -> None:
+    """4 is the best, but counts only once it is on the disk; 2 and 3 are equal; 5 was not evaluated; 0 is no step."""
+    scores = {0: 1.0, 1: 0.2, 2: 0.5, 3: 0.5, 4: 0.9}
+    lines = [json.dumps({"kind": "eval", "step": step, "eval/pass_rate": score}) for step, score in scores.items()]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"kind": "step", "step": 5}', '{"kind": "ev']))
+    settings = world.settings(run__dir=str(tmp_path), eval__every=1, checkpoint__keep_best="heldout")
+    distributed.initialize(settings)
+    made = RunCheckpoints(settings, None, None, None, print)  # type: ignore[arg-type]
+    assert made._find_lasting(on_disk) == lasting
+    assert [made.is_best(step) for step in range(6)] == [False] * 4 + [True, False]

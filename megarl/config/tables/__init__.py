@@ -85,6 +85,11 @@ class Tables(Table):
         )
 
     @property
+    def benchmarks(self) -> tuple[str, ...]:
+        """Names of what an evaluation asks."""
+        return (*(("heldout",) if self.data.heldout is not None else ()), *self.eval.sets)
+
+    @property
     def judge_options(self) -> dict[str, Any]:
         """What a judge is made with, besides the function."""
         options = self.reward.model_dump(include={"workers", "timeout_s", "max_characters"})

@@ -28,7 +28,7 @@ class RunConfig(Table):
 
 
 class EvalConfig(Table):
-    """[eval]: sampling on held-out prompts."""
+    """[eval]: sampling on held-out prompts, and on further benchmarks."""
 
     every: Count = 0
     """Global steps between evaluations; 0 = never."""
@@ -38,6 +38,8 @@ class EvalConfig(Table):
     """Use only this many prompts, the first ones; default all."""
     temperature: NonNegative = 1.0
     """Sampling temperature; 0 = greedy."""
+    sets: dict[str, str] = {}
+    """Benchmarks besides data.heldout, name = source: as NAME=SOURCE of `megarl eval --data`."""
 
 
 class CheckpointConfig(Table):
@@ -48,7 +50,11 @@ class CheckpointConfig(Table):
     at_end: bool = True
     """Save the last step, whatever `every` is; false for a benchmark that needs no weights."""
     keep: PositiveInt = 2
-    """How many checkpoints stay on disk, the newest ones."""
+    """How many checkpoints stay on disk, the newest ones; those of keep_every and keep_best besides."""
+    keep_every: Count = 0
+    """Checkpoints of these steps stay, for later evaluation: multiples of `every`; 0 = none."""
+    keep_best: str | None = None
+    """The step with the best pass rate so far is saved and stays: on this benchmark, or "pooled" over all."""
     asynchronous: bool = False
     """Write checkpoints in background processes while training continues; needs host memory for a copy."""
     verify_gib: NonNegative = 64.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from megarl.errors import SaveError
 from megarl.megatron.checkpoints.manifest import Files, step_name, write_manifest
 from megarl.megatron.distributed import from_main_rank, is_collective_error, is_main_rank
 
+FindLasting = Callable[[Sequence[int]], Collection[int]]
 _NAME = re.compile(r"step_(\d+)")
 # CheckpointException is torch's: a BaseException, no Exception.
 WRITE_ERRORS = (dist_checkpointing.core.CheckpointingException, CheckpointException, OSError, RuntimeError)
@@ -78,8 +79,10 @@ def set_aside(damaged: Iterable[Path]) -> None:
         path.rename(aside)
 
 
-def publish(path: Path, run: str, files: Files, keep: int) -> None:
+def publish(path: Path, run: str, files: Files, keep: int, find_lasting: FindLasting) -> None:
     """Put a written checkpoint in place with its manifest, and keep the newest ``keep`` beside it; a collective call.
+
+    ``find_lasting`` says on the main rank, of all complete steps, this one included, which others stay.
 
     ``files`` are those that the processes of this rank have written and flushed to disk. Everything of the checkpoint,
     and its name, is on disk before an older checkpoint is removed.
@@ -95,8 +98,9 @@ def publish(path: Path, run: str, files: Files, keep: int) -> None:
             write_manifest(partial, run, int(path.name.removeprefix("step_")), _complete(partial, written))
             sync(partial)
             replace_folder(partial, path)
-        older = (old for _, old in complete_checkpoints(path.parent)[:-keep] if old != path)
-        for old in older:
+        found = complete_checkpoints(path.parent)
+        lasting = {*find_lasting([step for step, _ in found]), int(path.name.removeprefix("step_"))}
+        for old in (old for step, old in found[:-keep] if step not in lasting):
             removed = old.rename(partial_folder(old))  # what a kill leaves of it is no checkpoint
             shutil.rmtree(removed, ignore_errors=True)
 

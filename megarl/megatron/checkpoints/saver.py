@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.errors import SaveError
-from megarl.megatron.checkpoints.folders import clear_partial, explained, partial_folder, publish
+from megarl.megatron.checkpoints.folders import FindLasting, clear_partial, explained, partial_folder, publish
 from megarl.megatron.checkpoints.state import run_state
 from megarl.megatron.checkpoints.versions import (
     ForkedQueue,
@@ -42,9 +42,9 @@ class Saver:
     One at a time. A checkpoint gets its manifest and its name when every rank has written its part.
     """
 
-    def __init__(self, folder: Path, keep: int, run: str = "") -> None:
-        """run: the name of the run, for the manifests."""
-        self._folder, self._keep, self._run = folder, keep, run
+    def __init__(self, folder: Path, keep: int, run: str = "", find_lasting: FindLasting = lambda steps: ()) -> None:
+        """run: the name of the run, for the manifests; find_lasting: which complete steps stay besides the newest."""
+        self._folder, self._keep, self._run, self._find_lasting = folder, keep, run, find_lasting
         self._calls = AsyncCallsQueue()
         self._pending: Path | None = None
 
@@ -79,7 +79,7 @@ class Saver:
             with explained(path):
                 if not self._calls.maybe_finalize_async_calls(blocking=wait):
                     return None
-            publish(path, self._run, dict(self._written.drain()), self._keep)
+            publish(path, self._run, dict(self._written.drain()), self._keep, self._find_lasting)
         except SaveError as error:
             self._pending = None
             told_to_all = isinstance(error.__cause__, CheckpointException) and write_errors_are_told_to_all()

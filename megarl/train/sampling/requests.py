@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config import Config
+from megarl.data.benchmarks import HELDOUT
 from megarl.data.prompts import Prompt, load_prompts
 from megarl.errors import RolloutError
 from megarl.megatron import distributed
@@ -43,22 +45,22 @@ def eval_params(config: Config, stop_tokens: tuple[int, ...]) -> SamplingParams:
     return replace(train_params(config, stop_tokens, routes=False), temperature=config.eval.temperature)
 
 
-def load_run_prompts(
-    config: Config, tokenizer: PreTrainedTokenizerBase, source: str | None, split: str | None, limit: int | None = None
-) -> list[Prompt]:
-    """Return at most ``limit`` prompts of a source, read as [data] says; none without a source."""
+def benchmark_number(name: str) -> int:
+    """Return what stands for a benchmark in its seeds. That of ``heldout`` is 0, whatever else is evaluated."""
+    return 0 if name == HELDOUT else zlib.crc32(name.encode())
+
+
+def load_run_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """Return the prompts that a run trains on."""
     data = config.data
-    if source is None:
-        return []
     return load_prompts(
-        source,
+        data.train,
         tokenizer=tokenizer,
         prompt_field=data.prompt_field,
         answer_field=data.answer_field,
         chat_template=data.chat_template,
         max_prompt_tokens=data.max_prompt_tokens,
-        split=split,
-        limit=limit,
+        split=data.split,
     )
 
 

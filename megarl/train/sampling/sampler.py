@@ -24,6 +24,7 @@ from megarl.core.objectives import Objective
 from megarl.core.routing.provenance import provenance_metrics, refuse_mixed_versions
 from megarl.core.sampling.collector import Selection
 from megarl.core.types import SampleRequest
+from megarl.data.benchmarks import Benchmark, choose, load
 from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt, PromptOrder
 from megarl.errors import CheckpointError, MegarlError, RolloutError
@@ -32,7 +33,7 @@ from megarl.models.fit import wants_routes
 from megarl.models.shapes import read_shape
 from megarl.rollout.draw import Asker, Draw
 from megarl.rollout.engine import Engine, SamplingParams
-from megarl.rollout.player import Sample
+from megarl.rollout.player import Player, Sample
 from megarl.run.progress import Advance
 from megarl.train.environments import make_player, turn_ends
 from megarl.train.sampling import requests
@@ -87,12 +88,14 @@ class Sampler:
         """
         self.config, self.engine, self.objective = config, engine, objective
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(config.model.path)
-        data, load = config.data, partial(requests.load_run_prompts, config, self.tokenizer)
-        self.prompts = load(data.train, data.split)
-        self.heldout = load(data.heldout, data.resolved_heldout_split, config.eval.max_prompts)
+        self.prompts = requests.load_run_prompts(config, self.tokenizer)
         self.order = PromptOrder(len(self.prompts), config.run.seed)
-        self.judge = Judge(config.reward.function, **config.judge_options)
-        self.player = make_player(config, self.tokenizer, self.judge)
+        self._judges = [Judge(config.reward.function, **config.judge_options)]
+        self.player = make_player(config, self.tokenizer, self._judges[0])
+        self.benchmarks = {
+            found.name: self._load_benchmark(found) for found in (choose((), config) if config.benchmarks else ())
+        }
+        """Name -> prompts, and what plays and judges them."""
         self._stop_tokens = turn_ends(config, self.tokenizer)
         self._shape = read_shape(config.model.path)
         self._position = 0
@@ -109,8 +112,9 @@ class Sampler:
             self._allocator = Gvm(config, train_step, self._step_prompts, self._presample)
 
     def close(self) -> None:
-        """End the processes of the reward."""
-        self.judge.close()
+        """End the processes of the rewards."""
+        for judge in self._judges:
+            judge.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of sampling; plain, and equal on all ranks."""
@@ -191,27 +195,57 @@ class Sampler:
         )
 
     def evaluate(self, step: int, on_finish: Advance | None = None) -> dict[str, float]:
-        """Return mean reward, pass rate and length on held-out prompts; a collective call.
+        """Return mean reward, pass rate and length on every benchmark, and their averages; a collective call.
 
         There are ``eval.samples`` responses per prompt. Their seeds do not depend on the step, so that a change of the
-        metrics comes from the weights.
+        metrics comes from the weights. An average weighs benchmarks by their prompts.
         """
+        found = {name: self._evaluate(name, *each, on_finish) for name, each in self.benchmarks.items()}
+        sizes = [len(prompts) for prompts, _ in self.benchmarks.values()]
+        metrics: dict[str, float] = {}
+        for key in next(iter(found.values())):
+            values = [of[key] for of in found.values()]
+            is_count = key in ("responses", "reward_errors")
+            metrics[f"eval/{key}"] = sum(values) if is_count or len(values) == 1 else np.average(values, weights=sizes)
+        if len(found) > 1:
+            metrics |= {f"eval/{name}/{key}": value for name, of in found.items() for key, value in of.items()}
+        return {key: float(value) for key, value in metrics.items()}
+
+    def _evaluate(
+        self, name: str, prompts: Sequence[Prompt], player: Player, on_finish: Advance | None
+    ) -> dict[str, float]:
         per_prompt = self.config.eval.samples
-        total = len(self.heldout) * per_prompt
+        total = len(prompts) * per_prompt
         mine = [divmod(s, per_prompt) for s in range(dist.get_rank(), total, dist.get_world_size())]
         params = requests.eval_params(self.config, self._stop_tokens)
-        make_draw = partial(self._make_draw, FixedSamples(mine), self.heldout, requests.EVALUATE, 0)
+        number = requests.benchmark_number(name)
+        make_draw = partial(self._make_draw, FixedSamples(mine), prompts, requests.EVALUATE, number, player)
         table = SampleTable.gather(self._draw(make_draw, params, on_finish))
         judged = table.column("reward")[table.is_judged]
         if not len(judged):
-            raise RolloutError(f"evaluation at step {step}: no response has a reward")
+            raise RolloutError(f"evaluation on {name}: no response has a reward")
         return {
-            "eval/reward": float(judged.mean()),
-            "eval/pass_rate": float((judged > self.config.reward.threshold).mean()),
-            "eval/length_mean": float(table.column("generated").mean()),
-            "eval/responses": float(len(judged)),
-            "eval/reward_errors": float(total - len(judged)),
+            "reward": float(judged.mean()),
+            "pass_rate": float((judged > self.config.reward.threshold).mean()),
+            "length_mean": float(table.column("generated").mean()),
+            "responses": float(len(judged)),
+            "reward_errors": float(total - len(judged)),
         }
+
+    def _load_benchmark(self, benchmark: Benchmark) -> tuple[list[Prompt], Player]:
+        config = self.config
+        prompts = load(
+            benchmark,
+            self.tokenizer,
+            chat_template=config.data.chat_template,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            limit=config.eval.max_prompts,
+        )
+        if benchmark.reward == config.reward.function:
+            return prompts, self.player
+        judge = Judge(benchmark.reward, **config.judge_options)
+        self._judges.append(judge)
+        return prompts, make_player(config, self.tokenizer, judge)
 
     def _assign(self, step: int) -> _AssignedStep:
         """Assign the samples of a step to ranks; a collective call for rules that allocate counts."""
@@ -252,12 +286,14 @@ class Sampler:
         prompts = [self.prompts[i] for i in self.order.take(assigned.position, most)]
         return self._make_draw(assigned.assignment.asker(), prompts, requests.TRAIN, assigned.step)
 
-    def _make_draw(self, asker: Asker, prompts: Sequence[Prompt], purpose: int, step: int) -> Draw:
+    def _make_draw(
+        self, asker: Asker, prompts: Sequence[Prompt], purpose: int, step: int, player: Player | None = None
+    ) -> Draw:
         def request_of(number: int, sample: int) -> tuple[SampleRequest, Prompt]:
             seed = requests.sampling_seed(self.config.run.seed, purpose, step, number, sample)
             return SampleRequest(prompts[number].tokens, group=number, sample=sample, seed=seed), prompts[number]
 
-        return Draw(asker, request_of, self.player)
+        return Draw(asker, request_of, player or self.player)
 
     def _converse(self, draw: Draw, params: SamplingParams, on_finish: Advance | None) -> dict[Key, Sample]:
         self.engine.converse(draw.begin, params, on_finish)
