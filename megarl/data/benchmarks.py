@@ -87,15 +87,8 @@ def choose(words: Sequence[str], config: Config, template: str | None = None) ->
     return tuple(chosen if template is None else (replace(benchmark, template=template) for benchmark in chosen))
 
 
-def load(
-    benchmark: Benchmark,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    chat_template: bool,
-    max_prompt_tokens: int,
-    limit: int | None = None,
-) -> list[Prompt]:
-    """Return its prompts. Raises DataError, which says what to do if the hub cannot be reached."""
+def load(benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase, config: Config) -> list[Prompt]:
+    """Return its prompts, at most ``eval.max_prompts``. DataError says what to do if the hub cannot be reached."""
     from megarl.data.prompts import load_prompts  # needs transformers
 
     try:
@@ -104,10 +97,10 @@ def load(
             tokenizer=tokenizer,
             prompt_field=benchmark.prompt_field,
             answer_field=benchmark.answer_field,
-            chat_template=chat_template,
-            max_prompt_tokens=max_prompt_tokens,
+            chat_template=config.data.chat_template,
+            max_prompt_tokens=config.data.max_prompt_tokens,
             split=benchmark.split,
-            limit=limit,
+            limit=config.eval.max_prompts,
             template=benchmark.template,
         )
     except UnavailableError as error:

@@ -144,16 +144,7 @@ def _prepare(request: EvalRequest) -> Task:
     for benchmark in request.benchmarks:
         load_reward(benchmark.reward, config.reward_model)
     make_environment(config.environment)
-    prompts = {
-        benchmark.name: benchmarks.load(
-            benchmark,
-            tokenizer,
-            chat_template=config.data.chat_template,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            limit=config.eval.max_prompts,
-        )
-        for benchmark in request.benchmarks
-    }
+    prompts = {benchmark.name: benchmarks.load(benchmark, tokenizer, config) for benchmark in request.benchmarks}
     shared = results.shared_settings(request, checkpoint)
     own = {b.name: results.benchmark_settings(request, b, prompts[b.name]) for b in request.benchmarks}
     found = results.complete_results(out)

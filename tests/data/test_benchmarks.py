@@ -49,7 +49,7 @@ def config(**data: Any) -> Config:
 
 
 def load(benchmark: benchmarks.Benchmark, tokenizer: Any, **options: Any) -> list[Any]:
-    return benchmarks.load(benchmark, tokenizer, **{"chat_template": False, "max_prompt_tokens": 64, **options})
+    return benchmarks.load(benchmark, tokenizer, config(max_prompt_tokens=64, **options))
 
 
 @pytest.mark.parametrize("name", ROWS)

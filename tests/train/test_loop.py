@@ -392,8 +392,12 @@ def test_the_best_checkpoint_stays_until_a_better_one_is_complete(
 ) -> None:
     """4 is the best, but counts only once it is on the disk; 2 and 3 are equal; 5 was not evaluated; 0 is no step."""
     scores = {0: 1.0, 1: 0.2, 2: 0.5, 3: 0.5, 4: 0.9}
-    lines = [json.dumps({"kind": "eval", "step": step, "eval/pass_rate": score}) for step, score in scores.items()]
-    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"kind": "step", "step": 5}', '{"kind": "ev']))
+    other = {"minibatch": None, "wall_s": 0.0}
+    records: list[dict[str, Any]] = [
+        {"kind": "eval", "step": s, "eval/pass_rate": of, **other} for s, of in scores.items()
+    ]
+    lines = map(json.dumps, [*records, {"kind": "step", "step": 5, **other}])
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"kind": "ev']))
     settings = world.settings(run__dir=str(tmp_path), eval__every=1, checkpoint__keep_best="heldout")
     distributed.initialize(settings)
     made = RunCheckpoints(settings, None, None, None, print)  # type: ignore[arg-type]

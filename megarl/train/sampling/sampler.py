@@ -233,19 +233,11 @@ class Sampler:
         }
 
     def _load_benchmark(self, benchmark: Benchmark) -> tuple[list[Prompt], Player]:
-        config = self.config
-        prompts = load(
-            benchmark,
-            self.tokenizer,
-            chat_template=config.data.chat_template,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            limit=config.eval.max_prompts,
-        )
-        if benchmark.reward == config.reward.function:
+        prompts = load(benchmark, self.tokenizer, self.config)
+        if benchmark.reward == self.config.reward.function:
             return prompts, self.player
-        judge = Judge(benchmark.reward, **config.judge_options)
-        self._judges.append(judge)
-        return prompts, make_player(config, self.tokenizer, judge)
+        self._judges.append(Judge(benchmark.reward, **self.config.judge_options))
+        return prompts, make_player(self.config, self.tokenizer, self._judges[-1])
 
     def _assign(self, step: int) -> _AssignedStep:
         """Assign the samples of a step to ranks; a collective call for rules that allocate counts."""
