@@ -10,7 +10,6 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from invariants import (
     require_explained,
     require_undisturbed,
     require_whole,
+    steps_of,
 )
 
 if TYPE_CHECKING:
@@ -314,9 +314,11 @@ def lies(arena: Arena, rng: random.Random, name: str) -> list[Happened]:
     code = run.until_end()
     require_explained(run)
     told_lies = [json.loads(line) for line in ledger.read_text().splitlines()] if ledger.exists() else []
-    require(told_lies, "the engine told no lie", run)
+    if not told_lies:  # few responses at a small share
+        require(code == 0, f"ended with code {code} although the engine told no lie", run)
+        return []
     steps = {version + 1 for version, *_ in told_lies}
-    dropped = {record["step"]: record.get("tripwires/dropped", 0.0) for record in _steps(run)}
+    dropped = {record["step"]: record.get("tripwires/dropped", 0.0) for record in steps_of(run)}
     named = any(words in run.said() for words in ("likely cause", "is not what was sent as version"))
     outcome = "stopped with the likely cause" if code else "dropped and counted"
     caught = sum(dropped.get(step, 0.0) for step in steps)
@@ -327,12 +329,6 @@ def lies(arena: Arena, rng: random.Random, name: str) -> list[Happened]:
     require_clean(run)
     run.remove()
     return [Happened(f"{lie}, {share:.0%} of the sequences", outcome)]
-
-
-def _steps(run: Run) -> Iterable[dict[str, Any]]:
-    with suppress(OSError):
-        return [record for record in numbers(run.folder) if record["kind"] == "step"]
-    return []
 
 
 def launched_kills(arena: Arena, rng: random.Random, name: str) -> list[Happened]:

@@ -21,8 +21,13 @@ COUNTED = ("responses without a reward", "failed episodes")
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
-    """The run's records, without times."""
-    return without_timing(read_metrics(folder / "metrics.jsonl"))
+    """The run's records, without times; none of a run that ended before its first one."""
+    file = folder / "metrics.jsonl"
+    return without_timing(read_metrics(file)) if file.exists() else []
+
+
+def steps_of(run: Run) -> list[dict[str, Any]]:
+    return [record for record in numbers(run.folder) if record["kind"] == "step"]
 
 
 def require(holds: object, what: str, run: Run) -> None:
@@ -56,7 +61,7 @@ def _size(path: Path) -> int:
 
 def require_whole(run: Run, steps: int = STEPS) -> None:
     """Every step is in the metrics once, and every sample has trained once, but for those that the records count."""
-    records = [record for record in numbers(run.folder) if record["kind"] == "step"]
+    records = steps_of(run)
     done = [record["step"] for record in records]
     require(done == list(range(1, steps + 1)), f"metrics of steps {done}, expected 1 to {steps}", run)
     try:

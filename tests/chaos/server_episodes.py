@@ -14,7 +14,7 @@ import httpx
 from absent import SGLANG_PYTHON
 from chaos_world import STEPS, Run
 from episodes import BAD_INPUT, Arena, Happened, finish_whole
-from invariants import numbers, require, require_clean, require_explained, require_whole
+from invariants import require, require_clean, require_explained, require_whole, steps_of
 from lying_proxy import BY_NUMBERS, LIARS, LIES, LyingProxy
 
 from megarl.data.tiny import write_tiny_model
@@ -65,17 +65,11 @@ def wire_lies(arena: Arena, rng: random.Random, name: str) -> list[Happened]:
     return [Happened(f"{lie} ({liar})", outcome, None, times) for lie, times in told.items()]
 
 
-def _steps(run: Run) -> list[dict[str, Any]]:
-    """Records of finished steps; none of a run that was refused before it wrote any."""
-    written = (run.folder / "metrics.jsonl").exists()
-    return [record for record in numbers(run.folder) if record["kind"] == "step"] if written else []
-
-
 def _judge_lies(run: Run, proxy: LyingProxy, code: int) -> str:
     """Compare what the proxy has changed with what the run says that it has refused or dropped."""
     require_explained(run)
     told = len(proxy.ledger)
-    steps = _steps(run)
+    steps = steps_of(run)
     refused = sum(int(record.get("rollout/wrong_answers", 0)) for record in steps)
     dropped = sum(int(record.get("tripwires/dropped", 0)) for record in steps)
     if code != 0:
@@ -115,7 +109,7 @@ def foreign_weights(arena: Arena, rng: random.Random, name: str) -> list[Happene
 def _judge_foreign(run: Run, code: int) -> str:
     """No step has trained responses of foreign weights (k3 about 2): drawn again, dropped, or the run has stopped."""
     require_explained(run)
-    steps = _steps(run)
+    steps = steps_of(run)
     for record in steps:
         is_own = record["rollout/k3"] < OWN_K3 or record.get("tripwires/dropped", 0) > 0
         require(is_own, f"step {record['step']} has trained responses of foreign weights", run)
