@@ -109,14 +109,12 @@ def load_demonstrations(
             raise DataError(f"{place}: {response_field!r} is {type_name(response)}, expected text")
         if not response:
             raise DataError(f"{place}: {response_field!r} is empty: there is nothing to imitate")
-        target = list(tokenizer(response, add_special_tokens=False)["input_ids"])
-        if not target or target[-1] != end_token:
-            target.append(end_token)
-        tokens = np.concatenate([prompt, np.asarray(target, dtype=np.int32)])
+        ids = list(tokenizer(response, add_special_tokens=False)["input_ids"])
+        if not ids or ids[-1] != end_token:
+            ids.append(end_token)
+        tokens = np.concatenate([prompt, np.asarray(ids, dtype=np.int32)])
         _check_length(len(prompt), max_prompt_tokens, "the prompt", "data.max_prompt_tokens", place)
-        _check_length(
-            len(target), max_response_tokens, "the response with its end", "rollout.max_response_tokens", place
-        )
+        _check_length(len(ids), max_response_tokens, "the response with its end", "rollout.max_response_tokens", place)
         _check_length(len(tokens), max_positions, "prompt with response", "the model's positions", place)
         demonstrations.append(Demonstration(tokens, np.arange(len(tokens)) >= len(prompt), place))
     return demonstrations

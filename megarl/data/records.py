@@ -69,9 +69,8 @@ def get_field(record: Record, field: str, place: str) -> Any:
     value: Any = record
     for part in field.split("."):
         if not isinstance(value, dict) or part not in value:
-            raise DataError(
-                f"{place}: there is no field {field!r}; the fields are: {', '.join(map(str, record)) or 'none'}"
-            )
+            names = ", ".join(map(str, record)) or "none"
+            raise DataError(f"{place}: there is no field {field!r}; the fields are: {names}")
         value = value[part]
     return value
 

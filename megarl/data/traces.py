@@ -165,9 +165,7 @@ def read_traces(path: str | Path) -> TraceFile:
             if found != FORMAT:
                 raise TraceError(f"{path}: a safetensors file of format {found!r}, expected {FORMAT!r}")
             if version != str(FORMAT_VERSION):
-                raise TraceError(
-                    f"{path}: format version {version!r}, expected '{FORMAT_VERSION}': another megarl wrote it"
-                )
+                raise TraceError(f"{path}: format version {version!r}, expected '{FORMAT_VERSION}': of another megarl")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         return TraceFile(path, _Metadata.model_validate(metadata), tensors)
     except (SafetensorError, OSError) as error:

@@ -11,7 +11,12 @@ from megarl.models.shapes import ModelShape, read_shape
 
 
 def check_fit(config: Config, shape: ModelShape) -> None:
-    """ConfigError, naming the key, for a setting that needs experts if the model has none."""
+    """ConfigError, naming the key, for a setting that needs what the model does not have: experts, keys and values."""
+    if config.rollout.fp8_kv_cache and shape.fields.get("multi_latent_attention"):
+        raise ConfigError(
+            f"rollout.fp8_kv_cache: found true with the {shape.family} model in model.path: FP8 engines keep its "
+            "latents, the local engine keeps keys and values; set it to false"
+        )
     if shape.moe_layers:
         return
     why, train = f"the {shape.family} model in model.path is dense", config.train

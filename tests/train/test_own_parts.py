@@ -7,13 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import own_parts
 import pytest
+from safetensors.torch import load_file
 from train_world import World
+from transformers import AutoConfig
 
 from megarl.core.choices.table import OBJECTIVES
+from megarl.core.types import SampleRequest
 from megarl.errors import ConfigError, NumericsError
+from megarl.rollout.engine import SamplingParams
+from megarl.rollout.local.engine import LocalEngine
 from megarl.run.metrics_log import read_metrics, without_timing
+from megarl.train.engines import make_local_engine
 from megarl.train.loop import train
 
 ROOT = Path(__file__).parent.parent.parent
@@ -30,6 +37,23 @@ def test_an_own_engine_trains_as_the_engine_that_it_wraps(
         found[name] = without_timing(read_metrics(folder / "metrics.jsonl"))
     assert found[engine] == found["local"]
     assert "own engine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("settings", [{}, {"fp8_activations": True}, {"fp8_kv_cache": True}])
+def test_the_settings_of_fp8_reach_the_local_engine(world: World, settings: dict[str, bool]) -> None:
+    config = world.settings(**{f"rollout__{name}": value for name, value in settings.items()})
+    requests = [SampleRequest(np.arange(3, 9), group, 0, group) for group in range(4)]
+    found = {}
+    for name in ("configured", "direct"):
+        engine = LocalEngine(AutoConfig.from_pretrained(world.model), fp8_rounding=True, **settings)
+        engine = make_local_engine(config, print) if name == "configured" else engine
+        engine.update_weights(load_file(world.model / "model.safetensors").items(), 0)
+        rollouts = engine.generate(requests, SamplingParams(max_response_tokens=8))
+        found[name] = np.concatenate([rollout.rollout_logprobs for rollout in rollouts])
+    assert np.array_equal(found["configured"], found["direct"])
+    plain = LocalEngine.from_pretrained(world.model, fp8_rounding=True)
+    without = [rollout.rollout_logprobs for rollout in plain.generate(requests, SamplingParams(max_response_tokens=8))]
+    assert np.array_equal(found["direct"], np.concatenate(without)) == (not settings)
 
 
 @pytest.mark.parametrize(
