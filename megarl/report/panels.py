@@ -36,6 +36,13 @@ PANELS = {
         ),
         "zero",
     ),
+    "frontier": Panel(
+        "Accuracy, cost and entropy",
+        "Evaluations by the tokens drawn so far, first stages included. Compare runs at equal cost, not equal steps.",
+        "pass rate",
+        plot=plots.plot_frontier,
+        plotted=("cost/tokens",),
+    ),
     "estimates": Panel(
         "Estimates that divide the budget",
         "Ada-Est: estimated pass rates, and their distance from the observed ones. GVM: the rates of its first stage.",

@@ -167,6 +167,21 @@ def plot_reward(axes: Axes, curves: Curves) -> None:
         axes.set_ylim(-0.02, 1.02)
 
 
+def plot_frontier(axes: Axes, curves: Curves) -> None:
+    """Plot the held-out pass rate, else that of training, over the tokens drawn, coloured by entropy."""
+    passed, tokens = curves.get("eval/pass_rate", curves.get("reward/pass_rate")), curves.get("cost/tokens")
+    if passed is None or tokens is None:
+        return
+    spent = np.interp(passed.x, np.append(0, tokens.x), np.append(0, tokens.y))
+    axes.plot(spent, passed.y, color=GREY, linewidth=0.9)
+    entropy = curves.get("entropy")
+    colors = np.full(spent.shape, np.nan) if entropy is None else np.interp(passed.x, entropy.x, entropy.y)
+    points = axes.scatter(spent, passed.y, c=colors, cmap="viridis", plotnonfinite=True, zorder=3)
+    if entropy is not None and axes.figure is not None:
+        axes.figure.colorbar(points, ax=axes, label="entropy (nats per token)")
+    axes.set_xlabel("tokens drawn for training")
+
+
 def plot_kl(axes: Axes, curves: Curves) -> None:
     """Plot k3 and the size of k1, which may be negative."""
     k1, k3 = curves.get("rollout/k1"), curves.get("rollout/k3")

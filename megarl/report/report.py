@@ -96,6 +96,8 @@ def _make_headline(records: Sequence[Mapping[str, Any]], curves: Curves, config:
         for label, point in (("first", 0), ("best", int(values.argmax())), ("last", -1)):
             rows[f"{title}, {label}"] = f"{values[point]:.1%} (step {steps[point]:.0f})"
     rows["Steps"] = str(len({record["step"] for record in records if record["kind"] == "step"}) or NOT_RECORDED)
+    costs = [(curves[f"cost/{name}"], name) for name in ("samples", "tokens", "updates") if f"cost/{name}" in curves]
+    rows["Cost"] = ", ".join(f"{curve.finite[-1]:,.0f} {name}" for curve, name in costs) or NOT_RECORDED
     rows["Wall time"] = _format_duration(max(record["wall_s"] for record in records))
     speed = curves.get("speed/tokens_per_s")
     rows["Tokens per second (median)"] = NOT_RECORDED if speed is None else f"{np.median(speed.finite):,.0f}"

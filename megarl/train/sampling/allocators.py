@@ -59,6 +59,8 @@ class AdaEst:
                 prior=estimate.prior_positives / (estimate.prior_positives + estimate.prior_negatives),
             )
         self._last_rates = np.zeros(0)
+        self.spent = np.zeros(3)
+        """It has no first stage."""
 
     def allot(self, step: int, prompts: Sequence[Prompt]) -> Allotted:
         """Return the number of samples of each prompt; the sum is prompts_per_step * group_size.
@@ -133,13 +135,13 @@ class Gvm:
         """The first step without estimates."""
         self._estimates: dict[int, tuple[float, float]] = {}
         """Acceptance rate and gradient norm, by the prompt's index in the data."""
-        self._spent = np.zeros(3)
+        self.spent = np.zeros(3)
         """Cost of the first stage before this step: samples, tokens, samples without a reward. 0 if there was none."""
 
     def allot(self, step: int, prompts: Sequence[Prompt]) -> Allotted:
         """Also runs a first stage if there are no estimates for this step."""
         gvm = self._config.gvm
-        self._spent = np.zeros(3)
+        self.spent = np.zeros(3)
         if step >= self._until:
             self._refresh(step)
         rates, norms = np.array([self._estimates[prompt.index] for prompt in prompts]).T
@@ -152,7 +154,7 @@ class Gvm:
         """Returns metrics only, since only a first stage makes estimates."""
         rates, norms = np.array([self._estimates[prompt.index] for prompt in prompts]).T
         # These are sums, and equal on all ranks: one model copy reports them.
-        spent = (self._spent if distributed.dp_rank() == 0 else np.zeros(3)).tolist()
+        spent = (self.spent if distributed.dp_rank() == 0 else np.zeros(3)).tolist()
         return {
             "gvm/first_stage_samples": Stat.total(spent[0]),
             "gvm/first_stage_tokens": Stat.total(spent[1]),
@@ -201,7 +203,7 @@ class Gvm:
             rows.append([*key, sample.reward is not None, key in norm_of, norm_of.get(key, 0.0), tokens])
         found = distributed.gather_rows(np.array(rows, dtype=np.float64).reshape(-1, 6))
         judged = found[:, 2] > 0
-        self._spent += [len(found), found[:, 5].sum(), (~judged).sum()]
+        self.spent += [len(found), found[:, 5].sum(), (~judged).sum()]
         found, missing = found[judged], np.setdiff1d(np.arange(num_prompts), found[judged, 0])
         # A prompt without rewards has acceptance rate 0.
         found = np.concatenate([found, np.pad(missing[:, None], ((0, 0), (0, 5)))])

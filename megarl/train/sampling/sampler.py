@@ -102,6 +102,8 @@ class Sampler:
         """The next prompt in the run's order, with refill. Without refill it follows from the step."""
         self._redraws = 0
         """Draws since the last step that were repeated because somebody else had changed the engine's weights."""
+        self._spent = np.zeros(2)
+        """Responses and tokens drawn for training since the run began, those of first stages included."""
         self._ahead: _AssignedStep | None = None
         self._while_waiting = while_waiting
         self._allocator: Allocator | None = None
@@ -119,7 +121,7 @@ class Sampler:
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of sampling; plain, and equal on all ranks."""
         estimates = {} if self._allocator is None else self._allocator.state_dict()
-        return {"position": self._position, "estimates": estimates}
+        return {"position": self._position, "estimates": estimates, "spent": self._spent.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``."""
@@ -128,6 +130,7 @@ class Sampler:
                 "the checkpoint has no state of the sampler: it is of an earlier megarl; begin a new run"
             )
         self._position = int(state["position"])
+        self._spent = np.array(state.get("spent", (0.0, 0.0)))  # absent in an earlier megarl: count from here
         if self._allocator is not None:
             self._allocator.load_state_dict(state["estimates"])
 
@@ -178,7 +181,7 @@ class Sampler:
             metrics |= provenance_metrics(rollouts, trainer_version=step)
             metrics["rollout/tokens"] = Stat.total(float(sum(rollout.num_tokens for rollout in rollouts)))
         # Update persistent state last, so that a failed step leaves the previous checkpoint valid.
-        metrics |= self._update_estimates(step, selection)
+        metrics |= self._update_estimates(step, selection) | self._count_cost(step, table)
         # The next step begins behind the last prompt that trains, or behind all if there were too few. Spare prompts
         # come again: how many of them were drawn depends on timing, and the training data must not.
         full = len(selection.pools) == self.config.rollout.prompts_per_step
@@ -331,6 +334,14 @@ class Sampler:
         number, _, judged, good = selection.drawn
         samples[number], positives[number] = judged, good
         return self._allocator.learn(prompts, samples, positives)
+
+    def _count_cost(self, step: int, table: SampleTable) -> dict[str, Stat]:
+        """Return what the run has cost up to this step; equal on all ranks."""
+        first_stage = np.zeros(2) if self._allocator is None else self._allocator.spent[:2]
+        self._spent = self._spent + first_stage + [len(table.rows), table.column("tokens").sum()]
+        costs = (*self._spent.tolist(), float((step + 1) * self.config.train.mini_batches))
+        names = ("samples", "tokens", "updates")
+        return {f"cost/{name}": Stat.mean(torch.tensor([cost])) for name, cost in zip(names, costs, strict=True)}
 
     def _metrics(self, table: SampleTable, selection: Selection, trains: np.ndarray) -> dict[str, Stat]:
         rewards, groups = torch.from_numpy(selection.rewards), torch.from_numpy(selection.prompts)
