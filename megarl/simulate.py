@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.core.choices.stopping import Allotted, SamplingRule, Uniform, ada_seq_balance, ada_seq_pos
-from megarl.core.sampling import ada_est_weights, allocate, allocate_by_weights, gvm_allocate, stopping_law
+from megarl.core.sampling import allocate, allocate_by_weights, budget_weights, gvm_allocate, stopping_law
 from megarl.core.sampling.subsampling import positives_to_keep
 from megarl.data.files import write_atomically
 from megarl.errors import ConfigError
@@ -144,7 +144,7 @@ def arms(rates: np.ndarray, budget: Budget) -> list[Arm]:
     shares = {
         "allotted, linear": allocate(rates, total, "linear", 2),  # at least 2: one sample has no contrast
         "allotted, log": allocate(rates, total, "log", 2),
-        "ada-est": allocate_by_weights(ada_est_weights(rates), total, 1, high),
+        "ada-est": allocate_by_weights(budget_weights(rates, "ada_est"), total, 1, high),
         "gvm": gvm_allocate(rates, np.ones(size), total),
     }
     return found + [Arm(name, [Allotted((count,)) for count in counts.tolist()]) for name, counts in shares.items()]

@@ -121,6 +121,8 @@ def _check_token_advantages(tables: Tables) -> None:
     own = callable(advantage)
     if not own and advantage not in TOKEN_ADVANTAGES:
         return
+    if tables.log.variance_every and not own:
+        raise ConfigError("log.variance_every: expected 0 with an objective whose advantages differ between tokens")
     if tables.sampling.uses_credit:
         whose = "are your own" if own else "differ between tokens"
         raise ConfigError(

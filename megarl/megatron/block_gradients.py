@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.router import TopKRouter
 
@@ -96,8 +98,7 @@ def measuring(policy: Policy) -> Iterator[None]:
     names = ("finalize_model_grads_func", "no_sync_func", "grad_scale_func")
     kept = {name: getattr(config, name) for name in names}
     # The embedding needs a gradient so that gradients flow through every layer and its activation checkpointing.
-    embeddings = [gpt.embedding.word_embeddings.weight for gpt in map(unwrap, policy.chunks) if gpt.pre_process]
-    wanted = set(map(id, embeddings))
+    wanted = set(map(id, _embeddings(policy)))
     frozen = [p for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad and id(p) not in wanted]
     policy.zero_grad()
     try:
@@ -113,6 +114,28 @@ def measuring(policy: Policy) -> Iterator[None]:
             parameter.requires_grad_(True)
         vars(config).update(kept)
         policy.zero_grad()
+
+
+def embedding_square(policy: Policy) -> float:
+    """Return the squared norm of the embedding's gradient, summed over all ranks; collective, inside ``measuring``."""
+    total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
+    is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    for weight in _embeddings(policy):
+        gradient: torch.Tensor = weight.main_grad  # type: ignore[attr-defined]
+        if getattr(weight, "shared_embedding", False):
+            dist.all_reduce(gradient, group=parallel_state.get_embedding_group())
+        dist.all_reduce(gradient, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        if is_first and not parallel_state.get_context_parallel_rank():
+            total += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
+    dist.all_reduce(total, group=model_group())
+    return float(total)
+
+
+def _embeddings(policy: Policy) -> list[torch.nn.Parameter]:
+    """The embedding on this rank, or its copy on the last stage."""
+    chunks = [unwrap(chunk) for chunk in policy.chunks]
+    found = [gpt.embedding.word_embeddings.weight for gpt in chunks if gpt.pre_process]
+    return found or [p for gpt in chunks for p in gpt.parameters() if getattr(p, "shared_embedding", False)]
 
 
 @contextmanager

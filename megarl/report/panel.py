@@ -62,7 +62,6 @@ class Panel:
         if not axes.get_ylabel():
             axes.set_ylabel(self.y_label)
         if not axes.get_xlabel():
-            if not axes.get_xlabel():
             axes.set_xlabel("global step")
 
 

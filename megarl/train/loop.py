@@ -43,6 +43,7 @@ from megarl.run.stop_request import StopRequest
 from megarl.run.vitals import Vitals
 from megarl.train.engines import make_engine
 from megarl.train.mini_batch import MiniBatch
+from megarl.train.sampling.gradient_norms import gradient_variance
 from megarl.train.sampling.sampler import Sampler
 from megarl.train.sampling.step_rollouts import StepRollouts
 from megarl.train.saving import ERRORS_ON_ALL_RANKS, RunCheckpoints, record_ending
@@ -176,6 +177,8 @@ class Trainer:
         """Pack each mini-batch, split it into micro-batches, and fetch the routes that this rank replays."""
         with self.monitor.phase("prepare"):
             parts = zip(rollouts.mini_batches, rollouts.advantages, strict=True)
+            if self._is_due(done, self.config.log.variance_every, at_end=False):
+                rollouts.metrics.update(gradient_variance(self.train_step, rollouts))
             minis = [self.train_step.prepare(of_mini, advantages) for of_mini, advantages in parts]
         keep_routes = self.config.log.writes_traces(done)
         if not keep_routes:

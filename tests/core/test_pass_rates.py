@@ -20,6 +20,30 @@ def test_hand_computed():
     assert rates.rates([0, 2]).tolist() == [0.5, 0.5]
 
 
+def test_a_pooled_prior_learns_from_prompts_that_came_before():
+    """Prompts of an unknown data set, never seen twice: the estimate of the next ones nears the mean of all."""
+    generator, pooled, fixed = np.random.default_rng(0), PassRateCounts(400, pooled=True), PassRateCounts(400)
+    truth = generator.beta(0.5, 4.5, size=400)
+    for step in range(10):
+        prompts = np.arange(step * 32, step * 32 + 32)
+        for rates in (pooled, fixed):
+            rates.update(prompts, [8] * 32, generator.binomial(8, truth[prompts]))
+    unseen = np.arange(320, 400)
+    assert abs(pooled.rates(unseen)[0] - truth.mean()) < 0.03
+    assert (
+        np.abs(pooled.rates(unseen) - truth[unseen]).mean() < 0.5 * np.abs(fixed.rates(unseen) - truth[unseen]).mean()
+    )
+    # (alpha + sum of shares) / (alpha + beta + prompts), then (K + 2 m) / (N + 2)
+    hand = PassRateCounts(3, decay=1.0, pooled=True)
+    hand.update([0, 1], [4, 2], [1, 2])
+    mean = (1 + 1 / 4 + 1) / (2 + 2)
+    np.testing.assert_allclose(hand.rates(), [(1 + 2 * mean) / 6, (2 + 2 * mean) / 4, mean])
+    assert hand.strengths([0, 2]).tolist() == [6, 2]
+    again = PassRateCounts(3, decay=1.0, pooled=True)
+    again.load_state_dict(hand.state_dict())
+    np.testing.assert_array_equal(again.rates(), hand.rates())
+
+
 def test_no_decay_counts_and_full_decay_forgets():
     counts, last = PassRateCounts(1, decay=1.0, alpha=2, beta=6), PassRateCounts(1, decay=0.0)
     for k in (4, 0):

@@ -3,9 +3,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
-from megarl.core.choices.stopping import Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos
+from megarl.core.choices.stopping import Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos, pass_tiers
 from megarl.errors import ConfigError
 
 
@@ -15,6 +16,31 @@ def test_uniform_and_allotted_ask_once():
     assert [rule.next_samples(0, 0, 0, 0), rule.next_samples(0, 3, 0, 0), rule.next_samples(1, 0, 0, 0)] == [3, 0, 0]
     with pytest.raises(ValueError, match="prompt 2 has no count"):
         rule.next_samples(2, 0, 0, 0)
+
+
+def test_tiers_reuse_samples_and_cost_what_the_oracle_says():
+    rule, costs = pass_tiers(), []
+    for solved_after in (4, 32, 256, 10**9):  # a prompt whose first success is the last sample of a tier, or never
+        asked = 0
+        while more := rule.next_samples(0, asked, int(asked >= solved_after), asked - int(asked >= solved_after)):
+            asked += more
+        costs.append(asked)
+    assert costs == [4, 32, 256, 256]
+    assert np.dot([0.627, 0.169, 0.017, 0.187], costs) == pytest.approx(60.14)
+    assert rule.keeps(1, 3) == "balance"
+    assert rule.keeps(0, 256) == "pos"
+    for tiers in ((4, 4), (8, 4), (0, 4)):
+        with pytest.raises(ConfigError, match="expected to rise"):
+            pass_tiers(tiers=tiers)
+
+
+def test_a_probe_decides_on_the_rest():
+    rule = Allotted((2, 2), more=((6, 1, 0), (2, 2, 2)), train_size=2, keep="balance")
+    assert [rule.next_samples(0, 2, k, 2 - k) for k in range(3)] == [6, 1, 0]
+    assert rule.next_samples(0, 8, 1, 7) == rule.next_samples(1, 4, 0, 4) == 0
+    assert rule.of([1]).next_samples(0, 2, 0, 2) == 2
+    with pytest.raises(ConfigError, match="for each number of positives"):
+        Allotted((2,), more=((6, 1),))
 
 
 def test_released_defaults():

@@ -358,15 +358,17 @@ def test_ada_est_allots_more_to_prompts_that_failed_before(
         indices = [[prompt.index for prompt in made._step_prompts(step)] for step in range(4)]
         for step in range(4):
             made.sample_step(step)
-    samples, positives = np.zeros(PROMPTS), np.zeros(PROMPTS)
+    samples, positives, pool = np.zeros(PROMPTS), np.zeros(PROMPTS), np.zeros(2)
     for index, selection in zip(indices, selections, strict=True):
-        rates = (positives[index] + 1) / (samples[index] + 2)
+        mean = (1 + pool[1]) / (2 + pool[0])
+        rates = (positives[index] + 2 * mean) / (samples[index] + 2)
         counts = selection.drawn[1]
         assert counts.sum() == PROMPTS * GROUP_SIZE
         order = np.argsort(rates)
         assert (np.diff(counts[order]) <= 0).all() or np.ptp(rates[order]) == 0
         samples[index] = 0.9 * samples[index] + selection.drawn[2]
         positives[index] = 0.9 * positives[index] + selection.drawn[3]
+        pool = 0.9 * pool + [PROMPTS, (selection.drawn[3] / selection.drawn[2]).sum()]
     assert np.ptp(counts) > 0
 
 

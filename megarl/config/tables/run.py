@@ -119,6 +119,10 @@ class LogConfig(Table):
     traces_every: Count = 0
     """Steps between dumps of the routes into run.dir/traces, for `megarl trace`; 0 = never."""
 
+    variance_every: Count = 0
+    """Steps between measurements of the gradient's variance and its best baseline (variance/*, baseline/*), each of
+    which takes one more forward and backward pass; 0 = never."""
+
     def writes_traces(self, done: int) -> bool:
         """Whether step ``done``, from 1, dumps its routes."""
         return bool(self.traces_every) and done % self.traces_every == 0

@@ -192,11 +192,6 @@ class EstimateConfig(Table):
             raise ValueError(f'objective: {error}, or "inverse:A", or "ada_est"') from error
         return self
 
-    @property
-    def inverse(self) -> bool:
-        """Whether counts follow 1 / (p + eps)^A, which is finite for every p."""
-        return parse_allocation(self.objective)[0] == "inverse"
-
 
 class GvmConfig(Table):
     """[gvm]: the first stage of sampling.rule = "gvm", and the counts that follow from it."""

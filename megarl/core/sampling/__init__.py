@@ -15,15 +15,15 @@ The way through (rules and other choices that a configuration makes are in ``meg
 Nothing here samples from a model: the caller asks the engine, and tells the collector what came.
 """
 
-from megarl.core.sampling.allocation import ada_est_weights, allocate, allocate_by_weights
+from megarl.core.sampling.allocation import allocate, allocate_by_weights, budget_weights
 from megarl.core.sampling.gvm import gvm_allocate
 from megarl.core.sampling.stopping_law import expected_samples, stopping_law
 from megarl.core.sampling.subsampling import subsample
 
 __all__ = [
-    "ada_est_weights",
     "allocate",
     "allocate_by_weights",
+    "budget_weights",
     "expected_samples",
     "gvm_allocate",
     "stopping_law",

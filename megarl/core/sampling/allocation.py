@@ -40,17 +40,18 @@ def allocate(
 
 
 def budget_weights(pass_rates: Numbers, allocation: str, eps: float = 1e-3) -> np.ndarray:
-    """Return what counts are in proportion to, float64 [B].
+    """Return what counts are in proportion to, float64 [B], for ``allocate_by_weights``.
 
-    "inverse:A": ``1 / (p + eps)^A``, of which "ada_est" is A = 1/2 (``ada_est_weights``). For an objective f
-    ``f'(p) sqrt(p (1 - p))``; pass_rates then need to be off 0 and 1 (``clamp_rates``). ConfigError for another name.
+    "inverse:A": ``1 / (p + eps)^A``, of which "ada_est" is A = 1/2 (arXiv 2510.04996, third version; eps is not printed
+    there). For an objective f: ``f'(p) sqrt(p (1 - p))``, which needs pass_rates off 0 and 1 (``clamp_rates``).
     """
+    rates = check_rates(pass_rates)
     kind, exponent = parse_allocation(allocation)
     if kind == "inverse":
-        return ada_est_weights(pass_rates, eps) ** (2 * exponent)
-    rates = check_rates(pass_rates)
-    noise = rates if kind == "raft" else rates * (1 - rates)
-    return objective_slope(rates, allocation) * np.sqrt(noise)
+        if not eps > 0:
+            raise ValueError(f"eps is {eps}, expected more than 0: a pass rate may be 0")
+        return (rates + eps) ** -exponent
+    return objective_slope(rates, allocation) * np.sqrt(rates if kind == "raft" else rates * (1 - rates))
 
 
 def allocate_after_probe(
@@ -124,18 +125,6 @@ def objective_slope(pass_rates: Numbers, objective: str) -> np.ndarray:
     if kind == "power":
         return exponent * rates ** (exponent - 1)
     return 1 / rates
-
-
-def ada_est_weights(pass_rates: Numbers, eps: float = 1e-3) -> np.ndarray:
-    """Return ``1 / sqrt(p + eps)``, float64 [B], for ``allocate_by_weights``.
-
-    Source: Ada-Est (arXiv 2510.04996, third version); its eps and bounds are not printed, these are ours: 1e-3, and 1
-    to 32 samples.
-    """
-    rates = check_rates(pass_rates)
-    if not eps > 0:
-        raise ValueError(f"eps is {eps}, expected more than 0: a pass rate may be 0")
-    return 1 / np.sqrt(rates + eps)
 
 
 def clamp_rates(pass_rates: Numbers, num_samples: int | None, default: int = 1) -> np.ndarray:

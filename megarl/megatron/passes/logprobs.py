@@ -159,16 +159,12 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _by_logit(
-    shard: _Shard,
-    block: tuple[int, int],
-    hidden: Tensor,
-    weight: Tensor,
-    scale: float,
-    labels: Tensor,
-    log_sum: Tensor,
-    factor: Tensor,
+    shard: _Shard, block: tuple[int, int], hidden: Tensor, weight: Tensor, scale: float, *known: Tensor
 ) -> Tensor:
-    """fp32 [R, C]: ``factor d logprob / d z = factor (onehot(label) - softmax(z))`` of rows in a block of logits."""
+    """fp32 [R, C]: ``factor d logprob / d z = factor (onehot(label) - softmax(z))`` of rows in a block of logits.
+
+    known: labels, log_sum and factor, [R] each."""
+    labels, log_sum, factor = known
     by_logit = _product(hidden, weight.t()).mul_(scale).sub_(log_sum[:, None]).exp_().neg_()
     hit, column = shard.local_labels(labels, *block)
     by_logit.scatter_(1, column, by_logit.gather(1, column) + hit)
@@ -214,9 +210,8 @@ class WeightGradient:
             for start, end in self._shard.blocks:
                 weight = _operand(self._weight[start:end])
                 by_logit = _by_logit(self._shard, (start, end), hidden, weight, self._scale, *known)
-                total[first : first + step] += outer_squares(
-                    by_logit.unflatten(0, at.shape), hidden.float().unflatten(0, at.shape)
-                )
+                both = (each.float().unflatten(0, at.shape) for each in (by_logit, hidden))
+                total[first : first + step] += outer_squares(*both)
         return total
 
     def at_tokens(self, positions: Tensor, tokens: Tensor) -> Tensor:

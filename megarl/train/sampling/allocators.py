@@ -12,7 +12,7 @@ from megarl.config import Config
 from megarl.core.choices.stopping import Allotted
 from megarl.core.metrics import Stat
 from megarl.core.packing import drop_routes
-from megarl.core.sampling.allocation import allocate_after_probe, allocate_by_weights, budget_weights, clamp_rates
+from megarl.core.sampling.allocation import allocate_after_probe, allocate_by_weights, budget_weights
 from megarl.core.sampling.gvm import gvm_allocate, gvm_estimates
 from megarl.core.sampling.pass_rates import PassRateCounts
 from megarl.core.types import Rollout
@@ -59,8 +59,6 @@ class AdaEst:
                 prior=estimate.prior_positives / (estimate.prior_positives + estimate.prior_negatives),
             )
         self._last_rates = np.zeros(0)
-        self.spent = np.zeros(3)
-        """It has no first stage."""
 
     def allot(self, step: int, prompts: Sequence[Prompt]) -> Allotted:
         """Return the number of samples of each prompt; the sum is prompts_per_step * group_size.
@@ -78,7 +76,6 @@ class AdaEst:
             weighed = (estimate.objective, estimate.eps)
             more = allocate_after_probe(rates, worth, estimate.probe, total, *weighed, *bounds) - estimate.probe
         else:
-            rates = rates if estimate.inverse else clamp_rates(rates, None, default=size)
             counts = allocate_by_weights(budget_weights(rates, estimate.objective, estimate.eps), total, *bounds)
         keep = sampling.subsample or "balance"
         rows = tuple(map(tuple, more.tolist()))

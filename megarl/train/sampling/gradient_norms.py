@@ -13,13 +13,18 @@ from megatron.core import parallel_state
 
 from megarl.core.metrics import Stat
 from megarl.core.types import Rollout, TrainBatch
+from megarl.core.variance import variance_metrics
 from megarl.errors import NumericsError
-from megarl.megatron.block_gradients import find_block, measuring
-from megarl.megatron.distributed import dp_size, fail_together, largest, model_group
+from megarl.megatron.block_gradients import embedding_square, find_block, measuring
+from megarl.megatron.distributed import dp_size, fail_together, gather_rows, largest, model_group
 from megarl.megatron.passes import forward
 from megarl.megatron.sequence_squares import SequenceSquares
 from megarl.train.mini_batch import MiniBatch, make_rollout
+from megarl.train.sampling.step_rollouts import StepRollouts
 from megarl.train.step import TrainStep
+
+LEAST = 1e-3
+"""Least advantage with which a gradient is measured."""
 
 
 def gradient_norms(train_step: TrainStep, rollouts: Sequence[Rollout], block: str) -> np.ndarray:
@@ -35,11 +40,36 @@ def gradient_norms(train_step: TrainStep, rollouts: Sequence[Rollout], block: st
     ConfigError for an unknown block, NumericsError naming a rollout whose norm is not finite, and what ``prepare``
     raises.
     """
+    return _measure(train_step, rollouts, block, np.ones(len(rollouts)))[0]
+
+
+def gradient_variance(train_step: TrainStep, step: StepRollouts) -> dict[str, Stat]:
+    """Return ``variance_metrics`` of a step's responses, on the embedding, at the present weights; a collective call.
+
+    It takes one forward and backward pass over them.
+    """
+    parts = zip(step.mini_batches, step.advantages, step.judged.owned, strict=True)
+    each = [one for part in parts for one in zip(*part, strict=True) if one[0].loss_mask.any()]
+    advantages = np.array([float(advantage) for _, advantage, _ in each])
+    # Without any advantage the norm could not be measured. This adds to the sum a thousandth of a response.
+    scales = np.where(np.abs(advantages) < LEAST, LEAST, advantages)
+    norms, square_of_sum = _measure(train_step, [one[0] for one in each], "embedding", scales, total=True)
+    rows = np.column_stack([np.array([row for *_, row in each]), advantages, (norms / scales) ** 2])
+    found = gather_rows(rows if not model_group().rank() else rows[:0])
+    row = found[:, 0].astype(np.int64)
+    return variance_metrics(step.judged.rewards[row], step.judged.groups[row], *found[:, 1:].T, square_of_sum)
+
+
+def _measure(
+    train_step: TrainStep, rollouts: Sequence[Rollout], block: str, scales: np.ndarray, total: bool = False
+) -> tuple[np.ndarray, float]:
+    """Norms of the rollouts' gradients times ``scales``; with ``total`` the square of their sum over all ranks, of the
+    embedding."""
     policy, multiple = train_step.policy, train_step.config.parallel.micro_batch_multiple
     wanted = find_block(policy, block)
     most = largest(len(rollouts), parallel_state.get_data_parallel_group())
     if most == 0:
-        return np.zeros(0)
+        return np.zeros(0), 0.0
     # Dummies, two tokens without loss, make as many sequences on all copies, and enough for all micro-batches.
     size = -(-most // multiple) * multiple
     experts = np.broadcast_to(
@@ -49,7 +79,7 @@ def gradient_norms(train_step: TrainStep, rollouts: Sequence[Rollout], block: st
     taken = [*rollouts, *[dummy] * (size - len(rollouts))]
     if train_step.config.train.replay != "r3":  # nothing here is compared with the routes
         taken = [replace(rollout, routed_experts=None, routed_mask=None) for rollout in taken]
-    mini = train_step.prepare(taken, np.zeros(size))
+    mini = train_step.prepare(taken, np.append(scales, np.zeros(size - len(rollouts))))
     measured = SequenceSquares(policy, wanted, mini.micro_batches, size)
     tied = wanted.embedding and wanted.output
     # With tied embeddings, hidden states of a window are kept until all its passes are done.
@@ -58,6 +88,7 @@ def gradient_norms(train_step: TrainStep, rollouts: Sequence[Rollout], block: st
         for start in range(0, len(mini.micro_batches), window):
             _backward(train_step, mini, slice(start, start + window), measured)
             measured.add_products()
+        square = embedding_square(policy) if total else 0.0
     dist.all_reduce(measured.values, group=model_group())
     # forward.run scales the loss so that Megatron's average over these ranks gives the sum. No average happens here.
     averaged_over = dp_size() * parallel_state.get_context_parallel_world_size()
@@ -70,14 +101,14 @@ def gradient_norms(train_step: TrainStep, rollouts: Sequence[Rollout], block: st
             f"({bad.size} such samples of this rank); look for log-probabilities of minus infinity"
         )
     fail_together(failure, "gradient norms of samples")
-    return norms
+    return norms, square / averaged_over**2
 
 
 def _backward(train_step: TrainStep, mini: MiniBatch, part: slice, measured: SequenceSquares) -> None:
     def weigh(
         _: int, batch: TrainBatch, logprobs: torch.Tensor, __: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, Stat]]:
-        return batch.loss_mask.to(logprobs), {}
+        return torch.where(batch.loss_mask, batch.advantages, 0.0).to(logprobs), {}
 
     replay, routes = train_step.policy.replay, mini.routes
     # min_agreement=0: too few tokens to check whether routes belong to them; the step that trains checks its own.

@@ -337,7 +337,7 @@ class Sampler:
 
     def _count_cost(self, step: int, table: SampleTable) -> dict[str, Stat]:
         """Return what the run has cost up to this step; equal on all ranks."""
-        first_stage = np.zeros(2) if self._allocator is None else self._allocator.spent[:2]
+        first_stage = self._allocator.spent[:2] if isinstance(self._allocator, Gvm) else np.zeros(2)
         self._spent = self._spent + first_stage + [len(table.rows), table.column("tokens").sum()]
         costs = (*self._spent.tolist(), float((step + 1) * self.config.train.mini_batches))
         names = ("samples", "tokens", "updates")
