@@ -198,21 +198,13 @@ def draw_lines(
     """
 
     def request_of(prompt: int, sample: int) -> tuple[SampleRequest, Prompt]:
-        seed = response_seed(config.run.seed, benchmark.name, prompt, sample)
+        seed = sampling_seed(config.run.seed, EVALUATE, benchmark_number(benchmark.name), prompt, sample)
         return SampleRequest(prompts[prompt].tokens, group=prompt, sample=sample, seed=seed), prompts[prompt]
 
     with Judge(benchmark.reward, **config.judge_options) as judge:
         draw = Draw(FixedSamples(keys), request_of, make_player(config, tokenizer, judge))
         engine.converse(draw.begin, eval_params(config, turn_ends(config, tokenizer)), on_finish)
     return [_line(key, sample, tokenizer) for key, sample in draw.samples.items()]
-
-
-def response_seed(run_seed: int, benchmark: str, prompt: int, sample: int) -> int:
-    """Return the seed of one response. It depends on the benchmark's name, not on the other benchmarks of a call.
-
-    For held-out prompts it is the seed of the trainer's evaluation, so that both give the same scores.
-    """
-    return sampling_seed(run_seed, EVALUATE, benchmark_number(benchmark), prompt, sample)
 
 
 def _line(key: Key, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> results.Json:

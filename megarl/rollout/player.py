@@ -73,6 +73,10 @@ class Player:
             verdict.timed_out,
         )
 
+    def close(self) -> None:
+        """End the processes of the reward."""
+        self._judge.close()
+
     def _semaphore(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
         if self._places is None or self._places[0] is not loop:

@@ -237,7 +237,7 @@ class Trainer:
 
     def _evaluate(self, done: int) -> bool:
         """Evaluate on all benchmarks after ``done`` steps; return whether the step is the best so far, to be saved."""
-        total = sum(len(prompts) for prompts, _ in self.sampler.benchmarks.values()) * self.config.eval.samples
+        total = sum(len(of.prompts) for of in self.sampler.benchmarks.values()) * self.config.eval.samples
         per_rank = -(-total // dist.get_world_size())
         with self.checkpoints.save_on_failure(done):
             self.sampler.settle()

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import megarl.evaluate.evaluation as evaluation
 from megarl import cli
 from megarl.core.sampling.pass_at_k import pass_at_k
-from megarl.evaluate.evaluation import _run_of, response_seed
+from megarl.evaluate.evaluation import _run_of
 from megarl.run.metrics_log import read_metrics
-from megarl.train.sampling.requests import EVALUATE, sampling_seed
+from megarl.train.sampling.requests import EVALUATE, benchmark_number, sampling_seed
 
 Megarl = Callable[..., int]
 
@@ -187,7 +187,7 @@ def test_every_response_has_a_seed_of_its_own_and_heldout_those_of_the_trainer()
     places = [
         (name, prompt, sample) for name in ("heldout", "aime24", "aime25") for prompt in (0, 1) for sample in (0, 1)
     ]
-    seeds = [response_seed(3, *place) for place in places]
+    seeds = [sampling_seed(3, EVALUATE, benchmark_number(place[0]), *place[1:]) for place in places]
     assert len(set(seeds)) == len(places)
     assert seeds[:4] == [sampling_seed(3, EVALUATE, 0, prompt, sample) for _, prompt, sample in places[:4]]
     assert seeds[4] == sampling_seed(3, EVALUATE, 2916937393, 0, 0)  # never to change: crc32 of the name

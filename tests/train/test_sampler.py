@@ -50,6 +50,7 @@ def sampler(world: World, **overrides: Any) -> Iterator[Sampler]:
         made = sampler_of(world, settings)
         yield made
         made.engine.close()
+        made.close()
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,9 @@ def test_held_out_prompts_have_a_split_of_their_own(
 def _answers(world: World, overrides: dict[str, Any]) -> tuple[set[str], set[str]]:
     """Of the training prompts, and of the held-out ones."""
     with sampler(world, **overrides) as made:
-        return {prompt.answer for prompt in made.prompts}, {prompt.answer for prompt in made.benchmarks["heldout"][0]}
+        return {prompt.answer for prompt in made.prompts}, {
+            prompt.answer for prompt in made.benchmarks["heldout"].prompts
+        }
 
 
 def test_a_response_without_reward_trains_nothing_and_is_in_no_statistic(world: World) -> None:

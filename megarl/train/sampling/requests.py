@@ -46,7 +46,7 @@ def eval_params(config: Config, stop_tokens: tuple[int, ...]) -> SamplingParams:
 
 
 def benchmark_number(name: str) -> int:
-    """Return what stands for a benchmark in its seeds. That of ``heldout`` is 0, whatever else is evaluated."""
+    """Return what stands for a benchmark in its seeds; it depends on no other benchmark. That of ``heldout`` is 0."""
     return 0 if name == HELDOUT else zlib.crc32(name.encode())
 
 

@@ -24,7 +24,6 @@ from megarl.core.objectives import Objective
 from megarl.core.routing.provenance import provenance_metrics, refuse_mixed_versions
 from megarl.core.sampling.collector import Selection
 from megarl.core.types import SampleRequest
-from megarl.data.benchmarks import Benchmark, choose, load
 from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt, PromptOrder
 from megarl.errors import CheckpointError, MegarlError, RolloutError
@@ -47,6 +46,7 @@ from megarl.train.sampling.assignment import (
     Refill,
     SequenceAssignment,
 )
+from megarl.train.sampling.benchmarks import load_benchmarks, pool, score
 from megarl.train.sampling.step_rollouts import (
     SampleTable,
     StepRollouts,
@@ -90,12 +90,9 @@ class Sampler:
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(config.model.path)
         self.prompts = requests.load_run_prompts(config, self.tokenizer)
         self.order = PromptOrder(len(self.prompts), config.run.seed)
-        self._judges = [Judge(config.reward.function, **config.judge_options)]
-        self.player = make_player(config, self.tokenizer, self._judges[0])
-        self.benchmarks = {
-            found.name: self._load_benchmark(found) for found in (choose((), config) if config.benchmarks else ())
-        }
-        """Name -> prompts, and what plays and judges them."""
+        judge = Judge(config.reward.function, **config.judge_options)
+        self.player = make_player(config, self.tokenizer, judge)
+        self.benchmarks = load_benchmarks(config, self.tokenizer, self.player)
         self._stop_tokens = turn_ends(config, self.tokenizer)
         self._shape = read_shape(config.model.path)
         self._position = 0
@@ -115,8 +112,8 @@ class Sampler:
 
     def close(self) -> None:
         """End the processes of the rewards."""
-        for judge in self._judges:
-            judge.close()
+        for player in (self.player, *(benchmark.player for benchmark in self.benchmarks.values())):
+            player.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of sampling; plain, and equal on all ranks."""
@@ -203,44 +200,16 @@ class Sampler:
         There are ``eval.samples`` responses per prompt. Their seeds do not depend on the step, so that a change of the
         metrics comes from the weights. An average weighs benchmarks by their prompts.
         """
-        found = {name: self._evaluate(name, *each, on_finish) for name, each in self.benchmarks.items()}
-        sizes = [len(prompts) for prompts, _ in self.benchmarks.values()]
-        metrics: dict[str, float] = {}
-        for key in next(iter(found.values())):
-            values = [of[key] for of in found.values()]
-            is_count = key in ("responses", "reward_errors")
-            metrics[f"eval/{key}"] = sum(values) if is_count or len(values) == 1 else np.average(values, weights=sizes)
-        if len(found) > 1:
-            metrics |= {f"eval/{name}/{key}": value for name, of in found.items() for key, value in of.items()}
-        return {key: float(value) for key, value in metrics.items()}
-
-    def _evaluate(
-        self, name: str, prompts: Sequence[Prompt], player: Player, on_finish: Advance | None
-    ) -> dict[str, float]:
-        per_prompt = self.config.eval.samples
-        total = len(prompts) * per_prompt
-        mine = [divmod(s, per_prompt) for s in range(dist.get_rank(), total, dist.get_world_size())]
+        per_prompt, threshold = self.config.eval.samples, self.config.reward.threshold
         params = requests.eval_params(self.config, self._stop_tokens)
-        number = requests.benchmark_number(name)
-        make_draw = partial(self._make_draw, FixedSamples(mine), prompts, requests.EVALUATE, number, player)
-        table = SampleTable.gather(self._draw(make_draw, params, on_finish))
-        judged = table.column("reward")[table.is_judged]
-        if not len(judged):
-            raise RolloutError(f"evaluation on {name}: no response has a reward")
-        return {
-            "reward": float(judged.mean()),
-            "pass_rate": float((judged > self.config.reward.threshold).mean()),
-            "length_mean": float(table.column("generated").mean()),
-            "responses": float(len(judged)),
-            "reward_errors": float(total - len(judged)),
-        }
-
-    def _load_benchmark(self, benchmark: Benchmark) -> tuple[list[Prompt], Player]:
-        prompts = load(benchmark, self.tokenizer, self.config)
-        if benchmark.reward == self.config.reward.function:
-            return prompts, self.player
-        self._judges.append(Judge(benchmark.reward, **self.config.judge_options))
-        return prompts, make_player(self.config, self.tokenizer, self._judges[-1])
+        found: dict[str, dict[str, float]] = {}
+        for name, benchmark in self.benchmarks.items():
+            keys = range(dist.get_rank(), len(benchmark.prompts) * per_prompt, dist.get_world_size())
+            mine = FixedSamples([divmod(key, per_prompt) for key in keys])
+            where = benchmark.prompts, requests.EVALUATE, requests.benchmark_number(name), benchmark.player
+            table = SampleTable.gather(self._draw(partial(self._make_draw, mine, *where), params, on_finish))
+            found[name] = score(name, table, threshold)
+        return pool(found, [len(benchmark.prompts) for benchmark in self.benchmarks.values()])
 
     def _assign(self, step: int) -> _AssignedStep:
         """Assign the samples of a step to ranks; a collective call for rules that allocate counts."""

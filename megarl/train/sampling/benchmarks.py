@@ -1,0 +1,70 @@
+"""The benchmarks that a run is evaluated on, and their scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from megarl.config import Config
+from megarl.data.benchmarks import choose, load
+from megarl.data.judge import Judge
+from megarl.data.prompts import Prompt
+from megarl.errors import RolloutError
+from megarl.rollout.player import Player
+from megarl.train.environments import make_player
+from megarl.train.sampling.step_rollouts import SampleTable
+
+
+@dataclass(frozen=True, slots=True)
+class RunBenchmark:
+    """One benchmark of a run."""
+
+    prompts: list[Prompt]
+    player: Player
+    """Plays and judges its responses."""
+
+
+def load_benchmarks(config: Config, tokenizer: PreTrainedTokenizerBase, player: Player) -> dict[str, RunBenchmark]:
+    """Return ``data.heldout`` and ``eval.sets`` by name; a known benchmark brings its template and reward.
+
+    player: the run's own, for all that are judged by ``reward.function``.
+    """
+    players, found = {config.reward.function: player}, dict[str, RunBenchmark]()
+    for benchmark in choose((), config) if config.benchmarks else ():
+        prompts = load(benchmark, tokenizer, config)
+        if benchmark.reward not in players:
+            judge = Judge(benchmark.reward, **config.judge_options)
+            players[benchmark.reward] = make_player(config, tokenizer, judge)
+        found[benchmark.name] = RunBenchmark(prompts, players[benchmark.reward])
+    return found
+
+
+def score(name: str, table: SampleTable, threshold: float) -> dict[str, float]:
+    """Return the metrics of one benchmark; RolloutError if no response has a reward."""
+    judged = table.column("reward")[table.is_judged]
+    if not len(judged):
+        raise RolloutError(f"evaluation on {name}: no response has a reward")
+    return {
+        "reward": float(judged.mean()),
+        "pass_rate": float((judged > threshold).mean()),
+        "length_mean": float(table.column("generated").mean()),
+        "responses": float(len(judged)),
+        "reward_errors": float(len(table.rows) - len(judged)),
+    }
+
+
+def pool(found: Mapping[str, Mapping[str, float]], sizes: Sequence[int]) -> dict[str, float]:
+    """Return the metrics of all benchmarks: averages weighted by their prompts, sums of counts, and those of each.
+
+    A single benchmark is the whole; it is not named.
+    """
+    metrics: dict[str, float] = {}
+    for key in next(iter(found.values())):
+        values = [of[key] for of in found.values()]
+        is_count = key in ("responses", "reward_errors") or len(values) == 1
+        metrics[f"eval/{key}"] = float(sum(values) if is_count else np.average(values, weights=sizes))
+    several = found if len(found) > 1 else {}
+    return metrics | {f"eval/{name}/{key}": value for name, of in several.items() for key, value in of.items()}
