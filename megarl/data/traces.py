@@ -186,34 +186,21 @@ class TraceFile:
         if self.info.top_k > self.info.num_experts:
             raise TraceError(f"{path}: top-{self.info.top_k} of {self.info.num_experts} experts")
         self._routes = _read_column(path, tensors, "routes", np.dtype(np.uint8))
+        self.num_route_bytes = len(self._routes)
+        """Size of all encoded traces, headers included."""
         self._columns = {name: _read_column(path, tensors, name, t) for name, t in _COLUMNS.items() if name in tensors}
-        self._offsets = _read_bounds(path, tensors, "route_offsets", len(self.names), len(self._routes))
+        self.columns = tuple(self._columns)
+        """Which of tokens, row_versions and row_sources the file holds."""
+        self._offsets = _read_bounds(path, tensors, "route_offsets", len(self.names), self.num_route_bytes)
         self._cu_seqlens = _read_bounds(path, tensors, "cu_seqlens", len(self.names))
+        self.num_tokens, self.lengths = int(self._cu_seqlens[-1]), np.diff(self._cu_seqlens)
+        """lengths: int64 [N], tokens of each sequence."""
         for name, column in self._columns.items():
             if len(column) != self.num_tokens:
                 raise TraceError(f"{path}: {name} has {len(column)} entries, expected {self.num_tokens}, one per token")
         self._position = {name: i for i, name in enumerate(self.names)}
         if len(self._position) < len(self.names):
             raise TraceError(f"{path}: {len(self.names) - len(self._position)} sequences have the name of another one")
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self._cu_seqlens[-1])
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """int64 [N], tokens of each sequence."""
-        return np.diff(self._cu_seqlens)
-
-    @property
-    def num_route_bytes(self) -> int:
-        """Size of all encoded traces, headers included."""
-        return len(self._routes)
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Which of tokens, row_versions and row_sources the file holds."""
-        return tuple(self._columns)
 
     def __len__(self) -> int:
         return len(self.names)

@@ -93,11 +93,8 @@ def _memory(found: Plan) -> Iterator[Row]:
 def _engine(found: Plan, config: Config) -> Iterator[Row]:
     engine, is_server = found.engine, config.rollout.engine_kind.server
     place = "of a server" if is_server else "of a rank"
-    yield (
-        "weights per GPU",
-        size(engine.weights),
-        "FP8 blocks" if is_server and config.sglang.fp8 else config.rollout.dtype,
-    )
+    dtype = "FP8 blocks" if is_server and config.sglang.fp8 else config.rollout.dtype
+    yield "weights per GPU", size(engine.weights), dtype
     yield "cache per GPU", size(engine.cache), f"{size(engine.cache_per_token)} per token"
     yield "tokens in the cache", f"{engine.tokens:,}", place
     yield "longest sequences at once", str(engine.sequences), place

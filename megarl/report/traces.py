@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from megarl.core.types import RowSource
 from megarl.data.files import write_atomically
 from megarl.data.traces import TracedSequence, TraceFile, read_traces
 from megarl.errors import ConfigError, TraceError, printable
+from megarl.run.status import name_ranges
 
 MAX_BINS = 64
 """Most columns of the heat map."""
@@ -53,9 +53,9 @@ def inspect(path: Path) -> None:
     rows = {
         "model": info.model or "not said",
         "fingerprint": info.fingerprint or "not said",
-        "MoE layers": f"{len(info.layers)}: {_format_ranges(info.layers)}",
+        "MoE layers": f"{len(info.layers)}: {name_ranges(info.layers)}",
         "experts": f"top-{info.top_k} of {info.num_experts}",
-        "weight versions": _format_ranges(file.weight_versions) if file.weight_versions else "not said",
+        "weight versions": name_ranges(file.weight_versions) if file.weight_versions else "not said",
         "per token besides routes": ", ".join(file.columns) or "nothing",
         "sequences": f"{len(file):,}",
         "tokens": f"{file.num_tokens:,}" + (f", longest sequence {file.lengths.max():,}" if len(file) else ""),
@@ -186,12 +186,6 @@ def _describe_sizes(file: TraceFile) -> dict[str, str]:
         if plain := len(info.layers) * info.top_k * width:
             size[f"against uint{8 * width}"] = f"{per_token / plain:.3f} of {plain} bytes per token"
     return size
-
-
-def _format_ranges(numbers: tuple[int, ...]) -> str:
-    """Return 3, 4, 5, 9 as "3-5, 9"."""
-    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda entry: entry[1] - entry[0])]
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _make_table(*headings: str) -> Table:

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megarl.data.files import read_record
 from megarl.errors import ConfigError
 
 BEAT_S = 5.0
@@ -146,11 +147,8 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 def read_holder(path: Path) -> dict[str, Any] | None:
     """The process that took the lock and has not released it; None if there is none. It may have crashed."""
-    try:
-        holder = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return None
-    return holder if isinstance(holder, dict) and {"host", "pid", "since"} <= holder.keys() else None
+    holder = read_record(path)
+    return holder if {"host", "pid", "since"} <= holder.keys() else None
 
 
 def is_held(path: Path) -> bool:

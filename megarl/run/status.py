@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,7 @@ def describe_ranks(signs: Sequence[Mapping[str, Any]], now: float | None) -> str
         text += f" ({sign['error']})" if sign.get("error") else ""
         places.setdefault((rank, text), []).append(sign["rank"])
     ordered = sorted(places.items(), key=lambda item: (item[0][0], len(item[1])))
-    return "; ".join(f"{_name_ranks(members)}: {text}" for (_, text), members in ordered)
+    return "; ".join(f"rank{'s' * (len(m) > 1)} {name_ranges(m)}: {text}" for (_, text), m in ordered)
 
 
 def _judge(sign: Mapping[str, Any], now: float) -> tuple[str, int]:
@@ -193,15 +194,10 @@ def _judge(sign: Mapping[str, Any], now: float) -> tuple[str, int]:
     return "", 2
 
 
-def _name_ranks(members: list[int]) -> str:
-    spans: list[list[int]] = []
-    for rank in members:
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1][1:] = [rank]
-        else:
-            spans.append([rank])
-    words = ", ".join("-".join(map(str, span)) for span in spans)
-    return f"rank{'s' if len(members) > 1 else ''} {words}"
+def name_ranges(numbers: Sequence[int]) -> str:
+    """Return 3, 4, 5, 9 as "3-5, 9"."""
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda entry: entry[1] - entry[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def write_failure(error: MegarlError, *, is_cause: bool = False) -> None:
