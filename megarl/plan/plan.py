@@ -9,19 +9,10 @@ from megarl.config import Config, Layout
 from megarl.errors import ConfigError
 from megarl.models.fit import check_fit
 from megarl.models.shapes import read_shape
+from megarl.plan import traffic
 from megarl.plan.checks import GpuMemory, check_division, check_engine, check_gpus, check_servers
 from megarl.plan.engine_memory import EngineMemory, engine_memory
 from megarl.plan.layout import ModelCount, RankCount, Schedule, count_model, count_rank, divide_step, stages_of
-from megarl.plan.traffic import (
-    RankTraffic,
-    StepTraffic,
-    SyncTraffic,
-    Trace,
-    rank_traffic,
-    step_traffic,
-    sync_traffic,
-    trace_of,
-)
 from megarl.plan.trainer_memory import RankMemory, rank_memory
 
 SHIPPED = Path("launch/models")
@@ -43,11 +34,11 @@ class Plan:
     engine: EngineMemory
     gpu: GpuMemory
     spare_weights: int  # on the host of each node's first rank: the weights for a server that restarts
-    trace: Trace
+    trace: traffic.Trace
     batches: Schedule
-    step: StepTraffic
-    traffic: RankTraffic
-    sync: SyncTraffic
+    step: traffic.StepTraffic
+    traffic: traffic.RankTraffic
+    sync: traffic.SyncTraffic
 
 
 def plan(config: Config, model: Path | None = None, source: Path | None = None) -> Plan:
@@ -65,7 +56,7 @@ def plan(config: Config, model: Path | None = None, source: Path | None = None) 
     check_engine(engine, batches.longest)
     count = count_rank(shape, layout, stages[worst])
     nodes = config.launch.server_nodes or (config.launch.nodes if config.sglang.gpus else 0)
-    sync = sync_traffic(config, shape, count)
+    sync = traffic.sync_traffic(config, shape, count)
     return Plan(
         model_path=str(folder),
         family=shape.family,
@@ -78,10 +69,10 @@ def plan(config: Config, model: Path | None = None, source: Path | None = None) 
         engine=engine,
         gpu=check_gpus(config, memories[worst], engine),
         spare_weights=sync.sent if config.sglang.spare_weights == "memory" else 0,
-        trace=trace_of(shape),
+        trace=traffic.trace_of(shape),
         batches=batches,
-        step=step_traffic(config, shape, layout, stages[worst], batches),
-        traffic=rank_traffic(config, shape, layout, stages[worst], count),
+        step=traffic.step_traffic(config, shape, layout, stages[worst], batches),
+        traffic=traffic.rank_traffic(config, shape, layout, stages[worst], count),
         sync=sync,
     )
 

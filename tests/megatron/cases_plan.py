@@ -23,9 +23,8 @@ from megarl.core.types import Rollout, TrainBatch
 from megarl.megatron.passes import forward
 from megarl.megatron.passes.micro_batches import split_micro_batches
 from megarl.megatron.policy import Policy
-from megarl.plan.activations import head_bytes
 from megarl.plan.layout import count_rank, stages_of
-from megarl.plan.trainer_memory import activation_bytes, cut_of, gathered_elements, state_bytes
+from megarl.plan.trainer_memory import activation_bytes, cut_of, gathered_elements, head_bytes, state_bytes
 
 SLOTS = 512
 LENGTHS = (125, 126, 127, 128)
