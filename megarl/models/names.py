@@ -4,8 +4,6 @@ A family is a tuple of rules. A rule's ``layout`` names a pair of pure functions
 from the Hugging Face tensors, ``join`` makes the Hugging Face tensors from the shards of all ranks, bit for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -81,21 +79,16 @@ def _join_qkv(shards: Sequence[torch.Tensor], shape: ModelShape) -> list[torch.T
     return [part.flatten(0, 1) for part in grouped.split([heads * width, width, width], 1)]
 
 
-def _cut_gate_up(tensors: Sequence[torch.Tensor], rank: int, size: int, _: ModelShape) -> torch.Tensor:
-    return torch.cat([_chunk(tensor, rank, size, 0) for tensor in tensors])
-
-
-def _join_gate_up(shards: Sequence[torch.Tensor], _: ModelShape) -> list[torch.Tensor]:
-    return [torch.cat(halves) for halves in zip(*(shard.chunk(2) for shard in shards), strict=True)]
-
-
 LAYOUTS: Mapping[str, Layout] = {
     "replicated": Layout(lambda t, *_: t[0], lambda s, _: [s[0]]),
     "column": Layout(lambda t, rank, size, _: _chunk(t[0], rank, size, 0), lambda s, _: [torch.cat(list(s))]),
     "row": Layout(lambda t, rank, size, _: _chunk(t[0], rank, size, 1), lambda s, _: [torch.cat(list(s), 1)]),
     "vocab": Layout(_cut_vocab, lambda s, shape: [torch.cat(list(s))[: shape.vocab_size]]),
     "qkv": Layout(_cut_qkv, _join_qkv),
-    "gate_up": Layout(_cut_gate_up, _join_gate_up),
+    "gate_up": Layout(
+        lambda t, rank, size, _: torch.cat([_chunk(half, rank, size, 0) for half in t]),
+        lambda s, _: [torch.cat(halves) for halves in zip(*(shard.chunk(2) for shard in s), strict=True)],
+    ),
 }
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import html
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from megarl.report.panel import render
 from megarl.report.panels import PANELS
 from megarl.report.series import Curve, Curves, benchmarks, make_curves
 from megarl.run.metrics_log import read_metrics
+from megarl.run.status import format_duration
 
 NOT_RECORDED = "not recorded"
 HOW_TO_READ = (
@@ -98,7 +98,7 @@ def _make_headline(records: Sequence[Mapping[str, Any]], curves: Curves, config:
     rows["Steps"] = str(len({record["step"] for record in records if record["kind"] == "step"}) or NOT_RECORDED)
     costs = [(curves[f"cost/{name}"], name) for name in ("samples", "tokens", "updates") if f"cost/{name}" in curves]
     rows["Cost"] = ", ".join(f"{curve.finite[-1]:,.0f} {name}" for curve, name in costs) or NOT_RECORDED
-    rows["Wall time"] = _format_duration(max(record["wall_s"] for record in records))
+    rows["Wall time"] = format_duration(max(record["wall_s"] for record in records), 1)
     speed = curves.get("speed/tokens_per_s")
     rows["Tokens per second (median)"] = NOT_RECORDED if speed is None else f"{np.median(speed.finite):,.0f}"
     rows["Rewards that failed"] = _format_share(curves.get("reward/error_fraction"))
@@ -130,15 +130,6 @@ def _format_share(curve: Curve | None) -> str:
         return NOT_RECORDED
     mean = float(curve.finite.mean())
     return f"{100.0 * mean:.3g}% of responses" if mean else "none"
-
-
-def _format_duration(seconds: float) -> str:
-    """Return seconds in the units that fit: 42.3 s, 3 min 20 s, 5 h 07 min."""
-    if not math.isfinite(seconds) or seconds < 60:
-        return f"{seconds:.1f} s"
-    if seconds < 3600:
-        return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
-    return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
 
 
 def _render_page(name: str, run_dir: Path, rows: dict[str, str], images: dict[str, bytes]) -> str:

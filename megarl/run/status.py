@@ -3,9 +3,8 @@
 ``megarl.run.vitals`` writes the signs of life; ``megarl launch``, which sees only exit codes, reads why a rank failed.
 """
 
-from __future__ import annotations
-
 import json
+import math
 import os
 import socket
 import time
@@ -104,40 +103,35 @@ def newest_checkpoint(run_dir: Path) -> str | None:
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
-    state = {"lost": "lost: its processes are gone, start it again to continue"}.get(found["state"], found["state"])
-    lines = [("state", state), ("step", f"{found['step']} of {found['steps']}")]
-    if found["state"] == "running":
-        lines.append(("phase", f"{found['phase']}, for {_duration(time.time() - found['phase_since'])}"))
-    if found["step_s"] is not None:
-        tokens = f", {found['tokens_per_s']:.0f} tokens/s" if found["tokens_per_s"] is not None else ""
-        lines.append(("speed", f"{found['step_s']:.1f} s per step{tokens}"))
-    if found["eta_s"] is not None and found["state"] == "running":
-        lines.append(("to go", _duration(found["eta_s"])))
+    state, job, launch = found["state"], found["job"], found["launch"]
+    runs = state == "running"
+    tokens = f", {found['tokens_per_s']:.0f} tokens/s" if found["tokens_per_s"] is not None else ""
     gaps = {"k3": "k3 {:.1e}", "native_flip": "native flip {:.2%}", "dropped": "{:.0f} responses dropped"}
-    if engines := [text.format(found[name]) for name, text in gaps.items() if isinstance(found.get(name), float)]:
-        lines.append(("engines", ", ".join(engines)))
-    lines.append(("checkpoint", found["checkpoint"] or "none"))
-    if found["job"]:
-        again = f", restart {found['restart']}" if found["restart"] else ""
-        lines.append(("job", f"{found['job']}{again}"))
-    lines.append(("main rank", f"process {found['pid']} on {found['host']}"))
-    if found["launch"]:
-        lines.append(("launcher", found["launch"]["says"]))
-    if found["silent_s"] > _QUIET_S and found["state"] == "running":
-        lines.append(("silent", f"for {_duration(found['silent_s'])}"))
-    if found["last_error"]:
-        lines.append(("last error", f"{found['error_kind']}: {found['last_error']}"))
-    if found["where"]:
-        lines.append(("ranks", found["where"]))
-    return [f"{name + ':':<12}{text}" for name, text in lines]
+    engines = [text.format(found[name]) for name, text in gaps.items() if isinstance(found.get(name), float)]
+    lines = {
+        "state": state + (": its processes are gone, start it again to continue" if state == "lost" else ""),
+        "step": f"{found['step']} of {found['steps']}",
+        "phase": runs and f"{found['phase']}, for {format_duration(time.time() - found['phase_since'])}",
+        "speed": found["step_s"] is not None and f"{found['step_s']:.1f} s per step{tokens}",
+        "to go": runs and found["eta_s"] is not None and format_duration(found["eta_s"]),
+        "engines": ", ".join(engines),
+        "checkpoint": found["checkpoint"] or "none",
+        "job": job and (f"{job}, restart {found['restart']}" if found["restart"] else job),
+        "main rank": f"process {found['pid']} on {found['host']}",
+        "launcher": launch and launch["says"],
+        "silent": runs and found["silent_s"] > _QUIET_S and f"for {format_duration(found['silent_s'])}",
+        "last error": found["last_error"] and f"{found['error_kind']}: {found['last_error']}",
+        "ranks": found["where"],
+    }
+    return [f"{name + ':':<12}{text}" for name, text in lines.items() if text]
 
 
-def _duration(seconds: float) -> str:
+def format_duration(seconds: float, digits: int = 0) -> str:
+    """Return seconds in the units that fit: 42 s, 3 min 20 s, 5 h 07 min; ``digits`` are those of seconds alone."""
+    if not math.isfinite(seconds) or seconds < 60:
+        return f"{seconds:.{digits}f} s"
     minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"
 
 
 def rank_file(folder: Path, rank: int) -> Path:
