@@ -4,8 +4,6 @@ Every key of the configuration is also a flag, ``--rollout.temperature 0.7``; de
 user gives one line on stderr and exit code 2, before torch is imported. The commands are in ``megarl.commands``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

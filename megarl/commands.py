@@ -4,8 +4,6 @@ A command is a record that tyro fills; its docstrings are the help texts. ``run`
 configuration has been checked.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

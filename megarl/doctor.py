@@ -1,7 +1,5 @@
 """``megarl doctor``: what is installed, what that enables, and what would silently disable routing replay."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import math

@@ -5,8 +5,6 @@ sorted in the wrong order, teach the format. RL selects the right order. Both ar
 torchrun.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

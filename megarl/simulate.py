@@ -5,8 +5,6 @@ Nothing is sampled. A prompt with pass rate p has independent rewards, 1 with pr
 each rule (``stopping_law``) gives every number exactly. What the columns mean: docs/simulate.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

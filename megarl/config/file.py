@@ -1,7 +1,5 @@
 """Read a configuration: a TOML file, and flags of the command line, which win; any mistake is one line."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import sys

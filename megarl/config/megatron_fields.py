@@ -7,8 +7,6 @@ Two facts about these fields are kept here as data: which of them megarl sets it
 let Megatron route without asking the replay hook (``REPLAY_BLOCKERS``).
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import importlib

@@ -4,8 +4,6 @@ The configuration is checked against what an engine can do. A user's engine is a
 ``rollout.engine = "package.module:name"``.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Callable, Mapping

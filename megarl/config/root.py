@@ -1,7 +1,5 @@
 """The whole configuration of a run, and the layout of its ranks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Self
 

@@ -3,8 +3,6 @@
 A table checks its own keys. A message names the key, what was found, what was expected and why.
 """
 
-from __future__ import annotations
-
 from megarl.config import megatron_fields
 from megarl.config.megatron_fields import replay_blockers
 from megarl.config.tables import EstimateConfig, GvmConfig, Tables

@@ -1,7 +1,5 @@
 """Whose configuration it is: one that somebody else may have written is data, until the user says ``--trust``."""
 
-from __future__ import annotations
-
 import grp
 import os
 import pwd

@@ -1,7 +1,5 @@
 """Write files and folders so that they appear complete or not at all, even if the writer is killed."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import hashlib

@@ -4,8 +4,6 @@ Only the records that torch and Megatron write are let through. torch's readers 
 without limits, so ``require_plain`` examines a checkpoint before they see it.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import re

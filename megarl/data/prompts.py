@@ -4,8 +4,6 @@ Plain text is tokenized with the tokenizer's special tokens. Chat messages, and 
 pass through the tokenizer's chat template, which adds the special tokens itself.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Find the tokens at which the reasoning steps of a response end, from the characters at which they end."""
 
-from __future__ import annotations
-
 import functools
 from bisect import bisect_left
 from collections.abc import Callable, Sequence

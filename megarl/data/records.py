@@ -4,8 +4,6 @@ Every record comes with the place it was read from ("train.jsonl:17", "train.par
 count from 1, as in editors; rows count from 0, as in tables.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice

@@ -5,8 +5,6 @@ was trained on them does both, and solves about ``1 - wrong_share`` of the probl
 behaviour. This shows that the RL loop works, not that it teaches a new skill.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

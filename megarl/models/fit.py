@@ -1,7 +1,5 @@
 """What a configuration can do with its model: the rules that need config.json. Doctor, plan and train all ask here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megarl.config import Config

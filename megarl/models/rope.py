@@ -1,7 +1,5 @@
 """Rotary embeddings of a config.json in Megatron's terms."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

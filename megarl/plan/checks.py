@@ -1,7 +1,5 @@
 """Refusals, before a job waits in a queue: layouts that do not divide the model, memory that a GPU does not have."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megarl.config import Config, Layout

@@ -1,7 +1,5 @@
 """Memory of the sampling engine on one GPU: weights, cache, and how many tokens and sequences the cache holds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod

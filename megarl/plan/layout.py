@@ -1,7 +1,5 @@
 """How a run divides: layers over stages, parameters over ranks, and the responses of a step over micro-batches."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod

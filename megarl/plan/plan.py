@@ -1,7 +1,5 @@
 """The plan of a run, from the configuration and the model's config.json; or the reason why the run cannot work."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

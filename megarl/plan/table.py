@@ -1,7 +1,5 @@
 """Prints a plan: as aligned text, or as JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import asdict

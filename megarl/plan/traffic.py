@@ -3,8 +3,6 @@
 What a rank receives. Sequences are reckoned at their longest, so a step moves at most this.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import comb
 

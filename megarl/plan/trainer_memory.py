@@ -5,8 +5,6 @@ dtype, H the hidden size, S the slots of a micro-batch on this rank (a share of 
 parallelism. Transformer Engine and fused kernels save less, and other things.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 

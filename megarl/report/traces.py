@@ -1,7 +1,5 @@
 """``megarl trace inspect | stats | diff``: show what a file of routing traces holds, and how two files differ."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ A prompt is named by its place in the run's order of prompts. No two draws share
 response. ``read_used`` replays the file; ``check`` finds steps that are missing and samples that were used twice.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

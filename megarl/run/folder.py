@@ -1,7 +1,5 @@
 """The folder of a run: its resolved configuration, and whether a start there is new, a resumption or a mistake."""
 
-from __future__ import annotations
-
 import secrets
 import shutil
 import tomllib

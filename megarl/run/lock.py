@@ -5,8 +5,6 @@ is seen by one node only. So the holder also touches the file every few seconds,
 node keeps touching is held.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
@@ -16,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from megarl.data.files import read_record
 from megarl.errors import ConfigError
@@ -39,7 +37,7 @@ class RunLock:
         self._file: int | None = None
         self._owner: dict[str, Any] = {}
 
-    def __enter__(self) -> RunLock:
+    def __enter__(self) -> Self:
         """Raise ConfigError with the holder's name if there is one."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -4,8 +4,6 @@ On a terminal the bars vanish when their phase ends and the lines stay. Into a f
 written, without control characters. On every rank but the first nothing is shown.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

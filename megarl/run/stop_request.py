@@ -4,14 +4,12 @@ torchrun forwards SIGTERM and the first SIGINT to its ranks, a second SIGINT as 
 left after 30 s. (When sampling stops is another thing: ``megarl.core.choices.stopping``.)
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
 import time
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 
@@ -36,7 +34,7 @@ class StopRequest:
         self._process = os.getpid()
         self._interrupted_at: float | None = None
 
-    def __enter__(self) -> StopRequest:
+    def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         return self

@@ -7,8 +7,6 @@
 A thread of each rank writes them. It also ends the rank if torchrun is gone, because then nothing else would.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os
@@ -21,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from megarl.errors import ConfigError
 from megarl.run.lock import RunLock
@@ -92,7 +90,7 @@ class Vitals:
         self._file_lock = threading.Lock()
         self.status = RunStatus(steps=steps, ranks=ranks)
 
-    def __enter__(self) -> Vitals:
+    def __enter__(self) -> Self:
         self._write()
         self._thread.start()
         return self

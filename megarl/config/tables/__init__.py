@@ -4,8 +4,6 @@ A table checks its own keys; ``megarl.config.rules`` checks them against each ot
 help text. Nothing here imports torch.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

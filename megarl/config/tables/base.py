@@ -1,7 +1,5 @@
 """What all tables have in common: their base class and the types of their values."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field

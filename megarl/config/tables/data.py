@@ -1,7 +1,5 @@
 """The tables about prompts, their judgement and demonstrations: [data], [reward], [reward_model], [sft]."""
 
-from __future__ import annotations
-
 import re
 from typing import Self
 

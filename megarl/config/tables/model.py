@@ -1,7 +1,5 @@
 """The tables about the policy and how it is spread over ranks: [model], [parallel], [recompute]."""
 
-from __future__ import annotations
-
 from typing import Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator

@@ -1,7 +1,5 @@
 """The tables about rollouts: [rollout], [environment], [sglang]."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator

@@ -1,7 +1,5 @@
 """The tables about the run as a whole: [run], [eval], [checkpoint], [launch], [log]."""
 
-from __future__ import annotations
-
 from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator

@@ -1,7 +1,5 @@
 """The tables of a configuration that say what is sampled, how much of it, and how it is credited."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator

@@ -1,7 +1,5 @@
 """The tables about the objective and the optimizer: [train], [optim]."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable
 from dataclasses import replace
