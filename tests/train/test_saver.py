@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,9 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def writers() -> list[psutil.Process]:
-    """The living children of this process that write; other tests start theirs without multiprocessing."""
-    return [psutil.Process(child.pid) for child in multiprocessing.active_children()]
+    """The living children of this process that write: forks. Workers of rewards and of other tests are spawned."""
+    forks = (child for child in multiprocessing.active_children() if isinstance(child, ForkProcess))
+    return [psutil.Process(child.pid) for child in forks]
 
 
 @pytest.mark.usefixtures("slow")
