@@ -38,7 +38,8 @@ objective_overrides = { cap = 2.0, gap = "old_mu", gap_high = 2.0 }   # "off" st
 
 There are three policies: $\theta$ (being trained), old (the training engine before the update) and $\mu$ (the engine
 that sampled). $w_t = \pi_\theta/\mu$, $r_t = \pi_\theta/\pi_{old}$ for one token; $\rho_t = \prod_{k\le t} r_k$ for
-its whole past; $s = (\prod_k r_k)^{1/\lvert y\rvert}$ for the response. $M^{[a,b]}$ drops a token if $A>0$ and its
+its whole past; $\tilde r_t = (\prod_{k\ge t} r_k)^{1/(\lvert y\rvert-t+1)}$ for the rest of the response from it on;
+$s = (\prod_k r_k)^{1/\lvert y\rvert}$ for the response. $M^{[a,b]}$ drops a token if $A>0$ and its
 ratio is above $b$, or if $A<0$ and its ratio is below $a$. $M_{>c}$ drops a token if $A<0$ and its ratio is above
 $c$. $t$ and $\lvert y\rvert$ count generated tokens; sums leave out prompts, tool output and padding. $R$ is the
 reward; $\bar R$ and $\sigma$ are its mean and standard deviation over the group of $G$ responses. $N$ is the number
@@ -74,7 +75,7 @@ Everything that the function does not compute is set by `objective_overrides`:
 - `advantage`, `selection`, `std_ddof`, `std_eps`: what `columns.advantages` are (default: reward minus the group's
   mean) and which responses train;
 - `aggregation`, `norm_length`: the denominator $D$ (default `seq-mean-token-sum`);
-- `kl`, `kl_coef`, `kl_horizon`: a KL to the reference policy. Only then `columns.ref_logprobs` is there.
+- `kl`, `kl_coef`, `kl_horizon`, `kl_at`: a KL to the reference policy. Only then `columns.ref_logprobs` is there.
 
 The function always gets whole sequences, those of one micro-batch. To log metrics, return `Coefficients(values,
 metrics)`, where the metrics are `megarl.core.metrics.Stat`.
@@ -156,9 +157,17 @@ NOTES = r"""## What the sources get wrong, or leave open
   `eps_high`, negative tokens above the window lose their gradient too.
 - **Extreme ratios**: the released gspo and ctpo clamp the log-ratio at 10, so the gradient is 0 beyond. Here the
   weight stays at $e^{10}$, and the mask uses the unbounded ratio.
-- **kl_grpo**, taken literally, uses each response's own length as H. This is biased, because H depends on what is
+- **kl_grpo** weights a token by the geometric mean of the ratios from it on, because its advantage is of the rest of
+  the response; `kl_grpo_token` takes the token's own ratio, which the source names too. The ratio is a weight here: on
+  policy, each token's gradient is then its own advantage, as the policy gradient says. The printed $\min(\rho A,
+  \mathrm{clip}(\rho) A)$ differentiated literally gives a token a share of the advantages of all tokens *before* it,
+  also on policy: `prefix_grad = true`.
+- **kl_grpo's KL**: taken literally, H is each response's own length. This is biased, because H depends on what is
   sampled. With a constant `kl_horizon`, the policy gradient is exact before the standardisation. In both cases,
-  adding the KL before standardising changes the objective.
+  adding the KL before standardising changes the objective. The KL is that of the policy before the step
+  (`kl/ref`). With `kl_at = "theta"`, each update takes it, and the advantages of its groups, at the current policy
+  (`kl/current`, of the updates after the first), for one more forward pass each. A penalty `kl` is always of the
+  current policy.
 - **kl = "k1"** as a penalty has a gradient with expectation 0 under $\theta$: it adds noise and regularises nothing.
   On samples of $\theta$, given the tokens before, the gradient of k2 is that of $KL[\theta\Vert ref]$, and the
   gradient of k3 is that of $KL[ref\Vert\theta]$.
@@ -168,7 +177,9 @@ NOTES = r"""## What the sources get wrong, or leave open
   since the old-log-prob pass, finding q costs one more forward pass before the update.
 - **kl and kl_grpo** need a reference policy: a second, frozen copy of the model with the weights of
   `model.reference`. The default is the weights that training started from, also in a resumed run. The reference
-  routes natively, without replay.
+  routes by itself, so that its KL to equal weights is not 0 where the policy replays: it holds the difference of the
+  routes. With `train.replay_reference = true` it replays the policy's routes (R2 or R3), and this KL is exactly 0.
+  Tokens without a recorded route are routed natively in both.
 """
 
 
@@ -192,8 +203,8 @@ def advantage(o: Objective) -> str:
 
 def ratio(policies: str, kind: str) -> str:
     base = {"theta_mu": "w", "theta_old": "r", "old_mu": "g"}[policies]
-    if base == "r" and kind in ("token", "prefix", "sequence_mean"):
-        return {"token": "r_t", "prefix": r"\rho_t", "sequence_mean": "s"}[kind]
+    if base == "r" and kind in ("token", "prefix", "future_mean", "sequence_mean"):
+        return {"token": "r_t", "prefix": r"\rho_t", "future_mean": r"\tilde r_t", "sequence_mean": "s"}[kind]
     return f"{base}_t" if kind == "token" else rf"{base}^{{\mathrm{{{kind.replace('_', ' ')}}}}}"
 
 

@@ -37,23 +37,20 @@ def load_plug(key: str, path: str, built_in: str = "a built-in name") -> Any:
 
 
 def check_function(key: str, path: str, found: Any, parameters: str, other: str = "") -> Callable[..., Any]:
-    """Return what ``load_plug`` found if it can be called with ``parameters``, "a, b" or "*, a, b"; ConfigError if not.
-
-    other: what else the setting may name, for the message.
-    """
+    """Return what ``load_plug`` found if it can be called with ``parameters``, "a, b" or "*, a, b"; else ConfigError,
+    which says that the setting may name ``other`` too."""
     if not callable(found):
         raise ConfigError(f"{key}: found {type(found).__name__} at {path!r}, expected {other}a function ({parameters})")
     names = parameters.removeprefix("*, ").split(", ")
     words, keywords = ((), dict.fromkeys(names)) if parameters.startswith("*") else (names, {})
     try:
-        signature = inspect.signature(found)
-    except ValueError:  # some built-ins have none
-        return found
-    try:
-        signature.bind(*words, **keywords)  # a wrong signature would fail on every call
+        inspect.signature(found).bind(*words, **keywords)  # a wrong signature would fail on every call
+    except ValueError:  # some built-ins have no signature
+        pass
     except TypeError as error:
         raise ConfigError(
-            f"{key}: the function {path!r} has the parameters {signature} ({error}), expected ({parameters})"
+            f"{key}: the function {path!r} has the parameters {inspect.signature(found)} ({error}), expected "
+            f"({parameters})"
         ) from None
     return found
 

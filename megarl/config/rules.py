@@ -115,20 +115,23 @@ def _check_sampling(tables: Tables) -> None:
 
 
 def _check_token_advantages(tables: Tables) -> None:
-    advantage = tables.train.resolved_objective.advantage
-    own = callable(advantage)
-    if not own and advantage not in TOKEN_ADVANTAGES:
-        return
-    if tables.log.variance_every and not own:
+    objective, sampling = tables.train.resolved_objective, tables.sampling
+    by_token = objective.advantage in TOKEN_ADVANTAGES
+    if tables.log.variance_every and by_token:
         raise ConfigError("log.variance_every: expected 0 with an objective whose advantages differ between tokens")
-    if tables.sampling.uses_credit:
-        whose = "are your own" if own else "differ between tokens"
+    if sampling.uses_credit and (by_token or callable(objective.advantage)):
         raise ConfigError(
-            f'sampling.advantages: found "credit" (the default with rule = "{tables.sampling.rule}") with an objective '
-            f'whose advantages {whose}; set sampling.advantages = "objective"'
+            f'sampling.advantages: found "credit" (the default with rule = "{sampling.rule}") with an objective whose '
+            'advantages differ between tokens, or are your own; set sampling.advantages = "objective"'
         )
-    if (not own and tables.credit.objective is not None) or tables.credit.weigh != "sample":
+    if by_token and (tables.credit.objective is not None or tables.credit.weigh != "sample"):
         raise ConfigError("credit: its weights do not go with an objective whose advantages differ between tokens")
+    prompts, parts = tables.rollout.prompts_per_step, tables.train.mini_batches
+    if objective.kl_at == "theta" and sampling.fixed and prompts % parts:
+        raise ConfigError(
+            f"train.objective_overrides: found kl_at = 'theta' with rollout.prompts_per_step = {prompts}, expected a "
+            f"multiple of train.mini_batches = {parts}: each update computes the advantages of whole groups"
+        )
 
 
 def _check_megatron(tables: Tables) -> None:
@@ -159,6 +162,11 @@ def _check_replay(tables: Tables) -> None:
             f'train.replay_bias_every: found {train.replay_bias_every} with train.replay = "{replay}" and '
             f"train.mini_batches = {train.mini_batches}, where the replay bias is 0 by definition, because {same}; "
             'set it to 0, or train.replay = "r3"'
+        )
+    if train.replay_reference and (replay == "none" or not train.resolved_objective.needs_ref_logprobs):
+        raise ConfigError(
+            f'train.replay_reference: found true with train.replay = "{replay}" and objective "{train.objective}", '
+            'expected "r2" or "r3", and an objective with a KL to a reference'
         )
     if replay == "none":
         return

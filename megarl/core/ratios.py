@@ -166,6 +166,17 @@ def aggregate_log_ratio(kind: RatioKind, log_ratios: Tensor, mask: Tensor, cu_se
     return torch.where(mask, sums, 0.0).to(log_ratios.dtype)
 
 
+def ratio_gradient(kind: RatioKind, values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return what each token gets of ``values`` [T], derivatives by log-ratios: transposes ``aggregate_log_ratio``.
+
+    A token is in all prefixes after it, in all futures before it, and has a share 1 / n in a mean over n tokens.
+    """
+    if kind == "future_mean":
+        values = values / _segment_cumsum(mask.long(), cu_seqlens, reverse=True).clamp(min=1)
+    sums = segment_cumsum(values, cu_seqlens, reverse=kind == "prefix")
+    return torch.where(mask, sums, 0.0).to(values.dtype)
+
+
 def _segment_cumsum(values: Tensor, cu_seqlens: Tensor, reverse: bool) -> Tensor:
     """The running sum of a sequence as a difference of the running sum of the batch; exact only if all sums are."""
     running = torch.cat([values.new_zeros(1), values.cumsum(0)])

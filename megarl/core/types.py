@@ -105,10 +105,6 @@ class TrainBatch:
     """float32 [T]."""
     advantages: torch.Tensor
     """float32 [T]."""
-    old_logprobs: torch.Tensor | None = None
-    """float32 [T], None until the old-log-prob pass has run."""
-    ref_logprobs: torch.Tensor | None = None
-    """float32 [T]."""
     routed_experts: torch.Tensor | None = None
     """uint8 or int16/uint16 [T, L, K]."""
     routed_mask: torch.Tensor | None = None

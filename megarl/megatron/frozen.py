@@ -14,6 +14,7 @@ from megarl.megatron.hf_weights import export_hf, load_hf
 from megarl.megatron.passes import forward
 from megarl.megatron.passes.micro_batches import MicroBatch
 from megarl.megatron.policy import Policy, build_chunks
+from megarl.megatron.replay import RoutingReplay
 from megarl.models.shapes import ModelShape, read_shape
 
 
@@ -55,6 +56,7 @@ class Reference:
                 )
         self.chunks = _build_frozen(policy.config, policy.shape)
         load_hf(self.chunks, policy.shape, path)
+        self.replay = RoutingReplay(self.chunks) if policy.config.train.replay_reference else None
         self._vocab_size = policy.shape.vocab_size
         self._temperature = policy.config.rollout.temperature
 

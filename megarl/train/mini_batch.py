@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,12 +11,26 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.config import Config
+from megarl.core.diagnostics import replay_bias_metrics
 from megarl.core.metrics import Stat
 from megarl.core.objectives.columns import Denominators, TokenColumns
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import AgreementError, TraceError
+from megarl.megatron.passes import forward
 from megarl.megatron.passes.micro_batches import MicroBatch, split_micro_batches
 from megarl.megatron.replay import MicroRoutes
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The rewards of a global step, equal on all ranks, and which sequences this rank trains on."""
+
+    rewards: np.ndarray
+    """float64 [S], 0 where the reward function failed; such a response has no loss token."""
+    groups: np.ndarray
+    """int64 [S]."""
+    owned: list[list[int]]
+    """By mini-batch, the sequences of this data-parallel rank, in the order of its rollouts."""
 
 
 @dataclass(slots=True)
@@ -41,6 +56,8 @@ class MiniBatch:
     """The number of updates before the old-log-prob pass."""
     ref_logprobs: list[torch.Tensor] | None = None
     """As ``old_logprobs``, of the reference policy; None without one."""
+    judged: Judged | None = None
+    """Its part of the step, for advantages with a KL of the current policy; else None."""
     metrics: dict[str, Stat] = field(default_factory=dict)
     """The gap between the engines; part of the step's record."""
 
@@ -58,6 +75,17 @@ class MiniBatch:
             batch.cu_seqlens.to(device),
             ref,
         )
+
+    def replay_bias(
+        self, replayed: Sequence[forward.MicroOutput], native: Sequence[forward.MicroOutput]
+    ) -> list[dict[str, Stat]]:
+        """What replay changes, by micro-batch; none if ``native`` is empty."""
+        found: list[dict[str, Stat]] = []
+        for micro, mine, own in zip(self.micro_batches, replayed, native, strict=False):
+            assert mine.divergence is not None
+            mask = micro.batch.loss_mask.to(mine.logprobs.device)
+            found.append(replay_bias_metrics(mine.divergence, mine.logprobs, own.logprobs, mask))
+        return found
 
 
 def split(config: Config, batch: TrainBatch, max_tokens: int | None = None) -> list[MicroBatch]:

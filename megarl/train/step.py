@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.config import Config
-from megarl.core.diagnostics import mismatch_metrics, replay_bias_metrics, surrogate_metrics
+from megarl.core.diagnostics import mismatch_metrics, surrogate_metrics
 from megarl.core.metrics import Stat, merge
 from megarl.core.objectives import Objective, coefficients, function_coefficients, mini_batch_power
 from megarl.core.objectives.columns import Denominators
@@ -34,8 +34,8 @@ from megarl.megatron.replay import Recording
 from megarl.megatron.replay.rollout_routes import check_rollouts, deliver_routes, gather_shared
 from megarl.models.fit import watches_routes
 from megarl.run.progress import Advance
-from megarl.train.mini_batch import MiniBatch, check_missing_rows, over_ranks, split
-from megarl.train.token_advantages import Judged, set_token_advantages
+from megarl.train.mini_batch import Judged, MiniBatch, check_missing_rows, over_ranks, split
+from megarl.train.token_advantages import set_token_advantages
 from megarl.train.tripwires import Tripwires
 
 
@@ -63,10 +63,12 @@ class TrainStep:
 
         With one update per step it does not: the update itself computes pi_old. r2, which records in this pass, would
         replay what the routers choose anyway. Exceptions are objectives that need log-probabilities of the whole
-        mini-batch before the update.
+        mini-batch before the update, and a reference that replays what r2 records.
         """
+        train = self.config.train
         beforehand = self.objective.weight_fn == "adaptive_power" and self.objective.corrected != "theta_old"
-        return self.config.train.mini_batches > 1 or self.needs_token_advantages or beforehand
+        beforehand = beforehand or (train.replay_reference and train.replay == "r2")
+        return train.mini_batches > 1 or self.needs_token_advantages or beforehand
 
     def prepare(self, rollouts: Sequence[Rollout], advantages: np.ndarray | Sequence[np.ndarray]) -> MiniBatch:
         """Check, pack and split this rank's rollouts of one mini-batch, and fetch its rows of their routes.
@@ -112,14 +114,18 @@ class TrainStep:
             mini.routes = seen.routes
 
     def ref_logprobs(self, mini: MiniBatch) -> None:
-        """Run the reference policy over one mini-batch. It always routes natively."""
+        """Run the reference policy over one mini-batch. It routes natively unless it replays the policy's routes."""
         assert self.reference is not None, "the objective has no reference"
-        mini.ref_logprobs = self.reference.logprobs(mini.micro_batches)
+        replay = self.reference.replay
+        assert replay is None or mini.routes is not None, "routes are known before this pass"
+        with nullcontext() if replay is None else self._context(mini, replay.replay(mini.routes, min_agreement=0.0)):
+            mini.ref_logprobs = self.reference.logprobs(mini.micro_batches)
 
     def token_advantages(self, minis: Sequence[MiniBatch], judged: Judged) -> None:
-        """Compute the advantage of every token, after both passes over all mini-batches; a collective call."""
-        if parallel_state.is_pipeline_last_stage(ignore_virtual=True):  # only this stage computes the loss
-            set_token_advantages(self.objective, judged, minis, parallel_state.get_data_parallel_group())
+        """Compute the advantages of tokens in whole groups, after both passes or at moved weights; collective."""
+        moved = self._updates != minis[0].old_updates
+        logprobs = [column for mini in minis for column in self._current_logprobs(mini)]
+        set_token_advantages(self.objective, judged, minis, logprobs, "kl/current" if moved else "kl/ref")
 
     def update(self, mini: MiniBatch, on_micro_batch: Advance | None = None) -> dict[str, Stat]:
         """Take one optimizer step; return the statistics of its mini-batch on this rank.
@@ -129,6 +135,8 @@ class TrainStep:
         is_first_pass = mini.old_logprobs is None
         biases = self.policy.expert_biases() if is_first_pass else []
         before = [bias.clone() for bias in biases]
+        if mini.judged is not None and self._updates != mini.old_updates:
+            self.token_advantages([mini], mini.judged)
         native, flips = self._route_natively(mini)
         outputs = self._backward(mini, on_micro_batch, native)
         if is_first_pass and self.tripwires.judge([mini]):
@@ -138,9 +146,7 @@ class TrainStep:
         norm, lr = self.policy.optimizer_step()
         self._updates += 1
         alike = {"grad_norm": Stat.mean(torch.tensor([norm])), "lr": Stat.mean(torch.tensor([lr], dtype=torch.float64))}
-        compared = zip(mini.micro_batches, outputs, native or (), strict=False)
-        biases_of_tokens = [_replay_bias(micro.batch, *both) for micro, *both in compared]
-        return merge([alike, flips, *biases_of_tokens, *(output.metrics for output in outputs)])
+        return merge([alike, flips, *mini.replay_bias(outputs, native or ()), *(output.metrics for output in outputs)])
 
     def _route_natively(self, mini: MiniBatch) -> tuple[list[forward.MicroOutput] | None, dict[str, Stat]]:
         """In a step that measures the replay bias, a pass with the routers' own choice, compared layer by layer."""
@@ -185,14 +191,18 @@ class TrainStep:
             return None
         if mini.old_logprobs is None:
             return 1.0  # theta is theta_old, and all ratios are 1
-        logprobs = mini.old_logprobs
-        if self._updates != mini.old_updates and self.objective.corrected != "old_mu":
-            with self._context(mini):
-                logprobs = [output.logprobs for output in self._run(mini)]
+        logprobs = mini.old_logprobs if self.objective.corrected == "old_mu" else self._current_logprobs(mini)
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return None
         columns = [mini.columns(index, micro.batch, logprobs[index]) for index, micro in enumerate(mini.micro_batches)]
         return mini_batch_power(self.objective, columns, _sum_over_ranks)
+
+    def _current_logprobs(self, mini: MiniBatch) -> list[torch.Tensor]:
+        """log pi_theta as the next update will find it; as ``MiniBatch.old_logprobs``, and these if nothing moved."""
+        if self._updates == mini.old_updates:
+            return mini.old_logprobs or []
+        with self._context(mini):
+            return [output.logprobs for output in self._run(mini)]
 
     def _run(
         self,
@@ -278,12 +288,6 @@ class TrainStep:
             mini.metrics = merge([mini.metrics, stats])
         for micro, of_micro in zip(mini.micro_batches, shared[-1], strict=True):
             mini.gaps[list(micro.sequences), 5:] = count_flips(of_micro, shape.topk, micro.batch)
-
-
-def _replay_bias(batch: TrainBatch, replayed: forward.MicroOutput, native: forward.MicroOutput) -> dict[str, Stat]:
-    assert replayed.divergence is not None
-    mask = batch.loss_mask.to(replayed.logprobs.device)
-    return replay_bias_metrics(replayed.divergence, replayed.logprobs, native.logprobs, mask)
 
 
 def _sum_over_ranks(sums: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Advantages that differ between the tokens of a response, for groups that may span several ranks.
 
-They need the old and the reference log-probabilities of whole groups, and each rank has those of its own responses.
+They need log-probabilities of policy and reference of whole groups, and each rank has those of its own responses.
 Ranks exchange the lengths of responses and, if a group spans ranks, two floats per generated token.
 """
 
@@ -9,28 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
-from megarl.core.metrics import Stat, merge
+from megarl.core.metrics import Stat
 from megarl.core.objectives import Objective, token_advantages
 from megarl.core.ratios import log_ratio, segment_expand, segment_sum, usable_mask
 from megarl.megatron.distributed import all_gather
 from megarl.megatron.passes.micro_batches import MicroBatch
-from megarl.train.mini_batch import MiniBatch
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """The rewards of a global step, equal on all ranks, and which sequences this rank trains on."""
-
-    rewards: np.ndarray
-    """float64 [S], 0 where the reward function failed; such a response has no loss token."""
-    groups: np.ndarray
-    """int64 [S]."""
-    owned: list[list[int]]
-    """By mini-batch, the sequences of this data-parallel rank, in the order of its rollouts."""
+from megarl.train.mini_batch import Judged, MiniBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,35 +30,40 @@ class _Columns:
     lengths: torch.Tensor
     """int64 [N], their loss tokens; may be 0."""
     logprobs: torch.Tensor
-    """float32 [2, T]: old and reference."""
+    """float32 [2, T]: of the policy and the reference."""
 
 
 def set_token_advantages(
-    objective: Objective, judged: Judged, minis: Sequence[MiniBatch], group: dist.ProcessGroup
+    objective: Objective, judged: Judged, minis: Sequence[MiniBatch], logprobs: Sequence[torch.Tensor], name: str
 ) -> None:
-    """Set the objective's advantage of every token in all mini-batches of a step.
+    """Set the objective's advantage of every token in mini-batches of whole groups; a collective call.
 
-    ``group`` is the data-parallel group. A collective call of the last pipeline stage. The metric ``kl/ref`` is the
-    mean of log pi_old - log pi_ref.
+    ``logprobs``: [T] per micro-batch, of the policy whose KL it is; ``name``: the metric mean(log pi - log pi_ref).
     """
+    if objective.kl_at == "theta":
+        for mini, owned in zip(minis, judged.owned, strict=True):
+            mini.judged = replace(judged, owned=[owned])
+    if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):  # only that stage computes the loss
+        return
     micros = [micro for mini in minis for micro in mini.micro_batches]
-    old = [column for mini in minis for column in mini.old_logprobs or []]
     ref = [column for mini in minis for column in mini.ref_logprobs or []]
     owned = zip(judged.owned, minis, strict=True)
     ids = [mine[index] for mine, mini in owned for micro in mini.micro_batches for index in micro.sequences]
     keeps = [usable_mask(micro.batch.loss_mask, micro.batch.rollout_logprobs) for micro in micros]
     lengths = [segment_sum(keep, micro.batch.cu_seqlens) for keep, micro in zip(keeps, micros, strict=True)]
-    device = old[0].device
-    kept = [torch.cat([c[keep.to(device)] for c, keep in zip(columns, keeps, strict=True)]) for columns in (old, ref)]
+    device = logprobs[0].device
+    kept = [
+        torch.cat([c[keep.to(device)] for c, keep in zip(columns, keeps, strict=True)]) for columns in (logprobs, ref)
+    ]
     own = _Columns(torch.tensor(ids, device=device), torch.cat(lengths).to(device), torch.stack(kept))
-    values = _compute_own(objective, judged, own, group)
+    values = _compute_own(objective, judged, own, parallel_state.get_data_parallel_group())
     counts = [int(keep.sum()) for keep in keeps]
     parts = iter(zip(keeps, values.float().cpu().split(counts), strict=True))
     for mini in minis:
         mini.micro_batches = [_set_advantages(micro, *next(parts)) for micro in mini.micro_batches]
     possible = ~torch.isneginf(own.logprobs[0])
     drift = log_ratio(own.logprobs[0], own.logprobs[1], possible)
-    minis[0].metrics = merge([minis[0].metrics, {"kl/ref": Stat.mean(drift, possible)}])
+    minis[0].metrics[name] = Stat.mean(drift, possible)
 
 
 def _set_advantages(micro: MicroBatch, keep: torch.Tensor, values: torch.Tensor) -> MicroBatch:
@@ -84,14 +77,14 @@ def _compute_own(objective: Objective, judged: Judged, own: _Columns, group: dis
     columns, first = _gather_groups(own, groups.to(own.ids.device), group)
     ids = columns.ids.cpu().numpy()
     # In float64: if all rewards of a group are equal, only small differences of the KL are left to standardise.
-    old, ref = columns.logprobs.double()
+    policy, ref = columns.logprobs.double()
     values = token_advantages(
         objective,
         judged.rewards[ids],
         judged.groups[ids],
-        logprobs=old,
+        logprobs=policy,
         ref_logprobs=ref,
-        loss_mask=torch.ones_like(old, dtype=torch.bool),
+        loss_mask=torch.ones_like(policy, dtype=torch.bool),
         cu_seqlens=torch.nn.functional.pad(columns.lengths.cumsum(0), (1, 0)),
     )
     return values[first : first + own.logprobs.size(1)]

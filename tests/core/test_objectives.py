@@ -23,7 +23,6 @@ from megarl.core.objectives import (
     policy_loss,
     sequence_advantages,
 )
-from megarl.core.types import TrainBatch
 from megarl.errors import ConfigError, NumericsError
 
 EVERY_OBJECTIVE = {
@@ -42,6 +41,8 @@ EVERY_OBJECTIVE = {
     "dual clip": dataclasses.replace(OBJECTIVES["grpo"], dual_clip=1.5),
     "future mean": dataclasses.replace(OBJECTIVES["grpo"], ratio="future_mean", mask_ratio="token"),
     "future product": dataclasses.replace(OBJECTIVES["minirl"], ratio="future_product", mask="none"),
+    "future mean literal": dataclasses.replace(OBJECTIVES["kl_grpo"], prefix_grad=True, eps_low=0.05, eps_high=0.05),
+    "future product literal": dataclasses.replace(OBJECTIVES["grpo"], ratio="future_product", prefix_grad=True),
     "sequence TIS": dataclasses.replace(OBJECTIVES["minirl"], ratio="sequence_product", mask_ratio="token", cap=2.0),
     "gap masked by sequence": dataclasses.replace(
         OBJECTIVES["grpo"], gap="old_mu", gap_ratio="sequence_product", gap_mode="mask", gap_low=0.3, gap_high=3.0
@@ -496,16 +497,3 @@ class TestRefusals:
         columns = random_columns(9, [4])
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(columns, **{column: value})
-
-    def test_a_batch_without_old_logprobs(self):
-        batch = TrainBatch(
-            tokens=torch.zeros(2, dtype=torch.int64),
-            cu_seqlens=torch.tensor([0, 2]),
-            loss_mask=torch.tensor([False, True]),
-            rollout_logprobs=torch.zeros(2),
-            advantages=torch.ones(2),
-        )
-        with pytest.raises(ValueError, match="old-log-prob pass"):
-            TokenColumns.of(batch, torch.zeros(2))
-        full = dataclasses.replace(batch, old_logprobs=torch.zeros(2))
-        assert coefficients(OBJECTIVES["minirl"], TokenColumns.of(full, torch.zeros(2))).values.tolist() == [0, 1]

@@ -130,7 +130,6 @@ class TestPack:
             expected = np.concatenate([getattr(r, name) for r in rollouts])
             np.testing.assert_array_equal(getattr(batch, name), expected)
         assert batch.advantages.tolist() == [0.5] * 3 + [-1.0] * 5 + [2.0] * 2
-        assert batch.old_logprobs is None
 
     def test_without_routes_and_with_wide_ones(self):
         assert pack([rollout(0, 3, routes=False)], [1.0]).routed_experts is None
@@ -224,13 +223,11 @@ class TestSelect:
         rollouts = [rollout(n, length) for n, length in enumerate(lengths)]
         advantages = [float(n) for n in range(len(lengths))]
         whole = pack(rollouts, advantages)
-        whole = dataclasses.replace(whole, old_logprobs=whole.rollout_logprobs * 2)
         part = select(whole, chosen)
         if not chosen:
             assert (part.num_tokens, part.num_sequences) == (0, 0)
             return
         expected = pack([rollouts[n] for n in chosen], [advantages[n] for n in chosen])
-        expected = dataclasses.replace(expected, old_logprobs=expected.rollout_logprobs * 2)
         assert torch.equal(part.cu_seqlens, expected.cu_seqlens)
         for name in TOKEN_COLUMNS:
             left, right = getattr(part, name), getattr(expected, name)

@@ -76,7 +76,10 @@ class TestPresets:
             ),
             ("ctpo", {"eps_low": 0.025, "eps_high": 0.05, "window_power": 0.5, "dual_clip": 0.05, "gap": "none"}),
             ("ctpo", {"prefix_grad": False, "aggregation": "token-mean", "ratio": "prefix", "window": "log"}),
-            ("kl_grpo", {"advantage": "token_level_kl", "kl": "none", "std_ddof": 0, "mask": "ppo"}),
+            (
+                "kl_grpo",
+                {"ratio": "future_mean", "advantage": "token_level_kl", "kl": "none", "std_ddof": 0, "mask": "ppo"},
+            ),
             ("rloo", {"advantage": "rloo", "weight": "none"}),
             ("raft", {"advantage": "raft", "weight": "none"}),
             ("raft_pp", {"advantage": "raft", "mask": "ppo", "aggregation": "seq-mean-token-mean"}),
@@ -89,7 +92,10 @@ class TestPresets:
         assert {field: getattr(OBJECTIVES[name], field) for field in expected} == expected
 
     def test_only_where_a_kl_is_are_reference_log_probabilities_needed(self):
-        assert [name for name, objective in OBJECTIVES.items() if objective.needs_ref_logprobs] == ["kl_grpo"]
+        assert [name for name, objective in OBJECTIVES.items() if objective.needs_ref_logprobs] == [
+            "kl_grpo",
+            "kl_grpo_token",
+        ]
 
 
 class TestHandComputed:

@@ -172,7 +172,12 @@ def coefficients(
             inside = trusted(o, staleness, a, j + 1)
             terms.append(sequence.weight(o, j, q) * a * token_scale(o, lengths, n) if inside else 0.0)
         for j, t in enumerate(sequence.tokens):
-            row[t] = math.fsum(terms[j:]) if o.prefix_grad else terms[j]
+            row[t] = terms[j]
+            if o.prefix_grad and o.ratio == "prefix":
+                row[t] = math.fsum(terms[j:])
+            elif o.prefix_grad:  # token j is in the ratio of every token before it
+                shares = [1.0 if o.ratio == "future_product" else 1 / (len(terms) - i) for i in range(j + 1)]
+                row[t] = math.fsum(share * term for share, term in zip(shares, terms, strict=False))
             if o.kl != "none":
                 penalty = kl_gradient(o.kl, logprobs[n][t], ref_logprobs[n][t])
                 row[t] -= o.kl_coef * penalty * token_scale(o, lengths, n)
@@ -278,6 +283,48 @@ def ctpo_loss(
         return found
 
     return _loss(aggregation, list(zip(logprobs, old_logprobs, advantages, strict=True)), terms)
+
+
+def kl_grpo_loss(
+    logprobs: TensorRows,
+    old_logprobs: Sequence[Floats],
+    kl: Sequence[Floats],
+    rewards: Floats,
+    groups: Sequence[int],
+    beta: float,
+    *,
+    whole_ratio: bool,
+    future: bool = True,
+    eps: float = 0.2,
+) -> Tensor:
+    """The literal KL-GRPO loss: -1/N sum_i 1/H_i sum_j min(rho_j A_j, clip(rho_j) A_j), by loss tokens only.
+
+    A_j: r_j = R - beta / H sum_{k >= j} K_k, standardised (population) over the responses of the group with a j-th
+    token. rho_j: exp(mean_{k >= j} log r_k), or r_j alone without ``future``; without ``whole_ratio`` only token j's
+    own log-probability moves it, log rho_j = sg[log rho_j] + lp_j - sg[lp_j]. kl: K of each loss token, detached.
+    """
+    returns = [
+        [reward - beta / len(row) * math.fsum(row[j:]) for j in range(len(row))]
+        for reward, row in zip(rewards, kl, strict=True)
+    ]
+
+    def advantage(n: int, j: int) -> float:
+        same = [row[j] for row, group in zip(returns, groups, strict=True) if group == groups[n] and len(row) > j]
+        mean = math.fsum(same) / len(same)
+        spread = math.sqrt(math.fsum((x - mean) ** 2 for x in same) / len(same))
+        return (returns[n][j] - mean) / (spread + 1e-6)
+
+    terms = []
+    for n, (lps, olds) in enumerate(zip(logprobs, old_logprobs, strict=True)):
+        logs = [lp - old for lp, old in zip(lps, olds, strict=True)]
+        row = []
+        for j, lp in enumerate(lps):
+            log_rho = torch.stack(logs[j:] if future else logs[j : j + 1]).mean()
+            if not whole_ratio:
+                log_rho = log_rho.detach() + lp - lp.detach()
+            row.append(clipped(log_rho.exp(), advantage(n, j), 1 - eps, 1 + eps))
+        terms.append(row)
+    return -aggregate("seq-mean-token-mean", terms)
 
 
 def kl_loss(logprobs: TensorRows, ref_logprobs: Sequence[Floats], kind: str, aggregation: str) -> Tensor:

@@ -183,7 +183,7 @@ def test_an_own_objective_that_is_none_is_refused(
 
 def test_credit_does_not_replace_an_own_advantage_unseen(world: World) -> None:
     changes = {"sampling__train_size": 2, "train__objective_overrides": {"advantage": "own_parts:standardized"}}
-    with pytest.raises(ConfigError, match=r'sampling.advantages: found "credit".*whose advantages are your own'):
+    with pytest.raises(ConfigError, match=r'sampling.advantages: found "credit".*or are your own'):
         world.settings(**changes)
     assert not world.settings(**changes, sampling__advantages="objective").sampling.uses_credit
 

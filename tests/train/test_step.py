@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -33,6 +33,7 @@ from train_world import (
 
 from megarl.config import Config
 from megarl.config.file import parse
+from megarl.core.metrics import finalize
 from megarl.core.types import Rollout
 from megarl.data.tiny import write_tiny_model
 from megarl.errors import ConfigError, NumericsError, ReplayError, RolloutError, TraceError
@@ -113,10 +114,10 @@ def test_one_mini_batch_skips_the_old_pass_and_two_do_not(world: World) -> None:
 
 
 @contextmanager
-def used_experts(step: TrainStep) -> Iterator[list[torch.Tensor]]:
+def used_experts(step: TrainStep, chunks: Sequence[torch.nn.Module] = ()) -> Iterator[list[torch.Tensor]]:
     """The routers' own answer, bool [T, E] per call: not the replay object's word."""
     seen: list[torch.Tensor] = []
-    routers = [m for chunk in step.policy.chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
+    routers = [m for chunk in chunks or step.policy.chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
     handles = [router.register_forward_hook(lambda _, __, out: seen.append(out[1].clone())) for router in routers]
     try:
         yield seen
@@ -388,6 +389,8 @@ def test_the_exponent_costs_a_pass_only_where_the_weights_have_moved(world: Worl
     assert passes("adaptive_power") == [1, 2]
     assert passes("adaptive old/mu") == [1, 1]
     assert passes("power") == [1, 1]
+    assert passes("kl_grpo strong") == [1, 1]
+    assert passes("kl_grpo current") == [1, 2]
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -411,6 +414,55 @@ def test_the_reference_is_another_model_that_never_moves_and_never_replays(world
             assert not any(p.requires_grad for chunk in step.reference.chunks for p in chunk.parameters())
     plain = columns["none", "before"]
     assert all(torch.equal(plain, column) for column in columns.values())
+
+
+SAME: dict[str, Any] = {"train__replay_reference": True}
+
+
+@pytest.mark.parametrize("replay", ["r2", "r3"])
+@pytest.mark.parametrize("row", ["kl_grpo strong", "kl_grpo current", "minirl k3"])
+def test_the_kl_at_equal_weights_is_0_where_the_reference_replays_the_policys_routes(
+    world: World, replay: str, row: str
+) -> None:
+    """The rollouts are of an engine whose weights went through FP8: its routes are not those of the trainer."""
+    settings = {**ROWS[row], **SAME, "train__replay": replay, "model__reference": str(world.model)}
+    with training(world.settings(**settings, train__mini_batches=2 if row.startswith("kl") else 1)) as step:
+        minis = prepare(step, world.rollouts(), fixed_advantages())
+        look(step, minis)
+        for mini in minis if step.needs_old_pass else []:
+            assert torch.equal(torch.cat(mini.old_logprobs or []), torch.cat(mini.ref_logprobs or []))
+        if step.needs_token_advantages:
+            assert finalize(minis[0].metrics)["kl/ref"] == 0.0
+        else:
+            assert finalize(step.update(minis[0]))["kl/penalty"] == 0.0
+
+
+def test_it_is_not_0_where_the_reference_routes_by_itself(world: World) -> None:
+    with training(world.settings(**ROWS["kl_grpo strong"], model__reference=str(world.model))) as step:
+        minis = prepare(step, world.rollouts(), fixed_advantages())
+        look(step, minis)
+    assert not torch.equal(torch.cat(minis[0].old_logprobs or []), torch.cat(minis[0].ref_logprobs or []))
+    assert abs(finalize(minis[0].metrics)["kl/ref"]) > 1e-6
+
+
+@pytest.mark.parametrize("replay", ["r2", "r3"])
+def test_a_reference_of_other_weights_uses_the_experts_of_the_policy(world: World, replay: str) -> None:
+    with training(world.settings(**ROWS["minirl k3"], **SAME, train__replay=replay, train__mini_batches=1)) as step:
+        assert step.needs_old_pass == (replay == "r2")  # which records there
+        (mini,) = prepare(step, world.rollouts(), fixed_advantages())
+        step.old_logprobs(mini)
+        assert step.reference is not None
+        with used_experts(step, step.reference.chunks) as of_reference:
+            step.ref_logprobs(mini)
+        with used_experts(step) as of_policy:
+            step.update(mini)
+    assert len(of_policy) == len(of_reference) > 0
+    assert mini.routes is not None
+    recorded = [routes.present for routes in mini.routes for _ in range(NUM_MOE_LAYERS)]
+    for mine, theirs, rows in zip(of_policy, of_reference, recorded, strict=True):
+        rows = torch.ones(len(mine), dtype=torch.bool) if rows is None else rows  # the others route natively
+        assert torch.equal(mine[rows], theirs[rows])
+        assert rows.sum() > len(rows) / 2
 
 
 def test_without_a_kl_there_is_no_reference_and_without_a_path_it_is_the_policys_own(world: World) -> None:

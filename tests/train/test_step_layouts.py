@@ -78,7 +78,9 @@ FEW_ROW_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"parallel__tp": 2}),
     "cp2 ep2": (4, {"parallel__cp": 2, "parallel__ep": 2}),
 }
-BEFOREHAND = ("kl_grpo", "minirl k3", "adaptive theta/mu")
+REPLAYED = {**ROWS["kl_grpo current"], "train__replay_reference": True}
+EVERY_ROW = {**ROWS, "kl_grpo replayed": REPLAYED}
+BEFOREHAND = ("kl_grpo", "kl_grpo replayed", "minirl k3", "adaptive theta/mu")
 """Rows that need the reference, or log-probabilities of the whole mini-batch, before the update."""
 
 
@@ -87,18 +89,20 @@ def rows_taken(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     """Two steps of every row on one rank and on several."""
 
     def job(name: str, ranks: int, names: Iterable[str], layout: dict[str, Any]) -> Job:
-        return Job(name, ranks, "train_jobs:rows", {"world": world, "variants": {n: ROWS[n] | layout for n in names}})
+        return Job(
+            name, ranks, "train_jobs:rows", {"world": world, "variants": {n: EVERY_ROW[n] | layout for n in names}}
+        )
 
-    jobs = [job(name, ranks, ROWS, layout) for name, (ranks, layout) in ROW_LAYOUTS.items()]
+    jobs = [job(name, ranks, EVERY_ROW, layout) for name, (ranks, layout) in ROW_LAYOUTS.items()]
     jobs += [job(name, ranks, BEFOREHAND, layout) for name, (ranks, layout) in FEW_ROW_LAYOUTS.items()]
     ended = run_jobs(jobs, tmp_path_factory.mktemp("rows"))
-    return {"single": rows(world, ROWS), **{job.name: ended[job.name].checked() for job in jobs}}
+    return {"single": rows(world, EVERY_ROW), **{job.name: ended[job.name].checked() for job in jobs}}
 
 
 @pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.parametrize("layout", ROW_LAYOUTS)
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", EVERY_ROW)
 def test_acceptance_every_row_has_the_coefficients_of_one_process_on_several_ranks(
     rows_taken: dict[str, dict[str, list[Taken]]], name: str, layout: str
 ) -> None:

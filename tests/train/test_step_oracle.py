@@ -45,8 +45,13 @@ class Before:
     advantages: list[list[float]]
 
 
-def before(world: World, settings: Config, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> Before:
-    """``rewards`` are the advantages themselves, unless the objective makes them of returns to go."""
+def before(
+    world: World, settings: Config, rollouts: Sequence[Rollout], rewards: Sequence[float], kl_of: Path | None = None
+) -> Before:
+    """``rewards`` are the advantages themselves, unless the objective makes them of returns to go.
+
+    kl_of: the policy whose KL that is, by default the old one.
+    """
     objective, temperature = settings.train.resolved_objective, settings.rollout.temperature
     old_model, ref_model = model_at(world.model), model_at(world.reference)
     with torch.no_grad():
@@ -54,11 +59,15 @@ def before(world: World, settings: Config, rollouts: Sequence[Rollout], rewards:
         ref = [logprobs_of(ref_model, r, temperature).tolist() for r in rollouts]
     if objective.advantage != "token_level_kl":
         return Before(old, ref, [[float(a)] * r.num_tokens for r, a in zip(rollouts, rewards, strict=True)])
+    policy = old
+    if kl_of is not None:
+        with torch.no_grad():
+            policy = [logprobs_of(model_at(kl_of), r, temperature).tolist() for r in rollouts]
     masks = [np.flatnonzero(r.loss_mask) for r in rollouts]
     of_loss_tokens = token_level_kl(
         [float(r) for r in rewards],
         [r.group for r in rollouts],
-        [[o[t] - f[t] for t in mask] for o, f, mask in zip(old, ref, masks, strict=True)],
+        [[o[t] - f[t] for t in mask] for o, f, mask in zip(policy, ref, masks, strict=True)],
         objective.kl_coef,
         objective.std_ddof,
         objective.std_eps,
@@ -116,8 +125,9 @@ def test_loss_and_gradient_norm_are_those_of_plain_pytorch(world: World, tmp_pat
             if index == 0:
                 save_hf(step.policy.chunks, step.policy.shape, world.model, tmp_path / "moved")
     theta = [world.model, tmp_path / "moved"]
-    known, objective = before(world, settings, rollouts, rewards), settings.train.resolved_objective
+    objective = settings.train.resolved_objective
     for index in (0, 1):
+        known = before(world, settings, rollouts, rewards, theta[index] if objective.kl_at == "theta" else None)
         loss, norm, dropped = oracle(theta[index], known, settings, rollouts, slice(index * half, (index + 1) * half))
         assert found[index]["loss"] == pytest.approx(loss, rel=2e-4, abs=1e-5)
         assert found[index]["grad_norm"] == pytest.approx(norm, rel=2e-4)

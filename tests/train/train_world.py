@@ -50,6 +50,10 @@ ROWS: dict[str, dict[str, Any]] = {
         for name, kl in (("grpo", "k1"), ("gspo", "k2"), ("minirl", "k3"))
     },
     "kl_grpo strong": {"train__objective": "kl_grpo", "train__objective_overrides": {"kl_coef": 1.0}},
+    "kl_grpo current": {
+        "train__objective": "kl_grpo",
+        "train__objective_overrides": {"kl_coef": 1.0, "kl_at": "theta"},
+    },
     "adaptive theta/mu": {
         "train__objective": "adaptive_power",
         "train__objective_overrides": {"weight": "theta_mu", "ess_target": 0.95},

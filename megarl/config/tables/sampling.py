@@ -74,10 +74,6 @@ class SamplingConfig(Table):
         return self.rule in ("ada_est", "gvm")
 
     @property
-    def _is_own(self) -> bool:
-        return self.rule not in get_args(Rule)
-
-    @property
     def uses_credit(self) -> bool:
         """Whether advantages are those of [credit]: ``advantages`` with its default resolved."""
         chosen_by_reward = self.rule.startswith("ada_") or self.rule == "tiers" or self.train_size is not None
@@ -97,8 +93,10 @@ class SamplingConfig(Table):
         if self.rule == "ada_seq_balance":
             return ada_seq_balance(train_size, positives=self.positives, negatives=self.negatives, **limits)
         keep = self.subsample or "balance"
-        if self._is_own:
-            return Own(load_plug("rule", self.rule), self.max_samples, self.train_size, keep, threshold)
+        if self.rule not in get_args(Rule):
+            found = load_plug("rule", self.rule, f"one of {', '.join(get_args(Rule))}")
+            check_function("rule", self.rule, found, "asked, positives, negatives")
+            return Own(found, self.max_samples, self.train_size, keep, threshold)
         assert self.rule == "uniform", "counts of the other rules are made for each step"
         if self.train_size is None:
             return Uniform(group_size, threshold=threshold)
@@ -127,12 +125,10 @@ class SamplingConfig(Table):
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
-        if self._is_own:
-            found = load_plug("rule", self.rule, f"one of {', '.join(get_args(Rule))}")
-            check_function("rule", self.rule, found, "asked, positives, negatives")
+        if own := self.rule not in get_args(Rule):
             self.rule_of(1)  # tries it
         sequential, rounds = self.rule in _SEQUENTIAL, self.rule in _SEQUENTIAL[:2]
-        counted = self._is_own or self.rule in ("uniform", "ada_est")
+        counted = own or self.rule in ("uniform", "ada_est")
         for key, fits in (
             ("positives", sequential),
             ("negatives", self.rule == "ada_seq_balance"),
@@ -140,7 +136,7 @@ class SamplingConfig(Table):
             ("subsample", counted and self.train_size is not None),
             ("round_size", rounds),
             ("tiers", self.rule == "tiers"),
-            ("max_samples", self._is_own or rounds or self.rule == "ada_est"),
+            ("max_samples", own or rounds or self.rule == "ada_est"),
             ("keep", sequential or self.train_size is not None),
         ):
             if getattr(self, key) != SamplingConfig.model_fields[key].default and not fits:

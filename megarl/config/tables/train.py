@@ -18,15 +18,8 @@ _AROUND_A_FUNCTION = replace(OBJECTIVES["minirl"], weight="none", mask="none", c
 """What a function does not compute: advantages (group mean), denominator (sequences), KL (none)."""
 OpenShare = Annotated[float, Field(gt=0, lt=1)]
 _PARTS_AROUND = [
-    "advantage",
-    "selection",
-    "std_ddof",
-    "std_eps",
-    "aggregation",
-    "norm_length",
-    "kl",
-    "kl_coef",
-    "kl_horizon",
+    *("advantage", "selection", "std_ddof", "std_eps", "aggregation", "norm_length"),
+    *("kl", "kl_coef", "kl_horizon", "kl_at"),
 ]
 
 
@@ -46,6 +39,9 @@ class TrainConfig(Table):
     replay: Literal["none", "r2", "r3"] = "r3"
     """Which experts training uses: its own choice (none; dense models know no other), those of the old-log-prob pass
     (r2), or of the engine (r3)."""
+    replay_reference: bool = False
+    """Whether a reference policy uses these experts too: at equal weights the KL is then exactly 0. Otherwise it routes
+    by itself."""
     max_missing_rows: float = Field(default=0.05, ge=0, le=1)
     """Largest fraction of tokens without a recorded route; more end the run. The last token of a sequence does not
     count: no engine has processed it, and nothing is predicted from it."""

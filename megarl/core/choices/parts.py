@@ -25,6 +25,7 @@ Window = Literal["linear", "log"]
 GapPolicies = Literal["none", "old_mu", "theta_mu"]
 GapMode = Literal["truncate", "mask", "mask_weight"]
 KlPenalty = Literal["none", "k1", "k2", "k3"]
+KlPolicy = Literal["old", "theta"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 TOKEN_ADVANTAGES = ("token_level_kl", "process")
@@ -82,7 +83,8 @@ class Objective:
     dual_clip: float | None = None
     """Drops a token with A < 0 and theta/old above dual_clip ("linear"), or exp(dual_clip t^window_power) ("log")."""
     prefix_grad: bool = False
-    """With ratio "prefix": differentiate the whole prefix, as its formula says literally, not only the token."""
+    """With a ratio of the prefix or the future: differentiate all of it, as its formula says literally, not only the
+    token."""
     log_ratio_cap: float = 20.0
     """Upper bound of the log-ratio of several tokens, before exp."""
     power: float = 0.5
@@ -106,6 +108,8 @@ class Objective:
     """Its factor beta, or the beta of the advantage "token_level_kl"."""
     kl_horizon: int | None = None
     """Tokens; H of "token_level_kl", the same for all responses (unbiased). None for each one's own length."""
+    kl_at: KlPolicy = "old"
+    """The policy whose KL "token_level_kl" takes; theta costs one more pass per update once weights have moved."""
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -188,10 +192,10 @@ def _check_weight(o: Objective) -> None:
     if not 0 < o.log_ratio_cap <= MAX_LOG_RATIO:
         raise ConfigError(f"objective: log_ratio_cap is {o.log_ratio_cap}, expected above 0, at most {MAX_LOG_RATIO}")
     plain = o.weight_fn == "identity" and o.cap is None and o.weight in ("theta_old", "theta_mu") and not o.decoupled
-    if o.prefix_grad and not (o.ratio == "prefix" and plain):
+    if o.prefix_grad and not (o.ratio in ("prefix", "future_mean", "future_product") and plain):
         raise ConfigError(
-            f"objective: prefix_grad is the derivative of an uncapped prefix ratio of theta, but ratio is {o.ratio!r}, "
-            f"weight {o.weight!r}, weight_fn {o.weight_fn!r}, cap {o.cap}, tis_on {o.tis_on!r}"
+            "objective: prefix_grad is the derivative of an uncapped ratio of theta over the prefix or the future, but "
+            f"ratio is {o.ratio!r}, weight {o.weight!r}, weight_fn {o.weight_fn!r}, cap {o.cap}, tis_on {o.tis_on!r}"
         )
 
 
@@ -246,6 +250,8 @@ def _check_kl(o: Objective) -> None:
         )
     if o.kl_horizon is not None and (o.advantage != "token_level_kl" or o.kl_horizon < 1):
         raise ConfigError(f"objective: kl_horizon is {o.kl_horizon}; it is the tokens H of 'token_level_kl', 1 or more")
+    if o.kl_at != "old" and o.advantage != "token_level_kl":
+        raise ConfigError(f"objective: kl_at is {o.kl_at!r}, but it is for 'token_level_kl'; any other KL is of theta")
     if o.std_ddof not in (0, 1) or not o.std_eps >= 0:
         raise ConfigError(f"objective: std_ddof {o.std_ddof}, std_eps {o.std_eps}; expected 0 or 1, and 0 or more")
 

@@ -163,9 +163,8 @@ class Sequential(SamplingRule):
 class Own(SamplingRule):
     """A function of the user: ``more = function(asked, positives, negatives)``, 0 to end, up to ``max_samples``.
 
-    It must be deterministic: every rank calls it for every prompt. It is tried when the rule is made, on prompts that
-    are always, never and every other time positive. ConfigError if it raises, returns no whole number of 0 or more, or
-    gives a new prompt nothing.
+    Deterministic, for every rank calls it. Tried when the rule is made, on prompts that are always, never and every
+    other time positive. ConfigError if it raises, returns no whole number of 0 or more, or 0 for a new prompt.
     """
 
     function: Callable[[int, int, int], int]

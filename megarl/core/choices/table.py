@@ -36,6 +36,7 @@ _MINIRL = Objective(
 _REINFORCE = Objective(advantage="group_mean", weight="none", mask="none", aggregation="seq-mean-token-sum")
 _GRPO = Objective(advantage="grpo", weight="theta_old", mask="ppo", aggregation="seq-mean-token-mean")
 _UNMASKED = replace(_GRPO, mask="none")
+_KL_GRPO = replace(_GRPO, ratio="future_mean", advantage="token_level_kl", std_ddof=0, kl_coef=0.01)
 
 _MINIRL_SOURCE = "Zheng et al., arXiv 2512.01374, eq. 7"
 _FAMILY_SOURCE = "the family min(rho, 1) <= f(rho) <= max(rho, 1) of weight functions"
@@ -125,9 +126,15 @@ TABLE: Mapping[str, Row] = MappingProxyType(
             "Long responses and tool use: each token is weighted by how likely its whole past has become.",
         ),
         "kl_grpo": Row(
-            replace(_GRPO, advantage="token_level_kl", std_ddof=0, kl_coef=0.01),
-            "Token-level KL-regularised policy gradient; beta has no published default, this one is ours",
+            _KL_GRPO,
+            "Token-level KL-regularised policy gradient, with the geometric mean of the ratios from a token on; "
+            "prefix_grad = true takes that formula's derivative literally. beta has no published default, this is ours",
             "When the policy must stay near a reference: the KL of the rest of the response is part of the advantage.",
+        ),
+        "kl_grpo_token": Row(
+            replace(_KL_GRPO, ratio="token"),
+            "The same, with the ratio of the token alone, the first of those that the source names",
+            "As kl_grpo, where the window must hold for every single token.",
         ),
         "power": Row(
             replace(_UNMASKED, weight_fn="power"),

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from megarl.core.ratios import check_cu_seqlens, is_logprob, logprob_error, segment_sum, usable_mask
-from megarl.core.types import TrainBatch
 from megarl.errors import NumericsError
 
 
@@ -42,21 +41,6 @@ class TokenColumns:
         if self.loss_mask.dtype != torch.bool:
             raise ValueError(f"loss_mask is {self.loss_mask.dtype}, expected torch.bool")
         check_cu_seqlens(self.cu_seqlens, self.logprobs.numel())
-
-    @classmethod
-    def of(cls, batch: TrainBatch, logprobs: Tensor) -> TokenColumns:
-        """Return the columns of a packed batch for the given log pi_theta [T]."""
-        if batch.old_logprobs is None:
-            raise ValueError("the batch has no old_logprobs: run the old-log-prob pass before the objective")
-        return cls(
-            logprobs,
-            batch.old_logprobs,
-            batch.rollout_logprobs,
-            batch.advantages,
-            batch.loss_mask,
-            batch.cu_seqlens,
-            batch.ref_logprobs,
-        )
 
     def float_columns(self) -> dict[str, Tensor]:
         """Return the floating-point columns by name."""

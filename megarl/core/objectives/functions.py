@@ -54,15 +54,10 @@ def try_functions(objective: Objective, function: ObjectiveFunction | None, devi
     if callable(objective.advantage):
         sequence_advantages(objective, [1.0, 0.0], [0, 0])
     logprobs = torch.tensor([-0.1, -1.0, -0.5, -2.0], device=device)
-    columns = TokenColumns(
-        logprobs,
-        logprobs - 0.1,
-        logprobs - torch.tensor([0.0, 0.5, -0.1, 0.1], device=device),
-        torch.tensor([1.0, 1.0, -1.0, -1.0], device=device),
-        torch.tensor([False, True, True, True], device=device),
-        torch.tensor([0, 2, 4], device=device),
-        logprobs - 0.2 if objective.needs_ref_logprobs else None,
-    )
+    signs, bounds = (torch.tensor(values, device=device) for values in ([1.0, 1.0, -1.0, -1.0], [0, 2, 4]))
+    ref = logprobs - 0.2 if objective.needs_ref_logprobs else None
+    policies = logprobs, logprobs - 0.1 * signs, logprobs - 0.2 * signs
+    columns = TokenColumns(*policies, signs, logprobs < -0.2, bounds, ref)
     if function is not None:
         function_coefficients(function, objective, columns)
     elif callable(objective.weight_fn) or callable(objective.mask):

@@ -32,7 +32,7 @@ from megarl.core.objectives.weights import (
     kl_penalty,
     weight_log_ratio,
 )
-from megarl.core.ratios import log_ratio, segment_cumsum, segment_expand, segment_sum
+from megarl.core.ratios import log_ratio, ratio_gradient, segment_expand, segment_sum
 from megarl.errors import ConfigError
 
 
@@ -49,14 +49,12 @@ class Coefficients:
 def sequence_advantages(objective: Objective, rewards: Values, groups: Values, threshold: float = POSITIVE) -> Tensor:
     """Return the objective's advantage of each response: rewards [N], groups integer [N] -> [N].
 
-    threshold: a response is correct if its reward is above this; only "raft" asks. A function of the user gets float64
-    rewards and the groups, on the CPU. Raises ConfigError for
+    threshold: a response is correct if its reward is above this; only "raft" asks. Raises ConfigError for
     "token_level_kl" (see ``token_advantages``) and "process" (see ``step_advantages``).
     """
     if callable(objective.advantage):
         given = torch.as_tensor(rewards, dtype=torch.float64, device="cpu").clone()
-        everywhere = torch.ones_like(given, dtype=torch.bool)
-        ids = torch.as_tensor(groups, device="cpu").clone()
+        ids, everywhere = torch.as_tensor(groups, device="cpu").clone(), torch.ones_like(given, dtype=torch.bool)
         return call_part("advantage", objective.advantage, given, ids, like=given, where=everywhere)
     match objective.advantage:
         case "group_mean":
@@ -177,9 +175,7 @@ def coefficients(
     scale = _aggregation_scale(objective, state, denominators)
     values = torch.where(inside, weight * state.advantages * scale, 0.0)
     if objective.prefix_grad:
-        # d rho_t / d log pi_i = rho_t for every i <= t: each token collects the terms of all tokens after it.
-        collected = segment_cumsum(values, state.cu_seqlens, reverse=True).to(values.dtype)
-        values = torch.where(state.keep, collected, 0.0)
+        values = ratio_gradient(objective.ratio, values, state.keep, state.cu_seqlens)
     metrics = {
         "loss_tokens": Stat.total(state.usable.sum()),
         "logprobs/invalid": Stat.total((columns.loss_mask & ~state.usable).sum()),

@@ -1,0 +1,144 @@
+"""kl_grpo against autograd of the published formula, from rewards and log-probabilities to the gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from core_batches import random_columns, take
+from oracles import reference_objectives as literal
+
+from megarl.core.metrics import finalize
+from megarl.core.objectives import (
+    OBJECTIVES,
+    Denominators,
+    Objective,
+    TokenColumns,
+    coefficients,
+    policy_loss,
+    token_advantages,
+)
+from megarl.core.ratios import aggregate_log_ratio, ratio_gradient
+from megarl.errors import ConfigError
+
+LENGTHS = [7, 4, 9, 5, 1, 8, 6, 3]
+GROUPS = [4, 4, 4, 4, 2, 2, 2, 9]
+"""The last one is alone: its advantages are 0."""
+REWARDS = [1.0, 0.0, 1.0, 0.25, 0.0, 1.0, 1.0, 1.0]
+BETA = 0.4
+
+ROWS: dict[str, dict[str, Any]] = {
+    "kl_grpo": {},
+    "kl_grpo_token": {"future": False},
+    "kl_grpo literal": {"whole_ratio": True},
+}
+
+
+def row_of(name: str) -> Objective:
+    row = dataclasses.replace(OBJECTIVES[name.split()[0]], kl_coef=BETA)
+    return dataclasses.replace(row, prefix_grad="literal" in name)
+
+
+def batch(seed: int) -> TokenColumns:
+    """Responses with environment tokens between their turns, ratios on both sides of the window."""
+    columns = random_columns(seed, LENGTHS, masked=0.35)
+    columns.loss_mask[:7] = torch.tensor([False, True, True, False, False, True, True])  # prompt, turn, tool, turn
+    return columns
+
+
+def with_advantages(row: Objective, columns: TokenColumns, policy: torch.Tensor) -> TokenColumns:
+    advantages = token_advantages(
+        row,
+        REWARDS,
+        GROUPS,
+        logprobs=policy,
+        ref_logprobs=columns.ref_logprobs,
+        loss_mask=columns.loss_mask,
+        cu_seqlens=columns.cu_seqlens,
+    )
+    return dataclasses.replace(columns, advantages=advantages)
+
+
+def by_autograd(name: str, columns: TokenColumns, policy: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """Loss and gradient [T] of the published formula."""
+    logprobs = columns.logprobs.clone().requires_grad_()
+    assert columns.ref_logprobs is not None
+    k = policy - columns.ref_logprobs
+    own = [[t for t in range(a, b) if columns.loss_mask[t]] for a, b in pairwise(columns.cu_seqlens.tolist())]
+    loss = literal.kl_grpo_loss(
+        [[logprobs[t] for t in tokens] for tokens in own],
+        [[float(columns.old_logprobs[t]) for t in tokens] for tokens in own],
+        [[float(k[t]) for t in tokens] for tokens in own],
+        REWARDS,
+        GROUPS,
+        BETA,
+        **{"whole_ratio": False, **ROWS[name]},
+    )
+    loss.backward()
+    assert logprobs.grad is not None
+    return float(loss.detach()), logprobs.grad
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("at", ["old", "theta"])
+@pytest.mark.parametrize("name", ROWS)
+def test_the_gradient_is_that_of_the_published_formula(name: str, at: str, seed: int) -> None:
+    columns = batch(seed)
+    policy = columns.old_logprobs if at == "old" else columns.logprobs
+    _, expected = by_autograd(name, columns, policy)
+    logprobs = columns.logprobs.clone().requires_grad_()
+    loss, metrics = policy_loss(
+        row_of(name), dataclasses.replace(with_advantages(row_of(name), columns, policy), logprobs=logprobs)
+    )
+    loss.backward()
+    assert torch.allclose(logprobs.grad, expected, rtol=1e-9, atol=1e-12)
+    assert not logprobs.grad[~columns.loss_mask].any()
+    found = finalize(metrics)
+    assert found["clip/high"] + found["clip/low"] > 0.02
+
+
+def test_the_three_differ_where_theta_has_moved_and_only_the_literal_one_where_it_has_not() -> None:
+    columns = batch(0)
+    moved = [by_autograd(name, columns, columns.old_logprobs)[1] for name in ROWS]
+    assert not torch.allclose(moved[0], moved[1], rtol=1e-2)
+    still = dataclasses.replace(columns, logprobs=columns.old_logprobs)
+    own, token, whole = (by_autograd(name, still, columns.old_logprobs)[1] for name in ROWS)
+    assert torch.allclose(own, token)
+    assert not torch.allclose(own, whole, rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_packed_responses_have_the_coefficients_of_single_ones(name: str) -> None:
+    columns = with_advantages(row_of(name), batch(1), batch(1).old_logprobs)
+    whole = coefficients(row_of(name), columns).values
+    denominators = Denominators.of(columns.loss_mask, columns.cu_seqlens)
+    single = [coefficients(row_of(name), take(columns, [n]), denominators).values for n in range(len(LENGTHS))]
+    assert torch.allclose(whole, torch.cat(single), rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["prefix", "future_mean", "future_product"])
+def test_the_gradient_of_a_ratio_is_its_transpose(kind: Any) -> None:
+    columns = batch(2)
+    mask, bounds = columns.loss_mask, columns.cu_seqlens
+    ratios = torch.where(mask, columns.logprobs - columns.old_logprobs, 0.0).requires_grad_()
+    upstream = torch.where(mask, torch.randn(len(mask), dtype=torch.float64), 0.0)
+    (expected,) = torch.autograd.grad(aggregate_log_ratio(kind, ratios, mask, bounds), ratios, upstream)
+    found = ratio_gradient(kind, upstream, mask, bounds)
+    assert torch.allclose(found, torch.where(mask, expected, 0.0), rtol=1e-9)
+
+
+def test_an_exact_case_by_hand() -> None:
+    """One response of four tokens; the numbers of the source's ratios."""
+    zero = torch.zeros(4, dtype=torch.float64)
+    logs = torch.tensor([0.02, 0.05, -0.01, 0.10], dtype=torch.float64)
+    columns = TokenColumns(logs - 1, zero - 1, zero - 1, zero + 1, zero == 0, torch.tensor([0, 4]))
+    expected = [1.0408107741923882, 1.0477726932991602, 1.046027859908717, 1.1051709180756477]
+    assert (4 * coefficients(row_of("kl_grpo"), columns).values).tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_kl_at_is_of_this_advantage_alone() -> None:
+    with pytest.raises(ConfigError, match="kl_at is 'theta', but it is for 'token_level_kl'"):
+        dataclasses.replace(OBJECTIVES["grpo"], kl_at="theta")
