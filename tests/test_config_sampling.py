@@ -166,7 +166,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"sampling__rule": "ada_seq_balance", "train__objective": "kl_grpo"},
         'sampling.advantages: found "credit" (the default with rule = "ada_seq_balance") with an objective whose '
-        'advantages differ between tokens; set sampling.advantages = "objective"',
+        'advantages differ between tokens, or are your own; set sampling.advantages = "objective"',
     ),
     (
         {"sampling__advantages": "credit", "train__objective": "kl_grpo"},
