@@ -5,6 +5,6 @@ The way through:
     report   the HTML page of a run
     panels   its panels, as data (panel: one of them)
     series   the curves of a run, from its metrics
-    plots    all pictures: style, lines, maps
+    plots    lines, bands, bars, and the style (maps: layers against steps or tokens)
     traces   tables and comparison of routing-trace files
 """

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from megarl.report import plots
+from megarl.report import maps, plots
 from megarl.report.plots import Line, Scale
 from megarl.report.series import Curves, layer_curves
 
@@ -55,7 +55,7 @@ class Panel:
         if self.plot is not None:
             self.plot(axes, curves)
         elif self.layers:
-            plots.plot_layers(axes, curves, self.layers)
+            maps.plot_layers(axes, curves, self.layers)
         else:
             (plots.plot_by_index if self.by_index else plots.plot_lines)(axes, curves, self.lines)
         plots.scale_y(axes, self.scale)

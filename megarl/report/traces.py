@@ -125,7 +125,8 @@ def diff(first: Path, second: Path, out: Path | None = None) -> None:
         notes.insert(0, f"The models differ: {one} against {other}.")
     _print(f"{first} against {second}", table, *notes)
     if out is not None:
-        from megarl.report.plots import plot_trace_difference, render_png  # matplotlib takes a second to import
+        from megarl.report.maps import plot_trace_difference  # matplotlib takes a second to import
+        from megarl.report.plots import render_png
 
         share = np.where(found.counts > 0, found.flips / np.maximum(found.counts, 1), np.nan)
         curve = (found.total.per_layer_flip, a.info.layers, found.bin_tokens, f"{first.name} against {second.name}")
