@@ -19,7 +19,6 @@ from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.config import Config
-from megarl.core.types import SampleRequest
 from megarl.data import benchmarks
 from megarl.data.benchmarks import Benchmark
 from megarl.data.judge import Judge
@@ -41,7 +40,7 @@ from megarl.run.progress import Advance, StepProgress
 from megarl.train.engines import make_engine
 from megarl.train.environments import make_environment, make_player, turn_ends
 from megarl.train.sampling.assignment import FixedSamples, Key
-from megarl.train.sampling.requests import EVALUATE, benchmark_number, eval_params, sampling_seed
+from megarl.train.sampling.requests import EVALUATE, benchmark_number, eval_params, make_requests
 
 _STEP_FOLDER = re.compile(r"step_\d+")
 
@@ -196,11 +195,7 @@ def draw_lines(
 
     Not a collective call. Errors of a reward or an environment are in the lines; errors of the engine are raised.
     """
-
-    def request_of(prompt: int, sample: int) -> tuple[SampleRequest, Prompt]:
-        seed = sampling_seed(config.run.seed, EVALUATE, benchmark_number(benchmark.name), prompt, sample)
-        return SampleRequest(prompts[prompt].tokens, group=prompt, sample=sample, seed=seed), prompts[prompt]
-
+    request_of = make_requests(config.run.seed, EVALUATE, benchmark_number(benchmark.name), prompts)
     with Judge(benchmark.reward, **config.judge_options) as judge:
         draw = Draw(FixedSamples(keys), request_of, make_player(config, tokenizer, judge))
         engine.converse(draw.begin, eval_params(config, turn_ends(config, tokenizer)), on_finish)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config import Config
+from megarl.core.types import SampleRequest
 from megarl.data.benchmarks import HELDOUT
 from megarl.data.prompts import Prompt, load_prompts
 from megarl.errors import RolloutError
@@ -32,6 +33,18 @@ def sampling_seed(run_seed: int, purpose: int, step: int, group: int, sample: in
     """Return the seed of one response of a run. It does not depend on the rank that draws it."""
     words = np.random.SeedSequence([run_seed, purpose, step, group, sample]).generate_state(1, np.uint64)
     return int(words[0])
+
+
+def make_requests(
+    run_seed: int, purpose: int, step: int, prompts: Sequence[Prompt]
+) -> Callable[[int, int], tuple[SampleRequest, Prompt]]:
+    """Return the function from (number of the prompt, sample) to its request, which has a seed of its own."""
+
+    def request_of(number: int, sample: int) -> tuple[SampleRequest, Prompt]:
+        seed = sampling_seed(run_seed, purpose, step, number, sample)
+        return SampleRequest(prompts[number].tokens, group=number, sample=sample, seed=seed), prompts[number]
+
+    return request_of
 
 
 def train_params(config: Config, stop_tokens: tuple[int, ...], routes: bool) -> SamplingParams:

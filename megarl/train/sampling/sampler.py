@@ -18,15 +18,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.config import Config
 from megarl.core.choices.stopping import Uniform
-from megarl.core.diagnostics import effective_prompt_ratio
 from megarl.core.metrics import Stat
 from megarl.core.objectives import Objective
 from megarl.core.routing.provenance import provenance_metrics, refuse_mixed_versions
 from megarl.core.sampling.collector import Selection
-from megarl.core.types import SampleRequest
 from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt, PromptOrder
-from megarl.errors import CheckpointError, MegarlError, RolloutError
+from megarl.errors import CheckpointError, MegarlError
 from megarl.megatron import distributed
 from megarl.models.fit import wants_routes
 from megarl.models.shapes import read_shape
@@ -54,6 +52,8 @@ from megarl.train.sampling.step_rollouts import (
     exchange_rollouts,
     process_advantages,
     response_advantages,
+    sampling_metrics,
+    select,
 )
 from megarl.train.step import TrainStep
 from megarl.train.token_advantages import Judged
@@ -138,8 +138,7 @@ class Sampler:
         """
         assert self._ahead is None, "one step ahead is all there is"
         assigned = self._assign(step)
-        draw = self._make_step_draw(assigned)
-        params = self._params(step)
+        draw, params = self._make_step_draw(assigned), self._params(step)
         background = requests.BackgroundSampling(lambda on_finish: self._converse(draw, params, on_finish))
         self._ahead = replace(assigned, background=background)
 
@@ -166,12 +165,13 @@ class Sampler:
         samples = self._draw(lambda: self._make_step_draw(assigned), self._params(step), on_finish, assigned.background)
         table = SampleTable.gather(samples)
         first_error = next(filter(None, (s.reward_error or s.episode_error for s in samples.values())), None)
-        selection = self._select(assigned, table, first_error)
+        selection = select(assigned.assignment, table, step, first_error)
         advantages, trains = response_advantages(self.config, self.objective, selection)
         own = assigned.assignment.own_keys(selection)
         share = exchange_rollouts(own, selection, samples)
         by_token = process_advantages(self.objective, share, selection, samples)
-        metrics = self._metrics(table, selection, trains)
+        metrics = sampling_metrics(self.config, table, selection, trains, self._redraws)
+        self._redraws = 0
         if self.config.rollout.engine_kind.server:
             metrics |= count_wrong_answers(self.engine)
         if rollouts := share.without_dummies(own):  # else nothing that this model copy drew was selected
@@ -253,10 +253,7 @@ class Sampler:
     def _make_draw(
         self, asker: Asker, prompts: Sequence[Prompt], purpose: int, step: int, player: Player | None = None
     ) -> Draw:
-        def request_of(number: int, sample: int) -> tuple[SampleRequest, Prompt]:
-            seed = requests.sampling_seed(self.config.run.seed, purpose, step, number, sample)
-            return SampleRequest(prompts[number].tokens, group=number, sample=sample, seed=seed), prompts[number]
-
+        request_of = requests.make_requests(self.config.run.seed, purpose, step, prompts)
         return Draw(asker, request_of, player or self.player)
 
     def _converse(self, draw: Draw, params: SamplingParams, on_finish: Advance | None) -> dict[Key, Sample]:
@@ -282,18 +279,6 @@ class Sampler:
 
         return requests.sample_together(self.engine, sample)
 
-    def _select(self, assigned: _AssignedStep, table: SampleTable, first_error: str | None) -> Selection:
-        """Return the samples that train; RolloutError if there are none."""
-        if not table.is_judged.any():
-            raise RolloutError(f"step {assigned.step}: no response has a reward; first: {first_error}")
-        selection = assigned.assignment.select(table.rewards())
-        if not len(selection.prompts):
-            raise RolloutError(
-                f"step {assigned.step}: none of {int(selection.drawn.shape[1])} prompts had rewards that differ: take "
-                "other prompts, raise sampling.max_prompts or rollout.group_size, or set sampling.refill = false"
-            )
-        return selection
-
     def _update_estimates(self, step: int, selection: Selection) -> dict[str, Stat]:
         """Give the allocator the outcomes of each prompt; a collective call."""
         if self._allocator is None:
@@ -308,19 +293,5 @@ class Sampler:
         """Return what the run has cost up to this step; equal on all ranks."""
         first_stage = self._allocator.spent[:2] if isinstance(self._allocator, Gvm) else np.zeros(2)
         self._spent = self._spent + first_stage + [len(table.rows), table.column("tokens").sum()]
-        costs = (*self._spent.tolist(), float((step + 1) * self.config.train.mini_batches))
-        names = ("samples", "tokens", "updates")
-        return {f"cost/{name}": Stat.mean(torch.tensor([cost])) for name, cost in zip(names, costs, strict=True)}
-
-    def _metrics(self, table: SampleTable, selection: Selection, trains: np.ndarray) -> dict[str, Stat]:
-        rewards, groups = torch.from_numpy(selection.rewards), torch.from_numpy(selection.prompts)
-        places = len(table.rows) if self.config.sampling.fixed else len(trains)
-        found = table.metrics(self.config.environment.function is not None, self.config.reward.threshold) | {
-            "prompts/effective_ratio": effective_prompt_ratio(rewards, groups),
-            "rollout/trains_fraction": Stat.mean((torch.arange(places) < int(trains.sum())).double()),
-        }
-        if distributed.dp_rank() == 0:  # these are sums, and equal on all ranks: count them once
-            found |= selection.metrics | {"sampling/tokens": Stat.total(float(table.column("tokens").sum()))}
-            found["sampling/redraws"] = Stat.total(float(self._redraws))
-        self._redraws = 0
-        return found
+        costs = torch.tensor([*self._spent, (step + 1) * self.config.train.mini_batches], dtype=torch.float64)
+        return {f"cost/{name}": Stat.mean(costs[i]) for i, name in enumerate(("samples", "tokens", "updates"))}

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megarl.config import Config
 from megarl.core.choices.credit import Credit
 from megarl.core.choices.parts import TOKEN_ADVANTAGES
+from megarl.core.diagnostics import effective_prompt_ratio
 from megarl.core.metrics import Stat
 from megarl.core.objectives import Objective, select_responses, sequence_advantages, step_advantages
 from megarl.core.packing import drop_routes
@@ -27,7 +28,7 @@ from megarl.errors import ConfigError, RolloutError
 from megarl.megatron import distributed
 from megarl.rollout.engine import Engine
 from megarl.rollout.player import Sample
-from megarl.train.sampling.assignment import Key
+from megarl.train.sampling.assignment import Assignment, Key
 from megarl.train.token_advantages import Judged
 
 _COLUMNS = (
@@ -112,6 +113,35 @@ def _row(key: Key, sample: Sample) -> list[float]:
         sample.episode_error is not None,
         sample.late_reward,
     ]
+
+
+def select(assignment: Assignment, table: SampleTable, step: int, first_error: str | None) -> Selection:
+    """Return the samples that train; RolloutError if there are none."""
+    if not table.is_judged.any():
+        raise RolloutError(f"step {step}: no response has a reward; first: {first_error}")
+    selection = assignment.select(table.rewards())
+    if not len(selection.prompts):
+        raise RolloutError(
+            f"step {step}: none of {int(selection.drawn.shape[1])} prompts had rewards that differ: take other "
+            "prompts, raise sampling.max_prompts or rollout.group_size, or set sampling.refill = false"
+        )
+    return selection
+
+
+def sampling_metrics(
+    config: Config, table: SampleTable, selection: Selection, trains: np.ndarray, redraws: int
+) -> dict[str, Stat]:
+    """Return what was drawn and what of it trains, over all ranks. trains: bool [N], of the selected responses."""
+    rewards, groups = torch.from_numpy(selection.rewards), torch.from_numpy(selection.prompts)
+    places = len(table.rows) if config.sampling.fixed else len(trains)
+    found = table.metrics(config.environment.function is not None, config.reward.threshold) | {
+        "prompts/effective_ratio": effective_prompt_ratio(rewards, groups),
+        "rollout/trains_fraction": Stat.mean((torch.arange(places) < int(trains.sum())).double()),
+    }
+    if distributed.dp_rank() == 0:  # these are sums, and equal on all ranks: count them once
+        found |= selection.metrics | {"sampling/tokens": Stat.total(float(table.column("tokens").sum()))}
+        found["sampling/redraws"] = Stat.total(float(redraws))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
