@@ -33,7 +33,7 @@ def variance_metrics(
     All [N], N at least 2, of one step; square_of_sum: ``||sum g||^2``.
     """
     count = len(rewards)
-    variance = (float(advantages**2 @ squares) - square_of_sum / count) / max(count - 1, 1)
+    variance = (float(advantages**2 @ squares) - square_of_sum / count) / (count - 1)
     mean, best = (optimal_baselines(rewards, groups, weights) for weights in (np.ones(count), squares))
     around_mean, around_best = (float(squares @ (rewards - baseline) ** 2) for baseline in (mean, best))
     found = {

@@ -15,12 +15,15 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from train_world import World, take_step, training, weights_of
 
+from megarl.core.metrics import finalize
 from megarl.core.packing import drop_routes
 from megarl.core.types import Rollout
 from megarl.megatron import distributed
-from megarl.train.sampling.gradient_norms import gradient_norms
+from megarl.train.sampling.gradient_norms import gradient_norms, gradient_variance
+from megarl.train.sampling.step_rollouts import StepRollouts
 from megarl.train.sampling.value_head import ValueHead, prompt_features
 from megarl.train.step import TrainStep
+from megarl.train.token_advantages import Judged
 
 BLOCKS = {
     "embedding": ["model.embed_tokens.weight"],
@@ -32,6 +35,11 @@ BLOCKS = {
     ],
 }
 """Names in transformers by block. The last one mixes layers divided by rows and by columns, of both pipeline stages."""
+
+
+ADVANTAGES = np.array([0.5, -1.0, 0.0, 2.0, 1.0, -0.5, 0.25, 1.5])
+REWARDS = np.arange(8) % 3 / 2
+"""Of the first eight rollouts."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,26 @@ def norms(world: World, cases: Mapping[str, Case]) -> dict[str, dict[str, np.nda
         with case_training(world, case) as step:
             mine = rollouts_here(world, case)
             found[name] = {block: of_all_copies(gradient_norms(step, mine, block)) for block in case.blocks}
+    return found
+
+
+def variances(world: World, cases: Mapping[str, Case]) -> dict[str, dict[str, float]]:
+    """By case, the variance of the gradient over the rollouts of all copies, in two mini-batches; equal on all ranks.
+
+    ``ADVANTAGES``, ``REWARDS`` and groups of four are those of the whole step.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for name, case in cases.items():
+        with case_training(world, case) as step:
+            mine = rollouts_here(world, case)
+            first = sum(case.counts[: distributed.dp_rank()])
+            parts = [slice(0, len(mine) // 2), slice(len(mine) // 2, len(mine))]
+            owned = list(range(first, first + len(mine)))
+            judged = Judged(REWARDS, np.arange(len(REWARDS)) // 4, [owned[part] for part in parts])
+            advantages = [ADVANTAGES[owned][part] for part in parts]
+            rollouts = StepRollouts([mine[part] for part in parts], advantages, judged, {}, None, 0, [])
+            found[name] = finalize(gradient_variance(step, rollouts))
+            assert all(other == found[name] for other in distributed.gather_objects(found[name])), name
     return found
 
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from model_jobs import Case, case_training
+from forks import Job, run_jobs
+from model_jobs import ADVANTAGES, REWARDS, Case, case_training, tied_model, variances
 from test_step_oracle import logprobs_of, model_at
 from train_jobs import recorded, sampler_of
 from train_world import GROUP_SIZE, NUM_GROUPS, World, trainer_of, training
 
 from megarl.core.choices.stopping import Allotted
 from megarl.core.metrics import finalize
-from megarl.core.types import Rollout
 from megarl.megatron import distributed
 from megarl.run.metrics_log import read_metrics, without_timing
 from megarl.train.sampling.gradient_norms import gradient_variance
@@ -80,32 +81,57 @@ def test_with_a_probe_the_first_step_is_adaptive_already(world: World, by: str) 
         assert pool.asked == [2, rows[pool.prompt][positives]][: 1 + bool(rows[pool.prompt][positives])]
 
 
-def _measured(world: World, case: Case, rollouts: list[Rollout], advantages: np.ndarray) -> dict[str, float]:
-    with case_training(world, case) as step:
-        half = len(rollouts) // 2
-        judged = Judged(np.arange(len(rollouts)) % 3 / 2, np.arange(len(rollouts)) // 4, [[0, 1, 2, 3], [4, 5, 6, 7]])
-        parts = StepRollouts(
-            [rollouts[:half], rollouts[half:]], [advantages[:half], advantages[half:]], judged, {}, None, 0, []
-        )
-        return finalize(gradient_variance(step, parts))
-
-
 def test_variance_is_that_of_gradients_by_autograd(world: World) -> None:
-    rollouts, advantages = world.rollouts("fp32")[:8], np.array([0.5, -1.0, 0.0, 2.0, 1.0, -0.5, 0.25, 1.5])
+    rollouts = world.rollouts("fp32")[:8]
     model = model_at(world.model)
     scores = []
     for rollout in rollouts:
         model.zero_grad()
         logprobs_of(model, rollout, 1.0)[rollout.loss_mask].sum().backward()
         scores.append(model.model.embed_tokens.weight.grad.double().flatten().numpy().copy())
-    gradients, squares = advantages[:, None] * np.array(scores), (np.array(scores) ** 2).sum(1)
-    rewards, groups = np.arange(8) % 3 / 2, np.arange(8) // 4
-    found = _measured(world, Case({}, (8,)), rollouts, advantages)
+    gradients, squares = ADVANTAGES[:, None] * np.array(scores), (np.array(scores) ** 2).sum(1)
+    groups = np.arange(8) // 4
+    found = variances(world, {"one": Case({}, (8,))})["one"]
     variance = (gradients**2).sum(1).sum() - 8 * (gradients.mean(0) ** 2).sum()
     assert found["variance/gradient"] == pytest.approx(variance / 7, rel=2e-3)
-    best = [float((squares * rewards)[groups == g].sum() / squares[groups == g].sum()) for g in (0, 1)]
+    best = [float((squares * REWARDS)[groups == g].sum() / squares[groups == g].sum()) for g in (0, 1)]
     assert found["baseline/optimal"] == pytest.approx(np.mean(best), rel=1e-4)
-    assert found["baseline/mean"] == pytest.approx(rewards.mean())
+    assert found["baseline/mean"] == pytest.approx(REWARDS.mean())
+
+
+R3: dict[str, Any] = {"train__replay": "r3"}
+ALONE = {"untied": Case({}, (8,)), "tied": Case({}, (8,), tied=True), "r3": Case(R3, (8,), engine="fp8")}
+ON_TWO = {
+    "untied ep2": Case({"parallel__ep": 2, "megatron__overlap_grad_reduce": True}, (8, 0)),
+    "tied dp2": Case({}, (5, 3), tied=True),
+    "tied tp2": Case({"parallel__tp": 2}, (8,), tied=True),
+    "tied pp2": Case({"parallel__pp": 2}, (8,), tied=True),
+    "r3 cp2": Case({**R3, "parallel__cp": 2}, (8,), engine="fp8"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_variance_is_the_same_in_every_layout(world: World, tmp_path: Path) -> None:
+    tied_model(world)
+    alone = variances(world, ALONE)
+    job = Job("two", 2, "model_jobs:variances", {"world": world, "cases": ON_TWO})
+    for name, found in run_jobs([job], tmp_path)["two"].checked().items():
+        assert found == pytest.approx(alone[name.split()[0]], rel=1e-3), name
+
+
+def test_a_step_without_advantages_has_no_negative_variance_and_one_without_responses_has_none(world: World) -> None:
+    rollouts = world.rollouts("fp32")[:8]
+    silent = [replace(rollout, loss_mask=np.zeros_like(rollout.loss_mask)) for rollout in rollouts]
+    judged = Judged(np.zeros(9), np.append(np.arange(8) // 4, -1), [list(range(8))])
+    with case_training(world, Case({}, (8,))) as step:
+        found, nothing = (
+            finalize(gradient_variance(step, StepRollouts([part], [np.zeros(8)], judged, {}, None, 0, [])))
+            for part in (rollouts, silent)
+        )
+    assert found["variance/gradient"] > 0
+    assert found["baseline/variance_ratio"] == 1.0
+    assert nothing == {}
 
 
 def test_a_run_records_its_variance_now_and_then(world: World, tmp_path: Path) -> None:

@@ -44,18 +44,20 @@ def gradient_norms(train_step: TrainStep, rollouts: Sequence[Rollout], block: st
 
 
 def gradient_variance(train_step: TrainStep, step: StepRollouts) -> dict[str, Stat]:
-    """Return ``variance_metrics`` of a step's responses, on the embedding, at the present weights; a collective call.
+    """Return ``variance_metrics`` of the responses that train, on the embedding, at the present weights.
 
-    It takes one forward and backward pass over them.
+    A collective call: one forward and backward pass. Of fewer than two responses, nothing.
     """
     parts = zip(step.mini_batches, step.advantages, step.judged.owned, strict=True)
     each = [one for part in parts for one in zip(*part, strict=True) if one[0].loss_mask.any()]
     advantages = np.array([float(advantage) for _, advantage, _ in each])
-    # Without any advantage the norm could not be measured. This adds to the sum a thousandth of a response.
+    # Without any advantage the norm could not be measured. This counts a thousandth of such a response.
     scales = np.where(np.abs(advantages) < LEAST, LEAST, advantages)
     norms, square_of_sum = _measure(train_step, [one[0] for one in each], "embedding", scales, total=True)
-    rows = np.column_stack([np.array([row for *_, row in each]), advantages, (norms / scales) ** 2])
+    rows = np.column_stack([np.array([row for *_, row in each]), scales, (norms / scales) ** 2])
     found = gather_rows(rows if not model_group().rank() else rows[:0])
+    if len(found) < 2:
+        return {}
     row = found[:, 0].astype(np.int64)
     return variance_metrics(step.judged.rewards[row], step.judged.groups[row], *found[:, 1:].T, square_of_sum)
 
