@@ -211,6 +211,7 @@ def test_off_stands_for_none_in_objective_overrides():
             {"checkpoint__every": 2, "checkpoint__keep_every": 3},
             ["checkpoint.keep_every: found 3, expected a multiple of checkpoint.every = 2"],
         ),
+        ({"checkpoint__keep_every": 3}, ["checkpoint.keep_every: found 3", "checkpoint.every = 0"]),
         (
             {"reward__function": "reward_model"},
             ["reward_model.urls: found []", 'with reward.function = "reward_model"'],

@@ -36,9 +36,9 @@ def _check_evaluation(tables: Tables) -> None:
             f'checkpoint.keep_best: found "{best}" with eval.every = {every}, expected evaluations, and '
             f"{' or '.join(('pooled', *sets))}"
         )
-    if tables.checkpoint.keep_every % (tables.checkpoint.every or 1):
+    if (stays := tables.checkpoint.keep_every) and (not tables.checkpoint.every or stays % tables.checkpoint.every):
         raise ConfigError(
-            f"checkpoint.keep_every: found {tables.checkpoint.keep_every}, expected a multiple of checkpoint.every = "
+            f"checkpoint.keep_every: found {stays}, expected a multiple of checkpoint.every = "
             f"{tables.checkpoint.every}: only saved steps can stay"
         )
 

@@ -133,10 +133,10 @@ class RewardModel:
         body = {"text": [*texts], "rid": ids}
         async with http.post(f"{url}/classify", json=body, allow_redirects=False) as response:
             data, status = await response.read(), response.status
-        told = f"HTTP {status}: {' '.join(data[:200].decode(errors='replace').split())}"
+        told = f"HTTP {status}: {' '.join(self._describe(data.decode(errors='replace')).split())[:200]}"
         if status in (401, 403, 404, 405):
             raise ConfigError(
-                f"reward_model.urls: {url}/classify answered {self._describe(told)}; expected a server with SGLang's "
+                f"reward_model.urls: {url}/classify answered {told}; expected a server with SGLang's "
                 "/classify, and in reward_model.api_key_env the variable with its key"
             )
         if status != 200:

@@ -191,8 +191,12 @@ def test_a_server_that_cannot_work_ends_the_run_and_the_key_is_in_no_text(
         judge(settings)
     server.always = lambda handler, body: handler.answer(500, f"not {handler.headers['Authorization']}".encode())
     verdict = judge(config(server, api_key_env="MY_KEY", attempts=1))
+    echo = f"{'x' * 195} {KEY}".encode()
+    server.always = lambda handler, body: handler.answer(400, echo)  # where the text is cut
+    cut = judge(config(server, api_key_env="MY_KEY", attempts=1))
     assert verdict.error is not None
-    assert KEY not in f"{refused.value}{verdict.error}{settings!r}{settings.model_dump()}"
+    assert cut.error is not None
+    assert KEY[:4] not in f"{refused.value}{verdict.error}{cut.error}{settings!r}{settings.model_dump()}"
     assert {request["key"] for request in server.requests} == {f"Bearer {KEY}"}
     monkeypatch.delenv("MY_KEY")
     with pytest.raises(ConfigError, match="found no variable MY_KEY"):

@@ -285,6 +285,10 @@ def test_the_random_choice_is_seeded_by_run_and_step(world: World, settings_of: 
     assert random[0] != first[0]
     assert random[2] != random[0]
     assert chosen(sampling__keep="random", run__seed=4)[0] != random[0]
+    estimated = {"sampling__rule": "ada_est", "sampling__max_samples": 9}
+    first, random = chosen(**estimated), chosen(**estimated, sampling__keep="random")
+    assert first[0] == [0, 1] * PROMPTS
+    assert random[0] != first[0]
 
 
 def test_gvm_draws_a_first_stage_now_and_then_and_allots_by_it(
@@ -302,9 +306,9 @@ def test_gvm_draws_a_first_stage_now_and_then_and_allots_by_it(
             return stages[step]
 
         allocator._presample = drawn
-        selections, looked, states = recorded(made), [], []
+        selections, looked, states, costs = recorded(made), [], [], []
         for step in range(5):
-            made.sample_step(step)
+            costs.append(finalize(made.sample_step(step).metrics)["cost/samples"])
             looked.append(sorted(stages))
             states.append(json.loads(json.dumps(made.state_dict())))
         assert looked == [[0, 1], [0, 1], [0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
@@ -322,6 +326,13 @@ def test_gvm_draws_a_first_stage_now_and_then_and_allots_by_it(
         later._allocator._presample = lambda step, keys: pytest.fail("a first stage was drawn anew")
         later.sample_step(3)
         assert again[0].drawn.tolist() == selections[3].drawn.tolist()
+        # One step ahead a checkpoint lies between a first stage and its step: it has counted the stage.
+        early, resumed = (Sampler(made.config, made.engine, made.objective, train_step) for _ in range(2))
+        early.load_state_dict(states[1])
+        early.begin_step(2)
+        resumed.load_state_dict(early.state_dict())
+        for of in (early, resumed):
+            assert finalize(of.sample_step(2).metrics)["cost/samples"] == costs[2]
 
 
 def _first_stage(stage: dict[tuple[int, int], Any], train_step: TrainStep) -> tuple[np.ndarray, np.ndarray]:

@@ -74,7 +74,7 @@ class Tables(Table):
     def credit_record(self) -> Credit:
         """[credit] with its defaults resolved; ConfigError if its parts do not go together."""
         table = self.credit
-        estimated = self.sampling.rule == "ada_est" and table.combination == "plain"
+        estimated = self.sampling.rule == "ada_est" and self.sampling.uses_credit and table.combination == "plain"
         default_eps = self.estimate.eps if estimated else 0.0
         return Credit(
             **table.model_dump(exclude={"scale", "rate_eps"}),

@@ -217,15 +217,17 @@ class Sampler:
         position = self._position if sampling.refill else step * number
         mini_batches, threshold, group = config.train.mini_batches, config.reward.threshold, distributed.model_group()
         at = RankCoordinates(distributed.dp_rank(), distributed.dp_size(), group.rank(), group.size())
+        seed = requests.sampling_seed(config.run.seed, requests.KEEP, step, 0, 0) if sampling.keep == "random" else None
         if self._allocator is not None:
             allotted = self._allocator.allot(step, self._step_prompts(step))
-            return _AssignedStep(step, position, PromptAssignment(allotted, number, mini_batches, at))
+            if isinstance(self._allocator, Gvm):  # counted now, for checkpoints hold its estimates from now on
+                self._spent = self._spent + self._allocator.spent[:2]
+            return _AssignedStep(step, position, PromptAssignment(allotted, number, mini_batches, at, seed=seed))
         rule = sampling.rule_of(config.rollout.group_size, threshold)
         if sampling.fixed:
             assert isinstance(rule, Uniform)
             return _AssignedStep(step, position, SequenceAssignment(rule, number, mini_batches, at))
         refill = Refill(config.prompts_per_step_at_most, sampling.spare) if sampling.refill else None
-        seed = requests.sampling_seed(config.run.seed, requests.KEEP, step, 0, 0) if sampling.keep == "random" else None
         assignment = PromptAssignment(rule, number, mini_batches, at, refill=refill, seed=seed)
         return _AssignedStep(step, position, assignment)
 
@@ -291,7 +293,6 @@ class Sampler:
 
     def _count_cost(self, step: int, table: SampleTable) -> dict[str, Stat]:
         """Return what the run has cost up to this step; equal on all ranks."""
-        first_stage = self._allocator.spent[:2] if isinstance(self._allocator, Gvm) else np.zeros(2)
-        self._spent = self._spent + first_stage + [len(table.rows), table.column("tokens").sum()]
+        self._spent = self._spent + np.array([len(table.rows), table.column("tokens").sum()])
         costs = torch.tensor([*self._spent, (step + 1) * self.config.train.mini_batches], dtype=torch.float64)
         return {f"cost/{name}": Stat.mean(costs[i]) for i, name in enumerate(("samples", "tokens", "updates"))}
