@@ -16,6 +16,7 @@ from megarl.config.file import load
 from megarl.data.files import write_atomically
 from megarl.data.tiny import Family, write_sort_task, write_tiny_model
 from megarl.errors import MegarlError, RolloutError
+from megarl.models.shapes import read_shape
 from megarl.report.report import write_report
 from megarl.run.metrics_log import read_metrics
 
@@ -53,9 +54,11 @@ def quickstart(out: Path, family: Family = "qwen3_moe") -> None:
         raise MegarlError(
             f"{out} holds a finished quickstart; look at {run / 'report' / 'index.html'}, or remove {out}"
         )
+    untrained = out / "model-untrained"
+    if (untrained / "config.json").exists() and (found := read_shape(untrained).family) != family:
+        raise MegarlError(f"{out} holds a model of the family {found}: add --family {found}, or choose another --out")
     write_atomically(path, text.encode())
     config = load(path)
-    untrained = out / "model-untrained"
     if not (untrained / "config.json").exists():
         _say(f"making a tiny {family} model and 4096 sorting problems")
         write_tiny_model(untrained, seed=config.run.seed, family=family)

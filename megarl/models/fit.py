@@ -9,15 +9,25 @@ from megarl.models.shapes import ModelShape, read_shape
 
 
 def check_fit(config: Config, shape: ModelShape) -> None:
-    """ConfigError, naming the key, for a setting that needs what the model does not have: experts, keys and values."""
+    """ConfigError, naming the key, for a setting that needs what is not there: experts, routes, keys and values."""
     if config.rollout.fp8_kv_cache and shape.fields.get("multi_latent_attention"):
         raise ConfigError(
             f"rollout.fp8_kv_cache: found true with the {shape.family} model in model.path: FP8 engines keep its "
             "latents, the local engine keeps keys and values; set it to false"
         )
+    train = config.train
     if shape.moe_layers:
+        wishes = {
+            "train.max_native_flip": isinstance(train.max_native_flip, float),
+            "log.traces_every": config.log.traces_every,
+        }
+        for key in (key for key, is_set in wishes.items() if is_set and not _can_compare(config, shape)):
+            raise ConfigError(
+                f"{key}: found without routes to compare or write: the engine returns none, or a setting in [megatron] "
+                "hides the routers (see `megarl doctor`); remove it"
+            )
         return
-    why, train = f"the {shape.family} model in model.path is dense", config.train
+    why = f"the {shape.family} model in model.path is dense"
     if train.replay != "none":
         raise ConfigError(
             f'train.replay: found "{train.replay}", expected "none": {why}, and there are no routes to replay'
@@ -37,8 +47,11 @@ def check_fit(config: Config, shape: ModelShape) -> None:
 
 def watches_routes(config: Config, shape: ModelShape) -> bool:
     """Whether training compares its routers with the engine's routes: the tripwire of native flip."""
-    can_compare = shape.moe_layers and config.rollout.engine_kind.routes and not replay_blockers(config.megatron)
-    return bool(can_compare) and config.train.max_native_flip != "off"
+    return _can_compare(config, shape) and config.train.max_native_flip != "off"
+
+
+def _can_compare(config: Config, shape: ModelShape) -> bool:
+    return bool(shape.moe_layers) and config.rollout.engine_kind.routes and not replay_blockers(config.megatron)
 
 
 def wants_routes(config: Config, shape: ModelShape, done: int | None = None) -> bool:

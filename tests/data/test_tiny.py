@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.data.tiny import CHARACTERS, EOS_ID, PAD_ID, write_sort_task, write_tiny_model
-from megarl.errors import DataError
+from megarl.errors import DataError, MegarlError
+from megarl.quickstart import quickstart
 
 
 @pytest.fixture(scope="module")
@@ -136,3 +137,10 @@ def test_sort_task_refuses_what_it_cannot_do(tmp_path: Path, bad: dict[str, floa
 def test_every_usable_prompt_can_be_drawn(tmp_path: Path) -> None:
     write_sort_task(tmp_path, num_train=80, num_heldout=10, num_demonstrations=0, digits=2)
     assert len({row["prompt"] for row in read(tmp_path / "train.jsonl") + read(tmp_path / "heldout.jsonl")}) == 90
+
+
+def test_a_folder_of_another_family_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "model-untrained", family="qwen3", hidden_size=32)
+    with pytest.raises(MegarlError, match="family qwen3: add --family qwen3"):
+        quickstart(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["model-untrained"]

@@ -17,6 +17,7 @@ from megarl.plan.trainer_memory import RankMemory
 SGLANG = {"rollout__engine": "sglang"}
 FP8 = {**SGLANG, "sglang__fp8": True}
 DENSE = {"train__replay": "none"}
+HIDDEN = {**DENSE, "megatron__moe_router_force_load_balancing": True}
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,8 @@ DENSE = {"train__replay": "none"}
             "train.max_native_flip: found 0.3: .* no routers to watch",
         ),
         ("llama", 1, {**DENSE, "log__traces_every": 2}, "log.traces_every: found 2, expected 0"),
+        ("mixtral", 1, {**HIDDEN, "train__max_native_flip": 0.3}, "train.max_native_flip: found without routes"),
+        ("mixtral", 1, {**HIDDEN, "log__traces_every": 2}, "log.traces_every: found without routes"),
         (
             "deepseek_v3",
             1,

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from rollout_oracle import make_requests
@@ -198,6 +200,22 @@ def test_an_update_that_is_confirmed_and_not_made_is_an_error(
     with pytest.raises(WeightSyncError, match="confirmed the update to weights 5 and did not make it"):
         fleet.update(weights.items(), 5, WeightForm(torch.float32))
     fleet.close()
+
+
+def test_an_update_that_was_not_made_is_found_again_when_it_is_sent_again():
+    """As a keeper does, whose server has refused nothing."""
+    says = [-1.0, -2.0]
+    member = sglang_member.Member("server", None, 1, None, False, print)
+    member.sender = SimpleNamespace(score=lambda _: np.array(says))  # type: ignore[assignment]
+    first, second = (sglang_member.Update(number, [], sums=(number, number)) for number in (1, 2))
+    member.settle(first, [])
+    for _ in range(2):
+        with pytest.raises(WeightSyncError, match="confirmed the update to weights 2 and did not make it"):
+            member.settle(second, [])
+        assert member.holds is first
+    says[0] = -1.5
+    member.settle(second, [])
+    assert member.holds is second
 
 
 @pytest.mark.sglang

@@ -81,13 +81,13 @@ class Member:
     def settle(self, update: Update, prompt: Sequence[int]) -> None:
         """Note that the server has an update, and what it says of its weights; WeightSyncError if it made none."""
         assert self.sender is not None
-        before, self.proof = self.proof, Proof(self.sender, prompt, update.checksums, update.sums)
-        if before is not None and self.proof.is_unmade(before):
+        proof = Proof(self.sender, prompt, update.checksums, update.sums)
+        if self.proof is not None and proof.is_unmade(self.proof):  # which stays, for the next attempt
             raise WeightSyncError(
                 f"{self.url} confirmed the update to weights {update.version} and did not make it: most tensors are "
                 "others, but its log-probabilities of a fixed prompt are the same to the last bit. Look at its log"
             )
-        self.holds = update
+        self.proof, self.holds = proof, update
         if self.away_since is not None:
             self.tell(
                 f"{self.url} is back with weights {update.version} after {time.monotonic() - self.away_since:.1f} s"
