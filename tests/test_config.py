@@ -206,6 +206,7 @@ def test_off_stands_for_none_in_objective_overrides():
             {"eval__every": 3, "eval__sets": {"a": "a.jsonl"}, "checkpoint__keep_best": "b"},
             ['checkpoint.keep_best: found "b" with eval.every = 3', "pooled or a"],
         ),
+        ({"eval__sets": {"pooled": "a.jsonl"}}, ["eval.sets: found the name pooled"]),
         ({"checkpoint__keep_best": "pooled"}, ['checkpoint.keep_best: found "pooled" with eval.every = 0']),
         (
             {"checkpoint__every": 2, "checkpoint__keep_every": 3},

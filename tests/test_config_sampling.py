@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.config import Config
 from megarl.config import file as config_file
+from megarl.config.tables.sampling import SamplingConfig
 from megarl.core.choices.credit import Credit
 from megarl.core.choices.stopping import Sequential, Uniform
 from megarl.errors import ConfigError
@@ -286,6 +287,9 @@ class TestDefaults:
     def test_kinds(self, changes: dict[str, Any], fixed: bool, allotted: bool, credit: bool) -> None:
         sampling = parsed(**changes).sampling
         assert (sampling.fixed, sampling.allotted, sampling.uses_credit) == (fixed, allotted, credit)
+
+    def test_a_rule_of_ones_own_has_the_objectives_advantages_whatever_its_name(self) -> None:
+        assert not SamplingConfig.model_construct(rule="ada_mine:rule").uses_credit
 
     @pytest.mark.parametrize(
         ("changes", "record"),

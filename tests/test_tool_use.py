@@ -67,6 +67,16 @@ def test_ranks_that_do_not_fit_are_refused_before_a_file_is_written(
         config_file.load(path).check_world_size(ranks)
 
 
+def test_steps_that_no_run_has_are_refused_too(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tool_use.py", str(tmp_path / "out"), "--steps", "0"])
+    with pytest.raises(SystemExit) as ended:
+        tool.main()
+    assert ended.value.code == 2
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("call", "output"), [("12*3", "36"), ("12*", "?"), ("", "?"), ("1/0", "?"), ("a", "?"), ("9**9**9", "?")]
 )

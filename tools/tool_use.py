@@ -104,7 +104,8 @@ def main() -> None:
     text = CONFIG.replace("{out}", str(out)).replace("{ep}", str(2 if options.ranks % 2 == 0 else 1))
     for objective in options.objectives:
         try:
-            parse(tomllib.loads(text), {"train.objective": objective}).check_world_size(options.ranks)
+            overrides = {"train.objective": objective, "run.steps": options.steps}
+            parse(tomllib.loads(text), overrides).check_world_size(options.ranks)
         except ConfigError as error:
             parser.error(str(error))
     out.mkdir(parents=True, exist_ok=True)

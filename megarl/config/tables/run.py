@@ -39,6 +39,12 @@ class EvalConfig(Table):
     sets: dict[str, str] = {}
     """Benchmarks besides data.heldout, name = source: as NAME=SOURCE of `megarl eval --data`."""
 
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        if taken := {"heldout", "pooled"} & {*self.sets}:
+            raise ValueError(f"sets: found the name {taken.pop()}, which means something else; choose another name")
+        return self
+
 
 class CheckpointConfig(Table):
     """[checkpoint]: what a killed run continues from."""

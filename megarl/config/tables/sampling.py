@@ -76,7 +76,7 @@ class SamplingConfig(Table):
     @property
     def uses_credit(self) -> bool:
         """Whether advantages are those of [credit]: ``advantages`` with its default resolved."""
-        chosen_by_reward = self.rule.startswith("ada_") or self.rule == "tiers" or self.train_size is not None
+        chosen_by_reward = self.rule in (*_SEQUENTIAL, "ada_est") or self.train_size is not None
         return self.advantages == "credit" or (self.advantages is None and chosen_by_reward)
 
     def rule_of(self, group_size: int, threshold: float = POSITIVE) -> SamplingRule:
