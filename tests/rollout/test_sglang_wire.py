@@ -255,6 +255,7 @@ def test_shapes_of_model_families(config: Any, expected: tuple[tuple[int, ...], 
     assert found.num_layers == config.num_hidden_layers
 
 
-def test_a_dense_model_has_no_shape() -> None:
-    with pytest.raises(ConfigError, match="'llama' has no experts"):
-        MoeShape.of({"model_type": "llama", "num_hidden_layers": 2})
+def test_a_dense_family_has_no_moe_layers_and_an_unknown_one_no_shape() -> None:
+    assert MoeShape.of({"model_type": "llama", "num_hidden_layers": 2}) == MoeShape(2, (), 0, 0)
+    with pytest.raises(ConfigError, match="'gpt2' has no experts"):
+        MoeShape.of({"model_type": "gpt2", "num_hidden_layers": 2})
