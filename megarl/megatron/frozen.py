@@ -48,7 +48,7 @@ class Reference:
                 f"model.reference: {path} holds no config.json; expected a Hugging Face checkpoint folder"
             )
         found = read_shape(path)
-        for name in ("fields", "vocab_size", "rotary_base", "tied_embeddings"):
+        for name in ("fields", "vocab_size", "rotary_base", "rope_factor", "tied_embeddings"):
             if getattr(found, name) != getattr(policy.shape, name):
                 raise ConfigError(
                     f"model.reference: {path} has {name} {getattr(found, name)}, the policy "

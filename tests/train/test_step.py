@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -478,8 +480,14 @@ def test_without_a_kl_there_is_no_reference_and_without_a_path_it_is_the_policys
 
 def test_a_reference_of_another_shape_or_place_is_refused(world: World, tmp_path: Path) -> None:
     other = write_tiny_model(tmp_path / "other", hidden_size=32, num_layers=2, num_experts=8, expert_width=16)
+    scaled = shutil.copytree(world.model, tmp_path / "scaled")
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    table = json.loads((scaled / "config.json").read_text())
+    table["rope_scaling"] = {**rope, "original_max_position_embeddings": 8192}
+    (scaled / "config.json").write_text(json.dumps(table))
     for folder, message in (
         (other, "model.reference: .*fields"),
+        (scaled, "model.reference: .*rope_factor 8"),
         (tmp_path / "none", "model.reference: .*config.json"),
     ):
         settings = world.settings(model__reference=str(folder), **ROWS["minirl k3"])
