@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.config import Config
+from megarl.core.choices.stopping import POSITIVE
 from megarl.data.records import UnavailableError
 from megarl.errors import ConfigError, DataError
 
@@ -44,6 +45,8 @@ class Benchmark:
     template: str | None = BOXED
     """Text around a plain-text problem, with ``{prompt}`` in its place; None: the problem alone."""
     reward: str = "math_verify"
+    threshold: float = POSITIVE
+    """A response is correct if its reward is above this."""
 
 
 BENCHMARKS = {
@@ -130,7 +133,8 @@ def _read_word(word: str, config: Config) -> Benchmark:
 def _from_config(name: str, source: str, config: Config) -> Benchmark:
     data = config.data
     split = None if source.endswith(_FILES) else data.split
-    return Benchmark(name, source, split, data.prompt_field, data.answer_field, None, config.reward.function)
+    judged = config.reward.function, config.reward.threshold
+    return Benchmark(name, source, split, data.prompt_field, data.answer_field, None, *judged)
 
 
 def _derive_name(source: str) -> str:

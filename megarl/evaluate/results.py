@@ -107,7 +107,7 @@ def write_benchmark(
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
     write_jsonl(folder / "responses.jsonl", responses)
-    samples = _to_samples(responses, len(prompts), request)
+    samples = _to_samples(responses, len(prompts), request, name)
     rows = (
         {"prompt": p.index, "source": p.source, "answer": p.answer, **row, "text": p.text}
         for p, row in zip(prompts, score_prompts(samples), strict=True)
@@ -122,7 +122,7 @@ def read_samples(out: Path, request: EvalRequest, name: str, num_prompts: int) -
     try:
         # Not splitlines: it also splits at separators that a response may contain.
         responses = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-        return _to_samples(responses, num_prompts, request)
+        return _to_samples(responses, num_prompts, request, name)
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise DataError(f"{path}: {type(error).__name__}: {error}; remove {path.parent} to sample it again") from error
 
@@ -155,7 +155,7 @@ def write_summary(out: Path, request: EvalRequest, shared: Json) -> None:
     write_atomically(out / "eval.json", _json(summary))
 
 
-def _to_samples(responses: Sequence[Json], num_prompts: int, request: EvalRequest) -> Samples:
+def _to_samples(responses: Sequence[Json], num_prompts: int, request: EvalRequest, name: str) -> Samples:
     """Return the responses as [P, S] arrays. Raises ValueError unless they are complete and in order."""
     shape = (num_prompts, request.samples)
     if [(line["prompt"], line["sample"]) for line in responses] != list(np.ndindex(shape)):
@@ -164,9 +164,8 @@ def _to_samples(responses: Sequence[Json], num_prompts: int, request: EvalReques
     rewards = np.array([np.nan if line["reward"] is None else line["reward"] for line in responses], dtype=np.float64)
     lengths = np.array([line["length"] for line in responses], dtype=np.int64)
     truncated = np.array([line["finish_reason"] == "length" for line in responses], dtype=bool)
-    return Samples(
-        rewards.reshape(shape), lengths.reshape(shape), truncated.reshape(shape), request.config.reward.threshold
-    )
+    (threshold,) = (benchmark.threshold for benchmark in request.benchmarks if benchmark.name == name)
+    return Samples(rewards.reshape(shape), lengths.reshape(shape), truncated.reshape(shape), threshold)
 
 
 def _read_json(path: Path) -> Json:

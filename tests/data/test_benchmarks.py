@@ -87,6 +87,12 @@ def test_short_names_stand_for_hub_data_sets() -> None:
     assert all(b.template == BOXED and "\\boxed" in BOXED for b in found)
 
 
+def test_the_threshold_of_a_reward_model_is_not_that_of_right_and_wrong() -> None:
+    settings = config()
+    of = settings.model_copy(update={"reward": settings.reward.model_copy(update={"threshold": 5.0})})
+    assert [b.threshold for b in choose(["aime24", "aime25=a.jsonl", "own=b.jsonl"], of)] == [0.7, 0.7, 5.0]
+
+
 def test_everything_else_is_read_and_judged_as_the_configuration_says(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     data = {"prompt_field": "question", "answer_field": "gold", "split": "test", "heldout": "held/out.jsonl"}

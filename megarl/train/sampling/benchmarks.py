@@ -25,6 +25,8 @@ class RunBenchmark:
     prompts: list[Prompt]
     player: Player
     """Plays and judges its responses."""
+    threshold: float
+    """A response is correct if its reward is above this."""
 
 
 def load_benchmarks(config: Config, tokenizer: PreTrainedTokenizerBase, player: Player) -> dict[str, RunBenchmark]:
@@ -38,7 +40,7 @@ def load_benchmarks(config: Config, tokenizer: PreTrainedTokenizerBase, player: 
         if benchmark.reward not in players:
             judge = Judge(benchmark.reward, **config.judge_options)
             players[benchmark.reward] = make_player(config, tokenizer, judge)
-        found[benchmark.name] = RunBenchmark(prompts, players[benchmark.reward])
+        found[benchmark.name] = RunBenchmark(prompts, players[benchmark.reward], benchmark.threshold)
     return found
 
 

@@ -200,7 +200,7 @@ class Sampler:
         There are ``eval.samples`` responses per prompt. Their seeds do not depend on the step, so that a change of the
         metrics comes from the weights. An average weighs benchmarks by their prompts.
         """
-        per_prompt, threshold = self.config.eval.samples, self.config.reward.threshold
+        per_prompt = self.config.eval.samples
         params = requests.eval_params(self.config, self._stop_tokens)
         found: dict[str, dict[str, float]] = {}
         for name, benchmark in self.benchmarks.items():
@@ -208,7 +208,7 @@ class Sampler:
             mine = FixedSamples([divmod(key, per_prompt) for key in keys])
             where = benchmark.prompts, requests.EVALUATE, requests.benchmark_number(name), benchmark.player
             table = SampleTable.gather(self._draw(partial(self._make_draw, mine, *where), params, on_finish))
-            found[name] = score(name, table, threshold)
+            found[name] = score(name, table, benchmark.threshold)
         return pool(found, [len(benchmark.prompts) for benchmark in self.benchmarks.values()])
 
     def _assign(self, step: int) -> _AssignedStep:
