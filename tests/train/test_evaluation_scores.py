@@ -15,6 +15,7 @@ from rich.console import Console
 from megarl.config import Config
 from megarl.config.tables.data import RewardConfig
 from megarl.core.sampling.pass_at_k import fixed_prompts_interval, mean_interval, wilson_interval
+from megarl.data.benchmarks import Benchmark
 from megarl.data.prompts import Prompt
 from megarl.errors import ConfigError, DataError
 from megarl.evaluate import results
@@ -119,12 +120,14 @@ def line(prompt: int, sample: int, text: str = "x", reward: float | None = 1.0) 
 def test_responses_read_back_whatever_they_hold(tmp_path: Path) -> None:
     prompts = [Prompt(0, np.array([1], np.int32), "q\u2028", "a", "here:1")]
     lines = [line(0, 0, "a\u2028b\x85c\n\x0bd\x1ce"), line(0, 1, "", None)]
-    request = EvalRequest(Config.model_construct(reward=RewardConfig(threshold=0.7)), (), samples=2, ks=(1,))
+    benchmark = Benchmark("b", "here.jsonl", threshold=0.4)
+    request = EvalRequest(Config.model_construct(reward=RewardConfig(threshold=0.7)), (benchmark,), samples=2, ks=(1,))
     written = results.write_benchmark(tmp_path, request, "b", prompts, lines)
     read = results.read_samples(tmp_path, request, "b", 1)
     for name in ("rewards", "lengths", "truncated"):
         np.testing.assert_array_equal(getattr(read, name), getattr(written, name))
     assert np.isnan(read.rewards[0, 1])
+    assert read.threshold == written.threshold == 0.4
     path = tmp_path / "b" / "responses.jsonl"
     assert json.loads(path.read_text().split("\n")[0])["response"] == lines[0]["response"]
     assert [p.name for p in sorted((tmp_path / "b").iterdir())] == ["prompts.jsonl", "responses.jsonl"]
