@@ -206,10 +206,10 @@ def test_the_pass_without_the_dropped_ones_finds_the_expert_biases_of_the_first_
         bias, run = torch.zeros(2), step._backward
         step.policy.chunks[0].register_buffer("expert_bias", bias)
 
-        def moves_the_bias(*arguments: Any) -> Any:
+        def moves_the_bias(*arguments: Any, **named: Any) -> Any:
             found.append(bias.tolist())
             bias.add_(1.0)  # as Megatron does at the end of each backward pass
-            return run(*arguments)
+            return run(*arguments, **named)
 
         monkeypatch.setattr(step, "_backward", moves_the_bias)
         take_step(step, rollouts)
