@@ -22,6 +22,7 @@ from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_se
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import ConfigError, MegarlError, RolloutError, WeightSyncError
 from megarl.rollout.engine import SamplingParams
+from megarl.rollout.sglang import member as sglang_member
 from megarl.rollout.sglang.client import ClientSettings
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet
@@ -142,10 +143,11 @@ def test_a_dropped_sync_is_seen(
     engine.update_weights(weights[1].items(), 1)
     with monkeypatch.context() as patch:
         patch.setattr(WeightSender, way, lambda self, what: None)
-        engine.update_weights(weights[2].items(), 2)
-    rollouts = engine.generate(make_requests(4), PARAMS)
-    assert logprob_gap(rollouts, oracle_of(hostile_model, weights[2])) > 0.1
-    assert logprob_gap(rollouts, oracle_of(hostile_model, weights[1])) < CLOSE
+        patch.setattr(sglang_member, "DEATH_WAIT_S", 0.5)
+        with pytest.raises(WeightSyncError, match="confirmed the update to weights 2 and did not make it"):
+            engine.update_weights(weights[2].items(), 2)
+    engine.update_weights(weights[2].items(), 3)
+    assert logprob_gap(engine.generate(make_requests(4), PARAMS), oracle_of(hostile_model, weights[2])) < CLOSE
 
 
 @pytest.mark.parametrize("fault", ["lacks one", "unknown", "shape"])

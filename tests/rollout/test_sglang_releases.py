@@ -27,6 +27,7 @@ from megarl.core.types import SampleRequest
 from megarl.errors import ConfigError, RolloutError, WeightSyncError
 from megarl.models.shapes import MoeShape
 from megarl.rollout.engine import SamplingParams
+from megarl.rollout.sglang import member as sglang_member
 from megarl.rollout.sglang.answers import parse_answer
 from megarl.rollout.sglang.client import ClientSettings
 from megarl.rollout.sglang.engine import SGLangEngine
@@ -150,10 +151,11 @@ def test_a_dropped_sync_is_seen(
     served.engine.update_weights(weights[1].items(), 1)
     with monkeypatch.context() as patch:
         patch.setattr(WeightSender, "send", lambda self, bucket: None)
-        served.engine.update_weights(weights[2].items(), 2)
-    rollouts = served.engine.generate(make_requests(4), PARAMS)
-    assert logprob_gap(rollouts, oracle_of(sglang_model, weights[2])) > 0.1
-    assert logprob_gap(rollouts, oracle_of(sglang_model, weights[1])) < CLOSE
+        patch.setattr(sglang_member, "DEATH_WAIT_S", 0.5)
+        with pytest.raises(WeightSyncError, match="confirmed the update to weights 2 and did not make it"):
+            served.engine.update_weights(weights[2].items(), 2)
+    served.engine.update_weights(weights[2].items(), 3)
+    assert logprob_gap(served.engine.generate(make_requests(4), PARAMS), oracle_of(sglang_model, weights[2])) < CLOSE
 
 
 def test_weights_of_another_version_are_refused(
