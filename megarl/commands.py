@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 from tyro.conf import Positional
 
-from megarl.config import Config
+from megarl.config import Config, process_environment
 from megarl.config import file as config_file
 from megarl.errors import ConfigError, printable
 
@@ -41,9 +41,10 @@ class OnConfiguration:
         return config_file.load(self.config, overrides, trust=self.trust)
 
     def load_for_ranks(self, overrides: Overrides) -> Config:
-        """The configuration, checked for the ranks that torchrun has started."""
+        """The configuration, checked for the ranks that torchrun has started, with their environment variables set."""
         config = self.load(overrides)
         config.check_world_size(_world_size())
+        process_environment.apply(config)
         return config
 
 
@@ -67,7 +68,9 @@ class Launch(OnConfiguration):
 
         words = [word for key, value in overrides.items() for word in (f"--{key}", config_file.as_flag(value))]
         trust = ["--trust"] if self.trust else []
-        return launch(self.load(overrides), ["train", *trust, *words, str(self.config)])
+        config = self.load(overrides)
+        process_environment.process_environment(config, os.environ)  # contradictions are found before a rank starts
+        return launch(config, ["train", *trust, *words, str(self.config)])
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,7 @@ class Eval(OnConfiguration):
             out=self.out,
         )
         request.layout(_world_size())
+        process_environment.apply(request.config)
         from megarl.evaluate.evaluation import evaluate
 
         evaluate(request, _world_size())

@@ -5,6 +5,7 @@ import importlib.util
 import math
 import os
 import platform
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -16,9 +17,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megarl.config import Config, SGLangConfig, megatron_fields
+from megarl.config import Config, SGLangConfig, gpu_defaults, megatron_fields
 from megarl.config import file as config_file
-from megarl.config.megatron_fields import REPLAY_BLOCKERS
+from megarl.core.megatron_facts import REPLAY_BLOCKERS
 from megarl.errors import ConfigError, MegarlError, printable
 from megarl.models.fit import check_fit, wants_routes
 from megarl.models.shapes import ModelShape, read_shape
@@ -46,8 +47,7 @@ _PACKAGES = (
     ("pebble", True, "rewards in worker processes"),
     ("psutil", True, "Megatron checkpoints (saving hangs without it)"),
     ("tensorboard", True, "TensorBoard event files"),
-    ("transformer-engine", False, "fused attention and norms, FP8, the fast layer spec: pip install 'megarl[gpu]'"),
-    ("apex", False, "fused gradient accumulation: build from source, github.com/NVIDIA/apex"),
+    ("apex", False, "fused Adam without Transformer Engine: build from source, github.com/NVIDIA/apex"),
     ("grouped_gemm", False, "Megatron's legacy grouped expert GEMM: pip install grouped_gemm"),
     ("wandb", False, "log.wandb_project: pip install wandb"),
 )
@@ -60,6 +60,7 @@ def findings() -> list[Finding]:
         _torch(),
         *_megatron(),
         *(Finding(name, _version(name), required, note) for name, required, note in _PACKAGES),
+        _transformer_engine(),
         _sglang(Path(SGLangConfig().python)),
         _bubblewrap(),
     ]
@@ -100,11 +101,31 @@ def _megatron() -> list[Finding]:
     note = 'routing replay: train.replay = "r2" and "r3"'
     if not has_hook:
         note = "this Megatron-Core cannot replay routes: run `python tools/patch.py apply`"
-    trainer = "the trainer; tested with 0.16.1, and with 0.12.3 to 0.16.0"
-    return [
+    trainer = "the trainer; tested with 0.16.1, and with 0.12.3 to 0.19.2"
+    found = [
         Finding("megatron-core", _version("megatron-core") or f"source at {root}", True, trainer),
         Finding("replay hook", "present" if has_hook else None, True, note),
     ]
+    if (moe / "paged_stash.py").is_file():
+        triton = "present" if importlib.util.find_spec("triton") else None
+        found.append(Finding("triton", triton, True, "Megatron imports it from 0.18 on undeclared: pip install triton"))
+    return found
+
+
+def _transformer_engine() -> Finding:
+    """Import it: one that was built for another torch is installed, but cannot be used."""
+    note = "fused attention and norms, FP8, grouped experts on GPUs: pip install 'megarl[gpu]'"
+    found = _version("transformer-engine")
+    if found is not None:
+        try:
+            importlib.import_module("transformer_engine.pytorch")
+        except Exception as error:  # of any kind, as for torch
+            reason = " ".join(str(error).split()) or type(error).__name__
+            unusable = f"found {found}, which cannot be imported ({reason}): GPUs train with the slower local layers"
+            return Finding("transformer-engine", None, False, f"{unusable}; {note}")
+        if not re.match(r"2\.(9|10|11)\b", found):
+            note = f"megatron-core 0.16.1 supports 2.9 to 2.11: {note}"
+    return Finding("transformer-engine", found, False, note)
 
 
 def _sglang(python: Path) -> Finding:
@@ -161,6 +182,8 @@ def doctor(
     config = config_file.load(path, overrides, trust=trust)
     shape = read_shape(config.model.path) if (Path(config.model.path) / "config.json").is_file() else None
     _print_config(console, config, shape)
+    has_te = any(each.name == "transformer-engine" and each.found for each in results)
+    _print_switches(console, config, has_te and not (shape is not None and shape.norm_over_heads))
     if shape is not None:
         check_fit(config, shape)
     usable = not config.rollout.engine_kind.server or _print_servers(console, config)
@@ -241,6 +264,8 @@ def _print_config(console: Console, config: Config, shape: ModelShape | None) ->
         f"{config.train.mini_batches} mini-batches, {layout.sequences_per_rank} sequences per rank and mini-batch",
         "engine": f"{config.rollout.engine}; can: {able}",
     }
+    if config.rollout.engine_kind.server:
+        rows["weights to servers"] = f'sglang.sync = "{config.weight_sync}"'
     if not config.sampling.fixed:
         refill = f", refilled from up to {config.prompts_per_step_at_most} prompts" if config.sampling.refill else ""
         credited = "from all that is drawn" if config.sampling.uses_credit else "the objective's"
@@ -254,6 +279,8 @@ def _print_config(console: Console, config: Config, shape: ModelShape | None) ->
         experts = f"top-{shape.topk} of {shape.num_experts} experts" if shape.moe_layers else "dense"
         asked = "asked for" if wants_routes(config, shape) else "not asked for"
         rows["model"] = f"{shape.family}, {experts}; routes are {asked}"
+        if shape.norm_over_heads:
+            rows["layers"] = "Megatron's local ones: Transformer Engine has no norm over all heads"
     if config.train.resolved_objective.needs_ref_logprobs:
         rows["reference policy"] = config.reference_path
     rows["run folder"] = str(config.run_dir)
@@ -261,3 +288,9 @@ def _print_config(console: Console, config: Config, shape: ModelShape | None) ->
     _print_table(console, title, ["name", "resolved"], [[name, escape(value)] for name, value in rows.items()])
     for warning in config.warnings:
         console.print(printable(f"warning: {warning}"), style="yellow", markup=False)
+
+
+def _print_switches(console: Console, config: Config, has_te: bool) -> None:
+    found = gpu_defaults.switches(config, on_gpu=True, has_te=has_te)
+    rows = [[each.field, "[green]on[/]" if each.on else "[yellow]off[/]", escape(each.reason)] for each in found]
+    _print_table(console, "Keys of [megatron] for speed", ["key", "on GPUs", "because"], rows)

@@ -4,10 +4,10 @@ A table checks its own keys. A message names the key, what was found, what was e
 """
 
 from megarl.config import megatron_fields
-from megarl.config.megatron_fields import replay_blockers
 from megarl.config.tables import EstimateConfig, GvmConfig, Tables
 from megarl.core.choices.family import family_warning
 from megarl.core.choices.parts import TOKEN_ADVANTAGES
+from megarl.core.megatron_facts import replay_blockers
 from megarl.errors import ConfigError
 
 
@@ -146,10 +146,10 @@ def _check_megatron(tables: Tables) -> None:
                 f"megatron.{key}: found {settings[key]!r}, expected 0: the old-log-prob pass and the update must "
                 "compute the same"
             )
-    if settings.get("overlap_param_gather"):
+    if settings.get("overlap_param_gather") and not tables.parallel.distributed_optimizer:
         raise ConfigError(
-            "megatron.overlap_param_gather: found true, expected false: weights would be sent to the engine before "
-            "they are gathered"
+            "megatron.overlap_param_gather: found true with parallel.distributed_optimizer = false, which has no "
+            "weights to gather; remove it, or set parallel.distributed_optimizer = true"
         )
 
 
@@ -190,6 +190,17 @@ def _check_engine(tables: Tables) -> None:
         raise ConfigError(
             f'launch.layout: found "{launch.layout}" with rollout.engine = "{rollout.engine}", which has no servers; '
             'set rollout.engine = "sglang", or layout = "colocated"'
+        )
+    if sglang.sync == "ipc" and (sglang.urls or launch.apart):
+        where = f"sglang.urls = {sglang.urls}" if sglang.urls else f'launch.layout = "{launch.layout}"'
+        raise ConfigError(
+            f'sglang.sync: found "ipc" with {where}, expected servers that megarl starts beside the trainer, as '
+            'they open its memory; set sglang.sync = "distributed"'
+        )
+    if sglang.sync == "distributed" and tables.servers_share_gpus and 0 in sglang.gpus:
+        raise ConfigError(
+            'sglang.sync: found "distributed" with servers on the trainer\'s GPUs, expected "ipc", as NCCL refuses two '
+            'ranks on one GPU; set sglang.sync = "auto"'
         )
     if sglang.release_memory and (not served or rollout.one_step_off or launch.apart):
         raise ConfigError(

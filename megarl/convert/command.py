@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import resource
 import time
 from dataclasses import replace
@@ -20,6 +19,7 @@ from megarl.errors import CheckpointError, ConfigError, printable
 from megarl.megatron.attention import PackedSequences
 from megarl.megatron.checkpoints.checkpoint import read_weights
 from megarl.megatron.model import build_model, transformer_config
+from megarl.megatron.te import HAVE_TE
 from megarl.models.shapes import ModelShape
 
 DTYPES = {"keep": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -30,7 +30,7 @@ TOLERANCE = 1e-5
 
 
 def installed_layers() -> Layers:
-    return "te" if importlib.util.find_spec("transformer_engine") else "local"
+    return "te" if HAVE_TE else "local"
 
 
 def convert(source: Path, out: Path, model: Path | None, options: Options, verify: Verify) -> None:

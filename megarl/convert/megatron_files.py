@@ -67,7 +67,7 @@ class Keys:
     @staticmethod
     def of_megatron(shape: ModelShape, layers: Layers, stacked: bool = False) -> Keys:
         """The keys that Megatron asks for: it stacks layers unless ``moe_layer_freq`` is a list, as in a MoE model."""
-        return Keys(layers, stacked or not shape.moe_layers)
+        return Keys("local" if shape.norm_over_heads else layers, stacked or not shape.moe_layers)
 
     def places(self, piece: Piece, shape: ModelShape) -> list[Place]:
         """One, or with ``single_experts`` the two halves of a gated matrix."""

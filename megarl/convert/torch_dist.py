@@ -119,6 +119,10 @@ def write_metadata(
     (folder / "metadata.json").write_text(json.dumps(about))
 
 
+_COMMON = "common_state/shard_0_1"
+"""Megatron's key of the object that holds the common state."""
+
+
 def _part_of(target: torch.Tensor, item: ReadItem) -> torch.Tensor:
     bounds = zip(item.dest_offsets, item.lengths, strict=True)
     return target[tuple(slice(offset, offset + length) for offset, length in bounds)]
@@ -170,12 +174,16 @@ class TorchDistReader:
                 raise CheckpointError(f"{file} has {size} bytes, expected at least {end}: it is truncated")
 
     def common(self) -> dict[str, Any]:
-        """The state that Megatron keeps beside the tensors (``common.pt``); empty if the file is missing."""
-        file = self.path / "common.pt"
-        if not file.is_file():
-            return {}
-        with _explain_damage(file):
-            found = load_plain(file)
+        """The state that Megatron keeps in ``common.pt``, or from 0.19 on among the tensors; {} if there is none."""
+        file, place = self.path / "common.pt", self._metadata.storage_data.get(MetadataIndex(_COMMON))
+        found: Any = None
+        with _explain_damage(file if file.is_file() else f"{self.path}: its common state"):
+            if file.is_file():
+                found = load_plain(file)
+            elif place is not None:
+                with (self.path / place.relative_path).open("rb") as data:
+                    data.seek(place.offset)
+                    found = load_plain(io.BytesIO(data.read(place.length)))[0]
         return found if isinstance(found, dict) else {}
 
     def read(self, place: Place) -> torch.Tensor:

@@ -21,5 +21,6 @@ Modules:
     diagnostics    entropy, KL, effective sample size, extreme tokens
     turns          several turns of a conversation as one sequence
     rollout_codec  rollouts as bytes, to exchange them between ranks
+    megatron_facts which settings of Megatron-Core bypass routing replay
     fp8            weights in FP8 blocks, and the errors of that
 """

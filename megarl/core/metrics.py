@@ -123,6 +123,15 @@ def merge(dictionaries: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
     return merged
 
 
+def to_host(statistics: Mapping[str, Stat]) -> dict[str, Stat]:
+    """Return the statistics on the host, after one transfer from their device."""
+    parts = [part for stat in statistics.values() for part in (stat.sums, stat.maxima)]
+    away = [part for part in parts if part.device.type != "cpu"]
+    moved = iter(torch.cat(away).cpu().split([part.numel() for part in away]) if away else ())
+    found = iter([part if part.device.type == "cpu" else next(moved) for part in parts])
+    return {name: replace(stat, sums=next(found), maxima=next(found)) for name, stat in statistics.items()}
+
+
 def finalize(statistics: Mapping[str, Stat]) -> dict[str, float]:
     """Return plain numbers by name, several statistics with a suffix (``ratio/max``); unobserved ones are left out.
 
@@ -149,7 +158,7 @@ def _select(values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the values in float64 with 0 outside the mask, and the number of entries inside."""
     values = values.detach().double()
     if mask is None:
-        return values, torch.tensor(float(values.numel()), dtype=torch.float64, device=values.device)
+        return values, torch.full((), float(values.numel()), dtype=torch.float64, device=values.device)
     return torch.where(mask, values, 0.0), mask.sum().double()
 
 

@@ -5,6 +5,8 @@ Packed layout: ``T`` tokens of ``N`` sequences, sequence ``n`` is ``[cu_seqlens[
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -61,21 +63,28 @@ def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor, bound: float
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
-    """Raise ValueError unless cu_seqlens is an integer [N+1] that rises from 0 to num_tokens."""
+    """Raise ValueError unless cu_seqlens is an integer [N+1] that rises from 0 to num_tokens; reads a device once."""
+    if bool(is_wrong_cu_seqlens(cu_seqlens, num_tokens)):
+        raise cu_seqlens_error(cu_seqlens, num_tokens)
+
+
+def is_wrong_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """Return bool [], False if cu_seqlens rises from 0 to num_tokens. ValueError if it is no integer [N+1]."""
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
         raise ValueError(f"cu_seqlens must be an integer tensor [N+1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
-    falls = cu_seqlens.long().diff() < 0
-    # One transfer to the host; which sequence it is is asked only when one is wrong.
-    first, last, any_falls = torch.stack([cu_seqlens[0].long(), cu_seqlens[-1].long(), falls.any().long()]).tolist()
-    if first != 0 or last != num_tokens:
-        raise ValueError(
-            f"cu_seqlens runs from {first} to {last}, but the batch holds {num_tokens} tokens: "
+    return (cu_seqlens[0] != 0) | (cu_seqlens[-1] != num_tokens) | (segment_lengths(cu_seqlens) < 0).any()
+
+
+def cu_seqlens_error(cu_seqlens: Tensor, num_tokens: int) -> ValueError:
+    """Return the error for what ``is_wrong_cu_seqlens`` found."""
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != num_tokens:
+        return ValueError(
+            f"cu_seqlens runs from {bounds[0]} to {bounds[-1]}, but the batch holds {num_tokens} tokens: "
             f"it must start at 0 and end at the number of tokens"
         )
-    if any_falls:
-        sequence = int(falls.nonzero()[0])
-        start, end = cu_seqlens[sequence : sequence + 2].tolist()
-        raise ValueError(f"cu_seqlens falls from {start} to {end} at sequence {sequence}; it must not decrease")
+    sequence, (start, end) = next((n, pair) for n, pair in enumerate(pairwise(bounds)) if pair[1] < pair[0])
+    return ValueError(f"cu_seqlens falls from {start} to {end} at sequence {sequence}; it must not decrease")
 
 
 def segment_lengths(cu_seqlens: Tensor) -> Tensor:
@@ -97,9 +106,9 @@ def segment_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     return total.index_add(0, segment_ids(cu_seqlens, values.numel()), values)
 
 
-def segment_expand(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return [T], the per-sequence values [N] repeated for every token of their sequence."""
-    return torch.repeat_interleave(values, segment_lengths(cu_seqlens))
+def segment_expand(values: Tensor, cu_seqlens: Tensor, num_tokens: int | None = None) -> Tensor:
+    """Return [T], the per-sequence values [N] repeated for every token of their sequence; T as in ``segment_ids``."""
+    return torch.repeat_interleave(values, segment_lengths(cu_seqlens), output_size=num_tokens)
 
 
 def segment_cumsum(values: Tensor, cu_seqlens: Tensor, reverse: bool = False) -> Tensor:
@@ -162,7 +171,7 @@ def aggregate_log_ratio(kind: RatioKind, log_ratios: Tensor, mask: Tensor, cu_se
         totals = segment_total(log_ratios, cu_seqlens)
         if kind == "sequence_mean":
             totals = totals / segment_sum(mask, cu_seqlens).clamp(min=1)
-        sums = segment_expand(totals, cu_seqlens)
+        sums = segment_expand(totals, cu_seqlens, mask.numel())
     return torch.where(mask, sums, 0.0).to(log_ratios.dtype)
 
 
@@ -182,5 +191,5 @@ def _segment_cumsum(values: Tensor, cu_seqlens: Tensor, reverse: bool) -> Tensor
     running = torch.cat([values.new_zeros(1), values.cumsum(0)])
     bounds = running[cu_seqlens.long()]
     if reverse:
-        return segment_expand(bounds[1:], cu_seqlens) - running[:-1]
-    return running[1:] - segment_expand(bounds[:-1], cu_seqlens)
+        return segment_expand(bounds[1:], cu_seqlens, values.numel()) - running[:-1]
+    return running[1:] - segment_expand(bounds[:-1], cu_seqlens, values.numel())

@@ -40,7 +40,7 @@ def count_k3(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, 
     log_rho = log_ratio(old_logprobs, rollout_logprobs, keep).detach().double()
     k3 = (torch.expm1(log_rho) - log_rho).clamp(max=1.0)
     total, tokens = segment_sum(k3, cu_seqlens), segment_sum(keep, cu_seqlens).double()
-    largest = torch.zeros_like(total).scatter_reduce(0, segment_ids(cu_seqlens), k3, "amax")
+    largest = torch.zeros_like(total).scatter_reduce(0, segment_ids(cu_seqlens, k3.numel()), k3, "amax")
     return torch.stack([largest, total, tokens], 1)
 
 

@@ -35,6 +35,7 @@ _Inert = type("_Inert", (), {"__new__": lambda cls, *_: object.__new__(cls)})
 """Stands for a record of Megatron's, which need not be installed to look into a checkpoint."""
 _OF_MEGATRON = (
     *("enums.ModelType", "transformer.enums.AttnBackend", "transformer.enums.CudaGraphScope"),
+    *("transformer.enums.CudaGraphModule", "transformer.enums.InferenceCudaGraphScope"),  # from 0.18 on
     *(f"rerun_state_machine.Rerun{name}" for name in ("Diagnostic", "Mode", "State")),
     "optimizer.optimizer_config.OptimizerConfig",
 )

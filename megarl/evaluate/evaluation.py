@@ -77,10 +77,11 @@ def evaluate(request: EvalRequest, world_size: int) -> Path:
         try:
             if task.checkpoint is None:  # streamed from the files, without a Megatron model
                 with HFCheckpoint(config.model.path) as source:
-                    engine.update_weights(((name, source.read(name)) for name in sorted(source.names())), version=0)
+                    names = sorted(source.names()) if engine.receives_weights else []
+                    engine.update_weights(((name, source.read(name)) for name in names), version=0)
             else:
                 model = FrozenModel(config, task.checkpoint)
-                engine.update_weights(model.export(), version=model.step)
+                engine.update_weights(model.export(engine.receives_weights), version=model.step)
                 del model  # frees its memory for the samples
             for benchmark in missing:
                 _draw_benchmark(engine, request, benchmark, task, tokenizer, progress)
@@ -176,8 +177,7 @@ def _draw_benchmark(
     except MegarlError as error:
         failure = error
     distributed.fail_together(failure, f"the evaluation on {benchmark.name}")
-    gathered: list[Any] | None = [None] * dist.get_world_size() if distributed.is_main_rank() else None
-    dist.gather_object(lines, gathered)
+    gathered = distributed.gather_on_main_rank(lines)
     distributed.from_main_rank(lambda: _save(request, benchmark, task, gathered or [], engine.weight_version))
     progress.line(f"{benchmark.name}: {total} responses in {time.perf_counter() - started:.1f} s")
 

@@ -2,8 +2,8 @@
 
 A file imports only what is above it in this list:
 
-- ``cpu``, ``versions``, ``config_errors``: Megatron without CUDA, differences of its releases, its refusals as
-  ConfigError.
+- ``cpu``, ``te``, ``versions``, ``config_errors``: Megatron without CUDA, with and without Transformer Engine,
+  differences of its releases, its refusals as ConfigError.
 - ``distributed``: process groups and small collective calls.
 - ``attention``, ``model``, ``hf_weights``: the model, and its weights under Hugging Face names.
 - ``passes``: micro-batches, forward and backward, log-probabilities.
@@ -17,7 +17,7 @@ It may import ``models``, ``data``, ``config``, ``core`` and ``errors``.
 
 import warnings
 
-from megarl.megatron import cpu
+from megarl.megatron import cpu, te
 
 # Every rank would print these at import or first call, and the user can change nothing about them: absent optional
 # kernels (`megarl doctor` reports those), names that torch will rename, Megatron's own use of deprecated defaults.
@@ -27,7 +27,6 @@ for message in (
     "full scope is deprecated",
     "The .grad attribute of a Tensor that is not a leaf",
     "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",
-    "When using sequence parallelism it is recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS",
     ".*`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
     "Please use DTensor instead and we are deprecating ShardedTensor",
     "TypedStorage is deprecated",
@@ -35,3 +34,4 @@ for message in (
 ):
     warnings.filterwarnings("ignore", message=message)
 cpu.enable()
+te.stand_in()

@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from megarl.core.devices import to_device
 from megarl.core.parallel import zigzag_indices, zigzag_inverse
 from megarl.errors import ConfigError
 
@@ -39,10 +40,13 @@ class PackedSequences(PackedSeqParams):
     """int64 [S]: index that puts the tokens of all context-parallel ranks, in rank order, into packed order."""
 
     @staticmethod
-    def of(cu_seqlens: Tensor, cp_size: int = 1) -> PackedSequences:
-        """For whole sequences at ``cu_seqlens`` [N+1]; with ``cp_size`` > 1, of multiples of ``2 cp_size`` tokens."""
-        bounds = cu_seqlens.to(torch.int32)
-        longest = int(bounds.diff().max())
+    def of(cu_seqlens: Tensor, cp_size: int = 1, device: torch.device | int | str = "cpu") -> PackedSequences:
+        """For whole sequences at ``cu_seqlens`` [N+1]; with ``cp_size`` > 1, of multiples of ``2 cp_size`` tokens.
+
+        ``cu_seqlens`` is on the host, so that nothing is read from ``device``, where the model takes the results.
+        """
+        bounds = to_device(cu_seqlens.to(torch.int32), device)
+        longest = int(cu_seqlens.diff().max())
         return PackedSequences(
             qkv_format="thd",
             cu_seqlens_q=bounds,
@@ -51,8 +55,8 @@ class PackedSequences(PackedSeqParams):
             cu_seqlens_kv_padded=bounds if cp_size > 1 else None,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            length_buckets=length_buckets(cu_seqlens),
-            from_ranks=zigzag_inverse(cu_seqlens, cp_size) if cp_size > 1 else None,
+            length_buckets=tuple(to_device(bucket, device) for bucket in length_buckets(cu_seqlens)),
+            from_ranks=to_device(zigzag_inverse(cu_seqlens, cp_size), device) if cp_size > 1 else None,
         )
 
 
@@ -138,8 +142,8 @@ class PackedAttention(torch.nn.Module):
         parts, order = [], []
         for rows in packing.length_buckets:
             length = rows.size(1)
-            one = torch.tensor([0, length], device=rows.device)
-            position = zigzag_indices(one, group.size(), group.rank())  # of this rank's queries in their sequence
+            # Of this rank's queries in their sequence; made on the host, which knows the length.
+            position = to_device(zigzag_indices(torch.tensor([0, length]), group.size(), group.rank()), rows.device)
             mine = rows[:, :1] // group.size() + torch.arange(position.numel(), device=rows.device)
             visible = torch.arange(length, device=rows.device) <= position[:, None]
             parts.append(self._attend(query[mine], key[rows], value[rows], visible).flatten(0, 1))

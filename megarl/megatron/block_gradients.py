@@ -16,8 +16,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megarl.errors import ConfigError
 from megarl.megatron.distributed import largest, model_group
-from megarl.megatron.model import unwrap
 from megarl.megatron.policy import Policy
+from megarl.megatron.versions import unwrap
 
 EMBEDDING, OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -101,6 +101,9 @@ def measuring(policy: Policy) -> Iterator[None]:
     wanted = set(map(id, _embeddings(policy)))
     frozen = [p for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad and id(p) not in wanted]
     policy.zero_grad()
+    hooked = [chunk for chunk in policy.chunks if chunk.use_forward_hook]
+    for chunk in hooked:  # that gather weights, and assert that all of them are trained
+        chunk.disable_forward_pre_hook()
     try:
         vars(config).update(dict.fromkeys(names))
         for parameter in frozen:
@@ -112,6 +115,8 @@ def measuring(policy: Policy) -> Iterator[None]:
     finally:
         for parameter in frozen:
             parameter.requires_grad_(True)
+        for chunk in hooked:
+            chunk.enable_forward_pre_hook()
         vars(config).update(kept)
         policy.zero_grad()
 

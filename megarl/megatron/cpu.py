@@ -1,6 +1,6 @@
-"""Runs megatron-core 0.12 to 0.16 without CUDA: gloo, CPU tensors, no Transformer Engine.
+"""Runs megatron-core 0.12 to 0.19 without CUDA: gloo and CPU tensors; ``te`` has what it lacks of Transformer Engine.
 
-Megatron-Core assumes a GPU in six ways. Each has one remedy here. Nothing else of torch or Megatron is changed, and
+Megatron-Core assumes a GPU in five ways. Each has one remedy here. Nothing else of torch or Megatron is changed, and
 nothing is changed on a machine with CUDA.
 
 1. It calls ``torch.cuda`` for streams, events, synchronisation, the current device and the random generator. A CPU has
@@ -10,10 +10,8 @@ nothing is changed on a machine with CUDA.
 3. It fuses small functions with ``torch.compile`` at import. On a CPU, that needs a C++ compiler and seconds per
    function. During that import, ``torch.compile`` returns functions unchanged.
 4. Parts of it need NCCL: gloo takes no split sizes in tensors (all-to-all dispatcher), and no shares of unequal size
-   (expert-tensor parallelism). Others need symbols of Transformer Engine; 0.12 calls it even without FP8 parameters.
-5. torch's Adam, the fallback for the fused one, has a step count for each parameter. Loading a reshardable checkpoint
-   of the distributed optimizer drops it. Megatron restores the count right before, so the current value is kept.
-6. Each of its dozens of process groups starts an event loop of gloo, a thread that wakes up a hundred times a second.
+   (expert-tensor parallelism).
+5. Each of its dozens of process groups starts an event loop of gloo, a thread that wakes up a hundred times a second.
    All groups of a process share one loop.
 
 ``import megarl.megatron`` calls ``enable()``.
@@ -68,9 +66,10 @@ class _Event(_Stream):
 
 
 class _SharedLoopGloo(distributed_c10d.ProcessGroupGloo):
-    """Remedy 6: a gloo group that uses the one event loop of this process."""
+    """Remedy 5: a gloo group that uses the one event loop of this process."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, enable_reconfigure: bool = False) -> None:
+        assert not enable_reconfigure, "groups of the CPU layer keep their ranks"  # torch 2.14 passes it
         options = self._Options()
         options._devices, options._timeout = [_gloo_device(os.getpid())], timeout
         super().__init__(store, rank, size, options)
@@ -191,44 +190,11 @@ def _allow_unequal_shares(mappings: types.ModuleType) -> None:
 
 
 def _replace_helpers() -> None:
-    """Remedies 1 (generator of the tensor-parallel tracker), 4 and 5."""
+    """Remedies 1 (generator of the tensor-parallel tracker) and 4."""
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state, random._set_cuda_rng_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state
-    _stand_in_for_transformer_engine(random)
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
     _allow_unequal_shares(importlib.import_module("megatron.core.tensor_parallel.mappings"))
-    _keep_adam_steps(importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer)
-
-
-def _stand_in_for_transformer_engine(random: types.ModuleType) -> None:
-    """Remedy 4: the symbols that Megatron uses and leaves undefined."""
-    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-    if not hasattr(random, "FP8GlobalStateManager"):
-        random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
-        random.activation_recompute_forward = random.fp8_autocast = lambda **_: contextlib.nullcontext()
-    if importlib.util.find_spec("transformer_engine") is None:  # latent attention mistakes Megatron's dummies for it
-        importlib.import_module("megatron.core.transformer.multi_latent_attention").HAVE_TE = False
-    fp8 = importlib.import_module("megatron.core.fp8_utils")
-    quantize = fp8._quantize_param_shard_impl
-
-    def quantize_any(parameters: list[Any], *rest: Any, **named: Any) -> None:
-        if parameters:
-            quantize(parameters, *rest, **named)
-
-    fp8._quantize_param_shard_impl = quantize_any
-
-
-def _keep_adam_steps(optimizer: Any) -> None:
-    """Remedy 5: loading the state of a parameter keeps its step count."""
-    set_states = optimizer._set_main_param_and_optimizer_states
-
-    def set_states_and_step(self: Any, model_param: Any, tensors: dict[str, torch.Tensor]) -> None:
-        current = self._get_main_param_and_optimizer_states(model_param)
-        set_states(self, model_param, {**{key: current[key] for key in ("step",) if key in current}, **tensors})
-
-    optimizer._set_main_param_and_optimizer_states = set_states_and_step

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megarl.config import Config
-from megarl.core.metrics import Stat, merge
+from megarl.core.devices import to_device
+from megarl.core.metrics import Stat, merge, to_host
 from megarl.core.rollout_codec import decode_rollouts, encode_rollouts
 from megarl.core.types import Rollout
 from megarl.errors import ConfigError, MegarlError, PeerError, RolloutError
 
+if TYPE_CHECKING:  # replay needs no pydantic
+    from megarl.config import Config
+
 Result = TypeVar("Result")
 
+_TWIN = "over gloo"
 _COLLECTIVE_WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe")
 
 
@@ -34,7 +39,7 @@ def initialize(config: Config, timeout_s: float | None = None) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     layout = config.check_world_size(world_size)
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(local_rank())
     if not dist.is_initialized():
         _join(world_size, timedelta(seconds=timeout_s))
         atexit.register(shutdown)
@@ -72,14 +77,16 @@ def leave_layout() -> None:
         parallel_state.destroy_model_parallel()
         parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None  # 0.12 does not reset it
         _context_model_group.cache_clear()
-    for group in [group for group in dist.distributed_c10d._world.pg_map if group != dist.group.WORLD]:
-        dist.destroy_process_group(group)
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group != dist.group.WORLD and group.group_desc != _TWIN:
+            dist.destroy_process_group(group)
 
 
 def shutdown() -> None:
     """Leave all groups. To ``initialize`` again, several ranks need a new launch."""
     if dist.is_initialized():
         leave_layout()
+        _connect_by_gloo.cache_clear()
         dist.destroy_process_group()
 
 
@@ -88,18 +95,64 @@ def is_main_rank() -> bool:
     return dist.get_rank() == 0
 
 
+def over_gloo(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """The ranks of a group (by default all), connected by gloo; a collective call of theirs on first use.
+
+    Numbers and objects of the host would go over NCCL by way of the GPU, after all that is queued there. And a rank
+    that waits for another one in NCCL keeps its GPU busy, which a server may share.
+    """
+    group = group or dist.group.WORLD
+    assert group is not None
+    if dist.get_backend(group) == dist.Backend.GLOO:
+        return group
+    return _connect_by_gloo(tuple(dist.get_process_group_ranks(group)))
+
+
+@cache
+def _connect_by_gloo(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    c10d = dist.distributed_c10d
+    timeout = c10d._get_default_group()._get_backend(torch.device(torch.cuda.current_device())).options._timeout
+    # torch's own name counts the groups that a rank is in, and the ranks of a pipeline's ends are in more: the others
+    # would wait under another name. A name of ranks alone serves one group, which therefore outlasts the layout.
+    own, name = c10d._process_group_name, hashlib.sha256(repr(ranks).encode()).hexdigest()
+    c10d._process_group_name = lambda *_, **__: name  # type: ignore[assignment]
+    try:
+        return dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True, group_desc=_TWIN)
+    finally:
+        c10d._process_group_name = own
+
+
 def gather_objects(mine: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
     """A small object, pickled, of each rank of a group (by default all ranks), in rank order; a collective call."""
     found = [mine] * dist.get_world_size(group)
     if len(found) > 1:
-        dist.all_gather_object(found, mine, group=group)
+        dist.all_gather_object(found, mine, group=over_gloo(group))
     return found
 
 
+def local_rank() -> int:
+    """This rank's number on its node, which is that of its GPU."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def gather_on_main_rank(mine: Result) -> list[Result] | None:
+    """An object, pickled, of each rank in rank order; None except on the main rank; a collective call."""
+    if dist.get_world_size() == 1:
+        return [mine]
+    found = [mine] * dist.get_world_size() if is_main_rank() else None
+    dist.gather_object(mine, found, group=over_gloo())
+    return found
+
+
+def barrier() -> None:
+    """Wait for all ranks, without the GPU."""
+    if dist.get_world_size() > 1:
+        dist.barrier(over_gloo())
+
+
 def node_leaders() -> list[int]:
-    """The first rank of each node, in rank order, by LOCAL_RANK; a collective call."""
-    local_ranks = gather_objects(int(os.environ.get("LOCAL_RANK", "0")))
-    return [rank for rank, local in enumerate(local_ranks) if local == 0]
+    """The first rank of each node, in rank order; a collective call."""
+    return [rank for rank, local in enumerate(gather_objects(local_rank())) if local == 0]
 
 
 def dp_rank() -> int:
@@ -142,19 +195,22 @@ def holds_outputs() -> bool:
 
 def largest(value: int, group: dist.ProcessGroup) -> int:
     """The largest ``value`` of a group's ranks."""
-    found = torch.tensor(value, dtype=torch.int64, device=torch.cuda.current_device())
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    if group.size() == 1:
+        return value
+    found = torch.tensor(value)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=over_gloo(group))
     return int(found)
 
 
 def fail_together(failure: MegarlError | None, what: str) -> None:
     """Raise on every rank if ``what`` failed on one, so that no rank waits for another; a collective call."""
-    failed = torch.tensor([int(failure is not None)], device=torch.cuda.current_device())
-    dist.all_reduce(failed, op=dist.ReduceOp.SUM)
+    failed = torch.tensor(int(failure is not None))
+    if dist.get_world_size() > 1:
+        dist.all_reduce(failed, group=over_gloo())
     if failure is not None:
         raise failure
-    if int(failed):
-        error = RolloutError(f"{what} failed on {int(failed)} other ranks; their messages say why")
+    if others := int(failed):
+        error = RolloutError(f"{what} failed on {others} other ranks; their messages say why")
         error.second_hand = True
         raise error
 
@@ -184,7 +240,8 @@ def from_main_rank(action: Callable[[], Result]) -> Result:
             outcome = [action(), None]
         except MegarlError as error:
             outcome = [None, error]
-    dist.broadcast_object_list(outcome)
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(outcome, group=over_gloo())
     if outcome[1] is not None:
         raise outcome[1] if is_main_rank() else SystemExit(2)
     return outcome[0]
@@ -192,10 +249,8 @@ def from_main_rank(action: Callable[[], Result]) -> Result:
 
 def collect_metrics(statistics: Mapping[str, Stat]) -> dict[str, Stat] | None:
     """Merge the statistics of all model copies in rank order; None except on the main rank."""
-    mine = dict(statistics) if holds_outputs() else {}
-    on_cpu = {name: Stat(stat.kind, stat.sums.cpu(), stat.maxima.cpu()) for name, stat in mine.items()}
-    gathered: list[dict[str, Stat]] | None = [{}] * dist.get_world_size() if is_main_rank() else None
-    dist.gather_object(on_cpu, gathered)
+    mine = to_host(statistics) if holds_outputs() else {}
+    gathered = gather_on_main_rank(mine)
     return merge(gathered) if gathered is not None else None
 
 
@@ -210,13 +265,17 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def gather_bytes(mine: np.ndarray, group: dist.ProcessGroup) -> list[np.ndarray]:
     """The uint8 arrays of all ranks of a group, of any lengths, in rank order; sent as tensors, not pickled."""
+    if group.size() == 1:
+        return [mine]
     device = torch.cuda.current_device()
-    sizes = torch.zeros(group.size(), dtype=torch.int64, device=device)
-    sizes[group.rank()] = len(mine)
-    dist.all_reduce(sizes, group=group)
-    longest = torch.zeros(max(1, int(sizes.max())), dtype=torch.uint8, device=device)
+    own = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    own[group.rank()] = len(mine)
+    dist.all_reduce(own, group=group)
+    sizes = own.tolist()
+    longest = torch.zeros(max(1, *sizes), dtype=torch.uint8)
     longest[: len(mine)] = torch.from_numpy(np.array(mine))  # torch warns of what is read-only
-    return [part[:size].cpu().numpy() for part, size in zip(all_gather(longest, group), sizes.tolist(), strict=True)]
+    parts = all_gather(to_device(longest, device), group).cpu().numpy()
+    return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
 
 def gather_rollouts(mine: Sequence[Rollout]) -> list[Rollout]:

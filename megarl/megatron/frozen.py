@@ -31,9 +31,9 @@ class FrozenModel:
         self.step = checkpoint.load_weights(checkpoint_path, self.chunks, self.shape, config.checkpoint.verify_gib)
         """Global steps that the weights have seen."""
 
-    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All weights under their Hugging Face names, on every rank; a collective call."""
-        return export_hf(self.chunks, self.shape)
+    def export(self, receive: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """All weights under their Hugging Face names, on the ranks that ``receive``; a collective call."""
+        return export_hf(self.chunks, self.shape, receive)
 
 
 class Reference:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import shutil
 from collections import deque
@@ -16,8 +17,8 @@ from megatron.core import parallel_state
 
 from megarl.data.files import replace_folder, sync_all
 from megarl.errors import CheckpointError
-from megarl.megatron.distributed import all_gather, gather_objects
-from megarl.megatron.model import unwrap
+from megarl.megatron.distributed import all_gather, barrier, gather_objects
+from megarl.megatron.versions import unwrap
 from megarl.models.hf_files import (
     HFCheckpoint,
     check_tensors,
@@ -30,6 +31,8 @@ from megarl.models.names import LAYOUTS, Rule, hf_shapes, rules_of
 from megarl.models.shapes import ModelShape
 
 _SHARD_BYTES = 4 << 30
+GATHER_BYTES = 256 << 20
+"""Of the experts that are gathered at once, unless one expert of every rank is more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,22 +129,88 @@ class _Piece:
     """Key of LAYOUTS."""
 
 
-def export_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every Hugging Face tensor of the live model, whole, on every rank, in one canonical order.
+@dataclass(frozen=True, slots=True)
+class _Hop:
+    """A group that tensors pass on their way to the ranks that receive them."""
 
-    A collective call: exhaust the iterator. One parameter, or one layer's experts of one kind, is whole at a time.
+    group: dist.ProcessGroup
+    receivers: Sequence[int]
+    """Ranks of the group that need the tensors of all its ranks."""
+
+    @classmethod
+    def towards(cls, group: dist.ProcessGroup, wanted: bool) -> _Hop:
+        """The hop to the ranks of the group that want its tensors; a collective call."""
+        return cls(group, [rank for rank, wants in enumerate(gather_objects(wanted, group)) if wants])
+
+    def gather(self, shard: torch.Tensor | None) -> torch.Tensor | None:
+        """[...] of each rank -> [group size, ...] on the receivers, None on the others."""
+        if not self.receivers:
+            return None
+        assert shard is not None, "every rank of a group with receivers has its shard"
+        if len(self.receivers) == self.group.size():
+            return all_gather(shard, self.group)
+        found = None
+        for receiver in self.receivers:
+            if receiver == self.group.rank():
+                found = shard.new_empty((self.group.size(), *shard.shape))
+            into = list(found.unbind()) if found is not None and receiver == self.group.rank() else None
+            dist.gather(shard.contiguous(), into, group=self.group, group_dst=receiver)
+        return found
+
+    def hand_over(
+        self, whole: torch.Tensor | None, owner: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """The ``owner``'s tensor, of this shape, on the receivers; None on the others."""
+        mine = self.group.rank()
+        if mine != owner and mine in self.receivers:
+            whole = torch.empty(*shape, dtype=dtype, device=torch.cuda.current_device())
+        if len(self.receivers) == self.group.size() > 1:
+            assert whole is not None
+            dist.broadcast(whole, group=self.group, group_src=owner)
+            return whole
+        for receiver in self.receivers:
+            if mine == owner != receiver:
+                assert whole is not None
+                dist.send(whole, group=self.group, group_dst=receiver)
+            elif mine == receiver != owner:
+                dist.recv(whole, group=self.group, group_src=owner)
+        return whole if mine in self.receivers else None
+
+
+def export_hf(
+    chunks: Sequence[torch.nn.Module], shape: ModelShape, receive: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every Hugging Face tensor of the live model, whole, in one order, on the ranks that ``receive``.
+
+    A collective call: exhaust the iterator, also on the other ranks, which only give their shards and get nothing. One
+    parameter, or ``GATHER_BYTES`` of one layer's experts of one kind, is whole at a time.
     """
-    rules = rules_of(shape)
+    rules, dense, expert = rules_of(shape), *_routes(receive)
     local: dict[tuple[int, int], list[_Placed]] = {}
     for entry in _place(chunks, shape):
         if entry.rule in rules:
             local.setdefault((entry.layer, rules.index(entry.rule)), []).append(entry)
     for piece in _all_pieces(local):
-        rule = rules[piece.order[1]]
-        entries = sorted(local.get(piece.order, []), key=lambda entry: entry.expert)
-        for expert, shards in enumerate(_gather(piece, rule, entries)):
+        layer, number = piece.order
+        rule, entries = rules[number], sorted(local.get(piece.order, []), key=lambda entry: entry.expert)
+        for place, shards in _gather(piece, entries, expert if rule.scope == "expert" else dense):
             tensors = LAYOUTS[piece.layout].join(shards, shape)
-            yield from zip(rule.hf_names(piece.order[0], expert), tensors, strict=True)
+            yield from zip(rule.hf_names(layer, place), tensors, strict=True)
+
+
+def _routes(receive: bool) -> tuple[list[_Hop], list[_Hop]]:
+    """The groups that dense parameters and experts pass, the pipeline's last; a collective call."""
+    pipeline = _Hop.towards(parallel_state.get_pipeline_model_parallel_group(), receive)
+    routes = []
+    for groups in (
+        [parallel_state.get_tensor_model_parallel_group()],
+        [parallel_state.get_expert_tensor_parallel_group(), parallel_state.get_expert_model_parallel_group()],
+    ):
+        route = [pipeline]
+        for group in reversed(groups):
+            route.insert(0, _Hop.towards(group, bool(route[0].receivers)))
+        routes.append(route)
+    return routes[0], routes[1]
 
 
 def _all_pieces(local: dict[tuple[int, int], list[_Placed]]) -> list[_Piece]:
@@ -155,23 +224,23 @@ def _all_pieces(local: dict[tuple[int, int], list[_Placed]]) -> list[_Piece]:
     return sorted(itertools.chain(*gather_objects(mine, group)), key=lambda piece: piece.order)
 
 
-def _gather(piece: _Piece, rule: Rule, entries: list[_Placed]) -> Iterator[list[torch.Tensor]]:
-    """For each expert (or once), the shards of all tensor-parallel ranks, on every rank of the pipeline group."""
-    pipeline = parallel_state.get_pipeline_model_parallel_group()
-    experts = [parallel_state.get_expert_model_parallel_group()] if rule.scope == "expert" else []
-    groups = [_tensor_group(rule), *experts]
-    if piece.stage == pipeline.rank():
-        whole = torch.stack([entry.tensor.detach() for entry in entries])
-        for group in groups:
-            whole = all_gather(whole, group)
-    else:
-        whole_shape = (*(group.size() for group in reversed(groups)), *piece.shape)
-        whole = torch.empty(whole_shape, dtype=piece.dtype, device=torch.cuda.current_device())
-    if pipeline.size() > 1:
-        whole = whole.contiguous()
-        dist.broadcast(whole, dist.get_global_rank(pipeline, piece.stage), group=pipeline)
-    for of_rank in whole if experts else whole[None]:  # [tensor-parallel ranks, local experts, ...]
-        yield from map(list, of_rank.unbind(1))
+def _gather(piece: _Piece, entries: list[_Placed], route: list[_Hop]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    """(expert or 0, shards of all tensor-parallel ranks), on the ranks that receive."""
+    *inner, pipeline = route
+    sizes = [hop.group.size() for hop in reversed(inner)]  # [expert-parallel ranks if experts, tensor-parallel ranks]
+    num_local, *of_one = piece.shape
+    step = max(1, GATHER_BYTES // (math.prod(sizes) * math.prod(of_one) * piece.dtype.itemsize))
+    for first in range(0, num_local, step):
+        num = min(step, num_local - first)
+        whole = None
+        if piece.stage == pipeline.group.rank():
+            whole = torch.stack([entry.tensor.detach() for entry in entries[first : first + num]])
+            for hop in inner:
+                whole = hop.gather(whole)
+        whole = pipeline.hand_over(whole, piece.stage, (*sizes, num, *of_one), piece.dtype)
+        for rank, shards in enumerate(whole.view(-1, sizes[-1], num, *of_one) if whole is not None else ()):
+            for offset, of_expert in enumerate(shards.unbind(1)):
+                yield rank * num_local + first + offset, list(of_expert)
 
 
 def save_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, source: str | Path, out: str | Path) -> None:
@@ -179,12 +248,12 @@ def save_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, source: str | 
 
     Config and tokenizer files are copied from ``source``. The folder appears under its name when it is complete.
     """
-    tensors = export_hf(chunks, shape)
+    tensors = export_hf(chunks, shape, receive=dist.get_rank() == 0)
     if dist.get_rank() == 0:
         _write_folder(tensors, Path(source), Path(out))
     else:
         deque(tensors, maxlen=0)
-    dist.barrier()
+    barrier()
 
 
 def _write_folder(tensors: Iterator[tuple[str, torch.Tensor]], source: Path, out: Path) -> None:

@@ -11,17 +11,18 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.errors import ConfigError
 from megarl.megatron.attention import NormOverHeads, PackedAttention, RMSNorm
-from megarl.megatron.versions import TAKES_PADDING_MASK, for_stage, refuse_missing
+from megarl.megatron.te import uses_te
+from megarl.megatron.versions import RELEASE, TAKES_PADDING_MASK, for_stage, refuse_missing
 from megarl.models.shapes import ModelShape
-
-HAVE_TE = importlib.util.find_spec("transformer_engine") is not None
 
 
 def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: torch.dtype) -> TransformerConfig:
@@ -29,6 +30,7 @@ def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: t
 
     The router computes in fp32, and there is no dropout, because log-probabilities of two passes must agree.
     """
+    has_te = uses_te(shape)
     defaults: dict[str, Any] = {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -42,12 +44,13 @@ def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: t
         "moe_router_load_balancing_type": "none",
         "moe_router_bias_update_rate": 0.0,
         "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": HAVE_TE,
-        "batch_p2p_comm": torch.cuda.is_available(),
+        "moe_grouped_gemm": has_te,
+        "deallocate_pipeline_outputs": True,
+        **_pipeline_messages(overrides),
         "use_cpu_initialization": not torch.cuda.is_available(),
-        "bias_activation_fusion": HAVE_TE,
-        "bias_dropout_fusion": HAVE_TE,
-        "apply_rope_fusion": HAVE_TE,
+        "bias_activation_fusion": has_te,
+        "bias_dropout_fusion": has_te,
+        "apply_rope_fusion": has_te,
     }
     values = {**defaults, **shape.fields, **overrides}
     has_deep_ep = torch.cuda.is_available() and importlib.util.find_spec("deep_ep") is not None
@@ -63,16 +66,37 @@ def transformer_config(shape: ModelShape, overrides: Mapping[str, Any], dtype: t
     return config
 
 
+def _pipeline_messages(overrides: Mapping[str, Any]) -> dict[str, bool]:
+    """How pipeline stages exchange tensors; ConfigError where they would exchange them in the wrong order.
+
+    Messages between two ranks are matched by their order alone. In the interleaved schedule, each of two stages sends
+    activations and gradients to the same rank, and in one batch the two are swapped.
+    """
+    interleaved = overrides.get("virtual_pipeline_model_parallel_size") is not None
+    if interleaved and overrides["pipeline_model_parallel_size"] == 2 and overrides.get("batch_p2p_comm"):
+        raise ConfigError("megatron.batch_p2p_comm swaps activations and gradients at pp = 2 with vpp, expected false")
+    on_gpu = torch.cuda.is_available()
+    overlapped = on_gpu and interleaved and not overrides.get("batch_p2p_comm")  # Megatron takes one of the two
+    return {"batch_p2p_comm": on_gpu and not interleaved, "overlap_p2p_comm": overlapped}
+
+
+class _LatentAttention(MLASelfAttention):
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """Queries that are projected at once get no norm before, which Megatron adds from 0.19 on."""
+        resolved = super()._resolve_qk_norm_config(submodules)  # type: ignore[misc]
+        return {**resolved, "linear_q_proj": submodules.linear_q_proj}
+
+
 def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShape) -> TransformerBlockSubmodules:
-    """Layers of one pipeline stage: Transformer Engine's where it is installed, else local ones for packed input."""
+    """Layers of one pipeline stage: Transformer Engine's if they can be used, else local ones for packed input."""
     spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=HAVE_TE, normalization=config.normalization, **for_stage(vp_stage)
+        config, use_transformer_engine=uses_te(shape), normalization=config.normalization, **for_stage(vp_stage)
     )
-    if HAVE_TE:
-        if shape.norm_over_heads:
-            raise ConfigError(f"{shape.family}: its query and key norms are built without Transformer Engine only")
-        return spec
     layers = copy.deepcopy(spec.layer_specs or [])
+    for layer in layers if config.multi_latent_attention and config.q_lora_rank is None else ():
+        layer.submodules.self_attention.module = _LatentAttention
+    if uses_te(shape):
+        return TransformerBlockSubmodules(layer_specs=layers, layer_norm=spec.layer_norm)
     for layer in layers:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
         attention = layer.submodules.self_attention.submodules
@@ -83,7 +107,8 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShap
             # In column-parallel ones, the gradient of the rotated keys would come from a rank's own heads only.
             attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
             norm = ModuleSpec(RMSNorm, params={"own_eps": shape.latent_norm_epsilon})
-            attention.q_layernorm = attention.kv_layernorm = norm
+            attention.kv_layernorm = norm
+            attention.q_layernorm = IdentityOp if config.q_lora_rank is None else norm  # 0.19 refuses an unused one
         elif config.qk_layernorm and shape.norm_over_heads:
             attention.q_layernorm = ModuleSpec(NormOverHeads, params={"num_heads": config.num_attention_heads})
             attention.k_layernorm = ModuleSpec(NormOverHeads, params={"num_heads": config.num_query_groups})
@@ -99,6 +124,9 @@ def build_model(shape: ModelShape, config: TransformerConfig) -> list[GPTModel]:
     """
     stages = config.virtual_pipeline_model_parallel_size
     tp = parallel_state.get_tensor_model_parallel_world_size()
+    # Megatron's output layer would ask for apex's kernel, which it never calls: ``forward`` replaces its computation.
+    fused = uses_te(shape) and config.gradient_accumulation_fusion
+    config.gradient_accumulation_fusion = config.gradient_accumulation_fusion and not fused
     chunks = []
     for stage in [None] if stages is None else range(stages):
         named = for_stage(stage)
@@ -119,15 +147,13 @@ def build_model(shape: ModelShape, config: TransformerConfig) -> list[GPTModel]:
         )
         if config.moe_router_enable_expert_bias and TAKES_PADDING_MASK:
             _fix_expert_bias(chunk)
+        if config.multi_latent_attention and uses_te(shape):
+            _fix_latents(chunk, shape)
+        for module in chunk.modules() if fused else ():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = True
         chunks.append(chunk.cuda(torch.cuda.current_device()) if torch.cuda.is_available() else chunk)
     return chunks
-
-
-def unwrap(chunk: torch.nn.Module) -> Any:
-    """The GPTModel inside DistributedDataParallel and Float16Module."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module  # type: ignore[assignment]
-    return chunk
 
 
 def _fix_expert_bias(chunk: GPTModel) -> None:
@@ -139,3 +165,25 @@ def _fix_expert_bias(chunk: GPTModel) -> None:
             count(routing_map, None if padding_mask is None else padding_mask.reshape(-1, 1))
 
         router._apply_expert_bias = by_token  # type: ignore[method-assign]
+
+
+def _fix_latents(chunk: GPTModel, shape: ModelShape) -> None:
+    """Correct two things in Transformer Engine's latent attention.
+
+    The norms inside of the up-projections have the model's own epsilon, not that of the other norms. The
+    down-projections are whole on every tensor-parallel rank, but marked as shards: the norm of the gradients would
+    count each copy.
+    """
+    tp = chunk.config.tensor_model_parallel_size
+    for layer in chunk.decoder.layers:
+        for part in ("q", "kv"):
+            up, down = (getattr(layer.self_attention, f"linear_{part}_{way}_proj", None) for way in ("up", "down"))
+            if up is None or down is None:  # a model without compressed queries
+                continue
+            up.eps = shape.latent_norm_epsilon
+            down.weight.tensor_model_parallel = down.parallel_mode is not None
+            if down.parallel_mode is not None and tp > 1:
+                raise ConfigError(
+                    f"parallel.tp: found {tp}, expected 1: with Transformer Engine, "
+                    f"megatron-core {RELEASE} cuts projections that latent attention needs whole; install 0.16.1"
+                )

@@ -14,12 +14,16 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.config import Config, megatron_fields
+from megarl.config import Config, gpu_defaults, megatron_fields
+from megarl.core.devices import HostCopies, to_device
+from megarl.core.megatron_facts import replay_blockers
 from megarl.errors import NumericsError
 from megarl.megatron.config_errors import as_config_error
 from megarl.megatron.hf_weights import export_hf, load_hf
 from megarl.megatron.model import build_model, transformer_config
+from megarl.megatron.passes.dispatchers import release_after_use
 from megarl.megatron.replay import RoutingReplay
+from megarl.megatron.te import uses_te
 from megarl.models.shapes import ModelShape, read_shape
 
 Settings = TypeVar("Settings")
@@ -51,7 +55,7 @@ class Policy:
     """A model on this rank's share of a layout. Needs ``distributed.initialize``; construction is a collective call."""
 
     def __init__(self, config: Config, schedule: Schedule) -> None:
-        self.config = config
+        self.config, self._host_copies = config, HostCopies()
         self.shape: ModelShape = read_shape(config.model.path)
         self.megatron_config, chunks = build_chunks(config, self.shape)
         load_hf(chunks, self.shape, config.model.path)
@@ -70,7 +74,7 @@ class Policy:
         self.megatron_config.grad_scale_func = self.optimizer.scale_loss
         # Without replay the hook only observes: a setting that bypasses it costs a metric and is no error.
         train, self.replay = config.train, None
-        blocked = train.replay == "none" and megatron_fields.replay_blockers(vars(self.megatron_config))
+        blocked = train.replay == "none" and replay_blockers(vars(self.megatron_config))
         if self.shape.moe_layers and not blocked:
             self.replay = RoutingReplay(self.chunks, train.replay_aux_loss, train.min_route_agreement)
 
@@ -84,9 +88,10 @@ class Policy:
         modules = (module for chunk in self.chunks for module in chunk.modules())
         return [module.expert_bias for module in modules if getattr(module, "expert_bias", None) is not None]
 
-    def optimizer_step(self) -> tuple[float, float]:
+    def optimizer_step(self, more_follow: bool = False) -> tuple[float, float]:
         """Clip, step, advance the schedule; returns (gradient norm before clipping, learning rate used).
 
+        more_follow: the next use of the weights is a pass, so ``overlap_param_gather`` may gather them there.
         NumericsError if the norm is not finite: the update is refused and the weights keep their values.
         """
         lr = float(self.optimizer.param_groups[0]["lr"])
@@ -95,14 +100,25 @@ class Policy:
         norm = float(self.optimizer.get_grad_norm())
         if not math.isfinite(norm):
             raise NumericsError(f"gradient norm is {norm}; the optimizer step was refused, the weights are unchanged")
-        if not self.optimizer.step()[0]:
+        # Megatron's step would prepare the gradients and take their norm again.
+        known = {"prepare_grads": lambda: False, "get_grad_norm": lambda: norm}
+        vars(self.optimizer).update(known)
+        try:
+            taken = self.optimizer.step()[0]
+        finally:
+            for name in known:
+                del vars(self.optimizer)[name]
+        if not taken:
             raise NumericsError("Megatron's optimizer refused the step; look for non-finite gradients")
         self.scheduler.step(1)
+        if not more_follow:
+            for chunk in self.chunks if self.chunks[0].use_forward_hook else ():
+                chunk.start_param_sync(force_sync=True)
         return norm, lr
 
-    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All weights under their Hugging Face names, on every rank; a collective call."""
-        return export_hf(self.chunks, self.shape)
+    def export(self, receive: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """All weights under their Hugging Face names, on the ranks that ``receive``; a collective call."""
+        return export_hf(self.chunks, self.shape, receive)
 
     def offload(self) -> int:
         """Free memory for servers on the same GPUs while they sample; returns the bytes of the device. Then ``reload``.
@@ -113,10 +129,7 @@ class Policy:
         for buffer in self._grad_buffers():
             freed += buffer.untyped_storage().nbytes()
             buffer.untyped_storage().resize_(0)
-        for tensor in self._optimizer_tensors():
-            if tensor.is_cuda:
-                freed += tensor.untyped_storage().nbytes()
-                tensor.data = tensor.data.cpu()
+        freed += self._host_copies.park([tensor for tensor in self._optimizer_tensors() if tensor.is_cuda])
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return freed
@@ -130,7 +143,7 @@ class Policy:
                 buffer.zero_()
         if torch.cuda.is_available():
             for tensor in self._optimizer_tensors():
-                tensor.data = tensor.data.to(torch.cuda.current_device())
+                tensor.data = to_device(tensor.data, torch.cuda.current_device())
 
     def _grad_buffers(self) -> Iterator[torch.Tensor]:
         for chunk in self.chunks:
@@ -149,17 +162,20 @@ class Policy:
 def build_chunks(config: Config, shape: ModelShape) -> tuple[TransformerConfig, list[torch.nn.Module]]:
     """Megatron's config and this rank's chunks with random weights; a collective call, ConfigError as of Megatron."""
     with as_config_error("build the model", config.megatron):
-        fields = {**layout_fields(config), **_overrides(config, TransformerConfig)}
+        fields = {**layout_fields(config), **_overrides(config, TransformerConfig, uses_te(shape))}
         megatron_config = transformer_config(shape, fields, DTYPES[config.model.dtype])
         chunks: list[torch.nn.Module] = [*build_model(shape, megatron_config)]
+    for chunk in chunks:
+        release_after_use(chunk)
     if config.model.dtype != "fp32":
         chunks = [Float16Module(megatron_config, chunk) for chunk in chunks]
     return megatron_config, chunks
 
 
-def _overrides(config: Config, cls: type) -> dict[str, Any]:
-    """What the [megatron] table sets in one of Megatron's dataclasses."""
-    return megatron_fields.realize(cls.__name__, megatron_fields.check(config.megatron)[cls.__name__])
+def _overrides(config: Config, cls: type, has_te: bool = False) -> dict[str, Any]:
+    """What the GPU defaults and the [megatron] table set in one of Megatron's dataclasses."""
+    defaults = gpu_defaults.settings(config, on_gpu=torch.cuda.is_available(), has_te=has_te)
+    return megatron_fields.realize(cls.__name__, megatron_fields.check({**defaults, **config.megatron})[cls.__name__])
 
 
 def _configure(cls: type[Settings], config: Config, **defaults: Any) -> Settings:

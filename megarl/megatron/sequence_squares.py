@@ -20,12 +20,14 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from megarl.core.devices import to_device
+from megarl.core.ratios import segment_ids
 from megarl.megatron.block_gradients import Block
 from megarl.megatron.distributed import all_gather, cp_position, tp_position
-from megarl.megatron.model import unwrap
 from megarl.megatron.passes.logprobs import WeightGradient, outer_squares
 from megarl.megatron.passes.micro_batches import MicroBatch, gather_slots
 from megarl.megatron.policy import Policy
+from megarl.megatron.versions import unwrap
 
 
 class SequenceSquares:
@@ -40,7 +42,7 @@ class SequenceSquares:
         squares = torch.zeros(num_sequences + 1, dtype=torch.float64, device=device)  # the last is padding's
         self._squares, self.values = squares, squares[:-1]
         """``values``: float64 [num_sequences], by place in the mini-batch."""
-        self._places = [torch.tensor([*micro.sequences, num_sequences], device=device) for micro in micro_batches]
+        self._places = [to_device(torch.tensor([*micro.sequences, num_sequences]), device) for micro in micro_batches]
         self._outputs = count()
         # With tied embeddings, by micro-batch: [S, H] of both uses of the weight, until ``add_products``.
         self._embedded: dict[int, Tensor] = {}
@@ -90,11 +92,11 @@ class SequenceSquares:
             self._embedded[index] = rows
         if tp_position()[1] or cp_position()[1]:
             return  # every rank has the whole
-        sequence = torch.repeat_interleave(torch.arange(batch.num_sequences), batch.cu_seqlens.diff())
+        sequence = segment_ids(batch.cu_seqlens, batch.num_tokens)
         pairs, pair_of = torch.unique(torch.stack([sequence, batch.tokens.long()]), dim=1, return_inverse=True)
         sums = rows.new_zeros(pairs.size(1), rows.size(1))
-        sums.index_add_(0, pair_of.to(rows.device), rows[micro.slots.to(rows.device)])
-        places = self._places[index][pairs[0].to(rows.device)]
+        sums.index_add_(0, to_device(pair_of, rows.device), rows[micro.slots])
+        places = self._places[index][to_device(pairs[0], rows.device)]
         self._squares.index_add_(0, places, sums.square().sum(1, dtype=torch.float64))
 
     def _add_layer(self, is_copy: bool, index: int, inputs: Tensor | None, gradient: Tensor) -> None:

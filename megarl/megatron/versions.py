@@ -1,4 +1,4 @@
-"""Differences between releases of Megatron-Core from 0.12 to 0.16, detected by what they accept, not by number.
+"""Differences between releases of Megatron-Core from 0.12 to 0.19, detected by what they accept, not by number.
 
 What an older release cannot do is refused when the model is built; docs/version_matrix.md lists it.
 """
@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn import Module
 
 from megarl.errors import ConfigError
 
@@ -29,6 +30,13 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 
 
 TAKES_PADDING_MASK = takes(GPTModel.forward, "padding_mask")  # from 0.16 on, routers can leave padding uncounted
+
+
+def unwrap(chunk: Module) -> Any:
+    """The GPTModel inside DistributedDataParallel and Float16Module."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module  # type: ignore[assignment]
+    return chunk
 
 
 def for_stage(stage: int | None) -> dict[str, int | None]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from megarl.config import Config
-from megarl.config.megatron_fields import replay_blockers
+from megarl.core.megatron_facts import replay_blockers
 from megarl.errors import ConfigError
 from megarl.models.shapes import ModelShape, read_shape
 

@@ -47,7 +47,7 @@ def check_division(config: Config, shape: ModelShape, layout: Layout) -> None:
 
 
 def check_servers(config: Config, shape: ModelShape) -> None:
-    """Refuse servers that cannot cut the model, or that are on GPUs which the machine does not have."""
+    """Refuse servers that cannot cut the model, or whose GPUs CUDA IPC does not reach."""
     if not config.rollout.engine_kind.server:
         return
     settings, fields, tp = config.sglang, shape.fields, config.sglang.tp
@@ -66,9 +66,10 @@ def check_servers(config: Config, shape: ModelShape) -> None:
                 f"multiple of {BLOCK[0]}; lower sglang.tp, or set sglang.fp8 = false"
             )
     last, ranks = max(settings.gpus, default=0), config.launch.ranks_per_node
-    if last >= ranks and not config.launch.apart:
+    if last >= ranks and config.weight_sync == "ipc":  # never apart
         raise ConfigError(
-            f"sglang.gpus: found {last} on nodes with launch.ranks_per_node = {ranks} GPUs, expected 0 to {ranks - 1}"
+            f"sglang.gpus: found {last} on nodes with launch.ranks_per_node = {ranks} GPUs of the trainer and weights "
+            f'sent by CUDA IPC, expected 0 to {ranks - 1}; set sglang.sync = "distributed" if they share no GPU'
         )
 
 
@@ -92,13 +93,13 @@ def check_gpus(config: Config, rank: RankMemory, engine: EngineMemory) -> GpuMem
     name, trainer, server, advice = f"a rank of stage {rank.stage}", rank.peak + TRAINER_RESERVE, 0, _USE_LESS
     if not config.rollout.engine_kind.server:
         name, trainer = f"{name} with its engine", trainer + engine.total
-    elif config.launch.apart or not config.sglang.gpus:
+    elif not config.servers_share_gpus:
         server = engine.total + SERVER_RESERVE
     else:
         name, trainer = f"{name} with a server on its GPU", shared_gpu(rank, engine, config.sglang.release_memory)
         advice = f"lower sglang.mem_fraction; {_USE_LESS}"
     _check_gpu(config, name, trainer, advice)
-    if config.launch.apart:
+    if config.launch.apart or (server and config.sglang.gpus):
         _check_gpu(config, "a server's GPU", server, "raise sglang.tp, or lower sglang.mem_fraction")
     return GpuMemory(trainer, server)
 

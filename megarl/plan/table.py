@@ -62,7 +62,9 @@ def _layout(found: Plan, config: Config) -> Iterator[Row]:
     dense = f"tp {sizes.tp}, pp {sizes.pp}" + (f", vpp {sizes.vpp}" if sizes.vpp else "")
     yield "dense weights", f"dp {sizes.dp}", dense + f", cp {sizes.cp}"
     yield "experts", f"edp {sizes.edp}", f"ep {sizes.ep}, etp {sizes.etp}"
-    where = "apart" if launch.apart else "on the trainer's" if config.sglang.gpus else "elsewhere"
+    beside = "on the trainer's" if config.servers_share_gpus else "beside the trainer's"
+    where = "apart" if launch.apart else beside if config.sglang.gpus else "elsewhere"
+    where += f', sync = "{config.weight_sync}"'
     yield "GPUs of servers", str(found.server_gpus), where if config.rollout.engine_kind.server else "no servers"
 
 
@@ -75,9 +77,11 @@ def _memory(found: Plan) -> Iterator[Row]:
     if memory.reference:
         yield "reference policy", size(memory.reference), ""
     yield "activations", size(memory.activations), "full micro-batches in flight"
-    yield "working space", size(memory.working), "recomputed unit with its gradients, or the output layer"
+    yield "working space", size(memory.working), "recomputed unit and rows on their way, or the output layer"
     if memory.recorded:
         yield "recorded routes (r2)", size(memory.recorded), "of all mini-batches of a step"
+    if memory.compared:
+        yield "hidden states compared", size(memory.compared), "of a mini-batch, every train.replay_bias_every steps"
     yield "training", size(memory.training), "sum of these"
     yield "update of the engine", size(memory.states + memory.sync), f"{size(memory.sync)} beside the states"
     if memory.host_routes:

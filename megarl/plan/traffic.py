@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from math import comb
 
 from megarl.config import Config, Layout
+from megarl.config.gpu_defaults import settings
 from megarl.core.rollout_codec import num_encoded_bytes
 from megarl.models.fit import wants_routes
 from megarl.models.names import rules_of
 from megarl.models.shapes import ModelShape
+from megarl.plan.activations import ELEMENT, cut_of, routed_rows
 from megarl.plan.engine_memory import cache_bytes_per_token, weight_bytes
-from megarl.plan.layout import RankCount, Schedule, Stage, count_model, numel
-from megarl.plan.trainer_memory import BUCKET_BYTES, ELEMENT, cut_of, route_bytes
+from megarl.plan.layout import RankCount, Schedule, Stage, count_model
+from megarl.plan.trainer_memory import BUCKET_BYTES, route_bytes, whole_bytes
 
 REWARD_BYTES = 88
 """What all ranks know of a response: the columns of ``megarl.train.sampling.step_rollouts``."""
@@ -101,21 +103,44 @@ def rank_traffic(config: Config, shape: ModelShape, layout: Layout, stage: Stage
     sharded = config.parallel.distributed_optimizer
     passes = 3 if config.recompute.granularity == "full" else 2  # forward, backward, and forward once more
     cut, moe = cut_of(config, layout), sum(layer in shape.moe_layers for layer in stage.layers)
-    dense, rows_sent = len(stage.layers) - moe, cut.rows * shape.topk
-    exchanged = _over(layout.ep, rows_sent) + _over(layout.etp, rows_sent * layout.etp)
-    # gather and scatter around attention, and around a dense MLP or shared experts
-    shared = moe if shape.fields.get("moe_shared_expert_intermediate_size") else 0
-    boundaries = 2 * (len(stage.layers) + dense + shared)
+    exchanged = _over(layout.ep, cut.rows * shape.topk) + _over(layout.etp, routed_rows(shape, cut))
     keys_and_values = cache_bytes_per_token(shape, element, layout.tp, expanded=True) // shape.num_layers
     crossings = len(stage.chunks) * 2 - stage.is_first - stage.is_last
     return RankTraffic(
         gradients=4 * once * (1 if sharded else 2),
-        gathered_weights=element * once if sharded else 0,
-        experts=passes * 2 * moe * element * hidden * exchanged,
-        tensor=passes * boundaries * _over(layout.tp, element * hidden * cut.slots),
+        gathered_weights=element * once * _gathers(config, count) if sharded else 0,
+        experts=passes * moe * (2 * element * hidden + 4) * exchanged,  # with the weight of each row's gate
+        tensor=_over(layout.tp, cut.slots * _tensor_widths(shape, stage, element, passes)),
         pipeline=crossings * element * hidden * cut.rows if layout.pp > 1 else 0,
         context=passes * len(stage.layers) * (layout.cp - 1) * keys_and_values * cut.slots,
     )
+
+
+def _gathers(config: Config, count: RankCount) -> int:
+    """How often an update gathers the weights: Megatron's optimizers of dense and expert ones each gather them all."""
+    beside_passes = settings(config, on_gpu=True, has_te=True).get("overlap_param_gather", False)
+    return 1 if beside_passes or not count.expert else 2
+
+
+def _tensor_widths(shape: ModelShape, stage: Stage, element: int, passes: int) -> int:
+    """Bytes of a slot that sequence parallelism gathers and scatters in one micro-batch.
+
+    Around attention, a dense MLP and shared experts: forward passes gather the input and scatter the output, a backward
+    pass gathers the output's gradient and the input once more, and scatters the input's gradient. The embedding
+    scatters once and gathers once; so does the output layer, in fp32.
+    """
+    fields, hidden = shape.fields, shape.fields["hidden_size"]
+    inputs = outputs = 0
+    for layer in stage.layers:
+        if fields.get("multi_latent_attention"):
+            inputs += (fields["q_lora_rank"] or hidden) + fields["kv_lora_rank"]
+            outputs += hidden + fields["qk_pos_emb_head_dim"]
+        else:
+            inputs, outputs = inputs + hidden, outputs + hidden
+        if layer not in shape.moe_layers or fields.get("moe_shared_expert_intermediate_size"):
+            inputs, outputs = inputs + hidden, outputs + hidden
+    ends = 2 * hidden * (element * stage.is_first + 4 * stage.is_last)
+    return element * ((passes + 1) * inputs + passes * outputs) + ends
 
 
 def sync_traffic(config: Config, shape: ModelShape, count: RankCount) -> SyncTraffic:
@@ -123,11 +148,10 @@ def sync_traffic(config: Config, shape: ModelShape, count: RankCount) -> SyncTra
     element = ELEMENT[config.model.dtype]
     fp8 = config.rollout.engine_kind.server and config.sglang.fp8
     sent = weight_bytes(shape, ELEMENT[config.rollout.dtype], fp8=fp8)
-    pieces = (numel(rule, shape) * (shape.num_experts if rule.scope == "expert" else 1) for rule in rules_of(shape))
     return SyncTraffic(
         gathered=max(0, element * (count_model(shape).total - count.total)),
         sent=sent if config.rollout.engine_kind.server else 0,
-        tensors_at_once=element * max(pieces),
+        tensors_at_once=max(whole_bytes(rule, shape, element, config.parallel.ep) for rule in rules_of(shape)),
         buckets=-(-2 * sent // BUCKET_BYTES),
     )
 

@@ -102,6 +102,11 @@ class Engine(Protocol):
         """Version of the weights that the next token is sampled with; -1 before the first update."""
 
     @property
+    def receives_weights(self) -> bool:
+        """Whether this rank needs the tensors of an update; the others only help to gather them, and have none."""
+        return True
+
+    @property
     def sync_seconds(self) -> Mapping[str, float]:
         """Seconds that this rank has spent on the parts of the last weight update; empty if it has no parts."""
         return {}

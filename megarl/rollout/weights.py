@@ -50,10 +50,11 @@ class WeightForm:
 def require_each_once(tensors: Iterable[Named], shapes: Mapping[str, tuple[int, ...]], version: int) -> Iterator[Named]:
     """Yields the tensors as they come; WeightSyncError unless they are those of ``shapes``, each once and finite.
 
-    A missing tensor is reported after the last one. SGLang itself reports success for unknown names and incomplete
-    updates, and a wrong shape ends the server, so nothing may be sent unchecked.
+    Missing and non-finite ones are reported after the last one, so that the host waits for the device once. SGLang
+    itself reports success for unknown names and incomplete updates, and a wrong shape ends the server, so names and
+    shapes are checked before anything is sent.
     """
-    outstanding = set(shapes)
+    outstanding, finite = set(shapes), dict[str, torch.Tensor]()
     for name, tensor in tensors:
         if name not in shapes:
             raise WeightSyncError(f"{name} is unknown to the engine's model: send the names of its HF checkpoint")
@@ -63,14 +64,19 @@ def require_each_once(tensors: Iterable[Named], shapes: Mapping[str, tuple[int, 
             raise WeightSyncError(f"{name} has shape {tuple(tensor.shape)}, expected {shapes[name]}")
         if tensor.dtype not in _DTYPES:
             raise WeightSyncError(f"{name} is {tensor.dtype}, expected one of {_DTYPES}")
-        if not torch.isfinite(tensor).all():
-            raise WeightSyncError(f"{name} holds NaN or infinite values: look at the trainer's weights")
+        finite[name] = torch.isfinite(tensor).all()
         outstanding.remove(name)
         yield name, tensor
     if outstanding:
         raise WeightSyncError(
             f"{len(outstanding)} of {len(shapes)} tensors are missing from the update to version {version}, for "
             f"example {', '.join(sorted(outstanding)[:3])}: send every tensor of the checkpoint"
+        )
+    whole = torch.stack([*finite.values()]).tolist() if finite else []
+    if bad := [name for name, is_finite in zip(finite, whole, strict=True) if not is_finite]:
+        raise WeightSyncError(
+            f"{len(bad)} of {len(finite)} tensors hold NaN or infinite values, the first is {bad[0]}: look at the "
+            "trainer's weights"
         )
 
 

@@ -7,6 +7,8 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,10 +25,11 @@ from megarl.rollout.engine import Engine
 from megarl.rollout.local.engine import LocalEngine
 from megarl.rollout.sglang.client import ClientSettings
 from megarl.rollout.sglang.engine import SGLangEngine
-from megarl.rollout.sglang.fleet import Fleet, FleetSettings
+from megarl.rollout.sglang.fleet import BUCKET_BYTES, Fleet, FleetSettings
 from megarl.rollout.sglang.http import key_named
 from megarl.rollout.sglang.spec import ServerSpec
 from megarl.rollout.sglang.weights.folder import write_fp8_model
+from megarl.rollout.sglang.weights.ipc import Exchange, Helper
 from megarl.rollout.sglang.weights.process_group import own_address
 from megarl.rollout.weights import FP8Form, WeightForm
 
@@ -70,7 +73,9 @@ def make_sglang_engine(config: Config, tell: Callable[[str], None]) -> SGLangEng
     The first rank of each node starts the node's servers. With ``sglang.urls``, the main rank connects to running ones.
     """
     settings, key = config.sglang, _api_key(config)
-    fleet, urls = _start_servers(config, key, tell)
+    exchange = make_exchange(config)
+    fleet, urls = _start_servers(config, key, exchange, tell)
+    is_helper = fleet is None and exchange is not None and exchange.gpu in settings.gpus
     fp8: FP8Form = "blocks" if settings.fp8 else "rounded" if config.rollout.fp8_rounding else "off"
     client = ClientSettings(
         concurrency=settings.concurrency,
@@ -85,6 +90,7 @@ def make_sglang_engine(config: Config, tell: Callable[[str], None]) -> SGLangEng
         urls,
         json.loads((Path(config.model.path) / "config.json").read_text()),
         fleet=fleet,
+        helper=Helper(exchange, Path(config.model.path), BUCKET_BYTES) if is_helper else None,
         agree=lambda failure: distributed.fail_together(failure, "the weight update"),
         settings=client,
         form=WeightForm(DTYPES[config.rollout.dtype], fp8),
@@ -99,7 +105,35 @@ def _api_key(config: Config) -> str | None:
     return distributed.from_main_rank(lambda: secrets.token_hex(16))
 
 
-def _start_servers(config: Config, key: str | None, tell: Callable[[str], None]) -> tuple[Fleet | None, list[str]]:
+def make_exchange(config: Config) -> Exchange | None:
+    """Return what this node's ranks share memory with its servers through, if they do; a collective call.
+
+    ConfigError if the GPU of a server has no rank of the trainer.
+    """
+    if config.weight_sync != "ipc":
+        return None
+    gpus = config.sglang.gpus
+    if not gpus:
+        return Exchange()  # of the first rank alone, in memory of the host
+    local_ranks, leaders = distributed.gather_objects(distributed.local_rank()), distributed.node_leaders()
+    found = Exchange(gpus, distributed.local_rank())
+    for start, end in zip(leaders, [*leaders[1:], len(local_ranks)], strict=True):
+        on_node = local_ranks[start:end]
+        if missing := sorted({*gpus} - {*on_node}):
+            raise ConfigError(
+                f"sglang.gpus: found {missing}, where a node with {len(on_node)} ranks of the trainer has none, "
+                f'expected a rank on each of {gpus}; set sglang.sync = "distributed" if the trainer uses none of them'
+            )
+        members = [rank for rank in range(start, end) if local_ranks[rank] in (0, *gpus)]
+        group = dist.new_group(members, timeout=timedelta(seconds=config.collective_timeout_s), backend="gloo")
+        if dist.get_rank() in members:
+            found.gather = partial(distributed.gather_objects, group=group)
+    return found
+
+
+def _start_servers(
+    config: Config, key: str | None, exchange: Exchange | None, tell: Callable[[str], None]
+) -> tuple[Fleet | None, list[str]]:
     """Return the servers of this rank's node, on the rank that started them, and all URLs; a collective call."""
     settings = config.sglang
     nodes = [0] if settings.urls else distributed.node_leaders()
@@ -109,7 +143,7 @@ def _start_servers(config: Config, key: str | None, tell: Callable[[str], None])
     failure: Exception | None = None
     if dist.get_rank() in nodes:
         try:
-            fleet = _make_fleet(config, key, nodes, host, tell)
+            fleet = _make_fleet(config, key, nodes, host, exchange, tell)
             if fleet.specs:
                 logs = ", ".join(str(spec.log_file) for spec in fleet.specs)
                 tell(f"starting SGLang; what it prints is in {logs}")
@@ -130,8 +164,7 @@ def _start_servers(config: Config, key: str | None, tell: Callable[[str], None])
 def _find_host(nodes: Sequence[int]) -> str:
     """Return the address of this rank's node as other nodes see it; a collective call."""
     mine = own_address(f"tcp://{os.environ['MASTER_ADDR']}")
-    addresses = [mine] * dist.get_world_size()
-    dist.all_gather_object(addresses, mine)
+    addresses = distributed.gather_objects(mine)
     if dist.get_rank() != nodes[0]:
         return mine
     # On the master node, the master's name may resolve to the loopback address: ask for the way to another node.
@@ -139,7 +172,14 @@ def _find_host(nodes: Sequence[int]) -> str:
     return own_address(f"tcp://[{other}]" if ":" in other else f"tcp://{other}")
 
 
-def _make_fleet(config: Config, key: str | None, nodes: Sequence[int], host: str, tell: Callable[[str], None]) -> Fleet:
+def _make_fleet(
+    config: Config,
+    key: str | None,
+    nodes: Sequence[int],
+    host: str,
+    exchange: Exchange | None,
+    tell: Callable[[str], None],
+) -> Fleet:
     """Return the servers of this rank's node. They write below run.dir, with several nodes in a folder for each."""
     settings = config.sglang
     folder = config.run_dir / "sglang"
@@ -154,8 +194,9 @@ def _make_fleet(config: Config, key: str | None, nodes: Sequence[int], host: str
         tp=settings.tp,
         api_key=key,
         routes=servers_record(config),
-        folder=folder / "weights" if settings.sync == "disk" else None,
-        broadcast=settings.sync == "distributed",
+        folder=folder / "weights" if config.weight_sync == "disk" else None,
+        broadcast=config.weight_sync == "distributed",
+        exchange=exchange,
         checksums=settings.checksums,
         spare=folder / "spare" if settings.spare_weights == "disk" else None,
         source=source,

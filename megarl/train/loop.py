@@ -138,7 +138,8 @@ class Trainer:
         with self.monitor.phase("train"), self.monitor.progress.bar("training", num_micro_batches) as advance:
             for index, mini in enumerate(minis):
                 # Replay, forward, coefficients, backward, optimizer step.
-                statistics = collect([self.train_step.update(mini, self.monitor.watch(advance))])
+                more_follow = index + 1 < len(minis)
+                statistics = collect([self.train_step.update(mini, self.monitor.watch(advance), more_follow)])
                 if statistics is not None:
                     last_update = finalize(statistics)
                     self.log.write("minibatch", done, last_update, minibatch=index)
@@ -232,7 +233,7 @@ class Trainer:
         with self.monitor.phase("sync"):
             if self.config.sglang.release_memory:
                 self.policy.offload()
-            self.engine.update_weights(self.policy.export(), version=version)
+            self.engine.update_weights(self.policy.export(self.engine.receives_weights), version=version)
         self.monitor.seconds |= {f"sync_{part}": seconds for part, seconds in self.engine.sync_seconds.items()}
 
     def _evaluate(self, done: int) -> bool:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.config import Config
+from megarl.core.devices import to_device
 from megarl.core.diagnostics import replay_bias_metrics
 from megarl.core.metrics import Stat
 from megarl.core.objectives.columns import Denominators, TokenColumns
@@ -69,10 +70,10 @@ class MiniBatch:
         return TokenColumns(
             logprobs,
             old,
-            batch.rollout_logprobs.to(device),
-            batch.advantages.to(device),
-            batch.loss_mask.to(device),
-            batch.cu_seqlens.to(device),
+            to_device(batch.rollout_logprobs, device),
+            to_device(batch.advantages, device),
+            to_device(batch.loss_mask, device),
+            to_device(batch.cu_seqlens, device),
             ref,
         )
 
@@ -83,7 +84,7 @@ class MiniBatch:
         found: list[dict[str, Stat]] = []
         for micro, mine, own in zip(self.micro_batches, replayed, native, strict=False):
             assert mine.divergence is not None
-            mask = micro.batch.loss_mask.to(mine.logprobs.device)
+            mask = to_device(micro.batch.loss_mask, mine.logprobs.device)
             found.append(replay_bias_metrics(mine.divergence, mine.logprobs, own.logprobs, mask))
         return found
 
@@ -116,7 +117,8 @@ def make_rollout(tokens: np.ndarray, loss_mask: np.ndarray | None = None) -> Rol
 
 def over_ranks(local: Denominators) -> Denominators:
     """The sum over data-parallel ranks."""
-    counts = torch.tensor([local.num_tokens, local.num_sequences], device=torch.cuda.current_device())
+    own = torch.tensor([local.num_tokens, local.num_sequences])
+    counts = to_device(own, torch.cuda.current_device())
     dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
     return Denominators(*counts.tolist())
 

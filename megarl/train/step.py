@@ -127,8 +127,12 @@ class TrainStep:
         logprobs = [column for mini in minis for column in self._current_logprobs(mini)]
         set_token_advantages(self.objective, judged, minis, logprobs, "kl/current" if moved else "kl/ref")
 
-    def update(self, mini: MiniBatch, on_micro_batch: Advance | None = None) -> dict[str, Stat]:
+    def update(
+        self, mini: MiniBatch, on_micro_batch: Advance | None = None, more_follow: bool = False
+    ) -> dict[str, Stat]:
         """Take one optimizer step; return the statistics of its mini-batch on this rank.
+
+        more_follow: another update follows before the weights are read.
 
         If this is the first pass, and the tripwires drop sequences, the gradients are computed again without them.
         """
@@ -143,7 +147,7 @@ class TrainStep:
             for bias, value in zip(biases, before, strict=True):
                 bias.copy_(value)  # the pass has moved it, and the second one does so again
             outputs = self._backward(mini, compare_with=native)
-        norm, lr = self.policy.optimizer_step()
+        norm, lr = self.policy.optimizer_step(more_follow)
         self._updates += 1
         alike = {"grad_norm": Stat.mean(torch.tensor([norm])), "lr": Stat.mean(torch.tensor([lr], dtype=torch.float64))}
         return merge([alike, flips, *mini.replay_bias(outputs, native or ()), *(output.metrics for output in outputs)])
@@ -155,8 +159,8 @@ class TrainStep:
             return None, {}
         with self._context(mini, replay.record(keep=False, compared=mini.routes)) as seen:
             outputs = self._run(mini, keep_hidden=True)
-        shared = gather_shared(seen.shared, mini.micro_batches, replay.layers)
-        return outputs, Disagreement.of(np.concatenate(shared), self.policy.shape.topk).stats("replay_bias")
+        shared = np.concatenate(gather_shared([seen.shared], mini.micro_batches, replay.layers))
+        return outputs, Disagreement.of(shared[..., 0], self.policy.shape.topk).stats("replay_bias")
 
     def _backward(
         self,
@@ -261,13 +265,12 @@ class TrainStep:
         """Compare the rollout with the first pass over a mini-batch, and keep the log-probabilities of this pass."""
         mini.old_logprobs, mini.old_updates = [output.logprobs for output in outputs], self._updates
         counts: list[torch.Tensor] = []
-        for micro, output in zip(mini.micro_batches, outputs, strict=bool(outputs)):
-            batch, device = micro.batch, output.logprobs.device
-            mask, bounds = batch.loss_mask.to(device), batch.cu_seqlens.to(device)
-            columns = output.logprobs, batch.rollout_logprobs.to(device), mask, bounds
-            entropy = {"rollout/entropy": Stat.mean(output.entropies, mask)}
-            mini.metrics = merge([mini.metrics, mismatch_metrics(*columns), entropy])
-            counts.append(count_k3(*columns))
+        for index, output in enumerate(outputs):
+            columns = mini.columns(index, mini.micro_batches[index].batch, output.logprobs)
+            given = columns.logprobs, columns.rollout_logprobs, columns.loss_mask, columns.cu_seqlens
+            entropy = {"rollout/entropy": Stat.mean(output.entropies, columns.loss_mask)}
+            mini.metrics = merge([mini.metrics, mismatch_metrics(*given), entropy])
+            counts.append(count_k3(*given))
         if counts:
             order = [sequence for micro in mini.micro_batches for sequence in micro.sequences]
             mini.gaps[order, 2:5] = torch.cat(counts).cpu()
@@ -282,12 +285,12 @@ class TrainStep:
             own = seen.native if replayed else seen.routes
             mini.native_routes = own if layers else mini.rollout_routes
         both = (seen.shared, seen.native_shared)[: 1 + replayed]
-        shared = [gather_shared(counts, mini.micro_batches, layers) for counts in both]
-        for prefix, counts in (("router", shared[0]), ("router/native", shared[-1])):
-            stats = Disagreement.of(np.concatenate(counts), shape.topk).stats(prefix)
+        shared = gather_shared(both, mini.micro_batches, layers)
+        for prefix, column in (("router", 0), ("router/native", -1)):
+            stats = Disagreement.of(np.concatenate(shared)[..., column], shape.topk).stats(prefix)
             mini.metrics = merge([mini.metrics, stats])
-        for micro, of_micro in zip(mini.micro_batches, shared[-1], strict=True):
-            mini.gaps[list(micro.sequences), 5:] = count_flips(of_micro, shape.topk, micro.batch)
+        for micro, of_micro in zip(mini.micro_batches, shared, strict=True):
+            mini.gaps[list(micro.sequences), 5:] = count_flips(of_micro[..., -1], shape.topk, micro.batch)
 
 
 def _sum_over_ranks(sums: torch.Tensor) -> torch.Tensor:

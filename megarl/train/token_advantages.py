@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megarl.core.devices import to_device
 from megarl.core.metrics import Stat
 from megarl.core.objectives import Objective, token_advantages
 from megarl.core.ratios import log_ratio, segment_expand, segment_sum, usable_mask
@@ -23,7 +24,7 @@ from megarl.train.mini_batch import Judged, MiniBatch
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """Loss tokens of some sequences back to back."""
+    """Loss tokens of some sequences back to back, on the host."""
 
     ids: torch.Tensor
     """int64 [N], the sequences."""
@@ -51,14 +52,12 @@ def set_token_advantages(
     ids = [mine[index] for mine, mini in owned for micro in mini.micro_batches for index in micro.sequences]
     keeps = [usable_mask(micro.batch.loss_mask, micro.batch.rollout_logprobs) for micro in micros]
     lengths = [segment_sum(keep, micro.batch.cu_seqlens) for keep, micro in zip(keeps, micros, strict=True)]
-    device = logprobs[0].device
-    kept = [
-        torch.cat([c[keep.to(device)] for c, keep in zip(columns, keeps, strict=True)]) for columns in (logprobs, ref)
-    ]
-    own = _Columns(torch.tensor(ids, device=device), torch.cat(lengths).to(device), torch.stack(kept))
+    # One transfer to the host, which computes the advantages: they are few operations on whole groups.
+    both = torch.stack([torch.cat(list(logprobs)), torch.cat(ref)]).cpu()
+    own = _Columns(torch.tensor(ids), torch.cat(lengths), both[:, torch.cat(keeps)])
     values = _compute_own(objective, judged, own, parallel_state.get_data_parallel_group())
     counts = [int(keep.sum()) for keep in keeps]
-    parts = iter(zip(keeps, values.float().cpu().split(counts), strict=True))
+    parts = iter(zip(keeps, values.float().split(counts), strict=True))
     for mini in minis:
         mini.micro_batches = [_set_advantages(micro, *next(parts)) for micro in mini.micro_batches]
     possible = ~torch.isneginf(own.logprobs[0])
@@ -74,8 +73,8 @@ def _set_advantages(micro: MicroBatch, keep: torch.Tensor, values: torch.Tensor)
 def _compute_own(objective: Objective, judged: Judged, own: _Columns, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the advantages of this rank's loss tokens, float64 [T], from all responses of their groups."""
     groups = torch.from_numpy(judged.groups)
-    columns, first = _gather_groups(own, groups.to(own.ids.device), group)
-    ids = columns.ids.cpu().numpy()
+    columns, first = _gather_groups(own, groups, group)
+    ids = columns.ids.numpy()
     # In float64: if all rewards of a group are equal, only small differences of the KL are left to standardise.
     policy, ref = columns.logprobs.double()
     values = token_advantages(
@@ -95,13 +94,15 @@ def _gather_groups(own: _Columns, groups: torch.Tensor, ranks: dist.ProcessGroup
     if ranks.size() == 1:
         return own, 0
     # All ranks have equally many sequences, so ids and lengths need no padding.
-    heads = all_gather(torch.stack([own.ids, own.lengths]), ranks)
+    device = torch.cuda.current_device()
+    heads = all_gather(to_device(torch.stack([own.ids, own.lengths]), device), ranks).cpu()
     spread = torch.cat([torch.unique(groups[head[0]]) for head in heads])
     if torch.unique(spread).numel() == spread.numel():  # no group spans two ranks; all ranks agree on this
         return own, 0
     totals = [int(head[1].sum()) for head in heads]
     padded = torch.nn.functional.pad(own.logprobs, (0, max(totals) - own.logprobs.size(1)))
-    logprobs = [column[:, :total] for column, total in zip(all_gather(padded, ranks), totals, strict=True)]
+    everywhere = all_gather(to_device(padded, device), ranks).cpu()
+    logprobs = [column[:, :total] for column, total in zip(everywhere, totals, strict=True)]
     ids, lengths = torch.cat(list(heads), 1)
     wanted = torch.isin(groups[ids], groups[own.ids])
     tokens = segment_expand(wanted, torch.nn.functional.pad(lengths.cumsum(0), (1, 0)))

@@ -5,7 +5,7 @@ help text. Nothing here imports torch.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megarl.config.tables.base import Table
 from megarl.config.tables.data import DataConfig, RewardConfig, RewardModelConfig, SftConfig
@@ -92,6 +92,18 @@ class Tables(Table):
         """What a judge is made with, besides the function."""
         options = self.reward.model_dump(include={"workers", "timeout_s", "max_characters"})
         return options | {"model": self.reward_model}
+
+    @property
+    def weight_sync(self) -> Literal["ipc", "distributed", "tensor", "disk"]:
+        """sglang.sync with "auto" resolved."""
+        if self.sglang.sync != "auto":
+            return self.sglang.sync
+        return "ipc" if self.servers_share_gpus else "distributed"
+
+    @property
+    def servers_share_gpus(self) -> bool:
+        """Whether a GPU has both a rank of the trainer and a rank of a server."""
+        return not self.launch.apart and any(gpu < self.launch.ranks_per_node for gpu in self.sglang.gpus)
 
     @property
     def optimizer_steps(self) -> int:

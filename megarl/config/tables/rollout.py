@@ -148,9 +148,10 @@ class SGLangConfig(Table):
     api_key_env: str | None = None
     """Name of the environment variable with the API key of the servers. Without it, servers that megarl starts get a
     random key."""
-    sync: Literal["distributed", "tensor", "disk"] = "distributed"
-    """How weights reach the servers. distributed: a process group with each server, NCCL from GPUs and gloo from CPUs;
-    tensor: HTTP, slow; disk: a folder below run.dir that the servers can read."""
+    sync: Literal["auto", "ipc", "distributed", "tensor", "disk"] = "auto"
+    """How weights reach the servers. ipc: servers on the trainer's GPUs read them there; distributed: a process group
+    with each server, NCCL from GPUs and gloo from CPUs; tensor: HTTP, slow; disk: a folder below run.dir that the
+    servers can read. auto: ipc for servers on the trainer's GPUs, distributed for others."""
     spare_weights: Literal["memory", "disk"] = "memory"
     """Where a copy of the weights is kept for a server that is restarted: in the memory of the node's first rank, or
     below run.dir."""

@@ -22,7 +22,7 @@ class RunConfig(Table):
     """Longest time that a rank waits for the others before the run ends; default 1800, with SGLang servers longer than
     a rank may wait for one."""
     deterministic: bool = False
-    """Ask PyTorch and Megatron for deterministic kernels; slower on a GPU."""
+    """Ask PyTorch, Megatron, Transformer Engine, cuBLAS and NCCL for deterministic kernels; slower on a GPU."""
 
 
 class EvalConfig(Table):

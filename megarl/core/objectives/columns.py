@@ -7,7 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.core.ratios import check_cu_seqlens, is_logprob, logprob_error, segment_sum, usable_mask
+from megarl.core.ratios import (
+    check_cu_seqlens,
+    cu_seqlens_error,
+    is_logprob,
+    is_wrong_cu_seqlens,
+    logprob_error,
+    usable_mask,
+)
 from megarl.errors import NumericsError
 
 
@@ -40,7 +47,8 @@ class TokenColumns:
                 raise ValueError(f"{name} is {column.dtype}, expected floating point")
         if self.loss_mask.dtype != torch.bool:
             raise ValueError(f"loss_mask is {self.loss_mask.dtype}, expected torch.bool")
-        check_cu_seqlens(self.cu_seqlens, self.logprobs.numel())
+        if not self.cu_seqlens.is_cuda:  # else ``prepare`` checks it with the values, so that the host waits once
+            check_cu_seqlens(self.cu_seqlens, self.logprobs.numel())
 
     def float_columns(self) -> dict[str, Tensor]:
         """Return the floating-point columns by name."""
@@ -72,12 +80,17 @@ class Denominators:
         Give rollout_logprobs [T] to leave out tokens at -inf, as ``coefficients`` does when it counts by itself.
         """
         mask = loss_mask if rollout_logprobs is None else usable_mask(loss_mask, rollout_logprobs)
-        lengths = segment_sum(mask, cu_seqlens)
-        num_tokens, num_sequences = torch.stack([lengths.sum(), (lengths > 0).sum()]).tolist()
-        return cls(num_tokens, num_sequences)
+        return cls(*count_loss_tokens(mask, cu_seqlens).tolist())
 
     def __add__(self, other: Denominators) -> Denominators:
         return Denominators(self.num_tokens + other.num_tokens, self.num_sequences + other.num_sequences)
+
+
+def count_loss_tokens(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return int64 [2] on the device of the mask: the ``Denominators`` of a packed batch. Any cu_seqlens is safe."""
+    running = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
+    at_bounds = running[cu_seqlens.long().clamp(0, mask.numel())]
+    return torch.stack([running[-1], (at_bounds.diff() > 0).sum()])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,12 +110,36 @@ class TokenState:
     ref_logprobs: Tensor | None = None
 
 
-def prepare(columns: TokenColumns) -> TokenState:
-    """Check that every value on a loss token is admissible, and settle which tokens count.
+def prepare(columns: TokenColumns, denominators: Denominators | None = None) -> TokenState:
+    """Check that every value on a loss token is admissible, and settle which tokens count. The host waits once.
 
-    Raises NumericsError naming column and first token for what ``check_values`` finds.
+    Raises NumericsError naming column and first token if a loss token has an advantage that is not finite, or no
+    log-probability in another column: NaN, +inf, or more than ``LOGPROB_TOLERANCE``. ValueError for wrong cu_seqlens,
+    and if the global denominators are smaller than this part's own.
     """
-    check_values(columns)
+    state, num_tokens = token_state(columns), columns.logprobs.numel()
+    refused = {
+        name: columns.loss_mask & ~(torch.isfinite(column) if name == "advantages" else is_logprob(column))
+        for name, column in columns.float_columns().items()
+    }
+    counts = count_loss_tokens(state.usable, columns.cu_seqlens)
+    limits = counts if denominators is None else (denominators.num_tokens, denominators.num_sequences)
+    too_many = [count > limit for count, limit in zip(counts, limits, strict=True)]
+    wrong_bounds = is_wrong_cu_seqlens(columns.cu_seqlens, num_tokens)
+    # One transfer to the host for all checks; what it was is asked only when something is wrong.
+    if not bool(torch.stack([wrong_bounds, *too_many, *(bad.any() for bad in refused.values())]).any()):
+        return state
+    if bool(wrong_bounds):
+        raise cu_seqlens_error(columns.cu_seqlens, num_tokens)
+    for name, bad in refused.items():
+        if bool(bad.any()):
+            raise _value_error(name, columns.float_columns()[name], bad)
+    local = Denominators(*counts.tolist())
+    raise ValueError(f"the global denominators {denominators} are smaller than this part's own {local}")
+
+
+def token_state(columns: TokenColumns) -> TokenState:
+    """Return the columns in one dtype with their masks, without checks."""
     floats = columns.float_columns()
     wide = torch.float64 if any(column.dtype == torch.float64 for column in floats.values()) else torch.float32
     values = {name: column.detach().to(wide) for name, column in floats.items()}
@@ -111,24 +148,11 @@ def prepare(columns: TokenColumns) -> TokenState:
     return TokenState(**values, usable=usable, keep=keep, cu_seqlens=columns.cu_seqlens)
 
 
-def check_values(columns: TokenColumns) -> None:
-    """Raise NumericsError if a loss token has an advantage that is not finite, or no log-probability in another column:
-    NaN, +inf, or more than ``LOGPROB_TOLERANCE``."""
-    refused = {
-        name: columns.loss_mask & ~(torch.isfinite(column) if name == "advantages" else is_logprob(column))
-        for name, column in columns.float_columns().items()
-    }
-    # One transfer to the host for all columns; which one it was is asked only when something is wrong.
-    if not bool(torch.stack(list(refused.values())).any()):
-        return
-    for name, bad in refused.items():
-        if not bool(bad.any()):
-            continue
-        column = columns.float_columns()[name]
-        if name != "advantages":
-            raise logprob_error(name, column, bad)
-        token = int(bad.nonzero()[0])
-        raise NumericsError(
-            f"advantages is {column[token].item()} at token {token} of the packed batch ({int(bad.sum())} such loss "
-            "tokens), expected a finite number: look at the pass that computed this column"
-        )
+def _value_error(name: str, column: Tensor, bad: Tensor) -> NumericsError:
+    if name != "advantages":
+        return logprob_error(name, column, bad)
+    token = int(bad.nonzero()[0])
+    return NumericsError(
+        f"advantages is {column[token].item()} at token {token} of the packed batch ({int(bad.sum())} such loss "
+        "tokens), expected a finite number: look at the pass that computed this column"
+    )

@@ -11,8 +11,8 @@ from torch import Tensor
 from megarl.core.choices.own import call_own, name_of
 from megarl.core.choices.parts import Objective
 from megarl.core.metrics import Stat
-from megarl.core.objectives.columns import Denominators, TokenColumns, prepare
-from megarl.core.objectives.loss import Coefficients, coefficients, sequence_advantages
+from megarl.core.objectives.columns import Denominators, TokenColumns, prepare, token_state
+from megarl.core.objectives.loss import Coefficients, coefficients, sequence_advantages, state_coefficients
 from megarl.core.objectives.own import check_returned, copy_columns
 from megarl.errors import ConfigError
 
@@ -43,9 +43,10 @@ def function_coefficients(
                 f"{part}: the function {name_of(function)} returned metrics that are no mapping to "
                 "megarl.core.metrics.Stat"
             )
-    values = check_returned(part, function, found, columns.logprobs, prepare(columns).keep)
+    values = check_returned(part, function, found, columns.logprobs, prepare(columns, denominators).keep)
     # The one equation with weight 1 and mask 1: what stands in the place of the advantage is divided by D.
-    result = coefficients(objective, replace(columns, advantages=values), denominators, power=power)
+    state = token_state(replace(columns, advantages=values))
+    result = state_coefficients(objective, state, columns.loss_mask, denominators, power)
     return Coefficients(result.values, {**metrics, **result.metrics})
 
 

@@ -22,7 +22,7 @@ from megarl.core.advantages import Values, group_mean, grpo, raft, rloo, token_l
 from megarl.core.choices.parts import Objective
 from megarl.core.choices.stopping import POSITIVE
 from megarl.core.metrics import Stat
-from megarl.core.objectives.columns import Denominators, TokenColumns, TokenState, prepare
+from megarl.core.objectives.columns import Denominators, TokenColumns, TokenState, count_loss_tokens, prepare
 from megarl.core.objectives.own import call_part
 from megarl.core.objectives.weights import (
     Total,
@@ -168,7 +168,13 @@ def coefficients(
     rounding (as raw logits are), raises NumericsError with the column and the first such token; a KL without
     ref_logprobs raises ConfigError.
     """
-    state = prepare(columns)
+    return state_coefficients(objective, prepare(columns, denominators), columns.loss_mask, denominators, power)
+
+
+def state_coefficients(
+    objective: Objective, state: TokenState, loss_mask: Tensor, denominators: Denominators | None, power: float | None
+) -> Coefficients:
+    """Return what ``coefficients`` does, of columns that ``prepare`` has checked; the host does not wait here."""
     log_staleness = log_ratio(state.logprobs, state.old_logprobs, state.keep)
     weight, weight_metrics = importance_weight(objective, state, power)
     inside, trust_metrics = find_trusted(objective, state, log_staleness)
@@ -178,7 +184,7 @@ def coefficients(
         values = ratio_gradient(objective.ratio, values, state.keep, state.cu_seqlens)
     metrics = {
         "loss_tokens": Stat.total(state.usable.sum()),
-        "logprobs/invalid": Stat.total((columns.loss_mask & ~state.usable).sum()),
+        "logprobs/invalid": Stat.total((loss_mask & ~state.usable).sum()),
         "logprobs/dropped": Stat.total((state.usable & ~state.keep).sum()),
         "ratio": Stat.ratio(log_staleness, state.keep),
         **weight_metrics,
@@ -235,21 +241,19 @@ def _missing_ref(what: str) -> ConfigError:
 
 def _aggregation_scale(objective: Objective, state: TokenState, denominators: Denominators | None) -> Tensor:
     """Return 1/D, broadcastable to [T]. Empty sequences and batches divide by 1: they have no term to scale."""
-    cu_seqlens = state.cu_seqlens
-    local = Denominators.of(state.usable, cu_seqlens)
     if denominators is None:
-        denominators = local
-    elif denominators.num_tokens < local.num_tokens or denominators.num_sequences < local.num_sequences:
-        raise ValueError(f"the global denominators {denominators} are smaller than this part's own {local}")
+        num_tokens, num_sequences = count_loss_tokens(state.usable, state.cu_seqlens).clamp(min=1)
+    else:
+        num_tokens, num_sequences = max(denominators.num_tokens, 1), max(denominators.num_sequences, 1)
     one = torch.ones((), dtype=state.logprobs.dtype, device=state.logprobs.device)
     match objective.aggregation:
         case "token-mean":
-            return one / max(denominators.num_tokens, 1)
+            return one / num_tokens
         case "seq-mean-token-sum":
-            return one / max(denominators.num_sequences, 1)
+            return one / num_sequences
         case "seq-mean-token-mean":
-            lengths = segment_sum(state.usable, cu_seqlens).clamp(min=1)
-            return segment_expand(one / (lengths * max(denominators.num_sequences, 1)), cu_seqlens)
+            lengths = segment_sum(state.usable, state.cu_seqlens).clamp(min=1)
+            return segment_expand(one / (lengths * num_sequences), state.cu_seqlens, state.usable.numel())
         case "seq-mean-token-sum-norm":
             assert objective.norm_length is not None, "checked when the objective was made"
             return one / objective.norm_length

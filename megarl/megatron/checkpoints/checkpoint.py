@@ -32,8 +32,8 @@ from megarl.megatron.checkpoints.state import (
     sharded_weights,
 )
 from megarl.megatron.distributed import from_main_rank, gather_objects, is_collective_error
-from megarl.megatron.model import unwrap
 from megarl.megatron.policy import Policy
+from megarl.megatron.versions import unwrap
 from megarl.models.shapes import ModelShape
 
 # AttributeError comes from a bug in Megatron, where common.pt is missing.

@@ -12,14 +12,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.data.files import replace_folder, sha256_of, sync
 from megarl.errors import SaveError
 from megarl.megatron.checkpoints.manifest import Files, step_name, write_manifest
-from megarl.megatron.distributed import from_main_rank, is_collective_error, is_main_rank
+from megarl.megatron.distributed import from_main_rank, gather_on_main_rank, is_collective_error, is_main_rank
 
 FindLasting = Callable[[Sequence[int]], Collection[int]]
 _NAME = re.compile(r"step_(\d+)")
@@ -89,8 +88,7 @@ def publish(path: Path, run: str, files: Files, keep: int, find_lasting: FindLas
     """
     partial = partial_folder(path)
     sync(partial)  # each rank: the names of its files
-    parts: list[Files] | None = [{}] * dist.get_world_size() if is_main_rank() else None
-    dist.gather_object(files, parts)
+    parts = gather_on_main_rank(files)
 
     def put_in_place() -> None:
         with explained(path):

@@ -28,6 +28,7 @@ from megarl.megatron.checkpoints.versions import (
     checkpoint_metadata,
     digested_writes,
     write_errors_are_told_to_all,
+    writer,
 )
 from megarl.megatron.policy import Policy
 
@@ -62,6 +63,7 @@ class Saver:
                 str(partial_folder(path)),
                 async_sharded_save=True,
                 **checkpoint_metadata("content_metadata"),
+                **writer(),
             )
             if request.async_fn is not None:
                 request = request._replace(async_fn=partial(_write_until_parent_ends, os.getpid(), request.async_fn))

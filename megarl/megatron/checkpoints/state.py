@@ -13,9 +13,8 @@ from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megarl.megatron.checkpoints.versions import checkpoint_metadata
-from megarl.megatron.model import unwrap
 from megarl.megatron.policy import Policy
-from megarl.megatron.versions import for_stage
+from megarl.megatron.versions import for_stage, unwrap
 
 _MULTIPLIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 

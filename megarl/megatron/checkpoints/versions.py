@@ -1,4 +1,4 @@
-"""Differences between checkpoints of Megatron-Core 0.12 to 0.16, found by what a release accepts, not by its number."""
+"""Differences between checkpoints of Megatron-Core 0.12 to 0.19, found by what a release accepts, not by its number."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import exchange_utils
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_finalize
@@ -33,6 +34,11 @@ def checkpoint_metadata(name: str = "metadata") -> dict[str, dict[str, Any]]:
     if not hasattr(DistributedOptimizer, "sharded_param_state_fully_reshardable"):
         return {name: {"distrib_optim_sharding_type": "fully_sharded_model_space"}}
     return {name: {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}}
+
+
+def writer() -> dict[str, str]:
+    """The keyword argument that asks for Megatron's own writer; from 0.17 on, the default is another package's."""
+    return {"async_strategy": "mcore"} if takes(dist_checkpointing.save, "async_strategy") else {}
 
 
 def write_errors_are_told_to_all() -> bool:

@@ -18,14 +18,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from megarl.core.devices import to_device
 from megarl.core.metrics import Stat
 from megarl.core.parallel import sequence_parallel_slice
 from megarl.core.types import TrainBatch
 from megarl.megatron.distributed import cp_position, tp_position
-from megarl.megatron.model import unwrap
 from megarl.megatron.passes.logprobs import linear_kl, linear_logprobs
 from megarl.megatron.passes.micro_batches import MicroBatch, router_tokens, to_slots, to_tokens
-from megarl.megatron.versions import copy_to_tensor_parallel, padding_argument
+from megarl.megatron.versions import copy_to_tensor_parallel, padding_argument, unwrap
 
 CoefficientFn = Callable[[int, TrainBatch, Tensor, Tensor], tuple[Tensor, dict[str, Stat]]]
 """(index of the micro-batch, its columns, logprobs [T], entropies [T], both detached) -> (coefficients [T], metrics).
@@ -164,7 +164,7 @@ def last_hidden_states(chunks: Sequence[torch.nn.Module], micro_batches: Sequenc
         token = router_tokens(micro.batch.cu_seqlens, micro.num_slots, tp_position(), cp_position())
         sequence, place = (micro.batch.cu_seqlens[1:, None] - 1 == token).nonzero(as_tuple=True)
         rows = torch.zeros(micro.batch.num_sequences, hidden.size(-1), device=hidden.device)
-        rows[sequence.to(hidden.device)] = hidden[place.to(hidden.device)].float()
+        rows[to_device(sequence, hidden.device)] = hidden[to_device(place, hidden.device)].float()
         return hidden.new_zeros(()), rows
 
     return _run_schedule(chunks, micro_batches, False, take)

@@ -14,6 +14,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megarl.core.devices import to_device
 from megarl.core.packing import partition, select
 from megarl.core.parallel import find_padded_positions, pad_cu_seqlens, sequence_parallel_slice, zigzag_indices
 from megarl.core.ratios import segment_lengths
@@ -27,6 +28,7 @@ from megarl.megatron.distributed import all_gather, cp_position, fail_together, 
 class MicroBatch:
     """One forward pass of one model copy: whole sequences in S slots, of which a rank holds S / cp.
 
+    ``batch`` is on the host, all other tensors are on the device of the model, so that a pass copies nothing to it.
     Each sequence starts at a slot of its own and is padded to a multiple of 2 cp. Padding at the end is one more
     sequence. Without context parallelism, and with T a multiple of the tensor-parallel size, slots equal tokens.
     """
@@ -37,6 +39,8 @@ class MicroBatch:
     """S."""
     slots: Tensor
     """int64 [T], the slot of each token."""
+    is_first: Tensor
+    """bool [T], whether the token is the first of its sequence."""
     held: Tensor
     """int64 [S / cp], the slots of this context-parallel rank, in its order."""
     input_ids: Tensor
@@ -121,16 +125,19 @@ def micro_batch(batch: TrainBatch, num_slots: int, sequences: Sequence[int] = ()
     labels[slots[:-1]] = batch.tokens[1:]
     is_padding = torch.ones(num_slots, dtype=torch.bool)
     is_padding[slots] = False
+    is_first = torch.zeros(batch.num_tokens, dtype=torch.bool)
+    is_first[batch.cu_seqlens[:-1]] = True
     device = torch.cuda.current_device()
     return MicroBatch(
         batch=batch,
         num_slots=num_slots,
-        slots=slots,
-        held=held,
-        input_ids=input_ids[held][None].to(device),
-        labels=labels[held].to(device),
-        padding_mask=is_padding[held][None].to(device) if bool(is_padding.any()) else None,
-        packing=PackedSequences.of(padded.to(device), cp),
+        slots=to_device(slots, device),
+        is_first=to_device(is_first, device),
+        held=to_device(held, device),
+        input_ids=to_device(input_ids[held][None], device),
+        labels=to_device(labels[held], device),
+        padding_mask=to_device(is_padding[held][None], device) if bool(is_padding.any()) else None,
+        packing=PackedSequences.of(padded, cp, device),
         sequences=tuple(sequences),
     )
 
@@ -149,22 +156,15 @@ def router_tokens(cu_seqlens: Tensor, num_slots: int, tp: tuple[int, int], cp: t
 
 def to_tokens(output: Tensor, micro: MicroBatch) -> Tensor:
     """A collective call: [S / cp] about the next token -> [T] about the token itself, 0 for the first of a sequence."""
-    predicted_at = (micro.slots - 1).clamp(min=0).to(output.device)
-    return gather_slots(output, micro)[predicted_at].masked_fill(_first_tokens(micro).to(output.device), 0.0)
+    return gather_slots(output, micro)[micro.slots - 1].masked_fill(micro.is_first, 0.0)
 
 
 def to_slots(column: Tensor, micro: MicroBatch) -> Tensor:
     """Inverse of ``to_tokens``: [T] about tokens -> [S / cp], each at the held slot that predicts it; 0 elsewhere."""
     whole = column.new_zeros(micro.num_slots)
-    predicted = ~_first_tokens(micro)
-    whole[micro.slots[predicted].to(column.device) - 1] = column[predicted.to(column.device)]
-    return whole[micro.held.to(column.device)]
-
-
-def _first_tokens(micro: MicroBatch) -> Tensor:
-    first = torch.zeros(micro.batch.num_tokens, dtype=torch.bool)
-    first[micro.batch.cu_seqlens[:-1]] = True
-    return first
+    # No slot predicts the first token of a sequence: the one before, or the last of all, ends a sequence and gets 0.
+    whole[micro.slots - 1] = column.masked_fill(micro.is_first, 0.0)
+    return whole[micro.held]
 
 
 def gather_slots(share: Tensor, micro: MicroBatch) -> Tensor:

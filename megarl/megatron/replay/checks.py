@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megarl.config.megatron_fields import replay_blockers
+from megarl.core.megatron_facts import replay_blockers
 from megarl.errors import ReplayError
 from megarl.megatron.replay.hooks import Hook
 from megarl.megatron.replay.records import MicroRoutes
@@ -139,7 +139,8 @@ def _check_experts(label: str, experts: torch.Tensor, present: torch.Tensor | No
     """Every present row must have different experts of the model. Reads the device once if the experts are there."""
     num_experts = hooks[0].num_experts
     slots = experts.permute(2, 0, 1).contiguous()  # slot by slot: few large operations
-    wrong = (slots.amin(0) < 0) | (slots.amax(0) >= num_experts)
+    # Not compared as uint8, in which 256 experts are 0.
+    wrong = (slots.amin(0) < 0) | (slots.amax(0).long() >= num_experts)
     for one, other in itertools.combinations(slots, 2):
         wrong |= one == other
     if present is not None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megarl.core.devices import to_device
 from megarl.core.routing import RoutingTrace
 from megarl.core.routing.trace import narrow_dtype
 from megarl.core.types import Rollout, TrainBatch
@@ -148,7 +149,7 @@ def _all_to_all(parcels: Sequence[torch.Tensor], sizes: Sequence[int], group: di
         return list(parcels)
     device, width = torch.cuda.current_device(), parcels[0].element_size()
     received = torch.empty(sum(sizes) * width, dtype=torch.uint8, device=device)
-    sent = torch.cat(list(parcels)).view(torch.uint8).to(device)
+    sent = to_device(torch.cat(list(parcels)).view(torch.uint8), device)
     taken, given = [size * width for size in sizes], [parcel.numel() * width for parcel in parcels]
     dist.all_to_all_single(received, sent, taken, given, group=group)
     return list(received.cpu().view(parcels[0].dtype).split(list(sizes)))
@@ -224,23 +225,29 @@ def reshard(
 
 
 def gather_shared(
-    shared: Sequence[torch.Tensor], micro_batches: Sequence[MicroBatch], layers: Sequence[int]
+    counts: Sequence[Sequence[torch.Tensor]], micro_batches: Sequence[MicroBatch], layers: Sequence[int]
 ) -> list[np.ndarray]:
-    """How many experts two sets of routes share: per micro-batch int64 [T', L], of the T' tokens with a rollout row.
+    """How many experts sets of routes share: per micro-batch int64 [T', L, C], of the T' tokens with a rollout row.
 
-    ``shared`` uint8 [T_local, L_local] has this rank's tokens and ``layers`` (``Recording.shared``). Without rollout
-    routes, T' is T. A collective call: a stage without MoE layers takes part with tensors that have no columns.
+    ``counts``: C times the uint8 [T_local, L_local] of all micro-batches, of this rank's tokens and ``layers``
+    (``Recording.shared``). Without rollout routes, T' is T. A collective call: a stage without MoE layers takes part
+    with tensors that have no columns. The host waits for the device once.
     """
-    found = []
+    shared = [torch.stack(of_micro, -1) for of_micro in zip(*counts, strict=True)]
     if not layers:
         device = torch.cuda.current_device()  # tensors of all stages must be on the same kind of device
         rows = Placement.of_micro_batches(micro_batches, layers).rows_by_piece()
-        shared = [torch.zeros(count, 0, dtype=torch.uint8, device=device) for count in rows]
+        shared = [torch.zeros(count, 0, len(counts), dtype=torch.uint8, device=device) for count in rows]
+    by_token = []
     for share, micro in zip(shared, micro_batches, strict=True):
         of_context_rank = all_gather(share, parallel_state.get_tensor_model_parallel_group()).flatten(0, 1)
-        by_token = gather_slots(of_context_rank, micro)[micro.slots.to(share.device)].cpu()
-        mask = micro.batch.routed_mask
-        found.append((by_token if mask is None else by_token[mask]).numpy().astype(np.int64))
+        by_token.append(gather_slots(of_context_rank, micro)[micro.slots])
+    on_host = torch.cat(by_token).cpu().split([micro.batch.num_tokens for micro in micro_batches])
+    masks = (micro.batch.routed_mask for micro in micro_batches)
+    found = [
+        (share if mask is None else share[mask]).numpy().astype(np.int64)
+        for share, mask in zip(on_host, masks, strict=True)
+    ]
     stages = gather_objects((layers, found), parallel_state.get_pipeline_model_parallel_group())
     order = np.argsort([layer for of_stage, _ in stages for layer in of_stage])
     return [np.concatenate(parts, 1)[:, order] for parts in zip(*(counts for _, counts in stages), strict=True)]

@@ -18,12 +18,12 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megarl.errors import ReplayError
-from megarl.megatron.model import unwrap
 from megarl.megatron.replay.checks import check_chunks, check_routers, check_routes, find_routers, find_untraced_routers
 from megarl.megatron.replay.hooks import AuxLoss, Bystander, Hook, count_dispatched, count_natively, tap_inputs
 from megarl.megatron.replay.pass_log import Block
 from megarl.megatron.replay.records import MicroRoutes, Recording
 from megarl.megatron.replay.sessions import Recorder, Replayer
+from megarl.megatron.versions import unwrap
 
 MIN_AGREEMENT = 0.5
 """Of replayed experts with the routers' own choice, beyond chance; engines that run one model agree in about 0.9."""

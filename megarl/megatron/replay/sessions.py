@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megarl.core.devices import to_device
 from megarl.errors import ReplayError
 from megarl.megatron.replay.agreement import check_agreement, check_tokens, sample_rows
 from megarl.megatron.replay.hooks import Hook, Question
@@ -49,22 +50,16 @@ class _Table:
         self.num_absent = 0 if absent is None else len(absent)
         asked = [part for part in (absent, sampled) if part is not None and len(part)]
         nothing = torch.empty(0, dtype=torch.int64, device=device)
-        self.asked = _upload(torch.cat(asked), device) if asked else nothing
+        self.asked = to_device(torch.cat(asked), device) if asked else nothing
         """int64, the rows for which the router's own choice is computed: absent ones, then sampled ones."""
         by_layer = routes.experts.transpose(0, 1)
         # Always a copy: absent rows are filled in, and the caller may reuse its memory.
         owned = torch.empty(by_layer.shape, dtype=dtype, device=by_layer.device).copy_(by_layer)
-        self.experts = _upload(owned, device)
+        self.experts = to_device(owned, device)
         """[L_local, T_local, K], narrow."""
         self.filled: set[int] = set()
         """Columns whose absent rows have been filled."""
         self.forwarded = self.awaited = 0
-
-
-def _upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if device.type == "cuda" and not tensor.is_cuda:
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 class _Rows:

@@ -18,6 +18,7 @@ from megarl.rollout.sglang.answers import is_sealed, parse_answer
 from megarl.rollout.sglang.client import ClientSettings, SGLangClient, Tell
 from megarl.rollout.sglang.fleet import Fleet
 from megarl.rollout.sglang.plugin.compact import make_header
+from megarl.rollout.sglang.weights.ipc import Helper
 from megarl.rollout.weights import WeightForm
 
 
@@ -34,6 +35,7 @@ class SGLangEngine(Engine):
         config: Mapping[str, Any],
         *,
         fleet: Fleet | None,
+        helper: Helper | None = None,
         agree: Callable[[MegarlError | None], None] | None = None,
         settings: ClientSettings | None = None,
         form: WeightForm | None = None,
@@ -41,6 +43,7 @@ class SGLangEngine(Engine):
     ) -> None:
         """config: the model's config.json.
         fleet: given to one of the ranks that share the servers; it sends the weights, in ``form`` (None: bf16).
+        helper: given to the others that make handles of their memory for the servers.
         agree: a barrier of those ranks, which raises on all of them if it gets an error on one.
         tell: gets a line about wrong answers.
         """
@@ -57,7 +60,7 @@ class SGLangEngine(Engine):
             )
         self._positions = int(config.get("max_position_embeddings") or 1 << 30)
         self._vocabulary = int(config.get("vocab_size") or 1 << 31)
-        self._fleet, self._agree = fleet, agree or _raise
+        self._fleet, self._helper, self._agree = fleet, helper, agree or _raise
         self._form = form or WeightForm(torch.bfloat16)
         self._sync_seconds: dict[str, float] = {}
         self._sampling = False
@@ -67,6 +70,10 @@ class SGLangEngine(Engine):
     @property
     def weight_version(self) -> int:
         return self._version
+
+    @property
+    def receives_weights(self) -> bool:
+        return self._fleet is not None or self._helper is not None
 
     @property
     def sync_seconds(self) -> Mapping[str, float]:
@@ -123,8 +130,9 @@ class SGLangEngine(Engine):
         self._complete = False
         outstanding = iter(tensors)
 
-        def send(fleet: Fleet) -> None:
-            self._sync_seconds = fleet.update(outstanding, version, self._form)
+        def send() -> None:
+            if (sender := self._fleet or self._helper) is not None:
+                self._sync_seconds = sender.update(outstanding, version, self._form)
 
         failure = self._try(send)
         for _ in outstanding:  # gathering a sharded model is collective: every rank must reach the end
@@ -137,18 +145,17 @@ class SGLangEngine(Engine):
 
     def rest(self) -> None:
         self._complete, self._version = False, -1
-        self._agree(self._try(Fleet.rest))
+        self._agree(self._try(lambda: self._fleet and self._fleet.rest()))
 
     def close(self) -> None:
         """Stop the servers that this rank has started."""
         if self._fleet is not None:
             self._fleet.close()
 
-    def _try(self, step: Callable[[Fleet], None]) -> MegarlError | None:
-        """Runs a step of the fleet where there is one; returns its error, which all ranks then raise."""
+    def _try(self, step: Callable[[], object]) -> MegarlError | None:
+        """Runs a step of this rank; returns its error, which all ranks then raise."""
         try:
-            if self._fleet is not None:
-                step(self._fleet)
+            step()
         except (RolloutError, WeightSyncError) as error:
             return error
         return None

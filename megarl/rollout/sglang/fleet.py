@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from megarl.errors import ConfigError, MegarlError
@@ -24,10 +24,10 @@ from megarl.rollout.sglang.keeper import FleetSettings, FleetState, Keeper
 from megarl.rollout.sglang.member import Member, Update
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec
-from megarl.rollout.sglang.weights.buckets import Bucket, Stopwatch, split_into_buckets
+from megarl.rollout.sglang.weights.buckets import Bucket, Handle, Stopwatch, split_into_buckets, wait_for_copies
 from megarl.rollout.sglang.weights.folder import WeightFolder
+from megarl.rollout.sglang.weights.ipc import Exchange, empty_shared
 from megarl.rollout.sglang.weights.proof import Checksums, Sums, make_prompt
-from megarl.rollout.sglang.weights.sender import WeightSender
 from megarl.rollout.weights import Named, WeightForm, checkpoint_shapes, require_each_once
 
 BUCKET_BYTES = 256 << 20
@@ -52,6 +52,8 @@ class Fleet:
     """Weights go through a folder below this one, which all servers can read; None: over the network."""
     broadcast: bool = False
     """Over the network: through a process group with each server; False: as tensors over HTTP."""
+    exchange: Exchange | None = None
+    """Through memory of this machine that the servers open, instead."""
     checksums: bool = False
     """Whether the servers' own checksums of their weights are compared after every update, and in every proof."""
     spare: Path | None = None
@@ -113,14 +115,14 @@ class Fleet:
         """
         gathering, converting, sums = Stopwatch(), Stopwatch(), Sums()
         started = time.perf_counter()
+        checked = require_each_once(gathering.over(tensors), self._shapes, version)
+        rounds = self._rounds(sums.over(converting.over(form.convert(checked))))
         self._state.no_starts.clear()
         try:
             with self._pause_keepers():
                 self._each(lambda member: member.sender.take_memory("weights"), self._resting)
                 self._each(lambda member: member.sender.begin())
-                checked = require_each_once(gathering.over(tensors), self._shapes, version)
-                converted = sums.over(converting.over(form.convert(checked)))
-                copy = self._deliver(split_into_buckets(converted, BUCKET_BYTES), version)
+                copy = self._deliver(rounds, version)
                 self._each(lambda member: member.sender.finish(version))
                 last = Update(version, copy, self._compare_checksums(), sums.read())
                 self._each(lambda member: member.sender.take_memory("kv_cache"), self._resting)
@@ -128,6 +130,10 @@ class Fleet:
                 self._each(lambda member: member.sender.resume())
                 self._each(lambda member: member.settle(last, self._prompt))
                 self._state.last = last
+        except MegarlError as error:
+            if self.exchange is not None:
+                self.exchange.fail(error, rounds)
+            raise
         finally:
             self._state.updating.clear()
         gather, quantise = gathering.seconds, converting.seconds - gathering.seconds
@@ -257,27 +263,41 @@ class Fleet:
         self._taken.remove(member)
         member.lock.release()
 
-    def _deliver(self, buckets: Iterable[Bucket], version: int) -> list[Bucket] | Path:
+    def _rounds(self, tensors: Iterable[Named]) -> Iterator[tuple[Bucket, dict[int, Handle]]]:
+        """Yields the buckets, each with the handles of its memory by GPU if the servers open it."""
+        if self.exchange is None:
+            return ((bucket, {}) for bucket in split_into_buckets(tensors, BUCKET_BYTES, self._shapes))
+        return self.exchange.rounds(split_into_buckets(tensors, BUCKET_BYTES, self._shapes, empty_shared))
+
+    def _deliver(self, rounds: Iterable[tuple[Bucket, dict[int, Handle]]], version: int) -> list[Bucket] | Path:
         """Send every bucket to all; returns a copy of them, or the folder that holds them."""
         assert self.source is not None
         place = self.folder or self.spare
         folder = WeightFolder(place, self.served or self.source, version) if place else None
-        send = WeightSender.broadcast if self.broadcast else WeightSender.send
         copies: list[Bucket] = []
-        for bucket in buckets:
+        for bucket, handles in rounds:
             if folder:
                 folder.add(bucket)
             else:
-                copies.append(bucket.cpu())
+                copies.append(bucket.spare())
             if not self.folder:
-                self._each(lambda member, bucket=bucket: send(member.sender, bucket))
+                self._each(partial(self._send, bucket=bucket, handles=handles))
                 bucket.forget_payload()
         if folder is None:
+            wait_for_copies()
             return copies
         path = folder.finish().absolute()
         if self.folder:
             self._each(lambda member: member.sender.load_from_disk(str(path)))
         return path
+
+    def _send(self, member: Member, bucket: Bucket, handles: Mapping[int, Handle]) -> None:
+        assert member.sender is not None
+        if self.exchange is not None:
+            member.sender.share(bucket, [handles[gpu] for gpu in member.gpus])
+            self.exchange.taken.update(member.gpus)
+        else:
+            (member.sender.broadcast if self.broadcast else member.sender.send)(bucket)
 
     def _compare_checksums(self) -> Checksums | None:
         """Returns the checksums of all servers, None unless wanted; WeightSyncError if those of one are others."""

@@ -175,8 +175,9 @@ class Keeper(threading.Thread):
         elif last is not None and member.holds is last and name != FRESH:
             member.ready = True
         elif last is not None or not member.ready:
-            with member.lock:
-                if self._state.last is last:
+            with member.lock:  # perhaps of an update or a proof, which has sent the weights itself
+                sent = last is not None and member.holds is last and member.find_version() != FRESH
+                if self._state.last is last and not sent:
                     self.send_copy()
 
     @contextmanager

@@ -16,6 +16,7 @@ from megarl.rollout.sglang.http import server_info
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.versions import check_server
 from megarl.rollout.sglang.weights.buckets import Bucket
+from megarl.rollout.sglang.weights.ipc import CPU
 from megarl.rollout.sglang.weights.process_group import GroupError
 from megarl.rollout.sglang.weights.proof import Checksums, Proof, differing
 from megarl.rollout.sglang.weights.sender import WeightSender
@@ -64,6 +65,11 @@ class Member:
     silent_since: float | None = None
     said: str = ""
     """The last failure that was told."""
+
+    @property
+    def gpus(self) -> Sequence[int]:
+        """Of its tensor-parallel ranks."""
+        return (self.process and self.process.spec.gpus) or (CPU,) * self.tp
 
     def leave(self) -> None:
         """Note that the server is gone, or that its weights are."""
@@ -125,7 +131,7 @@ class Member:
         """Make a new sender; RolloutError if nothing answers, ConfigError if megarl cannot use what answers."""
         release, warnings = check_server(server_info(self.url, self.api_key), self.tp, self.routes)
         if self.sender is not None:
-            self.sender.close()
+            self.sender.leave_group()  # not closed: a keeper may be asking through it. It keeps no connection
         for warning in warnings if self.sender is None else ():
             self.tell(f"warning: {warning}")
         self.sender = WeightSender(self.url, release, tp=self.tp, api_key=self.api_key)

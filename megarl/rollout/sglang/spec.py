@@ -11,6 +11,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megarl.config.process_environment import without_expandable_segments
 from megarl.errors import ConfigError, RolloutError
 from megarl.rollout.sglang.versions import check_arguments, parse_arguments
 
@@ -107,6 +108,8 @@ def environment(spec: ServerSpec) -> dict[str, str]:
     env = {name: os.environ[name] for name in os.environ.keys() - torchrun}
     env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     env["PYTHONSAFEPATH"] = "1"  # no modules of the current folder
+    if "enable_memory_saver" in parse_arguments(spec.extra_args):  # SGLang asserts that the two do not meet
+        env = without_expandable_segments(env)
     env.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)  # log-probabilities would ignore the temperature
     # Without these a crashed server stays for 65 seconds to dump its GPU state, and does not answer.
     env.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megarl.core.devices import to_device
 from megarl.core.metrics import Stat
 from megarl.core.types import Rollout, TrainBatch
 from megarl.core.variance import variance_metrics
@@ -110,7 +111,8 @@ def _backward(train_step: TrainStep, mini: MiniBatch, part: slice, measured: Seq
     def weigh(
         _: int, batch: TrainBatch, logprobs: torch.Tensor, __: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, Stat]]:
-        return torch.where(batch.loss_mask, batch.advantages, 0.0).to(logprobs), {}
+        weights = torch.where(batch.loss_mask, batch.advantages, 0.0)
+        return to_device(weights.to(logprobs.dtype), logprobs.device), {}
 
     replay, routes = train_step.policy.replay, mini.routes
     # min_agreement=0: too few tokens to check whether routes belong to them; the step that trains checks its own.

@@ -261,9 +261,7 @@ def process_advantages(
         for key, sample in samples.items()
         if sample.reward is not None and sample.rollout is not None
     }
-    gathered = [mine] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    steps = {key: each for of_rank in gathered for key, each in of_rank.items()}
+    steps = {key: each for of_rank in distributed.gather_objects(mine) for key, each in of_rank.items()}
     placed = [list(zip(*part, strict=True)) for part in zip(share.rollouts, share.rows, strict=True)]
     keys = selection.keys
     length_of = {row: rollout.num_tokens for part in placed for rollout, row in part}

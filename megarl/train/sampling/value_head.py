@@ -151,13 +151,14 @@ def prompt_features(policy: Policy, prompts: Sequence[np.ndarray], micro_batch_t
             if counts:
                 features[index] = row
     dist.all_reduce(features)  # only one rank has a non-zero row, so the sum is exact
+    features = features.cpu()
     bad = (~torch.isfinite(features)).any(1).nonzero()
     if len(bad):
         raise NumericsError(
             f"the policy's hidden state at the last token of prompt {int(bad[0])} is not finite ({len(bad)} of "
             f"{len(prompts)} prompts); look at the weights of the latest step"
         )
-    return features.cpu().double()
+    return features.double()
 
 
 def _share(prompts: Sequence[np.ndarray], multiple: int) -> list[tuple[int, bool]]:

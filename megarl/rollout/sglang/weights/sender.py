@@ -1,7 +1,7 @@
 """Sends new weights to one running server, so that no token is sampled from a mixture of old and new weights.
 
     begin    pause, aborting all requests
-    send | broadcast | load_from_disk
+    send | share | broadcast | load_from_disk
     finish   close the update, flush the cache, name the new version; each is verified
     resume   let requests in
 
@@ -21,7 +21,7 @@ import numpy as np
 from megarl.errors import WeightSyncError
 from megarl.rollout.sglang.http import MODEL_INFO, authorization
 from megarl.rollout.sglang.versions import Version, can
-from megarl.rollout.sglang.weights.buckets import Bucket
+from megarl.rollout.sglang.weights.buckets import Bucket, Handle, Rebuilt
 from megarl.rollout.sglang.weights.process_group import BroadcastGroup, in_thread
 
 BEGIN_TIMEOUT_S = 60.0
@@ -51,7 +51,7 @@ class WeightSender:
         self._http = httpx.Client(base_url=url, timeout=timeout_s, headers=headers, limits=limits, trust_env=False)
 
     def close(self) -> None:
-        self._leave_group()
+        self.leave_group()
         self._http.close()
 
     def begin(self) -> None:
@@ -64,14 +64,20 @@ class WeightSender:
             self._ask("POST", "end_weight_update", {}, BEGIN_TIMEOUT_S)  # usually HTTP 400: none is open
             self._in_session = False
         if self._group is not None and self.weight_version() != self._named:
-            self._leave_group()  # the server was restarted, and is in no group
+            self.leave_group()  # the server was restarted, and is in no group
 
     def send(self, bucket: Bucket) -> None:
         """Send the tensors of a bucket over HTTP."""
+        self._send([bucket.payload] * self._tp)
+
+    def share(self, bucket: Bucket, handles: Sequence[Handle]) -> None:
+        """Have the server read a bucket from memory that it opens by these handles, one for each of its ranks."""
+        self._send([bucket.payload_of(Rebuilt(handle)) for handle in handles])
+
+    def _send(self, by_rank: list[str]) -> None:
         self._open_session()
-        # One entry for each tensor-parallel rank.
-        body = {"serialized_named_tensors": [bucket.payload] * self._tp}
-        self._post("update_weights_from_tensor", body | {"load_format": "flattened_bucket", "flush_cache": False})
+        body = {"serialized_named_tensors": by_rank, "load_format": "flattened_bucket", "flush_cache": False}
+        self._post("update_weights_from_tensor", body)
 
     def broadcast(self, bucket: Bucket) -> None:
         """Send the tensors of a bucket through a process group, which the server joins with the first one."""
@@ -82,7 +88,7 @@ class WeightSender:
             body = {**names, "group_name": group.name, "load_format": "flattened_bucket", "flush_cache": False}
             group.broadcast(bucket.flat, in_thread(lambda: self._post("update_weights_from_distributed", body)))
         except WeightSyncError:
-            self._leave_group()
+            self.leave_group()
             raise
 
     def _new_group(self, bucket: Bucket) -> BroadcastGroup:
@@ -98,7 +104,8 @@ class WeightSender:
         group.join(in_thread(lambda: self._post("init_weights_update_group", body)))
         return group
 
-    def _leave_group(self) -> None:
+    def leave_group(self) -> None:
+        """Close the process group with the server, if there is one."""
         if self._group is not None:
             self._group.close()
             self._group = None

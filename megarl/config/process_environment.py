@@ -1,0 +1,99 @@
+"""Environment variables that libraries of a training process read when they are loaded or first used on a GPU.
+
+``apply`` sets them before torch is imported. A value of the user's wins; one that contradicts the configuration is a
+ConfigError. On a CPU, nothing reads them.
+"""
+
+import ctypes
+import os
+from collections.abc import Mapping
+from importlib.metadata import version
+
+from megarl.config.tables import Tables
+from megarl.errors import ConfigError
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Where torch reads the settings of its GPU allocator; the first one from 2.9 on, which wins over the second."""
+BLACKWELL = 10
+"""Major compute capability from which the order of kernels no longer depends on CUDA_DEVICE_MAX_CONNECTIONS."""
+_DETERMINISTIC: Mapping[str, tuple[str, ...]] = {
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),  # Megatron refuses to build deterministic layers otherwise
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),  # the values that cuBLAS documents as reproducible
+    "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),  # those that Megatron-LM accepts
+}
+"""Values that are deterministic; megarl's own is the first."""
+
+
+def process_environment(config: Tables, found: Mapping[str, str], generation: int | None = None) -> dict[str, str]:
+    """Return what is to be set besides ``found``, the variables of the process.
+
+    generation: major compute capability of the GPUs; None, unknown, is taken as older than Blackwell.
+    """
+    wanted: dict[str, str] = {}
+    if config.run.deterministic:
+        for name, values in _DETERMINISTIC.items():
+            if (own := found.get(name, values[0])) not in values:
+                raise ConfigError(
+                    f"run.deterministic: found true with the environment variable {name}={own}, expected "
+                    f"{' or '.join(values)}; unset it, or set run.deterministic = false"
+                )
+            wanted[name] = values[0]
+    parallel = config.parallel
+    if max(parallel.tp, parallel.cp) > 1 and (generation or 0) < BLACKWELL:
+        # One hardware queue: a collective call that is to overlap starts before the kernels that follow it.
+        wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    missing = {name: value for name, value in wanted.items() if name not in found}
+    return missing | _expandable_segments(found)
+
+
+def _expandable_segments(found: Mapping[str, str]) -> dict[str, str]:
+    """Segments that grow: batches differ in length, and fixed segments of many sizes fragment the memory."""
+    release = tuple(int(part) for part in version("torch").split(".")[:2])
+    known = ALLOCATOR_VARIABLES if release >= (2, 9) else ALLOCATOR_VARIABLES[1:]
+    name = next((name for name in known if name in found), known[0])
+    own = found.get(name, "")
+    if {"expandable_segments", "backend"} & {key for key, _ in _settings(own)}:
+        return {}
+    return {name: ",".join(filter(None, (own, "expandable_segments:True")))}
+
+
+def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return these variables with this setting of the allocator removed and its others kept."""
+    kept = dict(environment)
+    for name in ALLOCATOR_VARIABLES:
+        settings = [text for key, text in _settings(kept.pop(name, "")) if key != "expandable_segments"]
+        if settings:
+            kept[name] = ",".join(settings)
+    return kept
+
+
+def _settings(value: str) -> list[tuple[str, str]]:
+    """(key, text) of each setting ``key:value``; torch allows blanks."""
+    parts = [part.strip() for part in value.split(",")]
+    return [(part.partition(":")[0].strip(), part) for part in parts if part]
+
+
+def apply(config: Tables) -> None:
+    """Set the variables of this process; call it before torch is imported."""
+    os.environ.update(process_environment(config, os.environ, gpu_generation()))
+
+
+def gpu_generation() -> int | None:
+    """Return the major compute capability of this machine's first GPU, or None without NVIDIA's management library.
+
+    It does not initialize CUDA, which would read the variables.
+    """
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    device, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    if library.nvmlInit_v2():
+        return None
+    try:
+        failed = library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)) or (
+            library.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor))
+        )
+    finally:
+        library.nvmlShutdown()
+    return None if failed else major.value

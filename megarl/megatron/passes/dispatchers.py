@@ -1,0 +1,42 @@
+"""Token dispatchers that forget a pass at its end.
+
+Megatron's dispatchers keep tensors of a layer's pass until its next one: probabilities with their graph, routing maps,
+permutations. The graph of a recomputed layer holds all of its activations, so that with activation checkpointing the
+activations of every MoE layer would be held together, as if nothing were recomputed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+
+_LAST_METHODS = ("combine_postprocess", "token_unpermutation")  # the second one up to 0.12
+
+
+def release_after_use(model: torch.nn.Module) -> None:
+    """Let all token dispatchers of a model that has not run yet drop the tensors of a pass after its last method."""
+    for module in model.modules():
+        if isinstance(module, BaseMoELayer):
+            _release_after_use(module.token_dispatcher)
+
+
+def _release_after_use(dispatcher: Any) -> None:
+    name = next(name for name in _LAST_METHODS if hasattr(dispatcher, name))
+    last = getattr(dispatcher, name)
+    # The flex dispatcher has a manager that keeps them in its place.
+    holders = [vars(one) for one in (dispatcher, getattr(dispatcher, "_comm_manager", None)) if one is not None]
+    constants = [set(_tensors_of(holder)) for holder in holders]
+
+    def combine(*arguments: Any, **named: Any) -> Any:
+        output = last(*arguments, **named)
+        for holder, kept in zip(holders, constants, strict=True):
+            holder.update(dict.fromkeys(set(_tensors_of(holder)) - kept))
+        return output
+
+    setattr(dispatcher, name, combine)
+
+
+def _tensors_of(holder: dict[str, Any]) -> list[str]:
+    return [name for name, value in holder.items() if isinstance(value, torch.Tensor)]

@@ -1,0 +1,100 @@
+"""Transformer Engine (TE): whether megarl uses it, and stand-ins for what Megatron 0.12 to 0.19 lacks without it.
+
+TE is used on a machine with CUDA if it can be imported, except for the models of ``uses_te``. An installed TE that
+cannot be imported, for it was built for another torch or CUDA, is named in a warning. Megatron then sees none either:
+its files ask in different ways, and would otherwise disagree.
+
+Without TE, three things stop a run, on a CPU and on a GPU:
+
+1. Megatron uses symbols of TE that it never defined: in routers, in latent attention and in recomputation.
+2. 0.12 writes parameters in FP8 where there are none.
+3. torch's Adam, the fallback for TE's, has a step count for each parameter. Loading a reshardable checkpoint of the
+   distributed optimizer drops it. Megatron restores the count right before, so the current value is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import sys
+import types
+import warnings
+from typing import Any
+
+import torch
+
+from megarl.models.shapes import ModelShape
+
+_NAME = "transformer_engine"
+
+
+def _find() -> bool:
+    if importlib.util.find_spec(_NAME) is None:
+        return False
+    if torch.cuda.is_available():
+        try:
+            importlib.import_module(f"{_NAME}.pytorch")
+            return True
+        except Exception as error:  # of any kind: shared libraries of another torch or CUDA
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            warnings.warn(
+                f"Transformer Engine is installed but cannot be imported ({reason}): found none that fits this torch, "
+                "training with Megatron's local layers, which are slower; install one that fits, or uninstall it",
+                stacklevel=2,
+            )
+    for module in [name for name in sys.modules if name.partition(".")[0] == _NAME]:
+        del sys.modules[module]
+    sys.modules[_NAME] = None  # type: ignore[assignment] # Python's way to say that an import fails
+    return False
+
+
+HAVE_TE = _find()
+
+
+def uses_te(shape: ModelShape) -> bool:
+    """Whether the model is built from TE's layers: not where it lacks one, as OLMoE's norm over all heads."""
+    return HAVE_TE and not shape.norm_over_heads
+
+
+def stand_in() -> None:
+    """Define for Megatron what it lacks without TE; nothing where TE is used. Call it once."""
+    if HAVE_TE:
+        return
+    moe_utils, random, latent, fp8, distributed = (
+        importlib.import_module(f"megatron.core.{name}")
+        for name in (
+            "transformer.moe.moe_utils",
+            "tensor_parallel.random",
+            "transformer.multi_latent_attention",
+            "fp8_utils",
+            "optimizer.distrib_optimizer",
+        )
+    )
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    if not hasattr(random, "FP8GlobalStateManager"):
+        random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
+        random.activation_recompute_forward = random.fp8_autocast = lambda **_: contextlib.nullcontext()
+    latent.HAVE_TE = False  # it mistakes Megatron's dummies for TE
+    if getattr(latent, "Linear", latent) is None:  # from 0.17 on: the class of its own local layers
+        latent.Linear = importlib.import_module("megatron.core.post_training.modelopt.layers").Linear
+    quantize = fp8._quantize_param_shard_impl
+
+    def quantize_any(parameters: list[Any], *rest: Any, **named: Any) -> None:
+        if parameters:
+            quantize(parameters, *rest, **named)
+
+    fp8._quantize_param_shard_impl = quantize_any
+    _keep_adam_steps(distributed.DistributedOptimizer)
+
+
+def _keep_adam_steps(optimizer: Any) -> None:
+    """Loading the state of a parameter keeps its step count."""
+    set_states = optimizer._set_main_param_and_optimizer_states
+
+    def set_states_and_step(self: Any, model_param: Any, tensors: dict[str, torch.Tensor]) -> None:
+        current = self._get_main_param_and_optimizer_states(model_param)
+        set_states(self, model_param, {**{key: current[key] for key in ("step",) if key in current}, **tensors})
+
+    optimizer._set_main_param_and_optimizer_states = set_states_and_step
