@@ -41,8 +41,8 @@ FROM_OTHER_CONFIGS = frozenset(
 )
 
 
-FROM_LATER_RELEASES = frozenset({"--moe-router-force-biased"})
-"""Made from fields that TransformerConfig has from megatron-core 0.17 on."""
+FROM_LATER_RELEASES = frozenset({"--moe-router-force-biased", "--moe-expert-rank-capacity-factor"})
+"""Made from fields that TransformerConfig has from megatron-core 0.17 and 0.18 on."""
 
 
 def made_from_transformer_config() -> set[str]:

@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 TOOL = HERE.parent / "tools" / "patch.py"
 OLDER = ("0.12.3", "0.13.1", "0.14.0", "0.15.3")
-RELEASES = (*OLDER, "0.16.0", "0.16.1")
-"""All that megarl runs on; 0.16.0 needs no patch and has none."""
+PATCHED = (*OLDER, "0.16.1")
+NEWER = ("0.17.1", "0.18.2", "0.19.2")
+RELEASES = (*OLDER, "0.16.0", "0.16.1", *NEWER)
+"""All that megarl runs on; 0.16.0 and the newer ones need no patch and have none."""
 
 _POINT = "megatron/test_megatron_matrix.py::test_acceptance_replay_holds_at_every_point_of_the_layout"
 REPLAY_FILES = (
@@ -93,15 +95,15 @@ class Ran:
 
 def prepared(version: str, folder: Path) -> Path:
     """A copy of a release in ``folder``, with its patch where it has one."""
-    shutil.copytree(installed(version), folder, ignore=shutil.ignore_patterns("__pycache__"))
-    if version != "0.16.0":
+    shutil.copytree(installed(version), folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    if version in PATCHED:
         run([str(TOOL), "apply", str(folder)], check=True)
     return folder
 
 
 def restored(version: str, folder: Path) -> list[str]:
     """Takes the patch out again; the files that then differ from the wheel's own list of hashes."""
-    if version != "0.16.0":
+    if version in PATCHED:
         run([str(TOOL), "revert", str(folder)], check=True)
     record = next(folder.glob("megatron_core-*.dist-info/RECORD"))
     rows = [row for row in csv.reader(record.read_text().splitlines()) if row[1].startswith("sha256=")]

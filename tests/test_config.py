@@ -26,6 +26,7 @@ SMALLEST: dict[str, Any] = {
     "rollout": {"prompts_per_step": 32, "group_size": 8, "max_response_tokens": 10},
     "optim": {"lr": 1e-4},
 }
+RECIPES = Path(__file__).parents[1] / "launch/recipes"
 SFT = {"data": "demos.jsonl", "steps": 5, "batch_size": 6, "lr": 1e-3}
 
 
@@ -366,3 +367,66 @@ def test_ranks_wait_longer_for_each_other_than_for_a_server():
     assert parsed().collective_timeout_s == 1800.0
     served = parsed(rollout__engine="sglang", sglang__deadline_s=1000.0, sglang__attempts=3)
     assert served.collective_timeout_s > 3000.0 + served.sglang.start_deadline_s
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        ("cpu-quickstart", "distributed"),
+        ("deepseek-v3", "distributed"),
+        ("glm-4.5-air", "distributed"),
+        ("moonlight-16b-a3b", "ipc"),
+        ("qwen3-235b-a22b", "distributed"),
+        ("qwen3-30b-a3b-8gpu", "ipc"),
+        ("qwen3-30b-a3b-32gpu", "distributed"),
+        ("qwen3-30b-a3b-64gpu", "distributed"),
+    ],
+)
+def test_how_weights_reach_the_servers_of_a_recipe(recipe: str, expected: str):
+    """Servers of a disaggregated job have GPUs with the same numbers, on nodes of their own."""
+    config = config_file.load(RECIPES / f"{recipe}.toml")
+    assert (config.sglang.sync, config.weight_sync) == ("auto", expected)
+    apart = config_file.load(RECIPES / f"{recipe}.toml", {"sglang.gpus": [], "sglang.urls": ["http://a:1"]})
+    assert apart.weight_sync == "distributed"  # as the trainer of a disaggregated job gets it
+
+
+def test_every_recipe_says_how_weights_reach_its_servers():
+    (marks,) = (
+        mark for mark in test_how_weights_reach_the_servers_of_a_recipe.pytestmark if mark.name == "parametrize"
+    )
+    assert {path.stem for path in RECIPES.glob("*.toml")} == {recipe for recipe, _ in marks.args[1]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "distributed"),  # servers on the CPU
+        ({"sglang__gpus": [0]}, "ipc"),
+        ({"sglang__gpus": [4, 5], "sglang__tp": 2, "launch__ranks_per_node": 4}, "distributed"),  # beside the trainer's
+        (
+            {"sglang__gpus": [3, 4], "sglang__tp": 2, "launch__ranks_per_node": 4},
+            "ipc",
+        ),  # refused where ranks are known
+        ({"sglang__gpus": [0], "sglang__sync": "disk"}, "disk"),
+        ({"sglang__gpus": [0], "sglang__sync": "tensor"}, "tensor"),
+        ({"sglang__urls": ["http://a:1"]}, "distributed"),
+        ({"sglang__sync": "ipc"}, "ipc"),
+    ],
+)
+def test_how_weights_reach_the_servers(changes: dict[str, Any], expected: str):
+    assert parsed(rollout__engine="sglang", **changes).weight_sync == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"sglang__sync": "ipc", "sglang__urls": ["http://a:1"]}, 'sglang.sync: found "ipc" with sglang.urls'),
+        (
+            {"sglang__sync": "ipc", "launch__layout": "disaggregated", "launch__server_nodes": 1},
+            'sglang.sync: found "ipc" with launch.layout = "disaggregated"',
+        ),
+        ({"sglang__sync": "distributed", "sglang__gpus": [0]}, "NCCL refuses two ranks on one GPU"),
+    ],
+)
+def test_a_way_that_weights_cannot_take_is_refused(changes: dict[str, Any], told: str):
+    assert told in refusal(rollout__engine="sglang", **changes)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import sys
@@ -18,7 +19,7 @@ from tiny_families import write_family
 from megarl import doctor
 from megarl.config import file as config_file
 from megarl.config import megatron_fields
-from megarl.config.megatron_fields import REPLAY_BLOCKERS
+from megarl.core.megatron_facts import REPLAY_BLOCKERS
 from megarl.errors import ConfigError
 from megarl.plan.plan import plan
 from megarl.rollout.sglang.versions import CAPABILITIES, FAULTS
@@ -94,6 +95,19 @@ def test_a_megatron_without_the_hook_is_missing_something_required(monkeypatch, 
     assert code == 1
     assert "Missing: replay hook." in text
     assert "run `python tools/patch.py apply`" in text
+
+
+def test_a_release_that_imports_triton_needs_it(monkeypatch, tmp_path):
+    moe = tmp_path / "transformer" / "moe"
+    moe.mkdir(parents=True)
+    (moe / "moe_utils.py").write_text("router_replay.get_replay_topk(scores)")
+    (moe / "router.py").write_text("self.router_replay")
+    monkeypatch.setattr(megatron_fields, "source_root", lambda: tmp_path)
+    assert "triton" not in shown()[1]
+    (moe / "paged_stash.py").write_text("import triton")
+    code, text = shown()
+    is_absent = importlib.util.find_spec("triton") is None
+    assert (code, "Missing: triton." in text) == (int(is_absent), is_absent)
 
 
 def test_a_configuration_shows_its_layout_and_is_not_hit(tmp_path, monkeypatch):
@@ -245,7 +259,9 @@ class TestSGLang:
     def test_arguments_that_avoid_a_fault_make_a_release_good(self, path: Path, tmp_path: Path):
         python = self.interpreter(tmp_path, "echo 0.5.17")
         assert shown(path, {"sglang.python": python, "sglang.arguments": ["--disable-overlap-schedule"]})[0] == 0
-        assert shown(path, {"sglang.python": python, "sglang.gpus": [0]})[0] == 0  # the fault is the CPU's
+        code, text = shown(path, {"sglang.python": python, "sglang.gpus": [0]})
+        assert code == 0  # the fault is the CPU's
+        assert 'weights to servers sglang.sync = "ipc"' in " ".join(text.split())
 
     def test_a_release_that_an_option_is_beyond_is_refused(self, path: Path, tmp_path: Path):
         settings = {"sglang.python": self.interpreter(tmp_path, "echo 0.5.22"), "sglang.checksums": True}
@@ -316,3 +332,38 @@ def test_what_a_dense_model_cannot_do_is_refused_as_by_train_and_plan(tmp_path):
     write_family(tmp_path / "moe", "mixtral")
     code, text = shown(tmp_path / "run.toml", {"model.path": str(tmp_path / "moe"), "train.replay": "none"}, trust=True)
     assert "mixtral, top-2 of 8 experts; routes are asked for" in text
+    assert "layers" not in text[text.index("routes are asked for") :]
+    write_family(tmp_path / "norms", "olmoe")
+    code, text = shown(
+        tmp_path / "run.toml", {"model.path": str(tmp_path / "norms"), "train.replay": "none"}, trust=True
+    )
+    assert "Transformer Engine has no norm over all heads" in text
+
+
+@pytest.mark.parametrize(
+    ("release", "code", "said"),
+    [
+        ("2.11.0", "", "2.11.0 fused"),
+        ("2.12.0", "", "megatron-core 0.16.1 supports 2.9 to 2.11"),
+        (
+            "2.11.0",
+            "raise OSError('libcublas.so.13: no such file')",
+            "cannot be imported (libcublas.so.13: no such file)",
+        ),
+    ],
+)
+def test_transformer_engine_is_tried_and_its_release_compared(release, code, said, tmp_path, monkeypatch):
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "pytorch.py").write_text(code)
+    info = tmp_path / f"transformer_engine-{release}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: transformer-engine\nVersion: {release}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.delitem(sys.modules, name)
+    finding = next(each for each in doctor.findings() if each.name == "transformer-engine")
+    assert said in f"{finding.found} {finding.note}"
+    assert (finding.found is None) == bool(code)

@@ -16,7 +16,7 @@ import preloaded
 import pytest
 import torch
 
-from megarl.config.megatron_fields import REPLAY_BLOCKERS
+from megarl.core.megatron_facts import REPLAY_BLOCKERS
 from megarl.core.objectives import OBJECTIVES, Denominators, TokenColumns, policy_loss
 
 ROOT = Path(__file__).parent.parent

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from megarl.config import megatron_fields
+from megarl.core.megatron_facts import REPLAY_BLOCKERS, replay_blockers
 from megarl.errors import ConfigError
 
 
@@ -40,8 +41,8 @@ def test_named_settings_exist_in_megatron():
     known = {field for owner in megatron_fields.fields().values() for field in owner}
     assert set(megatron_fields.DERIVED) <= known
     transformer = megatron_fields.fields()["TransformerConfig"]
-    later = {"moe_router_force_biased"}  # from 0.17 on
-    assert {blocker.setting for blocker in megatron_fields.REPLAY_BLOCKERS} - later <= set(transformer)
+    later = {"moe_router_force_biased", "moe_expert_rank_capacity_factor"}  # from 0.17 and 0.18 on
+    assert {blocker.setting for blocker in REPLAY_BLOCKERS} - later <= set(transformer)
 
 
 def test_derived_keys_exist_in_megarl():
@@ -134,7 +135,7 @@ def test_blockers_read_a_live_transformer_config(real_dataclasses):
     common |= {"add_bias_linear": False}
 
     def settings_hit(**settings):
-        return [blocker.setting for blocker in megatron_fields.replay_blockers(vars(make(**common, **settings)))]
+        return [blocker.setting for blocker in replay_blockers(vars(make(**common, **settings)))]
 
     assert settings_hit() == []
     assert settings_hit(moe_router_fusion=True) == ["moe_router_fusion"]
@@ -143,8 +144,19 @@ def test_blockers_read_a_live_transformer_config(real_dataclasses):
     assert settings_hit(moe_router_load_balancing_type="sinkhorn") == ["moe_router_load_balancing_type"]
     graphs = {"cuda_graph_impl": "transformer_engine"}
     assert settings_hit(**graphs) == ["cuda_graph_impl"]
-    assert settings_hit(**graphs, cuda_graph_scope=["moe_router"]) == ["cuda_graph_impl"]
-    assert settings_hit(**graphs, cuda_graph_scope=["attn"]) == []
+    names = {"cuda_graph_scope", "cuda_graph_modules"} & set(megatron_fields.fields()["TransformerConfig"])
+    for name in names:
+        assert settings_hit(**graphs, **{name: ["moe_router"]}) == ["cuda_graph_impl"]
+        assert settings_hit(**graphs, **{name: ["attn"]}) == []
+    assert names
+
+
+@pytest.mark.parametrize("name", ["cuda_graph_scope", "cuda_graph_modules"])
+def test_graphs_of_attention_alone_are_accepted_under_both_names(name):
+    graphs = {"cuda_graph_impl": "transformer_engine"}
+    assert [b.setting for b in replay_blockers({**graphs, name: "moe"})] == ["cuda_graph_impl"]
+    assert [b.setting for b in replay_blockers({**graphs, name: ""})] == ["cuda_graph_impl"]
+    assert replay_blockers({**graphs, name: "attn,mlp"}) == []
 
 
 def test_an_empty_table_needs_no_megatron(monkeypatch):

@@ -27,9 +27,10 @@ from megarl.megatron import distributed
 from megarl.megatron.policy import Policy, schedule_of
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec
+from megarl.rollout.sglang.weights.ipc import Exchange
 from megarl.train.engines import make_engine
 
-WAYS = ("tensor", "distributed", "disk")
+WAYS = ("tensor", "distributed", "ipc", "disk")
 PARTS = ("gather", "quantise", "send")
 
 
@@ -65,9 +66,12 @@ def main() -> None:
             urls[0] = server.url
         dist.broadcast_object_list(urls)
         table["sglang"], table["run"]["dir"] = {"urls": urls[:1]}, urls[1]
-        configs = {way: parse(table, {"sglang.sync": way}) for way in WAYS}
+        # The configuration refuses "ipc" for servers at urls, which may be on another machine. This one is not.
+        configs = {way: parse(table, {"sglang.sync": "distributed" if way == "ipc" else way}) for way in WAYS}
         policy = Policy(configs["tensor"], schedule_of(configs["tensor"]))
         engines = {way: make_engine(config, print) for way, config in configs.items()}
+        if (fleet := engines["ipc"]._fleet) is not None:
+            fleet.exchange = Exchange()
         found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
         for version in range(1 + int(flags.get("--rounds", "5"))):
             for way, engine in engines.items():

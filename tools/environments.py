@@ -2,6 +2,7 @@
 
     python3.11 tools/environments.py megarl              .venv
     python3.11 tools/environments.py sglang VERSION      .venv-sglang
+    python3.11 tools/environments.py null-gpu            .venv-null-gpu
     python3.11 tools/environments.py cache               prints the cache folder
 
 The cache is $MEGARL_CACHE, or megarl/ in $XDG_CACHE_HOME, or ~/.cache/megarl. An environment there is named after a
@@ -11,6 +12,8 @@ second clone with the same pins installs nothing.
 - ``.venv`` is the clone's own: megarl itself (editable), Megatron-Core (tools/patch.py changes it in place), and a
   ``.pth`` file that leads to the cached packages.
 - ``.venv-sglang`` is a link into the cache, where nothing belongs to a clone.
+- ``.venv-null-gpu`` is such a link too: CUDA torch and Transformer Engine, and a ``.pth`` file that leads to the cached
+  packages of ``.venv`` for everything else.
 """
 
 from __future__ import annotations
@@ -42,6 +45,14 @@ SGLANG_RELEASES = ("0.5.17", "0.5.18", "0.5.21")
 COMPLETE = ".complete"
 """The last file of an installation. A folder without it was interrupted, and is made again."""
 LIBRARY = Path("lib", f"python{sys.version_info.major}.{sys.version_info.minor}", "site-packages")
+
+FOR_PYTHON_3_12 = (
+    *("--ignore-requires-python", "--python-version", "3.12"),
+    *("--only-binary", ":all:", "--platform", "manylinux_2_28_x86_64"),
+)
+"""Wheels of Megatron-Core from 0.17 on ask for it. They run on 3.11: all is Python, but for a part that is not used."""
+TRITON = "3.4.0"
+"""Megatron-Core imports it from 0.18 on and does not declare it; torch's builds for CPUs come without it."""
 
 RELEASE_PYTHON = """\
 #!/bin/sh
@@ -112,15 +123,7 @@ def requirements() -> list[str]:
 
 
 def make_megarl() -> None:
-    constraints = ROOT / "constraints.txt"
-    cached = cache_folder() / f"megarl-{key(requirements(), constraints.read_text())}"
-    with installation(cached) as is_missing:
-        if is_missing:
-            say(f"creating {cached} (a few minutes, once for all clones)")
-            python = new_environment(cached)
-            install_torch(python)
-            say("installing megarl's dependencies (about a minute)")
-            pip(python, "--constraint", constraints, *requirements())
+    cached = make_packages()
     own, stamp = ROOT / ".venv", ROOT / ".venv" / ".setup-done"
     with installation_of_clone(own):
         entry_points = (ROOT / "pyproject.toml").read_text().split("[project.scripts]")[-1].split("[tool.")[0]
@@ -130,6 +133,20 @@ def make_megarl() -> None:
         make_thin(own, cached)
         stamp.write_text(wanted)
         say("done")
+
+
+def make_packages() -> Path:
+    """The cached environment with what megarl needs."""
+    constraints = ROOT / "constraints.txt"
+    cached = cache_folder() / f"megarl-{key(requirements(), constraints.read_text())}"
+    with installation(cached) as is_missing:
+        if is_missing:
+            say(f"creating {cached} (a few minutes, once for all clones)")
+            python = new_environment(cached)
+            install_torch(python)
+            say("installing megarl's dependencies (about a minute)")
+            pip(python, "--constraint", constraints, *requirements())
+    return cached
 
 
 @contextmanager
@@ -209,15 +226,48 @@ def link(own: Path, cached: Path) -> None:
         own.symlink_to(cached)
 
 
+# .venv-null-gpu
+
+
+def make_null_gpu() -> None:
+    packages, tests = make_packages(), ROOT / "tests" / "null_gpu"
+    pins = tests / "requirements.txt"
+    wheels = sorted((tests / "wheels").glob("*.whl"))
+    cached = cache_folder() / f"null-gpu-{key(pins.read_text(), [wheel.name for wheel in wheels], str(packages))}"
+    with installation(cached) as is_missing:
+        if is_missing:
+            say(f"creating {cached} (about five minutes, 6 GB, once for all clones)")
+            python = new_environment(cached)
+            torch = next(line for line in pins.read_text().splitlines() if line.startswith("torch=="))
+            pip(python, torch, "--constraint", pins)
+            pip(python, "--no-deps", "--requirement", pins, *wheels)
+            # Read after the environment's own packages, so that its torch is found first.
+            (cached / LIBRARY / "zz-megarl.pth").write_text(
+                f"import site; site.addsitedir({str(packages / LIBRARY)!r})\n"
+            )
+    link(ROOT / ".venv-null-gpu", cached)
+
+
 # Other releases of Megatron-Core
 
 
 def megatron_release(version: str) -> Path:
-    """A folder with this release of Megatron-Core and nothing else; shared, so leave it as it is."""
-    cached = cache_folder() / f"megatron-core-{version}"
+    """A folder with this release of Megatron-Core alone, or with a link to triton; shared, so leave it as it is."""
+    cached, minor = cache_folder() / f"megatron-core-{version}", int(version.split(".")[1])
     with installation(cached) as is_missing:
         if is_missing:
-            pip(Path(sys.executable), "--no-deps", "--target", cached, f"megatron-core=={version}")
+            other_python = FOR_PYTHON_3_12 if minor >= 17 else ()
+            pip(Path(sys.executable), "--no-deps", *other_python, "--target", cached, f"megatron-core=={version}")
+            if minor >= 18:
+                (cached / "triton").symlink_to(_triton() / "triton")
+    return cached
+
+
+def _triton() -> Path:
+    cached = cache_folder() / f"triton-{TRITON}-{key()}"
+    with installation(cached) as is_missing:
+        if is_missing:
+            pip(Path(sys.executable), "--no-deps", "--target", cached, f"triton=={TRITON}")
     return cached
 
 
@@ -227,6 +277,8 @@ def main(words: Sequence[str]) -> None:
             make_megarl()
         case ["sglang", version]:
             make_sglang(version)
+        case ["null-gpu"]:
+            make_null_gpu()
         case ["cache"]:
             print(cache_folder())
         case _:

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "train"))
 from forks import Ended
 from release_checks import (
     CHECKPOINT_TESTS,
+    PATCHED,
     RELEASES,
     REPLAY_TESTS,
     VARIANTS,
@@ -126,7 +127,7 @@ def page(rows: dict[str, Row]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for release, row in rows.items():
-        patch = "none needed" if release == "0.16.0" else f"{release}.patch"
+        patch = f"{release}.patch" if release in PATCHED else "none needed"
         examples = ", ".join("held" if status == 0 else "FAILED" for status in row["examples"])
         out = "every file as in the wheel" if not row["left"] else f"ALTERED: {', '.join(row['left'])}"
         lines.append(

@@ -52,7 +52,7 @@ def spoil_metadata(folder: Path, evil: Evil) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def spoil_object(folder: Path, evil: Evil) -> None:
+def spoil_object(folder: Path, evil: Any) -> None:
     metadata: Metadata = load_metadata(folder)
     torch.save([evil], folder / "__1_0.distcp")
     for index, stored in metadata.storage_data.items():
@@ -91,6 +91,23 @@ def test_what_megatron_lm_keeps_is_plain_too(folder: Path):
     torch.save(common | {"optimizer": OptimizerConfig(lr=0.5), "exit": signal.SIGTERM}, folder / "common.pt")
     require_plain(folder)
     assert sorted(TorchDistReader(folder).common()) == ["args", "exit", "optimizer", "rerun", "rng"]
+
+
+def test_the_common_state_may_be_an_object_among_the_tensors(folder: Path):
+    """As Megatron-Core writes it from 0.19 on."""
+    chunk = Chunk(PLACE, (3, 2), torch.bfloat16, lambda: torch.ones(3, 2, dtype=torch.bfloat16))
+    objects = ["common_state/shard_0_1"]
+    write_metadata(folder, [chunk], objects, [write_file(folder, 0, [chunk], objects)])
+    (folder / "common.pt").unlink()
+    assert TorchDistReader(folder).common() == {}  # the object is None
+    spoil_object(folder, {"args": Namespace(tp=2)})
+    require_plain(folder)
+    assert TorchDistReader(folder).common()["args"].tp == 2
+    marker = folder / "marker"
+    spoil_object(folder, {"args": Evil(marker)})
+    with pytest.raises(CheckpointError, match=r"its common state cannot be read .*names posix\.system"):
+        TorchDistReader(folder).common()
+    assert not marker.exists()
 
 
 @pytest.mark.parametrize("spoil", SPOILS)

@@ -64,6 +64,11 @@ import time
 def reward(prompt, response, answer, **rest):
     time.sleep(0.05)
     return float(len(response) % 2)
+
+
+def slow_reward(**words):
+    time.sleep(0.15)
+    return reward(**words)
 """
 
 

@@ -180,7 +180,8 @@ def test_checkpoints_written_beside_training_are_those_of_a_run_that_waits(world
 
 def test_a_signal_that_kills_reward_workers_too_costs_no_sample(world: World, reference: Path) -> None:
     """As Slurm sends it to every process of a step that it ends."""
-    run = Launch(world, world.config("all-signalled"))
+    # A rank's rewards take longer than a beat of its status, so that the phase is seen.
+    run = Launch(world, world.config("all-signalled", CONFIG.replace("lengths:reward", "lengths:slow_reward")))
     run.until_step(3)
     run.until(lambda: run.status().get("phase") == "rollout", "rollout")
     ranks = [psutil.Process(rank_pid(run.folder, rank)) for rank in range(2)]

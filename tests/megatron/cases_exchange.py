@@ -15,11 +15,11 @@ from tiny_world import batch_of, join, local_routes, micro_batches, own_share, r
 from megarl.core.packing import select
 from megarl.errors import TraceError
 from megarl.megatron import distributed
-from megarl.megatron.model import unwrap
 from megarl.megatron.passes.forward import _padding_mask
 from megarl.megatron.passes.micro_batches import micro_batch, router_tokens, split_micro_batches
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
 from megarl.megatron.replay.rollout_routes import Placement, deliver_routes, reshard
+from megarl.megatron.versions import unwrap
 
 
 def delivered(layout: dict[str, Any], router: str = "dense_first", num_experts: int = NUM_EXPERTS) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from megatron.core.distributed import finalize_model_grads
 from tiny_world import join, local_routes, micro_batches, pack_own, rollouts
 from torch.utils.checkpoint import checkpoint
 
-from megarl.megatron.model import unwrap
 from megarl.megatron.passes.micro_batches import MicroBatch, split_micro_batches
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
+from megarl.megatron.versions import unwrap
 
 A, B, C = range(3)
 """Micro-batches."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -18,17 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megarl.config import Config
-from megarl.core.packing import pack
-from megarl.core.types import Rollout, TrainBatch
-from megarl.megatron.passes import forward
-from megarl.megatron.passes.micro_batches import split_micro_batches
 from megarl.megatron.policy import Policy
 from megarl.plan.layout import count_rank, stages_of
-from megarl.plan.trainer_memory import activation_bytes, cut_of, gathered_elements, head_bytes, state_bytes
+from megarl.plan.trainer_memory import gathered_bytes, state_bytes
 
 SLOTS = 512
-LENGTHS = (125, 126, 127, 128)
-"""Of the sequences of a micro-batch, none as long as another; any four fit, however they are dealt out."""
 SIZES = {"hidden_size": 64, "vocab_size": 100, "max_position_embeddings": 256}
 Layout = dict[str, int]
 
@@ -64,126 +57,6 @@ def states(layout: Layout, model: str, dtype: str, sharded: bool = True) -> list
     return _from_all(mine)
 
 
-def activations(
-    layout: Layout, model: str, dtype: str, micro_batches: int = 1, **recompute: Any
-) -> list[tuple[int, int]]:
-    """For each rank: (bytes that forward passes keep when the first backward pass begins, planned)."""
-    overrides = {f"recompute__{key}": list(v) if isinstance(v, tuple) else v for key, v in recompute.items()}
-    settings = _settings(layout, model, dtype, **overrides)
-    policy = policy_of(settings)
-    divided = settings.check_world_size(dist.get_world_size())
-    stage = stages_of(settings, policy.shape)[parallel_state.get_pipeline_model_parallel_rank()]
-    planned, _ = activation_bytes(settings, policy.shape, divided, stage, micro_batches)
-    planned += head_bytes(policy.shape, cut_of(settings, divided)) if stage.is_last else 0
-    return _from_all((_saved(settings, policy, micro_batches), planned))
-
-
-def recomputed_peak(model: str, dtype: str, **recompute: Any) -> tuple[int, int]:
-    """(most bytes that autograd holds at a time, in forward and backward pass of one micro-batch, planned)."""
-    settings = _settings({}, model, dtype, **{f"recompute__{key}": value for key, value in recompute.items()})
-    policy = policy_of(settings)
-    divided, (stage,) = settings.check_world_size(1), stages_of(settings, policy.shape)
-    kept, unit = activation_bytes(settings, policy.shape, divided, stage, 1)
-    held = _Held(_storages([p for chunk in policy.chunks for p in chunk.parameters()]))
-    with torch.autograd.graph.saved_tensors_hooks(held.keep, lambda kept: kept.tensor):
-        _forward_backward(settings, policy, 1, lambda: None)
-    return held.most, kept + max(unit, head_bytes(policy.shape, cut_of(settings, divided)))
-
-
-class _Kept:
-    """What autograd holds in place of a tensor; gone when autograd lets go of it."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-
-class _Held:
-    """Bytes of the storages that autograd holds now, and the most it has held."""
-
-    def __init__(self, known: Mapping[int, int]) -> None:
-        self.most = self._now = 0
-        self._known = known
-        self._users: dict[int, int] = {}
-
-    def keep(self, tensor: torch.Tensor) -> _Kept:
-        storage, kept = tensor.untyped_storage(), _Kept(tensor)
-        if storage._cdata not in self._known:
-            key, size = storage._cdata, storage.nbytes()
-            self._users[key] = self._users.get(key, 0) + 1
-            self._now += size if self._users[key] == 1 else 0
-            self.most = max(self.most, self._now)
-            weakref.finalize(kept, self._let_go, key, size)
-        return kept
-
-    def _let_go(self, key: int, size: int) -> None:
-        self._users[key] -= 1
-        if not self._users[key]:
-            del self._users[key]
-            self._now -= size
-
-
-def _saved(settings: Config, policy: Policy, num_micro_batches: int) -> int:
-    """Bytes of all storages that autograd holds when the first backward pass begins, weights left out."""
-    known = _storages([p for chunk in policy.chunks for p in chunk.parameters()])
-    held: list[torch.Tensor] = []
-    at_end: list[int] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        held.append(tensor)
-        return tensor
-
-    def count() -> None:
-        at_end.append(sum(size for key, size in _storages(held).items() if key not in known))
-
-    def restore(tensor: torch.Tensor) -> torch.Tensor:
-        if not at_end:  # the first backward pass of a stage that has no loss
-            count()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, restore):
-        _forward_backward(settings, policy, num_micro_batches, count)
-    return at_end[0]
-
-
-def _forward_backward(settings: Config, policy: Policy, num: int, on_loss: Callable[[], None]) -> None:
-    """A training pass over ``num`` full micro-batches."""
-    micro_batches = split_micro_batches(
-        _batch(num * settings.parallel.cp),
-        settings.train.micro_batch_tokens,
-        multiple_of=settings.parallel.micro_batch_multiple,
-    )
-    assert len(micro_batches) == num
-    forward.run(
-        policy.chunks,
-        micro_batches,
-        temperature=1.0,
-        vocab_size=policy.shape.vocab_size,
-        coefficients=lambda index, batch, logprobs, entropies: (torch.ones_like(logprobs), {}),
-        on_micro_batch=on_loss,
-    )
-
-
-def _batch(repeats: int) -> TrainBatch:
-    """The sequences so many times; every model copy takes all of them."""
-    rng = np.random.default_rng(0)
-    made = []
-    for index, length in enumerate(LENGTHS * repeats):
-        made.append(
-            Rollout(
-                group=index,
-                sample=0,
-                tokens=rng.integers(0, SIZES["vocab_size"], length).astype(np.int32),
-                loss_mask=np.arange(length) >= 4,
-                rollout_logprobs=np.zeros(length, np.float32),
-                routed_experts=None,
-                routed_mask=None,
-                weight_versions=np.zeros(length, np.int32),
-                finish_reason="stop",
-            )
-        )
-    return pack(made, np.zeros(len(made)))
-
-
 def _storages(tensors: Sequence[torch.Tensor | None]) -> dict[int, int]:
     """Identity -> bytes of the storages of some tensors, each once, as large as they are now."""
     found = {}
@@ -216,7 +89,7 @@ def export_peak(layout: Layout, model: str) -> list[tuple[int, int]]:
     with made:
         for _ in policy.export():
             pass
-    return _from_all((made.most, 2 * gathered_elements(policy.shape)))
+    return _from_all((made.most, gathered_bytes(policy.shape, 2, layout.get("ep", 1))))
 
 
 class _Made(TorchDispatchMode):

@@ -102,10 +102,10 @@ def recorded(layout: dict[str, int], recompute: str = "none", dispatcher: str = 
         kept = recording.routes[one.micro].experts[:, column].long()
         if not torch.equal(torch.zeros_like(one.experts).scatter(1, kept, True), one.experts):
             wrong.append((one.layer, one.micro))
-    shared = gather_shared(recording.shared, micros, policy.replay.layers)
+    shared = gather_shared([recording.shared], micros, policy.replay.layers)
     counted = _count_shared(probe, micros, policy.shape.moe_layers)
     everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, (same, wrong, [one.tolist() for one in shared] == counted, counted))
+    dist.all_gather_object(everywhere, (same, wrong, [one[..., 0].tolist() for one in shared] == counted, counted))
     return {
         "same": [flag for flags, *_ in everywhere for flag in flags],
         "wrong": [item for _, items, *_ in everywhere for item in items],

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +27,71 @@ from tiny_world import (
 
 from megarl.config import Config
 from megarl.core.types import TrainBatch
-from megarl.megatron import distributed
+from megarl.megatron import distributed, hf_weights
 from megarl.megatron.hf_weights import save_hf
 from megarl.megatron.passes.forward import MicroOutput, run
 from megarl.megatron.passes.micro_batches import MicroBatch
 from megarl.megatron.policy import Policy
+from megarl.rollout.sglang.weights.buckets import Rebuilt, split_into_buckets
+from megarl.rollout.sglang.weights.ipc import empty_shared
+from megarl.train.engines import make_exchange
 
 Layout = dict[str, int]
 
 
-def round_trip(layout: Layout, model: str = "base", dtype: str = "fp32") -> dict[str, Any]:
-    """Load, export, compare with the file; every rank sees every tensor."""
+def round_trip(
+    layout: Layout,
+    model: str = "base",
+    dtype: str = "fp32",
+    receivers: Sequence[int] | None = None,
+    gather_bytes: int = hf_weights.GATHER_BYTES,
+) -> dict[str, Any]:
+    """Load, export, compare with the file; every receiver sees every tensor, the other ranks none."""
+    hf_weights.GATHER_BYTES = gather_bytes
     policy = policy_of(config(MODELS / model, layout, model__dtype=dtype))
     wanted = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     stored = safetensors_of(MODELS / model)
     names, different = [], []
-    for name, tensor in policy.export():
+    receives = receivers is None or dist.get_rank() in receivers
+    for name, tensor in policy.export(receives):
         names.append(name)
         if tensor.dtype != wanted or not torch.equal(tensor, stored[name].to(wanted)):
             different.append(name)
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, (names, different))
-    return {"names": names, "stored": sorted(stored), "different": different, "agree": len(set(map(str, everywhere)))}
+    received = [found for rank, found in enumerate(everywhere) if receivers is None or rank in receivers]
+    return {
+        "names": received[0][0],
+        "stored": sorted(stored),
+        "different": received[0][1],
+        "agree": len(set(map(str, received))),
+        "elsewhere": sum(len(found[0]) for found in everywhere if found not in received),
+    }
+
+
+def shared(layout: Layout, per_node: int, gpus: Sequence[int]) -> list[Any]:
+    """For each rank: the handles that it sees for each bucket, and the tensors that rank 0 of a node opens by them."""
+    os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % per_node)
+    servers = {"sglang__gpus": [*gpus], "sglang__servers": len(gpus), "launch__ranks_per_node": per_node}
+    settings = config(MODELS / "base", layout, rollout__engine="sglang", sglang__sync="ipc", **servers)
+    policy = policy_of(settings)
+    stored = safetensors_of(MODELS / "base")
+    exchange = make_exchange(settings)
+    assert exchange is not None
+    mine = distributed.local_rank() in (0, *gpus)
+    exported = policy.export(mine)
+    seen, opened = [], 0
+    for bucket, handles in exchange.rounds(split_into_buckets(exported, 1 << 14, (), empty_shared)) if mine else ():
+        seen.append(sorted(handles))
+        for rebuild, arguments in handles.values() if distributed.local_rank() == 0 else ():
+            flat = pickle.loads(pickle.dumps(Rebuilt((rebuild, arguments))))
+            for name, dtype, shape, start, end in bucket.places():
+                assert torch.equal(flat[start:end].view(dtype).view(shape), stored[name])
+                opened += 1
+    deque(exported, maxlen=0)
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, (seen, opened))
+    return [*everywhere, len(stored)]
 
 
 def saved(layout: Layout, model: str = "base") -> str:
@@ -76,8 +123,8 @@ def forward_backward(policy: Policy, settings: Config, batch: TrainBatch) -> tup
     """Accumulate the gradients of the fixed loss, with replay where the settings say so; the loss over all ranks."""
     micros = micro_batches(settings, batch)
 
-    def coefficients(_: int, part: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-        return coefficients_of(part), {}
+    def coefficients(_: int, part: TrainBatch, logprobs: torch.Tensor, __: torch.Tensor) -> tuple[torch.Tensor, dict]:
+        return coefficients_of(part).to(logprobs.device), {}
 
     def step() -> list[MicroOutput]:
         return run(
@@ -97,9 +144,7 @@ def forward_backward(policy: Policy, settings: Config, batch: TrainBatch) -> tup
         with policy.replay.replay(routes):
             outputs = step()
     own = sum(float(output.metrics["loss"].sums) for output in outputs) if distributed.holds_outputs() else 0.0
-    total = torch.tensor(own, dtype=torch.float64)
-    dist.all_reduce(total)
-    return float(total), outputs
+    return sum(distributed.gather_objects(own)), outputs
 
 
 def gradients(layout: Layout, model: str = "base", micro_tokens: int = 32, replay: str = "none") -> dict[str, Any]:

@@ -17,8 +17,8 @@ import torch
 from megatron.core import parallel_state
 
 from megarl.core.types import Rollout
-from megarl.megatron.model import unwrap
 from megarl.megatron.passes.micro_batches import MicroBatch
+from megarl.megatron.versions import unwrap
 
 
 @dataclass(frozen=True)

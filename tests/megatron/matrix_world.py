@@ -23,8 +23,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tiny_world import config
 
 from megarl.config import Config, megatron_fields
-from megarl.megatron.model import build_model, transformer_config, unwrap
+from megarl.megatron.model import build_model, transformer_config
 from megarl.megatron.policy import layout_fields
+from megarl.megatron.versions import unwrap
 from megarl.models.shapes import ModelShape
 
 NUM_LAYERS, NUM_EXPERTS, VOCAB = 4, 8, 32

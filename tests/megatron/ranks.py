@@ -59,10 +59,10 @@ def launch(cases: Sequence[Case], folder: Path) -> dict[Case, Outcome]:
     folder.mkdir(parents=True)
     (folder / "plan.pkl").write_bytes(pickle.dumps(list(cases)))
     preloaded.launch("rank_worker", folder, folder / "log.txt")
-    return {case: _outcome(folder, index) for index, case in enumerate(cases)}
+    return {case: read_outcome(folder, index) for index, case in enumerate(cases)}
 
 
-def _outcome(folder: Path, index: int) -> Outcome:
+def read_outcome(folder: Path, index: int) -> Outcome:
     result, log = folder / f"case{index}.pkl", folder / "log.txt"
     if result.is_file():
         return Outcome(value=pickle.loads(result.read_bytes()))

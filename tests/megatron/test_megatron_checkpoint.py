@@ -123,13 +123,15 @@ def test_a_damaged_checkpoint_is_refused_by_name(damage: str, policy: Any, tmp_p
     path = save(tmp_path, 1, policy, {}, keep=2)
     data = sorted(path.glob("*.distcp"))
     assert data
+    common = path / "common.pt"
+    common = common if common.exists() else data[0]  # among the tensors from 0.19 on
     if damage == "empty folder":
         shutil.rmtree(path)
         path.mkdir()
     elif damage == "no common state":
-        (path / "common.pt").unlink()
+        common.unlink()
     elif damage == "truncated common state":
-        (path / "common.pt").write_bytes((path / "common.pt").read_bytes()[:200])
+        common.write_bytes(common.read_bytes()[:200])
     elif damage == "truncated data":
         for file in data:
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])

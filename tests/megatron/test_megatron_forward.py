@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from cases_replay import RECOMPUTE
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Case, case
-from tiny_world import config, join, local_batch, rollouts
+from tiny_world import coefficients_of, config, join, local_batch, micro_batches, policy_of, rollouts
 
 from megarl.core.packing import pack
 from megarl.errors import ConfigError
 from megarl.megatron import distributed
 from megarl.megatron.passes import logprobs as blocks
+from megarl.megatron.passes.forward import run
 from megarl.megatron.passes.logprobs import linear_logprobs
 from megarl.megatron.passes.micro_batches import micro_batch, split_micro_batches, to_tokens
 
@@ -129,6 +134,29 @@ def test_micro_batches_hold_every_sequence_once_within_the_limit() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("recompute", ["none", "uniform", "moe"])
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_no_graph_outlives_its_backward_pass(dispatcher: str, recompute: str, models: dict[str, Path]) -> None:
+    settings = config(models["base"], recompute=RECOMPUTE[recompute], parallel__dispatcher=dispatcher)
+    policy = policy_of(settings)
+    before = _with_graph()
+    run(
+        policy.chunks,
+        micro_batches(settings, local_batch()),
+        temperature=1.0,
+        vocab_size=policy.shape.vocab_size,
+        coefficients=lambda _, part, *__: (coefficients_of(part), {}),
+    )
+    known = set(map(id, before))  # Megatron's hooks of earlier models among them
+    assert [list(one.shape) for one in _with_graph() if id(one) not in known] == []
+
+
+def _with_graph() -> list[torch.Tensor]:
+    gc.collect()
+    return [one for one in gc.get_objects() if type(one) is torch.Tensor and one.grad_fn is not None]
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_a_second_initialisation_is_refused_and_a_shutdown_allows_it() -> None:
     settings = config("unused")  # type: ignore[arg-type]
     distributed.shutdown()
@@ -139,3 +167,25 @@ def test_a_second_initialisation_is_refused_and_a_shutdown_allows_it() -> None:
     distributed.initialize(settings)
     assert distributed.is_main_rank()
     assert distributed.holds_outputs()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_groups_over_gloo_are_named_by_their_ranks_alone() -> None:
+    """Ranks that are in different numbers of other groups would never meet."""
+
+    def make() -> str:
+        distributed._connect_by_gloo.cache_clear()
+        group = distributed._connect_by_gloo((0,))
+        assert dist.get_backend(group) == "gloo"
+        name = group.group_name
+        dist.destroy_process_group(group)
+        return name
+
+    distributed.shutdown()
+    distributed.initialize(config("unused"))  # type: ignore[arg-type]
+    name = make()
+    more = dist.new_group([0])
+    again = make()
+    dist.destroy_process_group(more)
+    distributed._connect_by_gloo.cache_clear()
+    assert again == name

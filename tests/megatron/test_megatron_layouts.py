@@ -18,6 +18,10 @@ from tiny_world import (
     teacher_forced,
 )
 
+from megarl.errors import ConfigError
+from megarl.megatron.model import _pipeline_messages, transformer_config
+from megarl.models.shapes import read_shape
+
 LOGPROBS = "cases_training:logprobs"
 GRADIENTS = "cases_training:gradients"
 STEPS = "cases_training:fixed_batch_steps"
@@ -160,3 +164,21 @@ def test_a_fixed_batch_gives_the_same_losses_norms_and_weights_in_every_layout(
         # Adam divides by the gradient's size, so a gradient of rounding noise alone may move a weight by up to lr
         error = (outcome["weights"][name] - weight).abs()
         assert float(error.max()) <= 2e-2 * lr, f"{name}: off by {float(error.max())}"
+
+
+def test_pipeline_messages_that_would_be_swapped_are_refused(models: dict[str, Path]) -> None:
+    sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    with pytest.raises(ConfigError, match="swaps activations and gradients"):
+        transformer_config(read_shape(models["base"]), {**sizes, "batch_p2p_comm": True}, torch.float32)
+
+
+@pytest.mark.parametrize("own", [{}, {"batch_p2p_comm": True}])
+def test_interleaved_pipelines_overlap_their_messages_unless_they_are_batched(
+    own: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron's schedule refuses both at once, in the middle of a run."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    sizes = {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2}
+    found = {**_pipeline_messages({**sizes, **own}), **own}
+    assert found["batch_p2p_comm"] == bool(own)
+    assert found["overlap_p2p_comm"] == (not own)

@@ -15,9 +15,9 @@ from tiny_world import join
 from torch.utils.checkpoint import checkpoint
 
 from megarl.errors import ReplayError
-from megarl.megatron.model import unwrap
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
 from megarl.megatron.replay.agreement import LEAST_JUDGED, MOST_SAMPLED, check_agreement, sample_rows
+from megarl.megatron.versions import unwrap
 
 B, S = 4, 16
 

@@ -15,10 +15,11 @@ import torch
 from cases_replay import RECOMPUTE
 from dispatch_probe import DispatchProbe
 from megatron.core.transformer.moe.router import TopKRouter
-from tiny_world import coefficients_of, config, local_batch, local_routes, micro_batches, policy_of, rollouts
+from tiny_world import batch_of, coefficients_of, config, local_batch, local_routes, micro_batches, policy_of, rollouts
 
-from megarl.config.megatron_fields import REPLAY_BLOCKERS
+from megarl.core.megatron_facts import REPLAY_BLOCKERS
 from megarl.core.types import TrainBatch
+from megarl.data.tiny import write_tiny_model
 from megarl.errors import ReplayError, TraceError
 from megarl.megatron.passes.forward import run
 from megarl.megatron.passes.micro_batches import MicroBatch, micro_batch
@@ -29,19 +30,19 @@ from megarl.models.shapes import read_shape
 
 
 class World:
-    """A policy on one rank with the fixed batch and its routes."""
+    """A policy on one rank with a batch, by default the fixed one, and its routes."""
 
-    def __init__(self, model: Path, recompute: str = "none") -> None:
+    def __init__(self, model: Path, recompute: str = "none", batch: TrainBatch | None = None) -> None:
         settings = config(model, recompute=RECOMPUTE[recompute])
         self.policy: Policy = policy_of(settings)
         assert self.policy.replay is not None
         self.replay = self.policy.replay
-        self.micros: list[MicroBatch] = micro_batches(settings, local_batch())
+        self.micros: list[MicroBatch] = micro_batches(settings, local_batch() if batch is None else batch)
         self.routes = [local_routes(micro, self.replay.layers, self.policy.shape) for micro in self.micros]
 
     def run(self, backward: bool = False, micros: list[MicroBatch] | None = None) -> list[torch.Tensor]:
         def coefficients(_: int, part: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-            return coefficients_of(part), {}
+            return coefficients_of(part).cuda(), {}
 
         outputs = run(
             self.policy.chunks,
@@ -76,6 +77,36 @@ def world(models: dict[str, Path], one_rank: None) -> World:
 @pytest.fixture
 def recomputing(models: dict[str, Path], one_rank: None) -> World:
     return World(models["base"], "uniform")
+
+
+@pytest.mark.parametrize("num_experts", [256, 257, 512])
+def test_routes_of_many_experts_are_replayed_and_one_too_many_is_refused(
+    num_experts: int, tmp_path: Path, one_rank: None
+) -> None:
+    """256 is DeepSeek-V3's number, and the largest whose experts are stored in 8 bits."""
+    sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "expert_width": 4}
+    made = rollouts(num_layers=2, num_experts=num_experts)
+    for rollout in made:
+        assert rollout.routed_experts is not None
+        rollout.routed_experts[0] = [0, num_experts - 1]
+    world = World(write_tiny_model(tmp_path / "model", num_experts=num_experts, **sizes), batch=batch_of(made))
+    probe = DispatchProbe(world.policy.chunks, world.micros)
+    with world.replay.replay(world.routes, min_agreement=0.0):
+        world.run()
+    probe.remove()
+    for one in probe.seen:
+        given = world.routes[one.micro]
+        wanted = torch.zeros_like(one.experts).scatter(1, given.experts[:, one.layer].long(), True)
+        assert torch.equal(one.experts[given.present], wanted[given.present])
+    wrong = [replace(entry, experts=entry.experts.long()) for entry in world.routes]
+    wrong[0].experts[0, 1, 0] = num_experts
+    with (
+        pytest.raises(
+            ReplayError, match=rf"micro-batch 0, row 0, layer 1: experts \[{num_experts}, .* {num_experts - 1}"
+        ),
+        world.replay.replay(wrong),
+    ):
+        pass
 
 
 def test_too_few_and_too_many_micro_batches(world: World) -> None:
@@ -297,7 +328,7 @@ def test_replay_equals_transformers_with_the_same_experts_forced(world: World, m
             logits = oracle(torch.as_tensor(rollout.tokens, dtype=torch.int64)[None]).logits[0]
         labels = torch.as_tensor(rollout.tokens[1:], dtype=torch.int64)
         expected = logits[:-1].double().log_softmax(-1).gather(1, labels[:, None])[:, 0]
-        torch.testing.assert_close(logprobs[1:].double(), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(logprobs[1:].cpu().double(), expected, rtol=0, atol=1e-5)
 
 
 class _forced:  # noqa: N801  (used as a with statement)
@@ -330,6 +361,7 @@ BLOCKING: dict[str, Any] = {
     "moe_router_fusion": True,
     "moe_router_load_balancing_type": "sinkhorn",
     "moe_expert_capacity_factor": 1.0,
+    "moe_expert_rank_capacity_factor": 1.0,
     "moe_router_force_load_balancing": True,
     "moe_router_force_biased": 0.5,
     "overlap_moe_expert_parallel_comm": True,

@@ -15,9 +15,9 @@ from ranks import Case, case
 from torch.utils.checkpoint import checkpoint
 
 from megarl.errors import ReplayError
-from megarl.megatron.model import unwrap
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
 from megarl.megatron.replay.pass_log import KEPT_BLOCKS
+from megarl.megatron.versions import unwrap
 
 TOLERANCE = 2e-5
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,11 +21,11 @@ from tiny_world import batch_of, coefficients_of, join, local_routes, micro_batc
 
 from megarl.core.types import TrainBatch
 from megarl.errors import ConfigError, ReplayError
-from megarl.megatron.model import layer_spec, unwrap
+from megarl.megatron.model import layer_spec
 from megarl.megatron.passes.forward import run
 from megarl.megatron.passes.micro_batches import MicroBatch
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
-from megarl.megatron.versions import TAKES_PADDING_MASK
+from megarl.megatron.versions import TAKES_PADDING_MASK, unwrap
 
 PLAIN = Variant()
 AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5}
@@ -65,11 +67,20 @@ def _with_padding(micro: MicroBatch) -> MicroBatch:
     return micro_batch(micro.batch, micro.num_slots + 3)
 
 
+def losses(tracker: dict[str, Any], name: str) -> torch.Tensor:
+    """fp32 [L], what a record has counted under this name."""
+    entry = tracker[name]
+    return entry["values"] if isinstance(entry, dict) else entry.values
+
+
 @pytest.fixture(autouse=True)
 def tracker(one_rank: None) -> Iterator[dict[str, Any]]:
-    """Megatron's record of auxiliary losses by layer, empty; 0.12 keeps it elsewhere."""
-    home = moe_utils if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker") else parallel_state
-    found = home.get_moe_layer_wise_logging_tracker()
+    """Megatron's record of auxiliary losses by layer, empty; 0.12, 0.13 to 0.17 and 0.18 keep it in three places."""
+    if importlib.util.find_spec("megatron.core.transformer.moe.moe_logging"):
+        found = importlib.import_module("megatron.core.transformer.moe.moe_logging").get_moe_metrics_tracker().metrics
+    else:
+        home = moe_utils if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker") else parallel_state
+        found = home.get_moe_layer_wise_logging_tracker()
     found.clear()
     yield found
     found.clear()
@@ -101,7 +112,7 @@ def test_the_balancing_loss_counts_the_experts_that_tokens_are_sent_to(tracker: 
     with setup.replay.replay(setup.routes):
         setup.train()
     probe.remove()
-    under_replay = tracker["load_balancing_loss"]["values"].double().numpy().copy()
+    under_replay = losses(tracker, "load_balancing_loss").double().numpy().copy()
     tokens = [micro.batch.num_tokens for micro in setup.micros]
     sent = [
         [routes.experts[:t, layer].long() for layer in range(4)] for routes, t in zip(setup.routes, tokens, strict=True)
@@ -112,7 +123,7 @@ def test_the_balancing_loss_counts_the_experts_that_tokens_are_sent_to(tracker: 
     probe = DispatchProbe(setup.model.chunks, setup.micros, setup.model.router)
     setup.train()
     probe.remove()
-    natively = tracker["load_balancing_loss"]["values"].double().numpy()
+    natively = losses(tracker, "load_balancing_loss").double().numpy()
     chosen: list[list[torch.Tensor]] = [[torch.empty(0)] * 4 for _ in setup.micros]
     for one in probe.seen:
         chosen[one.micro][one.layer] = one.logits[: tokens[one.micro]].topk(2).indices
@@ -143,12 +154,12 @@ def test_the_balancing_loss_off_is_off_under_replay_alone(tracker: dict[str, Any
         setup.train()
     assert tracker == {}
     setup.train()
-    natively = tracker["load_balancing_loss"]["values"].clone()
+    natively = losses(tracker, "load_balancing_loss").clone()
     assert float(natively.min()) > 0
     tracker.clear()
     with setup.replay.record():
         setup.train()
-    assert torch.equal(tracker["load_balancing_loss"]["values"], natively)
+    assert torch.equal(losses(tracker, "load_balancing_loss"), natively)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +180,7 @@ def test_every_kind_of_balancing_loss_counts_dispatched_experts(tracker: dict[st
             setup.train()
         one_label = other == "aux_loss" or not hasattr(TopKRouter, "_apply_seq_aux_loss")  # as there was before 0.14
         label = "load_balancing_loss" if one_label else name
-        found[other] = tracker[label]["values"].clone()
+        found[other] = losses(tracker, label).clone()
         tracker.clear()
     torch.testing.assert_close(found[kind], found["aux_loss"], rtol=1e-6, atol=0)
 
@@ -183,7 +194,7 @@ def test_the_z_loss_reads_logits_alone(tracker: dict[str, Any]) -> None:
     expected = np.zeros(4)
     for one in probe.seen:
         expected[one.layer] += float(one.logits.double().logsumexp(1).square().mean())
-    np.testing.assert_allclose(tracker["z_loss"]["values"].double().numpy(), expected, rtol=1e-5)
+    np.testing.assert_allclose(losses(tracker, "z_loss").double().numpy(), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("recompute", ["none", "uniform"])

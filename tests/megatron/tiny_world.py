@@ -17,6 +17,7 @@ from tiny_families import FAMILIES, write_family
 from megarl.config import Config
 from megarl.config.file import parse
 from megarl.core.packing import pack
+from megarl.core.routing.trace import narrow_dtype
 from megarl.core.types import Rollout, TrainBatch
 from megarl.data.tiny import write_tiny_model
 from megarl.megatron import distributed
@@ -129,7 +130,7 @@ def rollouts(
     made = []
     for index in range(NUM_SEQUENCES):
         length = int(rng.integers(4, 13))
-        experts = rng.random((length, num_layers, num_experts)).argsort(-1)[..., :topk].astype(np.uint8)
+        order = rng.random((length, num_layers, num_experts)).argsort(-1)
         present = np.ones(length, bool)
         if holes:
             present[-1] = False
@@ -142,7 +143,7 @@ def rollouts(
                 tokens=rng.integers(2, vocab_size, length).astype(np.int32),
                 loss_mask=loss_mask,
                 rollout_logprobs=np.where(loss_mask, -2.0, 0.0).astype(np.float32),
-                routed_experts=experts,
+                routed_experts=order[..., :topk].astype(narrow_dtype(num_experts)),
                 routed_mask=present,
                 weight_versions=np.zeros(length, np.int32),
                 finish_reason="stop",

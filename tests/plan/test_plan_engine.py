@@ -14,12 +14,12 @@ from plan_worlds import MODELS, config, write_config
 from tiny_families import FAMILIES, write_family
 
 from megarl.core.routing import RoutingTrace, encode
-from megarl.models.names import hf_shapes
+from megarl.models.names import hf_shapes, rules_of
 from megarl.models.shapes import ModelShape, read_shape
 from megarl.plan.engine_memory import cache_bytes_per_token, engine_memory, weight_bytes
-from megarl.plan.layout import count_rank, divide_step, stages_of
+from megarl.plan.layout import count_rank, divide_step, numel, stages_of
 from megarl.plan.traffic import step_traffic, sync_traffic, trace_of
-from megarl.plan.trainer_memory import BUCKET_BYTES
+from megarl.plan.trainer_memory import BUCKET_BYTES, whole_bytes
 from megarl.rollout.sglang import fleet as sglang_fleet
 from megarl.rollout.sglang.weights.buckets import split_into_buckets
 from megarl.rollout.sglang.weights.folder import WeightFolder
@@ -60,6 +60,19 @@ def test_the_update_of_a_run_is_counted_once_for_each_server(tmp_path: Path) -> 
     assert found.sent == weight_bytes(shape, 2, fp8=True)
     # by hand: fc1 of the 8 experts of a layer is the largest that is gathered at once
     assert found.tensors_at_once == 2 * max(8 * 2 * 128 * 128, 30 * 128)
+
+
+def test_the_experts_of_a_large_layer_are_not_gathered_all_at_once() -> None:
+    """DeepSeek-V3: 256 experts, each 56 MiB in fc1. By hand: 256 MiB of them, or one of each expert-parallel rank."""
+    shape = read_shape(MODELS / "DeepSeek-V3")
+    fc1 = next(rule for rule in rules_of(shape) if rule.scope == "expert" and numel(rule, shape) == 2 * 2048 * 7168)
+    assert whole_bytes(fc1, shape, 2, ep=1) == 256 << 20
+    assert whole_bytes(fc1, shape, 2, ep=16) == 16 * 56 << 20
+    embedding = 2 * shape.vocab_size * 7168
+    for ep, at_once in ((1, embedding), (64, 64 * 56 << 20)):
+        settings = config(MODELS / "DeepSeek-V3", parallel__ep=ep, rollout__prompts_per_step=ep)
+        count = count_rank(shape, settings.check_world_size(ep), stages_of(settings, shape)[0])
+        assert sync_traffic(settings, shape, count).tensors_at_once == at_once
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3", "moonlight"])

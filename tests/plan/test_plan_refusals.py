@@ -12,6 +12,7 @@ from megarl.errors import ConfigError
 from megarl.plan.checks import SERVER_RESERVE, TRAINER_RESERVE, shared_gpu
 from megarl.plan.engine_memory import EngineMemory
 from megarl.plan.plan import plan
+from megarl.plan.table import to_text
 from megarl.plan.trainer_memory import RankMemory
 
 SGLANG = {"rollout__engine": "sglang"}
@@ -56,7 +57,12 @@ HIDDEN = {**DENSE, "megatron__moe_router_force_load_balancing": True}
         ),
         ("mixtral", 1, {**SGLANG, "sglang__tp": 3}, "sglang.tp: found 3, .* num_attention_heads = 4"),
         ("mixtral", 1, {**FP8}, "leaves a GPU 40 of the experts' intermediate size, expected a multiple of 128"),
-        ("mixtral", 1, {**SGLANG, "sglang__gpus": [1]}, "sglang.gpus: found 1 on nodes with launch.ranks_per_node = 1"),
+        (
+            "mixtral",
+            1,
+            {**SGLANG, "sglang__servers": 2, "sglang__gpus": [0, 1]},
+            "sglang.gpus: found 1 on nodes with launch.ranks_per_node = 1 GPUs of the trainer",
+        ),
         ("mixtral", 1, {"launch__gpu_memory_gib": 0.5}, "a rank of stage 0 with its engine needs .* at most 0.5"),
         (
             "mixtral",
@@ -121,6 +127,17 @@ def test_trainer_and_server_on_one_gpu(tmp_path: Path) -> None:
     assert plan(config(model, **SGLANG, **beside, launch__gpu_memory_gib=16.0)).server_gpus == 1
 
 
+def test_a_server_on_a_gpu_of_the_node_that_the_trainer_does_not_use(tmp_path: Path) -> None:
+    own = {"sglang__gpus": [1], "sglang__mem_fraction": 0.6, "launch__layout": "colocated"}
+    model = write_config(tmp_path, "mixtral")
+    settings = config(model, **SGLANG, **own, launch__gpu_memory_gib=8.0)
+    found = plan(settings)
+    assert 'beside the trainer\'s, sync = "distributed"' in to_text(found, settings)
+    assert found.gpu.trainer < 4 << 30 < found.gpu.server < 8 << 30
+    with pytest.raises(ConfigError, match=r"a server's GPU needs 6\.\d GiB, expected at most 6"):
+        plan(config(model, **SGLANG, **own, launch__gpu_memory_gib=6.0))
+
+
 def test_pipeline_divisions_that_are_not_computed(tmp_path: Path) -> None:
     split = {"parallel__pp": 2, "megatron__account_for_embedding_in_pipeline_split": True}
     settings = config(write_config(tmp_path, "mixtral"), launch__ranks_per_node=2, **split)
@@ -146,6 +163,7 @@ def test_memory_on_a_shared_gpu_by_hand() -> None:
         sync=3,
         exchange=2,
         recorded=0,
+        compared=0,
         host_routes=9,
     )
     engine, reserves = EngineMemory(7, 20, 1, 20, 1), TRAINER_RESERVE + SERVER_RESERVE

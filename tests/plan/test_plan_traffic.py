@@ -12,7 +12,7 @@ from megarl.plan.layout import count_rank, stages_of
 from megarl.plan.traffic import RankTraffic, rank_traffic, sync_traffic
 from megarl.plan.trainer_memory import rank_memory
 
-LAYERS, H, K, KEYS, SLOTS, BF16 = 4, 32, 2, 2 * 8, 64, 2
+LAYERS, H, K, KEYS, SLOTS, BF16, GATE = 4, 32, 2, 2 * 8, 64, 2, 4
 
 
 def traffic(tmp_path: Path, **overrides: object) -> RankTraffic:
@@ -24,9 +24,13 @@ def traffic(tmp_path: Path, **overrides: object) -> RankTraffic:
 
 
 def test_two_model_copies_exchange_gradients_and_weights(tmp_path: Path) -> None:
-    """A rank gets half of the gradients in fp32, and half of the weights back; all twice without sharding."""
+    """A rank gets half of the gradients in fp32, and half of the weights back; all twice without sharding.
+
+    Of a mixture of experts Megatron gathers the weights twice, unless it gathers them beside the passes.
+    """
     found, total = traffic(tmp_path), _parameters(tmp_path)
-    assert (found.gradients, found.gathered_weights) == (4 * total // 2, BF16 * total // 2)
+    assert (found.gradients, found.gathered_weights) == (4 * total // 2, 2 * BF16 * total // 2)
+    assert traffic(tmp_path, train__mini_batches=2).gathered_weights == BF16 * total // 2
     assert (found.experts, found.tensor, found.pipeline, found.context) == (0, 0, 0, 0)
     whole = traffic(tmp_path, parallel__distributed_optimizer=False)
     assert (whole.gradients, whole.gathered_weights) == (2 * 4 * total // 2, 0)
@@ -43,14 +47,18 @@ def test_half_of_the_rows_go_to_the_other_rank_s_experts_and_back(
 ) -> None:
     full = {"recompute__granularity": "full", "recompute__method": "uniform", "recompute__num_layers": 1}
     found = traffic(tmp_path, parallel__ep=2, **(full if granularity == "full" else {}))
-    assert found.experts == passes * 2 * LAYERS * (SLOTS * K // 2) * H * BF16
+    assert found.experts == passes * LAYERS * (SLOTS * K // 2) * (2 * H * BF16 + GATE)
 
 
 def test_tensor_parallel_ranks_gather_and_scatter_around_attention(tmp_path: Path) -> None:
-    """And their experts gather the rows of both: half of 64 x 2 rows are another rank's."""
+    """And their experts gather the rows of both: half of 64 x 2 rows are another rank's.
+
+    Two collective calls of each layer in the forward pass, three in the backward pass; two of the embedding, and two in
+    fp32 of the output layer.
+    """
     found = traffic(tmp_path, parallel__tp=2)
-    assert found.tensor == 2 * (2 * LAYERS) * (SLOTS * H * BF16 // 2)
-    assert found.experts == 2 * 2 * LAYERS * (SLOTS * K // 2) * H * BF16
+    assert found.tensor == (5 * LAYERS * BF16 + 2 * BF16 + 2 * 4) * SLOTS * H // 2
+    assert found.experts == 2 * LAYERS * (SLOTS * K // 2) * (2 * H * BF16 + GATE)
 
 
 def test_the_first_stage_gets_gradients_from_the_second(tmp_path: Path) -> None:
@@ -87,3 +95,12 @@ def test_routes_in_memory(tmp_path: Path) -> None:
     assert memory("r2") == (0, 2 * mini_batch, 0)
     assert memory("r3") == (2 * mini_batch, 0, 2 * 2 * mini_batch)
     assert memory("none", "learn") == memory("r3")  # the tripwire compares them
+
+
+def test_hidden_states_that_the_update_compares_with(tmp_path: Path) -> None:
+    """16 sequences of 32 tokens on the last of two stages, e H each."""
+    settings = config(write_config(tmp_path, "mixtral"), parallel__pp=2, train__replay="r3", train__replay_bias_every=5)
+    shape, layout = read_shape(tmp_path), settings.check_world_size(2)
+    first, last = (rank_memory(settings, shape, layout, stage, 4) for stage in stages_of(settings, shape))
+    assert (first.compared, last.compared) == (0, 16 * 32 * BF16 * H)
+    assert last.training == last.states + last.activations + last.working + last.compared

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.data.tiny import write_tiny_model
 from megarl.rollout.local.engine import LocalEngine
+from megarl.rollout.sglang.fleet import Fleet
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +40,14 @@ def oracle(model_path: Path) -> Oracle:
 def engine(model_path: Path) -> LocalEngine:
     """Shared by tests that leave the weights alone."""
     return LocalEngine.from_pretrained(model_path, weight_version=7)
+
+
+@pytest.fixture(autouse=True)
+def _close_fleets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Close what a test leaves running: its keepers would send their weights to a server that other tests use too."""
+    started: list[Fleet] = []
+    start = Fleet.start
+    monkeypatch.setattr(Fleet, "start", lambda fleet, **options: (started.append(fleet), start(fleet, **options))[1])
+    yield
+    for fleet in started:
+        fleet.close()

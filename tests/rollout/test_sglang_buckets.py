@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import base64
+import os
 import pickle
+import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang_fixtures import SGLANG_PYTHON
+from tiny_families import write_family
 
 from megarl.core.fp8 import dequantize_fp8, round_through_fp8
 from megarl.errors import WeightSyncError
+from megarl.rollout.sglang.spec import CPU_SHIM
 from megarl.rollout.sglang.weights.buckets import Bucket, Stopwatch, split_into_buckets
-from megarl.rollout.weights import WeightForm, require_each_once
+from megarl.rollout.weights import WeightForm, checkpoint_shapes, require_each_once
 
 SHAPES = {"a.weight": (2, 3), "b.weight": (4,), "c.weight": (1, 5)}
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
@@ -52,6 +58,48 @@ def test_buckets_are_made_one_at_a_time():
     assert taken == [0, 1, 2]  # a sharded model is never gathered as a whole
 
 
+@pytest.mark.parametrize("order", ["exported", "sorted", "backwards"])
+@pytest.mark.parametrize("fp8", ["off", "blocks"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "kimi_k2", "moonlight"])
+def test_the_halves_of_a_fused_projection_are_in_one_bucket(tmp_path: Path, family: str, fp8: str, order: str):
+    """SGLang answers success to one half, and drops it. Moonlight has no q_a_proj, and nothing is held back."""
+    shapes = checkpoint_shapes(write_family(tmp_path / "model", family))
+    names = {"exported": list(shapes), "sorted": sorted(shapes), "backwards": sorted(shapes, reverse=True)}[order]
+    form = WeightForm(torch.bfloat16, fp8)  # type: ignore[arg-type]
+    sent = list(form.convert((name, torch.ones(shapes[name])) for name in names))
+    buckets = [set(bucket.names) for bucket in split_into_buckets(iter(sent), 1, shapes)]
+    assert sorted(name for bucket in buckets for name in bucket) == sorted(name for name, _ in sent)
+    halves = [name for name in shapes if "q_a_proj" in name]
+    assert bool(halves) == (family != "moonlight")
+    for name in halves:
+        for end in ("", "_scale_inv") if fp8 == "blocks" else ("",):
+            both = {f"{name}{end}", f"{name}{end}".replace("q_a_proj", "kv_a_proj_with_mqa")}
+            assert both in buckets
+    assert sum(len(bucket) > 1 for bucket in buckets) == len(halves) * (2 if fp8 == "blocks" else 1)
+
+
+@pytest.mark.sglang
+def test_sglangs_own_loader_drops_a_half_that_comes_alone_and_takes_the_buckets(tmp_path: Path):
+    names = [
+        f"model.layers.{layer}.self_attn.{half}.weight"
+        for layer in (0, 1)
+        for half in ("kv_a_proj_with_mqa", "q_a_proj")
+    ]
+    tensors = {name: torch.full((2 + place, 3), 1.0 + place) for place, name in enumerate(names)}
+    fused = {f"model.layers.{layer}.self_attn.fused_qkv_a_proj_with_mqa.weight": (5 + 4 * layer, 3) for layer in (0, 1)}
+    whole = [list(bucket.tensors()) for bucket in split_into_buckets(tensors.items(), 1, tensors)]
+    alone = [[item] for item in tensors.items()]
+    torch.save((fused, [alone, whole]), tmp_path / "in.pt")
+    words = [str(SGLANG_PYTHON), str(Path(__file__).with_name("sglang_loader.py"))]
+    environment = os.environ | {"PYTHONPATH": str(CPU_SHIM), "SGLANG_USE_CPU_ENGINE": "1"}
+    subprocess.run([*words, tmp_path / "in.pt", tmp_path / "out.pt"], check=True, env=environment)
+    found = torch.load(tmp_path / "out.pt")
+    assert not any(parameter.any() for parameter in found[0].values())  # the defect itself
+    for layer, parameter in enumerate(found[1].values()):
+        kv, q = (tensors[name] for name in names[2 * layer : 2 * layer + 2])
+        assert torch.equal(parameter, torch.cat([q, kv]))
+
+
 def test_a_whole_update_passes_unchanged():
     found = list(require_each_once(tensors(), SHAPES, 3))
     assert [name for name, _ in found] == list(SHAPES)
@@ -66,8 +114,14 @@ def test_a_whole_update_passes_unchanged():
         (lambda t: [*t, ("d.weight", torch.zeros(1))], r"d\.weight is unknown to the engine.s model"),
         (lambda t: [*t, t[0]], r"a\.weight arrived twice in one update \(version 3\)"),
         (lambda t: [("a.weight", torch.zeros(3, 2)), *t[1:]], r"a\.weight has shape \(3, 2\), expected \(2, 3\)"),
-        (lambda t: [("a.weight", torch.full((2, 3), torch.nan)), *t[1:]], r"a\.weight holds NaN"),
-        (lambda t: [("a.weight", torch.full((2, 3), torch.inf)), *t[1:]], r"a\.weight holds NaN or infinite"),
+        (
+            lambda t: [("a.weight", torch.full((2, 3), torch.nan)), *t[1:]],
+            r"1 of 3 tensors hold NaN or infinite values, the first is a\.weight",
+        ),
+        (
+            lambda t: [("a.weight", torch.full((2, 3), torch.inf)), *t[1:]],
+            r"1 of 3 tensors hold NaN or infinite values, the first is a\.weight",
+        ),
     ],
     ids=["lacks one", "lacks all", "unknown", "twice", "shape", "nan", "inf"],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec
 from megarl.rollout.sglang.versions import parse_version
 from megarl.rollout.sglang.weights.buckets import Bucket
+from megarl.rollout.sglang.weights.ipc import Exchange
 from megarl.rollout.sglang.weights.sender import WeightSender
 from megarl.rollout.weights import WeightForm
 
@@ -44,8 +46,9 @@ def config(hostile_model: Path) -> dict[str, Any]:
     return json.loads((hostile_model / "config.json").read_text())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def fleet(updated_server: Server, hostile_model: Path) -> Iterator[Fleet]:
+    """Of one test: two fleets with keepers would both send their weights to a server that has lost them."""
     fleet = Fleet(urls=[updated_server.url], source=hostile_model)
     fleet.start()
     yield fleet
@@ -96,7 +99,7 @@ def test_defaults_of_the_model_folder_change_nothing(engine: SGLangEngine, weigh
     assert len(set(first)) >= 4  # greedy or near-greedy decoding gives one
 
 
-@pytest.mark.parametrize("way", ["tensor", "distributed", "disk"])
+@pytest.mark.parametrize("way", ["tensor", "distributed", "ipc", "disk"])
 def test_the_server_follows_the_weights(
     way: str,
     updated_server: Server,
@@ -111,6 +114,7 @@ def test_the_server_follows_the_weights(
         source=hostile_model,
         folder=folder,
         broadcast=way == "distributed",
+        exchange=Exchange() if way == "ipc" else None,
         checksums=True,
     )
     engine = SGLangEngine(fleet.start(), config, fleet=fleet, form=WeightForm(torch.float32))
@@ -127,7 +131,7 @@ def test_the_server_follows_the_weights(
     assert updated_server.alive  # a server that was given by URL is left alone
 
 
-@pytest.mark.parametrize("way", ["send", "broadcast", "load_from_disk"])
+@pytest.mark.parametrize("way", ["send", "share", "broadcast", "load_from_disk"])
 def test_a_dropped_sync_is_seen(
     updated_server: Server,
     hostile_model: Path,
@@ -138,11 +142,15 @@ def test_a_dropped_sync_is_seen(
     way: str,
 ):
     folder = tmp_path if way == "load_from_disk" else None
-    fleet = Fleet(urls=[updated_server.url], source=hostile_model, folder=folder, broadcast=way == "broadcast")
+    exchange = Exchange() if way == "share" else None
+    broadcast = way == "broadcast"
+    fleet = Fleet(
+        urls=[updated_server.url], source=hostile_model, folder=folder, broadcast=broadcast, exchange=exchange
+    )
     engine = SGLangEngine(fleet.start(), config, fleet=fleet, form=WeightForm(torch.float32))
     engine.update_weights(weights[1].items(), 1)
     with monkeypatch.context() as patch:
-        patch.setattr(WeightSender, way, lambda self, what: None)
+        patch.setattr(WeightSender, way, lambda self, *what: None)
         patch.setattr(sglang_member, "DEATH_WAIT_S", 0.5)
         with pytest.raises(WeightSyncError, match="confirmed the update to weights 2 and did not make it"):
             engine.update_weights(weights[2].items(), 2)
@@ -406,7 +414,9 @@ def test_a_server_that_is_back_with_wrong_weights_samples_nothing(
     fleet.start()
     (member,) = fleet._members
     fleet._state.ended.set()  # its keeper looks no more
-    member.process = SimpleNamespace(alive=True, start=lambda: None, wait_ready=lambda *_: None, kill=lambda: None)  # type: ignore[assignment]
+    process = SimpleNamespace(alive=True, wait_ready=lambda *_: None)
+    process.start = process.kill = process.stop = lambda: None
+    member.process = process  # type: ignore[assignment]
     fleet.update(weights[0].items(), 0, WeightForm(torch.float32))
     assert asked.index("weights_checker") < asked.index("continue_generation")
     asked.clear()
@@ -458,9 +468,12 @@ def test_a_server_of_somebody_else_that_was_started_again_gets_the_weights(
             settings = ClientSettings(concurrency=16, deadline_s=120.0, recovery_s=300.0)
             engine = SGLangEngine([server.url], config, fleet=fleet, settings=settings, form=WeightForm(torch.float32))
             engine.update_weights(weights[0].items(), 0)
+            (member,) = fleet._members
+            member.checked_at = math.inf  # else its keeper may see the death before the update does
             server.kill()
             engine.update_weights(weights[1].items(), 1)  # nobody is there; nothing is lost
             assert any("is gone in a weight update" in line for line in told)
+            member.checked_at = -math.inf
             server.start()
             rollouts = engine.generate(make_requests(3, copies=2), PARAMS)
             assert {int(v) for rollout in rollouts for v in rollout.weight_versions} == {1}

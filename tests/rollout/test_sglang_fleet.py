@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -479,3 +480,39 @@ def test_no_request_meets_other_weights_than_those_it_asks_for(world: World):
     killer.join()
     assert sum(member.restarts for member in fleet._members) > 3
     world.until_back(fleet, version)
+
+
+def test_a_keeper_that_asks_during_a_proof_is_not_cut_off_and_sends_nothing_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    """It may see the name that the server has while the proof sends the weights."""
+    served = world.start(1)
+    fleet = world.start(0, (served._members[0].url,))
+    fleet._state.ended.set()  # its keeper looks when this test says so
+    world.update(fleet, 1)
+    (member,), (keeper,) = fleet._members, fleet._keepers
+    assert member.sender is not None
+    asking, sent = threading.Event(), threading.Event()
+    old, find = member.sender, member.find_version
+
+    def slowly() -> str | None:
+        if asking.is_set():
+            return find()
+        asking.set()
+        assert sent.wait(WAIT_S)
+        assert old.weight_version() == "1"
+        return "default"
+
+    monkeypatch.setattr(member, "find_version", slowly)
+    member.checked_at = -1e9
+    with ThreadPoolExecutor(1) as threads:
+        look = threads.submit(keeper.look)
+        assert asking.wait(WAIT_S)
+        with member.lock:
+            keeper.send_copy()
+        assert member.sender is not old
+        before = len(world.events(0, "update_weights_from_tensor"))
+        sent.set()
+        look.result(WAIT_S)
+    assert len(world.events(0, "update_weights_from_tensor")) == before
+    assert member.ready

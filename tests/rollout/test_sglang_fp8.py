@@ -23,6 +23,7 @@ from megarl.rollout.sglang.fleet import Fleet
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec
 from megarl.rollout.sglang.weights.folder import write_fp8_model
+from megarl.rollout.sglang.weights.ipc import Exchange
 from megarl.rollout.weights import WeightForm
 
 PLUGIN = Path(__file__).parents[1] / "fp8_without_kernels"
@@ -60,7 +61,7 @@ def rounded(weights: Weights) -> Weights:
 
 
 @pytest.mark.sglang
-@pytest.mark.parametrize("way", ["tensor", "distributed", "disk"])
+@pytest.mark.parametrize("way", ["tensor", "distributed", "ipc", "disk"])
 def test_a_server_computes_with_the_blocks_that_were_sent(
     way: str, server: Server, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -71,6 +72,7 @@ def test_a_server_computes_with_the_blocks_that_were_sent(
         served=Path(server.spec.model_path),
         folder=tmp_path if way == "disk" else None,
         broadcast=way == "distributed",
+        exchange=Exchange() if way == "ipc" else None,
     )
     config = json.loads((model / "config.json").read_text())
     engine = SGLangEngine(fleet.start(), config, fleet=fleet, form=WeightForm(torch.float32, "blocks"))

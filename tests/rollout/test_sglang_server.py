@@ -83,6 +83,14 @@ def test_gpus_get_no_shim_and_only_their_devices(monkeypatch: pytest.MonkeyPatch
     assert "cpu" not in command(spec)
 
 
+def test_a_server_that_releases_memory_gets_no_expandable_segments(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    spec = dataclasses.replace(SPEC, gpus=(0,))
+    assert environment(spec)["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64,expandable_segments:True"
+    resting = dataclasses.replace(spec, extra_args=("--enable-memory-saver",))
+    assert environment(resting)["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

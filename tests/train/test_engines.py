@@ -6,23 +6,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_families import write_family
 
+from megarl.config import Config
 from megarl.config import file as config_file
 from megarl.rollout.sglang.spec import command
+from megarl.train import engines
 from megarl.train.engines import server_specs
 
 
-def words(tmp_path: Path, sglang: dict[str, Any]) -> list[str]:
+def config(sglang: dict[str, Any], model: str = "model") -> Config:
     settings = {
         "run": {"steps": 1},
-        "model": {"path": "model"},
+        "model": {"path": model},
         "data": {"train": "train.jsonl", "max_prompt_tokens": 16},
         "rollout": {"engine": "sglang", "prompts_per_step": 1, "group_size": 2, "max_response_tokens": 8},
         "sglang": sglang,
         "optim": {"lr": 1e-4},
     }
-    spec = server_specs(config_file.parse(settings, {}), "127.0.0.1", None, tmp_path)[0]
-    return command(spec)
+    return config_file.parse(settings, {})
+
+
+def words(tmp_path: Path, sglang: dict[str, Any]) -> list[str]:
+    return command(server_specs(config(sglang), "127.0.0.1", None, tmp_path)[0])
 
 
 @pytest.mark.parametrize(
@@ -35,3 +41,11 @@ def test_a_server_on_a_cpu_leaves_the_trainer_its_memory(tmp_path: Path, sglang:
     assert ("--mem-fraction-static" in found) == (share is not None)
     if share is not None:
         assert found[found.index("--mem-fraction-static") + 1] == share
+
+
+def test_servers_on_a_cpu_read_the_memory_of_the_first_rank_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Another rank has no part in an update, and no tensors of it."""
+    monkeypatch.setattr(engines, "_api_key", lambda config: "key")
+    monkeypatch.setattr(engines, "_start_servers", lambda *given: (None, ["http://127.0.0.1:9"]))
+    made = config({"sync": "ipc"}, str(write_family(tmp_path, "mixtral")))
+    assert not engines.make_sglang_engine(made, print).receives_weights

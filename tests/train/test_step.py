@@ -280,8 +280,8 @@ def test_a_stage_without_moe_layers_sends_its_counts_from_the_device_of_the_othe
         monkeypatch.setattr(rollout_routes, "all_gather", stop)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
         with pytest.raises(StopIteration) as sent:
-            rollout_routes.gather_shared([], [micro], layers=())
-    assert sent.value.args == ("meta", [micro.num_slots, 0])
+            rollout_routes.gather_shared([[]], [micro], layers=())
+    assert sent.value.args == ("meta", [micro.num_slots, 0, 1])
 
 
 def test_values_that_are_not_finite_end_the_step_and_leave_the_weights(world: World) -> None:
@@ -354,7 +354,7 @@ def test_micro_batches_do_not_change_the_step(world: World) -> None:
         for one, two in zip(cut[0].updates, other.updates, strict=True):
             # A quantile is the middle of a bin, which float noise may change.
             exact = {name: value for name, value in one.items() if not name.endswith(("/p01", "/p50", "/p99"))}
-            assert exact == pytest.approx({name: two[name] for name in exact}, rel=2e-5, abs=2e-6)
+            assert exact == pytest.approx({name: two[name] for name in exact}, rel=5e-5, abs=2e-6)
         assert cut[0].step == pytest.approx(other.step, rel=1e-4, abs=1e-6)
 
 

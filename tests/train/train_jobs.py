@@ -32,6 +32,7 @@ from megarl.rollout.local.engine import LocalEngine
 from megarl.run.metrics_log import MetricsLog
 from megarl.train.loop import train
 from megarl.train.sampling.assignment import split_sequences
+from megarl.train.sampling.gradient_norms import gradient_norms
 from megarl.train.sampling.sampler import Sampler
 from megarl.train.sampling.step_rollouts import StepRollouts
 from megarl.train.step import TrainStep, collect
@@ -43,6 +44,23 @@ def steps(world: World, variants: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     for name, overrides in variants.items():
         with training(world.settings(**overrides)) as step:
             found[name] = take_step(step, world.rollouts())
+    return found
+
+
+def overlapped(world: World, variants: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Two steps, the gradient norms of samples between them, and the exported weights after each, by rank 0."""
+    found = {}
+    for name, overrides in variants.items():
+        with training(world.settings(**overrides)) as step:
+            chunk, rollouts = step.policy.chunks[0], world.rollouts()
+            assert chunk.use_forward_hook == chunk.ddp_config.overlap_grad_reduce
+            taken, weights, norms = [], [], []
+            for index in range(2):
+                taken.append(take_step(step, rollouts))
+                weights.append({key: value.numpy().copy() for key, value in step.policy.export()})
+                if index == 0:
+                    norms = gradient_norms(step, rollouts[:1], "embedding")
+            found[name] = {"overlaps": chunk.use_forward_hook, "steps": taken, "weights": weights, "norms": norms}
     return found
 
 

@@ -265,9 +265,9 @@ def take_step(
     minis = prepare(step, rollouts, np.zeros_like(given) if step.needs_token_advantages else given)
     look(step, minis, given, groups, old_pass)
     updates, weights = [], []
-    for mini, owned in zip(minis, owned_by_this_rank(step), strict=True):
+    for index, (mini, owned) in enumerate(zip(minis, owned_by_this_rank(step), strict=True)):
         with _tapped_coefficients() as seen:
-            updates.append(collect([step.update(mini)]))
+            updates.append(collect([step.update(mini, more_follow=index + 1 < len(minis))]))
         weights.append(_of_all_ranks(mini, owned, seen))
     whole = collect([mini.metrics for mini in minis])
     if whole is None:
@@ -283,7 +283,7 @@ def _tapped_coefficients() -> Iterator[list[np.ndarray]]:
 
     def tapped(*arguments: Any, **options: Any) -> Any:
         found = original(*arguments, **options)
-        seen.append(found.values.detach().numpy().copy())
+        seen.append(found.values.detach().cpu().numpy().copy())
         return found
 
     train_step.coefficients = tapped

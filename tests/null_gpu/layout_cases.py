@@ -1,0 +1,65 @@
+"""Optimizer steps on several ranks, the same on the null GPU over NCCL and on the CPU over gloo."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases_replay import RECOMPUTE
+from cases_training import forward_backward
+from null_gpu.computing import computing
+from null_gpu.nccl_cases import library
+from tiny_world import MODELS, config, exported, join, local_batch, policy_of
+
+from megarl.errors import RolloutError
+from megarl.megatron import distributed
+
+
+def one_step(layout: dict[str, int], recompute: str = "none", **overrides: Any) -> dict[str, Any]:
+    """A training step under replay of the rollouts' routes: loss, gradient norm, weights after it, peak of memory."""
+    assert torch.cuda.is_available() == (os.environ["EXPECTED_DEVICE"] == "gpu")
+    with computing():
+        settings = config(MODELS / "base", layout, recompute=RECOMPUTE[recompute], **overrides)
+        policy = policy_of(settings)
+        before = torch.cuda.memory_allocated()
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
+        loss, _ = forward_backward(policy, settings, local_batch())
+        peak = torch.cuda.max_memory_allocated() - before
+        norm, _ = policy.optimizer_step()
+        weights = {name: weight.cpu() for name, weight in exported(policy).items()}
+    return {"loss": loss, "norm": norm, "weights": weights, "peak": peak}
+
+
+def agreements(layout: dict[str, int]) -> list[dict[str, Any]]:
+    """What ranks agree on beside their tensors, in a layout and in the next one; the calls of NCCL that it took."""
+    rank, found = int(os.environ["RANK"]), []
+    nccl = library()
+    for _ in range(2):
+        join(config(MODELS / "base", layout))
+        distributed.model_group()
+        nccl.null_nccl_reset()
+        outcome = {
+            "objects": distributed.gather_objects({"rank": rank}),
+            "of_model": distributed.gather_objects(rank, distributed.model_group()),
+            "on_main": distributed.gather_on_main_rank(rank),
+            "largest": distributed.largest(rank, dist.group.WORLD),
+            "of_model_largest": distributed.largest(-rank, distributed.model_group()),
+            "from_main": distributed.from_main_rank(lambda: f"from {rank}"),
+            "failures": [_failure_of(rank == 1), _failure_of(False)],
+        }
+        distributed.barrier()
+        kinds = ("AllReduce", "Broadcast", "AllGather", "Gather", "Send", "Recv")
+        outcome["nccl_calls"] = [nccl.null_nccl_calls(kind.encode()) for kind in kinds]
+        found.append(outcome)
+    return found
+
+
+def _failure_of(failed: bool) -> str:
+    try:
+        distributed.fail_together(RolloutError("own failure") if failed else None, "the test")
+    except RolloutError as error:
+        return str(error)
+    return ""

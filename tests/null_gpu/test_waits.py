@@ -1,0 +1,174 @@
+"""How often the host waits for the GPU: budgets of the loss, of the log-probabilities and of a training step."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from null_gpu.counting import host_waits
+
+from megarl.core.devices import HostCopies, to_device
+from megarl.core.diagnostics import mismatch_metrics, surrogate_metrics
+from megarl.core.metrics import finalize, merge, to_host
+from megarl.core.objectives import OBJECTIVES, coefficients, function_coefficients
+from megarl.core.objectives.columns import Denominators, TokenColumns
+from megarl.errors import NumericsError
+
+LENGTHS = [5, 1, 9, 7, 4]
+DENOMINATORS = Denominators(100, 20)
+
+
+def columns_on(device: str) -> TokenColumns:
+    rng = np.random.default_rng(0)
+    size = sum(LENGTHS)
+    logprobs = -rng.random((4, size)).astype(np.float32) - 0.1
+    loss_mask = rng.random(size) < 0.8
+    given = [*map(torch.from_numpy, logprobs), torch.from_numpy(rng.normal(size=size).astype(np.float32))]
+    theta, old, mu, ref, advantages = (column.to(device) for column in given)
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0)
+    return TokenColumns(theta, old, mu, advantages, torch.from_numpy(loss_mask).to(device), bounds.to(device), ref)
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+def test_the_loss_of_every_objective_waits_once_and_is_that_of_the_cpu(computing: None, name: str) -> None:
+    columns = columns_on("cuda")
+    with host_waits() as waits:
+        found = coefficients(OBJECTIVES[name], columns, DENOMINATORS, power=0.5)
+    assert len(waits) == 1, waits
+    wanted = coefficients(OBJECTIVES[name], columns_on("cpu"), DENOMINATORS, power=0.5)
+    torch.testing.assert_close(found.values.cpu(), wanted.values, rtol=1e-5, atol=1e-7)
+    assert finalize(to_host(found.metrics)) == pytest.approx(finalize(wanted.metrics), rel=1e-5, abs=1e-7)
+
+
+def test_an_objective_of_the_user_waits_once_more(computing: None) -> None:
+    columns, plain = columns_on("cuda"), OBJECTIVES["reinforce"]
+    with host_waits() as waits:
+        function_coefficients(lambda given: given.advantages * given.logprobs, plain, columns, DENOMINATORS)
+    assert len(waits) == 2, waits
+
+
+def test_metrics_stay_on_the_device_until_they_are_read_at_once(computing: None) -> None:
+    one = columns_on("cuda")
+    policies = one.logprobs, one.old_logprobs, one.rollout_logprobs
+    with host_waits() as waits:
+        parts = [surrogate_metrics(*policies, one.loss_mask, one.cu_seqlens) for _ in range(3)]
+        parts += [mismatch_metrics(*policies[1:], one.loss_mask, one.cu_seqlens)]
+        merged = merge(parts)
+    assert waits == []
+    with host_waits() as waits:
+        read = to_host(merged)
+    assert len(waits) == 1
+    assert finalize(read) == pytest.approx(finalize(merged))
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("logprobs", torch.nan), ("old_logprobs", 1.0), ("advantages", torch.inf)]
+)
+def test_values_that_are_not_admissible_are_still_errors(computing: None, column: str, value: float) -> None:
+    columns = columns_on("cuda")
+    token = int(columns.loss_mask.nonzero()[2])
+    getattr(columns, column)[token] = value
+    with pytest.raises(NumericsError, match=f"{column} is .* at token {token}"):
+        coefficients(OBJECTIVES["gspo"], columns, DENOMINATORS)
+
+
+def test_wrong_bounds_and_denominators_are_still_errors(computing: None) -> None:
+    columns = columns_on("cuda")
+    with pytest.raises(ValueError, match=r"denominators .* are smaller"):
+        coefficients(OBJECTIVES["gspo"], columns, Denominators(2, 2))
+    columns.cu_seqlens[2] = 100
+    with pytest.raises(ValueError, match="falls from 100"):
+        coefficients(OBJECTIVES["gspo"], columns, DENOMINATORS)
+
+
+def test_log_probabilities_never_wait(computing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once per block of the vocabulary, forward and backward."""
+    from megarl.megatron.passes import logprobs
+
+    monkeypatch.setattr(logprobs, "ROWS", 4)
+    monkeypatch.setattr(logprobs, "COLUMNS", 5)
+    found = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        hidden, weight = torch.randn(11, 6).to(device).requires_grad_(), torch.randn(23, 6).to(device).requires_grad_()
+        labels = (torch.arange(11) * 2).to(device)
+        with host_waits() as waits:
+            values, entropies = logprobs.linear_logprobs(hidden, weight, labels, 0.7, 22, None)
+            values.sum().backward()
+            divergence = logprobs.linear_kl(hidden.detach(), 1.1 * hidden.detach(), weight, 0.7, 22, None)
+        assert waits == []
+        assert hidden.grad is not None
+        found.append([one.detach().cpu() for one in (values, entropies, divergence, hidden.grad)])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
+def test_copies_to_the_device_and_back_are_waited_for_once(computing: None) -> None:
+    host = [torch.arange(5.0), torch.ones(3, 4, dtype=torch.bfloat16), torch.tensor([True, False])]
+    with host_waits() as waits:
+        there = [to_device(one, "cuda") for one in host]
+    assert waits == []
+    copies = HostCopies()
+    for _ in range(2):  # the second time in the same memory
+        addresses = [one.data_ptr() for one in copies._copies]
+        with host_waits() as waits:
+            assert copies.park(there) >= sum(one.nbytes for one in host)
+        assert len(waits) <= 1, waits
+        assert all(one.is_pinned() and torch.equal(one, given) for one, given in zip(there, host, strict=True))
+        assert addresses in ([], [one.data_ptr() for one in there])
+        there = [to_device(one, "cuda") for one in there]
+        assert all(torch.equal(one.cpu(), given) for one, given in zip(there, host, strict=True))
+
+
+@pytest.fixture(scope="module")
+def waits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))
+    from tiny_world import write_models
+
+    models = write_models(tmp_path_factory.mktemp("waits") / "models")["base"].parent
+    script = Path(__file__).with_name("waits_of_a_step.py")
+    done = subprocess.run([sys.executable, str(script), str(models)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("phase", ["old", "update"])
+def test_routers_never_wait(waits: dict[str, Any], phase: str) -> None:
+    """Recording and replaying: what is checked is read once, when the block closes."""
+    found = {file for file in waits[phase]["megarl"] if file.startswith("megatron/replay/")}
+    assert found <= {"megatron/replay/agreement.py", "megatron/replay/rollout_routes.py"}
+    assert waits[phase]["megarl"]["megatron/replay/agreement.py"] == 1
+
+
+def test_a_mini_batch_is_prepared_with_one_wait(waits: dict[str, Any]) -> None:
+    """For the denominators over ranks; none for lengths, or for whether a rank failed."""
+    assert waits["prepare"]["megarl"] == {"train/mini_batch.py": 1}
+
+
+def test_the_first_pass_over_a_mini_batch_waits_three_times(waits: dict[str, Any]) -> None:
+    """For the tokens that replay compares, the gap of each sequence, and the experts that both engines chose."""
+    assert sum(waits["old"]["megarl"].values()) == 3, waits["old"]
+
+
+def test_an_update_waits_once_per_micro_batch_and_once_for_the_norm(waits: dict[str, Any]) -> None:
+    found = waits["update"]
+    assert found["megarl"].pop("core/objectives/columns.py") == waits["micro_batches"] == 3
+    assert sum(found["megarl"].values()) == 1, found  # replay's check
+    assert found["megatron"]["clip_grads.py"] == 1
+    # Without Transformer Engine, Megatron's rotary embedding and permutation wait in every layer, and its norm for
+    # every parameter.
+    assert set(found["megatron"]) == {"clip_grads.py", "utils.py", "rope_utils.py", "moe_utils.py"}
+
+
+def test_metrics_are_read_once_per_step(waits: dict[str, Any]) -> None:
+    assert waits["metrics"]["megarl"]["core/metrics.py"] == 1
+
+
+def test_the_optimizer_rests_on_the_host_with_one_wait(waits: dict[str, Any]) -> None:
+    assert sum(waits["offload"]["megarl"].values()) <= 1
+    assert waits["reload"]["megarl"] == {}

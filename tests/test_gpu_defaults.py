@@ -1,0 +1,70 @@
+"""Which of Megatron's switches for speed are on, and what ``megarl doctor`` says about them."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from test_process_environment import config
+
+from megarl import doctor as module
+from megarl.config import gpu_defaults, megatron_fields
+from megarl.doctor import doctor
+from megarl.errors import ConfigError
+
+ALL = {"overlap_grad_reduce", "overlap_param_gather", "gradient_accumulation_fusion", "moe_permute_fusion"}
+SEVERAL = {"train__mini_batches": 4}
+
+
+def on(has_te: bool = True, on_gpu: bool = True, **overrides: Any) -> set[str]:
+    return set(gpu_defaults.settings(config(**overrides), on_gpu=on_gpu, has_te=has_te))
+
+
+def test_what_is_on():
+    assert on(**SEVERAL) == ALL
+    assert on() == ALL - {"overlap_param_gather"}
+    assert on(**SEVERAL, parallel__distributed_optimizer=False) == ALL - {"overlap_param_gather"}
+    assert on(**SEVERAL, has_te=False) == {"overlap_grad_reduce", "overlap_param_gather"}
+    assert on(**SEVERAL, on_gpu=False) == set()
+    assert on(**SEVERAL, train__replay="none") == ALL
+
+
+def test_the_megatron_table_wins():
+    own = {"megatron__overlap_grad_reduce": False, "megatron__moe_permute_fusion": False}
+    assert on(**SEVERAL, **own) == ALL - {"overlap_grad_reduce", "moe_permute_fusion"}
+    assert on(on_gpu=False, megatron__overlap_param_gather=True) == {"overlap_param_gather"}
+    by_name = {each.field: each for each in gpu_defaults.switches(config(**own), on_gpu=True, has_te=True)}
+    assert by_name["overlap_grad_reduce"].reason == "set in [megatron]"
+
+
+def test_every_switch_is_a_field_of_megatron():
+    assert set(megatron_fields.check(gpu_defaults.settings(config(**SEVERAL), on_gpu=True, has_te=True))) >= {
+        "TransformerConfig",
+        "DistributedDataParallelConfig",
+    }
+
+
+def test_weights_of_a_plain_optimizer_cannot_be_gathered():
+    with pytest.raises(ConfigError, match=r"overlap_param_gather: found true .* has no weights to gather; remove it"):
+        config(megatron__overlap_param_gather=True, parallel__distributed_optimizer=False)
+
+
+def test_the_doctor_tells_each_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "run.toml"
+    path.write_text(config(megatron__moe_permute_fusion=False).to_toml())
+    monkeypatch.setattr(module, "_transformer_engine", lambda: module.Finding("transformer-engine", None, False, ""))
+    output = io.StringIO()
+    doctor(path, console=Console(file=output, width=200))
+    lines = output.getvalue().splitlines()
+    begin = next(index for index, line in enumerate(lines) if line.startswith("Keys of [megatron] for speed"))
+    shown = {line.split()[0]: " ".join(line.split()[1:]) for line in lines[begin + 4 : begin + 9]}
+    assert shown == {
+        "overlap_grad_reduce": "on gradients are reduced while the backward pass runs",
+        "overlap_param_gather": "off train.mini_batches is 1: the weights are exported after every update",
+        "gradient_accumulation_fusion": "off needs Transformer Engine",
+        "moe_permute_fusion": "off set in [megatron]",
+        "moe_router_fusion": "off the fused top-k kernel returns before the replay hook is asked",
+    }

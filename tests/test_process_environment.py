@@ -1,0 +1,143 @@
+"""Environment variables of a training process: which are set, whose value wins, and that torch comes later."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl import cli
+from megarl.config import Config, process_environment
+from megarl.config.file import parse
+from megarl.config.process_environment import BLACKWELL, without_expandable_segments
+from megarl.errors import ConfigError
+
+TABLES: dict[str, Any] = {
+    "run": {"steps": 3},
+    "model": {"path": "models/tiny"},
+    "data": {"train": "train.jsonl", "max_prompt_tokens": 16},
+    "rollout": {"prompts_per_step": 32, "group_size": 8, "max_response_tokens": 10},
+    "optim": {"lr": 1e-4},
+}
+ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+DETERMINISTIC = {
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+}
+
+
+def config(**overrides: Any) -> Config:
+    return parse(TABLES, {key.replace("__", "."): value for key, value in overrides.items()})
+
+
+def found(made: Config, generation: int | None = None, **variables: str) -> dict[str, str]:
+    return process_environment.process_environment(made, variables, generation)
+
+
+def test_each_setting_brings_its_variables():
+    assert found(config()) == ALLOCATOR
+    assert found(config(run__deterministic=True)) == ALLOCATOR | DETERMINISTIC
+    for layout in ({"parallel__tp": 2}, {"parallel__cp": 2}):
+        assert found(config(**layout)) == ALLOCATOR | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        assert found(config(**layout), BLACKWELL - 1)["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+        assert "CUDA_DEVICE_MAX_CONNECTIONS" not in found(config(**layout), BLACKWELL)
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in found(config(parallel__pp=2))
+
+
+def test_a_value_of_the_user_wins():
+    made = config(run__deterministic=True, parallel__tp=2)
+    own = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "CUBLAS_WORKSPACE_CONFIG": ":16:8", "NCCL_ALGO": "Tree"}
+    assert found(made, **own) == ALLOCATOR | {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1"),
+        ("CUBLAS_WORKSPACE_CONFIG", ":0:0"),
+        ("NCCL_ALGO", "NVLS"),
+    ],
+)
+def test_a_value_that_contradicts_the_configuration_is_refused(name: str, value: str):
+    with pytest.raises(
+        ConfigError, match=rf"run\.deterministic: found true with .* {name}={value}, expected .*; unset"
+    ):
+        found(config(run__deterministic=True), **{name: value})
+    assert found(config(), **{name: value}) == ALLOCATOR
+
+
+@pytest.mark.parametrize("name", process_environment.ALLOCATOR_VARIABLES)
+def test_the_allocator_keeps_the_settings_of_the_user(name: str):
+    own = "max_split_size_mb:64"
+    assert found(config(), **{name: own}) == {name: f"{own},expandable_segments:True"}
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        ({"PYTORCH_ALLOC_CONF": " expandable_segments : False"}),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: True"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}),
+    ],
+)
+def test_a_user_who_has_decided_about_segments_is_left_alone(own: dict[str, str]):
+    assert found(config(), **own) == {}
+
+
+def test_torch_before_2_9_reads_another_variable(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(process_environment, "version", lambda _: "2.8.0+cu128")
+    expected = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert found(config()) == found(config(), PYTORCH_ALLOC_CONF="max_split_size_mb:64") == expected
+
+
+def test_servers_lose_only_expandable_segments():
+    environment = {
+        "PYTORCH_ALLOC_CONF": "roundup_power2_divisions:[256:1,512:2], expandable_segments: True,max_split_size_mb:64",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PATH": "/bin",
+    }
+    expected = "roundup_power2_divisions:[256:1,512:2],max_split_size_mb:64"
+    assert without_expandable_segments(environment) == {"PYTORCH_ALLOC_CONF": expected, "PATH": "/bin"}
+
+
+WATCHED = """
+import os, sys
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print("before torch:", {name: os.environ.get(name) for name in sys.argv[1].split()})
+sys.meta_path.insert(0, Watch())
+from megarl import cli
+sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "eval"])
+def test_ranks_set_them_before_torch_is_imported(command: str, tmp_path: Path):
+    path = tmp_path / "run.toml"
+    text = parse(TABLES | {"sft": {"data": "a.jsonl", "steps": 1, "batch_size": 2, "lr": 1.0}}).to_toml()
+    path.write_text(text)
+    expected = DETERMINISTIC | ALLOCATOR | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    clean = {name: value for name, value in os.environ.items() if name not in expected}
+    words = [sys.executable, "-c", WATCHED, " ".join(expected), command, str(path)]
+    words += ["--parallel.tp", "2", "--run.deterministic", *(["--data", "aime24"] if command == "eval" else [])]
+    result = subprocess.run(
+        words, capture_output=True, text=True, env={**clean, "RANK": "0", "WORLD_SIZE": "2"}, timeout=300, cwd=tmp_path
+    )
+    assert result.stdout.splitlines()[:1] == [f"before torch: {expected}"], result.stderr
+
+
+def test_a_launch_with_a_contradiction_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "run.toml"
+    path.write_text(config(run__deterministic=True, run__dir=str(tmp_path / "run")).to_toml())
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
+    assert cli.main(["launch", str(path)]) == 2
+    assert "NVTE_ALLOW_NONDETERMINISTIC_ALGO=1, expected 0; unset it" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
