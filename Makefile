@@ -19,21 +19,23 @@ PYTEST = $(BIN)/python -m pytest -q --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup sglang-cpu quickstart test test-all test-fast test-sglang check mutation format clean clean-cache
+.PHONY: help setup sglang-cpu quickstart null-gpu test test-all test-fast test-null-gpu test-sglang check mutation format clean clean-cache
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make setup       create .venv and install megarl with pinned versions (CPU build of torch)"
 	@echo "make quickstart  train a tiny MoE with RL on the CPU and write a report to $(QUICKSTART_DIR)"
 	@echo "make sglang-cpu  create .venv-sglang with SGLang $(SGLANG_VERSION) for the CPU (3.2 GB; SGLANG_VERSION= takes another)"
+	@echo "make null-gpu    create .venv-null-gpu with CUDA torch and Transformer Engine, for a GPU that computes nothing (6 GB)"
 	@echo "make test        the tests in minutes; skips what needs a program that is absent, and says so at the end"
-	@echo "make test-all    all tests that need no GPU: test-fast, then test-sglang"
+	@echo "make test-all    all tests that need no GPU: test-fast, test-null-gpu, test-sglang"
 	@echo "make test-fast   those that need no SGLang"
+	@echo "make test-null-gpu those of CUDA, NCCL and Transformer Engine, on the null GPU"
 	@echo "make test-sglang those against real SGLang servers"
 	@echo "make check       lint, format, types, floors"
 	@echo "make mutation    whether the tests of core notice a changed operator or number (15 minutes)"
 	@echo "make format      let ruff put the code in order"
-	@echo "make clean       remove .venv, .venv-sglang, caches of tools and $(QUICKSTART_DIR)"
+	@echo "make clean       remove .venv, .venv-sglang, .venv-null-gpu, caches of tools and $(QUICKSTART_DIR)"
 	@echo "make clean-cache remove the packages that all clones share"
 
 setup:
@@ -43,18 +45,28 @@ setup:
 sglang-cpu:
 	$(SETUP) sglang $(SGLANG_VERSION)
 
+# CUDA torch, Transformer Engine and a device that computes nothing (tests/null_gpu). The device is built when it is first used.
+null-gpu: setup
+	$(SETUP) null-gpu
+
 quickstart: setup
 	@$(BIN)/megarl quickstart --out $(QUICKSTART_DIR)
 
 test: setup
-	@$(PYTEST) -n $(TEST_WORKERS) -m "not gpu and not slow and (quick or not sglang)" $(PYTEST_ARGS)
+	@$(PYTEST) -n $(TEST_WORKERS) -m "not gpu and not null_gpu and not slow and (quick or not sglang)" $(PYTEST_ARGS)
 
 test-all:
 	@$(MAKE) --no-print-directory test-fast
+	@$(MAKE) --no-print-directory test-null-gpu
 	@$(MAKE) --no-print-directory test-sglang
 
 test-fast: setup
-	@$(PYTEST) -n $(TEST_WORKERS) -m "not gpu and not sglang" $(PYTEST_ARGS)
+	@$(PYTEST) -n $(TEST_WORKERS) -m "not gpu and not null_gpu and not sglang" $(PYTEST_ARGS)
+
+test-null-gpu: null-gpu
+	@tests/null_gpu/python -m pytest -q --dist loadfile -n $(TEST_WORKERS) tests/null_gpu $(PYTEST_ARGS)
+	@NULL_GPU_WITHOUT_TE=1 PYTHONPATH=$(CURDIR)/tests tests/null_gpu/python -m pytest -q --dist loadfile -n $(TEST_WORKERS) \
+		-p null_gpu.everywhere $$(grep -v "^#" tests/null_gpu/selection.txt) $(PYTEST_ARGS)
 
 test-sglang: setup sglang-cpu
 	@$(PYTEST) -n $(TEST_SGLANG_WORKERS) -m sglang $(PYTEST_ARGS)
@@ -72,7 +84,7 @@ format: setup
 	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format --quiet .
 
 clean:
-	rm -rf .venv .venv-sglang .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info $(QUICKSTART_DIR)
+	rm -rf .venv .venv-sglang .venv-null-gpu .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info $(QUICKSTART_DIR)
 
 clean-cache:
-	cd "$$($(PYTHON) tools/environments.py cache)" && rm -rf megarl-* sglang-* megatron-* clones
+	cd "$$($(PYTHON) tools/environments.py cache)" && rm -rf megarl-* sglang-* null-gpu-* megatron-* triton-* clones

@@ -29,7 +29,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.config.megatron_fields import replay_blockers
+from megarl.core.megatron_facts import replay_blockers
 from megarl.core.objectives import OBJECTIVES, TokenColumns, policy_loss
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
 
@@ -151,6 +151,7 @@ def get_args() -> argparse.Namespace:
     parser.add_argument("--moe-expert-capacity-factor", type=float)
     parser.add_argument("--cuda-graph-impl", choices=("none", "local", "transformer_engine"), default="none")
     parser.add_argument("--moe-router-force-biased", type=float)  # from 0.17 on
+    parser.add_argument("--moe-expert-rank-capacity-factor", type=float)  # from 0.18 on
     args = add_megarl_args(parser).parse_args()
     args.min_route_agreement = 0.0  # of the toy alone: its routes are random
     if args.routing_replay != "none":

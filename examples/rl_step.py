@@ -139,7 +139,7 @@ def run_old_pass(policy: Policy, mini: MiniBatch, replay: bool) -> dict[str, Sta
     with block as seen:
         outputs = run_forward(policy, mini)
     mini.old_logprobs = [output.logprobs for output in outputs]
-    shared = np.concatenate(gather_shared(seen.shared, mini.micro_batches, policy.replay.layers))
+    shared = np.concatenate(gather_shared([seen.shared], mini.micro_batches, policy.replay.layers))[..., 0]
     batches = [micro.batch for micro in mini.micro_batches]
     mismatches = [
         mismatch_metrics(old, batch.rollout_logprobs, batch.loss_mask, batch.cu_seqlens)
