@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from rollout_oracle import make_requests
-from sglang_faulty import check_complete, in_background, kill_9
+from sglang_faulty import check_complete, hang, in_background, kill_9
 from sglang_fixtures import START_DEADLINE_S
 from sglang_oracle import CLOSE, logprob_gap, noisy, oracle_of, same_sets
 
@@ -37,8 +36,21 @@ DEADLINE_S = 10.0
 @dataclass(frozen=True)
 class Pair:
     engine: SGLangEngine
+    fleet: Fleet
     servers: list[Server]
     told: list[str]
+
+    def update(self, tensors: dict[str, torch.Tensor], version: int) -> None:
+        """Both servers have these weights then, whatever was killed last, and nothing has been told since."""
+        self.engine.update_weights(tensors.items(), version)
+        end = time.monotonic() + START_DEADLINE_S
+        while not all(
+            member.holds is not None and member.holds.version == version and server.healthy()
+            for member, server in zip(self.fleet._members, self.servers, strict=True)
+        ):
+            assert time.monotonic() < end, self.told
+            time.sleep(0.1)
+        self.told.clear()
 
     def num_backs(self, server: Server) -> int:
         return sum(f"{server.url} is back" in line for line in self.told)
@@ -63,7 +75,7 @@ def pair(sglang_spec: ServerSpec, tmp_path_factory: pytest.TempPathFactory) -> I
         urls = fleet.start()
         config = json.loads((Path(sglang_spec.model_path) / "config.json").read_text())
         engine = SGLangEngine(urls, config, fleet=fleet, settings=settings, form=WeightForm(torch.float32))
-        yield Pair(engine, [member.process for member in fleet._members if member.process], told)
+        yield Pair(engine, fleet, [member.process for member in fleet._members if member.process], told)
         engine.close()
 
 
@@ -114,19 +126,14 @@ def test_ten_kills_at_random_moments_lose_and_double_nothing(pair: Pair, sglang_
 
 
 def test_a_hung_server_trips_the_deadline_and_is_started_again(pair: Pair, sglang_model: Path):
-    for server in pair.servers:  # kills of the test before
-        server.wait_ready(START_DEADLINE_S)
     weights = noisy(sglang_model, 1)
-    pair.engine.update_weights(weights.items(), 1000)
-    pair.told.clear()
+    pair.update(weights, 1000)
     requests, finished = make_requests(60, copies=4), []
     wait = in_background(lambda: pair.engine.generate(requests, PARAMS, finished.append))
     while len(finished) < 10:
         time.sleep(0.01)
     assert len(finished) < 200, "the requests were over before the server could hang"
-    for process in pair.servers[0].members():
-        if "scheduler" in " ".join(process.cmdline()):
-            process.send_signal(signal.SIGSTOP)
+    hang(pair.servers[0])
     rollouts = wait()
     check_complete(requests, rollouts, finished)
     assert logprob_gap(rollouts, oracle_of(sglang_model, weights)) < CLOSE
@@ -140,14 +147,9 @@ def test_a_server_that_hangs_when_weights_come_is_started_again(
     pair: Pair, sglang_model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """It would answer no request for an update either, and the run has another one."""
-    for server in pair.servers:
-        server.wait_ready(START_DEADLINE_S)
-    pair.engine.update_weights(noisy(sglang_model, 1).items(), 2000)
-    pair.told.clear()
+    pair.update(noisy(sglang_model, 1), 2000)
     monkeypatch.setattr(sglang_sync, "BEGIN_TIMEOUT_S", 3.0)
-    for process in pair.servers[0].members():
-        if "scheduler" in " ".join(process.cmdline()):
-            process.send_signal(signal.SIGSTOP)
+    hang(pair.servers[0])
     weights = noisy(sglang_model, 2)
     pair.engine.update_weights(weights.items(), 2001)
     assert f"{pair.servers[0].url} is dead or hangs in a weight update: killed" in pair.told
