@@ -21,8 +21,8 @@ def one_step(layout: dict[str, int], recompute: str = "none", **overrides: Any) 
     """A training step under replay of the rollouts' routes: loss, gradient norm, weights after it, peak of memory."""
     assert torch.cuda.is_available() == (os.environ["EXPECTED_DEVICE"] == "gpu")
     with computing():
-        # Adam's default of 1e-8 makes a step of one of the rounding in gradients that are almost zero.
-        settings = config(MODELS / "base", layout, recompute=RECOMPUTE[recompute], optim__adam_eps=1e-6, **overrides)
+        # With its default of 1e-8, Adam makes a step of the rounding in gradients that are almost zero.
+        settings = config(MODELS / "base", layout, recompute=RECOMPUTE[recompute], optim__adam_eps=1e-4, **overrides)
         policy = policy_of(settings)
         before = torch.cuda.memory_allocated()
         if torch.cuda.is_initialized():
