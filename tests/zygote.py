@@ -162,6 +162,8 @@ def serve(orders: socket.socket) -> None:
 
 
 def main() -> None:
+    with contextlib.suppress(ImportError):  # finds its memory only while command line and environment are as they were
+        __import__("setproctitle").getproctitle()
     gc.disable()  # the collector takes a third of the time of an import
     sys.path.remove(HERE)
     note_path()
@@ -169,8 +171,6 @@ def main() -> None:
     descriptor, modules, way, _, *words = sys.argv[1:]
     for module in modules.split(","):
         __import__(module)
-    if "setproctitle" in sys.modules:  # finds its memory only while the command line is as it was
-        sys.modules["setproctitle"].getproctitle()
     subprocess.Popen._execute_child = _fork_instead  # type: ignore[attr-defined]
     os.execv = _become_instead  # type: ignore[assignment]
     atexit.register = _register_here  # type: ignore[assignment]

@@ -59,7 +59,9 @@ def hang(server: Server) -> None:
     """All that the HTTP server asks neither runs nor ends any more: the scheduler, and what else it has started."""
     first = {server.pid, *(process.pid for process in server.members() if process.ppid() == server.pid)}
     asked = [process for process in server.members() if process.pid not in first]
-    assert any("scheduler" in " ".join(process.cmdline()) for process in asked), asked
+    assert any("scheduler" in " ".join(process.cmdline()) for process in asked), [
+        process.cmdline() for process in asked
+    ]
     for process in asked:
         process.send_signal(signal.SIGSTOP)
     until = time.monotonic() + 5
