@@ -169,10 +169,10 @@ def test_an_error_on_one_rank_ends_the_run(home: Path) -> None:
         "--reward.function",
         "end_to_end_rewards:fails_on_rank_1",
         ranks=2,
-        timeout_s=120.0,
+        timeout_s=900.0,
     )
     assert result.returncode != 0
-    assert time.monotonic() - started < 110
+    assert time.monotonic() - started < 900  # a collective would wait for 1800 s
     assert "megarl: error (rank 1): this reward cannot work here" in result.stderr
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tomli_w
+from ports import free_port
 from sglang_fixtures import START_DEADLINE_S
 from test_end_to_end import REWARDS, call, records, settings
 
@@ -134,9 +134,7 @@ def test_every_node_starts_a_server_and_all_get_the_weights(
     sglang_python: Path,
 ) -> None:
     """Two nodes of one rank each, as torchrun makes them; here both are this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     words = ["--run.dir", home / "nodes", "--run.steps", "2", "--parallel.ep", "2", "--train.replay", "none"]
     words += ["--sglang.python", sglang_python, "--sglang.mem_fraction", "0.05", "--sglang.max_total_tokens", "8192"]
     words += ["--sglang.spare_weights", "disk"]

@@ -197,11 +197,11 @@ def test_a_call_that_takes_too_long_is_killed(response: str) -> None:
     async def both(judge: Judge) -> list[Verdict]:
         return await asyncio.gather(judged(judge, response), judged(judge, "1"))
 
-    with Judge("own_judges:own", timeout_s=0.5) as judge:
+    with Judge("own_judges:own", timeout_s=3.0) as judge:
         first = one(judge, "pid").reward
         late, fine = asyncio.run(both(judge))
         assert (late.reward, late.timed_out) == (None, True)
-        assert late.error == "the reward function took more than 0.5 s"
+        assert late.error == "the reward function took more than 3 s"
         assert fine == Verdict(1.0)
         assert one(judge, "pid").reward != first
         assert len(workers()) == 1
@@ -225,8 +225,8 @@ def alive(pid: int) -> bool:
 
 
 def test_async_functions_have_the_same_time_limit() -> None:
-    with Judge("own_judges:over_http", timeout_s=0.2) as judge:
-        assert one(judge, "loop") == Verdict(None, error="the reward function took more than 0.2 s", timed_out=True)
+    with Judge("own_judges:over_http", timeout_s=2.0) as judge:
+        assert one(judge, "loop") == Verdict(None, error="the reward function took more than 2 s", timed_out=True)
         assert "CancelledError" in (one(judge, "inner").error or "")
         assert not workers()
 
@@ -325,7 +325,7 @@ def test_a_response_that_costs_too_much_is_wrong_if_the_answer_can_be_read() -> 
 
 
 def test_math_verify_takes_an_endless_response_as_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Judge("math_verify", workers=1) as judge:
+    with Judge("math_verify", workers=1, timeout_s=600.0) as judge:
         assert one(judge, "$9^{9^{9}}$", "5") == Verdict(0.0, timed_out=True)
         assert one(judge, "$9^{9^{9}}$", "$ $").reward is None
         assert one(judge, "5", "5").reward == 1.0

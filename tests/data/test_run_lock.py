@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -105,14 +104,14 @@ def test_a_node_that_is_silent_has_lost_it(tmp_path: Path, monkeypatch: pytest.M
     foreign(path)
     os.utime(path, (1.0, 1.0))
     started = time.monotonic()
-    with RunLock(path, stale_s=30.0):
+    with RunLock(path, stale_s=300.0):
         pass
-    assert time.monotonic() - started < 10.0
+    assert time.monotonic() - started < 150.0
     monkeypatch.setenv("SLURM_JOB_ID", "7")  # an earlier start of this very job, on another node
     foreign(path)
-    with RunLock(path, stale_s=30.0):
+    with RunLock(path, stale_s=300.0):
         pass
-    assert time.monotonic() - started < 20.0
+    assert time.monotonic() - started < 150.0
 
 
 def test_a_holder_notices_that_another_one_has_taken_over(tmp_path: Path) -> None:
@@ -147,8 +146,12 @@ def test_a_holder_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     process = holder(path)
     told: list[str] = []
-    threading.Timer(0.5, process.kill).start()
-    with RunLock(path, told.append, wait_s=30.0):
+
+    def tell(text: str) -> None:
+        told.append(text)
+        process.kill()
+
+    with RunLock(path, tell, wait_s=30.0):
         assert process.wait() == -signal.SIGKILL
     assert len(told) == 1
     assert f"is held by process {process.pid} on" in told[0]

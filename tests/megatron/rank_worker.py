@@ -9,12 +9,13 @@ import importlib
 import os
 import pickle
 import signal
-import socket
 import sys
 import time
 import traceback
 from pathlib import Path
 from typing import Any
+
+from ports import free_port
 
 CASE_TIMEOUT_S = 900
 
@@ -37,9 +38,7 @@ def run_rank(rank: int, case: Any, stem: Path) -> None:
 
 
 def run_case(case: Any, stem: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     children = set()
     for rank in range(case.world_size):
         pid = os.fork()

@@ -383,7 +383,7 @@ class TestInterruptions:
         """Convert in another process that is killed when a few files are written; returns how many were."""
         code = "import sys; from megarl import cli; sys.exit(cli.main(['convert', *sys.argv[1:]]))"
         slow = "import os, time; real = os.fsync\n"
-        slow += "def fsync(fd): time.sleep(0.15); real(fd)\nos.fsync = fsync\n"
+        slow += "def fsync(fd): time.sleep(1.0); real(fd)\nos.fsync = fsync\n"
         command = [sys.executable, "-c", slow + code, str(source), str(out), "--layers", "local", *words]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         partial = out.with_name(out.name + ".partial")

@@ -34,24 +34,24 @@ def test_another_process_maps_the_same_memory(computing: None, monkeypatch: pyte
     orders, answers = context.Queue(), context.Queue()
     owner = context.Process(target=_send, args=(orders, answers))
     owner.start()
-    assert answers.get(timeout=60) == {settings == EXPANDABLE}
-    weights, part = answers.get(timeout=60)
+    assert answers.get(timeout=600) == {settings == EXPANDABLE}
+    weights, part = answers.get(timeout=600)
     assert weights.device == torch.device("cuda:0")
     assert weights.cpu().tolist() == list(range(1000))
     weights[0] = -1
     part[5] = -2
     assert weights[15].item() == -2
     orders.put("changed")
-    assert answers.get(timeout=60) == (-1, -2)
+    assert answers.get(timeout=600) == (-1, -2)
     del weights, part
     orders.put("end")
-    owner.join(60)
+    owner.join(600)
     assert owner.exitcode == 0
 
 
 def _run(code: str, **environment: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -106,12 +106,13 @@ print(*found)
 
 def test_eighty_gigabytes_take_no_memory_until_they_are_written() -> None:
     code = """
-import resource, torch
+import torch
 a = torch.zeros(30 << 30, dtype=torch.uint8, device="cuda")
 b = a.clone()
 a[5] = 0
 assert torch.cuda.memory_allocated() == 60 << 30
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 20)
+peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(int(peak.split()[1]) >> 20)
 """
     assert int(_run(code)) < 2
 
@@ -168,6 +169,6 @@ try:
 except RuntimeError as error:
     print(str(error).splitlines()[0])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert "not supported" in done.stdout
     assert "null GPU: cudaStreamBeginCapture" in done.stderr

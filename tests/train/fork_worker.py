@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 import pickle
 import signal
-import socket
 import sys
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
+from ports import free_port
+
 JOB_TIMEOUT_S = 1500.0
+GRACE_S = 10.0
+"""Ranks that see the error of another one have so long to say so."""
 
 
 def run_rank(job: Any, index: int, rank: int, port: int, folder: Path) -> int:
@@ -44,10 +48,8 @@ def run_rank(job: Any, index: int, rank: int, port: int, folder: Path) -> int:
 
 
 def run_job(job: Any, index: int, folder: Path) -> tuple[int, ...]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    started, codes = time.monotonic(), [0] * job.world_size
+    port = free_port()
+    started, codes, raised_at = time.monotonic(), [0] * job.world_size, math.inf
     ranks: dict[int, int] = {}
     for rank in range(job.world_size):
         pid = os.fork()
@@ -57,9 +59,11 @@ def run_job(job: Any, index: int, folder: Path) -> tuple[int, ...]:
     running = dict(ranks)
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
+        now = time.monotonic()
         if pid:
-            codes[running.pop(pid)] = os.waitstatus_to_exitcode(status)
-        elif any(codes) or time.monotonic() - started > JOB_TIMEOUT_S:
+            codes[(rank := running.pop(pid))] = os.waitstatus_to_exitcode(status)
+            raised_at = min(raised_at, now if codes[rank] > 0 else math.inf)
+        elif any(code < 0 for code in codes) or now - raised_at > GRACE_S or now - started > JOB_TIMEOUT_S:
             for other in running:
                 os.kill(other, signal.SIGKILL)
             time.sleep(0.05)

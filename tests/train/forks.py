@@ -1,7 +1,7 @@
 """Runs jobs on forked gloo ranks: one import of the heavy packages for all of them, each job in processes of its own.
 
 A job may be killed, or kill itself; its exit codes say how every rank ended, a negative one by which signal. A rank
-that fails takes the others with it at once, as torchrun does.
+that is killed takes the others with it at once, as torchrun does; one that raises lets them speak first.
 """
 
 from __future__ import annotations

@@ -92,12 +92,11 @@ def test_tools_are_made_with_the_format_that_is_asked_for() -> None:
 
 @pytest.mark.needs("bwrap")
 def test_the_python_tool_has_the_limits_of_the_configuration() -> None:
-    config = EnvironmentConfig(
-        function="tools", tools=["python"], python_s=2.0, python_memory_mb=300, python_output_kb=1
-    )
-    made = make_environment(config)
+    limits = {"function": "tools", "tools": ["python"], "python_memory_mb": 300, "python_output_kb": 1}
+    made = make_environment(EnvironmentConfig(**limits, python_s=60.0))
     assert first_answer(made, "<tool>print('x' * 2000)</tool>").text.count("x") == 1024
     assert "MemoryError" in first_answer(made, "<tool>bytearray(400 << 20)</tool>").text
+    made = make_environment(EnvironmentConfig(**limits, python_s=2.0))
     assert "A" not in first_answer(made, "<tool>import time; time.sleep(30); print('A')</tool>").text
 
 

@@ -34,7 +34,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     original: Callable[..., None] = saver_module._write_until_parent_ends
 
     def later(*arguments: Any) -> None:
-        time.sleep(1.5)
+        time.sleep(4.0)
         original(*arguments)
 
     monkeypatch.setattr(saver_module, "_write_until_parent_ends", later)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -74,9 +75,12 @@ def test_a_run_without_a_server_ends_with_a_checkpoint_and_continues(run_file: P
         while len(steps_of(run_file)) < 2:
             assert run.poll() is None, run.communicate()
             time.sleep(0.02)
-        killed = [p for p in psutil.Process(run.pid).children(recursive=True) if "reaper" not in str(p.cmdline())]
-        for process in killed:
-            process.kill()
+        killed = []
+        for process in psutil.Process(run.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # one may end with another one
+                if "reaper" not in str(process.cmdline()):
+                    process.kill()
+                    killed.append(process)
         out, err = run.communicate(timeout=900.0)
     finally:
         run.kill()
