@@ -11,6 +11,9 @@ import torch
 
 from megarl.core.types import SampleRequest
 
+TIE = 1e-4
+"""Of the logits of two experts: a hundred times what two float32 computations differ by."""
+
 
 @dataclass(frozen=True)
 class Oracle:
@@ -25,13 +28,29 @@ class Oracle:
 
     def routes(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """int64 [T, L, K] as the routers return them."""
-        seen: list[torch.Tensor] = []
+        return torch.stack([experts for _, _, experts in self._routed(tokens)], dim=1).numpy()
+
+    def clear(self, tokens: Sequence[int] | np.ndarray) -> int:
+        """How many tokens come before the first for which rounding could decide between two experts.
+
+        Two correct computations may choose another expert there, and differ in all that follows.
+        """
+        nearest = torch.full((len(tokens),), torch.inf)
+        for logits, _, experts in self._routed(tokens):
+            best = logits.float().topk(experts.shape[-1] + 1).values
+            nearest = torch.minimum(nearest, best[:, -2] - best[:, -1])
+        ties = (nearest < TIE).nonzero()
+        return int(ties[0]) if len(ties) else len(tokens)
+
+    def _routed(self, tokens: Sequence[int] | np.ndarray) -> list[tuple[torch.Tensor, ...]]:
+        """What each router returns: logits [T, E], weights and experts [T, K]."""
+        seen: list[tuple[torch.Tensor, ...]] = []
         routers = [module for name, module in self.model.named_modules() if name.endswith("mlp.gate")]
-        handles = [router.register_forward_hook(lambda m, a, out: seen.append(out[2])) for router in routers]
+        handles = [router.register_forward_hook(lambda m, a, out: seen.append(out)) for router in routers]
         self.logits(tokens)
         for handle in handles:
             handle.remove()
-        return torch.stack(seen, dim=1).numpy()
+        return seen
 
 
 def make_requests(

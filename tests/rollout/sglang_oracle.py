@@ -42,23 +42,27 @@ def oracle_of(model: Path, weights: Weights) -> Oracle:
 
 
 def logprob_gap(rollouts: Sequence[Rollout], oracle: Oracle, temperature: float = 1.0) -> float:
-    """Largest difference of a response token's log-probability."""
+    """Largest difference of a response token's log-probability, up to the first tie of experts."""
     worst = 0.0
     for rollout in rollouts:
         expected = (oracle.logits(rollout.tokens)[:-1] / temperature).log_softmax(-1)
         expected = expected.gather(-1, torch.as_tensor(rollout.tokens[1:].astype(np.int64))[:, None])[:, 0].numpy()
-        mask = rollout.loss_mask[1:]
-        worst = max(worst, float(np.abs(expected - rollout.rollout_logprobs[1:])[mask].max()))
+        mask = rollout.loss_mask[1:] & (np.arange(1, rollout.num_tokens) <= oracle.clear(rollout.tokens))
+        worst = max(worst, float(np.abs(expected - rollout.rollout_logprobs[1:])[mask].max(initial=0.0)))
     return worst
 
 
 def same_sets(rollouts: Sequence[Rollout], oracle: Oracle) -> float:
-    """Share of (token, layer) rows whose expert sets are those of the oracle; every token but the last has rows."""
+    """Share of (token, layer) rows whose expert sets are those of the oracle; every token but the last has rows.
+
+    Rows behind a tie of experts do not count, nor do its own.
+    """
     equal = []
     for rollout in rollouts:
         assert rollout.routed_experts is not None
         assert rollout.routed_mask is not None
         assert rollout.routed_mask.tolist() == [True] * (rollout.num_tokens - 1) + [False]
-        expected = np.sort(oracle.routes(rollout.tokens)[:-1], -1)
-        equal.append((np.sort(rollout.routed_experts[:-1].astype(int), -1) == expected).all(-1).ravel())
+        rows = min(oracle.clear(rollout.tokens), rollout.num_tokens - 1)
+        expected = np.sort(oracle.routes(rollout.tokens)[:rows], -1)
+        equal.append((np.sort(rollout.routed_experts[:rows].astype(int), -1) == expected).all(-1).ravel())
     return float(np.concatenate(equal).mean())

@@ -84,20 +84,23 @@ def test_ten_kills_at_random_moments_lose_and_double_nothing(pair: Pair, sglang_
     seed = int(time.time())
     print(f"seed {seed}")
     rng = random.Random(seed)
-    ended = threading.Event()
+    ended, through = threading.Event(), threading.Event()
 
     def kill() -> int:
         """Ten of the servers that serve, and what they generate or load at that moment."""
         served_before: dict[Server, int] = {}
         killed = 0
-        while killed < KILLS and not ended.wait(rng.uniform(0.0, 2.0)):
-            serving = [s for s in pair.servers if pair.num_backs(s) > served_before.get(s, -1)]
-            if serving:
-                server = rng.choice(serving)
-                served_before[server] = pair.num_backs(server)
-                kill_9(server)
-                killed += 1
-        return killed
+        try:
+            while killed < KILLS and not ended.wait(rng.uniform(0.0, 2.0)):
+                serving = [s for s in pair.servers if pair.num_backs(s) > served_before.get(s, -1)]
+                if serving:
+                    server = rng.choice(serving)
+                    served_before[server] = pair.num_backs(server)
+                    kill_9(server)
+                    killed += 1
+            return killed
+        finally:
+            through.set()
 
     weights = [noisy(sglang_model, index) for index in (1, 2)]
     oracles = [oracle_of(sglang_model, tensors) for tensors in weights]
@@ -106,7 +109,7 @@ def test_ten_kills_at_random_moments_lose_and_double_nothing(pair: Pair, sglang_
         seen: set[tuple[int, int, int]] = set()
         version, after_the_last = 0, 0
         while after_the_last < 2:
-            after_the_last += sum("is dead" in line for line in pair.told) >= KILLS
+            after_the_last += through.is_set()
             version += 1
             pair.engine.update_weights(weights[version % 2].items(), version)
             requests, finished = make_requests(25, copies=4, seed=version), []

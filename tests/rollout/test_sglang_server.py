@@ -20,6 +20,7 @@ import pytest
 import torch
 from absent import SGLANG_PYTHON
 from sglang_fixtures import START_DEADLINE_S
+from sglang_oracle import CLOSE
 from transformers import AutoModelForCausalLM
 
 from megarl.errors import ConfigError, RolloutError
@@ -215,7 +216,7 @@ def test_a_real_server_samples_with_routes_and_logprobs(sglang_server: Server, s
     with torch.no_grad():
         result = model(torch.tensor([prompt + output]), output_router_logits=True)
     expected = result.logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
-    np.testing.assert_allclose(logprobs, expected[torch.arange(new_tokens), output], atol=2e-5)
+    np.testing.assert_allclose(logprobs, expected[torch.arange(new_tokens), output], atol=CLOSE)
     for layer, router_logits in enumerate(result.router_logits):
         chosen = router_logits[:-1].topk(2).indices.sort().values
         np.testing.assert_array_equal(np.sort(routes[:, layer]), chosen)
