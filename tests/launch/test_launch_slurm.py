@@ -128,8 +128,8 @@ def test_a_job_that_is_requeued_in_mid_run_ends_with_the_numbers_of_one_that_was
 
 @pytest.mark.needs("slurm")
 def test_a_job_near_its_time_limit_saves_itself_and_is_requeued(cluster: Cluster, world: World) -> None:
-    config = world.config("limit", TWO_NODES, steps=60)
-    job = submit(cluster, world, "colocated.sbatch", config, "--nodes=2", "--time=2", "--signal=B:USR1@60")
+    config = world.config("limit", TWO_NODES, steps=400)
+    job = submit(cluster, world, "colocated.sbatch", config, "--nodes=2", "--time=3", "--signal=B:USR1@90")
     job.until(lambda: int(cluster.job(job.id).get("Restarts", 0)) >= 1, "requeued")
     assert "asked to stop by SIGUSR1; the trainer saved itself" in job.said, job.said
     job.until(lambda: "resumed from" in job.said, "resumed")
@@ -179,8 +179,12 @@ def test_a_second_submission_is_refused_or_waits_and_a_cancelled_job_leaves_nobo
     assert cluster.job(refused.id)["ExitCode"] == "2:0"
     assert f"Slurm job {first.id}" in first.said
     waits = submit(cluster, world, "colocated.sbatch", config, *shared, "--job-name=twice")
-    time.sleep(3.0)
-    assert (cluster.job(waits.id)["JobState"], cluster.job(waits.id)["Reason"]) == ("PENDING", "Dependency")
+
+    def depends() -> bool:
+        found = cluster.job(waits.id)
+        return (found.get("JobState"), found.get("Reason")) == ("PENDING", "Dependency")
+
+    until(depends, "the second job waits for the first", 60.0)
     cluster.run("scancel", waits.id)
     first.until_step(3)
     cluster.run("scancel", first.id)

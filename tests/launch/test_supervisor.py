@@ -145,7 +145,7 @@ def test_servers_are_ended_by_the_launch_that_started_them(tmp_path: Path, monke
 def test_a_trainer_begins_only_when_it_can_be_told_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module, "_FULL_DISK_S", 1.0)
+    monkeypatch.setattr(module, "_FULL_DISK_S", 3.0)
     made, original, failed = launched(tmp_path, FINISHES), module.write_atomically, [0]
 
     def full(path: Path, data: bytes) -> None:

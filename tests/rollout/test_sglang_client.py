@@ -118,7 +118,7 @@ def test_a_group_goes_to_one_server_while_that_has_room():
 
 
 def test_no_server_has_more_than_allowed_and_an_idle_one_helps_a_slow_one():
-    with servers(0.01, 0.3) as made:
+    with servers(0.01, 2.0) as made:
         ask(made, requests_of(4, 8), concurrency=3)
         quick, slow = made
         assert quick.most == slow.most == 3
@@ -177,7 +177,7 @@ def test_what_is_wrong_here_is_no_fault_of_the_server():
 def test_a_request_that_nobody_waits_for_is_dropped_and_frees_its_place():
     """Of three episodes one ends the two others: one of them under way, one waiting for its turn."""
     answered: list[int] = []
-    with servers(0.2) as made:
+    with servers(1.5) as made:
         client = SGLangClient([made[0].url], ClientSettings(concurrency=2))
         requests = requests_of(4, 1)
 

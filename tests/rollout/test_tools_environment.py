@@ -216,7 +216,7 @@ def played(environment: Environment, *scripts: Sequence[str], step_s: float = 12
     return told
 
 
-def python_environment(seconds: float = 3.0, **settings: object) -> Environment:
+def python_environment(seconds: float = 12.0, **settings: object) -> Environment:
     made = make_environment(EnvironmentConfig(function="tools", tools=["python"], python_s=seconds, **settings))
     assert made is not None
     return made
@@ -271,10 +271,10 @@ def test_five_attacks_in_one_session_are_contained_and_cost_the_others_nothing(t
 def test_an_attack_that_outlasts_the_step_costs_its_episode_and_leaves_no_process(tmp_path: Path, attack: str) -> None:
     """The environment's own deadline comes first, and cancels the call."""
     code, _ = attacks_on(tmp_path / "outside")[attack]
-    environment = python_environment(30.0)
+    environment = python_environment(60.0)
     before = sandboxes()
-    (bad, _), (good, text) = played(environment, [call(code), "done"], WITNESS[0], step_s=4.0)
-    assert bad.failure == "turn 0: the environment took more than 4 s"
+    (bad, _), (good, text) = played(environment, [call(code), "done"], WITNESS[0], step_s=12.0)
+    assert bad.failure == "turn 0: the environment took more than 12 s"
     assert good.failure is None
     assert f"<output>{WITNESS[2]}</output>" in text
     assert sandboxes() <= before

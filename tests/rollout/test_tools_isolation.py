@@ -56,7 +56,7 @@ def test_nothing_but_the_scratch_folder_can_be_written(tmp_path: Path) -> None:
     for path in (tmp_path / "venv").rglob("*"):
         if not path.is_symlink():
             path.chmod(0o777)  # what keeps the interpreter from being changed is not that its files are someone else's
-    tool = PythonTool(interpreter=str(tmp_path / "venv/bin/python"))
+    tool = PythonTool(Limits(wall_s=120.0, cpu_s=60), interpreter=str(tmp_path / "venv/bin/python"))
     result = run(
         tool,
         """

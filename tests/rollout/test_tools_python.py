@@ -7,6 +7,7 @@ is then the sandbox, not the test.
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import os
 import signal
@@ -82,9 +83,14 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
         children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
         return len(os.listdir("/proc/self/fd")), len(children), os.listdir(tmp_path)
 
-    before = held()
+    gc.collect()
+    files, children, folders = held()
     yield
-    assert held() == before
+    gc.collect()
+    now = held()
+    assert now[0] <= files  # what an earlier test held may go meanwhile
+    assert now[1] <= children
+    assert now[2] == folders
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -150,11 +156,11 @@ def test_an_endless_loop_ends_with_its_cpu_time() -> None:
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("limits_alone", [False, True])
 def test_waiting_ends_with_the_deadline(limits_alone: bool) -> None:
-    limits = Limits(wall_s=3.0, num_processes=None if limits_alone else 4)
+    limits = Limits(wall_s=8.0, num_processes=None if limits_alone else 4)
     tool = PythonTool(limits, limits_alone=limits_alone)
     start = time.monotonic()
     assert run(tool, "import time\nprint('begun')\ntime.sleep(30)") == ToolResult("begun\n", "timeout")
-    assert 3.0 <= time.monotonic() - start < 20.0
+    assert 8.0 <= time.monotonic() - start < 25.0
     # Output that is closed is not the end of the process.
     assert run(tool, "import os, time\nos.close(1)\nos.close(2)\ntime.sleep(30)").exit == "timeout"
 
@@ -205,7 +211,7 @@ def test_a_fork_bomb_stays_small_and_leaves_nothing(tool: PythonTool, bare: Pyth
 
     async def exploded() -> tuple[ToolResult, int]:
         others = set(psutil.Process().children(recursive=True))  # such as multiprocessing's tracker
-        call = asyncio.ensure_future(PythonTool(Limits(wall_s=4.0, num_processes=4))(bomb))
+        call = asyncio.ensure_future(PythonTool(Limits(wall_s=10.0, cpu_s=60, num_processes=4))(bomb))
         most = 0
         while not call.done():
             most = max(most, len(set(psutil.Process().children(recursive=True)) - others))
@@ -238,7 +244,7 @@ print("begun")
 """
     if "sleep" in ending:
         either = PythonTool(
-            Limits(wall_s=5.0, num_processes=either.limits.num_processes),
+            Limits(wall_s=15.0, num_processes=either.limits.num_processes),
             limits_alone=either.limits.num_processes is None,
         )
     result = run(either, code)
