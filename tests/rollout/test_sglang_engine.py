@@ -303,23 +303,32 @@ def test_a_flush_is_refused_while_requests_run_and_then_the_server_stays_paused(
     engine: SGLangEngine, weights: list[Weights], updated_server: Server
 ):
     engine.update_weights(weights[0].items(), 0)
-    body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 55, "ignore_eos": True}}
 
     async def busy(ended: threading.Event) -> None:
         async with httpx.AsyncClient(timeout=60.0) as http:
 
-            async def again() -> None:
+            async def again(tokens: int) -> None:
+                params = {"max_new_tokens": tokens, "ignore_eos": True}
+                body = {"input_ids": [5, 6], "sampling_params": params}
                 while not ended.is_set():
                     await http.post(f"{updated_server.url}/generate", json=body)
 
-            await asyncio.gather(*(again() for _ in range(8)))
+            # Of different lengths: equal ones would run in step, and end together.
+            await asyncio.gather(*(again(20 + 3 * i) for i in range(12)))
+
+    def running() -> int:
+        answer = httpx.get(f"{updated_server.url}/v1/loads", params={"include": "core"}, timeout=30.0)
+        return sum(load["num_running_reqs"] for load in answer.json()["loads"])
 
     ended = threading.Event()
     thread = threading.Thread(target=lambda: asyncio.run(busy(ended)))
     thread.start()
     sender = WeightSender(updated_server.url, parse_version(updated_server.version))
     try:
-        time.sleep(1.0)
+        end = time.monotonic() + 60.0
+        while running() < 4:
+            assert time.monotonic() < end, "the requests do not run"
+            time.sleep(0.05)
         with pytest.raises(WeightSyncError, match=r"(?s)refuses to flush its cache, HTTP 400.*stays paused"):
             sender.finish(9)  # without begin(), which would have aborted them
         assert sender.weight_version() == "0"

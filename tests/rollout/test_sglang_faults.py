@@ -184,7 +184,7 @@ def test_a_fault_that_passes_costs_nothing(
 ):
     proxy.fault = lambda number: fault if number in (2, 3, 7) else None
     if fault == "hang":
-        engine._client.settings = replace(SETTINGS, deadline_s=2.0)
+        engine._client.settings = replace(SETTINGS, deadline_s=10.0)
     requests, finished = make_requests(5, copies=3), []
     rollouts = engine.generate(requests, PARAMS, finished.append)
     assert proxy.spoilt == {fault: 3}
