@@ -117,7 +117,7 @@ def _digest(file: Path) -> str:
 
 def environment(folder: Path | None) -> dict[str, str]:
     """Of a process that finds this Megatron-Core before the environment's own."""
-    path = [*([str(folder)] if folder else []), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [*([str(folder)] if folder else []), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
