@@ -79,10 +79,14 @@ def _torch() -> Finding:
         cuda = torch.cuda.is_available()
         device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}" if cuda else "no CUDA device"
     except Exception as error:  # a broken installation fails with whatever its shared libraries raise
-        reason = " ".join(str(error).split()) or type(error).__name__
-        return Finding("torch", None, True, f"cannot be used: {reason}; pip install 'megarl[cpu]'")
+        return Finding("torch", None, True, f"cannot be used: {_reason(error)}; pip install 'megarl[cpu]'")
     note = "trains over NCCL" if cuda else "trains on the CPU over gloo, through megarl.megatron.cpu"
     return Finding("torch", f"{torch.__version__}, {device}", True, note)
+
+
+def _reason(error: Exception) -> str:
+    """What an import failed with, on one line."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _megatron() -> list[Finding]:
@@ -120,9 +124,9 @@ def _transformer_engine() -> Finding:
         try:
             importlib.import_module("transformer_engine.pytorch")
         except Exception as error:  # of any kind, as for torch
-            reason = " ".join(str(error).split()) or type(error).__name__
-            unusable = f"found {found}, which cannot be imported ({reason}): GPUs train with the slower local layers"
-            return Finding("transformer-engine", None, False, f"{unusable}; {note}")
+            unusable = f"found {found}, which cannot be imported ({_reason(error)})"
+            slower = "GPUs train with the slower local layers"
+            return Finding("transformer-engine", None, False, f"{unusable}: {slower}; {note}")
         if not re.match(r"2\.(9|10|11)\b", found):
             note = f"megatron-core 0.16.1 supports 2.9 to 2.11: {note}"
     return Finding("transformer-engine", found, False, note)

@@ -85,26 +85,29 @@ def test_a_broken_torch_is_a_result_and_not_a_crash(monkeypatch):
     assert "libcudart.so.12" in text
 
 
-def test_a_megatron_without_the_hook_is_missing_something_required(monkeypatch, tmp_path):
+@pytest.fixture
+def moe_source(monkeypatch, tmp_path):
+    """The folder of the MoE layers in a Megatron whose source lies in ``tmp_path``."""
     moe = tmp_path / "transformer" / "moe"
     moe.mkdir(parents=True)
-    (moe / "moe_utils.py").write_text("def topk_routing_with_score_function(logits, topk): ...")
-    (moe / "router.py").write_text("class TopKRouter: ...")
     monkeypatch.setattr(megatron_fields, "source_root", lambda: tmp_path)
+    return moe
+
+
+def test_a_megatron_without_the_hook_is_missing_something_required(moe_source):
+    (moe_source / "moe_utils.py").write_text("def topk_routing_with_score_function(logits, topk): ...")
+    (moe_source / "router.py").write_text("class TopKRouter: ...")
     code, text = shown()
     assert code == 1
     assert "Missing: replay hook." in text
     assert "run `python tools/patch.py apply`" in text
 
 
-def test_a_release_that_imports_triton_needs_it(monkeypatch, tmp_path):
-    moe = tmp_path / "transformer" / "moe"
-    moe.mkdir(parents=True)
-    (moe / "moe_utils.py").write_text("router_replay.get_replay_topk(scores)")
-    (moe / "router.py").write_text("self.router_replay")
-    monkeypatch.setattr(megatron_fields, "source_root", lambda: tmp_path)
+def test_a_release_that_imports_triton_needs_it(moe_source):
+    (moe_source / "moe_utils.py").write_text("router_replay.get_replay_topk(scores)")
+    (moe_source / "router.py").write_text("self.router_replay")
     assert "triton" not in shown()[1]
-    (moe / "paged_stash.py").write_text("import triton")
+    (moe_source / "paged_stash.py").write_text("import triton")
     code, text = shown()
     is_absent = importlib.util.find_spec("triton") is None
     assert (code, "Missing: triton." in text) == (int(is_absent), is_absent)

@@ -240,9 +240,7 @@ def rank_that_ends(rank: int, size: int) -> Any:
     dist.all_reduce(torch.zeros(1, device="cuda"))
     if rank == 1:
         os._exit(0)
-    started = time.monotonic()
-    message = raised(lambda: dist.all_reduce(torch.zeros(1, device="cuda")))
-    return [message, time.monotonic() - started]
+    return failing_call()
 
 
 @on_ranks(2)
@@ -253,6 +251,11 @@ def rank_that_aborts(rank: int, size: int) -> Any:
         dist.group.WORLD._get_backend(torch.device("cuda")).abort()
         time.sleep(3)
         return None
+    return failing_call()
+
+
+def failing_call() -> list[Any]:
+    """The message of a call without the other rank, and the seconds until it came."""
     started = time.monotonic()
     message = raised(lambda: dist.all_reduce(torch.zeros(1, device="cuda")))
     return [message, time.monotonic() - started]

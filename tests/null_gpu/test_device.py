@@ -68,11 +68,12 @@ def test_values_without_autograd_and_of_counts(computing: None) -> None:
 
 @null_only
 def test_what_the_cpu_cannot_compute_raises(computing: None) -> None:
-    with torch.library._scoped_library("nullgputest", "DEF") as library:
-        library.define("only_cuda(Tensor x) -> Tensor")
-        library.impl("only_cuda", lambda x: x.clone(), "CUDA")
-        with pytest.raises(NotImplementedError, match="nullgputest"):
-            torch.ops.nullgputest.only_cuda(torch.ones(2, device="cuda"))
+    def clone(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    only_cuda = torch.library.custom_op("no_cpu::clone", clone, mutates_args=(), device_types="cuda")
+    with pytest.raises(NotImplementedError, match="no_cpu"):
+        only_cuda(torch.ones(2, device="cuda"))
 
 
 def test_tensors_on_two_devices_raise(computing: None) -> None:
