@@ -86,6 +86,15 @@ def installation(folder: Path) -> Iterator[bool]:
         (folder / COMPLETE).touch()
 
 
+@contextmanager
+def environment_to_fill(folder: Path, cost: str) -> Iterator[Path | None]:
+    """``installation`` of an environment: yields the python of a new one, or None if it is complete."""
+    with installation(folder) as is_missing:
+        if is_missing:
+            say(f"creating {folder} ({cost}, once for all clones)")
+        yield new_environment(folder) if is_missing else None
+
+
 def say(words: str) -> None:
     print(f"setup: {words}", flush=True)
 
@@ -139,10 +148,8 @@ def make_packages() -> Path:
     """The cached environment with what megarl needs."""
     constraints = ROOT / "constraints.txt"
     cached = cache_folder() / f"megarl-{key(requirements(), constraints.read_text())}"
-    with installation(cached) as is_missing:
-        if is_missing:
-            say(f"creating {cached} (a few minutes, once for all clones)")
-            python = new_environment(cached)
+    with environment_to_fill(cached, "a few minutes") as python:
+        if python:
             install_torch(python)
             say("installing megarl's dependencies (about a minute)")
             pip(python, "--constraint", constraints, *requirements())
@@ -193,10 +200,8 @@ def copy_commands(source: Path, target: Path) -> None:
 def make_sglang(version: str) -> None:
     pins = ROOT / "requirements-sglang-cpu.txt"
     cached = cache_folder() / f"sglang-{version}-{key(pins.read_text(), version)}"
-    with installation(cached) as is_missing:
-        if is_missing:
-            say(f"creating {cached} (about two minutes, 3.2 GB, once for all clones)")
-            python = new_environment(cached)
+    with environment_to_fill(cached, "about two minutes, 3.2 GB") as python:
+        if python:
             install_torch(python)
             # Every version is pinned and nothing is resolved, so that other versions of SGLang can be put beside it.
             say("installing what SGLang needs")
@@ -234,10 +239,8 @@ def make_null_gpu() -> None:
     pins = tests / "requirements.txt"
     wheels = sorted((tests / "wheels").glob("*.whl"))
     cached = cache_folder() / f"null-gpu-{key(pins.read_text(), [wheel.name for wheel in wheels], str(packages))}"
-    with installation(cached) as is_missing:
-        if is_missing:
-            say(f"creating {cached} (about five minutes, 6 GB, once for all clones)")
-            python = new_environment(cached)
+    with environment_to_fill(cached, "about five minutes, 6 GB") as python:
+        if python:
             torch = next(line for line in pins.read_text().splitlines() if line.startswith("torch=="))
             pip(python, torch, "--constraint", pins)
             pip(python, "--no-deps", "--requirement", pins, *wheels)
