@@ -16,21 +16,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+import torch.distributed as dist
 import without_values
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megarl.config import Config
+from megarl.config.file import load
+from megarl.core.packing import pack
 
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as training sets it
 without_values.install()
 warnings.simplefilter("ignore")
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+# What follows imports Megatron and Transformer Engine, which must find what was installed.
 from megatron.core import parallel_state  # noqa: E402
-from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
-from megarl.config import Config  # noqa: E402
-from megarl.config.file import load  # noqa: E402
-from megarl.core.packing import pack  # noqa: E402
 from megarl.megatron import distributed, policy  # noqa: E402
 from megarl.megatron.passes import forward, micro_batches  # noqa: E402
 from megarl.plan.layout import Stage, count_rank, stages_of  # noqa: E402
