@@ -1,7 +1,8 @@
 # The one door: `make quickstart` trains a tiny MoE on a CPU, `make test` and `make check` say whether all is well.
-# Each target sets up .venv first; nothing but Python 3.11 and make is needed.
+# Each target sets up .venv first; nothing but make and a Python is needed.
 
-PYTHON ?= $(shell command -v python3.11 || echo python3)
+# The first that runs is taken. `make setup PYTHON=python3.12` makes .venv again, with that Python, and it stays.
+PYTHON ?= .venv/bin/python python3.11 python3.12 python3.13 python3
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 QUICKSTART_DIR ?= runs/quickstart
 TEST_WORKERS ?= 2
@@ -11,8 +12,8 @@ TEST_SGLANG_WORKERS ?= 3
 BIN := .venv/bin
 SGLANG_VERSION ?= 0.5.23
 # Packages are installed once for all clones, below $(MEGARL_CACHE) or ~/.cache/megarl: tools/environments.py says how.
-SETUP = @command -v $(PYTHON) >/dev/null || { echo "megarl needs Python 3.11: found no $(PYTHON); install it or run make PYTHON=/path/to/python3.11" >&2; exit 1; }; \
-	$(PYTHON) tools/environments.py
+FIND_PYTHON = python=$$(tools/find_python $(PYTHON))
+SETUP = @$(FIND_PYTHON) && "$$python" tools/environments.py
 PYTEST = $(BIN)/python -m pytest -q --dist loadfile --no-loadscope-reorder
 
 # One thread per process: several ranks on few cores slow each other down a hundredfold otherwise.
@@ -39,7 +40,7 @@ help:
 	@echo "make clean-cache remove the packages that all clones share"
 
 setup:
-	$(SETUP) megarl
+	$(SETUP) megarl .venv
 
 # A real SGLang server for the CPU, in an environment of its own: it pins other versions than megarl.
 sglang-cpu:
@@ -84,7 +85,7 @@ format: setup
 	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format --quiet .
 
 clean:
-	rm -rf .venv .venv-sglang .venv-null-gpu .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info $(QUICKSTART_DIR)
+	rm -rf .venv .venv-* .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info $(QUICKSTART_DIR)
 
 clean-cache:
-	cd "$$($(PYTHON) tools/environments.py cache)" && rm -rf megarl-* sglang-* null-gpu-* megatron-* triton-* clones
+	$(FIND_PYTHON) && cd "$$("$$python" tools/environments.py cache)" && rm -rf megarl-* sglang-* null-gpu-* megatron-* transformers-* triton-* clones

@@ -152,6 +152,7 @@ def get_args() -> argparse.Namespace:
     parser.add_argument("--cuda-graph-impl", choices=("none", "local", "transformer_engine"), default="none")
     parser.add_argument("--moe-router-force-biased", type=float)  # from 0.17 on
     parser.add_argument("--moe-expert-rank-capacity-factor", type=float)  # from 0.18 on
+    parser.add_argument("--mlp-chunks-for-training", type=int, default=1)  # from 0.18 on
     args = add_megarl_args(parser).parse_args()
     args.min_route_agreement = 0.0  # of the toy alone: its routes are random
     if args.routing_replay != "none":

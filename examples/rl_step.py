@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.config import Config
 from megarl.config.file import parse
-from megarl.core.diagnostics import mismatch_metrics
+from megarl.core.diagnostics.measures import mismatch_metrics
 from megarl.core.metrics import Stat, finalize, merge
 from megarl.core.objectives import OBJECTIVES, Denominators, TokenColumns, coefficients, sequence_advantages
 from megarl.core.packing import drop_routes, pack

@@ -4,17 +4,19 @@ Every key of the configuration is also a flag, ``--rollout.temperature 0.7``; de
 user gives one line on stderr and exit code 2, before torch is imported. The commands are in ``megarl.commands``.
 """
 
-import contextlib
+import argparse
+import difflib
 import errno
-import io
 import os
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
-import tyro
+from pydantic import ValidationError
 
-from megarl.commands import COMMANDS, Command, OnConfiguration
+from megarl import __version__
+from megarl.commands import COMMANDS, POSITIONAL, Command, OnConfiguration
 from megarl.config import file as config_file
 from megarl.errors import ConfigError, DamageError, MegarlError, StopError, printable
 from megarl.run.status import write_failure
@@ -48,48 +50,110 @@ def main(argv: Sequence[str] | None = None) -> int:
         have_joined = distributed is not None and distributed.is_available() and distributed.is_initialized()
         _complain(str(error), on_every_rank=have_joined or not isinstance(error, ConfigError))
         return DAMAGED if isinstance(error, DamageError) else USAGE_ERROR
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "megarl"):
+            raise
+        missing = f"needs the package {package}, which is not installed: pip install 'megarl[train]'"
+        return _fail(f"megarl {words[0]} {missing}", on_every_rank=False)
     except OSError as error:
         if error.errno not in _NOT_WRITTEN:
             raise
         where = error.filename or "a file of the run"
-        failure = MegarlError(f"{where} cannot be read or written: {error.strerror}; mend that and start again")
-        write_failure(failure)
-        _complain(str(failure), on_every_rank=True)
-        return USAGE_ERROR
+        said = f"{where} cannot be read or written: {error.strerror}; mend that and start again"
+        return _fail(said, on_every_rank=True)
     except KeyboardInterrupt:
         _complain("interrupted", on_every_rank=False)
         return INTERRUPTED
 
 
+class _Parser(argparse.ArgumentParser):
+    """Complains with one line, as everything does here."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        print(f"megarl {__version__}")
+        parser.exit()
+
+
 def _parse_command(arguments: list[str]) -> Command:
-    complaint = io.StringIO()
+    parser = _Parser(prog="megarl", description=_DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        what = " ".join((command.__doc__ or "").split())
+        _add_arguments(
+            commands.add_parser(
+                name,
+                help=what,
+                description=what,
+                allow_abbrev=False,
+                argument_default=argparse.SUPPRESS,
+            ),
+            command,
+        )
+    first = arguments[0] if arguments else ""
+    if first not in COMMANDS and not first.startswith("-"):
+        close = difflib.get_close_matches(first, COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(COMMANDS)}"
+        raise ConfigError(f"found {f'the command {first!r}' if first else 'no command'}; {hint}")
     try:
-        with contextlib.redirect_stderr(complaint):
-            return tyro.extras.subcommand_cli_from_dict(
-                dict(COMMANDS), prog="megarl", description=_DESCRIPTION, args=arguments
-            )
-    except SystemExit as stop:
-        if stop.code:
-            raise ConfigError(_one_line(complaint.getvalue())) from None
-        if issubclass(COMMANDS.get(arguments[0], object), OnConfiguration):
+        values = vars(parser.parse_args(arguments))
+    except SystemExit:
+        if issubclass(COMMANDS.get(first, object), OnConfiguration):
             _print_keys()
         raise
+    command = COMMANDS[values.pop("command")]
+    try:
+        return command(**values)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        flag = f"--{wrong['loc'][0]}".replace("_", "-")
+        raise ConfigError(f"megarl {first}: {flag}: found {wrong['input']!r}: {wrong['msg']}") from None
 
 
-def _one_line(box: str) -> str:
-    """tyro's complaint, which is a titled box of several lines, as one line."""
-    lines = [line.strip(" |\u2502\u256d\u256e\u2570\u256f\u2500-") for line in box.splitlines()]
-    title, *body = [line for line in lines if line]
-    return " ".join("; ".join(body or [title]).replace(":;", ":").replace(".;", ";").replace(",;", ",").split())
+def _add_arguments(parser: argparse.ArgumentParser, command: type[Command]) -> None:
+    """Words are only sorted here; the record converts and checks them."""
+    for name, field in command.__pydantic_fields__.items():
+        options: dict[str, Any] = {"help": " ".join((field.description or "").split()).replace("%", "%%")}
+        kind = get_origin(field.annotation)
+        is_sequence, choices = kind is tuple, get_args(field.annotation) if kind is Literal else ()
+        if choices:
+            options["choices"] = choices
+        if POSITIONAL in field.metadata:
+            many = "+" if is_sequence else None if field.is_required() else "?"
+            if choices and many:
+                options["default"] = field.default  # argparse compares it with the choices
+            parser.add_argument(name, metavar=None if choices else name.upper(), nargs=many, **options)
+            continue
+        if field.annotation is bool:
+            options["action"] = "store_true"
+        else:
+            options["metavar"] = None if choices else name.upper()
+            options["nargs"] = "*" if is_sequence else None
+        if field.default is not False and field.default not in (None, ()):
+            options["help"] += f" [default {field.default}]"
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, **options)
 
 
 def _print_keys() -> None:
-    """Every key with its default and meaning, below tyro's help."""
+    """Every key with its default and meaning, below the other arguments."""
     print("\nAny key of the configuration file is a flag too, and wins over the file (none for no value):\n")
     for key, info in config_file.keys().items():
         default = "needed" if info.is_required() else f"default {info.default}" if info.default is not None else ""
         note = f" [{default}]" if default and not key.endswith("*") else ""
         print(f"  --{key}{note}\n      {info.description or ''}")
+
+
+def _fail(message: str, *, on_every_rank: bool) -> int:
+    """Write and print an error that Python raised; return the exit code."""
+    write_failure(MegarlError(message))
+    _complain(message, on_every_rank=on_every_rank)
+    return USAGE_ERROR
 
 
 def _complain(message: str, *, on_every_rank: bool) -> None:
@@ -98,8 +162,9 @@ def _complain(message: str, *, on_every_rank: bool) -> None:
     if rank != "0" and not on_every_rank:
         time.sleep(_FIRST_RANK_SPEAKS_S)  # torchrun ends all ranks when one ends: let the first one print
         return
+    line = " ".join(filter(None, map(str.strip, message.splitlines())))  # spaces inside may be what it is about
     where = f" (rank {rank})" if "RANK" in os.environ and on_every_rank else ""
-    print(f"megarl: error{where}: {printable(' '.join(message.split()))}", file=sys.stderr)
+    print(f"megarl: error{where}: {printable(line)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,36 @@
 """The commands of ``megarl``: the arguments of each, and what it does.
 
-A command is a record that tyro fills; its docstrings are the help texts. ``run`` imports heavy packages only after the
-configuration has been checked.
+A command is a record that ``megarl.cli`` fills from the words of the command line; its docstrings are the help texts.
+``run`` imports heavy packages only after the configuration has been checked.
 """
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, TypeVar, dataclass_transform
 
-from tyro.conf import Positional
+import pydantic
 
 from megarl.config import Config, process_environment
 from megarl.config import file as config_file
 from megarl.errors import ConfigError, printable
+from megarl.text_table import text_table
 
 Overrides = Mapping[str, Any]
 """Dotted key -> value, which win over the configuration file."""
+
+
+POSITIONAL = "positional"
+"""Marks an argument that is given without a flag."""
+_T = TypeVar("_T")
+Positional = Annotated[_T, POSITIONAL]
+
+
+@dataclass_transform(frozen_default=True)
+def command(cls: type[_T]) -> type[_T]:
+    """Make a record whose values are checked, and whose fields' docstrings can be read."""
+    config = pydantic.ConfigDict(use_attribute_docstrings=True)
+    return pydantic.dataclasses.dataclass(frozen=True, config=config)(cls)
 
 
 class Command(Protocol):
@@ -28,13 +41,15 @@ class Command(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@command
 class OnConfiguration:
     """A command that takes a configuration; only these accept overrides."""
 
-    config: Positional[Path]
-    trust: bool = False
-    """Let a file that others may have written run code and send data, as its keys say: docs/trust.md."""
+    # Docstrings of inherited fields are not read.
+    config: Positional[Path] = pydantic.Field(description="The configuration, a TOML file.")
+    trust: bool = pydantic.Field(
+        False, description="Let a file that others may have written run code and send data: docs/trust.md."
+    )
 
     def load(self, overrides: Overrides) -> Config:
         """The configuration."""
@@ -48,7 +63,7 @@ class OnConfiguration:
         return config
 
 
-@dataclass(frozen=True)
+@command
 class Train(OnConfiguration):
     """Train with RL: alone, or on many ranks under torchrun."""
 
@@ -59,7 +74,7 @@ class Train(OnConfiguration):
         train(config)
 
 
-@dataclass(frozen=True)
+@command
 class Launch(OnConfiguration):
     """Train where the [launch] table says, with all ranks and servers, and keep the run going: docs/launch.md."""
 
@@ -73,7 +88,7 @@ class Launch(OnConfiguration):
         return launch(config, ["train", *trust, *words, str(self.config)])
 
 
-@dataclass(frozen=True)
+@command
 class Sft(OnConfiguration):
     """Teach the model a format from demonstrations (the [sft] table), before RL."""
 
@@ -88,7 +103,7 @@ class Sft(OnConfiguration):
         sft(config)
 
 
-@dataclass(frozen=True)
+@command
 class Eval(OnConfiguration):
     """Sample benchmarks and print avg@k and pass@k with intervals: alone, or on many ranks under torchrun."""
 
@@ -124,7 +139,7 @@ class Eval(OnConfiguration):
         evaluate(request, _world_size())
 
 
-@dataclass(frozen=True)
+@command
 class Plan(OnConfiguration):
     """Estimate memory, bytes moved and batches from the configuration alone; refuse what cannot fit or divide."""
 
@@ -138,29 +153,33 @@ class Plan(OnConfiguration):
         from megarl.plan import table
         from megarl.plan.plan import plan
 
-        found = plan(config, self.model, self.config)
+        found = plan(config, self.model)
         print(table.to_json(found) if self.json else printable(table.to_text(found, config)))
 
 
-@dataclass(frozen=True)
+@command
 class Doctor:
-    """Show what is installed, what that enables, and what would silently disable routing replay."""
+    """Say whether this machine can train, or one configuration on it, and what is missing."""
 
     config: Positional[Path | None] = None
+    """The configuration to check."""
     trust: bool = False
     """As for ``megarl train``."""
+    json: bool = False
+    """Print everything as JSON."""
 
     def run(self, overrides: Overrides) -> int:
         from megarl.doctor import doctor
 
-        return doctor(self.config, overrides, trust=self.trust)
+        return doctor(self.config, overrides, trust=self.trust, json=self.json)
 
 
-@dataclass(frozen=True)
+@command
 class Report:
     """Plot the curves of a run into PNGs and one HTML page."""
 
     run_dir: Positional[Path]
+    """The folder of the run."""
 
     def run(self, overrides: Overrides) -> None:
         from megarl.report.report import write_report
@@ -168,11 +187,12 @@ class Report:
         print(printable(f"report: {write_report(self.run_dir)}"))
 
 
-@dataclass(frozen=True)
+@command
 class Status:
     """Show how far a run is: step, phase, speed, time to go, last error, and where its ranks are."""
 
     run_dir: Positional[Path]
+    """The folder of the run."""
     json: bool = False
     """Print status.json, with what is known of the ranks, for programs."""
 
@@ -182,13 +202,16 @@ class Status:
         return show(self.run_dir, self.json)
 
 
-@dataclass(frozen=True)
+@command
 class Trace:
     """Look into files of routing traces: inspect FILE, stats FILE, or diff A B [--out heatmap.png]."""
 
     action: Positional[Literal["inspect", "stats", "diff"]]
+    """What to do."""
     files: Positional[tuple[Path, ...]]
+    """One file, or two for diff."""
     out: Path | None = None
+    """A picture of the difference, a PNG file."""
 
     def run(self, overrides: Overrides) -> None:
         expected = 2 if self.action == "diff" else 1
@@ -201,7 +224,7 @@ class Trace:
         getattr(traces, self.action)(*self.files, *([self.out] if self.action == "diff" else []))
 
 
-@dataclass(frozen=True)
+@command
 class Simulate:
     """Compare the sampling rules on prompts with given pass rates: exact cost, contrast and efficiency."""
 
@@ -224,7 +247,7 @@ class Simulate:
         simulate(self.rates, Budget(self.samples, self.train_size, self.round_size, self.max_samples), self.out)
 
 
-@dataclass(frozen=True)
+@command
 class Convert:
     """Convert a Hugging Face checkpoint into Megatron's torch_dist format, or back; also under torchrun."""
 
@@ -266,11 +289,90 @@ class Convert:
         convert(self.source, self.out, self.model, options, self.verify)
 
 
-@dataclass(frozen=True)
+@command
+class Quantize:
+    """Write a checkpoint with FP8 weights, as SGLang and transformers read it; also under torchrun: docs/fp8.md."""
+
+    source: Positional[Path]
+    """A Hugging Face folder in high precision, or a torch_dist checkpoint, of a run or converted."""
+    out: Positional[Path]
+    """The folder to write; it appears when it is complete. An interrupted command goes on when it is given again."""
+    model: Path | None = None
+    """Config and tokenizer, for a Megatron checkpoint that has none."""
+    block: tuple[pydantic.PositiveInt, pydantic.PositiveInt] = (128, 128)
+    """Rows and columns that share a scale."""
+    keep: tuple[str, ...] = ()
+    """Globs of tensors to leave in high precision too."""
+    shard_gib: float = pydantic.Field(2.0, gt=0, allow_inf_nan=False)
+    """Size of a safetensors file."""
+    overwrite: bool = False
+    """Replace OUT if it exists, at the end and in one step."""
+    no_verify: bool = False
+    """Do not read everything back."""
+
+    def run(self, overrides: Overrides) -> None:
+        from megarl.convert.quantization import Options
+        from megarl.convert.quantize_command import quantize_and_show
+
+        options = Options(
+            block=self.block,
+            keep=self.keep,
+            shard_bytes=int(self.shard_gib * 2**30),
+            verify=not self.no_verify,
+            overwrite=self.overwrite,
+        )
+        quantize_and_show(self.source, self.out, self.model, options)
+
+
+@command
+class Patch:
+    """Put the replay hook into a Megatron-Core before 0.16, or take it out again: docs/patches.md."""
+
+    action: Positional[Literal["check", "apply", "revert", "status"]]
+    """check: would it go in? Changes nothing."""
+    target: Positional[Path | None] = None
+    """A folder that contains megatron/core; default where this Python would import it from."""
+    version: str | None = None
+    """Take the patch of this release; default that of the target's own, or the nearest that fits."""
+    dry_run: bool = False
+    """Print what apply or revert would change, as a patch."""
+
+    def run(self, overrides: Overrides) -> None:
+        from megarl.patches import patch
+
+        patch.run(self.action, self.target, self.version, self.dry_run)
+
+
+@command
+class Recipes:
+    """List the configurations for public models; copy NAME [FOLDER]; or path NAME: docs/recipes.md."""
+
+    action: Positional[Literal["list", "copy", "path"]] = "list"
+    """copy: the recipe, its scripts and its model's config.json, nothing is overwritten. path: where the file is."""
+    name: Positional[str | None] = None
+    """A recipe, or a script such as colocated.sbatch."""
+    folder: Positional[Path] = Path()
+    """Where to copy to; default this folder."""
+
+    def run(self, overrides: Overrides) -> None:
+        from megarl.recipes import shipped
+
+        if self.action == "list":
+            print(text_table(shipped.list_recipes().items()))
+        elif self.name is None:
+            raise ConfigError(f"megarl recipes {self.action}: found no name; megarl recipes lists them")
+        elif self.action == "path":
+            print(shipped.find(self.name))
+        else:
+            print(*shipped.copy(self.name, self.folder), sep="\n")
+
+
+@command
 class Quickstart:
     """Make a tiny model and a task, train it with RL on the CPU, write a report to OUT/report."""
 
     out: Path = Path("runs/quickstart")
+    """The folder for the model, the run and the report."""
     family: Literal["qwen3_moe", "qwen3", "qwen2", "llama"] = "qwen3_moe"
     """A MoE, or a dense model."""
 
@@ -280,8 +382,24 @@ class Quickstart:
         quickstart(self.out, self.family)
 
 
-_ALL = (Train, Launch, Sft, Eval, Plan, Doctor, Report, Status, Trace, Simulate, Convert, Quickstart)
-COMMANDS: Mapping[str, type[Command]] = {command.__name__.lower(): command for command in _ALL}
+_ALL: tuple[type[Command], ...] = (
+    Train,
+    Launch,
+    Sft,
+    Eval,
+    Plan,
+    Doctor,
+    Report,
+    Status,
+    Trace,
+    Simulate,
+    Convert,
+    Quantize,
+    Patch,
+    Recipes,
+    Quickstart,
+)
+COMMANDS: Mapping[str, type[Command]] = {each.__name__.lower(): each for each in _ALL}
 """By the name on the command line."""
 
 

@@ -12,16 +12,14 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from megarl.core.choices.stopping import Allotted, SamplingRule, Uniform, ada_seq_balance, ada_seq_pos
 from megarl.core.sampling import allocate, allocate_by_weights, budget_weights, gvm_allocate, stopping_law
 from megarl.core.sampling.subsampling import positives_to_keep
 from megarl.data.files import write_atomically
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, printable
 from megarl.report.plots import BLUE, GREY, INK, ORANGE, PURPLE, RED, TEAL, render_png
+from megarl.text_table import text_table
 
 DEFAULT_RATES = (
     *("0:19", "0.05:7", "0.15:10", "0.25:11", "0.35:11", "0.45:10"),
@@ -31,7 +29,6 @@ DEFAULT_RATES = (
 0.796 and 0.813 for Qwen2.5-Math-1.5B."""
 _MAX_SAMPLES = 256
 _MAX_PROMPTS = 100_000
-_WIDTH = 110
 _COLORS = (BLUE, TEAL, RED, ORANGE, PURPLE, INK, "#c8b560")
 
 
@@ -104,10 +101,8 @@ def simulate(words: Sequence[str], budget: Budget, out: Path) -> list[Result]:
         write_atomically(out, render_png((10.4, 4.2), lambda figure: _plot(figure, compared, rates)))
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot write the file ({error.strerror}); choose another one") from error
-    console = Console(width=max(Console().width, _WIDTH))  # keep each row on one line in a pipe or narrow terminal
-    console.print(f"{rates.size} prompts, mean pass rate {rates.mean():.3f}", highlight=False)
-    console.print(_table(results, f"uniform {budget.samples}"))
-    console.print(f"picture: {out}", highlight=False, soft_wrap=True)
+    print(f"{rates.size} prompts, mean pass rate {rates.mean():.3f}\n")
+    print(_table(results, f"uniform {budget.samples}"), printable(f"\npicture: {out}"), sep="\n")
     return results
 
 
@@ -189,14 +184,11 @@ def _num_right(rule: SamplingRule, positives: int, negatives: int) -> int:
     return positives_to_keep(positives, negatives, rule.train_size, rule.keeps(positives, negatives))
 
 
-def _table(results: list[Result], reference: str) -> Table:
+def _table(results: list[Result], reference: str) -> str:
     base = next(result for result in results if result.name == reference)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("rule", no_wrap=True)
-    for heading in ("samples", "contrast", "trains", "in batch", "cost", "efficiency drawn", "trained"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in results:
-        table.add_row(
+    headings = ("rule", "samples", "contrast", "trains", "in batch", "cost", "efficiency drawn", "trained")
+    rows = [
+        (
             row.name,
             f"{row.samples:.2f}",
             f"{row.contrast:.1%}",
@@ -206,7 +198,9 @@ def _table(results: list[Result], reference: str) -> Table:
             _ratio(row.precision / row.samples, base.precision / base.samples),
             _ratio(row.precision / row.trained if row.trained else 0.0, base.precision / base.trained),
         )
-    return table
+        for row in results
+    ]
+    return text_table(rows, headings, words=1)
 
 
 def _ratio(value: float, base: float) -> str:

@@ -41,7 +41,9 @@ FROM_OTHER_CONFIGS = frozenset(
 )
 
 
-FROM_LATER_RELEASES = frozenset({"--moe-router-force-biased", "--moe-expert-rank-capacity-factor"})
+FROM_LATER_RELEASES = frozenset(
+    {"--moe-router-force-biased", "--moe-expert-rank-capacity-factor", "--mlp-chunks-for-training"}
+)
 """Made from fields that TransformerConfig has from megatron-core 0.17 and 0.18 on."""
 
 

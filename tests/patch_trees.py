@@ -12,9 +12,6 @@ from pathlib import Path
 import pytest
 from megatron_releases import installed
 
-TOOL = Path(__file__).parent.parent / "tools" / "patch.py"
-sys.path.insert(0, str(TOOL.parent))  # for the tests that call its functions
-
 VERSIONS = ["0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1"]
 MOE = Path("megatron/core/transformer/moe")
 FILES = (MOE / "moe_utils.py", MOE / "router.py")
@@ -34,8 +31,8 @@ def core_tree(tmp_path: Path) -> Callable[..., Path]:
 
 
 def run(command: str, *words: str | Path, **settings: object) -> subprocess.CompletedProcess[str]:
-    """The tool in a Python that has the standard library alone."""
-    line = [sys.executable, "-I", "-S", str(TOOL), command, *map(str, words)]
+    """``megarl patch``, as a user calls it."""
+    line = [sys.executable, "-m", "megarl.cli", "patch", command, *map(str, words)]
     return subprocess.run(line, capture_output=True, text=True, timeout=600, check=False, **settings)  # type: ignore[call-overload]
 
 
@@ -50,7 +47,7 @@ def refuse(command: str, *words: str | Path, **settings: object) -> str:
     done = run(command, *words, **settings)
     assert done.returncode == 2, done.stdout + done.stderr
     assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("patch: ")
+    assert done.stderr.startswith("megarl: error: ")
     return done.stderr
 
 

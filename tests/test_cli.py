@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import megarl as megarl_package
 from megarl import cli, commands
 from megarl.config.file import split_overrides
 from megarl.errors import ConfigError, DataError
@@ -59,7 +60,7 @@ def split_stderr(result: subprocess.CompletedProcess[str]) -> tuple[list[str], s
         (["--parallel.vpp", "2"], "parallel.vpp: found 2 with pp = 1"),
         (["--megatron.moe_router_fusion"], "moe_router_fusion: found True"),
         (["--megatron.num_layers", "3"], "use model.path instead"),
-        (["--verbose"], "Unrecognized options: --verbose"),
+        (["--verbose"], "unrecognized arguments: --verbose"),
     ],
 )
 def test_a_wrong_setting_costs_one_line_and_exit_code_2_before_anything_heavy_is_imported(
@@ -97,9 +98,12 @@ def test_under_torchrun_the_layout_is_checked_and_only_the_first_rank_complains(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "train, launch, sft, eval, plan, doctor, report, status, trace, simulate, convert, quickstart"),
-        (["trian"], "Unrecognized options: trian"),
-        (["train"], "Missing from megarl train"),
+        ([], "found no command; expected one of train, launch, sft, "),
+        (["trian"], "found the command 'trian'; did you mean train?"),
+        (["--foo"], "unrecognized arguments: --foo"),
+        (["simulate", "--samples", "many"], "--samples: found 'many': Input should be a valid integer"),
+        (["trace", "look", "x"], "invalid choice: 'look'"),
+        (["train"], "megarl train: the following arguments are required: CONFIG"),
         (["report", "somewhere", "--run.steps", "3"], "megarl report reads no configuration: remove --run.steps"),
         (["doctor", "--run.steps", "3"], "reads no configuration"),
     ],
@@ -109,6 +113,30 @@ def test_a_wrong_command_line_costs_one_line(capsys, words, expected):
     seen = capsys.readouterr().err.splitlines()
     assert len(seen) == 1
     assert expected in seen[0]
+
+
+def test_words_become_the_values_of_a_command():
+    words = ["a", "b", "--dtype", "bf16", "--drop", "mtp.*", "*.eh", "--shard-gib", "3", "--stack-layers"]
+    parsed = cli._parse_command(["convert", *words])
+    assert parsed == commands.Convert(
+        Path("a"), Path("b"), dtype="bf16", drop=("mtp.*", "*.eh"), shard_gib=3.0, stack_layers=True
+    )
+    assert cli._parse_command(["trace", "diff", "a", "b"]).files == (Path("a"), Path("b"))
+    assert cli._parse_command(["doctor"]).config is None
+
+
+def test_the_version_is_shown(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"megarl {megarl_package.__version__}\n"
+
+
+def test_help_explains_every_argument_of_every_command():
+    for name, command in commands.COMMANDS.items():
+        fields = command.__pydantic_fields__
+        unexplained = {key for key, field in fields.items() if not field.description}
+        assert not unexplained, name
 
 
 def test_sft_without_its_table_is_explained(capsys, config_path):

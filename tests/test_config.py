@@ -26,7 +26,7 @@ SMALLEST: dict[str, Any] = {
     "rollout": {"prompts_per_step": 32, "group_size": 8, "max_response_tokens": 10},
     "optim": {"lr": 1e-4},
 }
-RECIPES = Path(__file__).parents[1] / "launch/recipes"
+RECIPES = Path(__file__).parents[1] / "megarl" / "recipes"
 SFT = {"data": "demos.jsonl", "steps": 5, "batch_size": 6, "lr": 1e-3}
 
 
@@ -247,6 +247,7 @@ def test_a_mistake_costs_one_line_that_names_key_and_finding(overrides, expected
         {"overlap_moe_expert_parallel_comm": True},
         {"cuda_graph_impl": "local"},
         {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn", "moe_router"]},
+        {"cuda_graph_impl": "local", "cuda_graph_scope": ["attn"]},
         {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"},
         {"enable_cuda_graph": True},
         {"external_cuda_graph": True},

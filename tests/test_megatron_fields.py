@@ -41,7 +41,7 @@ def test_named_settings_exist_in_megatron():
     known = {field for owner in megatron_fields.fields().values() for field in owner}
     assert set(megatron_fields.DERIVED) <= known
     transformer = megatron_fields.fields()["TransformerConfig"]
-    later = {"moe_router_force_biased", "moe_expert_rank_capacity_factor"}  # from 0.17 and 0.18 on
+    later = {"moe_router_force_biased", "moe_expert_rank_capacity_factor", "mlp_chunks_for_training"}  # from 0.17 on
     assert {blocker.setting for blocker in REPLAY_BLOCKERS} - later <= set(transformer)
 
 
@@ -157,6 +157,8 @@ def test_graphs_of_attention_alone_are_accepted_under_both_names(name):
     assert [b.setting for b in replay_blockers({**graphs, name: "moe"})] == ["cuda_graph_impl"]
     assert [b.setting for b in replay_blockers({**graphs, name: ""})] == ["cuda_graph_impl"]
     assert replay_blockers({**graphs, name: "attn,mlp"}) == []
+    for kind in ("local", "full_iteration"):  # these capture the whole layer, whatever the scope
+        assert [b.setting for b in replay_blockers({"cuda_graph_impl": kind, name: "attn"})] == ["cuda_graph_impl"]
 
 
 def test_an_empty_table_needs_no_megatron(monkeypatch):

@@ -11,11 +11,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import hunks
-import patch as tool
 import pytest
 from megatron_releases import installed
 from patch_trees import FILES, VERSIONS, contents, git, succeed
+
+from megarl.patches import hunks
+from megarl.patches import patch as tool
 
 
 def test_every_release_that_the_tool_supports_has_a_patch() -> None:

@@ -123,9 +123,9 @@ def test_equal_files_can_be_plotted(files, capsys):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["inspect"], "megarl trace inspect: found 0 files, expected 1"),
+        (["inspect"], "megarl trace: the following arguments are required: FILES"),
         (["diff", "a.safetensors"], "megarl trace diff: found 1 files, expected 2"),
-        (["draw", "a.safetensors"], "invalid choice 'draw'"),
+        (["draw", "a.safetensors"], "invalid choice: 'draw'"),
         (["inspect", "none.safetensors"], "none.safetensors: there is no such file"),
         (["stats", "junk"], "junk: not a readable safetensors file"),
         (["inspect", "cut"], "cut: not a readable safetensors file"),

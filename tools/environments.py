@@ -1,16 +1,18 @@
 """Python environments of a clone, kept in one cache folder that all clones share (stdlib only; called by the Makefile).
 
-    python3.11 tools/environments.py megarl              .venv
-    python3.11 tools/environments.py sglang VERSION      .venv-sglang
-    python3.11 tools/environments.py null-gpu            .venv-null-gpu
-    python3.11 tools/environments.py cache               prints the cache folder
+    PYTHON tools/environments.py megarl FOLDER       .venv; .venv-3.12 for the tests of another Python
+    PYTHON tools/environments.py sglang VERSION      .venv-sglang
+    PYTHON tools/environments.py null-gpu            .venv-null-gpu
+    PYTHON tools/environments.py cache               prints the cache folder
+
+Environments have the Python that runs this file, 3.11 or newer.
 
 The cache is $MEGARL_CACHE, or megarl/ in $XDG_CACHE_HOME, or ~/.cache/megarl. An environment there is named after a
 hash of everything that decides what is installed. So clones with different pins use different environments, and a
 second clone with the same pins installs nothing.
 
-- ``.venv`` is the clone's own: megarl itself (editable), Megatron-Core (tools/patch.py changes it in place), and a
-  ``.pth`` file that leads to the cached packages.
+- ``.venv`` is the clone's own: megarl itself (editable), Megatron-Core (``megarl patch`` changes it in place), and a
+  ``.pth`` file that leads to the cached packages. It is made again when another Python or other packages are asked for.
 - ``.venv-sglang`` is a link into the cache, where nothing belongs to a clone.
 - ``.venv-null-gpu`` is such a link too: CUDA torch and Transformer Engine, and a ``.pth`` file that leads to the cached
   packages of ``.venv`` for everything else.
@@ -26,16 +28,12 @@ import platform
 import shutil
 import subprocess
 import sys
+import tomllib
 import venv
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-try:
-    import tomllib
-except ModuleNotFoundError:
-    sys.exit(f"setup: found Python {platform.python_version()}, megarl needs 3.11: make PYTHON=/path/to/python3.11")
 
 ROOT = Path(__file__).resolve().parents[1]
 TORCH = "2.13.0"
@@ -111,8 +109,21 @@ def install_torch(python: Path) -> None:
     for index in ([], ["--index-url", TORCH_CPU_INDEX]):
         if not pip(python, f"torch=={TORCH}+cpu", *index, stderr=subprocess.DEVNULL, check=False):
             return
-    say("found no build for the CPU, installing the default build of torch")
+    say("found no build for the CPU, installing the default build of torch (for Linux that of CUDA)")
+    share_libraries(python.parents[1])
     pip(python, f"torch=={TORCH}")
+
+
+def share_libraries(environment: Path) -> None:
+    """Link the files of NVIDIA's libraries that another environment has: 3 GB, the same for every Python.
+
+    pip replaces those of other versions than torch asks for, and leaves the other environment's as they are.
+    """
+    for complete in sorted(cache_folder().glob(f"*/{COMPLETE}")):
+        if found := next(complete.parent.glob("lib/python*/site-packages/nvidia"), None):
+            for path in found.parent.glob("nvidia*"):
+                shutil.copytree(path, environment / LIBRARY / path.name, copy_function=os.link)
+            return
 
 
 def new_environment(folder: Path, *, with_pip: bool = True) -> Path:
@@ -125,15 +136,16 @@ def new_environment(folder: Path, *, with_pip: bool = True) -> Path:
 
 
 def requirements() -> list[str]:
-    """What pyproject.toml asks for, with the extras of a developer on a CPU and what builds megarl."""
+    """What pyproject.toml asks for, with the extras of a developer and what builds megarl."""
     table = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = table["project"]["optional-dependencies"]
-    return [*table["build-system"]["requires"], *table["project"]["dependencies"], *extras["cpu"], *extras["dev"]]
+    needed = [*extras["megatron"], *extras["train"], *extras["dev"]]
+    build, project = table["build-system"]["requires"], table["project"]["dependencies"]
+    return [*build, *project, *(each for each in needed if not each.startswith("megarl["))]
 
 
-def make_megarl() -> None:
-    cached = make_packages()
-    own, stamp = ROOT / ".venv", ROOT / ".venv" / ".setup-done"
+def make_megarl(own: Path) -> None:
+    cached, stamp = make_packages(), own / ".setup-done"
     with installation_of_clone(own):
         entry_points = (ROOT / "pyproject.toml").read_text().split("[project.scripts]")[-1].split("[tool.")[0]
         wanted = key(str(cached), entry_points, Path(__file__).read_text())
@@ -169,7 +181,7 @@ def installation_of_clone(own: Path) -> Iterator[None]:
 
 def make_thin(own: Path, cached: Path) -> None:
     """An environment with megarl, Megatron-Core and the commands of the cached one, whose packages it finds."""
-    say(f"making .venv, with the packages of {cached}")
+    say(f"making {own.name} for Python {platform.python_version()}, with the packages of {cached}")
     shutil.rmtree(own, ignore_errors=True)
     python = new_environment(own, with_pip=False)
     packages = cached / LIBRARY
@@ -256,13 +268,23 @@ def make_null_gpu() -> None:
 
 def megatron_release(version: str) -> Path:
     """A folder with this release of Megatron-Core alone, or with a link to triton; shared, so leave it as it is."""
-    cached, minor = cache_folder() / f"megatron-core-{version}", int(version.split(".")[1])
+    minor, own = int(version.split(".")[1]), f"{sys.version_info.major}.{sys.version_info.minor}"
+    cached = cache_folder() / f"megatron-core-{version}-python{own}"  # the link leads to this Python's triton
     with installation(cached) as is_missing:
         if is_missing:
             other_python = FOR_PYTHON_3_12 if minor >= 17 else ()
             pip(Path(sys.executable), "--no-deps", *other_python, "--target", cached, f"megatron-core=={version}")
             if minor >= 18:
                 (cached / "triton").symlink_to(_triton() / "triton")
+    return cached
+
+
+def transformers_release(version: str, *others: str) -> Path:
+    """A folder with this release of transformers, and ``others`` that it needs in another release than megarl's."""
+    cached = cache_folder() / f"transformers-{version}-{key(others)}"
+    with installation(cached) as is_missing:
+        if is_missing:
+            pip(Path(sys.executable), "--no-deps", "--target", cached, f"transformers=={version}", *others)
     return cached
 
 
@@ -276,8 +298,8 @@ def _triton() -> Path:
 
 def main(words: Sequence[str]) -> None:
     match list(words):
-        case ["megarl"]:
-            make_megarl()
+        case ["megarl", folder]:
+            make_megarl(ROOT / folder)
         case ["sglang", version]:
             make_sglang(version)
         case ["null-gpu"]:

@@ -41,7 +41,7 @@ _OBJECTIVES = "objectives_boundaries objectives exact_gradient"
 SCORED = {
     "objectives/weights": f"{_OBJECTIVES} sequence_ratios",
     "objectives/loss": f"{_OBJECTIVES} sequence_ratios step_advantages table",
-    "objectives/columns": _OBJECTIVES,
+    "objectives/columns": f"{_OBJECTIVES} functions",
     "advantages": "advantages step_advantages credit_assignment",
     "ratios": f"ratios sequence_ratios {_OBJECTIVES} advantages",
     "packing": "packing turns",

@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+from megarl.recipes.shipped import find
 from megarl.run.audit import check
 from megarl.run.metrics_log import read_metrics
 
@@ -22,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "launch"))
 from slurm_cluster import Cluster  # noqa: E402  (the tests' own)
 
-RECIPE = "launch/recipes/cpu-quickstart.toml"
+RECIPE = str(find("cpu-quickstart"))
 LAYOUTS = {
     "local": ["--launch.ranks_per_node", "2"],
     "colocated": ["--launch.nodes", "2", "--launch.ranks_per_node", "2"],
@@ -57,12 +58,10 @@ def train(cluster: Cluster, layout: str, out: Path, steps: int) -> str:
     env = {**os.environ, KEY: os.urandom(16).hex(), "MEGARL_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     if layout == "local":
         with (out / "local.log").open("w") as log:
-            code = subprocess.run(
-                [ROOT / "launch/local.sh", *words], cwd=ROOT, env=env, stderr=log, check=False
-            ).returncode
+            code = subprocess.run([find("local.sh"), *words], cwd=ROOT, env=env, stderr=log, check=False).returncode
         return f"exit code {code}"
     nodes = [] if layout == "heterogeneous" else ["--nodes=2"]
-    job = cluster.submit(*nodes, f"--output={out}/{layout}.log", f"launch/{layout}.sbatch", *words, env=env, cwd=ROOT)
+    job = cluster.submit(*nodes, f"--output={out}/{layout}.log", find(f"{layout}.sbatch"), *words, env=env, cwd=ROOT)
     return cluster.wait(job, 3600.0)["JobState"]
 
 

@@ -1,20 +1,21 @@
-"""Runs replay, the trainer and the example on every release of Megatron-Core, and writes what held as a table.
+"""Runs replay, the trainer, checkpoints, conversion and the example on releases of Megatron-Core; writes what held.
 
-    python tools/version_matrix.py --out docs/version_matrix.md  # about 20 minutes on two cores
-    python tools/version_matrix.py --releases 0.12.3  # one release, printed
+    python tools/version_matrix.py --releases 0.19.2  # about ten minutes on two cores; --parts chooses
+    python tools/version_matrix.py --releases --out docs/version_matrix.md  # the page alone, from the rows
 
-A release is installed beside the environment's packages, copied, patched by tools/patch.py where it has a patch, and
-restored at the end. What is run is in ``tests/release_checks.py``. Releases that were measured are kept in ``--cache``.
+A release is installed beside the environment's packages, copied, patched by ``megarl patch`` where it has a patch, and
+restored at the end. What is run is in ``tests/release_checks.py``. Each release has a row for each Python that it ran
+with: a JSON file in ``--rows``, written after every part, so a run of one release needs no other.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import sys
 import tempfile
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "train"))
 from forks import Ended
 from release_checks import (
     CHECKPOINT_TESTS,
+    CONVERSION_TESTS,
+    EXPORT_TESTS,
+    LAYOUT_TESTS,
     PATCHED,
     RELEASES,
     REPLAY_TESTS,
     VARIANTS,
     Ran,
+    installed,
     prepared,
     restored,
     routes_alike,
@@ -42,6 +47,16 @@ from train_world import World, make_world
 from megarl.run.metrics_log import read_metrics, without_timing
 
 Row = dict[str, Any]
+ROOT = Path(__file__).parent.parent
+TESTS = {
+    "replay": REPLAY_TESTS,
+    "checkpoints": CHECKPOINT_TESTS,
+    "conversion": CONVERSION_TESTS,
+    "export": EXPORT_TESTS,
+    "layouts": LAYOUT_TESTS,
+}
+PARTS = ("alike", "examples", "training", *TESTS)
+BASE = "0.16.1"
 EXAMPLES = (
     ("--replay", "r3", "--tp", "2", "--recompute"),
     ("--replay", "r2", "--pp", "2", "--vpp", "2", "--recompute"),
@@ -49,7 +64,9 @@ EXAMPLES = (
 REFUSED = """\
 | what | release | what megarl says |
 |---|---|---|
-| replay without the patch | 0.12.3 to 0.15.3 | ReplayError and `megarl doctor`: run `python tools/patch.py apply` |
+| replay without the patch | 0.12.3 to 0.15.3 | ReplayError and `megarl doctor`: run `megarl patch apply` |
+| `mlp_chunks_for_training` above 1 | 0.18.2, 0.19.2 | ReplayError: the router is asked for each chunk |
+| `moe_router_load_balancing_type = "quantile_balancing"` | 0.19.2 | ReplayError: it chooses experts without the hook |
 | what counts tokens, in a layout that pads | 0.12.3 to 0.15.3 | ConfigError: its routers count padding |
 | `moe_router_load_balancing_type = "global_aux_loss"` | 0.12.3 to 0.14.0 | ConfigError: the release has none |
 | a `[megatron]` key that the release has no field for | each its own | ConfigError: no field has this name |
@@ -61,32 +78,54 @@ and the all-gather dispatcher pad. From 0.16 on megarl tells routers what is pad
 """
 
 
-def measure(release: str, world: World, expected: tuple[dict[str, Ended], list[Row]], row: Row) -> None:
-    """Everything on one release that is not in its row yet."""
+def measure(release: str, parts: list[str], file: Path, common: Path) -> None:
+    """Run these parts on one release, and write each into its row. ``common`` keeps what releases are compared with."""
+    row: Row = json.loads(file.read_text()) if file.exists() else {}
+    row |= {"release": release, "python": platform.python_version(), "torch": version("torch")}
     with tempfile.TemporaryDirectory() as name:
         folder = prepared(release, Path(name) / "packages")
-        if "alike" not in row:
-            row["alike"] = routes_alike(release, folder)
-        for kind, tests in (("replay", REPLAY_TESTS), ("checkpoints", CHECKPOINT_TESTS)):
-            if kind not in row:
-                ran = run_tests(folder, tests)
-                row[kind] = [ran.passed, ran.status, ran.seconds]
+        for part in parts:
+            if part == "alike":
+                row[part] = routes_alike(release, folder) if release in PATCHED else None  # else it is the same file
+            elif part == "examples":
+                ran = [run_example(folder, *words) for words in EXAMPLES]
+                row[part] = [sum(not each.status for each in ran), max(each.status for each in ran), _seconds(*ran)]
+            elif part == "training":
+                row[part] = train(folder, Path(name), common)
+            else:
+                ran = [run_tests(folder, TESTS[part])]
+                row[part] = [ran[0].passed, ran[0].status, _seconds(*ran)]
+            if part in TESTS or part == "examples":
                 _tell(ran)
-        if "difference" not in row:
-            ended, row["trained"] = trained(folder, world, Path(name) / "jobs")
-            row["difference"] = largest_difference(expected, (ended, records(Path(name) / "jobs")))
-        if "examples" not in row:
-            examples = [run_example(folder, *words) for words in EXAMPLES]
-            row["examples"] = [ran.status for ran in examples]
-            row["example_seconds"] = sum(ran.seconds for ran in examples)
-            for ran in examples:
-                _tell(ran)
+            file.write_text(json.dumps(row, indent=1, sort_keys=True) + "\n")
+            print(release, part, json.dumps(row[part]), flush=True)
         row["left"] = restored(release, folder)
+    file.write_text(json.dumps(row, indent=1, sort_keys=True) + "\n")
 
 
-def _tell(ran: Ran) -> None:
-    if ran.status:
-        print(ran.output[-3000:], file=sys.stderr)
+@cache
+def base(common: Path) -> tuple[World, tuple[dict[str, Ended], list[Row]]]:
+    """A world, and what the release BASE, as it is installed, computes in it."""
+    world = make_world(common / "world")
+    ended, _ = trained(installed(BASE), world, common / "base")
+    return world, (ended, records(common / "base"))
+
+
+def train(folder: Path, where: Path, common: Path) -> list[float]:
+    """[largest difference from BASE, seconds]; raises if a run fails."""
+    world, expected = base(common)
+    found, seconds = trained(folder, world, where / "jobs")
+    return [largest_difference(expected, (found, records(where / "jobs"))), round(seconds)]
+
+
+def _seconds(*ran: Ran) -> int:
+    return round(sum(each.seconds for each in ran))
+
+
+def _tell(ran: list[Ran]) -> None:
+    for each in ran:
+        if each.status:
+            print(each.output[-6000:], file=sys.stderr)
 
 
 def records(where: Path) -> list[Row]:
@@ -112,78 +151,113 @@ def largest_difference(one: tuple[dict[str, Ended], list[Row]], two: tuple[dict[
     return largest
 
 
-def page(rows: dict[str, Row]) -> str:
+def page(rows: list[Row]) -> str:
     lines = [
         "# The version matrix, as it ran",
         "",
-        f"Written by `python tools/version_matrix.py --out docs/version_matrix.md`. torch {version('torch')}, Python "
-        f"{platform.python_version()}, numpy {version('numpy')}, gloo, {os.cpu_count()} cores shared with other work, "
-        "no GPU, no Transformer Engine.",
+        "Written by `tools/version_matrix.py` from the measured rows in `docs/version_matrix/`. Only what was run is",
+        "in the table. gloo, two cores shared with other work, no GPU, no Transformer Engine.",
         "",
-        "## The version matrix",
-        "",
-        "| megatron-core | patch | routing with an empty hook | replay tests | steps of the trainer | checkpoint tests "
-        "| example r3 tp2, r2 pp2 vpp2 | patch out |",
-        "|---|---|---|---|---|---|---|---|",
+        "| megatron-core | Python, torch | patch | replay | every layout | training | checkpoints | conversion "
+        "| export | example |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for release, row in rows.items():
-        patch = f"{release}.patch" if release in PATCHED else "none needed"
-        examples = ", ".join("held" if status == 0 else "FAILED" for status in row["examples"])
-        out = "every file as in the wheel" if not row["left"] else f"ALTERED: {', '.join(row['left'])}"
-        lines.append(
-            f"| {release} | {patch} | {row['alike']} of 20 as unpatched | {_tests(row['replay'])} | "
-            f"largest difference {row['difference']:.1e} ({row['trained']:.0f} s) | {_tests(row['checkpoints'])} | "
-            f"{examples} | {out} |"
-        )
+    for row in rows:
+        patch = f"{row['alike']} of 20 alike" if row["release"] in PATCHED and "alike" in row else "none"
+        patch += f", ALTERED: {', '.join(row['left'])}" if row.get("left") else ""
+        difference = f"{row['training'][0]:.1e} ({row['training'][1]:.0f} s)" if "training" in row else "not run"
+        cells = [
+            row["release"],
+            f"{row['python']}, {row['torch']}",
+            patch,
+            _tests(row, "replay"),
+            _tests(row, "layouts"),
+        ]
+        cells += [difference, *(_tests(row, part) for part in ("checkpoints", "conversion", "export", "examples"))]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", EXPLAINED, "## Refused", "", REFUSED])
 
 
-def _tests(found: list[Any]) -> str:
-    passed, status, seconds = found
-    return f"{passed} passed ({seconds:.0f} s)" if status == 0 else f"FAILED ({passed} passed)"
+def _tests(row: Row, part: str) -> str:
+    if part not in row:
+        return "not run"
+    passed, status, seconds = row[part]
+    taken = "" if seconds is None else f" ({seconds:.0f} s)"
+    return f"{passed} passed{taken}" if status == 0 else f"FAILED ({passed} passed)"
+
+
+def _order(row: Row) -> list[list[int]]:
+    return [[int(number) for number in row[name].split(".")] for name in ("release", "python")]
 
 
 EXPLAINED = """\
-- **Routing with an empty hook**: five ways of scoring, with and without groups, in fp32 and bf16; outputs and gradients
-  are compared bit for bit with those of the unpatched file.
-- **Replay tests**: known bugs, semantics (gates, balancing losses, expert bias, prediction layers), errors, and three
-  layouts of the replay matrix with all its recomputations: one rank, tp2 ep2 etp1, pp2 vpp2.
-- **Steps of the trainer**: two ranks, fixed rollouts. R3 with tp 2 and with pp 2 (every layer recomputed), R2 with ep 2
-  (experts recomputed), KL-GRPO with R3; then a run with R3 and ep 2 that samples, is saved, and is resumed. The number
-  is the largest relative difference of any metric (losses, gradient norms, log-probabilities, router) from 0.16.1 as it
-  is installed.
-- **Checkpoint tests**: runs that are resumed, bit for bit on one rank, and with losses within 1e-5 on two in ep 2, tp 2
-  and pp 2 vpp 2, from ep 2 into tp 2 ep 2 etp 1, and on four into pp 2 ep 2; a checkpoint of another model.
-- **Patch out**: hashes of all files, against the list in the wheel.
+From 0.17 on, wheels ask for Python 3.12. 0.18 and later import triton and do not declare it. Unpacked under 3.11,
+0.17.1, 0.18.2 and 0.19.2 ran earlier, in part: the trainer's steps (within 1e-5 of 0.16.1), semantics of replay, losses
+and gradients of ten families, checkpoints of one rank. The slow tests of releases run 0.16.0 too.
+
+On 0.19.2 and Python 3.12 these ran besides: tests of replay on several ranks, of its contents, passes and operations,
+of the exchange of routes, of forward passes, and of one training step. Of the loops 51 tests passed and 3 failed:
+evaluation with gradients inside recomputed layers, which is left out from 0.17 on and has not been run again.
+
+- **Patch**: in how many of twenty ways of scoring (five, with and without groups, fp32 and bf16) the patched release
+  with an empty hook gives bit for bit the outputs and gradients of the unpatched one. Taken out again, every file was
+  as in the wheel.
+- **Replay**: known bugs, semantics (gates, balancing losses, expert bias, prediction layers), errors, and three layouts
+  with all their recomputations: one rank, tp2 ep2 etp1, pp2 vpp2.
+- **Every layout**: `tests/megatron/test_megatron_matrix.py`: layouts of up to four ranks, recomputations, routers.
+- **Training**: two ranks, fixed rollouts. R3 with tp 2 and with pp 2 (every layer recomputed), R2 with ep 2 (experts
+  recomputed), KL-GRPO with R3; then a run with R3 and ep 2 that samples, is saved, and is resumed. The number is the
+  largest relative difference of any metric (losses, gradient norms, log-probabilities, router) from 0.16.1 as it is
+  installed, on the same Python.
+- **Checkpoints**: runs that are resumed, bit for bit on one rank, and with losses within 1e-5 on two in ep 2, tp 2 and
+  pp 2 vpp 2, from ep 2 into tp 2 ep 2 etp 1, and on four into pp 2 ep 2; a checkpoint of another model.
+- **Conversion**: five families to `torch_dist` and back, bit for bit; a checkpoint of a run of this release and one of
+  Megatron-LM; this release's own loader reads what megarl wrote.
+- **Export**: the engine's weights from every layout, bit for bit; a saved model is the same to transformers.
+- **Example**: `examples/plugged_in.py` on two ranks, R3 with tp 2 and R2 with pp 2 vpp 2, recomputed.
 
 Up to 0.14.0 checkpoints hold optimizer state in another form (`fully_sharded_model_space`), which does not move between
 ep = 1 and ep > 1. Checkpoints of one release were not loaded into another: stay on the release that a run began with.
-All ran with the torch and numpy above, which are newer than these releases ask for;
-`megarl/megatron/checkpoints/versions.py` says what that takes. CUDA, NCCL and Transformer Engine were not run on any
-release.
+All ran with newer versions of torch and numpy than older releases ask for;
+`megarl/megatron/checkpoints/versions.py` says what that takes. CUDA, NCCL and Transformer Engine were not run.
+
+## Ways to the experts, read in each release from 0.16 on
+
+| way | since | under replay |
+|---|---|---|
+| top-k of softmax, sigmoid, with groups, with a bias | 0.16 | asks the hook |
+| `sqrtsoftplus` as score | 0.18 | asks the hook (`tests/megatron/test_megatron_newer.py`) |
+| prediction layers, one layer for all of them (`mtp_use_repeated_layer`) | 0.17 | route natively, rows are counted |
+| `tokens_per_sample` of packed sequences: MoE layers take [s, b] | 0.19 | rows are in the order of the routers |
+| top-k in any order without gradients (`sorted=False`) | 0.18 | replayed as recorded; compared as sets |
+| MoE layers that recompute in training mode alone | 0.17 | followed |
+| sinkhorn; quantile balancing | 0.16; 0.19 | refused: the hook is not asked |
+| fused top-k (`moe_router_fusion`) | 0.16 | refused |
+| random logits (`moe_router_force_load_balancing`, `moe_router_force_biased`) | 0.16; 0.17 | refused |
+| capacity of an expert, of a rank (HybridEP and NCCL EP, paged stash) | 0.16; 0.18 | refused |
+| `mlp_chunks_for_training` | 0.18 | refused |
+| combined 1F1B (`overlap_moe_expert_parallel_comm`) | 0.16 | refused |
+| CUDA graphs: `local`, `full_iteration`, of the router, the MoE or the whole layer | 0.16 | refused |
+| CUDA graphs of Transformer Engine over attention and dense layers alone | 0.16 | not refused; not run, no GPU |
+| `InferenceTopKRouter` and its dispatchers | 0.17 | only inside Megatron's inference engine; not run |
 """
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--releases", nargs="+", choices=RELEASES, default=RELEASES)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--cache", type=Path, help="JSON file of releases that were measured before")
+    parser.add_argument("--releases", nargs="*", choices=RELEASES, default=RELEASES)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--rows", type=Path, default=ROOT / "docs" / "version_matrix")
+    parser.add_argument("--out", type=Path, help="the page, of all rows")
     args = parser.parse_args()
-    rows: dict[str, Row] = json.loads(args.cache.read_text()) if args.cache and args.cache.exists() else {}
-    with tempfile.TemporaryDirectory() as name:
-        world, where = make_world(Path(name)), Path(name) / "installed"
-        ended, _ = trained(None, world, where)
+    minor = ".".join(platform.python_version_tuple()[:2])
+    with tempfile.TemporaryDirectory() as common:
         for release in args.releases:
-            measure(release, world, (ended, records(where)), rows.setdefault(release, {}))
-            print(release, json.dumps(rows[release]), flush=True)
-            if args.cache:
-                args.cache.write_text(json.dumps(rows))
-    text = page({release: rows[release] for release in args.releases})
+            measure(release, args.parts, args.rows / f"{release}-python{minor}.json", Path(common))
     if args.out:
-        args.out.write_text(text)
-    else:
-        print(text)
+        args.out.write_text(
+            page(sorted((json.loads(file.read_text()) for file in args.rows.glob("*.json")), key=_order))
+        )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Self
 
-import tomli_w
 from pydantic import model_validator
 
 from megarl.config import rules
@@ -84,4 +83,6 @@ class Config(Tables):
 
     def to_toml(self) -> str:
         """The resolved configuration as TOML; ``file.parse(tomllib.loads(text))`` equals this one."""
+        import tomli_w  # a run writes its configuration; nothing else needs the package
+
         return tomli_w.dumps(self.model_dump(exclude_none=True))

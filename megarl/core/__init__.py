@@ -9,6 +9,7 @@ Packages:
     objectives     the one equation: columns of a batch -> a coefficient per token
     sampling       which prompts get how many samples, which of them train, with what credit
     routing        routing traces: validate, compare, write as bytes
+    diagnostics    what tells a healthy run from one that is about to collapse
 
 Modules:
 
@@ -18,7 +19,6 @@ Modules:
     packing        sequences into micro-batches
     parallel       which tokens a context- or sequence-parallel rank holds
     metrics        statistics that merge exactly over micro-batches and ranks
-    diagnostics    entropy, KL, effective sample size, extreme tokens
     turns          several turns of a conversation as one sequence
     rollout_codec  rollouts as bytes, to exchange them between ranks
     megatron_facts which settings of Megatron-Core bypass routing replay

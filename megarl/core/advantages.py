@@ -5,8 +5,6 @@ split into mini-batches. A group without contrast (uniform rewards, or a single 
 be learned from it, and rounding must not pretend otherwise. Only RAFT, which has no baseline, trains on such groups.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Copies between host and device that go through pinned memory, so that the host does not wait for each."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

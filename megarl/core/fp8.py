@@ -5,8 +5,6 @@ each block of a weight [out, in] has one fp32 scale, ``w ~ q * scale`` with ``q`
 upper left corner; those at the right and lower edge are smaller.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -25,12 +25,13 @@ def _drops_tokens(settings: Mapping[str, Any]) -> bool:
 
 
 def _captures_router(settings: Mapping[str, Any]) -> bool:
-    if settings.get("cuda_graph_impl", "none") == "none":
-        return False
+    kind = settings.get("cuda_graph_impl", "none")
     scope = settings.get("cuda_graph_scope")
     scope = _names(settings.get("cuda_graph_modules", "full") if scope is None else scope)  # its name from 0.18 on
-    # An empty one captures the whole layer.
-    return not scope or not {"attn", "mlp", "mamba"}.issuperset(scope)
+    # Only Transformer Engine's graphs end at the attention: "local" captures the whole layer of a GPT model for any
+    # scope, "full_iteration" everything, and an empty scope the whole layer.
+    parts = kind == "transformer_engine" and scope and {"attn", "mlp", "mamba"}.issuperset(scope)
+    return kind != "none" and not parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,11 @@ REPLAY_BLOCKERS: tuple[ReplayBlocker, ...] = (
     ReplayBlocker(
         "overlap_moe_expert_parallel_comm",
         "the combined 1F1B schedule interleaves two micro-batches, so a pass no longer meets its rows in order",
+    ),
+    ReplayBlocker(
+        "mlp_chunks_for_training",
+        "the router is asked for each chunk of a micro-batch (0.18 and later), so a pass no longer meets all its rows",
+        lambda settings: settings.get("mlp_chunks_for_training", 1) > 1,
     ),
     ReplayBlocker("cuda_graph_impl", f"a CUDA graph over the router {_REPEATS}", _captures_router),
     ReplayBlocker("enable_cuda_graph", f"a CUDA graph over the layer {_REPEATS}"),

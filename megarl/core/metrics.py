@@ -6,7 +6,7 @@ A ``Stat`` holds only sums and maxima; a minimum is a negated maximum.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from megarl.errors import NumericsError
 
-Kind = Literal["total", "mean", "exp_mean", "max", "min", "summary", "ratio", "spread", "ess"]
+Values = Tensor | np.ndarray | Sequence[float] | float
+Kind = Literal["total", "mean", "exp_mean", "max", "summary", "ratio", "spread", "ess"]
 
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 """Suffix and level of the quantiles that a "ratio" or "spread" statistic reports."""
@@ -31,7 +32,10 @@ SPREAD_EDGES = torch.logspace(-12, 12, 385, dtype=torch.float64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stat:
-    """One statistic in a form that merges. Build it with the class methods; masks are bool and select the entries."""
+    """One statistic in a form that merges. Build it with the class methods; masks are bool and select the entries.
+
+    Values and masks are tensors, on any device, or arrays or lists on the host.
+    """
 
     kind: Kind
     """How ``finalize`` reads the numbers."""
@@ -46,25 +50,21 @@ class Stat:
         return cls("total", _vector(value), _vector())
 
     @classmethod
-    def mean(cls, values: Tensor, mask: Tensor | None = None) -> Stat:
+    def mean(cls, values: Values, mask: Values | None = None) -> Stat:
         """Mean of the values over the mask."""
-        values, count = _select(values, mask)
-        return cls("mean", torch.stack([values.sum(), count]), _vector(device=values.device))
+        selected, count = _select(values, mask)
+        return cls("mean", torch.stack([selected.sum(), count]), _vector(device=selected.device))
 
     @classmethod
-    def exp_mean(cls, values: Tensor, mask: Tensor | None = None) -> Stat:
+    def exp_mean(cls, values: Values, mask: Values | None = None) -> Stat:
         """``exp(mean(values))``: a geometric mean of exp(values), such as a perplexity."""
         return replace(cls.mean(values, mask), kind="exp_mean")
 
     @classmethod
-    def max(cls, values: Tensor, mask: Tensor | None = None) -> Stat:
+    def max(cls, values: Values, mask: Values | None = None) -> Stat:
         """Largest value over the mask."""
-        return cls("max", _vector(device=values.device), _largest(values, mask).reshape(1))
-
-    @classmethod
-    def min(cls, values: Tensor, mask: Tensor | None = None) -> Stat:
-        """Smallest value over the mask."""
-        return replace(cls.max(-values, mask), kind="min")
+        largest = _largest(values, mask)
+        return cls("max", _vector(device=largest.device), largest.reshape(1))
 
     @classmethod
     def summary(cls, values: Tensor, mask: Tensor | None = None) -> Stat:
@@ -154,20 +154,25 @@ def _vector(value: Tensor | float | None = None, device: torch.device | None = N
     return torch.as_tensor(value).detach().double().reshape(1)
 
 
-def _select(values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _select(values: Values, mask: Values | None) -> tuple[Tensor, Tensor]:
     """Return the values in float64 with 0 outside the mask, and the number of entries inside."""
-    values = values.detach().double()
+    wide = _widen(values)
     if mask is None:
-        return values, torch.full((), float(values.numel()), dtype=torch.float64, device=values.device)
-    return torch.where(mask, values, 0.0), mask.sum().double()
+        return wide, torch.full((), float(wide.numel()), dtype=torch.float64, device=wide.device)
+    chosen = torch.as_tensor(mask)
+    return torch.where(chosen, wide, 0.0), chosen.sum().double()
 
 
-def _largest(values: Tensor, mask: Tensor | None) -> Tensor:
-    values = values.detach().double()
+def _largest(values: Values, mask: Values | None) -> Tensor:
+    wide = _widen(values)
     if mask is not None:
-        values = torch.where(mask, values, -math.inf)
+        wide = torch.where(torch.as_tensor(mask), wide, -math.inf)
     # The extra -inf makes the maximum of nothing -inf, which is what a later maximum needs.
-    return torch.cat([values.flatten(), values.new_full((1,), -math.inf)]).max()
+    return torch.cat([wide.flatten(), wide.new_full((1,), -math.inf)]).max()
+
+
+def _widen(values: Values) -> Tensor:
+    return torch.as_tensor(values, dtype=torch.float64).detach()
 
 
 def _mean(sums: list[float]) -> dict[str, float]:
@@ -183,13 +188,8 @@ def _summary(sums: list[float], maxima: list[float]) -> dict[str, float]:
     return {"mean": mean, "std": math.sqrt(variance), "min": -maxima[1], "max": maxima[0]}
 
 
-def _ratio(sums: list[float], maxima: list[float]) -> dict[str, float]:
-    quantiles = _quantiles(sums[3:], HISTOGRAM_EDGES)
-    return _summary(sums, maxima) | {suffix: math.exp(value) for suffix, value in quantiles.items()}
-
-
-def _spread(sums: list[float], maxima: list[float]) -> dict[str, float]:
-    return _summary(sums, maxima) | _quantiles(sums[3:], SPREAD_EDGES)
+def _exp(values: dict[str, float]) -> dict[str, float]:
+    return {name: math.exp(value) for name, value in values.items()}
 
 
 def _quantiles(counts: list[float], all_edges: Tensor) -> dict[str, float]:
@@ -215,11 +215,10 @@ def _ess(sums: list[float]) -> dict[str, float]:
 _FINALIZERS: Mapping[Kind, Callable[[list[float], list[float]], dict[str, float]]] = {
     "total": lambda sums, _: {"": sums[0]},
     "mean": lambda sums, _: _mean(sums),
-    "exp_mean": lambda sums, _: {name: math.exp(value) for name, value in _mean(sums).items()},
+    "exp_mean": lambda sums, _: _exp(_mean(sums)),
     "max": lambda _, maxima: {"": maxima[0]} if maxima[0] != -math.inf else {},
-    "min": lambda _, maxima: {"": -maxima[0]} if maxima[0] != -math.inf else {},
     "summary": _summary,
-    "ratio": _ratio,
-    "spread": _spread,
+    "ratio": lambda sums, maxima: _summary(sums, maxima) | _exp(_quantiles(sums[3:], HISTOGRAM_EDGES)),
+    "spread": lambda sums, maxima: _summary(sums, maxima) | _quantiles(sums[3:], SPREAD_EDGES),
     "ess": lambda sums, _: _ess(sums),
 }

@@ -3,8 +3,6 @@
 No random numbers: the same lengths give the same micro-batches on every rank and in every resumed run.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from dataclasses import fields, replace

@@ -6,8 +6,6 @@ Context parallelism (CP) splits every sequence into 2 * cp equal chunks and give
 contiguous slices.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

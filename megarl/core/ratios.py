@@ -3,8 +3,6 @@
 Packed layout: ``T`` tokens of ``N`` sequences, sequence ``n`` is ``[cu_seqlens[n], cu_seqlens[n+1])``.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

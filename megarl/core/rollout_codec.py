@@ -6,8 +6,6 @@ loss_mask uint8; then of the sequences that have them: routed_mask uint8, route_
 Routes are left out, because every rank needs other rows of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, get_args
 

@@ -5,8 +5,6 @@ and routes that they were sampled with are those of the earlier turn. One row is
 which nothing had processed yet: the later turn brings it.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:  # routing traces are read where torch is not installed
+    import torch
 
 FinishReason = Literal["stop", "length", "abort"]
 

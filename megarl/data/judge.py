@@ -3,15 +3,13 @@
 A reward function that hangs, crashes or runs out of memory costs one response, not the run.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import os
 import signal
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any
+from typing import Any, Self
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
@@ -59,7 +57,8 @@ class Judge:
         workers: None for this rank's share of the cores; max_characters: of a response, the last ones, that a function
         marked with ``wrong_if_stopped`` gets; model: the servers of the function "reward_model".
         """
-        workers = _num_cores() if workers is None else workers
+        if workers is None:  # LOCAL_WORLD_SIZE is set by torchrun
+            workers = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         if workers < 1 or not timeout_s > 0:
             raise ConfigError(f"a judge needs at least 1 worker and a positive time-out, got {workers} and {timeout_s}")
         self.function = function
@@ -80,7 +79,7 @@ class Judge:
         self._busy: dict[ProcessPool, Call | None] = {}
         self._closed = False
 
-    def __enter__(self) -> Judge:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -138,7 +137,7 @@ class Judge:
         except ConfigError:
             raise
         except asyncio.CancelledError as error:
-            if _is_being_cancelled():
+            if is_being_cancelled():
                 raise
             return describe_failure(error)  # the function awaited something that was cancelled, not this call
         except Exception as error:  # foreign code may raise anything
@@ -186,7 +185,7 @@ class Judge:
                 raise BrokenProcessPool("the worker did not begin in time") from None
             return self._time_out()
         except asyncio.CancelledError:
-            if self._closed and not _is_being_cancelled():
+            if self._closed and not is_being_cancelled():
                 raise RuntimeError("the judge was closed in this call") from None
             raise
         if isinstance(outcome, ConfigError):
@@ -209,16 +208,12 @@ class Judge:
         return Verdict(None, error=why, timed_out=self.function != "math_verify")
 
 
-def _num_cores() -> int:
-    """This rank's share of the cores that the process may use."""
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))  # set by torchrun
-
-
 def _end(pool: ProcessPool) -> None:
     pool.stop()
     pool.join()
 
 
-def _is_being_cancelled() -> bool:
+def is_being_cancelled() -> bool:
+    """Whether the running task itself was cancelled, and not another one that it waits for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -4,8 +4,6 @@ They do not import the trainer's main module: without ``if __name__ == "__main__
 They and the processes that they start end with the trainer, even if it is killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import functools

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.data.files import write_atomically
-from megarl.errors import ConfigError, DataError
+from megarl.errors import ConfigError, DataError, describe
 
 _TYPES = {str: "text", int: "a whole number", float: "a number", bool: "true/false", list: "a list", dict: "a table"}
 
@@ -108,7 +108,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Record]]:
                     yield f"{path} row {row}", record
                     row += 1
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a readable Parquet file after row {row} ({_first_line(error)})") from error
+        raise DataError(f"{path}: not a readable Parquet file after row {row} ({describe(error)})") from error
 
 
 def _read_dataset(source: str, split: str | None) -> Iterator[tuple[str, Record]]:
@@ -121,7 +121,7 @@ def _read_dataset(source: str, split: str | None) -> Iterator[tuple[str, Record]
     except Exception as error:  # load_dataset does not document what it raises
         raise UnavailableError(
             f"{source}: neither a file here nor a data set that `datasets` can load "
-            f"({type(error).__name__}: {_first_line(error)}); check the name, the split and the network"
+            f"({describe(error)}); check the name, the split and the network"
         ) from error
     if isinstance(data, DatasetDict):
         if len(data) != 1:
@@ -130,8 +130,3 @@ def _read_dataset(source: str, split: str | None) -> Iterator[tuple[str, Record]
         (data,) = data.values()
     for row, record in enumerate(data):
         yield f"{source} row {row}", dict(record)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -6,8 +6,6 @@ This is SGLang's API for reward models and classifiers. A text without a score r
 is counted. No failure becomes a score.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

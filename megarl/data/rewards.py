@@ -4,8 +4,6 @@ A reward is any callable ``reward(*, prompt: str, response: str, answer: str)`` 
 built-in ones return 1 for a correct response and 0 for a wrong one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import itertools

@@ -17,13 +17,12 @@ from pathlib import Path
 
 import numpy as np
 from pydantic import BaseModel, Field, Json, StrictInt, StrictStr, ValidationError
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from megarl.core.routing import RoutingTrace, decode, encode
 from megarl.core.routing.provenance import row_sources, row_versions
 from megarl.core.types import Rollout, RowSource
 from megarl.data.files import write_atomically
+from megarl.data.tensor_file import dump_tensors, load_tensors
 from megarl.errors import ConfigError, TraceError
 
 FORMAT, FORMAT_VERSION = "megarl-routing-traces", 1
@@ -130,7 +129,7 @@ def write_traces(path: str | Path, info: TraceInfo, sequences: Sequence[TracedSe
     known = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(info)}
     known |= {"weight_versions": versions, "names": names}
     metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in known.items()}
-    write_atomically(path, save(tensors, metadata))
+    write_atomically(path, dump_tensors(tensors, metadata))
 
 
 def _check_model(trace: RoutingTrace, info: TraceInfo, num_tokens: int, label: str) -> None:
@@ -158,18 +157,17 @@ def read_traces(path: str | Path) -> TraceFile:
     if not path.is_file():
         what = "it is a folder" if path.is_dir() else "there is no such file"
         raise TraceError(f"{path}: {what}; expected a trace file")
+
+    def check_format(metadata: Mapping[str, str]) -> None:
+        found, version = metadata.get("format", "unknown"), metadata.get("format_version")
+        if found != FORMAT:
+            raise TraceError(f"{path}: a safetensors file of format {found!r}, expected {FORMAT!r}")
+        if version != str(FORMAT_VERSION):
+            raise TraceError(f"{path}: format version {version!r}, expected '{FORMAT_VERSION}': of another megarl")
+
+    tensors, metadata = load_tensors(path, check_format)
     try:
-        with safe_open(path, framework="np") as file:
-            metadata = file.metadata() or {}
-            found, version = metadata.get("format", "unknown"), metadata.get("format_version")
-            if found != FORMAT:
-                raise TraceError(f"{path}: a safetensors file of format {found!r}, expected {FORMAT!r}")
-            if version != str(FORMAT_VERSION):
-                raise TraceError(f"{path}: format version {version!r}, expected '{FORMAT_VERSION}': of another megarl")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         return TraceFile(path, _Metadata.model_validate(metadata), tensors)
-    except (SafetensorError, OSError) as error:
-        raise TraceError(f"{path}: not a readable safetensors file ({error}); expected a trace file") from error
     except ValidationError as error:
         first = error.errors()[0]
         raise TraceError(

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.config import Config
@@ -24,17 +23,16 @@ from megarl.data.benchmarks import Benchmark
 from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt
 from megarl.data.rewards import load_reward
-from megarl.errors import ConfigError, MegarlError, RolloutError, printable
+from megarl.errors import ConfigError, RolloutError, printable
 from megarl.evaluate import results
 from megarl.evaluate.request import EvalRequest
-from megarl.evaluate.scores import print_table, widen
+from megarl.evaluate.scores import to_text
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.folders import complete_checkpoints
 from megarl.megatron.frozen import FrozenModel
 from megarl.models.hf_files import HFCheckpoint
-from megarl.rollout.draw import Draw
 from megarl.rollout.engine import Engine
-from megarl.rollout.player import Sample
+from megarl.rollout.player import Draw, Sample
 from megarl.run.folder import read_run_id
 from megarl.run.progress import Advance, StepProgress
 from megarl.train.engines import make_engine
@@ -169,14 +167,11 @@ def _draw_benchmark(
     prompts = task.prompts[benchmark.name]
     total = len(prompts) * request.samples
     mine = [divmod(index, request.samples) for index in range(dist.get_rank(), total, dist.get_world_size())]
-    lines: list[results.Json] = []
-    failure: MegarlError | None = None
-    try:
-        with progress.bar(benchmark.name, len(mine)) as advance:
-            lines = draw_lines(engine, request.config, benchmark, prompts, mine, tokenizer, advance)
-    except MegarlError as error:
-        failure = error
-    distributed.fail_together(failure, f"the evaluation on {benchmark.name}")
+    with progress.bar(benchmark.name, len(mine)) as advance:
+        lines = distributed.run_together(
+            f"the evaluation on {benchmark.name}",
+            lambda: draw_lines(engine, request.config, benchmark, prompts, mine, tokenizer, advance),
+        )
     gathered = distributed.gather_on_main_rank(lines)
     distributed.from_main_rank(lambda: _save(request, benchmark, task, gathered or [], engine.weight_version))
     progress.line(f"{benchmark.name}: {total} responses in {time.perf_counter() - started:.1f} s")
@@ -246,10 +241,7 @@ def _conclude(request: EvalRequest, task: Task) -> None:
             task.out, benchmark, task.shared | task.own[name], known, samples, request.ks
         )
     results.write_summary(task.out, request, task.shared)
-    console = widen(Console())
     weights = request.config.model.path if task.checkpoint is None else task.checkpoint
     engine, temperature = request.config.rollout.engine, request.config.eval.temperature
-    style: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
-    console.print(printable(f"{weights}, engine {engine}, temperature {temperature:g}"), **style)
-    print_table(found, console)
-    console.print(printable(f"eval: {task.out / 'eval.json'}"), **style)
+    print(printable(f"{weights}, engine {engine}, temperature {temperature:g}"), "", to_text(found), sep="\n")
+    print(printable(f"eval: {task.out / 'eval.json'}"))

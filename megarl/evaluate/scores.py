@@ -12,18 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from megarl.core.choices.stopping import POSITIVE
 from megarl.core.sampling.pass_at_k import Interval, fixed_prompts_interval, mean_interval, pass_at_k, wilson_interval
 from megarl.errors import printable
+from megarl.text_table import text_table
 
 LEVEL = 0.95
 """Confidence of all intervals."""
-_WIDTH = 110
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,25 +101,25 @@ def _clip(interval: Interval | None) -> list[float] | None:
     return None if interval is None else [max(interval.low, 0.0), min(interval.high, 1.0)]
 
 
-def print_table(results: Mapping[str, Mapping[str, Any]], console: Console) -> None:
-    """Print one row per score of each benchmark, and the remarks below."""
-    table = Table(box=box.SIMPLE_HEAD)
+def to_text(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a table with one row per score of each benchmark, and the remarks below."""
     headings = ("benchmark", "score", "value", "95 %, other prompts", "95 %, other samples", "prompts")
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if index < 2 else "right", no_wrap=True)
+    rows: list[Sequence[str]] = []
     for name, result in results.items():
         found = result["figures"]
         for index, (label, entry) in enumerate(_label(found).items()):
             value = "-" if entry["value"] is None else f"{entry['value']:.1%}"
             shown = value, _range(entry["other_prompts"]), _range(entry.get("other_samples"))
-            table.add_row("" if index else escape(printable(name)), label, *shown, str(entry["prompts"]))
-        table.add_row("", "length", f"{found['length_mean']:.1f}", "", "", "")
-        table.add_row("", "truncated", f"{found['truncated']:.1%}", "", "", "")
-        table.add_section()
-    console.print(table)
-    for name, result in results.items():
-        for line in _remarks(result["figures"], result["first_error"]):
-            console.print(escape(printable(f"{name}: {line}")), highlight=False, soft_wrap=True)
+            rows.append(("" if index else name, label, *shown, str(entry["prompts"])))
+        rows.append(("", "length", f"{found['length_mean']:.1f}", "", "", ""))
+        rows.append(("", "truncated", f"{found['truncated']:.1%}", "", "", ""))
+        rows.append(())
+    remarks = [
+        printable(f"{name}: {line}")
+        for name, result in results.items()
+        for line in _remarks(result["figures"], result["first_error"])
+    ]
+    return "\n".join([text_table(rows, headings, words=2), *remarks])
 
 
 def _label(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,11 +139,6 @@ def _remarks(found: Mapping[str, Any], first_error: str | None) -> list[str]:
     if short:
         lines.append(f"prompts left out because too few of their samples have a reward: {', '.join(short)}")
     return lines
-
-
-def widen(console: Console) -> Console:
-    """Return a console that is wide enough for the table, also in a pipe."""
-    return console if console.width >= _WIDTH else Console(file=console.file, width=_WIDTH)
 
 
 def _range(ends: Sequence[float] | None) -> str:

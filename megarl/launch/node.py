@@ -3,8 +3,6 @@
 The node's number is SLURM_NODEID if it is not given. launch.json has everything else, and no secrets.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import logging

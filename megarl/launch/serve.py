@@ -3,8 +3,6 @@
 The launcher watches the step and restarts it. The trainer sends the weights, also to a restarted server.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -5,8 +5,6 @@ It ends when ``server<INDEX>.end`` holds the name of its launch: srun passes SIG
 would leave files with keys behind.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

@@ -6,8 +6,6 @@ How the trainer ended is read from its status file: the exit codes of torchrun a
 continues from the newest checkpoint and repeats the steps since.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

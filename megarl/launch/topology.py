@@ -1,7 +1,5 @@
 """The nodes, addresses and ports of a job. The launcher finds them; all other processes read <run>/launch.json."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re
@@ -77,14 +75,14 @@ def find(config: Config, env: Mapping[str, str], ask: Ask | None = None) -> Topo
         return Topology((here,), (), launch.ranks_per_node, free_ports(1, os.getpid())[0], ())
     if "SLURM_JOB_ID" not in env:
         raise ConfigError(
-            f'launch.layout: found "{launch.layout}" outside of a Slurm job; submit launch/{launch.layout}.sbatch, or '
-            'set launch.layout = "local"'
+            f'launch.layout: found "{launch.layout}" outside of a Slurm job; submit '
+            f'{launch.layout}.sbatch (megarl recipes), or set launch.layout = "local"'
         )
     het = launch.layout == "heterogeneous"
     if het and env.get("SLURM_HET_SIZE") != "2":
         raise ConfigError(
             f"found a Slurm job of {env.get('SLURM_HET_SIZE', '1')} components, expected 2, trainer nodes and server "
-            "nodes; submit launch/heterogeneous.sbatch"
+            "nodes; submit heterogeneous.sbatch (megarl recipes)"
         )
     lists = ["_HET_GROUP_0", "_HET_GROUP_1"] if het else [""]
     hostnames = [ask(["scontrol", "show", "hostnames", env[f"SLURM_JOB_NODELIST{group}"]]).split() for group in lists]

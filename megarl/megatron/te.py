@@ -29,27 +29,29 @@ from megarl.models.shapes import ModelShape
 _NAME = "transformer_engine"
 
 
-def _find() -> bool:
+def _find() -> tuple[bool, str | None]:
+    problem = None
     if importlib.util.find_spec(_NAME) is None:
-        return False
+        return False, None
     if torch.cuda.is_available():
         try:
             importlib.import_module(f"{_NAME}.pytorch")
-            return True
+            return True, None
         except Exception as error:  # of any kind: shared libraries of another torch or CUDA
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            problem = " ".join(f"{type(error).__name__}: {error}".split())
             warnings.warn(
-                f"Transformer Engine is installed but cannot be imported ({reason}): found none that fits this torch, "
+                f"Transformer Engine is installed but cannot be imported ({problem}): found none that fits this torch, "
                 "training with Megatron's local layers, which are slower; install one that fits, or uninstall it",
                 stacklevel=2,
             )
     for module in [name for name in sys.modules if name.partition(".")[0] == _NAME]:
         del sys.modules[module]
     sys.modules[_NAME] = None  # type: ignore[assignment] # Python's way to say that an import fails
-    return False
+    return False, problem
 
 
-HAVE_TE = _find()
+HAVE_TE, PROBLEM = _find()
+"""Whether TE is used, and why one that is installed cannot be imported, where there are GPUs."""
 
 
 def uses_te(shape: ModelShape) -> bool:

@@ -4,8 +4,7 @@ No model is built. The formulas and what they were checked against: docs/plan.md
 
     plan             puts it together: configuration -> Plan
     layout           layers of each stage, parameters of each rank, batches and pipeline bubble of a step
-    activations      bytes that the passes of a step hold on a rank, module by module
-    trainer_memory   bytes of a rank of the trainer
+    trainer_memory   bytes of a rank of the trainer: states, and what the passes of a step hold, module by module
     engine_memory    bytes of a GPU of the sampling engine
     traffic          bytes that move between engine and trainer, and between ranks
     checks           refuses what does not divide the model or does not fit

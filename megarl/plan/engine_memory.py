@@ -8,7 +8,7 @@ from megarl.config import Config
 from megarl.core.fp8 import BLOCK, grid_of, is_fp8_weight
 from megarl.models.names import Rule, dimensions, rules_of
 from megarl.models.shapes import ModelShape
-from megarl.plan.activations import ELEMENT
+from megarl.plan.trainer_memory import ELEMENT
 
 DEFAULT_MEM_FRACTION = 0.85
 """Assumed if sglang.mem_fraction is not set; SGLang then chooses 0.8 to 0.9 by itself."""

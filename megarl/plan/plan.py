@@ -12,9 +12,7 @@ from megarl.plan.checks import GpuMemory, check_division, check_engine, check_gp
 from megarl.plan.engine_memory import EngineMemory, engine_memory
 from megarl.plan.layout import ModelCount, RankCount, Schedule, count_model, count_rank, divide_step, stages_of
 from megarl.plan.trainer_memory import RankMemory, rank_memory
-
-SHIPPED = Path("launch/models")
-"""Configs of public models, beside the recipes in launch/recipes."""
+from megarl.recipes.shipped import MODELS
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +37,9 @@ class Plan:
     sync: traffic.SyncTraffic
 
 
-def plan(config: Config, model: Path | None = None, source: Path | None = None) -> Plan:
-    """Plan a run; ConfigError, one line, for what cannot divide or fit. ``model``, ``source``: see ``find_model``."""
-    folder = find_model(config, model, source)
+def plan(config: Config, model: Path | None = None) -> Plan:
+    """Plan a run; ConfigError, one line, for what cannot divide or fit. ``model``: see ``find_model``."""
+    folder = find_model(config, model)
     shape = read_shape(folder)
     check_fit(config, shape)
     layout = config.check_world_size(config.launch.ranks)
@@ -75,20 +73,15 @@ def plan(config: Config, model: Path | None = None, source: Path | None = None) 
     )
 
 
-def find_model(config: Config, model: Path | None, source: Path | None) -> Path:
-    """The first folder with a config.json, of ``model``, model.path, and configs shipped for the model's or run's name.
-
-    Shipped ones are searched beside ``source``, the file of the configuration, and in the working directory.
-    """
+def find_model(config: Config, model: Path | None) -> Path:
+    """The first folder with a config.json: ``model``, model.path, or one shipped for the model's or run's name."""
     if model is not None:
         return model
     named = Path(config.model.path)
-    beside = [source.parent.parent / "models"] if source is not None else []
-    names = dict.fromkeys((named.name, config.run.name))
-    for folder in (named, *(folder / name for folder in (*beside, SHIPPED) for name in names)):
+    for folder in (named, MODELS / named.name, MODELS / config.run.name):
         if (folder / "config.json").is_file():
             return folder
-    looked = ", ".join(str(folder) for folder in (named, SHIPPED / named.name))
+    looked = ", ".join(str(folder) for folder in (named, MODELS / named.name))
     raise ConfigError(
         f"model.path: found no config.json in {looked}; give the folder of one with --model, a checkpoint is not needed"
     )

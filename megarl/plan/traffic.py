@@ -12,10 +12,9 @@ from megarl.core.rollout_codec import num_encoded_bytes
 from megarl.models.fit import wants_routes
 from megarl.models.names import rules_of
 from megarl.models.shapes import ModelShape
-from megarl.plan.activations import ELEMENT, cut_of, routed_rows
 from megarl.plan.engine_memory import cache_bytes_per_token, weight_bytes
 from megarl.plan.layout import RankCount, Schedule, Stage, count_model
-from megarl.plan.trainer_memory import BUCKET_BYTES, route_bytes, whole_bytes
+from megarl.plan.trainer_memory import BUCKET_BYTES, ELEMENT, cut_of, route_bytes, routed_rows, whole_bytes
 
 REWARD_BYTES = 88
 """What all ranks know of a response: the columns of ``megarl.train.sampling.step_rollouts``."""

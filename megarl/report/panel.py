@@ -1,7 +1,5 @@
 """One panel of a run's report: what it plots, and its picture."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The panels of a run's report: which metrics each one plots, and how to read it."""
 
-from __future__ import annotations
-
 from megarl.report import plots
 from megarl.report.panel import Panel
 from megarl.report.plots import GREY, ORANGE, PHASES, PURPLE, RED, TEAL, Line

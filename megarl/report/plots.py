@@ -3,8 +3,6 @@
 None uses pyplot, so no global state changes and no display is needed.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 from collections.abc import Callable, Sequence

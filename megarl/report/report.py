@@ -3,8 +3,6 @@
 The page needs no other file and no network: images and style sheet are embedded.
 """
 
-from __future__ import annotations
-
 import base64
 import html
 from collections.abc import Mapping, Sequence

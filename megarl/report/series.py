@@ -1,7 +1,5 @@
 """The curves of a run, from its metric records."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ class Curve:
         """float64, the values that can be plotted."""
         return self.y[np.isfinite(self.y)]
 
-    def per_step(self) -> tuple[Curve, Curve, Curve]:
+    def per_step(self) -> "tuple[Curve, Curve, Curve]":
         """Return (mean, lowest, highest) of each step's finite values; NaN for a step without any."""
         steps, group = np.unique(np.floor(self.x), return_inverse=True)
         group, values = group[np.isfinite(self.y)], self.finite

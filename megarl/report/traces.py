@@ -6,10 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from megarl.core.routing import Disagreement, common_rows, shared_experts
 from megarl.core.types import RowSource
@@ -17,6 +13,7 @@ from megarl.data.files import write_atomically
 from megarl.data.traces import TracedSequence, TraceFile, read_traces
 from megarl.errors import ConfigError, TraceError, printable
 from megarl.run.status import name_ranges
+from megarl.text_table import text_table
 
 MAX_BINS = 64
 """Most columns of the heat map."""
@@ -62,10 +59,7 @@ def inspect(path: Path) -> None:
     if sources:
         rows["row sources"] = ", ".join(f"{sources[s]:,} {s.name.lower()}" for s in RowSource if sources[s])
     rows |= _describe_sizes(file)
-    table = _make_table()
-    for what, value in rows.items():
-        table.add_row(what, escape(printable(value)))
-    _print(str(path), table)
+    _print(str(path), text_table(rows.items()))
 
 
 def stats(path: Path) -> None:
@@ -79,23 +73,22 @@ def stats(path: Path) -> None:
     tokens = counts.sum(axis=1)
     if not tokens.any():  # also if there are no layers
         raise TraceError(f"{path}: no token has routes, so no load can be counted")
-    table = _make_table("layer", "max / mean", "min / mean", "unused", "entropy (bits)", "effective experts")
     share = counts / tokens[:, None]
     entropy = -np.where(counts > 0, share * np.log2(np.where(counts > 0, share, 1.0)), 0.0).sum(axis=1)
     most, least = share.max(axis=1) * file.info.num_experts, share.min(axis=1) * file.info.num_experts
     unused = np.count_nonzero(counts == 0, axis=1)
     columns = zip(most, least, unused, entropy, strict=True)
-    for layer, (high, low, idle, bits) in zip(file.info.layers, columns, strict=True):
-        table.add_row(str(layer), f"{high:.2f}", f"{low:.2f}", str(idle), f"{bits:.3f}", f"{2**bits:.1f}")
-    table.add_section()
-    mean_bits = float(entropy.mean())
-    table.add_row(
-        "all", f"{most.max():.2f}", f"{least.min():.2f}", str(unused.sum()), f"{mean_bits:.3f}", f"{2**mean_bits:.1f}"
-    )
+    rows = [
+        [str(layer), f"{high:.2f}", f"{low:.2f}", str(idle), f"{bits:.3f}", f"{2**bits:.1f}"]
+        for layer, (high, low, idle, bits) in zip(file.info.layers, columns, strict=True)
+    ]
+    bits = float(entropy.mean())
+    rows.append(["all", f"{most.max():.2f}", f"{least.min():.2f}", str(unused.sum()), f"{bits:.3f}", f"{2**bits:.1f}"])
+    headings = ("layer", "max / mean", "min / mean", "unused", "entropy (bits)", "effective experts")
     num_experts, top_k = file.info.num_experts, file.info.top_k
     _print(
         f"{path}: expert load by layer",
-        table,
+        text_table(rows, headings, words=0),
         f"{tokens[0] // top_k:,} tokens, top-{top_k} of {num_experts} experts; even load has max / mean 1 and entropy "
         f"{math.log2(num_experts):.3f} bits.",
         "Last row: highest, lowest, sum, means.",
@@ -108,11 +101,11 @@ def diff(first: Path, second: Path, out: Path | None = None) -> None:
         raise ConfigError(f"--out: found {out}, expected a .png file in a folder that exists")
     a, b = read_traces(first), read_traces(second)
     found = compare_files(a, b)
-    table = _make_table("layer", "flip", "overlap")
-    for layer, flip, overlap in zip(a.info.layers, found.total.per_layer_flip, found.overlap, strict=True):
-        table.add_row(str(layer), f"{flip:.3%}", f"{overlap:.3%}")
-    table.add_section()
-    table.add_row("all", f"{found.total.flip:.3%}", f"{found.total.overlap:.3%}")
+    rows = [
+        [str(layer), f"{flip:.3%}", f"{overlap:.3%}"]
+        for layer, flip, overlap in zip(a.info.layers, found.total.per_layer_flip, found.overlap, strict=True)
+    ]
+    rows.append(["all", f"{found.total.flip:.3%}", f"{found.total.overlap:.3%}"])
     notes = [
         f"{found.total.num_tokens:,} tokens of {found.num_sequences:,} sequences compared; "
         f"only in the first file {found.only_in[0]:,}, only in the second {found.only_in[1]:,}.",
@@ -123,7 +116,7 @@ def diff(first: Path, second: Path, out: Path | None = None) -> None:
     one, other = (f"{info.model} ({info.fingerprint})" if info.fingerprint else info.model for info in (a.info, b.info))
     if one != other:
         notes.insert(0, f"The models differ: {one} against {other}.")
-    _print(f"{first} against {second}", table, *notes)
+    _print(f"{first} against {second}", text_table(rows, ("layer", "flip", "overlap"), words=0), *notes)
     if out is not None:
         from megarl.report.maps import plot_trace_difference  # matplotlib takes a second to import
         from megarl.report.plots import render_png
@@ -132,7 +125,7 @@ def diff(first: Path, second: Path, out: Path | None = None) -> None:
         curve = (found.total.per_layer_flip, a.info.layers, found.bin_tokens, f"{first.name} against {second.name}")
         size = (10.4, max(3.2, min(9.0, 2.2 + 0.14 * len(a.info.layers))))
         write_atomically(out, render_png(size, lambda figure: plot_trace_difference(figure, share, *curve)))
-        Console().print(f"heat map: {escape(str(out))}", highlight=False, soft_wrap=True)
+        print(printable(f"heat map: {out}"))
 
 
 def compare_files(a: TraceFile, b: TraceFile) -> FileDifference:
@@ -187,16 +180,5 @@ def _describe_sizes(file: TraceFile) -> dict[str, str]:
     return size
 
 
-def _make_table(*headings: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_header=bool(headings))
-    for heading in headings or ("", ""):
-        table.add_column(heading, justify="right" if headings else "left", overflow="fold")
-    return table
-
-
-def _print(title: str, table: Table, *notes: str) -> None:
-    console = Console()
-    console.print(escape(printable(title)), style="bold", highlight=False, soft_wrap=True)
-    console.print(table)
-    for note in notes:
-        console.print(escape(note), style="dim", highlight=False, soft_wrap=True)
+def _print(title: str, table: str, *notes: str) -> None:
+    print(printable(title), "", table, "", *map(printable, notes), sep="\n")

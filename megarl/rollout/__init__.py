@@ -1,7 +1,6 @@
 """Sampling: from a prompt to a response with its log-probabilities, routes and reward.
 
-    draw        draws what a sampling rule asks for, until it has enough
-    player      one sample: the episode and its reward
+    player      draws what a sampling rule asks for; one sample is an episode and its reward
     episodes    turns of the model and answers of an environment, joined into one sequence
     engine      the protocol of every sampling engine; an episode sees its ``Session``
     weights     checks and converts the tensors of a weight update

@@ -1,7 +1,5 @@
 """The protocol of every sampling engine, the base of their sessions, and the settings of a sampling request."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence

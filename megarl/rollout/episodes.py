@@ -9,8 +9,6 @@ up.
   ``step_s``; the episode takes longer than ``episode_s``; the engine aborts a turn.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import numbers
@@ -23,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.core.turns import join, known_rows
 from megarl.core.types import Rollout, SampleRequest
+from megarl.data.judge import is_being_cancelled
 from megarl.errors import ConfigError, describe
 from megarl.rollout.engine import Session
 from megarl.rollout.tools.protocol import Environment, Episode, ModelTurn, Observation
@@ -195,7 +194,7 @@ def _foreign(failed: str) -> Iterator[None]:
     except ConfigError:
         raise
     except asyncio.CancelledError as error:
-        if _is_cancelled():
+        if is_being_cancelled():
             raise
         # The environment has cancelled a task of its own. Raised, this would look as if the episode was dropped.
         raise EpisodeError(f"{failed}: CancelledError") from error
@@ -213,7 +212,7 @@ async def _step(episode: Episode, turn: ModelTurn, seconds: float, places: async
                 # An environment may swallow the CancelledError of the deadline, or of this task.
                 if deadline.expired():
                     raise TimeoutError
-                if _is_cancelled():
+                if is_being_cancelled():
                     raise asyncio.CancelledError
                 _check(observation)
         except EpisodeError as error:
@@ -233,12 +232,6 @@ def _check(observation: object) -> None:
         raise TypeError(f"the text of its observation is a {type(observation.text).__name__}")
     if observation.reward is not None and not isinstance(observation.reward, numbers.Real):
         raise TypeError(f"the reward of its observation is a {type(observation.reward).__name__}, expected a number")
-
-
-def _is_cancelled() -> bool:
-    """Whether the running task itself was cancelled, and not another one that it waits for."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:

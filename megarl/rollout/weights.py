@@ -3,14 +3,13 @@
 Every engine takes an update through ``require_each_once`` and ``WeightForm.convert``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -80,6 +79,13 @@ def require_each_once(tensors: Iterable[Named], shapes: Mapping[str, tuple[int, 
         )
 
 
+class _WithoutCopies(TorchFunctionMode):
+    """While it is active, ``contiguous`` returns its tensor: transformers 5.16 and later end every split with it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
+
+
 def checkpoint_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Maps each tensor name of a checkpoint on disk to a view of the model's own memory.
 
@@ -92,7 +98,8 @@ def checkpoint_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     persistent = model.state_dict(keep_vars=True).keys()
     live = dict(model.named_parameters())  # a tied parameter is listed once
     live |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-    views = revert_weight_conversion(model, {name: tensor.detach() for name, tensor in live.items()})
+    with _WithoutCopies():
+        views = revert_weight_conversion(model, {name: tensor.detach() for name, tensor in live.items()})
 
     storages = {tensor.untyped_storage().data_ptr() for tensor in live.values()}
     for name, view in views.items():

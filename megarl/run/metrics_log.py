@@ -6,8 +6,6 @@ A record is ``{"kind": "step" | "minibatch" | "eval", "step": int, "minibatch": 
 and ``speed/``, so that two runs can be compared bit for bit without it (:func:`without_timing`).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -15,12 +15,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
+from megarl.data.files import write_atomically
 from megarl.errors import ConfigError
 from megarl.run.lock import RunLock
 from megarl.run.status import rank_file, stacks_file, stop_file
@@ -189,7 +190,7 @@ class Vitals:
         os._exit(_ORPHANED)
 
     def _write(self) -> None:
-        """Write both files. No fsync: they describe this moment only."""
+        """Write both files. They need not be durable: they describe this moment only."""
         self.status.updated = time.time()
         with self._file_lock:
             try:
@@ -197,14 +198,9 @@ class Vitals:
                 own = {"rank": self._rank, "host": self.status.host, "pid": self.status.pid, "step": self.status.step}
                 own |= {"phase": self.status.phase, "phase_since": self.status.phase_since, "beat": time.time()}
                 own |= {"beat_s": self._beat_s, "error": self.status.last_error, "attempt": self.status.attempt}
-                _replace(rank_file(self._folder, self._rank), own)
+                write_atomically(rank_file(self._folder, self._rank), json.dumps(own).encode(), durable=False)
                 if self._rank == 0:
-                    _replace(self._folder / "status.json", asdict(self.status))
+                    status = json.dumps(asdict(self.status)).encode()
+                    write_atomically(self._folder / "status.json", status, durable=False)
             except OSError as error:  # such as a full disk, which must not end a run
                 print(f"megarl: warning: no status written: {error}", file=sys.stderr, flush=True)
-
-
-def _replace(path: Path, content: Mapping[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(content))
-    temporary.replace(path)

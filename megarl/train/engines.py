@@ -1,7 +1,5 @@
 """Builds the sampling engine of a configuration."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets
@@ -17,7 +15,8 @@ from transformers import AutoConfig
 
 from megarl.config import Config
 from megarl.config.plugs import ENGINES, load_plug
-from megarl.errors import ConfigError, MegarlError, RolloutError, describe, printable
+from megarl.core.choices.own import call_own
+from megarl.errors import ConfigError, RolloutError, printable
 from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES
 from megarl.models.fit import servers_record
@@ -41,12 +40,7 @@ def make_engine(config: Config, tell: Callable[[str], None]) -> Engine:
         factory = load_plug(f'rollout.engine "{config.rollout.engine}": factory', factory)
     if config.rollout.engine in ENGINES:
         return factory(config, tell)
-    try:
-        engine = factory(config, tell)
-    except MegarlError:
-        raise
-    except Exception as error:  # the factory is the user's code, which may raise anything
-        raise ConfigError(f'rollout.engine "{config.rollout.engine}" cannot be made ({describe(error)})') from error
+    engine = call_own(f'rollout.engine "{config.rollout.engine}"', factory, config, tell)
     if not callable(getattr(engine, "update_weights", None)):
         raise ConfigError(
             f'rollout.engine "{config.rollout.engine}": its factory made a {type(engine).__name__}, expected an Engine'

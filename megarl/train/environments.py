@@ -1,7 +1,5 @@
 """Builds the environment of a configuration, its tools, and the player that runs episodes in it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,8 +9,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from megarl.config import Config, EnvironmentConfig
 from megarl.config.plugs import load_plug
+from megarl.core.choices.own import call_own
 from megarl.data.judge import Judge
-from megarl.errors import ConfigError, describe
+from megarl.errors import ConfigError
 from megarl.rollout.episodes import EpisodeLimits
 from megarl.rollout.player import Player
 from megarl.rollout.tools.calculator import CalculatorTool
@@ -111,12 +110,4 @@ def _tool(name: str, config: EnvironmentConfig) -> Tool:
 
 def _make(key: str, path: str, options: Mapping[str, Any]) -> Any:
     """Return what "package.module:factory" makes."""
-    factory = load_plug(key, path)
-    try:
-        return factory(**options)
-    except ConfigError:
-        raise
-    except Exception as error:  # the user's code, which may raise anything
-        raise ConfigError(
-            f"{key}: {path!r} cannot be made ({describe(error)}); look at the function that it names"
-        ) from error
+    return call_own(key, load_plug(key, path), **options)

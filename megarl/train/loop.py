@@ -12,8 +12,6 @@ started again therefore continues as if nothing had happened. (The one exception
 after the restart is sampled with its own weights.)
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

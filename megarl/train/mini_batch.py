@@ -1,7 +1,5 @@
 """One optimizer step's share of a rank, and the steps of making it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,7 +10,7 @@ from megatron.core import parallel_state
 
 from megarl.config import Config
 from megarl.core.devices import to_device
-from megarl.core.diagnostics import replay_bias_metrics
+from megarl.core.diagnostics.measures import replay_bias_metrics
 from megarl.core.metrics import Stat
 from megarl.core.objectives.columns import Denominators, TokenColumns
 from megarl.core.types import Rollout, TrainBatch
@@ -42,7 +40,7 @@ class MiniBatch:
     denominators: Denominators
     """Over all ranks."""
     gaps: np.ndarray
-    """float64 [n, 9] by sequence: how far the engines are apart (``megarl.core.tripwires``)."""
+    """float64 [n, 9] by sequence: how far the engines are apart (``megarl.core.diagnostics.tripwires``)."""
     mistake: AgreementError | None = None
     """What replay found wrong with the routes of this rank, for the tripwires."""
     rollout_routes: list[MicroRoutes] | None = None

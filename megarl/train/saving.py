@@ -1,7 +1,5 @@
 """Checkpoints of a run, what is saved before a run ends early, and the record of how it ends."""
 
-from __future__ import annotations
-
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence

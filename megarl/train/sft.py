@@ -4,8 +4,6 @@ Only the coefficients differ from RL. Each demonstrated token has ``1 / D``, wit
 tokens in the batch, so the loss is the mean negative log-likelihood.
 """
 
-from __future__ import annotations
-
 import time
 from contextlib import nullcontext
 

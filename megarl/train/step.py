@@ -4,8 +4,6 @@ Each update is: replay, forward, coefficients, backward, optimizer step. The thr
 routes come from: nowhere ("none"), the old-log-prob pass ("r2"), or the rollouts ("r3").
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -17,13 +15,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.config import Config
-from megarl.core.diagnostics import mismatch_metrics, surrogate_metrics
+from megarl.core.diagnostics.measures import mismatch_metrics, surrogate_metrics
+from megarl.core.diagnostics.tripwires import count_flips, count_k3
 from megarl.core.metrics import Stat, merge
 from megarl.core.objectives import Objective, coefficients, function_coefficients, mini_batch_power
 from megarl.core.objectives.columns import Denominators
 from megarl.core.packing import drop_routes, pack
 from megarl.core.routing import Disagreement
-from megarl.core.tripwires import count_flips, count_k3
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import AgreementError, MegarlError, ReplayError, RolloutError
 from megarl.megatron import distributed
@@ -80,8 +78,8 @@ class TrainStep:
         r3 = config.train.replay == "r3"
         bare = [drop_routes(rollout) for rollout in rollouts]
         recorded = all(rollout.routed_mask is not None for rollout in bare)
-        failure: MegarlError | None = None
-        try:
+
+        def check_and_pack() -> TrainBatch:
             if not rollouts:
                 raise RolloutError(
                     "this rank has no sequence of the mini-batch, expected one or more on every data-parallel rank; "
@@ -92,9 +90,9 @@ class TrainStep:
             batch = pack(bare, advantages)
             if r3:
                 check_missing_rows(batch, config.train.max_missing_rows)
-        except MegarlError as error:
-            failure = error
-        distributed.fail_together(failure, "the check of rollouts")
+            return batch
+
+        batch = distributed.run_together("the check of rollouts", check_and_pack)
         micro_batches = split(config, batch)
         denominators = Denominators.of(batch.loss_mask, batch.cu_seqlens, batch.rollout_logprobs)
         gaps = np.array([[rollout.group, rollout.sample, *[0.0] * 7] for rollout in rollouts])

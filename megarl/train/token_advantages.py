@@ -4,8 +4,6 @@ They need log-probabilities of policy and reference of whole groups, and each ra
 Ranks exchange the lengths of responses and, if a group spans ranks, two floats per generated token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -3,8 +3,6 @@
 ``megarl trace diff`` on the two files shows where the engines disagree, layer by layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

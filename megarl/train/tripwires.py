@@ -4,8 +4,6 @@ All ranks come to the same verdict. A dropped sequence has no loss token any mor
 masked as by a trust mask. The verdict of the first step after a start is the self-test of the run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,9 +14,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.config.tables.train import TrainConfig
+from megarl.core.diagnostics.tripwires import LEARNING_STEPS, LIMITS, MOST_DROPPED, Verdict, learnt_limits
 from megarl.core.metrics import merge
 from megarl.core.ratios import segment_expand
-from megarl.core.tripwires import LEARNING_STEPS, LIMITS, MOST_DROPPED, Verdict, learnt_limits
 from megarl.errors import AgreementError, RolloutError
 from megarl.megatron import distributed
 from megarl.train.mini_batch import MiniBatch

@@ -22,7 +22,7 @@ from megarl.core.advantages import (
 )
 from megarl.core.choices.stopping import POSITIVE
 from megarl.core.objectives import OBJECTIVES, select_responses, sequence_advantages
-from megarl.core.sampling.pools import Pool
+from megarl.core.sampling.collector import Pool
 from megarl.errors import NumericsError
 
 batches = st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.3, 1.0, -2.5]), st.integers(-3, 3)), min_size=1, max_size=12)

@@ -256,6 +256,28 @@ def test_allotted_counts():
     assert nothing.select().prompts.size == 0
 
 
+@pytest.mark.parametrize("options", [{}, {"refill": True, "max_prompts": 5, "spare": 1}])
+def test_prompts_with_numbers_are_chosen_from_alike(options):
+    numbers = [7, 2, 11, 4, 20]
+    place = {number: index for index, number in enumerate(numbers)}
+    rewards = table(0.5, 5, 6, seed=1)
+    rule = Uniform(6, 4, "balance")
+    plain = drive(Collector(rule, 3, seed=9, **options), lambda p, s: float(rewards[p, s]))
+    named = drive(Collector(rule, 3, seed=9, numbers=numbers, **options), lambda p, s: float(rewards[place[p], s]))
+    assert named.prompts.tolist() == [numbers[p] for p in plain.prompts]
+    assert [pool.prompt for pool in named.pools] == [numbers[pool.prompt] for pool in plain.pools]
+    assert named.drawn[0].tolist() == [numbers[p] for p in plain.drawn[0]]
+    np.testing.assert_array_equal(named.samples, plain.samples)
+    np.testing.assert_array_equal(named.drawn[1:], plain.drawn[1:])
+
+
+def test_an_allotted_count_is_that_of_the_number():
+    collector = Collector(Allotted((5, 1, 3)), 2, numbers=[2, 1])
+    assert collector.start() == [Ask(2, range(3)), Ask(1, range(1))]
+    with pytest.raises(ValueError, match="prompt 0 sample 0 was not asked for"):
+        collector.add(0, 0, 1.0)
+
+
 def test_refusals():
     collector = Collector(Uniform(2), 1)
     collector.start()

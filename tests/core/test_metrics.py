@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +15,6 @@ BUILDERS = {
     "mean": Stat.mean,
     "exp_mean": Stat.exp_mean,
     "max": Stat.max,
-    "min": Stat.min,
     "summary": Stat.summary,
     "ratio": Stat.ratio,
     "spread": lambda values, mask: Stat.spread(values.abs(), mask),
@@ -39,6 +39,14 @@ def test_hand_computed():
     assert numbers["e/fraction"] == pytest.approx(0.4807692307692308, abs=1e-12)
     assert (numbers["s/mean"], numbers["s/min"], numbers["s/max"]) == (2.5, 1, 7)
     assert numbers["s/std"] == pytest.approx(math.sqrt(6.75))
+
+
+def test_arrays_lists_and_numbers_are_values_too():
+    values, mask = np.array([1.0, 2.5, 9.0]), np.array([True, True, False])
+    assert float(Stat.mean(values, mask)) == float(Stat.mean([1.0, 2.5])) == float(Stat.mean(1.75)) == 1.75
+    assert float(Stat.mean([0.1])) == 0.1, "a list is not rounded to fp32"
+    assert float(Stat.mean(values > 2)) == pytest.approx(2 / 3)
+    assert float(Stat.max(values, mask)) == 2.5
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from megarl.core.sampling.pools import Pool
+from megarl.core.sampling.collector import Pool
 
 
 def test_a_pool_orders_by_sample_and_leaves_failures_out():

@@ -38,7 +38,6 @@ def test_a_probe_decides_on_the_rest():
     rule = Allotted((2, 2), more=((6, 1, 0), (2, 2, 2)), train_size=2, keep="balance")
     assert [rule.next_samples(0, 2, k, 2 - k) for k in range(3)] == [6, 1, 0]
     assert rule.next_samples(0, 8, 1, 7) == rule.next_samples(1, 4, 0, 4) == 0
-    assert rule.of([1]).next_samples(0, 2, 0, 2) == 2
     with pytest.raises(ConfigError, match="for each number of positives"):
         Allotted((2,), more=((6, 1),))
 

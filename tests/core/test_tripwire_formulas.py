@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.core.tripwires import Verdict, count_flips, count_k3, learnt_limits
+from megarl.core.diagnostics.tripwires import Verdict, count_flips, count_k3, learnt_limits
 from megarl.core.types import TrainBatch
 
 LIMITS = np.array([0.05, 0.25])

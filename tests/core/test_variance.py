@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from megarl.core.diagnostics.measures import optimal_baselines, variance_metrics
 from megarl.core.metrics import finalize
-from megarl.core.variance import optimal_baselines, variance_metrics
 
 
 def test_optimal_baselines_minimise_the_weighted_square() -> None:

@@ -19,11 +19,11 @@ from absent import SGLANG_PYTHON
 from launch_world import CONFIG, STEPS, World, assert_whole, processes_of, rank_pid, read_json
 from slurm_cluster import Cluster, until
 
+from megarl.recipes.shipped import SCRIPTS
 from megarl.run.audit import check
 from megarl.run.status import read_status
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ROOT / "launch"
 TWO_NODES = CONFIG.replace("ranks_per_node = 2", 'layout = "colocated"\nnodes = 2\nstop_grace_s = 30.0')
 SGLANG = """
 [sglang]

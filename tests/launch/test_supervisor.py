@@ -25,9 +25,9 @@ from megarl.launch import supervisor as module
 from megarl.launch.steps import ServerSteps, Step, end_file, srun
 from megarl.launch.supervisor import Supervisor
 from megarl.launch.topology import Node
+from megarl.recipes.shipped import SCRIPTS
 from megarl.run.status import read_status, write_failure
 
-ROOT = Path(__file__).parents[2]
 FINISHES = """echo '{"state": "finished", "attempt": "'$MEGARL_ATTEMPT'"}' > $RUN/status.json"""
 
 
@@ -228,7 +228,7 @@ def test_the_status_of_what_is_no_run_or_has_only_been_launched(tmp_path: Path) 
         read_status(tmp_path / "run")
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "launch").glob("*.s*")), ids=lambda path: path.name)
+@pytest.mark.parametrize("script", sorted(SCRIPTS.iterdir()), ids=lambda path: path.name)
 def test_a_setup_file_cannot_change_the_words_of_a_script(script: Path, tmp_path: Path) -> None:
     assert shutil.which("bash")
     setup, python = tmp_path / "setup.sh", tmp_path / "python"

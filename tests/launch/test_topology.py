@@ -70,7 +70,7 @@ def test_a_job_of_other_size_is_refused() -> None:
         find(config(layout="colocated", nodes=3), {**JOB, "SLURM_JOB_NODELIST": "a[1-2]"}, slurm)
     with pytest.raises(ConfigError, match=r"launch.server_nodes: found 1 .* expected 0"):
         find(config(layout="colocated", nodes=2), JOB, slurm)
-    with pytest.raises(ConfigError, match="outside of a Slurm job; submit launch/colocated"):
+    with pytest.raises(ConfigError, match=r"outside of a Slurm job; submit colocated\.sbatch"):
         find(config(layout="colocated", nodes=2), {}, slurm)
 
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megarl.megatron.passes.micro_batches import MicroBatch, split_micro_batches
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
-from megarl.megatron.versions import unwrap
+from megarl.megatron.versions import RELEASE, unwrap
 
 A, B, C = range(3)
 """Micro-batches."""
@@ -182,6 +182,10 @@ FROZEN: Mapping[str, Callable[[str], bool]] = {
 }
 """Parts of the model without gradients."""
 
+CHECKPOINTS_IN_EVALUATION = tuple(map(int, RELEASE.split(".")[:2])) < (0, 17)
+"""Whether Megatron's MoE layers are checkpointed in evaluation mode too. Where they are not, torch refuses to recompute
+in another mode than that of the forward pass, with megarl or without."""
+
 NOTHING_IN_FRONT = ("first layers", "all but the last layer")
 """Where the input of the first layers needs no gradient, reentrant checkpoints of whole layers carry none further on,
 with megarl or without."""
@@ -312,6 +316,7 @@ def all_points() -> list[tuple[str, str, str, str]]:
         for mode in MODES
         if order != "partial_gradients"
         or kind in ("layers not reentrant", "experts not reentrant")  # torch's own limit
+        if CHECKPOINTS_IN_EVALUATION or (order, kind) != ("eval_with_gradients", "moe in layers not reentrant")
     ]
     frozen = [
         (order, kind, mode, part)

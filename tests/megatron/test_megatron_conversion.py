@@ -591,13 +591,6 @@ class TestCommand:
         assert says in told
         assert "Traceback" not in told
 
-    @pytest.mark.slow
-    def test_the_script_is_the_command(self, source: Path, tmp_path: Path) -> None:
-        script = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
-        done = preloaded.run([sys.executable, script, source, tmp_path / "out"])
-        assert done.returncode == 0, done.stderr
-        assert "every bit is equal" in done.stdout
-
 
 class TestWhatMustNotBeLost:
     def test_a_folder_that_is_called_like_the_unfinished_one(self, copy: Path, tmp_path: Path) -> None:

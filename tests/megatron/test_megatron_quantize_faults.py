@@ -208,7 +208,7 @@ def test_files_may_be_read_by_others_and_have_checksums(source: Path, tmp_path: 
 
 def tool(*words: str | Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}") if ranks > 1 else ()
-    command = [sys.executable, *torchrun, str(ROOT / "tools" / "quantize_fp8.py"), *map(str, words)]
+    command = [sys.executable, *torchrun, "-m", "megarl.cli", "quantize", *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return preloaded.run(command, env=environment, timeout=1800)
 
@@ -223,7 +223,7 @@ def test_the_command(source: Path, tmp_path: Path) -> None:
     assert same_tensors(tmp_path / "fp8", tmp_path / "here")
     again = tool(*words)
     assert again.returncode == 2
-    assert re.fullmatch(r"quantize_fp8: error: \S+fp8 exists; .*\n", again.stderr)
+    assert re.fullmatch(r"megarl: error: \S+fp8 exists; .*\n", again.stderr)
 
 
 @pytest.mark.multirank

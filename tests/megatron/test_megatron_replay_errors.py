@@ -365,6 +365,7 @@ BLOCKING: dict[str, Any] = {
     "moe_router_force_load_balancing": True,
     "moe_router_force_biased": 0.5,
     "overlap_moe_expert_parallel_comm": True,
+    "mlp_chunks_for_training": 2,
     "cuda_graph_impl": "local",
     "enable_cuda_graph": True,
     "external_cuda_graph": True,
@@ -382,7 +383,7 @@ def test_every_setting_that_bypasses_the_hook_is_refused(setting: str, world: Wo
 def test_a_model_without_the_hook_is_refused(world: World) -> None:
     for router in _routers(world.policy):
         del router.router_replay
-    with pytest.raises(ReplayError, match=r"no replay hook.*0\.16.*tools/patch\.py apply"):
+    with pytest.raises(ReplayError, match=r"no replay hook.*0\.16.*megarl patch apply"):
         RoutingReplay(world.policy.chunks)
 
 

@@ -14,11 +14,11 @@ from megatron_releases import installed
 from release_checks import (
     NEWER,
     OLDER,
+    PATCH,
     PATCHED,
     RELEASES,
     REPLAY_FILES,
     REPLAY_TESTS,
-    TOOL,
     prepared,
     restored,
     routes_alike,
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.multirank, pytest.mark.slow(minutes=3)]
 
 WITH_LAYOUTS = ("0.12.3", "0.15.3", "0.16.0")
 """The ends of what is patched, and the oldest that needs none; test_release_training.py runs two ranks on all."""
-SEMANTICS = ("megatron/test_megatron_replay_semantics.py",)
+SEMANTICS = ("megatron/test_megatron_replay_semantics.py", "megatron/test_megatron_newer.py")
 """Of the newest, whose hook is Megatron's own; test_release_training.py replays on those before it."""
 RESUMED = "megatron/test_megatron_checkpoint.py::test_a_run_resumes_in_its_own_and_in_other_layouts[pp2-vpp2]"
 """Where 0.12 names stages and orders parameter groups in its own way."""
@@ -77,14 +77,14 @@ def test_doctor_accepts_a_patched_release_and_names_the_tool_where_it_is_not(rel
     patched = run(["-W", "ignore", "-c", DOCTOR], folder)
     assert patched.status == 0, patched.output
     assert version in patched.output
-    run([str(TOOL), "revert", str(folder)], check=True)
+    run([*PATCH, "revert", str(folder)], check=True)
     try:
         missing = run(["-W", "ignore", "-c", DOCTOR], folder)
         assert missing.status == 1
-        assert "Missing: replay hook." in missing.output
-        assert "tools/patch.py" in missing.output
+        assert "replay hook: this Megatron-Core cannot replay routes" in missing.output
+        assert "megarl patch apply" in missing.output
     finally:
-        run([str(TOOL), "apply", str(folder)], check=True)
+        run([*PATCH, "apply", str(folder)], check=True)
 
 
 def test_taken_out_again_the_patch_leaves_no_trace(release: tuple[str, Path]) -> None:

@@ -39,6 +39,7 @@ from megarl.plan.layout import Stage, count_rank, stages_of  # noqa: E402
 from megarl.plan.plan import find_model  # noqa: E402
 from megarl.plan.traffic import rank_traffic  # noqa: E402
 from megarl.plan.trainer_memory import rank_memory  # noqa: E402
+from megarl.recipes.shipped import HERE as RECIPES  # noqa: E402
 from megarl.train.mini_batch import make_rollout, split  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -51,8 +52,8 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="table.key=value", dest="changes")
     given = parser.parse_args()
     changes = {key: json.loads(value) for key, value in (each.split("=", 1) for each in given.changes)}
-    source = ROOT / "launch/recipes" / given.recipe
-    model = find_model(load(source, changes), None, source)
+    source = RECIPES / given.recipe
+    model = find_model(load(source, changes), None)
     config = load(source, {**changes, "model.path": str(model)})
     print(json.dumps(measure(config, given.rank)))
 

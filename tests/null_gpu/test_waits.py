@@ -14,7 +14,7 @@ import torch
 from null_gpu.counting import host_waits
 
 from megarl.core.devices import HostCopies, to_device
-from megarl.core.diagnostics import mismatch_metrics, surrogate_metrics
+from megarl.core.diagnostics.measures import mismatch_metrics, surrogate_metrics
 from megarl.core.metrics import finalize, merge, to_host
 from megarl.core.objectives import OBJECTIVES, coefficients, function_coefficients
 from megarl.core.objectives.columns import Denominators, TokenColumns

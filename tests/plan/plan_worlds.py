@@ -10,9 +10,9 @@ from tiny_families import FAMILIES
 
 from megarl.config import Config
 from megarl.config.file import parse
+from megarl.recipes.shipped import MODELS as MODELS
 
 ROOT = Path(__file__).parents[2]
-MODELS, RECIPES = ROOT / "launch/models", ROOT / "launch/recipes"
 
 
 def write_config(folder: Path, family: str, **changes: Any) -> Path:

@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from plan_worlds import MODELS, RECIPES, ROOT
+from plan_worlds import ROOT
 
 from megarl import cli
 from megarl.config import file as config_file
@@ -16,18 +16,20 @@ from megarl.data.tiny import write_tiny_model
 from megarl.models.shapes import read_shape
 from megarl.plan.plan import plan
 from megarl.quickstart import CONFIG, RANKS
+from megarl.recipes.shipped import HERE as RECIPES
+from megarl.recipes.shipped import MODELS
 
 NAMES = sorted(path.stem for path in RECIPES.glob("*.toml"))
 LARGE = [name for name in NAMES if name != "cpu-quickstart"]
-OFF_POLICY = re.findall(r"`(--rollout\.prompts_per_step[^`]*)`", (ROOT / "launch/README.md").read_text())
+OFF_POLICY = re.findall(r"`(--rollout\.prompts_per_step[^`]*)`", (ROOT / "docs/recipes.md").read_text())
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_is_planned_where_it_says(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(ROOT)
-    assert cli.main(["plan", f"launch/recipes/{name}.toml"]) == 0
+    monkeypatch.chdir(RECIPES)
+    assert cli.main(["plan", f"{name}.toml"]) == 0
     told = capsys.readouterr().out
     assert "trainer's GPU, with reserves" in told
 
@@ -59,7 +61,7 @@ def test_off_policy_flags_are_those_of_the_paper() -> None:
 def test_off_policy_variants_are_planned(name: str, flags: str) -> None:
     _, overrides = config_file.split_overrides(flags.split())
     path = RECIPES / f"{name}.toml"
-    found = plan(config_file.load(path, overrides), source=path)
+    found = plan(config_file.load(path, overrides))
     assert found.batches.mini_batch == 1024
 
 
@@ -67,7 +69,7 @@ def test_off_policy_variants_are_planned(name: str, flags: str) -> None:
 def test_qwen3_30b_uses_the_gpus_of_its_name(name: str, gpus: int) -> None:
     path = RECIPES / f"qwen3-30b-a3b-{name}.toml"
     config = config_file.load(path)
-    found = plan(config, source=path)
+    found = plan(config)
     apart = found.server_gpus if config.launch.apart else 0
     assert found.layout.world_size + apart == gpus
 
@@ -86,8 +88,8 @@ def test_the_shipped_model_of_the_quickstart_is_the_one_that_it_makes(tmp_path: 
 
 
 def test_json_has_the_numbers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(ROOT)
-    assert cli.main(["plan", "launch/recipes/qwen3-30b-a3b-8gpu.toml", "--json"]) == 0
+    monkeypatch.chdir(RECIPES)
+    assert cli.main(["plan", "qwen3-30b-a3b-8gpu.toml", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["model"]["total"] == 30_532_122_624
     assert found["layout"]["ep"] == 8
@@ -97,8 +99,8 @@ def test_json_has_the_numbers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 def test_a_recipe_on_smaller_gpus_is_one_line_and_exit_code_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(ROOT)
-    words = ["plan", "launch/recipes/qwen3-30b-a3b-8gpu.toml", "--launch.gpu_memory_gib", "79"]
+    monkeypatch.chdir(RECIPES)
+    words = ["plan", "qwen3-30b-a3b-8gpu.toml", "--launch.gpu_memory_gib", "79"]
     assert cli.main(words) == cli.USAGE_ERROR
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("megarl: error: launch.gpu_memory_gib: a rank of stage 0 with a server on its GPU needs")
@@ -107,7 +109,7 @@ def test_a_recipe_on_smaller_gpus_is_one_line_and_exit_code_2(
 def test_another_model_is_taken_from_its_folder(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(ROOT)
-    words = ["plan", "launch/recipes/qwen3-30b-a3b-64gpu.toml", "--model", "launch/models/Qwen3-235B-A22B"]
+    monkeypatch.chdir(RECIPES)
+    words = ["plan", "qwen3-30b-a3b-64gpu.toml", "--model", "models/Qwen3-235B-A22B"]
     assert cli.main(words) == cli.USAGE_ERROR
     assert "a server's GPU holds 110.2 GiB of weights" in capsys.readouterr().err

@@ -8,8 +8,8 @@ from plan_worlds import config
 from megarl.config import Layout
 from megarl.core.packing import partition
 from megarl.errors import ConfigError
-from megarl.plan.activations import cut_of, in_flight
 from megarl.plan.layout import Schedule, bubble, divide_step
+from megarl.plan.trainer_memory import cut_of, in_flight
 
 
 def divided(ranks: int = 1, **overrides: object) -> Schedule:

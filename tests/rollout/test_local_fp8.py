@@ -209,7 +209,7 @@ def test_an_experts_implementation_that_gathers_weights_is_refused(wide: Path) -
 
 DEEPSEEK = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 DEEPSEEK |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2}
-DEEPSEEK |= {"moe_intermediate_size": 16}
+DEEPSEEK |= {"moe_intermediate_size": 16, "num_key_value_heads": 4}
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ DEEPSEEK |= {"moe_intermediate_size": 16}
     [
         MixtralConfig(**SIZES, num_local_experts=4),
         Qwen2MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16),
-        DeepseekV3Config(**SIZES, **DEEPSEEK),
+        DeepseekV3Config(**SIZES | DEEPSEEK),
     ],
     ids=lambda config: config.model_type,
 )
@@ -266,7 +266,7 @@ def test_what_cannot_be_in_fp8_is_refused(wide: Path) -> None:
     with pytest.raises(RolloutError, match="fp8_activations without fp8_rounding"):
         LocalEngine.from_pretrained(wide, fp8_activations=True)
     with pytest.raises(RolloutError, match="latents"):
-        LocalEngine(DeepseekV3Config(**SIZES, **DEEPSEEK), fp8_kv_cache=True)
+        LocalEngine(DeepseekV3Config(**SIZES | DEEPSEEK), fp8_kv_cache=True)
     with pytest.raises(RolloutError, match=r"such as transformer\.wte"):
         LocalEngine(GPT2Config(vocab_size=32, n_embd=32, n_layer=1, n_head=4), fp8_rounding=True)
 

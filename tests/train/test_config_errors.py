@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,13 @@ from megarl.megatron.config_errors import as_config_error
 from megarl.train.loop import train
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    # what Megatron does: settings, what the line holds
+    # what Megatron does: settings, a pattern that the line matches on every release
     "a config asserts": ({"main_grads_dtype": "bfloat16"}, "build the optimizer: main_grads_dtype can only be fp32"),
     "the gradient buffers' config asserts": ({"reuse_grad_buf_for_mxfp8_param_ag": True}, "keeping params in MXFP8"),
-    "the optimizer asserts": ({"optimizer": "sgd"}, "build the optimizer: Only Adam and HybridDeviceOptimizer"),
-    "the optimizer is unknown": ({"optimizer": "lion"}, "Exception: lion optimizer is not supported"),
-    "the scaler asserts without a word": ({"loss_scale": -1.0}, "AssertionError (optimizer/grad_scaler.py:"),
-    "a config imports in vain": ({"moe_permute_fusion": True}, "build the model: cannot import name"),
+    "the optimizer asserts": ({"optimizer": "sgd"}, "build the optimizer: Only Adam"),
+    "the optimizer is unknown": ({"optimizer": "lion"}, r"lion(\b.*emerging-optimizers| optimizer is not supported)"),
+    "the scaler asserts without a word": ({"loss_scale": -1.0}, r"AssertionError \(optimizer/grad_scaler.py:"),
+    "a config imports in vain": ({"moe_permute_fusion": True}, "the model: (cannot import|fused permutation)"),
     "the layer spec asserts": ({"use_kitchen": True}, "assert HAVE_KITCHEN"),
     "the attention is megarl's own": (
         {"softmax_type": "learnable"},
@@ -43,7 +44,7 @@ def test_what_megatron_refuses_costs_one_line_and_exit_code_2(
     assert cli.main(["train", str(path)]) == 2
     shown = capsys.readouterr().err
     (line,) = [line for line in shown.splitlines() if line.startswith("megarl: error")]
-    assert expected in line
+    assert re.search(expected, line)
     assert "Traceback" not in shown
     if "own" not in case:
         assert f"; [megatron] sets {', '.join(settings)}" in line

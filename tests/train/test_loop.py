@@ -180,14 +180,14 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_is_used(
     folder = tmp_path / "run" / "checkpoints"
     more = world.settings(run__dir=str(tmp_path / "run"), checkpoint__every=1, checkpoint__keep=3, run__steps=3)
     straight = run(more)
-    for file in ((folder / "step_0000003" / "common.pt"), next((folder / "step_0000002").glob("*.distcp"))):
+    for file in ((folder / "step_0000003" / ".metadata"), next((folder / "step_0000002").glob("*.distcp"))):
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 4
         file.write_bytes(data)
     capsys.readouterr()
     assert run(more) == straight  # steps 2 and 3 were trained again
     said = " ".join(capsys.readouterr().out.split())
-    for name in ("step_0000003/common.pt", "step_0000002/__0_"):
+    for name in (r"step_0000003/\.metadata", "step_0000002/__0_"):
         assert re.search(rf"warning: \S*{name}\S* is not the file that was written.*?; step 1 is used instead", said)
     assert "verified" in said
     assert "resumed from" in said

@@ -147,7 +147,7 @@ KILLED_AT = {
     "mkdir step_0000002.partial": 1,
     "fsync step_0000002.partial/__0_": 1,  # in a process below the writer
     "fsync step_0000002.partial/.metadata": 1,
-    "fsync step_0000002.partial/common.pt": 1,
+    "fsync step_0000002.partial/metadata.json": 1,
     "fsync step_0000002.partial/.manifest": 1,
     "replace step_0000002.partial/.manifest": 1,
     "rename step_0000002.partial": 1,

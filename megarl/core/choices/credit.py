@@ -4,8 +4,6 @@ A rule that looks at rewards trains on samples that are not a fair draw from the
 give the baseline, and whether the bias of the selection is removed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, get_args
 

@@ -7,8 +7,6 @@ valid, but its weights are further from 1 than the ratio itself, or fall where t
 from the prose of "Token-Level KL-Regularized Policy Gradient and GRPO", whose formulas are lost. Imports no torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -5,11 +5,9 @@ another, the order in which responses finish does not matter, and ``megarl.core.
 exact law from the rule object itself. Imports neither torch nor numpy, so that a configuration can make a rule.
 """
 
-from __future__ import annotations
-
 import numbers
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from megarl.core.choices.own import call_own, name_of
@@ -31,6 +29,8 @@ class SamplingRule:
     """A reward above this is positive."""
     train_size: int | None
     """Samples of a prompt that train, where it has as many; None for all."""
+    keep: Keep
+    """Which ones; see ``megarl.core.sampling.subsampling``."""
 
     def next_samples(self, prompt: int, asked: int, positives: int, negatives: int) -> int:
         """Return how many more samples the prompt gets; 0 ends it.
@@ -45,7 +45,7 @@ class SamplingRule:
 
     def keeps(self, positives: int, negatives: int) -> Keep:
         """Return which samples of a prompt that ended with these counts train, where ``train_size`` is less."""
-        return "any"
+        return self.keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,7 @@ class Uniform(SamplingRule):
     num_samples: int
     """Samples per prompt."""
     train_size: int | None = None
-    """Samples per prompt that train; None for all."""
     keep: Keep = "any"
-    """Which ones; see ``subsample``."""
     threshold: float = POSITIVE
 
     def __post_init__(self) -> None:
@@ -66,9 +64,6 @@ class Uniform(SamplingRule):
 
     def next_samples(self, prompt: int, asked: int, positives: int, negatives: int) -> int:
         return self.num_samples if asked == 0 else 0
-
-    def keeps(self, positives: int, negatives: int) -> Keep:
-        return self.keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +78,6 @@ class Allotted(SamplingRule):
     """Samples of each prompt, 0 for none; see ``megarl.core.sampling.allocation``."""
     threshold: float = POSITIVE
     train_size: int | None = None
-    """Samples per prompt that train, where it has as many; None for all."""
     keep: Keep = "any"
     more: tuple[tuple[int, ...], ...] = ()
     """If the counts only probe: samples that follow, by prompt and by the number of positives among the first."""
@@ -100,14 +94,6 @@ class Allotted(SamplingRule):
         if self.more and asked == self.counts[prompt]:
             return self.more[prompt][positives]
         return self.counts[prompt] if asked == 0 else 0
-
-    def keeps(self, positives: int, negatives: int) -> Keep:
-        return self.keep
-
-    def of(self, prompts: Sequence[int]) -> Allotted:
-        """Return the rule for these prompts alone."""
-        rows = tuple(self.more[prompt] for prompt in prompts) if self.more else ()
-        return replace(self, counts=tuple(self.counts[prompt] for prompt in prompts), more=rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +114,6 @@ class Sequential(SamplingRule):
     max_samples: int = 32
     """Samples after which an unresolved prompt gives up."""
     train_size: int | None = 4
-    """Samples n per prompt that train; None for all."""
     fallback: Keep = "balance"
     """Which samples train where the prompt gave up; where it exited they are balanced."""
     threshold: float = POSITIVE
@@ -171,9 +156,7 @@ class Own(SamplingRule):
     max_samples: int = 32
     """Most samples of a prompt."""
     train_size: int | None = None
-    """Samples per prompt that train; None for all."""
     keep: Keep = "any"
-    """Which ones; see ``subsample``."""
     threshold: float = POSITIVE
 
     def __post_init__(self) -> None:
@@ -191,9 +174,6 @@ class Own(SamplingRule):
 
     def resolved(self, positives: int, negatives: int) -> bool:
         return not self._ask(positives + negatives, positives, negatives)
-
-    def keeps(self, positives: int, negatives: int) -> Keep:
-        return self.keep
 
     def _ask(self, asked: int, positives: int, negatives: int) -> int:
         more: Any = call_own("rule", self.function, asked, positives, negatives)

@@ -3,8 +3,6 @@
 ``docs/objectives.md`` is generated from this table by ``tools/objectives_doc.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType

@@ -1,8 +1,8 @@
 """Objectives: from the columns of a batch to one coefficient per token.
 
 The way through: ``columns`` (inputs, checked) -> ``weights`` (importance weight, trust mask, KL) -> ``loss`` (the one
-equation). ``functions`` does the same for a function of the user; ``own`` calls functions that stand for a part. The
-records themselves (``Objective``, its parts, the named rows) are in ``megarl.core.choices``, which imports no torch.
+equation). ``functions`` does the same for a function of the user. The records themselves (``Objective``, its parts,
+the named rows) are in ``megarl.core.choices``, which imports no torch.
 """
 
 from megarl.core.choices.parts import Objective

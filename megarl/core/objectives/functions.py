@@ -1,7 +1,5 @@
 """Objectives that are functions of the user: columns of a batch -> weighted advantages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -11,9 +9,15 @@ from torch import Tensor
 from megarl.core.choices.own import call_own, name_of
 from megarl.core.choices.parts import Objective
 from megarl.core.metrics import Stat
-from megarl.core.objectives.columns import Denominators, TokenColumns, prepare, token_state
+from megarl.core.objectives.columns import (
+    Denominators,
+    TokenColumns,
+    check_returned,
+    copy_columns,
+    prepare,
+    token_state,
+)
 from megarl.core.objectives.loss import Coefficients, coefficients, sequence_advantages, state_coefficients
-from megarl.core.objectives.own import check_returned, copy_columns
 from megarl.errors import ConfigError
 
 ObjectiveFunction = Callable[[TokenColumns], Tensor | Coefficients]

@@ -9,8 +9,6 @@ Three policies are told apart: theta (being trained), old (the training engine b
 engine that sampled).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,8 +20,7 @@ from megarl.core.advantages import Values, group_mean, grpo, raft, rloo, token_l
 from megarl.core.choices.parts import Objective
 from megarl.core.choices.stopping import POSITIVE
 from megarl.core.metrics import Stat
-from megarl.core.objectives.columns import Denominators, TokenColumns, TokenState, count_loss_tokens, prepare
-from megarl.core.objectives.own import call_part
+from megarl.core.objectives.columns import Denominators, TokenColumns, TokenState, call_part, count_loss_tokens, prepare
 from megarl.core.objectives.weights import (
     Total,
     adaptive_power,

@@ -3,8 +3,6 @@
 Nothing here carries a gradient. What is a ratio of several tokens comes from ``megarl.core.ratios``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -12,10 +10,9 @@ import torch
 from torch import Tensor
 
 from megarl.core.choices.parts import KlPenalty, Objective, RatioKind
-from megarl.core.diagnostics import prefix_variance_rate
+from megarl.core.diagnostics.measures import prefix_variance_rate
 from megarl.core.metrics import Stat
-from megarl.core.objectives.columns import TokenState
-from megarl.core.objectives.own import call_part, copy_columns
+from megarl.core.objectives.columns import TokenState, call_part, copy_columns
 from megarl.core.ratios import LOG_RATIO_BOUND, aggregate_log_ratio, log_ratio, positions
 
 Total = Callable[[Tensor], Tensor]

@@ -10,8 +10,6 @@ row in turn. A compressed payload is a zlib stream of the same. So a trace witho
 experts (one each for E <= 256, else two) and the header.
 """
 
-from __future__ import annotations
-
 import struct
 import zlib
 from dataclasses import dataclass

@@ -5,8 +5,6 @@
 Integers below 2^63 are one 64-bit word, larger ones several 32-bit limbs, lowest first: arrays are uint64 [W, N].
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Iterator

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from megarl.core.metrics import Stat
 from megarl.core.routing.trace import RoutingTrace
 from megarl.errors import TraceError
+
+if TYPE_CHECKING:
+    from megarl.core.metrics import Stat
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,4 +130,8 @@ def shared_experts(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 def _share(count: float, out_of: float) -> Stat:
+    import torch  # files of traces are compared where it is not installed
+
+    from megarl.core.metrics import Stat
+
     return Stat("mean", torch.tensor([count, out_of], dtype=torch.float64), torch.empty(0, dtype=torch.float64))

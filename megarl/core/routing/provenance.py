@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from megarl.core.metrics import Stat
 from megarl.core.types import Rollout, RowSource
 from megarl.errors import RolloutError
+
+if TYPE_CHECKING:
+    from megarl.core.metrics import Stat
 
 
 def row_sources(rollout: Rollout) -> np.ndarray:
@@ -33,6 +35,8 @@ def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dic
     whose tokens come from more than one version. ``rollout/staleness_mean``, ``_max``: ``trainer_version``, that of the
     weights which the step begins to train, minus the version that each response token was sampled with; updates.
     """
+    from megarl.core.metrics import Stat  # it imports torch, and files of traces are written where that is missing
+
     sources = np.concatenate([row_sources(rollout) for rollout in rollouts])
     stale = np.concatenate([_stale(rollout) for rollout in rollouts])
     mixed = np.array([len(np.unique(rollout.weight_versions)) > 1 for rollout in rollouts])
@@ -44,11 +48,9 @@ def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dic
             "routes/native_fraction": sources == RowSource.NATIVE,
             "routes/stale_rows_fraction": stale,
         }
-    ages = trainer_version - torch.from_numpy(
-        np.concatenate([rollout.weight_versions[rollout.loss_mask] for rollout in rollouts]).astype(np.float64)
-    )
+    ages = trainer_version - np.concatenate([rollout.weight_versions[rollout.loss_mask] for rollout in rollouts])
     return {
-        **{name: Stat.mean(torch.from_numpy(share).double()) for name, share in shares.items()},
+        **{name: Stat.mean(share) for name, share in shares.items()},
         "rollout/staleness_mean": Stat.mean(ages),
         "rollout/staleness_max": Stat.max(ages),
     }

@@ -3,8 +3,6 @@
 The order of the K experts of a row never matters: the router weighs them by its own scores.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

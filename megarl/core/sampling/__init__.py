@@ -3,7 +3,6 @@
 The way through (rules and other choices that a configuration makes are in ``megarl.core.choices``):
 
     collector          drives a rule as samples arrive; dynamic sampling (DAPO) replaces prompts without contrast
-    pools              what was asked for and what has arrived, for one prompt
     subsampling        which samples of a prompt train
     credit_assignment  advantages and weights of the samples that train
     allocation         counts from estimated pass rates (Ada-Est), for nonlinear objectives

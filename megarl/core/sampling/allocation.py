@@ -4,8 +4,6 @@ Maximising ``E[f(p)]`` has the gradient ``E[f'(p) grad p]``, and a prompt with n
 to its variance, which is least, for a given total, if ``n ~ f'(p) sqrt(p (1 - p))``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -8,22 +8,19 @@
     selection = collector.select()
     advantages, weights = assign(Credit(), selection)  # megarl.core.sampling.credit_assignment
 
-Prompts and samples are numbered in the order in which they are asked for: prompt 3 is the fourth prompt begun, and its
-sample 9 is its tenth sample. No prompt waits for another. What trains depends on the rewards of (prompt, sample), not
-on the time at which they arrive.
+Prompts (unless they are given numbers) and samples are numbered in the order in which they are asked for: prompt 3 is
+the fourth prompt begun, and its sample 9 is its tenth sample. No prompt waits for another. What trains depends on the
+rewards of (prompt, sample), not on the time at which they arrive.
 """
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from megarl.core.choices.stopping import Allotted, SamplingRule
 from megarl.core.metrics import Stat
-from megarl.core.sampling.pools import Pool
 from megarl.core.sampling.subsampling import subsample
 from megarl.errors import ConfigError, NumericsError
 
@@ -36,6 +33,56 @@ class Ask:
     """Index of the prompt; an index larger than all earlier ones begins a new prompt."""
     samples: range
     """Indices of the samples."""
+
+
+@dataclass(slots=True, eq=False)
+class Pool:
+    """All samples of one prompt in one step; the collector fills it."""
+
+    prompt: int
+    """Number of the prompt."""
+    asked: list[int] = field(default_factory=list)
+    """Samples asked for in each round."""
+    rewards: dict[int, float | None] = field(default_factory=dict)
+    """Reward by index of the sample, counted over all rounds; None for one that failed."""
+    ended: bool = False
+    """Whether its rule wants no more."""
+    fits: bool = True
+    """Whether the prompt may take a place in the batch, as far as is known."""
+
+    @property
+    def num_asked(self) -> int:
+        """Samples asked for in all rounds."""
+        return sum(self.asked)
+
+    @property
+    def waits(self) -> bool:
+        """Whether samples are still to arrive."""
+        return len(self.rewards) < self.num_asked
+
+    def samples(self) -> np.ndarray:
+        """int64 [P], indices of the samples that arrived with a reward, ascending."""
+        return np.array(sorted(i for i, reward in self.rewards.items() if reward is not None), dtype=np.int64)
+
+    def values(self) -> np.ndarray:
+        """float64 [P], their rewards."""
+        return np.array([self.rewards[i] for i in self.samples().tolist()], dtype=np.float64)
+
+    def drawn(self) -> list[int]:
+        """Samples of each round that arrived with a reward."""
+        edges = np.cumsum([0, *self.asked])
+        return np.histogram(self.samples(), bins=edges)[0].tolist() if len(edges) > 1 and edges[-1] else []
+
+    def classes(self, threshold: float) -> tuple[int, int]:
+        """Number of rewards above the threshold, and of the others."""
+        arrived = [reward for reward in self.rewards.values() if reward is not None]
+        positives = sum(reward > threshold for reward in arrived)
+        return positives, len(arrived) - positives
+
+    def has_contrast(self) -> bool:
+        """Whether not all rewards are equal."""
+        values = self.values()
+        return bool(values.size) and values.min() < values.max()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +121,7 @@ class Collector:
     - ``spare``: prompts that are drawn ahead, for a shorter wait at the end. The order of arrival changes how many of
       them are wasted, never what trains.
     - ``seed``: chooses the samples that train at random; None keeps the first.
+    - ``numbers``: of the prompts, in the order in which they begin; None for 0, 1, ...
 
     Raises ConfigError if these do not go together.
     """
@@ -87,6 +135,7 @@ class Collector:
         spare: int = 0,
         max_prompts: int | None = None,
         seed: int | None = None,
+        numbers: Sequence[int] | None = None,
     ) -> None:
         limit = num_prompts if max_prompts is None else max_prompts
         if num_prompts < 1 or spare < 0 or limit < num_prompts:
@@ -99,15 +148,15 @@ class Collector:
                 f"refill = {refill}, max_prompts = {max_prompts}, spare = {spare}: refill needs max_prompts, for the "
                 "prompts may all be solved; without it nothing is replaced"
             )
-        if isinstance(rule, Allotted) and (refill or len(rule.counts) != num_prompts):
+        if isinstance(rule, Allotted) and (refill or (numbers is None and len(rule.counts) != num_prompts)):
             raise ConfigError(
                 f"{len(rule.counts)} prompts were allotted samples and {num_prompts} take part, refill = {refill}: "
                 "allot to each prompt, and replace none"
             )
-        self.rule, self.seed = rule, seed
+        self.rule, self.seed, self.numbers = rule, seed, range(limit) if numbers is None else numbers
         self._num_prompts, self._refill, self._limit, self._spare = num_prompts, refill, limit, spare
         self._pools: list[Pool] = []
-        self._fit: list[bool] = []  # by prompt: it may take a place, as far as is known
+        self._pool_of: dict[int, Pool] = {}  # by number
         self._front = 0  # all prompts below have ended
         self._places = 0  # taken by them
 
@@ -122,9 +171,9 @@ class Collector:
         reward: None for a sample that failed; it counts as drawn, and for nothing else. Raises ValueError if the
         sample was not asked for or is there already, NumericsError if the reward is not finite.
         """
-        if not 0 <= prompt < len(self._pools) or not 0 <= sample < self._pools[prompt].num_asked:
+        pool = self._pool_of.get(prompt)
+        if pool is None or not 0 <= sample < pool.num_asked:
             raise ValueError(f"prompt {prompt} sample {sample} was not asked for")
-        pool = self._pools[prompt]
         if sample in pool.rewards:
             raise ValueError(f"prompt {prompt} sample {sample} arrived twice")
         if reward is not None and not math.isfinite(reward):
@@ -155,8 +204,8 @@ class Collector:
         if not self.done:
             raise ValueError(f"{len(self.outstanding())} samples are still to arrive: select once all is done")
         tried = self._pools[: self._front]
-        placed = tuple(pool for pool in tried if self._fit[pool.prompt])
-        rows = [self._choose(pool) for pool in placed]
+        placed = tuple(pool for pool in tried if pool.fits)
+        rows = [self._choose(index, pool) for index, pool in enumerate(tried) if pool.fits]
         ended = [pool for pool in self._pools if pool.ended]
         counts = [[p.prompt, p.num_asked, len(p.samples()), p.classes(self.rule.threshold)[0]] for p in ended]
         return Selection(
@@ -173,9 +222,9 @@ class Collector:
         """Begin so many new prompts, or as many as the limit leaves."""
         asks: list[Ask] = []
         for _ in range(min(number, self._limit - len(self._pools))):
-            pool = Pool(prompt=len(self._pools))
+            pool = Pool(prompt=self.numbers[len(self._pools)])
             self._pools.append(pool)
-            self._fit.append(True)
+            self._pool_of[pool.prompt] = pool
             asks += self._after_round(pool)
         return asks
 
@@ -190,20 +239,20 @@ class Collector:
             pool.asked.append(more)
             return [Ask(pool.prompt, range(begin, begin + more))]
         pool.ended = True
-        self._fit[pool.prompt] = not self._refill or pool.has_contrast()
+        pool.fits = not self._refill or pool.has_contrast()
         while self._front < len(self._pools) and self._pools[self._front].ended and not self.done:
-            self._places += self._fit[self._front]
+            self._places += self._pools[self._front].fits
             self._front += 1
-        enough = self._fit[pool.prompt] or (self._refill and self._places == self._num_prompts)
+        enough = pool.fits or (self._refill and self._places == self._num_prompts)
         return [] if enough else self._begin(1)
 
-    def _choose(self, pool: Pool) -> tuple[np.ndarray, np.ndarray]:
-        """Indices and rewards of the samples of one prompt that train."""
+    def _choose(self, index: int, pool: Pool) -> tuple[np.ndarray, np.ndarray]:
+        """Indices and rewards of the samples that train, of the prompt that was begun as number ``index``."""
         samples, values = pool.samples(), pool.values()
         size, threshold = self.rule.train_size, self.rule.threshold
         if size is None:
             return samples, values
-        seed = None if self.seed is None else (self.seed, pool.prompt)
+        seed = None if self.seed is None else (self.seed, index)
         keep = self.rule.keeps(*pool.classes(threshold))
         chosen = subsample(values, size, keep, threshold=threshold, seed=seed)
         return samples[chosen], values[chosen]
@@ -225,5 +274,5 @@ class Collector:
             "sampling/replaced_prompts": self._front - len(placed),
             "sampling/missing_prompts": self._num_prompts - len(placed),
         }
-        means = {name: Stat.mean(torch.tensor(values, dtype=torch.float64)) for name, values in per_prompt.items()}
-        return means | {name: Stat.total(torch.tensor(float(value))) for name, value in totals.items()}
+        means = {name: Stat.mean(values) for name, values in per_prompt.items()}
+        return means | {name: Stat.total(float(value)) for name, value in totals.items()}

@@ -1,15 +1,12 @@
 """Advantages and weights of what adaptive sampling selected."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megarl.core.advantages import normalize_by_pool
 from megarl.core.choices.credit import Credit
 from megarl.core.choices.stopping import SamplingRule
 from megarl.core.sampling.allocation import clamp_rates, objective_slope
-from megarl.core.sampling.collector import Selection
-from megarl.core.sampling.pools import Pool
+from megarl.core.sampling.collector import Pool, Selection
 from megarl.core.sampling.stopping_law import unbiased_rates
 from megarl.errors import ConfigError
 

@@ -5,8 +5,6 @@ do not train. ``gvm_allocate`` then gives the counts of the second stage; the pa
 trains on accepted samples, GVM-GRPO on all, with advantages within groups of unequal size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

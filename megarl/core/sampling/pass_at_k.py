@@ -1,7 +1,5 @@
 """avg@k and pass@k of an evaluation, with intervals."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

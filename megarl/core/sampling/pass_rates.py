@@ -1,7 +1,5 @@
 """Estimates of pass rates that last from step to step (Ada-Est, arXiv 2510.04996, third version)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -3,8 +3,6 @@
 Samples of a prompt are independent and positive with probability p, its pass rate.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Which of a prompt's samples train, when more were drawn than are to be trained on."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -47,8 +47,8 @@ def explained(path: Path) -> Iterator[None]:
             raise
         failed = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
         reason = " ".join(str(failed[0]).split())[-300:] if failed else "another rank says why"
-        if "unexpected pos" in reason:  # torch's writer of files reports a short write by this alone
-            reason += " (a write was cut short, as on a full disk)"
+        if "unexpected pos" in reason or "<class 'OSError'>" in reason:  # all that torch or Megatron says
+            reason += " (a write failed or was cut short, as on a full disk)"
         if is_main_rank():
             shutil.rmtree(partial_folder(path), ignore_errors=True)
         kept = [older.name for _, older in complete_checkpoints(path.parent)]

@@ -70,7 +70,7 @@ def check_routers(routers: Sequence[Any]) -> None:
         if not hasattr(router, "router_replay"):
             raise ReplayError(
                 f"this Megatron-Core has no replay hook: found {RELEASE} without the patch, expected 0.16.0 or later; "
-                "run `python tools/patch.py apply`, or install megatron-core 0.16.1"
+                "run `megarl patch apply`, or install megatron-core 0.16.1"
             )
         if (config.num_moe_experts or 0) > MOST_EXPERTS:
             raise ReplayError(f"{config.num_moe_experts} experts, expected at most {MOST_EXPERTS}: rows are 16 bits")

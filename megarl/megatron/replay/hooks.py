@@ -82,7 +82,7 @@ class RouterHook:
         group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Megatron 0.16 calls this in place of its own top-k."""
+        """Megatron, from 0.16 on, calls this in place of its own top-k."""
         assert default_compute_topk is not None
         return self.answer(Question(scores, default_compute_topk, topk, num_groups, group_topk))
 
@@ -137,6 +137,10 @@ def tap_inputs(chunk: torch.nn.Module, hook: Hook) -> RemovableHandle:
         if hook.router.config.sequence_parallel:
             size, rank = tp_position()
             by_row = by_row.chunk(size)[rank]
+        # From 0.19 on, MoE layers turn packed samples [b s, 1, h] back into [s, b, h].
+        sample = getattr(kwargs.get("packed_seq_params"), "tokens_per_sample", None)
+        if sample is not None and len(by_row) >= 2 * sample:
+            by_row = by_row.reshape(-1, sample).transpose(0, 1)
         hook.session.tokens[hook.log.forwarded] = by_row.flatten().to(torch.int32, copy=True)
 
     return chunk.register_forward_pre_hook(see, with_kwargs=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401 # defines grouped_mm_fallback; loaded late up to transformers 5.6
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, PreTrainedModel
 

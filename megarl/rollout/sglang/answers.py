@@ -5,8 +5,6 @@ layer, dense layers included. Servers with megarl's ``plugin`` send a short form
 generated token was never processed, so it has no row.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 from collections.abc import Mapping
@@ -71,8 +69,11 @@ def parse_answer(
     """
     label = f"group {request.group} sample {request.sample}"
     try:
-        if rid is not None:
-            _require_own(request, answer, rid, label)
+        if rid is not None and (found := answer["meta_info"].get("id")) != rid:
+            raise RolloutError(f"{label}: the answer is to another request: its id is {found!r}, expected {rid!r}")
+        # From 0.5.13 on, without megarl's plugin, answers repeat the prompt.
+        if rid is not None and answer.get("prompt_token_ids") not in (None, request.prompt_tokens.tolist()):
+            raise RolloutError(f"{label}: the answer is to another prompt than the one that was sent")
         rollout = _parse(request, answer, version, shape, label)
         if rid is not None and is_sealed(answer):  # last: the other checks say what is wrong
             _require_seal(request, answer, label)
@@ -86,15 +87,6 @@ def parse_answer(
 def is_sealed(answer: Mapping[str, Any]) -> bool:
     """Whether a server with megarl's plugin has sealed an answer."""
     return SEAL in answer["meta_info"]
-
-
-def _require_own(request: SampleRequest, answer: Mapping[str, Any], rid: str, label: str) -> None:
-    """Raises RolloutError for the answer to another request or prompt."""
-    meta, prompt = answer["meta_info"], request.prompt_tokens.tolist()
-    if meta.get("id") != rid:
-        raise RolloutError(f"{label}: the answer is to another request: its id is {meta.get('id')!r}, expected {rid!r}")
-    if answer.get("prompt_token_ids") not in (None, prompt):  # from 0.5.13 on, without megarl's plugin
-        raise RolloutError(f"{label}: the answer is to another prompt than the one that was sent")
 
 
 def _require_seal(request: SampleRequest, answer: Mapping[str, Any], label: str) -> None:

@@ -1,7 +1,5 @@
 """Examines the servers of a configuration before a run: their release, and whether megarl can use them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -8,8 +8,6 @@
   another one. SGLang refuses an id that is in use, and aborts by prefixes of ids, so they are new and equally long.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import uuid

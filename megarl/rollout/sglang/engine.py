@@ -3,8 +3,6 @@
 Every rank of the trainer sends its own requests to the same servers. One rank, with the fleet, sends the weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 

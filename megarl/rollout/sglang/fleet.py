@@ -8,8 +8,6 @@
 A server that is away keeps no other one waiting: an update takes along those that answer.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

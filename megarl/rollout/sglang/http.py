@@ -1,7 +1,5 @@
 """What all requests to SGLang servers share: the API key, and paths that differ between releases."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from typing import Any

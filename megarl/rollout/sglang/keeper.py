@@ -6,8 +6,6 @@ that. An update that begins meanwhile is not kept waiting: the keeper stops afte
 update takes the server along, or the next look sends the new weights.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """One server of a fleet: its process, the sender of its weights, and whether it is alive and up to date."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time
@@ -100,7 +98,7 @@ class Member:
             )
             self.away_since, self.said = None, ""
 
-    def attempt(self, step: Callable[[Member], object]) -> bool:
+    def attempt(self, step: "Callable[[Member], object]") -> bool:
         """Runs one step of an update: True if it succeeded, False if the server is dead, else WeightSyncError."""
         try:
             step(self)

@@ -8,8 +8,6 @@ The server runs in a session of its own under ``reaper``. It is ended by
 - the reaper, if this process is killed.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os
@@ -21,6 +19,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 import httpx
 import psutil
@@ -50,7 +49,7 @@ class Server:
         self._log_start = 0
         self._owner_pid = os.getpid()
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Self:
         self.start()
         return self
 

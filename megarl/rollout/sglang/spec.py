@@ -1,7 +1,5 @@
 """How one SGLang server is started: its settings, command line, environment and secret file."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

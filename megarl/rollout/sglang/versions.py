@@ -4,8 +4,6 @@ Releases 0.5.17, 0.5.18, 0.5.21 and 0.5.23 were run. What is said of other relea
 several hosts, comes from reading SGLang's code.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Arithmetic for a model: one expression in, one number out, in bounded time and memory."""
 
-from __future__ import annotations
-
 import ast
 import math
 import operator

@@ -4,8 +4,6 @@ Root may make one nearly everywhere but in containers; others below a group that
 ``systemd-run --user --scope``. Version 2 has one tree, version 1 one for memory and one for processes.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import subprocess

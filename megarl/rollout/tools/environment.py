@@ -5,8 +5,6 @@ token such as the closing mark. Hermes is JSON in <tool_call> tags, as Qwen's ch
 several calls in a turn, each of a named tool.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

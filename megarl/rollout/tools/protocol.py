@@ -10,8 +10,6 @@ its processes and files when it is cancelled.
         await episode.close()
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, Protocol
 

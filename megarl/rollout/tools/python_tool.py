@@ -1,7 +1,5 @@
 """The Python tool: each call runs in a process of its own, in the sandbox of ``megarl.rollout.tools.sandbox``."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -10,8 +10,6 @@ sockets and terminals. Where a control group can be made, the whole call has ``m
 and the kernel's memory counts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

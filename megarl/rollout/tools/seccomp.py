@@ -6,8 +6,6 @@ filters in the kernel, pages that a pipe keeps), networks that no namespace hold
 arithmetic has no use for and that have often been its weak side.
 """
 
-from __future__ import annotations
-
 import errno
 import platform
 import struct

@@ -1,12 +1,9 @@
 """Rules that decide before a step how many samples each prompt gets: Ada-Est, and GVM."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from megarl.config import Config
 from megarl.core.choices.stopping import Allotted
@@ -83,14 +80,14 @@ class AdaEst:
 
     def learn(self, prompts: Sequence[Prompt], samples: np.ndarray, positives: np.ndarray) -> dict[str, Stat]:
         """Update the estimates: of each prompt, samples with a reward and positive ones. Return metrics."""
-        found = {"estimate/rate_mean": Stat.mean(torch.from_numpy(self._last_rates))}
+        found = {"estimate/rate_mean": Stat.mean(self._last_rates)}
         drawn = samples > 0
         if self._last_rates.shape == drawn.shape:
             gaps = np.abs(self._last_rates - positives / np.maximum(samples, 1))
-            found["estimate/error"] = Stat.mean(torch.from_numpy(gaps), torch.from_numpy(drawn))
+            found["estimate/error"] = Stat.mean(gaps, drawn)
         loss = self._estimator.update(self._inputs(prompts), samples, positives)
         if loss is not None:
-            found["estimate/loss"] = Stat.mean(torch.tensor([loss], dtype=torch.float64))
+            found["estimate/loss"] = Stat.mean(loss)
         return found
 
     def _inputs(self, prompts: Sequence[Prompt]) -> Any:
@@ -156,9 +153,9 @@ class Gvm:
             "gvm/first_stage_samples": Stat.total(spent[0]),
             "gvm/first_stage_tokens": Stat.total(spent[1]),
             "gvm/first_stage_failed": Stat.total(spent[2]),
-            "gvm/acceptance_rate": Stat.mean(torch.from_numpy(rates)),
-            "gvm/gradient_norm": Stat.mean(torch.from_numpy(norms), torch.from_numpy(rates > 0)),
-            "gvm/hopeless_fraction": Stat.mean(torch.from_numpy((rates == 0).astype(np.float64))),
+            "gvm/acceptance_rate": Stat.mean(rates),
+            "gvm/gradient_norm": Stat.mean(norms, rates > 0),
+            "gvm/hopeless_fraction": Stat.mean(rates == 0),
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,11 +10,9 @@ all ranks know the reward of every (prompt, sample). Each rank computes the whol
   the ranks of a copy.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,7 +21,7 @@ from megarl.core.metrics import merge
 from megarl.core.packing import partition_into
 from megarl.core.sampling.collector import Ask, Collector, Selection
 from megarl.errors import ConfigError
-from megarl.rollout.draw import Asker
+from megarl.rollout.player import Asker
 
 Key = tuple[int, int]
 """(prompt, sample)."""
@@ -119,7 +117,7 @@ class PromptAssignment:
         if self._refill is None:
             return select_samples(Collector(self._rule, self._num_prompts, seed=self._seed), rewards)
         shares = [self._share(copy, rank) for copy in range(self._at.copies) for rank in range(self._at.ranks)]
-        return join_selections([share.select(rewards) for share in shares if share is not None], self._rule)
+        return join_selections([select_samples(share, rewards) for share in shares if share is not None], self._rule)
 
     def own_keys(self, selection: Selection) -> list[list[Key]]:
         if self._refill is None:
@@ -133,25 +131,23 @@ class PromptAssignment:
         keys = selection.keys
         return [[key for key in keys if key[0] in part] for part in parts]
 
-    def _share(self, copy: int, rank: int) -> _Share | None:
-        """Return what a rank may begin; None if it has no prompts."""
+    def _share(self, copy: int, rank: int) -> Collector | None:
+        """Return the collector of the prompts that a rank may begin; None if it has no prompts."""
         ranks = self._at.ranks
         first = sorted(prompt for mini in self._bins for prompt in mini[copy])[rank::ranks]
         if not first:
             return None
         if self._refill is None:
-            rule = self._rule
-            if isinstance(rule, Allotted):
-                rule = rule.of(first)
-            return _Share(rule, first, len(first))
+            return Collector(self._rule, len(first), numbers=first)
         # New prompts go in turn to the ranks that have places. So no two ranks begin the same prompt, none is left
         # out, and ranks need not communicate.
         in_turn = [(c, r) for c in range(self._at.copies) for r in range(min(ranks, self._num_places(c)))]
         turn, turns = in_turn.index((copy, rank)), len(in_turn)
-        more = range(self._num_prompts + turn, self._refill.max_prompts, turns)
+        numbers = [*first, *range(self._num_prompts + turn, self._refill.max_prompts, turns)]
         seed = None if self._seed is None else self._seed + turn
         spare = -(-self._refill.spare // turns)
-        return _Share(self._rule, [*first, *more], len(first), refill=True, spare=spare, seed=seed)
+        options = {"refill": True, "spare": spare, "max_prompts": len(numbers), "seed": seed, "numbers": numbers}
+        return Collector(self._rule, len(first), **options)
 
     def _num_places(self, copy: int) -> int:
         """The number of prompts that a model copy trains on."""
@@ -159,50 +155,6 @@ class PromptAssignment:
 
 
 Assignment = SequenceAssignment | PromptAssignment
-
-
-class _Share:
-    """The prompts that one rank may begin: a collector with the prompt numbers of the step."""
-
-    def __init__(
-        self,
-        rule: SamplingRule,
-        numbers: Sequence[int],
-        num_places: int,
-        *,
-        refill: bool = False,
-        spare: int = 0,
-        seed: int | None = None,
-    ) -> None:
-        """numbers: of the prompts, in the order in which they begin; those after ``num_places`` are replacements."""
-        limit = len(numbers) if refill else None
-        self._collector = Collector(rule, num_places, refill=refill, spare=spare, max_prompts=limit, seed=seed)
-        self.numbers = np.array(numbers, dtype=np.int64)
-        self._index_of = {number: index for index, number in enumerate(numbers)}
-
-    def start(self) -> list[Ask]:
-        return self._renumber(self._collector.start())
-
-    def add(self, prompt: int, sample: int, reward: float | None) -> list[Ask]:
-        return self._renumber(self._collector.add(self._index_of[prompt], sample, reward))
-
-    @property
-    def done(self) -> bool:
-        return self._collector.done
-
-    def _renumber(self, asks: Sequence[Ask]) -> list[Ask]:
-        return [Ask(int(self.numbers[ask.prompt]), ask.samples) for ask in asks]
-
-    def select(self, rewards: Rewards) -> Selection:
-        """Return what trains of this share, which must not have started."""
-        known = {(self._index_of[p], sample): reward for (p, sample), reward in rewards.items() if p in self._index_of}
-        found = select_samples(self._collector, known)
-        return replace(
-            found,
-            prompts=self.numbers[found.prompts],
-            pools=tuple(replace(pool, prompt=int(self.numbers[pool.prompt])) for pool in found.pools),
-            drawn=np.concatenate([self.numbers[found.drawn[:1]], found.drawn[1:]]),
-        )
 
 
 class FixedSamples:

@@ -1,7 +1,5 @@
 """The benchmarks that a run is evaluated on, and their scores."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

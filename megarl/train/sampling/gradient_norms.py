@@ -1,7 +1,5 @@
 """Gradient norms of single samples, from which GVM allocates samples (``megarl.core.sampling.gvm``)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,9 +10,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.core.devices import to_device
+from megarl.core.diagnostics.measures import variance_metrics
 from megarl.core.metrics import Stat
 from megarl.core.types import Rollout, TrainBatch
-from megarl.core.variance import variance_metrics
 from megarl.errors import NumericsError
 from megarl.megatron.block_gradients import embedding_square, find_block, measuring
 from megarl.megatron.distributed import dp_size, fail_together, gather_rows, largest, model_group

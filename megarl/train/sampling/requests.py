@@ -1,7 +1,5 @@
 """What the engine is asked for: prompts, seeds and sampling parameters; and sampling in a thread of its own."""
 
-from __future__ import annotations
-
 import threading
 import zlib
 from collections.abc import Callable, Sequence

@@ -4,15 +4,12 @@ Every rank draws the samples that ``assignment`` gives it. Only rewards, a few n
 ranks: advantages need whole groups, which may span ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -28,9 +25,8 @@ from megarl.errors import CheckpointError, MegarlError
 from megarl.megatron import distributed
 from megarl.models.fit import wants_routes
 from megarl.models.shapes import read_shape
-from megarl.rollout.draw import Asker, Draw
 from megarl.rollout.engine import Engine, SamplingParams
-from megarl.rollout.player import Player, Sample
+from megarl.rollout.player import Asker, Draw, Player, Sample
 from megarl.run.progress import Advance
 from megarl.train.environments import make_player, turn_ends
 from megarl.train.sampling import requests
@@ -294,5 +290,6 @@ class Sampler:
     def _count_cost(self, step: int, table: SampleTable) -> dict[str, Stat]:
         """Return what the run has cost up to this step; equal on all ranks."""
         self._spent = self._spent + np.array([len(table.rows), table.column("tokens").sum()])
-        costs = torch.tensor([*self._spent, (step + 1) * self.config.train.mini_batches], dtype=torch.float64)
-        return {f"cost/{name}": Stat.mean(costs[i]) for i, name in enumerate(("samples", "tokens", "updates"))}
+        samples, tokens = self._spent.tolist()
+        costs = {"samples": samples, "tokens": tokens, "updates": (step + 1) * self.config.train.mini_batches}
+        return {f"cost/{name}": Stat.mean(cost) for name, cost in costs.items()}

@@ -5,19 +5,17 @@ exchanged within a model copy and without their routes: each rank needs other ro
 rank that drew them until the step is split into micro-batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from megarl.config import Config
 from megarl.core.choices.credit import Credit
 from megarl.core.choices.parts import TOKEN_ADVANTAGES
-from megarl.core.diagnostics import effective_prompt_ratio
+from megarl.core.diagnostics.measures import effective_prompt_ratio
 from megarl.core.metrics import Stat
 from megarl.core.objectives import Objective, select_responses, sequence_advantages, step_advantages
 from megarl.core.packing import drop_routes
@@ -45,7 +43,7 @@ class SampleTable:
     """float64 [S, C]."""
 
     @classmethod
-    def gather(cls, samples: Mapping[Key, Sample]) -> SampleTable:
+    def gather(cls, samples: Mapping[Key, Sample]) -> Self:
         """Exchange the rows of all ranks; a collective call. ``samples`` are this rank's."""
         mine = np.array([_row(key, sample) for key, sample in samples.items()]).reshape(-1, len(_COLUMNS))
         rows = distributed.gather_rows(mine)
@@ -74,25 +72,21 @@ class SampleTable:
         judged = self.is_judged
         rewards = self.column("reward")[judged]
         found = {
-            "reward/mean": _mean(rewards),
-            "reward/pass_rate": _mean(rewards > threshold),
-            "reward/error_fraction": _mean(~judged & (self.column("episode_failed") == 0)),
-            "reward/late_fraction": _mean(self.column("late_reward")),
-            "response/length_mean": _mean(self.column("generated")),
-            "response/length_max": Stat.max(torch.from_numpy(self.column("generated").copy())),
-            "response/truncated_fraction": _mean(self.column("cut")),
+            "reward/mean": Stat.mean(rewards),
+            "reward/pass_rate": Stat.mean(rewards > threshold),
+            "reward/error_fraction": Stat.mean(~judged & (self.column("episode_failed") == 0)),
+            "reward/late_fraction": Stat.mean(self.column("late_reward")),
+            "response/length_mean": Stat.mean(self.column("generated")),
+            "response/length_max": Stat.max(self.column("generated")),
+            "response/truncated_fraction": Stat.mean(self.column("cut")),
         }
         if environment:
             found |= {
-                "episode/turns_mean": _mean(self.column("turns")),
-                "episode/environment_tokens_mean": _mean(self.column("appended")),
-                "episode/failed_fraction": _mean(self.column("episode_failed")),
+                "episode/turns_mean": Stat.mean(self.column("turns")),
+                "episode/environment_tokens_mean": Stat.mean(self.column("appended")),
+                "episode/failed_fraction": Stat.mean(self.column("episode_failed")),
             }
         return found
-
-
-def _mean(values: np.ndarray) -> Stat:
-    return Stat.mean(torch.from_numpy(np.asarray(values, dtype=np.float64)))
 
 
 def _row(key: Key, sample: Sample) -> list[float]:
@@ -132,11 +126,10 @@ def sampling_metrics(
     config: Config, table: SampleTable, selection: Selection, trains: np.ndarray, redraws: int
 ) -> dict[str, Stat]:
     """Return what was drawn and what of it trains, over all ranks. trains: bool [N], of the selected responses."""
-    rewards, groups = torch.from_numpy(selection.rewards), torch.from_numpy(selection.prompts)
     places = len(table.rows) if config.sampling.fixed else len(trains)
     found = table.metrics(config.environment.function is not None, config.reward.threshold) | {
-        "prompts/effective_ratio": effective_prompt_ratio(rewards, groups),
-        "rollout/trains_fraction": Stat.mean((torch.arange(places) < int(trains.sum())).double()),
+        "prompts/effective_ratio": effective_prompt_ratio(selection.rewards, selection.prompts),
+        "rollout/trains_fraction": Stat.mean(np.arange(places) < int(trains.sum())),
     }
     if distributed.dp_rank() == 0:  # these are sums, and equal on all ranks: count them once
         found |= selection.metrics | {"sampling/tokens": Stat.total(float(table.column("tokens").sum()))}

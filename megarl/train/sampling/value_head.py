@@ -13,8 +13,6 @@ therefore standardised with decayed statistics of the latest prompts, which foll
 instead of a sum, gives ``lr`` the same meaning at every width: one step moves an estimate's logit by about ``lr``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

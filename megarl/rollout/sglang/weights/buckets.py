@@ -1,7 +1,5 @@
 """Buckets: groups of tensors in one flat piece of memory, the unit in which weights are sent and written."""
 
-from __future__ import annotations
-
 import base64
 import copy
 import itertools
@@ -10,7 +8,7 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -55,7 +53,7 @@ class Bucket:
         self.flat = torch.cat(parts, out=allocate(sum(map(len, parts)), parts[0].device))
         """uint8 [bytes], a copy of the tensors, on their device."""
 
-    def spare(self) -> Bucket:
+    def spare(self) -> Self:
         """Returns the bucket in host memory of this process alone; ``wait_for_copies`` before it is read."""
         if not (self.flat.is_cuda or self.flat.is_shared()):
             return self

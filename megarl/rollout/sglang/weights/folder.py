@@ -1,7 +1,5 @@
 """Checkpoint folders that servers load: the weights of one version, and an FP8 model without weights."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

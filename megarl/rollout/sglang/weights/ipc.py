@@ -8,8 +8,6 @@ handles for it. These ranks and the main one, which talks to the servers, go thr
 Servers on a CPU open shared memory of the main rank in the same way.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import weakref

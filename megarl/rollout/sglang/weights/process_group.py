@@ -3,8 +3,6 @@
 Each server has a group of its own, so that the death of one does not block a broadcast to the others.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

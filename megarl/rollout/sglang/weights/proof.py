@@ -4,8 +4,6 @@ Anybody who reaches a server can change them and leave the name of their version
 update that it has not made.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -63,7 +61,7 @@ class Proof:
         self._prompt, self._checksums, self._sums = prompt, checksums, sums
         self._logprobs = np.stack([sender.score(prompt) for _ in range(2)])
 
-    def is_unmade(self, before: Proof) -> bool:
+    def is_unmade(self, before: "Proof") -> bool:
         """Whether most tensors are others than in the update before, and the server says the same to the last bit."""
         changed = sum(mine != other for mine, other in zip(self._sums, before._sums, strict=False))
         same = np.array_equal(self._logprobs, before._logprobs) and self._checksums == before._checksums

@@ -9,8 +9,6 @@ Only the pause mode ``abort`` is consistent: with the others, running requests m
 with the routes of another. A server that refuses any step stays paused, because nobody knows what weights it holds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any

@@ -1,0 +1,169 @@
+"""Entropy, mismatch, staleness, dead groups, and the variance of the gradient.
+
+Here rho = pi_old / mu is the mismatch between the training engine and the engine that sampled.
+"""
+
+import itertools
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megarl.core.advantages import Values, uniform_groups
+from megarl.core.metrics import Stat
+from megarl.core.ratios import LOG_RATIO_BOUND, log_ratio, segment_sum, usable_mask, widen
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Return ``-sum_v p_v log p_v`` with p = softmax(logits): natural logarithm, full vocabulary.
+
+    logits: [..., V], where -inf is a token of probability 0; result: [...] in fp32 (fp64 stays). Keeps gradients.
+    """
+    logprobs = widen(logits).log_softmax(dim=-1)
+    # 0 * -inf is NaN, while p log p tends to 0.
+    return -(logprobs.exp() * torch.where(torch.isneginf(logprobs), 0.0, logprobs)).sum(dim=-1)
+
+
+def mismatch_metrics(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor
+) -> dict[str, Stat]:
+    """Compare the training engine with the rollout engine on the sampled tokens, rho = pi_old / mu.
+
+    old_logprobs, rollout_logprobs: [T]; loss_mask: bool [T]; cu_seqlens: int64 [N+1]. Tokens at -inf in either
+    column are left out. Returns, by name:
+
+    - ``rollout/k1``: mean(log mu - log pi_old), unbiased for KL[mu || pi_old], may be negative
+    - ``rollout/k3``: mean(rho - 1 - log rho), never negative
+    - ``rollout/ratio``: summary and quantiles of rho
+    - ``rollout/ppl_ratio``: exp(-mean log rho)
+    - ``rollout/chi2_token``, ``rollout/chi2_sequence``: mean rho^2 - 1, of tokens, and of non-empty sequences
+      (product of rho)
+    - ``rollout/extreme_2``: mean 1[max(rho, 1/rho) > 2], F(2) of R3 (arXiv 2510.11370)
+    - ``rollout/ess``: effective sample size of rho
+    """
+    keep = usable_mask(loss_mask, rollout_logprobs) & ~torch.isneginf(old_logprobs)
+    log_rho = log_ratio(old_logprobs, rollout_logprobs, keep).detach().double()
+    rho = log_rho.exp()
+    sequence_log_rho = segment_sum(log_rho, cu_seqlens).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return {
+        "rollout/k1": Stat.mean(-log_rho, keep),
+        "rollout/k3": Stat.mean(torch.expm1(log_rho) - log_rho, keep),
+        "rollout/ratio": Stat.ratio(log_rho, keep),
+        "rollout/ppl_ratio": Stat.exp_mean(-log_rho, keep),
+        "rollout/chi2_token": Stat.mean(rho.square() - 1, keep),
+        "rollout/chi2_sequence": Stat.mean((2 * sequence_log_rho).exp() - 1, segment_sum(keep, cu_seqlens) > 0),
+        "rollout/extreme_2": Stat.mean(log_rho.abs() > math.log(2), keep),
+        "rollout/ess": Stat.ess(rho, keep),
+    }
+
+
+def surrogate_metrics(
+    logprobs: Tensor, old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor
+) -> dict[str, Stat]:
+    """Measure how well tokens stand for sequences, and split their weights ``w_t = pi_theta / mu`` into two factors.
+
+    The objective of tokens is the first-order expansion of that of sequences at w_t = 1, with w_t = 1 + d_t
+    (Zheng et al., arXiv 2512.01374, section 2). All columns: [T]; loss_mask: bool [T]; cu_seqlens: int64 [N+1]. Tokens
+    at -inf in a column are left out, and the logarithm of each factor is clamped to +-20. Returns, by name:
+
+    - ``first_order/error``: spread over responses of ``|prod_t (1 + d_t) - (1 + sum_t d_t)|``
+    - ``first_order/product``: summary and quantiles of ``prod_t (1 + d_t)``, whose expectation is 1
+    - ``first_order/overflow``: responses whose product overflows fp32; they are in neither of these
+    - ``gap/ratio``: summary and quantiles of pi_old / mu, the gap between the engines. The other factor,
+      pi_theta / pi_old, is the metric ``ratio`` of ``coefficients``
+    - ``gap/extreme_2``, ``ratio/extreme_2``: share of tokens at which a factor is above 2 or below 1/2
+    """
+    policies = torch.stack([logprobs.detach().double(), old_logprobs.double(), rollout_logprobs.double()])
+    keep = loss_mask & ~torch.isneginf(policies).any(0)
+    staleness, gap = (log_ratio(*pair, keep) for pair in itertools.pairwise(policies))
+    log_weight = log_ratio(policies[0], policies[2], keep)
+    log_product = segment_sum(log_weight, cu_seqlens)
+    overflows = log_product > math.log(torch.finfo(torch.float32).max)
+    counted = (segment_sum(keep, cu_seqlens) > 0) & ~overflows
+    log_product = torch.where(counted, log_product, 0.0)
+    # prod (1 + d) - 1 and each d by expm1: nothing is lost where ratios are near 1.
+    error = (torch.expm1(log_product) - segment_sum(torch.expm1(log_weight), cu_seqlens)).abs()
+    return {
+        "first_order/error": Stat.spread(error, counted),
+        "first_order/product": Stat.ratio(log_product, counted),
+        "first_order/overflow": Stat.total(overflows.sum()),
+        "gap/ratio": Stat.ratio(gap, keep),
+        "gap/extreme_2": Stat.mean(gap.abs() > math.log(2), keep),
+        "ratio/extreme_2": Stat.mean(staleness.abs() > math.log(2), keep),
+    }
+
+
+def replay_bias_metrics(divergence: Tensor, replayed: Tensor, native: Tensor, loss_mask: Tensor) -> dict[str, Stat]:
+    """Measure what replayed routes make of a policy, against its own routing at the same weights.
+
+    divergence: [T], KL[replayed || native] of the distributions of each token, full vocabulary; replayed, native:
+    log-probabilities of the sampled tokens [T]; loss_mask: bool [T]. Returns, by name:
+
+    - ``replay_bias/kl``: spread over tokens
+    - ``replay_bias/ratio``: summary and quantiles of pi_replayed / pi_native of the sampled tokens
+    - ``replay_bias/extreme_2``: share of tokens at which this ratio is above 2 or below 1/2
+    """
+    keep = loss_mask & ~torch.isneginf(replayed) & ~torch.isneginf(native)
+    ratio = log_ratio(replayed, native, keep)
+    return {
+        "replay_bias/kl": Stat.spread(divergence, loss_mask),
+        "replay_bias/ratio": Stat.ratio(ratio, keep),
+        "replay_bias/extreme_2": Stat.mean(ratio.abs() > math.log(2), keep),
+    }
+
+
+def effective_prompt_ratio(rewards: Values, groups: Values) -> Stat:
+    """Return the share of groups with non-uniform rewards, the only ones that train.
+
+    rewards: [N]; groups: integer [N]. Its expectation is E[1 - p^n - (1-p)^n] for pass rates p and n responses.
+    Merges exactly if no group is split between the parts.
+    """
+    return Stat.mean(~uniform_groups(rewards, groups))
+
+
+def prefix_variance_rate(log_prefix: Tensor, positions: Tensor, mask: Tensor) -> Stat:
+    """Return the mean of ``(log rho_t)^2 / t``: sigma^2 of the law sd(log rho_t) = sigma sqrt(t) of prefix ratios.
+
+    log_prefix: [T]; positions: int [T], t from 1; mask: bool [T]. A window of CTPO with eps_high = c sigma and
+    window_power = 1/2 then lies c standard deviations out at every position.
+    """
+    return Stat.mean(log_prefix.double().square() / positions.clamp(min=1), mask)
+
+
+def optimal_baselines(rewards: np.ndarray, groups: np.ndarray, squares: np.ndarray) -> np.ndarray:
+    """Return each response's baseline of least variance, ``b* = sum w r / sum w`` over its group; float64 [N].
+
+    w = ``||grad log pi(y)||^2`` (``squares``): b* minimises ``sum w (r - b)^2``, and the mean reward does if all w are
+    equal. All arguments [N]; where all w of a group are 0, its mean. Source: Greensmith et al. (JMLR 2004), theorem 8.
+    """
+    _, inverse = np.unique(groups, return_inverse=True)
+    sums = np.bincount(inverse, weights=squares)
+    weights = np.where(sums[inverse] > 0, squares, 1.0)
+    return (np.bincount(inverse, weights=weights * rewards) / np.bincount(inverse, weights=weights))[inverse]
+
+
+def variance_metrics(
+    rewards: np.ndarray, groups: np.ndarray, advantages: np.ndarray, squares: np.ndarray, square_of_sum: float
+) -> dict[str, Stat]:
+    """Return the variance of a response's gradient ``g = A grad log pi(y)``, and what another baseline would give.
+
+    - ``variance/gradient``: ``(sum ||g||^2 - ||sum g||^2 / N) / (N - 1)``, the trace of the covariance.
+    - ``variance/signal``: ``||mean g||^2`` without its bias, ``variance / N``; may be negative.
+    - ``baseline/mean``, ``baseline/optimal``: the groups' mean rewards and ``optimal_baselines``, over responses.
+    - ``baseline/variance_ratio``: ``sum w (r - b*)^2 / sum w (r - mean)^2``, at most 1; 1 without any contrast.
+
+    All [N], N at least 2, of one step; square_of_sum: ``||sum g||^2``.
+    """
+    count = len(rewards)
+    variance = (float(advantages**2 @ squares) - square_of_sum / count) / (count - 1)
+    mean, best = (optimal_baselines(rewards, groups, weights) for weights in (np.ones(count), squares))
+    around_mean, around_best = (float(squares @ (rewards - baseline) ** 2) for baseline in (mean, best))
+    found = {
+        "variance/gradient": variance,
+        "variance/signal": square_of_sum / count**2 - variance / count,
+        "baseline/mean": mean.mean(),
+        "baseline/optimal": best.mean(),
+        "baseline/variance_ratio": around_best / around_mean if around_mean else 1.0,
+    }
+    return {name: Stat.mean(value) for name, value in found.items()}

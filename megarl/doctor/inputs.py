@@ -1,0 +1,200 @@
+"""What a configuration names, as far as it can be examined without torch: model, data, keys, disk, [launch]."""
+
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from megarl.config import Config
+from megarl.data.records import get_field, read_records
+from megarl.doctor.report import Check
+from megarl.errors import ConfigError, MegarlError
+from megarl.launch import steps, topology
+from megarl.models.shapes import ModelShape, read_shape
+
+_WAIT_S = 5.0
+_SIGNAL_S = 300
+"""--signal=B:USR1@300 in the scripts."""
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+def read_model(config: Config) -> tuple[list[Check], ModelShape | None]:
+    """Return (checks, shape); the shape is None without a config.json that can be read."""
+    folder = Path(config.model.path)
+    if not (folder / "config.json").is_file():
+        what = f"{folder} has no config.json" if folder.is_dir() else f"there is no folder {folder}"
+        advice = f"download one, `hf download {folder} --local-dir FOLDER`, and set model.path to FOLDER"
+        return [Check("model.path", "failed", what, "a Hugging Face checkpoint folder", advice)], None
+    try:
+        shape = read_shape(folder)
+    except (MegarlError, OSError, ValueError) as error:
+        return [Check("model.path", "failed", str(error))], None
+    checks = [Check("model.path", "ok", shape.family)]
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        checks.append(Check("tokenizer", "failed", f"none in {folder}", f"one of {', '.join(_TOKENIZERS)}"))
+    return checks, shape
+
+
+def check_inputs(config: Config, shape: ModelShape | None) -> list[Check]:
+    """Data, keys, disk, servers that run, and [launch]."""
+    return [
+        *_check_data(config),
+        *_check_keys(config),
+        _check_disk(config, shape),
+        *_check_urls(config),
+        *_check_launch(config),
+    ]
+
+
+def _check_data(config: Config) -> Iterator[Check]:
+    data, fields = config.data, (config.data.prompt_field, config.data.answer_field)
+    yield _check_source("data.train", data.train, data.split, fields)
+    if data.heldout is not None:
+        yield _check_source("data.heldout", data.heldout, data.resolved_heldout_split, fields)
+    if config.sft is not None:
+        yield _check_source("sft.data", config.sft.data, None, (config.sft.prompt_field, config.sft.response_field))
+    for name, source in config.eval.sets.items():
+        if source.endswith((".jsonl", ".parquet")):
+            yield _check_source(f"eval.sets.{name}", source, None, ())
+
+
+def _check_source(key: str, source: str, split: str | None, fields: tuple[str, ...]) -> Check:
+    """Read the first record of a file, and look for the fields."""
+    path = Path(source)
+    if path.is_dir():
+        return Check(key, "ok", f"the folder {source}, which is read when the run starts")
+    if not path.is_file() and path.suffix not in (".jsonl", ".parquet"):
+        what = f"{source} is no file here; the run will ask the Hugging Face Hub for a data set of this name"
+        return Check(key, "warning", what, advice="correct the path if a file was meant")
+    try:
+        place, record = next(read_records(source, split=split, limit=1))
+        for field in fields:
+            get_field(record, field, place)
+    except ImportError as error:
+        return Check(
+            key, "failed", f"{source} cannot be read without {error.name}", advice="pip install 'megarl[train]'"
+        )
+    except (MegarlError, OSError) as error:
+        return Check(key, "failed", str(error))
+    return Check(key, "ok", f"{source}, first record has {', '.join(fields) or 'fields'}")
+
+
+def _check_keys(config: Config) -> Iterator[Check]:
+    for key, variable in _named_variables(config.model_dump()):
+        if os.environ.get(variable):
+            yield Check(key, "ok", f"the variable {variable} is set")
+        else:
+            yield Check(key, "failed", f"the environment has no variable {variable}", advice="export it")
+    signed_in = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") == "offline"
+    if config.log.wandb_project and not signed_in and not Path("~/.netrc").expanduser().is_file():
+        what = "neither WANDB_API_KEY nor ~/.netrc"
+        yield Check("log.wandb_project", "failed", what, advice="run `wandb login`, or set WANDB_MODE=offline")
+
+
+def _named_variables(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """Keys that end in _env, of tables in tables too, and the variables that they name."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _named_variables(value, f"{above}{key}.")
+        elif key.endswith("_env") and isinstance(value, str):
+            yield f"{above}{key}", value
+
+
+def _check_disk(config: Config, shape: ModelShape | None) -> Check:
+    folder = config.run_dir.absolute()
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        return Check("run.dir", "failed", f"{existing} cannot be written", "a folder that you can write")
+    free = shutil.disk_usage(existing).free
+    parameters = _count_parameters(shape) if shape else None
+    if parameters is None:
+        return Check(
+            "run.dir", "ok", f"{free / 2**30:.1f} GiB free in {existing}; the size of a checkpoint is not known"
+        )
+    one, number = _checkpoint_bytes(config, parameters), 1 + config.checkpoint.keep if config.checkpoint.every else 1
+    element = 4 if config.model.dtype == "fp32" else 2
+    on_disk = (config.weight_sync == "disk") + (config.sglang.spare_weights == "disk")
+    copies = 2 * on_disk * element * parameters if config.rollout.engine_kind.server else 0
+    needed = one * number + copies
+    found = f"{free / 2**30:.1f} GiB free in {existing}"
+    expected = f"{needed / 2**30:.1f} GiB: {number} checkpoints of {one / 2**30:.1f} GiB"
+    expected += f", {copies / 2**30:.1f} GiB of weights for servers" if copies else ""
+    if free < needed:
+        return Check("run.dir", "failed", found, expected, "make room, or set run.dir to another disk")
+    return Check("run.dir", "ok", f"{found}; the run takes {expected}")
+
+
+def _count_parameters(shape: ModelShape) -> int | None:
+    """None without torch."""
+    try:
+        from megarl.plan.layout import count_model
+    except ImportError:
+        return None
+    return count_model(shape).total
+
+
+def _checkpoint_bytes(config: Config, parameters: int) -> int:
+    """Weights, and what Adam keeps for each: two moments in fp32, and main weights unless the weights are fp32."""
+    return parameters * (4 + 8 if config.model.dtype == "fp32" else 2 + 12)
+
+
+def _check_urls(config: Config) -> Iterator[Check]:
+    """Whether something listens; megarl.rollout.sglang.check asks SGLang's servers more."""
+    for url in config.reward_model.urls:
+        parts = urlsplit(url)
+        try:
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+            socket.create_connection((parts.hostname or "", port), _WAIT_S).close()
+            yield Check("reward_model.urls", "ok", f"{url} listens")
+        except (OSError, ValueError) as error:
+            advice = "start the server, or correct the URL"
+            yield Check("reward_model.urls", "failed", f"nothing listens at {url} ({error})", advice=advice)
+
+
+def _check_launch(config: Config) -> Iterator[Check]:
+    launch = config.launch
+    servers = config.sglang.servers if config.rollout.engine_kind.server and not config.sglang.urls else 0
+    where = f"{launch.server_nodes} nodes of their own" if launch.apart else "each of these nodes"
+    found = f"{launch.layout}: {launch.nodes} x {launch.ranks_per_node} ranks"
+    found += f", {servers} SGLang servers on {where}" if servers else ""
+    for variable in ("MEGARL_SETUP", "MEGARL_PYTHON"):
+        named = os.environ.get(variable)
+        if named and not (Path(named).is_file() or shutil.which(named)):
+            yield Check(variable, "failed", f"there is no file {named}", advice="correct the variable, or unset it")
+    if launch.layout == "local":
+        yield Check("launch", "ok", found)
+        return
+    if absent := [name for name in ("sbatch", "srun", "scontrol") if shutil.which(name) is None]:
+        advice = 'add Slurm\'s commands to PATH, or set launch.layout = "local"'
+        yield Check("launch.layout", "failed", f'"{launch.layout}" without {", ".join(absent)}', "Slurm", advice)
+    if launch.stop_grace_s >= _SIGNAL_S:
+        expected = f"less than the {_SIGNAL_S} s of --signal in the scripts"
+        yield Check("launch.stop_grace_s", "warning", f"{launch.stop_grace_s:g}", expected, "lower it")
+    try:
+        steps.srun([])
+        if "SLURM_JOB_ID" in os.environ:
+            topology.find(config, os.environ)
+    except ConfigError as error:
+        yield Check("launch", "failed", str(error))
+        return
+    nodes = f" --nodes {launch.nodes + launch.server_nodes}" if launch.layout != "heterogeneous" else ""
+    submit = (
+        ""
+        if "SLURM_JOB_ID" in os.environ
+        else f"; `sbatch{nodes} {launch.layout}.sbatch CONFIG` (`megarl recipes copy` gives the script)"
+    )
+    yield Check("launch", "ok", f"{found}{submit}")
+
+
+def check_gpus(config: Config, gpus: int) -> Iterator[Check]:
+    """Whether the GPUs of this machine are enough, where the run is to be on it."""
+    if config.launch.layout != "local" or not gpus:
+        return
+    if config.launch.ranks_per_node > gpus:
+        found = f"{config.launch.ranks_per_node} on a machine with {gpus} GPUs"
+        yield Check("launch.ranks_per_node", "failed", found, "a GPU for each rank", "lower it")
+    if config.sglang.gpus and max(config.sglang.gpus) >= gpus and config.rollout.engine_kind.server:
+        yield Check("sglang.gpus", "failed", f"{config.sglang.gpus}", f"0 to {gpus - 1}", "name GPUs that are there")

@@ -1,0 +1,82 @@
+"""What the doctor says: checks, tables with details, and the verdict that follows from the checks."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from megarl.errors import printable
+from megarl.text_table import text_table
+
+Status = Literal["ok", "warning", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that a run needs or can use. "failed": a run would not work; "warning": it may not."""
+
+    name: str
+    """A key of the configuration, or the name of a package or program."""
+    status: Status
+    found: str
+    expected: str = ""
+    advice: str = ""
+
+    def says(self) -> str:
+        """Found, expected and advice, on one line."""
+        expected = f", expected {self.expected}" if self.expected else ""
+        return " ".join(f"{self.found}{expected}{f'; {self.advice}' if self.advice else ''}".split())
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Details that are not judged."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that was found."""
+
+    config: str | None
+    """Path of the configuration; None: the machine alone was examined."""
+    checks: Sequence[Check]
+    tables: Sequence[Table]
+    versions: Mapping[str, str | None]
+    """Distribution -> release; None if it is not installed."""
+
+    @property
+    def ready(self) -> bool:
+        return not self._lines("failed")
+
+    def _lines(self, status: Status) -> dict[str, list[str]]:
+        """What checks of a status say -> their names: packages that are missing share a line."""
+        found: dict[str, list[str]] = {}
+        for check in self.checks:
+            if check.status == status:
+                found.setdefault(check.says(), []).append(check.name)
+        return found
+
+    def to_text(self) -> str:
+        """The verdict, its reasons, then the details."""
+        failed = self._lines("failed")
+        names = ", ".join(name for group in failed.values() for name in group)
+        subject = f"for {self.config}" if self.config else "to train on this machine"
+        lines = [f"ready {subject}" if self.ready else f"not ready {subject}: {names}"]
+        lines += [f"- {', '.join(names)}: {says}" for says, names in failed.items()]
+        lines += [f"- warning: {', '.join(names)}: {says}" for says, names in self._lines("warning").items()]
+        checks = [(check.status, check.name, check.says()) for check in self.checks]
+        for table in (Table("Checks", ("", "what", "found"), checks), *self.tables):
+            lines += ["", table.title, "", text_table(table.rows, table.headings)]
+        return printable("\n".join(lines))
+
+    def to_json(self) -> str:
+        """verdict, config, checks (name, status, found, expected, advice), versions, details."""
+        details = {t.title: [dict(zip(t.headings, row, strict=True)) for row in t.rows] for t in self.tables}
+        verdict = "ready" if self.ready else "not ready"
+        checks = [asdict(check) for check in self.checks]
+        found = {"verdict": verdict, "config": self.config, "checks": checks, "versions": self.versions}
+        return json.dumps({**found, "details": details}, indent=2)

@@ -1,0 +1,44 @@
+"""Tables of plain text, for terminals and for logs (standard library only)."""
+
+import shutil
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from megarl.errors import printable
+
+_GAP = "  "
+_NARROWEST = 20
+"""Fewest characters of the last column, however narrow the terminal is."""
+
+
+def text_table(rows: Iterable[Sequence[str]], headings: Sequence[str] = (), *, words: int | None = None) -> str:
+    """Lay cells out in columns: under headings and a rule, if there are any.
+
+    The first ``words`` columns are aligned to the left, the numbers behind them to the right; None takes all as words.
+
+    The last column is wrapped at the width of the terminal (80 characters where there is none). Control characters are
+    escaped. An empty row is an empty line. Raises ValueError if rows differ in length.
+    """
+    cells = [[printable(cell) for cell in row] for row in rows]
+    lines = [list(headings), *cells] if headings else cells
+    widths = [max(map(len, column)) for column in zip(*filter(None, lines), strict=True)]
+    if not widths:
+        return ""
+    before = sum(widths[:-1]) + len(_GAP) * (len(widths) - 1)
+    last = max(_NARROWEST, shutil.get_terminal_size().columns - before)
+    widths[-1] = min(widths[-1], last)
+    if headings:
+        lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(line for row in lines for line in _lay_out(row, widths, before, words))
+
+
+def _lay_out(row: Sequence[str], widths: Sequence[int], before: int, words: int | None) -> list[str]:
+    if not row:
+        return [""]
+    num_words = len(row) if words is None else words
+    first, *more = textwrap.wrap(row[-1], widths[-1], break_on_hyphens=False) or [""]
+    cells = [
+        cell.ljust(width) if column < num_words else cell.rjust(width)
+        for column, (cell, width) in enumerate(zip([*row[:-1], first], widths, strict=True))
+    ]
+    return [_GAP.join(cells).rstrip(), *(" " * before + line for line in more)]
