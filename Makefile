@@ -20,7 +20,7 @@ PYTEST = $(BIN)/python -m pytest -q --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup sglang-cpu quickstart null-gpu test test-all test-fast test-null-gpu test-sglang check mutation format clean clean-cache
+.PHONY: help setup sglang-cpu quickstart null-gpu test test-all test-fast test-null-gpu test-pythons test-sglang check mutation format clean clean-cache
 .DEFAULT_GOAL := help
 
 help:
@@ -29,9 +29,10 @@ help:
 	@echo "make sglang-cpu  create .venv-sglang with SGLang $(SGLANG_VERSION) for the CPU (3.2 GB; SGLANG_VERSION= takes another)"
 	@echo "make null-gpu    create .venv-null-gpu with CUDA torch and Transformer Engine, for a GPU that computes nothing (6 GB)"
 	@echo "make test        the tests in minutes; skips what needs a program that is absent, and says so at the end"
-	@echo "make test-all    all tests that need no GPU: test-fast, test-null-gpu, test-sglang"
+	@echo "make test-all    all tests that need no GPU: test-fast, test-null-gpu, test-pythons, test-sglang"
 	@echo "make test-fast   those that need no SGLang"
 	@echo "make test-null-gpu those of CUDA, NCCL and Transformer Engine, on the null GPU"
+	@echo "make test-pythons a fast part of the tests, with every other Python from 3.11 to 3.13 that the machine has"
 	@echo "make test-sglang those against real SGLang servers"
 	@echo "make check       lint, format, types, floors"
 	@echo "make mutation    whether the tests of core notice a changed operator or number (15 minutes)"
@@ -59,6 +60,7 @@ test: setup
 test-all:
 	@$(MAKE) --no-print-directory test-fast
 	@$(MAKE) --no-print-directory test-null-gpu
+	@$(MAKE) --no-print-directory test-pythons
 	@$(MAKE) --no-print-directory test-sglang
 
 test-fast: setup
@@ -68,6 +70,10 @@ test-null-gpu: null-gpu
 	@tests/null_gpu/python -m pytest -q --dist loadfile -n $(TEST_WORKERS) tests/null_gpu $(PYTEST_ARGS)
 	@NULL_GPU_WITHOUT_TE=1 PYTHONPATH=$(CURDIR)/tests tests/null_gpu/python -m pytest -q --dist loadfile -n $(TEST_WORKERS) \
 		-p null_gpu.everywhere $$(grep -v "^#" tests/null_gpu/selection.txt) $(PYTEST_ARGS)
+
+# In .venv-3.12 and .venv-3.13, where torch is a build for CUDA of 5.6 GB.
+test-pythons: setup
+	@TEST_WORKERS=$(TEST_WORKERS) tools/test_pythons $(PYTEST_ARGS)
 
 test-sglang: setup sglang-cpu
 	@$(PYTEST) -n $(TEST_SGLANG_WORKERS) -m sglang $(PYTEST_ARGS)

@@ -251,7 +251,7 @@ def installed_release(python: Path) -> str:
     try:
         answer = subprocess.run(words, capture_output=True, text=True, timeout=60.0, env=safe_environment())
     except (OSError, subprocess.TimeoutExpired) as error:
-        hint = "run `make sglang-cpu`, or set sglang.python"
+        hint = "set sglang.python to that of SGLang's environment (docs/sglang.md)"
         raise ConfigError(f"found no Python for SGLang at {python} ({error}): {hint}") from error
     if answer.returncode != 0:
         told = (answer.stderr.strip().splitlines() or ["no message"])[-1]
