@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from patch_trees import FILES, VERSIONS, commit_all, contents, edit, git, refuse, run, succeed
+from release_checks import NEWER
 
 from megarl.patches import hunks
 from megarl.patches import patch as tool
@@ -83,7 +84,8 @@ def test_without_a_target_it_is_the_megatron_core_of_this_python_and_that_is_not
     assert spec is not None
     assert spec.origin is not None
     lines = done.stdout.splitlines()
-    assert lines[0] == f"megatron-core {here} in {Path(spec.origin).resolve().parents[2]}: {here}.patch"
+    patch = f"{here}.patch" if here in VERSIONS else "has the hook and needs no patch"
+    assert lines[0] == f"megatron-core {here} in {Path(spec.origin).resolve().parents[2]}: {patch}"
     assert lines[-1] == "[]"
 
 
@@ -315,14 +317,28 @@ def test_a_guard_that_was_put_in_without_a_hook_is_named_and_comes_out(core_tree
     assert "0.15.3.patch" in succeed("apply", root)
 
 
-def test_a_tree_that_has_the_hook_and_that_nothing_fits_needs_nothing(core_tree: Callable[..., Path]) -> None:
-    root = core_tree("0.16.1")
-    rename(root, "0.18.0")
-    edit(root / FILES[0], "    HAVE_TE = False\n", "    HAVE_TE = None\n")
-    assert (
-        f"no patch fits Megatron-Core 0.18.0 in {root}, which has the hook already: nothing to do for megarl"
-        in refuse("apply", root)
-    )
+@pytest.mark.parametrize("version", ["0.16.0", *NEWER])
+def test_a_tree_that_has_the_hook_and_that_nothing_fits_needs_nothing(
+    version: str, core_tree: Callable[..., Path]
+) -> None:
+    root = core_tree(version)
+    if version == "0.16.0":
+        rename(root, "0.18.0")
+        edit(root / FILES[0], "    HAVE_TE = False\n", "    HAVE_TE = None\n")
+    before = contents(root)
+    for command in ("status", "check", "apply", "revert"):
+        assert succeed(command, root).endswith(f" in {root}: has the hook and needs no patch\n")
+    assert succeed("apply", root, "--dry-run") == ""
+    assert contents(root) == before
+    edit(root / FILES[0], "return router_replay.get_replay_topk(", "return _compute_topk(")
+    assert "it has no hook (router_replay)" in refuse("apply", root)
+
+
+@pytest.mark.parametrize("version", NEWER)
+def test_a_newer_router_that_does_not_pass_the_hook_on_is_seen(version: str, core_tree: Callable[..., Path]) -> None:
+    root = core_tree(version)
+    edit(root / FILES[1], "                router_replay=self.router_replay,\n", "")
+    assert "it has no hook (router_replay)" in refuse("status", root)
 
 
 def test_a_choice_of_experts_that_does_not_ask_the_hook_is_seen(core_tree: Callable[..., Path]) -> None:

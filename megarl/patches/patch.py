@@ -36,6 +36,8 @@ WORDS = {
 """What a file's state means to each command."""
 _MOE = "megatron/core/transformer/moe/"
 _ROUTER = f"{_MOE}router.py"
+_REFUSED = re.compile(r"^    def quantile_balancing\(.*?(?=^    def )", re.MULTILINE | re.DOTALL)
+"""A choice of experts without the hook, in 0.19, that replay refuses."""
 
 
 class PatchError(MegarlError):
@@ -175,18 +177,20 @@ def three_way(file: Path, text: str, patch: FilePatch) -> tuple[tuple[str, str] 
 
 
 def has_hook(root: Path, changes: Sequence[FileState] = ()) -> bool:
-    """Whether routers pass the hook on wherever they choose experts, and it is asked; with these changes made."""
+    """Whether routers pass the hook on wherever replay lets them choose experts, and it is asked; with these changes."""
     after = {change.patch.path: change.after for change in changes if change.state == "out"}
     asks, router = (_decode(after.get(name) or _content(root / name)) for name in (f"{_MOE}moe_utils.py", _ROUTER))
+    router = _REFUSED.sub("", router)
     calls = len(re.findall(r"\b(?:topk_softmax_with_capacity|topk_routing_with_score_function)\(", router))
     return "router_replay.get_replay_topk(" in asks and 0 < calls == router.count("router_replay=self.router_replay")
 
 
-def choose(root: Path, version: str, asked: str | None, reverting: bool) -> tuple[str, list[FileState]]:
+def choose(root: Path, version: str, asked: str | None, reverting: bool) -> tuple[str, list[FileState]] | None:
     """The release whose patch is for this tree, and what the patch would do to it; PatchError if there is none.
 
     That of the release that is asked for, or that the tree says it is. Otherwise the nearest that fits, in or out, and
-    leaves a tree with the hook. Those that bring the hook come first: they contain the guard's hunks.
+    leaves a tree with the hook. Those that bring the hook come first: they contain the guard's hunks. None if none
+    fits and the tree has the hook.
     """
     release = asked or version
     if asked or release in list_versions():
@@ -199,6 +203,8 @@ def choose(root: Path, version: str, asked: str | None, reverting: bool) -> tupl
     for release, states in tried.items():
         if not _unfit(states) and has_hook(root, states):
             return release, states
+    if has_hook(root):
+        return None
     raise PatchError(_no_fit(root, version, tried))
 
 
@@ -217,8 +223,6 @@ def _only_guards(release: str) -> bool:
 
 def _no_fit(root: Path, version: str, tried: dict[str, list[FileState]]) -> str:
     found = f"no patch fits Megatron-Core {version} in {root}"
-    if has_hook(root):
-        return f"{found}, which has the hook already: nothing to do for megarl; nothing was changed"
     for release, states in tried.items():
         if _only_guards(release) and all(state.state == "in" for state in states):
             return (
@@ -293,7 +297,12 @@ def run(command: str, target: Path | None, version: str | None, dry_run: bool) -
 def _run(command: str, target: Path | None, version: str | None, dry_run: bool) -> None:
     root = (target or find_installed()).resolve()
     says = read_version(root)
-    release, states = choose(root, says, version, command == "revert")
+    chosen = choose(root, says, version, command == "revert")
+    if chosen is None:
+        if not dry_run:
+            print(f"megatron-core {says} in {root}: has the hook and needs no patch")
+        return
+    release, states = chosen
     unfit = _unfit(states)
     if command in ("check", "apply") and not unfit and not has_hook(root, states):
         raise PatchError(
