@@ -177,7 +177,7 @@ def three_way(file: Path, text: str, patch: FilePatch) -> tuple[tuple[str, str] 
 
 
 def has_hook(root: Path, changes: Sequence[FileState] = ()) -> bool:
-    """Whether routers pass the hook on wherever replay lets them choose experts, and it is asked; with these changes."""
+    """Whether the hook is asked, and routers pass it on wherever replay lets them choose experts; with these changes."""
     after = {change.patch.path: change.after for change in changes if change.state == "out"}
     asks, router = (_decode(after.get(name) or _content(root / name)) for name in (f"{_MOE}moe_utils.py", _ROUTER))
     router = _REFUSED.sub("", router)
