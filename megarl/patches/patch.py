@@ -177,7 +177,7 @@ def three_way(file: Path, text: str, patch: FilePatch) -> tuple[tuple[str, str] 
 
 
 def has_hook(root: Path, changes: Sequence[FileState] = ()) -> bool:
-    """Whether the hook is asked, and routers pass it on wherever replay lets them choose experts; with these changes."""
+    """Whether the hook is asked, and routers pass it on wherever replay lets them choose; with these changes made."""
     after = {change.patch.path: change.after for change in changes if change.state == "out"}
     asks, router = (_decode(after.get(name) or _content(root / name)) for name in (f"{_MOE}moe_utils.py", _ROUTER))
     router = _REFUSED.sub("", router)
