@@ -22,6 +22,8 @@ from pydantic import TypeAdapter
 
 from megarl.errors import ConfigError
 
+RELEASES = "0.12.3 to 0.19"
+"""Of Megatron-Core, that megarl runs on."""
 DATACLASSES: Mapping[str, tuple[str, ...]] = {
     "TransformerConfig": (
         "model_parallel_config.ModelParallelConfig",
@@ -73,7 +75,7 @@ def source_root() -> Path:
         if (Path(location) / "core" / "__init__.py").is_file():
             return Path(location) / "core"
     raise ConfigError(
-        "found no megatron-core in this environment, expected 0.16.1: run `pip install megatron-core==0.16.1`"
+        f"found no megatron-core in this environment, expected {RELEASES}: run `pip install 'megarl[megatron]'`"
     )
 
 
@@ -96,7 +98,7 @@ def _class_body(dotted: str) -> list[ast.stmt]:
     for node in statements:
         if isinstance(node, ast.ClassDef) and node.name == class_name:
             return node.body
-    raise ConfigError(f"found no class {class_name} in {path}, expected megatron-core 0.16.1")
+    raise ConfigError(f"found no class {class_name} in {path}, expected megatron-core {RELEASES}")
 
 
 def check(table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

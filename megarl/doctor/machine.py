@@ -32,7 +32,6 @@ _OPTIONAL = (
     "wandb",
     "sglang",
 )
-_RELEASES = "0.12.3 to 0.19"
 _TE_FITS_0_16 = r"2\.(9|10|11)\b"
 
 
@@ -97,7 +96,7 @@ def _check_megatron(release: str | None, replays: bool) -> list[Check]:
     except ConfigError:
         newer = " (0.17 and later need Python 3.12)" if sys.version_info < (3, 12) else ""
         return [
-            Check("megatron-core", "failed", "not installed", f"{_RELEASES}{newer}", "pip install 'megarl[megatron]'")
+            Check("megatron-core", "failed", "not installed", f"{megatron_fields.RELEASES}{newer}", "pip install 'megarl[megatron]'")
         ]
     moe = root / "transformer" / "moe"
     checks = [Check("megatron-core", "ok", release or f"source at {root}")]

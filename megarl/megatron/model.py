@@ -185,5 +185,5 @@ def _fix_latents(chunk: GPTModel, shape: ModelShape) -> None:
             if down.parallel_mode is not None and tp > 1:
                 raise ConfigError(
                     f"parallel.tp: found {tp}, expected 1: with Transformer Engine, "
-                    f"megatron-core {RELEASE} cuts projections that latent attention needs whole; install 0.16.1"
+                    f"megatron-core {RELEASE} cuts projections that latent attention needs whole; install 0.16 to 0.19"
                 )

@@ -69,7 +69,7 @@ def refuse_missing(config: TransformerConfig) -> None:
     if "global_aux_loss" in kinds and not hasattr(TopKRouter, "_apply_global_aux_loss"):
         raise ConfigError(
             f"megatron.moe_router_load_balancing_type = {kinds!r}: megatron-core {RELEASE} has no global_aux_loss; "
-            "use aux_loss, or install megatron-core 0.16.1"
+            "use aux_loss, or install megatron-core 0.16 to 0.19"
         )
     sizes = (config.tensor_model_parallel_size, config.context_parallel_size, config.pipeline_model_parallel_size)
     pads = max(sizes) > 1 or config.moe_token_dispatcher_type == "allgather"
@@ -89,5 +89,5 @@ def _refuse_counted_padding(config: TransformerConfig) -> None:
         if counts:
             raise ConfigError(
                 f"megatron.{setting} = {getattr(config, setting)!r}: routers of megatron-core {RELEASE} count padding, "
-                f"which this layout has; remove {setting}, or install megatron-core 0.16.1"
+                f"which this layout has; remove {setting}, or install megatron-core 0.16 to 0.19"
             )

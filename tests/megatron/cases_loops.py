@@ -150,6 +150,8 @@ def _wrap(part: Callable[[Any], Any], reentrant: bool, chunk: torch.nn.Module) -
 
 
 def _checkpointed(forward: Callable[..., Any], reentrant: bool, *given: Any, **named: Any) -> Any:
+    if not given:  # a reentrant checkpoint sees the gradients of what it is given by position
+        given = (named.pop("hidden_states"),)
     return checkpoint(partial(forward, **named), *given, use_reentrant=reentrant)
 
 
@@ -173,6 +175,11 @@ CHECKPOINTS: Mapping[str, tuple[str, Callable[[torch.nn.Module], None] | None]] 
 }
 """Megarl's name of Megatron's recomputation, and what is wrapped besides."""
 
+NESTED: Mapping[str, tuple[str, Callable[[torch.nn.Module], None] | None]] = {
+    "moe in layers reentrant": ("moe", partial(_wrap, _layer, True)),
+}
+"""For passes in evaluation mode alone; not in ``all_points``."""
+
 FROZEN: Mapping[str, Callable[[str], bool]] = {
     "nothing": lambda name: False,
     "first layers": lambda name: "embedding" in name or "layers.0." in name or "layers.1." in name,
@@ -183,8 +190,8 @@ FROZEN: Mapping[str, Callable[[str], bool]] = {
 """Parts of the model without gradients."""
 
 CHECKPOINTS_IN_EVALUATION = tuple(map(int, RELEASE.split(".")[:2])) < (0, 17)
-"""Whether Megatron's MoE layers are checkpointed in evaluation mode too. Where they are not, torch refuses to recompute
-in another mode than that of the forward pass, with megarl or without."""
+"""Whether Megatron's MoE layers are checkpointed in evaluation mode too. Where they are not, a layer that is recomputed
+in another mode than that of its forward pass saves other tensors, which torch's checkpoints may refuse."""
 
 NOTHING_IN_FRONT = ("first layers", "all but the last layer")
 """Where the input of the first layers needs no gradient, reentrant checkpoints of whole layers carry none further on,
@@ -210,7 +217,7 @@ class World:
 
     def model(self, kind: str) -> tuple[MatrixModel, RoutingReplay]:
         if kind not in self._models:
-            recompute, wrap = CHECKPOINTS.get(kind, ("none", None))
+            recompute, wrap = {**CHECKPOINTS, **NESTED}.get(kind, ("none", None))
             variant = Variant(recompute)
             model = build(settings_of(self._layout, variant), variant)
             if wrap is not None:

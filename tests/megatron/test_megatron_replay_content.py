@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 from matrix_world import VOCAB, MatrixModel, Variant, build, settings_of
+from megatron.core.transformer.moe.router import TopKRouter
 from tiny_world import join
 from torch.utils.checkpoint import checkpoint
 
 from megarl.errors import ReplayError
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
 from megarl.megatron.replay.agreement import LEAST_JUDGED, MOST_SAMPLED, check_agreement, sample_rows
-from megarl.megatron.versions import unwrap
+from megarl.megatron.versions import RELEASE, unwrap
 
 B, S = 4, 16
 
@@ -385,14 +386,42 @@ def test_an_entry_without_rows_fits_nothing(loop: Loop) -> None:
         loop.replayed([shifted, empty, loop.routes[2]])
 
 
+def _overriding(method: str) -> type[TopKRouter]:
+    """A subclass of Megatron's router with this method of its own, which changes nothing."""
+
+    def same(router: TopKRouter, *given: Any, **named: Any) -> Any:
+        return getattr(TopKRouter, method)(router, *given, **named)
+
+    return type("OwnRouter", (TopKRouter,), {method: same})
+
+
 class TestRouters:
     """RoutingReplay finds every router that Megatron's config promises, or says which one is missing."""
 
     def test_a_router_of_another_class(self, loop: Loop) -> None:
         layer = unwrap(loop.model.chunks[0]).decoder.layers[2]
         layer.mlp.router = torch.nn.Linear(2, 2)
-        with pytest.raises(ReplayError, match="layer 2: its router is a Linear, expected a TopKRouter"):
+        with pytest.raises(ReplayError, match=f"layer 2: its router is a Linear, .* megatron-core {RELEASE}"):
             RoutingReplay(loop.model.chunks)
+
+    @pytest.mark.parametrize("method", ["forward", "routing"])
+    def test_a_router_that_may_choose_in_its_own_way(self, method: str, loop: Loop) -> None:
+        router = unwrap(loop.model.chunks[0]).decoder.layers[2].mlp.router
+        router.__class__ = _overriding(method)
+        refusal = rf"layer 2: its router is a OwnRouter, and OwnRouter\.{method} is not that of megatron-core {RELEASE}"
+        with pytest.raises(ReplayError, match=refusal):
+            RoutingReplay(loop.model.chunks)
+        router.__class__ = type("Derived", (_overriding(method),), {})
+        with pytest.raises(ReplayError, match=rf"its router is a Derived, and OwnRouter\.{method}"):
+            RoutingReplay(loop.model.chunks)
+        type(router).asks_router_replay = True
+        loop.replay = RoutingReplay(loop.model.chunks, min_agreement=0.0)
+        loop.replayed(loop.routes)
+
+    def test_a_router_that_computes_logits_in_its_own_way(self, loop: Loop) -> None:
+        unwrap(loop.model.chunks[0]).decoder.layers[2].mlp.router.__class__ = _overriding("gating")
+        loop.replay = RoutingReplay(loop.model.chunks, min_agreement=0.0)
+        loop.replayed(loop.routes)
 
     def test_a_moe_layer_of_another_class(self, loop: Loop) -> None:
         layer = unwrap(loop.model.chunks[0]).decoder.layers[1]

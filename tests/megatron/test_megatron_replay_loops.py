@@ -9,10 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases_loops import CHECKPOINTS, FROZEN, MODES, ORDERS, A, B, Passes, World, all_points, largest_difference
+from cases_loops import (
+    CHECKPOINTS,
+    CHECKPOINTS_IN_EVALUATION,
+    FROZEN,
+    MODES,
+    NESTED,
+    ORDERS,
+    A,
+    B,
+    Passes,
+    World,
+    all_points,
+    largest_difference,
+)
 from matrix_world import gradients
 from ranks import Case, case
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from megarl.errors import ReplayError
 from megarl.megatron.replay import MicroRoutes, RoutingReplay
@@ -35,6 +48,37 @@ def test_acceptance_gradients_are_those_without_recomputation(
     errors = {point: world.error(*point) for point in all_points() if point[1:3] == (kind, mode)}
     assert len(errors) >= len(ORDERS) - 1
     assert {point: error for point, error in errors.items() if not error < TOLERANCE} == {}
+
+
+def whole_in_evaluation(passes: Passes) -> None:
+    passes.chunk.eval()
+    (passes.loss(A) - 2.0 * passes.loss(B)).backward()
+    passes.chunk.train()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", [*CHECKPOINTS, *NESTED])
+def test_gradients_of_evaluation_are_those_without_recomputation(
+    kind: str, mode: str, world: World, one_rank: None
+) -> None:
+    expected = world.gradients(whole_in_evaluation, "none", mode)
+    assert largest_difference(world.gradients(whole_in_evaluation, kind, mode), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_that_are_recomputed_in_another_mode_than_their_forward_pass(
+    mode: str, world: World, one_rank: None
+) -> None:
+    """Replay follows into checkpoints that the forward pass had not. torch's own refuse their tensors, and replay goes
+    on after that."""
+    assert world.error("eval_with_gradients", "moe in layers reentrant", mode, "nothing") < TOLERANCE
+    kind = "moe in layers not reentrant"
+    if CHECKPOINTS_IN_EVALUATION:
+        assert world.error("eval_with_gradients", kind, mode, "nothing") < TOLERANCE
+        return
+    with pytest.raises(CheckpointError, match="A different number of tensors was saved"):
+        world.error("eval_with_gradients", kind, mode, "nothing")
+    assert world.error("joint", kind, mode, "nothing") < TOLERANCE
 
 
 def test_the_loops_can_tell_micro_batches_apart(world: World, one_rank: None) -> None:

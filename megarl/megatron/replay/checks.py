@@ -20,6 +20,10 @@ from megarl.megatron.versions import RELEASE
 
 MOST_EXPERTS = 1 << 15
 """Expert numbers are stored as int16, because torch does not index uint16 on every device."""
+_CHOOSING = ("forward", "routing", "aux_loss_load_balancing", "seq_aux_loss_load_balancing")
+"""Methods of TopKRouter on the way to the hook; the latter two are of 0.12 and 0.13."""
+_KNOWN = ("TopKRouter", "InferenceTopKRouter")
+"""Megatron's own classes; the second, from 0.17 on, routes as the first outside of Megatron's inference engine."""
 
 
 def find_routers(chunk: Any) -> list[TopKRouter]:
@@ -36,9 +40,12 @@ def find_routers(chunk: Any) -> list[TopKRouter]:
         number = getattr(layer, "layer_number", 0)
         if strangers:
             raise ReplayError(
-                f"layer {number - 1}: its router is a {strangers[0]}, expected a TopKRouter or a subclass, which asks "
-                "router_replay for its experts; replay would skip this layer. Derive the router from TopKRouter"
+                f"layer {number - 1}: its router is a {strangers[0]}, expected a TopKRouter of megatron-core {RELEASE} "
+                "or a subclass, which asks router_replay for its experts; replay would skip this layer. Derive the "
+                "router from TopKRouter"
             )
+        for router in routers:
+            _check_choice(router, number - 1)
         expected = len(routers)
         if isinstance(chunk, GPTModel):
             frequency = layer.config.moe_layer_freq
@@ -51,6 +58,19 @@ def find_routers(chunk: Any) -> list[TopKRouter]:
             )
         found += routers
     return found
+
+
+def _check_choice(router: TopKRouter, layer: int) -> None:
+    """ReplayError if the router's class chooses experts by code that replay does not know."""
+    kind = type(router)
+    for method in () if getattr(kind, "asks_router_replay", False) else _CHOOSING:
+        owner = next((each for each in kind.__mro__ if method in vars(each)), TopKRouter)
+        if owner.__module__ != TopKRouter.__module__ or owner.__name__ not in _KNOWN:
+            raise ReplayError(
+                f"layer {layer}: its router is a {kind.__name__}, and {owner.__name__}.{method} is not that of "
+                f"megatron-core {RELEASE}: its experts may not be those that router_replay returns. Override gating "
+                f"instead; or, if they always are, set {kind.__name__}.asks_router_replay = True"
+            )
 
 
 def find_untraced_routers(chunk: Any) -> Iterator[TopKRouter]:
@@ -69,8 +89,8 @@ def check_routers(routers: Sequence[Any]) -> None:
         config = router.config
         if not hasattr(router, "router_replay"):
             raise ReplayError(
-                f"this Megatron-Core has no replay hook: found {RELEASE} without the patch, expected 0.16.0 or later; "
-                "run `megarl patch apply`, or install megatron-core 0.16.1"
+                f"this Megatron-Core has no replay hook: found {RELEASE} without the patch, expected 0.16 to 0.19; "
+                "run `megarl patch apply`, or install one of those"
             )
         if (config.num_moe_experts or 0) > MOST_EXPERTS:
             raise ReplayError(f"{config.num_moe_experts} experts, expected at most {MOST_EXPERTS}: rows are 16 bits")

@@ -40,8 +40,8 @@ class RoutingReplay:
 
     A rank without MoE layers has empty routes. Routers of multi-token-prediction layers route natively, because no
     trace has rows for them (``Recording.untraced_rows``). ReplayError if Megatron is too old to call the hook, if a
-    setting would bypass it (``megarl doctor`` lists them), if the router of a MoE layer is no TopKRouter, or if these
-    are not all chunks of one model on this rank.
+    setting would bypass it (``megarl doctor`` lists them), if the router of a MoE layer is no TopKRouter or
+    has a choice of its own, or if these are not all chunks of one model on this rank.
 
     aux_loss: what load-balancing losses count under replay. "dispatch": the experts that tokens are sent to (Megatron
     would count those that the router would have chosen). "off": nothing, the losses are left out. The z-loss does not
