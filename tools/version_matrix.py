@@ -69,6 +69,7 @@ REFUSED = """\
 | `moe_router_load_balancing_type = "quantile_balancing"` | 0.19.2 | ReplayError: it chooses experts without the hook |
 | what counts tokens, in a layout that pads | 0.12.3 to 0.15.3 | ConfigError: its routers count padding |
 | `moe_router_load_balancing_type = "global_aux_loss"` | 0.12.3 to 0.14.0 | ConfigError: the release has none |
+| a router that is no TopKRouter, or whose class has a `forward` or `routing` of its own | all | ReplayError: names both |
 | a `[megatron]` key that the release has no field for | each its own | ConfigError: no field has this name |
 
 Balancing losses, the z-loss and a moving expert bias (`moe_router_bias_update_rate`) count tokens; tp, cp or pp above 1
@@ -239,7 +240,8 @@ All ran with newer versions of torch and numpy than older releases ask for;
 | combined 1F1B (`overlap_moe_expert_parallel_comm`) | 0.16 | refused |
 | CUDA graphs: `local`, `full_iteration`, of the router, the MoE or the whole layer | 0.16 | refused |
 | CUDA graphs of Transformer Engine over attention and dense layers alone | 0.16 | not refused; not run, no GPU |
-| `InferenceTopKRouter` and its dispatchers | 0.17 | only inside Megatron's inference engine; not run |
+| `InferenceTopKRouter` in training | 0.17 | asks the hook (`tests/megatron/test_megatron_newer.py`) |
+| `InferenceTopKRouter` and its dispatchers inside Megatron's inference engine | 0.17 | not run |
 """
 
 

@@ -95,9 +95,8 @@ def _check_megatron(release: str | None, replays: bool) -> list[Check]:
         root = megatron_fields.source_root()
     except ConfigError:
         newer = " (0.17 and later need Python 3.12)" if sys.version_info < (3, 12) else ""
-        return [
-            Check("megatron-core", "failed", "not installed", f"{megatron_fields.RELEASES}{newer}", "pip install 'megarl[megatron]'")
-        ]
+        wanted = f"{megatron_fields.RELEASES}{newer}"
+        return [Check("megatron-core", "failed", "not installed", wanted, "pip install 'megarl[megatron]'")]
     moe = root / "transformer" / "moe"
     checks = [Check("megatron-core", "ok", release or f"source at {root}")]
     # The router must hold a replay object, and the top-k function must call it.

@@ -13,14 +13,14 @@ import torch
 from dispatch_probe import DispatchProbe, TopTwo, tap
 from matrix_world import Variant
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import moe_utils, router
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from test_megatron_replay_semantics import Setup
 
 from megarl.errors import ReplayError
 from megarl.megatron.attention import PackedSequences
-from megarl.megatron.replay import MicroRoutes
+from megarl.megatron.replay import MicroRoutes, RoutingReplay
 from megarl.megatron.versions import unwrap
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -49,6 +49,19 @@ def test_routes_are_replayed_with_the_root_of_the_softplus_as_score(recompute: s
     assert probe.violations(setup.rollouts, setup.replay.layers) == []
     assert probe.largest_gate_error() < 1e-5
     assert len(probe.seen) == len(setup.micros) * 4 * (1 if recompute == "none" else 2)
+
+
+@needs(hasattr(router, "InferenceTopKRouter"), "0.17")
+def test_the_router_for_inference_is_replayed_in_training() -> None:
+    setup = Setup()
+    for one in setup.routers():
+        one.__class__ = router.InferenceTopKRouter
+    setup.replay = RoutingReplay(setup.model.chunks, min_agreement=0.0)
+    probe = DispatchProbe(setup.model.chunks, setup.micros)
+    with setup.replay.replay(setup.routes):
+        setup.train()
+    probe.remove()
+    assert probe.violations(setup.rollouts, setup.replay.layers) == []
 
 
 @needs("tokens_per_sample" in FIELDS, "0.19")

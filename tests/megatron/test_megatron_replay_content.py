@@ -411,16 +411,22 @@ class TestRouters:
         refusal = rf"layer 2: its router is a OwnRouter, and OwnRouter\.{method} is not that of megatron-core {RELEASE}"
         with pytest.raises(ReplayError, match=refusal):
             RoutingReplay(loop.model.chunks)
-        router.__class__ = type("Derived", (_overriding(method),), {})
-        with pytest.raises(ReplayError, match=rf"its router is a Derived, and OwnRouter\.{method}"):
-            RoutingReplay(loop.model.chunks)
-        type(router).asks_router_replay = True
-        loop.replay = RoutingReplay(loop.model.chunks, min_agreement=0.0)
+
+    @pytest.mark.parametrize("method", ["forward", "routing"])
+    def test_a_router_that_says_that_it_asks(self, method: str, loop: Loop) -> None:
+        router = unwrap(loop.model.chunks[0]).decoder.layers[2].mlp.router
+        asking = _overriding(method)
+        asking.asks_router_replay = True  # type: ignore[attr-defined]
+        router.__class__ = type("Derived", (asking,), {})
+        loop.replay = RoutingReplay(loop.model.chunks)
         loop.replayed(loop.routes)
+        router.__class__ = type("Derived", (asking,), {method: vars(_overriding(method))[method]})
+        with pytest.raises(ReplayError, match=rf"its router is a Derived, and Derived\.{method}"):
+            RoutingReplay(loop.model.chunks)
 
     def test_a_router_that_computes_logits_in_its_own_way(self, loop: Loop) -> None:
         unwrap(loop.model.chunks[0]).decoder.layers[2].mlp.router.__class__ = _overriding("gating")
-        loop.replay = RoutingReplay(loop.model.chunks, min_agreement=0.0)
+        loop.replay = RoutingReplay(loop.model.chunks)
         loop.replayed(loop.routes)
 
     def test_a_moe_layer_of_another_class(self, loop: Loop) -> None:

@@ -62,14 +62,14 @@ def find_routers(chunk: Any) -> list[TopKRouter]:
 
 def _check_choice(router: TopKRouter, layer: int) -> None:
     """ReplayError if the router's class chooses experts by code that replay does not know."""
-    kind = type(router)
-    for method in () if getattr(kind, "asks_router_replay", False) else _CHOOSING:
-        owner = next((each for each in kind.__mro__ if method in vars(each)), TopKRouter)
-        if owner.__module__ != TopKRouter.__module__ or owner.__name__ not in _KNOWN:
+    for method in _CHOOSING:
+        owner = next((kind for kind in type(router).__mro__ if method in vars(kind)), TopKRouter)
+        is_known = owner.__module__ == TopKRouter.__module__ and owner.__name__ in _KNOWN
+        if not is_known and not vars(owner).get("asks_router_replay"):
             raise ReplayError(
-                f"layer {layer}: its router is a {kind.__name__}, and {owner.__name__}.{method} is not that of "
+                f"layer {layer}: its router is a {type(router).__name__}, and {owner.__name__}.{method} is not that of "
                 f"megatron-core {RELEASE}: its experts may not be those that router_replay returns. Override gating "
-                f"instead; or, if they always are, set {kind.__name__}.asks_router_replay = True"
+                f"instead; or, if they always are, set {owner.__name__}.asks_router_replay = True"
             )
 
 
