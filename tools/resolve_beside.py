@@ -182,7 +182,8 @@ def page(found: dict[str, Neighbour], answers: dict[str, dict[str, Any]]) -> str
         for name, n in others.items()
     ]
     beside = [
-        (n.title, *(cell(answers[name], extra) for extra in (CORE, "megatron", "train", "sglang"))) for name, n in others.items()
+        (n.title, *(cell(answers[name], extra) for extra in (CORE, "megatron", "train", "sglang")))
+        for name, n in others.items()
     ]
     empty = [
         (f"`{_install(extra)}`", *_size(answers[EMPTY][extra]), _versions(answers[EMPTY][extra]))

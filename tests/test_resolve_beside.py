@@ -1,0 +1,128 @@
+"""The page about other libraries is what was recorded, their pins can be read, and a conflict is told in one line."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import environments
+import resolve_beside
+from resolve_beside import ALONE, EMPTY, FOLDER, PAGE, Neighbour, ResolverError, cell, read_conflict, read_lock, shorten
+
+TOLD = """\
+error: No solution found when resolving dependencies
+  cause: Because sglang==0.5.8 depends on transformers==4.57.1 and megarl[train]==0.1.0 depends on transformers>=5.3,<5.24, we can conclude that megarl[train]==0.1.0 and sglang==0.5.8 are incompatible.
+         And because only megarl[train]==0.1.0 is available, we can conclude that sglang==0.5.8 and all versions of megarl[train] are incompatible.
+         And because you require megarl[train] and sglang==0.5.8, we can conclude that your requirements are unsatisfiable.
+"""  # noqa: E501
+FOUND = resolve_beside.neighbours()
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+def test_the_page_is_what_was_recorded():
+    assert PAGE.read_text() == resolve_beside.page(FOUND, resolve_beside.read_answers(FOUND))
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_every_extra_was_asked_for_and_every_pin_can_be_read(name):
+    neighbour, answers = FOUND[name], resolve_beside.read_answers(FOUND)[name]
+    assert set(neighbour.extras) - {"core"} <= set(EXTRAS)
+    assert set(answers) == {"asked", ALONE, *neighbour.extras}
+    pins = {pin.name: pin for pin in map(Requirement, neighbour.pins)}
+    assert len(pins) == len(neighbour.pins)
+    for extra in {ALONE, *neighbour.extras} - {"asked"}:
+        for package, version in answers[extra].get("versions", {}).items():
+            assert package not in pins or Version(version) in pins[package].specifier
+
+
+def test_the_extras_of_the_repository_accept_what_was_resolved():
+    """A bound that was narrowed since makes the page wrong."""
+    for name, answers in resolve_beside.read_answers(FOUND).items():
+        for extra in set(FOUND[name].extras) & set(EXTRAS):
+            versions = answers[extra].get("versions", {})
+            python = {"python_version": ".".join(FOUND[name].python.split(".")[:2])}
+            for needed in map(Requirement, EXTRAS[extra]):
+                asked = needed.marker is None or needed.marker.evaluate(python)
+                if asked and needed.name in versions:
+                    assert Version(versions[needed.name]) in needed.specifier, (name, extra)
+
+
+def test_the_sglang_extra_begins_with_the_oldest_release_that_the_tests_run():
+    (needed,) = map(Requirement, EXTRAS["sglang"])
+    assert str(needed.specifier) == f">={min(environments.SGLANG_RELEASES, key=Version)}"
+
+
+def test_a_conflict_is_told_in_one_line():
+    assert read_conflict(TOLD) == (
+        "sglang==0.5.8 depends on transformers==4.57.1; megarl[train]==0.1.0 depends on transformers>=5.3,<5.24"
+    )
+
+
+def test_an_older_uv_draws_its_explanation_as_a_tree():
+    told = "  × No solution found when resolving dependencies:\n  ╰─▶ Because a==1 depends on b>2 and you require\n"
+    assert read_conflict(f"{told}      b<2, we can conclude that your requirements are unsatisfiable.\n") == (
+        "a==1 depends on b>2"
+    )
+
+
+def test_what_is_neither_versions_nor_a_conflict_is_an_error():
+    with pytest.raises(ResolverError, match="gave no answer.*failed to lookup"):
+        read_conflict("error: failed to lookup address information")
+
+
+def test_a_lock_counts_the_largest_wheel_and_leaves_megarl_out():
+    files = {"wheels": [{"size": 2_000_000}, {"size": 5_000_000}], "sdist": {"size": 9_000_000}}
+    packages = [
+        {"name": "torch", "version": "2.11.0", **files},
+        {"name": "fonts", "version": "1", "sdist": {"size": 3_000_000}},
+        {"name": "megarl", "directory": {}},
+    ]
+    assert read_lock({"packages": packages}) == {
+        "versions": {"torch": "2.11.0", "fonts": "1"},
+        "packages": 2,
+        "download_mb": 8,
+    }
+
+
+def test_what_megarl_moves_is_said():
+    alone = {"versions": {"torch": "2.9", "rich": "14", "numpy": "1"}}
+    answers = {
+        ALONE: shorten(alone, alone),
+        "train": shorten({"versions": {"torch": "2.9", "rich": "15", "numpy": "1", "trl": "1"}}, alone),
+    }
+    assert cell(answers, "train") == "torch 2.9, numpy 1; moves rich 14 to 15"
+    assert cell(answers | {ALONE: {"conflict": "a needs b"}}, "train").startswith("the pins conflict without megarl")
+    assert cell(answers, "sglang") == "not asked"
+
+
+def test_without_uv_the_error_says_how_to_get_it(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["resolve_beside", EMPTY])
+    monkeypatch.setattr(resolve_beside, "find_uv", lambda: (_ for _ in ()).throw(ResolverError("found no uv")))
+    assert resolve_beside.main() == 2
+    assert capsys.readouterr().err == "resolve_beside: error: found no uv\n"
+
+
+def test_uv_is_asked_for_by_name(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ResolverError, match="pip install uv"):
+        resolve_beside.find_uv()
+
+
+def test_an_unknown_key_of_a_neighbour_is_refused(tmp_path):
+    (tmp_path / "x.toml").write_text('title = "x"\npinned = []\n')
+    with pytest.raises(TypeError, match="pinned"):
+        resolve_beside.read_neighbour(tmp_path / "x.toml")
+    assert isinstance(FOUND[EMPTY], Neighbour)
+
+
+def test_folder_has_a_record_for_each_neighbour():
+    assert {path.stem for path in FOLDER.glob("*.json")} == set(FOUND)
