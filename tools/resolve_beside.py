@@ -1,12 +1,12 @@
 """Asks a resolver whether megarl's extras fit beside what other RL libraries pin; writes docs/neighbours.md.
 
     pip install uv                                        # the resolver; nothing else is installed
-    python tools/resolve_beside.py                        # about five minutes, asks the package index
+    python tools/resolve_beside.py                        # about six minutes, asks the package index
     python tools/resolve_beside.py slime miles            # these alone; the other rows stay as they were recorded
     python tools/resolve_beside.py --page                 # the page alone, from the records
 
-A neighbour is ``docs/neighbours/NAME.toml``: where its pins were read, and the pins. The answer is recorded beside it in
-``NAME.json``. uv reads the metadata of packages, and downloads and installs none of them.
+A neighbour is ``docs/neighbours/NAME.toml``: where its pins were read, and the pins. The answer is recorded beside it
+in ``NAME.json``. uv reads the metadata of packages and installs none of them.
 """
 
 from __future__ import annotations
@@ -155,10 +155,11 @@ def shorten(answer: Answer, alone: Answer) -> Answer:
 HEAD = """\
 # Beside other libraries
 
-Written by `tools/resolve_beside.py` from the pins in `docs/neighbours/NAME.toml` and the recorded answers in `NAME.json`.
-A resolver (`uv pip compile`, Linux on x86-64 with glibc 2.35) was given the pins of a library and one extra of megarl. It
-reads the metadata of packages and installs nothing: a row says that versions exist which all of them accept, not that they ran.
-What was installed and ran is [at the end](#installed-together).
+Written by `tools/resolve_beside.py` from the pins in `docs/neighbours/NAME.toml` and the answers in `NAME.json`.
+
+A resolver (`uv pip compile`, Linux on x86-64 with glibc 2.35) was given the pins of a library and one extra of megarl.
+It reads the metadata of packages and installs nothing: a row says that versions exist which all of them accept, not
+that they ran. What was installed and ran is [at the end](#installed-together).
 
 """
 
@@ -166,11 +167,12 @@ MEANING = """\
 
 - **Core** is `megarl` without an extra. The versions are those of the whole environment, the library's own among them.
 - **Moves** names packages that the library gets in another version than without megarl. A row without it moves none.
-- **`[sglang]`** was asked where the library installs SGLang into the environment of its trainer. megarl needs it only in the
-  environment of its servers, which is one of its own.
-- A library that brings Megatron-Core itself (a fork, a submodule, a source tree) needs no extra of megarl: install `megarl`
-  alone. `megarl.megatron.replay` imports the torch and the Megatron-Core that are there. The table of releases is
-  [the version matrix](version_matrix.md); `megarl patch` serves 0.12 to 0.15.
+- **`[sglang]`** was asked where the library installs SGLang into the environment of its trainer. The extra makes an
+  environment for megarl's own servers, apart from the trainer's. There and elsewhere `megarl` without an extra accepts
+  older servers ([which](sglang.md#releases)).
+- A library that brings Megatron-Core itself (a fork, a submodule, a source tree) needs no extra of megarl: install
+  `megarl` alone. `megarl.megatron.replay` imports the torch and the Megatron-Core that are there. Which releases of
+  Megatron-Core work: [the version matrix](version_matrix.md).
 
 """
 
