@@ -66,6 +66,20 @@ def test_a_conflict_is_told_in_one_line():
     )
 
 
+def test_a_list_of_ranges_stays_in_its_line():
+    told = """\
+error: No solution found when resolving dependencies
+  cause: Because sglang==0.5.8 depends on transformers==4.57.1 and verl>=0.9.1 depends on one of:
+             transformers>=5.5.3,<5.6.0
+             transformers>5.6.0,<5.11
+         we can conclude that sglang==0.5.8 and verl>=0.9.1 are incompatible.
+"""
+    assert read_conflict(told) == (
+        "sglang==0.5.8 depends on transformers==4.57.1; "
+        "verl>=0.9.1 depends on one of: transformers>=5.5.3,<5.6.0 transformers>5.6.0,<5.11"
+    )
+
+
 def test_an_older_uv_draws_its_explanation_as_a_tree():
     told = "  × No solution found when resolving dependencies:\n  ╰─▶ Because a==1 depends on b>2 and you require\n"
     assert read_conflict(f"{told}      b<2, we can conclude that your requirements are unsatisfiable.\n") == (

@@ -126,7 +126,7 @@ def read_conflict(stderr: str) -> str:
     told = " ".join(line.strip(" │╰─▶") for line in stderr.splitlines())
     clauses = [
         clause.strip()
-        for reasons in re.findall(r"[Bb]ecause (.*?), we can conclude", told)
+        for reasons in re.findall(r"[Bb]ecause (.*?),? we can conclude", told)
         for clause in reasons.split(" and ")
     ]
     facts = [clause for clause in clauses if re.search(r" depends on | has no | needs ", clause)]
