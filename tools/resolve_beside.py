@@ -167,9 +167,9 @@ MEANING = """\
 
 - **Core** is `megarl` without an extra. The versions are those of the whole environment, the library's own among them.
 - **Moves** names packages that the library gets in another version than without megarl. A row without it moves none.
-- **`[sglang]`** was asked where the library installs SGLang into the environment of its trainer. The extra makes an
-  environment for megarl's own servers, apart from the trainer's. There and elsewhere `megarl` without an extra accepts
-  older servers ([which](sglang.md#releases)).
+- **`[sglang]`** was asked where the library installs SGLang into the environment of its trainer. The extra is for
+  a new environment of servers alone. Beside an older SGLang install `megarl` without an extra
+  ([releases that megarl samples with](sglang.md#releases)).
 - A library that brings Megatron-Core itself (a fork, a submodule, a source tree) needs no extra of megarl: install
   `megarl` alone. `megarl.megatron.replay` imports the torch and the Megatron-Core that are there. Which releases of
   Megatron-Core work: [the version matrix](version_matrix.md).
