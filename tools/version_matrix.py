@@ -69,7 +69,7 @@ REFUSED = """\
 | `moe_router_load_balancing_type = "quantile_balancing"` | 0.19.2 | ReplayError: it chooses experts without the hook |
 | what counts tokens, in a layout that pads | 0.12.3 to 0.15.3 | ConfigError: its routers count padding |
 | `moe_router_load_balancing_type = "global_aux_loss"` | 0.12.3 to 0.14.0 | ConfigError: the release has none |
-| a router that is no TopKRouter, or whose class has a `forward` or `routing` of its own | all | ReplayError: names both |
+| a router that is no TopKRouter, or has a `forward` or `routing` of its own | all | ReplayError: names its class |
 | a `[megatron]` key that the release has no field for | each its own | ConfigError: no field has this name |
 
 Balancing losses, the z-loss and a moving expert bias (`moe_router_bias_update_rate`) count tokens; tp, cp or pp above 1
