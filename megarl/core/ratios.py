@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megarl.core.choices.parts import RatioKind
+from megarl.core.choices.parts import Scope
 from megarl.errors import NumericsError
 
 LOG_RATIO_BOUND = 20.0
@@ -142,45 +142,51 @@ def positions(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     return _segment_cumsum(mask.long(), cu_seqlens, reverse=False)
 
 
-def aggregate_log_ratio(kind: RatioKind, log_ratios: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return the log-ratio of the tokens that ``kind`` names, for each token of the mask; 0 elsewhere.
+def aggregate(scope: Scope, values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return what a scope makes of one value per token, such as a log-ratio, for each token of the mask; 0 elsewhere.
 
-    With l_k the log-ratios of the n masked tokens of a sequence, and t the position among them:
+    With l_k the values of the n masked tokens of a sequence, and t the position among them:
 
     - ``token``: l_t
-    - ``prefix``: sum_{k<=t} l_k, the exact weight of a token's past (CTPO, arXiv 2605.07331)
-    - ``future_product``: sum_{k>=t} l_k
+    - ``prefix``: sum_{k<=t} l_k; of log-ratios, the exact weight of a token's past (CTPO, arXiv 2605.07331)
+    - ``future_sum``: sum_{k>=t} l_k
     - ``future_mean``: mean_{k>=t} l_k
-    - ``sequence_product``: sum_k l_k
-    - ``sequence_mean``: mean_k l_k (GSPO, arXiv 2507.18071)
+    - ``sequence_sum``: sum_k l_k
+    - ``sequence_mean``: mean_k l_k (of log-ratios: GSPO, arXiv 2507.18071)
+    - ``sequence_max``: max_k l_k, of values from 0 up
 
-    log_ratios: [T], 0 outside the mask, as ``log_ratio`` gives them; mask: bool [T]; result: [T] in the dtype of
-    log_ratios, accumulated in float64, not clamped. Tokens outside the mask add nothing and do not advance t.
+    values: [T], 0 outside the mask; mask: bool [T]; result: [T] in the dtype of values, accumulated in float64, not
+    clamped. Tokens outside the mask add nothing and do not advance t.
     """
-    if kind == "token":
-        return log_ratios
-    if kind == "prefix":
-        sums = segment_cumsum(log_ratios, cu_seqlens)
-    elif kind in ("future_product", "future_mean"):
-        sums = segment_cumsum(log_ratios, cu_seqlens, reverse=True)
-        if kind == "future_mean":
+    if scope == "token":
+        return values
+    if scope == "prefix":
+        sums = segment_cumsum(values, cu_seqlens)
+    elif scope in ("future_sum", "future_mean"):
+        sums = segment_cumsum(values, cu_seqlens, reverse=True)
+        if scope == "future_mean":
             sums = sums / _segment_cumsum(mask.long(), cu_seqlens, reverse=True).clamp(min=1)
     else:
-        totals = segment_total(log_ratios, cu_seqlens)
-        if kind == "sequence_mean":
-            totals = totals / segment_sum(mask, cu_seqlens).clamp(min=1)
-        sums = segment_expand(totals, cu_seqlens, mask.numel())
-    return torch.where(mask, sums, 0.0).to(log_ratios.dtype)
+        sums = segment_expand(_over_sequences(scope, values, mask, cu_seqlens), cu_seqlens, mask.numel())
+    return torch.where(mask, sums, 0.0).to(values.dtype)
 
 
-def ratio_gradient(kind: RatioKind, values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return what each token gets of ``values`` [T], derivatives by log-ratios: transposes ``aggregate_log_ratio``.
+def _over_sequences(scope: Scope, values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    if scope == "sequence_max":
+        largest = values.new_zeros(cu_seqlens.numel() - 1)
+        return largest.scatter_reduce(0, segment_ids(cu_seqlens, values.numel()), values, reduce="amax")
+    totals = segment_total(values, cu_seqlens)
+    return totals / segment_sum(mask, cu_seqlens).clamp(min=1) if scope == "sequence_mean" else totals
+
+
+def ratio_gradient(scope: Scope, values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return what each token gets of ``values`` [T], derivatives by log-ratios: transposes ``aggregate``.
 
     A token is in all prefixes after it, in all futures before it, and has a share 1 / n in a mean over n tokens.
     """
-    if kind == "future_mean":
+    if scope == "future_mean":
         values = values / _segment_cumsum(mask.long(), cu_seqlens, reverse=True).clamp(min=1)
-    sums = segment_cumsum(values, cu_seqlens, reverse=kind == "prefix")
+    sums = segment_cumsum(values, cu_seqlens, reverse=scope == "prefix")
     return torch.where(mask, sums, 0.0).to(values.dtype)
 
 

@@ -1,41 +1,182 @@
-"""The record that an algorithm is: which advantage, ratio, weight, mask, denominator and penalty.
+"""The record that an algorithm is: masks, factors, a gate, penalties, an aggregation and an advantage.
+
+    grad J = sum_t [ prod_k M_k * prod_f F_f * S_t * A_t - sum_j P_j ] * grad log pi_theta(y_t) / D
 
 Imports no torch, so that a configuration can look at the rows of the table before anything heavy is loaded.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import NoneType
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args
 
+from megarl.core.choices.records import check_types, options_of
 from megarl.errors import ConfigError
 
-AdvantageName = Literal["group_mean", "grpo", "rloo", "raft", "token_level_kl", "process"]
+AdvantageName = Literal[
+    "group_mean", "grpo", "rloo", "raft", "token_level_kl", "process", "raw", "raw_mixed", "signed", "positive_part",
+    "opo", "reinforce_pp", "reinforce_pp_baseline", "gdpo",
+]  # fmt: skip
 PoolScale = Literal["none", "std", "rate", "root_rate"]
 Selection = Literal["all", "mixed_groups", "positive"]
-RatioKind = Literal["token", "prefix", "future_mean", "future_product", "sequence_mean", "sequence_product"]
-WeightPolicies = Literal["none", "theta_mu", "theta_old", "old_mu"]
-WeightFunction = Literal["identity", "power", "upper_clip", "clip", "adaptive_power"]
-CappedRatio = Literal["theta_mu", "old_mu"]
-MaskKind = Literal["none", "ppo"]
-Window = Literal["linear", "log"]
-GapPolicies = Literal["none", "old_mu", "theta_mu"]
-GapMode = Literal["truncate", "mask", "mask_weight"]
-KlPenalty = Literal["none", "k1", "k2", "k3"]
+Policies = Literal["theta_old", "theta_mu", "old_mu"]
+Scope = Literal[
+    "token", "prefix", "future_mean", "future_sum", "sequence_mean", "sequence_sum", "sequence_max"
+]
+Statistic = Literal[
+    "ratio", "log_ratio", "difference", "tv", "kl", "kl_rev", "kl_sym", "k2", "k3", "topk_tv", "topk_kl"
+]
+MaskSign = Literal["outward", "both", "negative"]
+FactorSign = Literal["both", "positive", "negative"]
+InDenominator = Literal["keep", "leave", "leave_tokens"]
+FactorFunction = Literal["identity", "power", "adaptive_power", "vespo"]
+GateKind = Literal["drpo", "sapo", "ce_gppo"]
+Estimator = Literal["k1", "k2", "k3", "unbiased"]
+PenaltyPolicy = Literal["ref", "mu", "old"]
 KlPolicy = Literal["old", "theta"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 TOKEN_ADVANTAGES = ("token_level_kl", "process")
 """Those that differ between the tokens of a response."""
-
-OWN_PARTS = {"advantage": "rewards, groups", "mask": "columns", "weight_fn": "ratios"}
+RATIOS = ("ratio", "log_ratio")
+"""Statistics of the log-ratio over the tokens of a scope; all others are of single tokens, then summed or averaged."""
+TOP_K = ("topk_tv", "topk_kl")
+OWN_PARTS = {"advantage": "rewards, groups", "mask": "columns", "fn": "ratios"}
 """Parts that may be functions of the user, and what these are called with."""
-
 MAX_LOG_RATIO = 20.0
 """Largest log_ratio_cap: exp(20) times any sensible advantage is far from the end of fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Drops tokens: ``M = 1[low <= statistic <= high]``, for the advantages that ``sign`` names."""
+
+    policies: Policies
+    """The two policies that are compared, numerator first: p / q."""
+    statistic: Statistic = "ratio"
+    """p / q | its logarithm | p - q | its size (total variation of the token against the rest) | KL(q || p) of the same
+    two classes | KL(p || q) | the larger of both | ln(p/q)^2 / 2 | p/q - 1 - ln(p/q) | as tv and kl with the sampler's
+    top K tokens as classes of their own (needs the column ``topk``)."""
+    scope: Scope = "token"
+    """Over which tokens of a response: the token, those up to it, those from it on, all. Of ratios the logarithms are
+    summed or averaged, so that "sequence_mean" is the geometric mean; of any other statistic its own values."""
+    low: float | None = None
+    """Lower bound; None for none."""
+    high: float | None = None
+    """Upper bound; None for none."""
+    sign: MaskSign = "both"
+    """Which tokens it may drop. "outward", PPO's rule: those whose update moves the ratio further from 1, so A > 0 with
+    a ratio above 1, and A < 0 with one below. "negative": those with A < 0. "both": all."""
+    strict: bool = False
+    """Whether a value equal to a bound is dropped too."""
+    growth: float = 0.0
+    """Bounds are multiplied by ``t^growth`` at the t-th generated token of a response, counted from 1."""
+    denominator: InDenominator = "keep"
+    """Whether dropped tokens count in denominators | leave them, and a response of which none is left too | leave the
+    numbers of tokens only."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "mask")
+        _check_mask(self)
+
+    @staticmethod
+    def ppo(low: float = 0.8, high: float = 1.2, policies: Policies = "theta_old", scope: Scope = "token") -> Mask:
+        """PPO's mask: A > 0 above the window of the ratio, and A < 0 below it, are dropped."""
+        return Mask(policies, scope=scope, low=low, high=high, sign="outward")
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A factor of the importance weight: ``F = min(max(f(rho), low), high)``, without gradient."""
+
+    policies: Policies
+    """The two policies of the ratio rho = p / q, numerator first."""
+    scope: Scope = "token"
+    """Over which tokens of a response the ratio is taken: the product of theirs, or its geometric mean."""
+    fn: FactorFunction | Callable = "identity"
+    """f: rho | rho^power | rho^q with the largest q in [0, 1] that keeps the effective sample size at ess_target |
+    rho^k e^(l (1 - rho)) with VESPO's (k, l). Or a function of rho."""
+    low: float | None = None
+    """Lower clamp; None for none."""
+    high: float | None = None
+    """Upper clamp (truncated importance sampling), not renormalised; None for none."""
+    sign: FactorSign = "both"
+    """For which advantages: all | A > 0 | A < 0. For the others the factor is 1."""
+    power: float = 0.5
+    """Exponent of fn "power": 0 ignores the ratio, 1 is full importance sampling."""
+    ess_target: float = 0.5
+    """Share of the tokens that fn "adaptive_power" keeps as effective sample size."""
+    vespo_positive: tuple[float, ...] = (2.0, 3.0)
+    """(k, l) of fn "vespo" where A >= 0."""
+    vespo_negative: tuple[float, ...] = (3.0, 2.0)
+    """(k, l) of fn "vespo" where A < 0."""
+    log_ratio_cap: float = 20.0
+    """Upper bound of the log-ratio of several tokens, before exp."""
+    token_clip: float | None = None
+    """Log-ratios of single tokens are clipped outward before they are put together (GMPO): at most this where A > 0,
+    at least minus this where A < 0."""
+    batch_normalize: bool = False
+    """Whether the factor is divided by its mean over the mini-batch: over tokens, or over responses if its scope is a
+    response."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "factor")
+        _check_factor(self)
+
+    @property
+    def needs_batch(self) -> bool:
+        """Whether it depends on all tokens of the mini-batch."""
+        return self.fn == "adaptive_power" or self.batch_normalize
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """A factor S of the weighted advantage that depends on the sign of A. It is part of the formula of one algorithm."""
+
+    kind: GateKind
+    """- "drpo": ``S = 1 - sign(A) (pi_theta - mu) / delta``
+    - "sapo": ``S = 4 p (1 - p)``, ``p = sigmoid(tau (r - 1))``, r = theta/old
+    - "ce_gppo": beta times the clipped ratio in the place of r, outward of [1 - eps, 1 + eps]; else 1"""
+    positive: float
+    """delta, tau or beta where A > 0."""
+    negative: float
+    """The same where A <= 0."""
+    eps: float = 0.2
+    """Of "ce_gppo"."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "gate")
+        if not (self.positive > 0 and self.negative > 0) and self.kind != "ce_gppo":
+            raise ConfigError(f"gate: positive {self.positive}, negative {self.negative}; expected above 0")
+        if self.positive < 0 or self.negative < 0 or not 0 < self.eps < 1:
+            raise ConfigError(
+                f"gate: positive {self.positive}, negative {self.negative}, eps {self.eps}; expected 0 or more, and "
+                "eps between 0 and 1"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Penalty:
+    """An estimator of KL[theta || other], subtracted from the objective and differentiated."""
+
+    estimator: Estimator
+    """With d = ln theta/other: d | d^2 / 2 | e^-d + d - 1 | u (e^-d + d - 1) with u = theta/behaviour differentiated
+    too, whose gradient is u d grad log pi (DeepSeek-V3.2)."""
+    to: PenaltyPolicy = "ref"
+    """The other policy."""
+    coef: float = 0.0
+    """Its factor beta; 0 switches it off, and then no reference policy is needed."""
+    behaviour: Literal["old", "mu"] = "old"
+    """The policy that sampled, for "unbiased"."""
+    max: float | None = None
+    """Tokens whose estimate is above this have no gradient, as other implementations' clamps have it; None for none."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "penalty")
+        if self.coef < 0 or (self.max is not None and not self.max > 0):
+            raise ConfigError(f"penalty: coef {self.coef}, max {self.max}; expected 0 or more, and above 0 or None")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,214 +187,166 @@ class Objective:
     """How rewards become advantages; see ``megarl.core.advantages``. "token_level_kl" and "process" differ between
     tokens, the latter by the rewards of steps (``megarl.core.objectives.step_advantages``). Or a function of rewards
     and groups."""
-    weight: WeightPolicies
-    """The policies whose ratio weights a token, numerator first; "none" is weight 1."""
-    mask: MaskKind | Callable
-    """"ppo" drops a token with A > 0 above the window of theta/old, or A < 0 below it. Or a function of the columns."""
     aggregation: Aggregation
-    """The denominator: all tokens | sequences | sequences and each one's tokens | the constant norm_length."""
-    ratio: RatioKind = "token"
-    """Over which tokens of its sequence a token's ratio is taken: itself, those up to it, those from it on, all."""
-    weight_fn: WeightFunction | Callable = "identity"
-    """f of the ratio rho: rho | rho^power | min(rho, 1 + eps_high) | clip(rho, 1 - eps_low, 1 + eps_high) |
-    rho^q with the largest q in [0, 1] that keeps the effective sample size at ess_target. Or a function of rho."""
-    cap: float | None = None
-    """Truncated importance sampling: the weight is min(f(rho), cap), not renormalised. None for no cap."""
-    tis_on: CappedRatio = "theta_mu"
-    """What the cap is on: the whole weight, or (decoupled) only its factor old/mu, times f(theta/old) uncapped."""
-    eps_low: float = 0.2
-    """Lower clip distance of the window."""
-    eps_high: float = 0.2
-    """Upper clip distance of the window."""
-    std_ddof: int = 1
-    """Of the standard deviation in "grpo", "token_level_kl" and "process": 1 unbiased, 0 population."""
-    std_eps: float = 1e-6
-    """Added to that standard deviation."""
+    """The denominator: all tokens | sequences | sequences and each one's tokens | sequences and norm_length."""
+    masks: tuple[Mask | Callable, ...] = ()
+    """A token trains if it passes all of them. Each may be a function of the columns."""
+    factors: tuple[Factor, ...] = ()
+    """Their product is the importance weight; without any it is 1."""
+    gate: Gate | None = None
+    """A factor that depends on the sign of the advantage; None for none."""
+    penalties: tuple[Penalty, ...] = ()
+    """Subtracted on every token that trains, whatever the masks say."""
+    entropy_coef: float = 0.0
+    """Times the entropy of each token, added to the objective: a second stream of coefficients."""
     norm_length: int | None = None
     """Tokens; the constant L of "seq-mean-token-sum-norm", and of no other aggregation."""
     selection: Selection = "all"
     """Which responses train and count in denominators: all | those of groups with contrast | those with A > 0."""
-    mask_ratio: RatioKind | None = None
-    """Over which tokens the ratio theta/old of mask and dual clip is taken; None for the same as ``ratio``."""
-    window: Window = "linear"
-    """The window: [1 - eps_low, 1 + eps_high], or [exp(-eps_low t^window_power), exp(eps_high t^window_power)] at the
-    t-th generated token of a response, counted from 1."""
-    window_power: float = 0.0
-    """Exponent of the position in a "log" window; 0 for a window that does not widen."""
-    dual_clip: float | None = None
-    """Drops a token with A < 0 and theta/old above dual_clip ("linear"), or exp(dual_clip t^window_power) ("log")."""
+    std_ddof: int = 1
+    """Of the standard deviation in "grpo", "token_level_kl" and "process": 1 unbiased, 0 population."""
+    std_eps: float = 1e-6
+    """Added to that standard deviation."""
     prefix_grad: bool = False
-    """With a ratio of the prefix or the future: differentiate all of it, as its formula says literally, not only the
+    """With a factor over the prefix or the future: differentiate all of it, as its formula says literally, not only the
     token."""
-    log_ratio_cap: float = 20.0
-    """Upper bound of the log-ratio of several tokens, before exp."""
-    power: float = 0.5
-    """q of weight_fn "power": 0 ignores the ratio, 1 is full importance sampling."""
-    ess_target: float = 0.5
-    """Share of the tokens that weight_fn "adaptive_power" keeps as effective sample size."""
-    gap: GapPolicies = "none"
-    """The policies of a second factor, against the gap between the engines; "none" for no such factor."""
-    gap_ratio: RatioKind = "token"
-    """Over which tokens that factor is taken."""
-    gap_mode: GapMode = "truncate"
-    """Times min(factor, gap_high) | 1 inside [gap_low, gap_high], else 0 | times the factor inside, else 0. A token
-    that gets 0, here or by the mask, keeps its place in the denominators."""
-    gap_low: float | None = None
-    """Lower bound of the factor; None for none."""
-    gap_high: float | None = None
-    """Upper bound of the factor; None for none."""
-    kl: KlPenalty = "none"
-    """Estimator of KL[theta || ref] subtracted from the objective and differentiated; needs ref_logprobs."""
     kl_coef: float = 0.0
-    """Its factor beta, or the beta of the advantage "token_level_kl"."""
+    """beta of the advantage "token_level_kl"."""
     kl_horizon: int | None = None
     """Tokens; H of "token_level_kl", the same for all responses (unbiased). None for each one's own length."""
     kl_at: KlPolicy = "old"
     """The policy whose KL "token_level_kl" takes; theta costs one more pass per update once weights have moved."""
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        _check_weight(self)
-        _check_trust(self)
-        _check_gap(self)
-        _check_kl(self)
+        check_types(self, "objective")
+        _check_product(self)
+        _check_advantage(self)
         _check_aggregation(self)
 
     @property
+    def records(self) -> tuple[Mask, ...]:
+        """The masks that are no functions."""
+        return tuple(mask for mask in self.masks if isinstance(mask, Mask))
+
+    @property
+    def leaves(self) -> bool:
+        """Whether a mask takes tokens out of denominators."""
+        return any(mask.denominator != "keep" for mask in self.records)
+
+    @property
+    def beforehand(self) -> frozenset[Policies]:
+        """The pairs of policies whose ratios of the whole mini-batch are needed before its update."""
+        factors = {factor.policies for factor in self.factors if factor.needs_batch}
+        return frozenset(factors | {mask.policies for mask in self.records if mask.denominator != "keep"})
+
+    @property
     def needs_ref_logprobs(self) -> bool:
-        """Whether advantages or penalty read log pi_ref."""
-        return self.kl != "none" or self.advantage == "token_level_kl"
+        """Whether advantages or penalties read log pi_ref."""
+        penalised = any(penalty.to == "ref" and penalty.coef for penalty in self.penalties)
+        return penalised or self.advantage == "token_level_kl"
 
     @property
-    def trust_ratio(self) -> RatioKind:
-        """mask_ratio with its default resolved."""
-        return self.ratio if self.mask_ratio is None else self.mask_ratio
+    def needs_topk(self) -> bool:
+        """Whether a mask reads the sampler's top K tokens."""
+        return any(mask.statistic in TOP_K for mask in self.records)
 
     @property
-    def corrected(self) -> WeightPolicies:
-        """The policies whose ratio ``weight_fn`` is of: theta/old in the decoupled form, else those of ``weight``."""
-        return "theta_old" if self.decoupled else self.weight
-
-    @property
-    def decoupled(self) -> bool:
-        """Whether the weight theta/mu is the product of a capped old/mu and an uncapped theta/old."""
-        return self.weight == "theta_mu" and self.tis_on == "old_mu"
+    def own_functions(self) -> bool:
+        """Whether masks or factors are functions of the user."""
+        return len(self.records) < len(self.masks) or any(callable(factor.fn) for factor in self.factors)
 
 
-PARTS: Mapping[str, tuple[Any, ...]] = {
-    name: tuple(x for option in get_args(hint) or (hint,) for x in (get_args(option) or (option,)))
-    for name, hint in get_type_hints(Objective).items()
-}
-"""Part -> what it may be: types, and the strings of a Literal; in the order of the record."""
+PARTS: Mapping[str, tuple[Any, ...]] = options_of(Objective)
+"""Part -> what it may be."""
 
 
-def _check_types(o: Objective) -> None:
-    """Refuse a value that is not of its field's type: a configuration file may hold anything."""
-    for name, options in PARTS.items():
-        value = getattr(o, name)
-        if not _fits(value, options):
-            raise ConfigError(f"objective: {name} is {value!r}, expected {_describe(options)}")
-
-
-def _fits(value: object, options: tuple[Any, ...]) -> bool:
-    """A whole number is a number too; true and false are not."""
-    if isinstance(value, str):
-        return value in options
-    if callable(value):
-        return Callable in options
-    if value is None or isinstance(value, bool):
-        return type(value) in options
-    if isinstance(value, int):
-        return int in options or float in options
-    return isinstance(value, float) and math.isfinite(value) and float in options
-
-
-def _describe(options: tuple[Any, ...]) -> str:
-    words = {Callable: "a function", bool: "true or false", int: "a whole number", float: "a finite number"}
-    words[NoneType] = 'None ("off")'
-    named = [repr(option) for option in options if isinstance(option, str)]
-    parts = [f"one of {', '.join(named)}"] if named else []
-    return " or ".join(parts + [words[option] for option in options if not isinstance(option, str)])
-
-
-def _check_weight(o: Objective) -> None:
-    if o.cap is not None and not o.cap > 0:
-        raise ConfigError(f"objective: cap is {o.cap}, expected a positive number, or None for no cap")
-    if o.cap is not None and o.weight == "none":
-        raise ConfigError(f"objective: cap {o.cap} without a weight has nothing to cap; set cap to None")
-    if o.tis_on == "old_mu" and o.weight not in ("theta_mu", "old_mu"):
-        raise ConfigError(f"objective: tis_on is 'old_mu', but the weight {o.weight!r} has no factor old/mu")
-    if o.weight_fn != "identity" and o.weight == "none":
-        raise ConfigError(f"objective: weight_fn {o.weight_fn!r} without a weight has no ratio; set a weight")
-    if o.power < 0:
-        raise ConfigError(f"objective: power is {o.power}, expected 0 (weight 1) to 1 (rho), or more")
-    if not 0 < o.ess_target <= 1:
-        raise ConfigError(f"objective: ess_target is {o.ess_target}, expected a share above 0 and at most 1")
-    if not 0 < o.log_ratio_cap <= MAX_LOG_RATIO:
-        raise ConfigError(f"objective: log_ratio_cap is {o.log_ratio_cap}, expected above 0, at most {MAX_LOG_RATIO}")
-    plain = o.weight_fn == "identity" and o.cap is None and o.weight in ("theta_old", "theta_mu") and not o.decoupled
-    if o.prefix_grad and not (o.ratio in ("prefix", "future_mean", "future_product") and plain):
+def _check_mask(m: Mask) -> None:
+    bounds = [bound for bound in (m.low, m.high) if bound is not None]
+    if not bounds or bounds != sorted(bounds):
+        raise ConfigError(f"mask: low {m.low}, high {m.high}; expected at least one bound, and both in order")
+    if m.statistic == "ratio" and m.high is not None and not m.high > 0:
+        raise ConfigError(f"mask: high is {m.high}, but a ratio is above 0: this drops every token")
+    if m.sign == "outward" and m.statistic in (*RATIOS, "difference"):
+        middle = 1 if m.statistic == "ratio" else 0
+        if not (m.low is None or m.low <= middle) or not (m.high is None or m.high >= middle):
+            raise ConfigError(
+                f"mask: low {m.low}, high {m.high} of {m.statistic!r}; an 'outward' mask needs {middle} between them"
+            )
+    if m.growth < 0 or (m.growth and m.statistic != "log_ratio"):
         raise ConfigError(
-            "objective: prefix_grad is the derivative of an uncapped ratio of theta over the prefix or the future, but "
-            f"ratio is {o.ratio!r}, weight {o.weight!r}, weight_fn {o.weight_fn!r}, cap {o.cap}, tis_on {o.tis_on!r}"
+            f"mask: growth {m.growth} with statistic {m.statistic!r}; bounds grow with 'log_ratio' only, 0 or more"
+        )
+    if m.scope == "sequence_max" and m.statistic in (*RATIOS, "difference"):
+        raise ConfigError(f"mask: 'sequence_max' is for divergences, but the statistic is {m.statistic!r}")
+    if m.statistic in TOP_K and m.policies != "theta_mu":
+        raise ConfigError(f"mask: {m.statistic!r} compares theta with mu, but policies is {m.policies!r}")
+
+
+def _check_factor(f: Factor) -> None:
+    if f.scope == "sequence_max":
+        raise ConfigError("factor: 'sequence_max' is for masks; a ratio has a mean or a product")
+    if any(bound is not None and not bound > 0 for bound in (f.low, f.high)) or (f.low or 0) > (f.high or 1e300):
+        raise ConfigError(f"factor: low {f.low}, high {f.high}; expected positive numbers in order, or None")
+    if f.power < 0:
+        raise ConfigError(f"factor: power is {f.power}, expected 0 (weight 1) to 1 (rho), or more")
+    if not 0 < f.ess_target <= 1:
+        raise ConfigError(f"factor: ess_target is {f.ess_target}, expected a share above 0 and at most 1")
+    if not 0 < f.log_ratio_cap <= MAX_LOG_RATIO:
+        raise ConfigError(f"factor: log_ratio_cap is {f.log_ratio_cap}, expected above 0, at most {MAX_LOG_RATIO}")
+    if any(len(pair) != 2 or min(pair) < 0 for pair in (f.vespo_positive, f.vespo_negative)):
+        raise ConfigError(f"factor: vespo {f.vespo_positive}, {f.vespo_negative}; expected two numbers from 0 up each")
+    if f.token_clip is not None and not f.token_clip > 0:
+        raise ConfigError(f"factor: token_clip is {f.token_clip}, expected above 0 or None")
+    if f.batch_normalize and f.scope not in ("token", "sequence_mean", "sequence_sum"):
+        raise ConfigError(f"factor: batch_normalize needs the scope of a token or a response, but it is {f.scope!r}")
+
+
+def _check_product(o: Objective) -> None:
+    """No policy may stand twice in the weight of a token: that would correct the same gap twice."""
+    for sign in ("positive", "negative"):
+        factors = [factor for factor in o.factors if factor.sign in ("both", sign)]
+        for one, other in itertools.combinations(factors, 2):
+            (above, below), (above2, below2) = one.policies.split("_"), other.policies.split("_")
+            if above == above2 or below == below2:
+                raise ConfigError(
+                    f"objective: the factors {one.policies!r} and {other.policies!r} count the same policy twice; "
+                    "'theta_old' and 'old_mu' go together, 'theta_mu' alone holds both"
+                )
+    literal = [f for f in o.factors if f.scope in ("prefix", "future_mean", "future_sum")]
+    plain = len(o.factors) == len(literal) == 1 and (literal[0].fn, literal[0].low, literal[0].high) == (
+        "identity",
+        None,
+        None,
+    )
+    if o.prefix_grad and not (plain and literal[0].policies != "old_mu" and literal[0].sign == "both"):
+        raise ConfigError(
+            "objective: prefix_grad is the derivative of one factor of theta over the prefix or the future, without "
+            f"clamps, but the factors are {o.factors}"
         )
 
 
-def _check_trust(o: Objective) -> None:
-    if not (o.eps_low >= 0 and o.eps_high >= 0):
-        raise ConfigError(f"objective: eps_low {o.eps_low} and eps_high {o.eps_high} must not be negative")
-    if o.window_power < 0:
-        raise ConfigError(f"objective: window_power is {o.window_power}, expected 0 or more")
-    if o.window_power and o.window != "log":
-        raise ConfigError(f"objective: window_power {o.window_power} widens only a 'log' window; set window to 'log'")
-    least = 1 if o.window == "linear" else 0
-    if o.dual_clip is not None and not o.dual_clip > least:
+def _check_advantage(o: Objective) -> None:
+    by_token = o.advantage == "token_level_kl"
+    if by_token != (o.kl_coef > 0):
         raise ConfigError(
-            f"objective: dual_clip is {o.dual_clip}, expected more than {least} in a {o.window!r} window, or None"
+            f"objective: kl_coef is {o.kl_coef} with the advantage {o.advantage!r}; it is the beta of "
+            "'token_level_kl', which needs one above 0, such as 0.001. A KL in the loss is a penalty"
         )
-
-
-def _check_gap(o: Objective) -> None:
-    bounds = [bound for bound in (o.gap_low, o.gap_high) if bound is not None]
-    if o.gap == "none":
-        if bounds:
-            raise ConfigError(f"objective: gap is 'none', but gap_low is {o.gap_low}, gap_high {o.gap_high}; set gap")
-        return
-    if any(not bound > 0 for bound in bounds) or bounds != sorted(bounds):
-        raise ConfigError(f"objective: gap_low {o.gap_low} and gap_high {o.gap_high} must be positive and in order")
-    if o.gap_mode == "truncate" and (o.gap_high is None or o.gap_low is not None):
-        raise ConfigError("objective: gap_mode 'truncate' needs gap_high and takes no gap_low")
-    if o.gap_mode != "truncate" and not bounds:
-        raise ConfigError(f"objective: gap_mode {o.gap_mode!r} needs gap_low, gap_high or both")
-    if o.gap_mode != "mask" and o.weight in ("theta_mu", "old_mu"):
-        raise ConfigError(
-            f"objective: the weight {o.weight!r} already holds old/mu, which gap {o.gap!r} would count again; "
-            f"use weight 'theta_old' or 'none', or gap_mode 'mask'"
-        )
-    if o.gap_mode != "mask" and o.gap == "theta_mu" and o.weight == "theta_old":
-        raise ConfigError("objective: weight 'theta_old' times gap 'theta_mu' counts theta/old twice; use gap 'old_mu'")
-
-
-def _check_kl(o: Objective) -> None:
-    if o.kl_coef < 0:
-        raise ConfigError(f"objective: kl_coef is {o.kl_coef}, expected 0 or more")
-    if o.kl != "none" and o.advantage == "token_level_kl":
-        raise ConfigError(f"objective: 'token_level_kl' has a KL in its advantages; kl is {o.kl!r}, expected 'none'")
-    if o.needs_ref_logprobs and not o.kl_coef > 0:
-        raise ConfigError(f"objective: kl {o.kl!r}, advantage {o.advantage!r} need a kl_coef above 0, such as 0.001")
-    if not o.needs_ref_logprobs and o.kl_coef:
-        raise ConfigError(f"objective: kl_coef is {o.kl_coef}, but kl is 'none'; set kl to 'k1', 'k2' or 'k3'")
+    if by_token and o.penalties:
+        raise ConfigError("objective: 'token_level_kl' has a KL in its advantages; expected no penalties beside it")
     if o.selection == "positive" and o.advantage in TOKEN_ADVANTAGES:
         raise ConfigError(
             f"objective: selection 'positive' needs one advantage per response, but those of {o.advantage!r} differ "
             "between its tokens; use 'all' or 'mixed_groups'"
         )
-    if o.kl_horizon is not None and (o.advantage != "token_level_kl" or o.kl_horizon < 1):
+    if o.kl_horizon is not None and (not by_token or o.kl_horizon < 1):
         raise ConfigError(f"objective: kl_horizon is {o.kl_horizon}; it is the tokens H of 'token_level_kl', 1 or more")
-    if o.kl_at != "old" and o.advantage != "token_level_kl":
+    if o.kl_at != "old" and not by_token:
         raise ConfigError(f"objective: kl_at is {o.kl_at!r}, but it is for 'token_level_kl'; any other KL is of theta")
     if o.std_ddof not in (0, 1) or not o.std_eps >= 0:
         raise ConfigError(f"objective: std_ddof {o.std_ddof}, std_eps {o.std_eps}; expected 0 or 1, and 0 or more")
+    if o.entropy_coef < 0:
+        raise ConfigError(f"objective: entropy_coef is {o.entropy_coef}, expected 0 or more")
 
 
 def _check_aggregation(o: Objective) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megarl.core.choices.own import call_own, name_of
+from megarl.core.choices.parts import Policies
 from megarl.core.ratios import (
     check_cu_seqlens,
     cu_seqlens_error,
@@ -22,6 +23,18 @@ from megarl.core.ratios import (
     usable_mask,
 )
 from megarl.errors import ConfigError, NumericsError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TopK:
+    """What the sampler said of its K most likely tokens at each position, and what the policy says of them."""
+
+    rollout_logprobs: Tensor
+    """[T, K], log mu."""
+    logprobs: Tensor
+    """[T, K], log pi_theta of the same tokens; without gradient."""
+    has_token: Tensor
+    """bool [T], whether the sampled token is one of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +55,8 @@ class TokenColumns:
     """int64 [N+1]."""
     ref_logprobs: Tensor | None = None
     """[T], log pi_ref, where a KL penalty needs it."""
+    topk: TopK | None = None
+    """Where a mask compares the sampler's top K tokens."""
 
     def __post_init__(self) -> None:
         for name, column in {**self.float_columns(), "loss_mask": self.loss_mask}.items():
@@ -53,6 +68,11 @@ class TokenColumns:
                 raise ValueError(f"{name} is {column.dtype}, expected floating point")
         if self.loss_mask.dtype != torch.bool:
             raise ValueError(f"loss_mask is {self.loss_mask.dtype}, expected torch.bool")
+        if self.topk is not None and not (
+            self.topk.logprobs.shape == self.topk.rollout_logprobs.shape
+            and self.topk.logprobs.shape[:1] == self.topk.has_token.shape == self.logprobs.shape
+        ):
+            raise ValueError(f"topk has other shapes than [T, K] and [T], with T = {self.logprobs.numel()}")
         if not self.cu_seqlens.is_cuda:  # else ``prepare`` checks it with the values, so that the host waits once
             check_cu_seqlens(self.cu_seqlens, self.logprobs.numel())
 
@@ -101,7 +121,7 @@ def count_loss_tokens(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenState:
-    """The columns without gradient, in one dtype (fp32, or fp64 if any column is), with their masks."""
+    """The columns without gradient, in one dtype (fp32, or fp64 if any column is), 0 where not ``keep``."""
 
     logprobs: Tensor
     old_logprobs: Tensor
@@ -114,6 +134,13 @@ class TokenState:
     cu_seqlens: Tensor
     """int64 [N+1]."""
     ref_logprobs: Tensor | None = None
+    topk: TopK | None = None
+
+    def pair(self, policies: Policies) -> tuple[Tensor, Tensor]:
+        """The log-probabilities [T] of both policies."""
+        columns = {"theta": self.logprobs, "old": self.old_logprobs, "mu": self.rollout_logprobs}
+        first, second = policies.split("_")
+        return columns[first], columns[second]
 
 
 def prepare(columns: TokenColumns, denominators: Denominators | None = None) -> TokenState:
@@ -151,7 +178,9 @@ def token_state(columns: TokenColumns) -> TokenState:
     values = {name: column.detach().to(wide) for name, column in floats.items()}
     usable = usable_mask(columns.loss_mask, values["rollout_logprobs"])
     keep = usable & ~torch.isneginf(values["logprobs"]) & ~torch.isneginf(values["old_logprobs"])
-    return TokenState(**values, usable=usable, keep=keep, cu_seqlens=columns.cu_seqlens)
+    # Masked once here, before any subtraction: -inf minus -inf on a padding token would be NaN.
+    clean = {name: torch.where(keep, column, 0.0) for name, column in values.items()}
+    return TokenState(**clean, usable=usable, keep=keep, cu_seqlens=columns.cu_seqlens, topk=columns.topk)
 
 
 def _value_error(name: str, column: Tensor, bad: Tensor) -> NumericsError:
@@ -167,8 +196,9 @@ def _value_error(name: str, column: Tensor, bad: Tensor) -> NumericsError:
 def copy_columns(source: TokenColumns | TokenState, loss_mask: Tensor) -> TokenColumns:
     """Return columns without gradient that a function may change."""
     given = {field.name: getattr(source, field.name) for field in fields(TokenColumns) if field.name != "loss_mask"}
+    topk = given.pop("topk")
     copies = {name: column.detach().clone() for name, column in given.items() if column is not None}
-    return TokenColumns(**copies, loss_mask=loss_mask.clone())
+    return TokenColumns(**copies, loss_mask=loss_mask.clone(), topk=topk)
 
 
 def call_part(part: str, function: Callable[..., Any], *given: Any, like: Tensor, where: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
-"""The one equation that every objective is a case of, and the advantages that it needs.
+"""The one equation that every objective is a case of.
 
-    grad J = sum_t  M_t * W_t * A_t * grad log pi_theta(y_t) / D
+    grad J = sum_t [ prod_k M_k * prod_f F_f * S_t * A_t - sum_j P_j ] * grad log pi_theta(y_t) / D
 
-``A`` advantage, ``W`` importance weight, ``M`` trust mask (0 or 1), ``D`` denominator (aggregation). ``M`` and ``W``
-carry no gradient, so an objective is nothing but one coefficient per token, and its loss is always
-``-(coefficients * logprobs).sum()``. A KL penalty and the literal derivative of a prefix ratio are coefficients too.
+``M`` masks (0 or 1), ``F`` factors of the importance weight, ``S`` gate, ``A`` advantage, ``P`` derivatives of KL
+penalties, ``D`` denominator (aggregation). None of them carries a gradient, so an objective is nothing but one
+coefficient per token, and its loss is always ``-(coefficients * logprobs).sum()``. The literal derivative of a prefix
+ratio is a coefficient too. The one second stream is the entropy's, with a coefficient for each token's entropy.
 Three policies are told apart: theta (being trained), old (the training engine before the update) and mu (the rollout
 engine that sampled).
 """
@@ -12,137 +13,55 @@ engine that sampled).
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.core.advantages import Values, group_mean, grpo, raft, rloo, token_level_kl, uniform_groups
 from megarl.core.choices.parts import Objective
-from megarl.core.choices.stopping import POSITIVE
 from megarl.core.metrics import Stat
-from megarl.core.objectives.columns import Denominators, TokenColumns, TokenState, call_part, count_loss_tokens, prepare
+from megarl.core.objectives.columns import Denominators, TokenColumns, TokenState, count_loss_tokens, prepare
+from megarl.core.objectives.masks import Trusted, find_trusted
+from megarl.core.objectives.policy_ratios import PolicyRatios
 from megarl.core.objectives.weights import (
     Total,
     adaptive_power,
-    find_trusted,
+    factor_log_ratio,
+    gate_values,
     importance_weight,
     kl_penalty,
-    weight_log_ratio,
+    sum_factor,
 )
-from megarl.core.ratios import log_ratio, ratio_gradient, segment_expand, segment_sum
+from megarl.core.ratios import ratio_gradient, segment_expand, segment_sum
 from megarl.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Coefficients:
-    """What multiplies ``grad log pi_theta`` of each token."""
+    """What multiplies ``grad log pi_theta`` of each token, and ``grad H`` of its entropy."""
 
     values: Tensor
     """[T], dJ/dlogprobs with the aggregation included; 0 on every token that does not train. fp32, or fp64."""
     metrics: dict[str, Stat]
     """Mergeable statistics; ``megarl.core.metrics`` merges and finalises them."""
+    entropy: Tensor | None = None
+    """[T], dJ/dH of the entropies; None where the objective has no entropy term."""
 
 
-def sequence_advantages(objective: Objective, rewards: Values, groups: Values, threshold: float = POSITIVE) -> Tensor:
-    """Return the objective's advantage of each response: rewards [N], groups integer [N] -> [N].
+@dataclass(frozen=True, slots=True)
+class BatchFacts:
+    """What an objective must know of a whole mini-batch, on all ranks, before it can weigh one of its parts."""
 
-    threshold: a response is correct if its reward is above this; only "raft" asks. Raises ConfigError for
-    "token_level_kl" (see ``token_advantages``) and "process" (see ``step_advantages``).
-    """
-    if callable(objective.advantage):
-        given = torch.as_tensor(rewards, dtype=torch.float64, device="cpu").clone()
-        ids, everywhere = torch.as_tensor(groups, device="cpu").clone(), torch.ones_like(given, dtype=torch.bool)
-        return call_part("advantage", objective.advantage, given, ids, like=given, where=everywhere)
-    match objective.advantage:
-        case "group_mean":
-            return group_mean(rewards, groups)
-        case "grpo":
-            return grpo(rewards, groups, ddof=objective.std_ddof, eps=objective.std_eps)
-        case "rloo":
-            return rloo(rewards, groups)
-        case "raft":
-            return raft(rewards, groups, threshold)
-        case name:
-            raise ConfigError(
-                f"objective: advantage {name!r} differs between the tokens of a response, and this caller has one "
-                "reward for each; use step_advantages() with the rewards of steps for 'process', token_advantages() "
-                "with ref_logprobs for 'token_level_kl', or another advantage"
-            )
+    exponents: tuple[float | None, ...]
+    """By factor: q of "adaptive_power", else None."""
+    means: tuple[float | None, ...]
+    """By factor: what ``batch_normalize`` divides by, else None."""
+    denominators: Denominators | None = None
+    """Those without the tokens that masks take out; None if none does."""
 
-
-def token_advantages(
-    objective: Objective,
-    rewards: Values,
-    groups: Values,
-    *,
-    logprobs: Tensor,
-    ref_logprobs: Tensor | None,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
-    threshold: float = POSITIVE,
-) -> Tensor:
-    """Return the objective's advantage of each token, whatever its kind: rewards, groups [N] -> [T].
-
-    logprobs: [T], of the policy before the update; ref_logprobs: [T], None if the objective needs none (ConfigError
-    if it does); loss_mask: bool [T]; cu_seqlens: int64 [N+1], of whole groups; threshold as in ``sequence_advantages``.
-    """
-    if objective.advantage != "token_level_kl":
-        values = sequence_advantages(objective, rewards, groups, threshold).to(cu_seqlens.device)
-        return segment_expand(values, cu_seqlens)
-    if ref_logprobs is None:
-        raise _missing_ref("advantage 'token_level_kl'")
-    return token_level_kl(
-        rewards,
-        groups,
-        logprobs,
-        ref_logprobs,
-        loss_mask,
-        cu_seqlens,
-        beta=objective.kl_coef,
-        ddof=objective.std_ddof,
-        eps=objective.std_eps,
-        horizon=objective.kl_horizon,
-    )
-
-
-def step_advantages(
-    objective: Objective, steps: Sequence[Sequence[tuple[int, float]]], groups: Values, lengths: Sequence[int]
-) -> list[np.ndarray]:
-    """Return the advantage "process": the sum of ``z_s`` over the steps s of the response that end at or after a token.
-
-    result: one float64 [T_n] per response.
-    ``z_s = (r_s - mean) / (std + eps)`` with statistics over all steps of all responses of the group, so a response of
-    many steps weighs more in them. A response without steps is in no statistics and gets 0; so do tokens after the last
-    step. Source: DeepSeekMath (arXiv 2402.03300), 4.1.3, process supervision.
-
-    steps: by response, (index of the last token, reward) of its steps, ascending; groups: integer [N], whole groups;
-    lengths: T_n, or 0 for a response whose tokens are not wanted. Raises NumericsError if a reward is not finite.
-    """
-    counts = [len(each) for each in steps]
-    rewards = np.array([reward for each in steps for _, reward in each], dtype=np.float64)
-    of_group = np.repeat(np.asarray(groups), counts)
-    values = grpo(rewards, of_group, objective.std_ddof, objective.std_eps).numpy()
-    found: list[np.ndarray] = []
-    for each, own, length in zip(steps, np.split(values, np.cumsum(counts)[:-1]), lengths, strict=True):
-        ends = np.array([end for end, _ in each], dtype=np.int64)
-        to_go = np.append(own[::-1].cumsum()[::-1], 0.0)
-        found.append(to_go[np.searchsorted(ends, np.arange(length))])
-    return found
-
-
-def select_responses(objective: Objective, rewards: Values, groups: Values, threshold: float = POSITIVE) -> Tensor:
-    """Return bool [N]: the responses that train and count in denominators, by ``objective.selection``.
-
-    threshold as in ``sequence_advantages``. Clear the loss_mask of the others before packing: advantages alone do not
-    take a response out of a denominator.
-    """
-    contrast = ~uniform_groups(rewards, groups)
-    if objective.selection == "mixed_groups":
-        ids = torch.as_tensor(groups)
-        return contrast[torch.unique(ids, return_inverse=True)[1]]
-    if objective.selection == "positive":
-        return sequence_advantages(objective, rewards, groups, threshold) > 0
-    return torch.ones(len(rewards), dtype=torch.bool, device=contrast.device)
+    @classmethod
+    def of_equal_policies(cls, objective: Objective) -> "BatchFacts":
+        """Return those of a batch in which all ratios are 1."""
+        exponents = tuple(1.0 if factor.fn == "adaptive_power" else None for factor in objective.factors)
+        return cls(exponents, tuple(1.0 if factor.batch_normalize else None for factor in objective.factors))
 
 
 def coefficients(
@@ -150,65 +69,85 @@ def coefficients(
     columns: TokenColumns,
     denominators: Denominators | None = None,
     *,
-    power: float | None = None,
+    facts: BatchFacts | None = None,
+    detailed: bool = True,
 ) -> Coefficients:
-    """Return ``M_t * W_t * A_t / D`` for every token, less the KL's share: the derivative of J by its log-probability.
+    """Return ``(M_t F_t S_t A_t - P_t) / D`` for every token: the derivative of J by its log-probability.
 
     denominators: global ones, over all micro-batches and data-parallel ranks of one optimizer step, so that the
     coefficients of the parts are exactly those of the whole; None if these columns are the whole batch. The columns
-    must hold whole sequences: under context parallelism gather the log-probabilities and slice the result. power: the
-    exponent of weight_fn "adaptive_power", to share one between micro-batches; None chooses it from these columns.
+    must hold whole sequences: under context parallelism gather the log-probabilities and slice the result. facts: from
+    ``gather_facts``, to share between micro-batches; None takes these columns for the whole mini-batch. detailed:
+    False leaves out all metrics but counts.
 
     Log-ratios are clamped to +-20 per token. A loss token with rollout_logprobs -inf leaves loss and denominators
     (``logprobs/invalid``); one with logprobs or old_logprobs -inf gets coefficient 0 and stands in no ratio of its
     sequence (``logprobs/dropped``). Any other non-finite value on a loss token, and a log-probability above 0 but for
     rounding (as raw logits are), raises NumericsError with the column and the first such token; a KL without
-    ref_logprobs raises ConfigError.
+    ref_logprobs, and a mask of top K tokens without ``topk``, ConfigError.
     """
-    return state_coefficients(objective, prepare(columns, denominators), columns.loss_mask, denominators, power)
+    # A mask that takes tokens out of the denominators makes the given ones smaller than the count of loss tokens.
+    state = prepare(columns, None if objective.leaves else denominators)
+    return state_coefficients(objective, state, columns.loss_mask, denominators, facts, detailed)
 
 
 def state_coefficients(
-    objective: Objective, state: TokenState, loss_mask: Tensor, denominators: Denominators | None, power: float | None
+    objective: Objective,
+    state: TokenState,
+    loss_mask: Tensor,
+    denominators: Denominators | None,
+    facts: BatchFacts | None = None,
+    detailed: bool = True,
 ) -> Coefficients:
     """Return what ``coefficients`` does, of columns that ``prepare`` has checked; the host does not wait here."""
-    log_staleness = log_ratio(state.logprobs, state.old_logprobs, state.keep)
-    weight, weight_metrics = importance_weight(objective, state, power)
-    inside, trust_metrics = find_trusted(objective, state, log_staleness)
-    scale = _aggregation_scale(objective, state, denominators)
-    values = torch.where(inside, weight * state.advantages * scale, 0.0)
+    check_columns(objective, state)
+    ratios = PolicyRatios(state)
+    if facts is None:
+        facts = BatchFacts(*_find_facts(objective, [(state, ratios)], lambda sums: sums))
+    weight, weight_metrics = importance_weight(objective, state, ratios, facts.exponents, facts.means, detailed)
+    trusted, trust_metrics = find_trusted(objective, state, ratios, detailed)
+    scale = _aggregation_scale(objective, state, trusted, facts.denominators or denominators)
+    if objective.gate is not None:
+        gate = gate_values(objective.gate, state, ratios)
+        weight = gate if weight is None else weight * gate
+    values = state.advantages if weight is None else weight * state.advantages
+    values = torch.where(trusted.inside, values * scale, 0.0)
     if objective.prefix_grad:
-        values = ratio_gradient(objective.ratio, values, state.keep, state.cu_seqlens)
+        values = ratio_gradient(objective.factors[0].scope, values, state.keep, state.cu_seqlens)
     metrics = {
         "loss_tokens": Stat.total(state.usable.sum()),
         "logprobs/invalid": Stat.total((loss_mask & ~state.usable).sum()),
         "logprobs/dropped": Stat.total((state.usable & ~state.keep).sum()),
-        "ratio": Stat.ratio(log_staleness, state.keep),
-        **weight_metrics,
-        **trust_metrics,
     }
-    if objective.kl != "none":
-        if state.ref_logprobs is None:
-            raise _missing_ref(f"the penalty kl = {objective.kl!r}")
-        gradient, kl_metrics = kl_penalty(objective.kl, state.logprobs, state.ref_logprobs, state.keep)
-        values = values - torch.where(state.keep, objective.kl_coef * gradient * scale, 0.0)
-        metrics |= kl_metrics
-    return Coefficients(values, metrics)
+    if detailed:
+        metrics |= {"ratio": Stat.ratio(ratios.log("theta_old"), state.keep), **weight_metrics, **trust_metrics}
+    for penalty in objective.penalties:
+        if penalty.coef:
+            gradient, kl_metrics = kl_penalty(penalty, state, ratios)
+            values = values - torch.where(state.keep, penalty.coef * gradient * scale, 0.0)
+            metrics |= kl_metrics if detailed else {}
+    entropy = torch.where(state.keep, objective.entropy_coef * scale, 0.0) if objective.entropy_coef else None
+    return Coefficients(values, metrics, entropy)
 
 
-def mini_batch_power(
+def gather_facts(
     objective: Objective, micro_batches: Sequence[TokenColumns], total: Total = lambda sums: sums
-) -> float | None:
-    """Return the ``power`` that ``coefficients`` is to use for every micro-batch; None if the objective chooses none.
+) -> BatchFacts | None:
+    """Return what ``coefficients`` is to use for every micro-batch; None if the objective needs nothing of the kind.
 
     micro_batches: all of one mini-batch on this rank, with log pi_theta as the update will find it; total: adds sums,
     float64 [S], over the ranks that hold the rest. Then the coefficients do not depend on how the mini-batch was cut.
     """
-    if objective.weight_fn != "adaptive_power":
+    if not objective.beforehand:
         return None
     states = [prepare(columns) for columns in micro_batches]
-    log_ratios = torch.cat([weight_log_ratio(objective, state) for state in states])
-    return adaptive_power(log_ratios, torch.cat([state.keep for state in states]), objective.ess_target, total)
+    batches = [(state, PolicyRatios(state)) for state in states]
+    left = None
+    if objective.leaves:
+        trusted = [find_trusted(objective, *batch, detailed=False)[0] for batch in batches]
+        counts = [_count(found, state.cu_seqlens) for found, state in zip(trusted, states, strict=True)]
+        left = Denominators(*(int(count) for count in total(torch.stack(counts).sum(0).double()).tolist()))
+    return BatchFacts(*_find_facts(objective, batches, total), left)
 
 
 def policy_loss(
@@ -216,30 +155,82 @@ def policy_loss(
     columns: TokenColumns,
     denominators: Denominators | None = None,
     *,
-    power: float | None = None,
+    entropies: Tensor | None = None,
+    facts: BatchFacts | None = None,
 ) -> tuple[Tensor, dict[str, Stat]]:
     """Return the scalar ``-(coefficients * logprobs).sum()`` with gradient to ``columns.logprobs``, and its metrics.
 
-    Arguments and errors as in ``coefficients``. Tokens with coefficient 0 are left out of the sum, for 0 times a
-    log-probability of -inf is NaN.
+    entropies: [T], with gradient, of the distributions that the tokens were drawn from; an ``entropy_coef`` needs them
+    (ConfigError), and subtracts ``(entropy coefficients * entropies).sum()``. Other arguments and errors as in
+    ``coefficients``. Tokens with coefficient 0 are left out of the sum, for 0 times a log-probability of -inf is NaN.
     """
-    result = coefficients(objective, columns, denominators, power=power)
+    result = coefficients(objective, columns, denominators, facts=facts)
     kept = torch.where(result.values != 0, columns.logprobs, 0.0)
     loss = -(result.values.detach() * kept).sum()
+    if result.entropy is not None:
+        if entropies is None:
+            raise ConfigError(
+                f"objective: entropy_coef {objective.entropy_coef} needs the entropies of the tokens; give them to "
+                "policy_loss, or set entropy_coef to 0"
+            )
+        loss = loss - (result.entropy * torch.where(result.entropy != 0, entropies, 0.0)).sum()
     return loss, {**result.metrics, "loss": Stat.total(loss)}
 
 
-def _missing_ref(what: str) -> ConfigError:
+def check_columns(objective: Objective, state: TokenState) -> None:
+    """Raise ConfigError if a column is missing that a penalty or a mask needs."""
+    if state.ref_logprobs is None and any(p.to == "ref" and p.coef for p in objective.penalties):
+        raise missing_ref("a penalty to the reference")
+    if state.topk is None and objective.needs_topk:
+        raise ConfigError(
+            "objective: a mask of the sampler's top K tokens needs the column topk (TokenColumns.topk), which the batch "
+            "does not have: megarl's engines do not record it; choose statistic 'tv' or 'kl'"
+        )
+
+
+def missing_ref(what: str) -> ConfigError:
+    """Return the error for a KL without a reference."""
     return ConfigError(
         f"objective: {what} needs the column ref_logprobs, which the batch does not have; compute the reference "
         f"policy's log-probabilities, or choose an objective without a KL"
     )
 
 
-def _aggregation_scale(objective: Objective, state: TokenState, denominators: Denominators | None) -> Tensor:
+def _find_facts(
+    objective: Objective, batches: Sequence[tuple[TokenState, PolicyRatios]], total: Total
+) -> tuple[tuple[float | None, ...], tuple[float | None, ...]]:
+    """Return exponents and means of ``BatchFacts``."""
+    exponents: list[float | None] = []
+    means: list[float | None] = []
+    for factor in objective.factors:
+        exponent = mean = None
+        if factor.fn == "adaptive_power":
+            log_ratios = torch.cat([factor_log_ratio(factor, *batch) for batch in batches])
+            kept = torch.cat([state.keep for state, _ in batches])
+            exponent = adaptive_power(log_ratios, kept, factor.ess_target, total)
+        if factor.batch_normalize:
+            sums = torch.stack([sum_factor(factor, *batch, exponent) for batch in batches]).sum(0)
+            summed, count = total(sums).tolist()
+            mean = summed / count if summed else 1.0
+        exponents.append(exponent)
+        means.append(mean)
+    return tuple(exponents), tuple(means)
+
+
+def _count(trusted: Trusted, cu_seqlens: Tensor) -> Tensor:
+    """int64 [2]: tokens, and responses."""
+    counts = count_loss_tokens(trusted.counted, cu_seqlens)
+    if trusted.in_responses is trusted.counted:
+        return counts
+    return torch.stack([counts[0], count_loss_tokens(trusted.in_responses, cu_seqlens)[1]])
+
+
+def _aggregation_scale(
+    objective: Objective, state: TokenState, trusted: Trusted, denominators: Denominators | None
+) -> Tensor:
     """Return 1/D, broadcastable to [T]. Empty sequences and batches divide by 1: they have no term to scale."""
     if denominators is None:
-        num_tokens, num_sequences = count_loss_tokens(state.usable, state.cu_seqlens).clamp(min=1)
+        num_tokens, num_sequences = _count(trusted, state.cu_seqlens).clamp(min=1)
     else:
         num_tokens, num_sequences = max(denominators.num_tokens, 1), max(denominators.num_sequences, 1)
     one = torch.ones((), dtype=state.logprobs.dtype, device=state.logprobs.device)
@@ -249,8 +240,8 @@ def _aggregation_scale(objective: Objective, state: TokenState, denominators: De
         case "seq-mean-token-sum":
             return one / num_sequences
         case "seq-mean-token-mean":
-            lengths = segment_sum(state.usable, state.cu_seqlens).clamp(min=1)
-            return segment_expand(one / (lengths * num_sequences), state.cu_seqlens, state.usable.numel())
+            lengths = segment_sum(trusted.counted, state.cu_seqlens).clamp(min=1)
+            return segment_expand(one / (lengths * num_sequences), state.cu_seqlens, trusted.counted.numel())
         case "seq-mean-token-sum-norm":
             assert objective.norm_length is not None, "checked when the objective was made"
-            return one / objective.norm_length
+            return one / (num_sequences * objective.norm_length)

@@ -1,6 +1,6 @@
-"""The factors of a coefficient: importance weight W, trust mask M, and the derivative of a KL penalty.
+"""The importance weight of a coefficient, its gate, and the derivative of a KL penalty.
 
-Nothing here carries a gradient. What is a ratio of several tokens comes from ``megarl.core.ratios``.
+Nothing here carries a gradient.
 """
 
 import math
@@ -9,103 +9,141 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megarl.core.choices.parts import KlPenalty, Objective, RatioKind
-from megarl.core.diagnostics.measures import prefix_variance_rate
+from megarl.core.choices.parts import Factor, Gate, Objective, Penalty
 from megarl.core.metrics import Stat
-from megarl.core.objectives.columns import TokenState, call_part, copy_columns
-from megarl.core.ratios import LOG_RATIO_BOUND, aggregate_log_ratio, log_ratio, positions
+from megarl.core.objectives.columns import TokenState, call_part
+from megarl.core.objectives.policy_ratios import PolicyRatios
+from megarl.core.ratios import LOG_RATIO_BOUND, aggregate, log_ratio
 
 Total = Callable[[Tensor], Tensor]
 """Adds a vector of sums over ranks."""
 
 
 def importance_weight(
-    objective: Objective, state: TokenState, power: float | None = None
-) -> tuple[Tensor, dict[str, Stat]]:
-    """Return ``min(f(rho), cap)``, times the truncated gap factor where there is one: [T], finite; and its metrics.
+    objective: Objective,
+    state: TokenState,
+    ratios: PolicyRatios,
+    exponents: tuple[float | None, ...],
+    means: tuple[float | None, ...],
+    detailed: bool = True,
+) -> tuple[Tensor | None, dict[str, Stat]]:
+    """Return the product of the factors [T], finite, None for 1; and its metrics, without ``detailed`` none.
 
-    power: q of "adaptive_power"; None chooses it from this state.
+    exponents, means: by factor, q of "adaptive_power" and what ``batch_normalize`` divides by.
     """
-    extra: dict[str, Stat] = {}
-    if objective.weight == "none":
-        values, truncated = torch.ones_like(state.logprobs), torch.zeros_like(state.keep)
+    values: Tensor | None = None
+    truncated: Tensor | None = None
+    metrics: dict[str, Stat] = {}
+    for factor, exponent, mean in zip(objective.factors, exponents, means, strict=True):
+        found = factor_values(factor, state, ratios, exponent)
+        clamped = _clamp(found, factor)
+        if detailed and clamped is not found:
+            cut = state.keep & (clamped != found)
+            truncated = cut if truncated is None else truncated | cut
+        if detailed and exponent is not None:
+            metrics["tis/power"] = Stat.mean(torch.full_like(found, exponent), state.keep)
+        if detailed and len(objective.factors) > 1:
+            metrics[f"tis/{factor.policies}"] = Stat.summary(clamped, state.keep)
+        if mean is not None:
+            clamped = clamped / mean
+        clamped = _where_applied(factor, clamped, state)
+        values = clamped if values is None else values * clamped
+    if detailed:
+        weight = torch.ones_like(state.logprobs) if values is None else values
+        nowhere = torch.zeros_like(state.keep) if truncated is None else truncated
+        metrics["tis/truncated"] = Stat.mean(nowhere, state.keep)
+        metrics["tis/weight"] = Stat.summary(weight, state.keep)
+        metrics["tis/ess"] = Stat.ess_of(metrics["tis/weight"])
+    return values, metrics
+
+
+def factor_values(factor: Factor, state: TokenState, ratios: PolicyRatios, exponent: float | None = None) -> Tensor:
+    """Return f(rho) [T] before the clamps. exponent: q of "adaptive_power"."""
+    if callable(factor.fn):
+        rho = factor_log_ratio(factor, state, ratios).exp()
+        return call_part("fn", factor.fn, rho, like=rho, where=state.keep).to(rho.dtype)
+    if factor.fn == "identity":
+        if factor.scope == "token":
+            return ratios.ratio(factor.policies)
+        return factor_log_ratio(factor, state, ratios).exp()
+    log_rho = factor_log_ratio(factor, state, ratios)
+    if factor.fn == "vespo":
+        negative = state.advantages < 0
+        pairs = zip(factor.vespo_positive, factor.vespo_negative, strict=True)
+        k, decay = (torch.where(negative, torch.tensor(below, device=negative.device), above) for above, below in pairs)
+        return (k * log_rho + decay * (1 - log_rho.exp())).exp()
+    if factor.fn == "adaptive_power":
+        assert exponent is not None, "found before"
+        return (exponent * log_rho).exp()
+    return (factor.power * log_rho).exp()
+
+
+def factor_log_ratio(factor: Factor, state: TokenState, ratios: PolicyRatios) -> Tensor:
+    """Return log rho [T] of a factor, bounded so that exp stays finite."""
+    if factor.token_clip is not None:
+        single, bound = ratios.log(factor.policies), factor.token_clip
+        # min(l, bound) where A > 0, max(l, -bound) where A < 0: clipping outward leaves the other side as it is.
+        outward = torch.where(state.advantages > 0, single.clamp(max=bound), single)
+        outward = torch.where(state.advantages < 0, single.clamp(min=-bound), outward)
+        found = aggregate(factor.scope, outward, state.keep, state.cu_seqlens)
     else:
-        # In the decoupled form the cap is on old/mu, and f on theta/old.
-        log_rho = weight_log_ratio(objective, state)
-        values, truncated, extra = _apply(objective, log_rho, state.keep, power)
-        if objective.decoupled:
-            gap = _log_ratio_of("old_mu", objective.ratio, objective.log_ratio_cap, state).exp()
-            capped, cut = _cap(gap, objective.cap, state.keep)
-            values, truncated = capped * values, truncated | cut
-        else:
-            values, cut = _cap(values, objective.cap, state.keep)
-            truncated = truncated | cut
-    if objective.gap != "none" and objective.gap_mode != "mask":
-        factor = _gap_factor(objective, state)
-        extra["gap/weight"] = Stat.summary(factor, state.keep)
-        values = values * (factor.clamp(max=objective.gap_high) if objective.gap_mode == "truncate" else factor)
-    metrics = {
-        "tis/weight": Stat.summary(values, state.keep),
-        "tis/ess": Stat.ess(values, state.keep),
-        "tis/truncated": Stat.mean(truncated, state.keep),
-    }
-    return values, metrics | extra
+        found = ratios.log(factor.policies, factor.scope)
+    return found if factor.scope == "token" else found.clamp(-LOG_RATIO_BOUND, factor.log_ratio_cap)
 
 
-def find_trusted(objective: Objective, state: TokenState, log_staleness: Tensor) -> tuple[Tensor, dict[str, Stat]]:
-    """Return which tokens pass the masks, bool [T], and metrics; log_staleness: [T], log theta/old of single tokens."""
-    keep, advantages = state.keep, state.advantages
-    nowhere = torch.zeros_like(keep)
-    high = low = dual = gap = own = nowhere
-    extra: dict[str, Stat] = {}
-    if callable(objective.mask):
-        own = keep & ~call_part("mask", objective.mask, copy_columns(state, keep), like=keep, where=keep)
-        extra["clip/own"] = Stat.mean(own, keep)
-    if objective.mask == "ppo" or objective.dual_clip is not None:
-        log_rho = aggregate_log_ratio(objective.trust_ratio, log_staleness, keep, state.cu_seqlens)
-        if objective.trust_ratio != "token":
-            extra["clip/ratio"] = Stat.ratio(log_rho.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), keep)
-        if objective.trust_ratio == "prefix":
-            extra["clip/prefix_variance_rate"] = prefix_variance_rate(log_rho, positions(keep, state.cu_seqlens), keep)
-        above, below, beyond = _leaves_window(objective, log_rho, state)
-        if objective.mask == "ppo":
-            high, low = keep & (advantages > 0) & above, keep & (advantages < 0) & below
-        if objective.dual_clip is not None:
-            dual = keep & (advantages < 0) & beyond
-            extra["clip/dual"] = Stat.mean(dual, keep)
-    if objective.gap != "none" and objective.gap_mode != "truncate":
-        factor = _gap_factor(objective, state)
-        if objective.gap_low is not None:
-            gap = gap | (factor < objective.gap_low)
-        if objective.gap_high is not None:
-            gap = gap | (factor > objective.gap_high)
-        extra["gap/dropped"] = Stat.mean(gap & keep, keep)
-    inside = keep & ~(high | low | dual | gap | own)
-    return inside, {"clip/high": Stat.mean(high, keep), "clip/low": Stat.mean(low, keep)} | extra
+def gate_values(gate: Gate, state: TokenState, ratios: PolicyRatios) -> Tensor:
+    """Return S [T] of ``Gate``: what the weighted advantage is multiplied by."""
+    positive = state.advantages > 0
+    parameter = torch.where(positive, torch.tensor(gate.positive, device=positive.device), gate.negative)
+    if gate.kind == "drpo":
+        moved = state.logprobs.exp() - state.rollout_logprobs.exp()
+        return 1 - state.advantages.sign() * moved / parameter
+    rho = ratios.ratio("theta_old")
+    if gate.kind == "sapo":
+        inside = torch.sigmoid(parameter * (rho - 1))
+        return 4 * inside * (1 - inside)
+    bounds = torch.where(positive, torch.tensor(1 + gate.eps, device=positive.device), 1 - gate.eps)
+    outside = torch.where(positive, rho > bounds, (state.advantages < 0) & (rho < bounds))
+    return torch.where(outside, parameter * bounds / rho, 1.0)
 
 
-def kl_penalty(kind: KlPenalty, logprobs: Tensor, ref_logprobs: Tensor, keep: Tensor) -> tuple[Tensor, dict[str, Stat]]:
-    """Return the derivative of the estimator of KL[theta || ref] by log pi_theta, [T], and its metrics.
+def kl_penalty(penalty: Penalty, state: TokenState, ratios: PolicyRatios) -> tuple[Tensor, dict[str, Stat]]:
+    """Return the derivative of the estimator of KL[theta || other] by log pi_theta, [T], and its metrics.
 
-    With d = log pi_theta - log pi_ref, clamped to +-20: k1 = d, derivative 1; k2 = d^2 / 2, derivative d;
-    k3 = exp(-d) + d - 1, derivative 1 - exp(-d). The derivative of k1 has expectation 0 under theta: it regularises
-    nothing. Source: Schulman, "Approximating KL divergence" (2020).
+    With d = log pi_theta - log pi_other, clamped to +-20: k1 = d, derivative 1; k2 = d^2 / 2, derivative d;
+    k3 = exp(-d) + d - 1, derivative 1 - exp(-d); unbiased = u k3 with u = theta/behaviour, derivative u d. The
+    derivative of k1 has expectation 0 under theta: it regularises nothing. Sources: Schulman, "Approximating KL
+    divergence" (2020); DeepSeek-V3.2 (arXiv 2512.02556), eq. 7.
     """
-    d = log_ratio(logprobs, ref_logprobs, keep)
-    if kind == "k1":
+    other = {"ref": state.ref_logprobs, "mu": state.rollout_logprobs, "old": state.old_logprobs}[penalty.to]
+    assert other is not None, "checked before"
+    d = log_ratio(state.logprobs, other, state.keep)
+    if penalty.estimator == "k1":
         values, gradient = d, torch.ones_like(d)
-    elif kind == "k2":
+    elif penalty.estimator == "k2":
         values, gradient = d.square() / 2, d
     else:
-        assert kind == "k3", "checked when the objective was made"
         values, gradient = torch.expm1(-d) + d, -torch.expm1(-d)
+        if penalty.estimator == "unbiased":
+            u = ratios.ratio("theta_old" if penalty.behaviour == "old" else "theta_mu")
+            values, gradient = u * values, u * d
     clamped = d.abs() >= LOG_RATIO_BOUND
-    return gradient, {"kl/penalty": Stat.mean(values, keep), "kl/clamped": Stat.mean(clamped, keep)}
+    if penalty.max is not None:
+        beyond = values.abs() > penalty.max
+        gradient, clamped = torch.where(beyond, 0.0, gradient), clamped | beyond
+    name = "kl/penalty" if penalty.to == "ref" else f"kl/penalty_{penalty.to}"
+    return gradient, {name: Stat.mean(values, state.keep), f"{name}_clamped": Stat.mean(clamped, state.keep)}
 
 
-def weight_log_ratio(objective: Objective, state: TokenState) -> Tensor:
-    """Return log rho [T], rho being the ratio that ``weight_fn`` is applied to."""
-    return _log_ratio_of(objective.corrected, objective.ratio, objective.log_ratio_cap, state)
+def sum_factor(factor: Factor, state: TokenState, ratios: PolicyRatios, exponent: float | None) -> Tensor:
+    """Return float64 [2]: sum and count of a clamped factor over tokens, or over responses if that is its scope."""
+    values = _clamp(factor_values(factor, state, ratios, exponent), factor).double()
+    shares = state.keep.double()
+    if factor.scope != "token":
+        # Each response counts once, whatever its length.
+        lengths = aggregate("sequence_sum", shares, state.keep, state.cu_seqlens)
+        shares = shares / lengths.clamp(min=1)
+    return torch.stack([(values * shares).sum(), shares.sum()])
 
 
 def adaptive_power(log_ratios: Tensor, shares: Tensor, target: float, total: Total = lambda sums: sums) -> float:
@@ -147,56 +185,16 @@ def adaptive_power(log_ratios: Tensor, shares: Tensor, target: float, total: Tot
     return low
 
 
-def _log_ratio_of(policies: str, kind: RatioKind, cap: float, state: TokenState) -> Tensor:
-    """Return the log-ratio [T] of two policies over the tokens of ``kind``, bounded so that exp stays finite."""
-    columns = {"theta": state.logprobs, "old": state.old_logprobs, "mu": state.rollout_logprobs}
-    numerator, denominator = policies.split("_")
-    single = log_ratio(columns[numerator], columns[denominator], state.keep)
-    if kind == "token":
-        return single
-    return aggregate_log_ratio(kind, single, state.keep, state.cu_seqlens).clamp(-LOG_RATIO_BOUND, cap)
+def _clamp(values: Tensor, factor: Factor) -> Tensor:
+    """The same tensor if the factor has no clamp."""
+    if factor.low is None and factor.high is None:
+        return values
+    return values.clamp(factor.low, factor.high)
 
 
-def _apply(
-    objective: Objective, log_rho: Tensor, keep: Tensor, power: float | None
-) -> tuple[Tensor, Tensor, dict[str, Stat]]:
-    """Return f(rho) [T], bool [T] where f has cut the ratio, and metrics of f."""
-    uncut = torch.zeros_like(keep)
-    if callable(f := objective.weight_fn):
-        return call_part("weight_fn", f, log_rho.exp(), like=log_rho, where=keep).to(log_rho.dtype), uncut, {}
-    match objective.weight_fn:
-        case "identity":
-            return log_rho.exp(), uncut, {}
-        case "power":
-            return (objective.power * log_rho).exp(), uncut, {}
-        case "adaptive_power":
-            q = adaptive_power(log_rho, keep, objective.ess_target) if power is None else power
-            return (q * log_rho).exp(), uncut, {"tis/power": Stat.mean(torch.full_like(log_rho, q), keep)}
-        case "upper_clip" | "clip":
-            values, cut = _cap(log_rho.exp(), 1 + objective.eps_high, keep)
-            return values.clamp(min=1 - objective.eps_low) if objective.weight_fn == "clip" else values, cut, {}
-
-
-def _cap(values: Tensor, cap: float | None, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """Return min(values, cap), and where the cap has cut."""
-    if cap is None:
-        return values, torch.zeros_like(keep)
-    return values.clamp(max=cap), keep & (values > cap)
-
-
-def _gap_factor(objective: Objective, state: TokenState) -> Tensor:
-    return _log_ratio_of(objective.gap, objective.gap_ratio, LOG_RATIO_BOUND, state).exp()
-
-
-def _leaves_window(objective: Objective, log_rho: Tensor, state: TokenState) -> tuple[Tensor, Tensor, Tensor]:
-    """Return where the ratio is above the window, below it, and above the dual clip; bool [T] each."""
-    dual = math.inf if objective.dual_clip is None else objective.dual_clip
-    if objective.window == "linear":
-        rho = log_rho.exp()  # may overflow to inf, which compares as it should
-        return rho > 1 + objective.eps_high, rho < 1 - objective.eps_low, rho > dual
-    widths = positions(state.keep, state.cu_seqlens).to(log_rho.dtype).pow(objective.window_power)
-    return (
-        log_rho > objective.eps_high * widths,
-        log_rho < -objective.eps_low * widths,
-        log_rho > dual * widths,
-    )
+def _where_applied(factor: Factor, values: Tensor, state: TokenState) -> Tensor:
+    """1 where the factor's sign excludes the advantage."""
+    if factor.sign == "both":
+        return values
+    applies = state.advantages > 0 if factor.sign == "positive" else state.advantages < 0
+    return torch.where(applies, values, 1.0)
