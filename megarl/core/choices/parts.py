@@ -13,7 +13,22 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from megarl.errors import ConfigError
 
-AdvantageName = Literal["group_mean", "grpo", "rloo", "raft", "token_level_kl", "process"]
+AdvantageName = Literal[
+    "group_mean",
+    "grpo",
+    "rloo",
+    "opo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "gdpo",
+    "raw",
+    "raw_mixed",
+    "signed",
+    "raft",
+    "positive_part",
+    "token_level_kl",
+    "process",
+]
 PoolScale = Literal["none", "std", "rate", "root_rate"]
 Selection = Literal["all", "mixed_groups", "positive"]
 RatioKind = Literal["token", "prefix", "future_mean", "future_product", "sequence_mean", "sequence_product"]
@@ -43,9 +58,9 @@ class Objective:
     """One row of the table; ``dataclasses.replace`` gives a variant. Raises ConfigError if the parts do not fit."""
 
     advantage: AdvantageName | Callable
-    """How rewards become advantages; see ``megarl.core.advantages``. "token_level_kl" and "process" differ between
-    tokens, the latter by the rewards of steps (``megarl.core.objectives.step_advantages``). Or a function of rewards
-    and groups."""
+    """How rewards become advantages; see ``megarl.core.advantages``. "gdpo" is of several rewards (``reward.weights``).
+    "token_level_kl" and "process" differ between tokens, the latter by the rewards of steps
+    (``megarl.core.objectives.step_advantages``). Or a function of rewards and groups."""
     weight: WeightPolicies
     """The policies whose ratio weights a token, numerator first; "none" is weight 1."""
     mask: MaskKind | Callable

@@ -17,7 +17,8 @@ from megarl.core.objectives.columns import (
     prepare,
     token_state,
 )
-from megarl.core.objectives.loss import Coefficients, coefficients, sequence_advantages, state_coefficients
+from megarl.core.objectives.loss import Coefficients, coefficients, state_coefficients
+from megarl.core.objectives.responses import sequence_advantages
 from megarl.errors import ConfigError
 
 ObjectiveFunction = Callable[[TokenColumns], Tensor | Coefficients]

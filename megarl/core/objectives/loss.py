@@ -1,4 +1,4 @@
-"""The one equation that every objective is a case of, and the advantages that it needs.
+"""The one equation that every objective is a case of, from advantages to coefficients.
 
     grad J = sum_t  M_t * W_t * A_t * grad log pi_theta(y_t) / D
 
@@ -12,15 +12,12 @@ engine that sampled).
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.core.advantages import Values, group_mean, grpo, raft, rloo, token_level_kl, uniform_groups
 from megarl.core.choices.parts import Objective
-from megarl.core.choices.stopping import POSITIVE
 from megarl.core.metrics import Stat
-from megarl.core.objectives.columns import Denominators, TokenColumns, TokenState, call_part, count_loss_tokens, prepare
+from megarl.core.objectives.columns import Denominators, TokenColumns, TokenState, count_loss_tokens, prepare
 from megarl.core.objectives.weights import (
     Total,
     adaptive_power,
@@ -41,108 +38,6 @@ class Coefficients:
     """[T], dJ/dlogprobs with the aggregation included; 0 on every token that does not train. fp32, or fp64."""
     metrics: dict[str, Stat]
     """Mergeable statistics; ``megarl.core.metrics`` merges and finalises them."""
-
-
-def sequence_advantages(objective: Objective, rewards: Values, groups: Values, threshold: float = POSITIVE) -> Tensor:
-    """Return the objective's advantage of each response: rewards [N], groups integer [N] -> [N].
-
-    threshold: a response is correct if its reward is above this; only "raft" asks. Raises ConfigError for
-    "token_level_kl" (see ``token_advantages``) and "process" (see ``step_advantages``).
-    """
-    if callable(objective.advantage):
-        given = torch.as_tensor(rewards, dtype=torch.float64, device="cpu").clone()
-        ids, everywhere = torch.as_tensor(groups, device="cpu").clone(), torch.ones_like(given, dtype=torch.bool)
-        return call_part("advantage", objective.advantage, given, ids, like=given, where=everywhere)
-    match objective.advantage:
-        case "group_mean":
-            return group_mean(rewards, groups)
-        case "grpo":
-            return grpo(rewards, groups, ddof=objective.std_ddof, eps=objective.std_eps)
-        case "rloo":
-            return rloo(rewards, groups)
-        case "raft":
-            return raft(rewards, groups, threshold)
-        case name:
-            raise ConfigError(
-                f"objective: advantage {name!r} differs between the tokens of a response, and this caller has one "
-                "reward for each; use step_advantages() with the rewards of steps for 'process', token_advantages() "
-                "with ref_logprobs for 'token_level_kl', or another advantage"
-            )
-
-
-def token_advantages(
-    objective: Objective,
-    rewards: Values,
-    groups: Values,
-    *,
-    logprobs: Tensor,
-    ref_logprobs: Tensor | None,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
-    threshold: float = POSITIVE,
-) -> Tensor:
-    """Return the objective's advantage of each token, whatever its kind: rewards, groups [N] -> [T].
-
-    logprobs: [T], of the policy before the update; ref_logprobs: [T], None if the objective needs none (ConfigError
-    if it does); loss_mask: bool [T]; cu_seqlens: int64 [N+1], of whole groups; threshold as in ``sequence_advantages``.
-    """
-    if objective.advantage != "token_level_kl":
-        values = sequence_advantages(objective, rewards, groups, threshold).to(cu_seqlens.device)
-        return segment_expand(values, cu_seqlens)
-    if ref_logprobs is None:
-        raise _missing_ref("advantage 'token_level_kl'")
-    return token_level_kl(
-        rewards,
-        groups,
-        logprobs,
-        ref_logprobs,
-        loss_mask,
-        cu_seqlens,
-        beta=objective.kl_coef,
-        ddof=objective.std_ddof,
-        eps=objective.std_eps,
-        horizon=objective.kl_horizon,
-    )
-
-
-def step_advantages(
-    objective: Objective, steps: Sequence[Sequence[tuple[int, float]]], groups: Values, lengths: Sequence[int]
-) -> list[np.ndarray]:
-    """Return the advantage "process": the sum of ``z_s`` over the steps s of the response that end at or after a token.
-
-    result: one float64 [T_n] per response.
-    ``z_s = (r_s - mean) / (std + eps)`` with statistics over all steps of all responses of the group, so a response of
-    many steps weighs more in them. A response without steps is in no statistics and gets 0; so do tokens after the last
-    step. Source: DeepSeekMath (arXiv 2402.03300), 4.1.3, process supervision.
-
-    steps: by response, (index of the last token, reward) of its steps, ascending; groups: integer [N], whole groups;
-    lengths: T_n, or 0 for a response whose tokens are not wanted. Raises NumericsError if a reward is not finite.
-    """
-    counts = [len(each) for each in steps]
-    rewards = np.array([reward for each in steps for _, reward in each], dtype=np.float64)
-    of_group = np.repeat(np.asarray(groups), counts)
-    values = grpo(rewards, of_group, objective.std_ddof, objective.std_eps).numpy()
-    found: list[np.ndarray] = []
-    for each, own, length in zip(steps, np.split(values, np.cumsum(counts)[:-1]), lengths, strict=True):
-        ends = np.array([end for end, _ in each], dtype=np.int64)
-        to_go = np.append(own[::-1].cumsum()[::-1], 0.0)
-        found.append(to_go[np.searchsorted(ends, np.arange(length))])
-    return found
-
-
-def select_responses(objective: Objective, rewards: Values, groups: Values, threshold: float = POSITIVE) -> Tensor:
-    """Return bool [N]: the responses that train and count in denominators, by ``objective.selection``.
-
-    threshold as in ``sequence_advantages``. Clear the loss_mask of the others before packing: advantages alone do not
-    take a response out of a denominator.
-    """
-    contrast = ~uniform_groups(rewards, groups)
-    if objective.selection == "mixed_groups":
-        ids = torch.as_tensor(groups)
-        return contrast[torch.unique(ids, return_inverse=True)[1]]
-    if objective.selection == "positive":
-        return sequence_advantages(objective, rewards, groups, threshold) > 0
-    return torch.ones(len(rewards), dtype=torch.bool, device=contrast.device)
 
 
 def coefficients(
