@@ -94,7 +94,12 @@ class Stat:
     @classmethod
     def ess(cls, weights: Tensor, mask: Tensor | None = None) -> Stat:
         """Effective sample size ``(sum w)^2 / sum w^2`` and, as ``_fraction``, its share of the number of entries."""
-        return cls("ess", cls.summary(weights, mask).sums, _vector(device=weights.device))
+        return cls.ess_of(cls.summary(weights, mask))
+
+    @classmethod
+    def ess_of(cls, summary: Stat) -> Stat:
+        """``ess`` of the weights that a summary is of."""
+        return cls("ess", summary.sums, _vector(device=summary.sums.device))
 
     def merge(self, other: Stat) -> Stat:
         """Return the statistic of both sets of observations together."""

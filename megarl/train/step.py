@@ -18,7 +18,7 @@ from megarl.config import Config
 from megarl.core.diagnostics.measures import mismatch_metrics, surrogate_metrics
 from megarl.core.diagnostics.tripwires import count_flips, count_k3
 from megarl.core.metrics import Stat, merge
-from megarl.core.objectives import Objective, coefficients, function_coefficients, mini_batch_power
+from megarl.core.objectives import BatchFacts, Objective, coefficients, function_coefficients, gather_facts
 from megarl.core.objectives.columns import Denominators
 from megarl.core.packing import drop_routes, pack
 from megarl.core.routing import Disagreement
@@ -64,7 +64,7 @@ class TrainStep:
         mini-batch before the update, and a reference that replays what r2 records.
         """
         train = self.config.train
-        beforehand = self.objective.weight_fn == "adaptive_power" and self.objective.corrected != "theta_old"
+        beforehand = bool(self.objective.beforehand - {"theta_old"})
         beforehand = beforehand or (train.replay_reference and train.replay == "r2")
         return train.mini_batches > 1 or self.needs_token_advantages or beforehand
 
@@ -168,14 +168,14 @@ class TrainStep:
     ) -> list[forward.MicroOutput]:
         """Leave the gradients of a mini-batch in the model. In the first pass over it, compare the engines."""
         is_first_pass = mini.old_logprobs is None
-        power = self._power(mini)
+        facts = self._facts(mini)
 
         def weigh(
             index: int, batch: TrainBatch, logprobs: torch.Tensor, entropies: torch.Tensor
         ) -> tuple[torch.Tensor, dict[str, Stat]]:
             columns = mini.columns(index, batch, logprobs)
             weigh_tokens = coefficients if self._function is None else partial(function_coefficients, self._function)
-            found = weigh_tokens(self.objective, columns, mini.denominators, power=power)
+            found = weigh_tokens(self.objective, columns, mini.denominators, facts=facts)
             mask, bounds = columns.loss_mask, columns.cu_seqlens
             theory = surrogate_metrics(logprobs, columns.old_logprobs, columns.rollout_logprobs, mask, bounds)
             return found.values, {**found.metrics, **theory, "entropy": Stat.mean(entropies, mask)}
@@ -187,17 +187,19 @@ class TrainStep:
             self._compare_engines(mini, outputs, seen)
         return outputs
 
-    def _power(self, mini: MiniBatch) -> float | None:
-        """The exponent of the adaptive power objectives, equal for all micro-batches and ranks; None for others."""
-        if self.objective.weight_fn != "adaptive_power":
+    def _facts(self, mini: MiniBatch) -> BatchFacts | None:
+        """What the objective must know of the whole mini-batch, on all ranks, before it is weighed; None if nothing."""
+        beforehand = self.objective.beforehand
+        if not beforehand:
             return None
         if mini.old_logprobs is None:
-            return 1.0  # theta is theta_old, and all ratios are 1
-        logprobs = mini.old_logprobs if self.objective.corrected == "old_mu" else self._current_logprobs(mini)
+            return BatchFacts.of_equal_policies(self.objective)  # theta is theta_old
+        moving = any("theta" in policies for policies in beforehand)
+        logprobs = self._current_logprobs(mini) if moving else mini.old_logprobs
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return None
         columns = [mini.columns(index, micro.batch, logprobs[index]) for index, micro in enumerate(mini.micro_batches)]
-        return mini_batch_power(self.objective, columns, _sum_over_ranks)
+        return gather_facts(self.objective, columns, _sum_over_ranks)
 
     def _current_logprobs(self, mini: MiniBatch) -> list[torch.Tensor]:
         """log pi_theta as the next update will find it; as ``MiniBatch.old_logprobs``, and these if nothing moved."""

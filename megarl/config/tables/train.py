@@ -1,6 +1,5 @@
 """The tables about the objective and the optimizer: [train], [optim]."""
 
-import difflib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
@@ -9,17 +8,18 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megarl.config.plugs import check_function, load_plug
 from megarl.config.tables.base import Beta, Count, NonNegative, Table
-from megarl.core.choices.parts import OWN_PARTS, PARTS, Objective
+from megarl.core.choices.parts import OWN_PARTS, Objective
+from megarl.core.choices.records import override
 from megarl.core.choices.table import OBJECTIVES
 from megarl.errors import ConfigError
 
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root"]
-_AROUND_A_FUNCTION = replace(OBJECTIVES["minirl"], weight="none", mask="none", cap=None)
-"""What a function does not compute: advantages (group mean), denominator (sequences), KL (none)."""
+_AROUND_A_FUNCTION = replace(OBJECTIVES["minirl"], masks=(), factors=())
+"""What a function does not compute: advantages (group mean), denominator (sequences), penalties (none)."""
 OpenShare = Annotated[float, Field(gt=0, lt=1)]
 _PARTS_AROUND = [
     *("advantage", "selection", "std_ddof", "std_eps", "aggregation", "norm_length"),
-    *("kl", "kl_coef", "kl_horizon", "kl_at"),
+    *("penalties", "entropy_coef", "kl_coef", "kl_horizon", "kl_at"),
 ]
 
 
@@ -30,8 +30,9 @@ class TrainConfig(Table):
     """A row of the table in docs/objectives.md, or your own, "package.module:name": an Objective, or a function of the
     batch's columns."""
     objective_overrides: dict[str, Any] = {}
-    """Parts of the objective to replace, e.g. eps_low = 0.1; the string "off" stands for None. advantage, mask
-    and weight_fn may be your own, "package.module:function". An objective that is a function has fewer."""
+    """Parts of the objective to replace, e.g. masks.0.high = 1.28 or factors = [{policies = "theta_mu", high = 2.0}]; the
+    string "off" stands for None. The advantage, a mask and a factor's fn may be your own, "package.module:function". An
+    objective that is a function has fewer parts."""
     mini_batches: PositiveInt = 1
     """Optimizer steps N per global step, each on an equal share of the responses."""
     micro_batch_tokens: PositiveInt = 16384
@@ -77,11 +78,9 @@ class TrainConfig(Table):
         """The objective with its parts replaced; of a function what it does not compute. ConfigError if parts do not
         go together."""
         named = self._named
-        parts: Any = {key: None if value == "off" else value for key, value in self.objective_overrides.items()}
-        for key in OWN_PARTS.keys() & parts.keys():
-            if ":" in str(parts[key]):
-                parts[key] = check_function(key, parts[key], load_plug(key, parts[key]), OWN_PARTS[key])
-        return replace(named if isinstance(named, Objective) else _AROUND_A_FUNCTION, **parts)
+        return override(  # type: ignore[no-any-return]
+            named if isinstance(named, Objective) else _AROUND_A_FUNCTION, self.objective_overrides, _load_part
+        )
 
     @property
     def objective_function(self) -> Callable[[Any], Any] | None:
@@ -94,22 +93,22 @@ class TrainConfig(Table):
         function = self.objective_function
         if function is not None:
             check_function("objective", self.objective, function, "columns", "an Objective or ")
-        for key, value in self.objective_overrides.items():
-            if key not in PARTS:
-                close = difflib.get_close_matches(key, PARTS, n=1) or PARTS
-                raise ValueError(f"objective_overrides.{key}: unknown part; did you mean {' or '.join(close)}?")
+        for key in self.objective_overrides:
             if function is not None and key not in _PARTS_AROUND:
                 raise ValueError(
-                    f"objective_overrides.{key}: found with the function {self.objective!r}, which computes weight and "
-                    f"mask itself; expected one of {', '.join(_PARTS_AROUND)}"
+                    f"objective_overrides.{key}: found with the function {self.objective!r}, which computes masks and "
+                    f"factors itself; expected one of {', '.join(_PARTS_AROUND)}"
                 )
-            if not isinstance(value, (bool, int, float, str)):
-                raise ValueError(f"objective_overrides.{key}: found {value!r}, expected a number, a string or a bool")
         try:
             _ = self.resolved_objective
         except ConfigError as error:
             raise ValueError(f"objective_overrides: {str(error).removeprefix('objective: ')}") from error
         return self
+
+
+def _load_part(part: str, path: str) -> Any:
+    """The user's function for a part of an objective."""
+    return check_function(part, path, load_plug(part, path), OWN_PARTS[part])
 
 
 class OptimConfig(Table):

@@ -10,7 +10,7 @@ from the prose of "Token-Level KL-Regularized Policy Gradient and GRPO", whose f
 import math
 from collections.abc import Callable
 
-from megarl.core.choices.parts import Objective
+from megarl.core.choices.parts import Factor, Objective
 
 
 def in_family(f: Callable[[float], float]) -> bool:
@@ -29,36 +29,37 @@ def in_family(f: Callable[[float], float]) -> bool:
     return True
 
 
-def weight_function(objective: Objective) -> Callable[[float], float]:
-    """Return the objective's weight as a function of its ratio rho, without mask and gap factor.
+def weight_function(factor: Factor) -> Callable[[float], float]:
+    """Return a factor as a function of its ratio rho, without mask and batch normalisation.
 
-    With a cap on old/mu alone (``tis_on``) it is that of theta/old. "adaptive_power" stands for its middle, q = 1/2:
-    its family membership is the same for every q.
+    "adaptive_power" stands for its middle, q = 1/2: its family membership is the same for every q. "vespo" is that of
+    A >= 0.
     """
-    if objective.weight == "none":
-        return lambda rho: 1.0
-    cap = math.inf if objective.cap is None or objective.decoupled else objective.cap
-    low, high = 1 - objective.eps_low, 1 + objective.eps_high
+    low, high = factor.low or 0.0, factor.high or math.inf
+    k, decay = factor.vespo_positive
     functions: dict[str, Callable[[float], float]] = {
         "identity": lambda rho: rho,
-        "power": lambda rho: rho**objective.power,
+        "power": lambda rho: rho**factor.power,
         "adaptive_power": math.sqrt,
-        "upper_clip": lambda rho: min(rho, high),
-        "clip": lambda rho: min(max(rho, low), high),
+        "vespo": lambda rho: rho**k * math.exp(decay * (1 - rho)),
     }
-    chosen = objective.weight_fn if callable(objective.weight_fn) else functions[objective.weight_fn]
-    return lambda rho: min(chosen(rho), cap)
+    chosen = factor.fn if callable(factor.fn) else functions[factor.fn]
+    return lambda rho: min(max(chosen(rho), low), high)
 
 
 def family_warning(objective: Objective) -> str | None:
-    """Return one sentence on how the objective's weight leaves the family, or None if it does not."""
-    if callable(objective.weight_fn):
-        return None  # it takes tensors, and torch is not imported here
-    f = weight_function(objective)
-    if in_family(f) and not (objective.decoupled and objective.cap is not None and objective.cap < 1):
-        return None
-    at = ", ".join(f"{rho:g} -> {f(rho):.4g}" for rho in (0.1, 1.0, 10.0))
-    return (
-        f"objective: the weight ({objective.weight_fn!r}, power {objective.power:g}, cap {objective.cap}) is not "
-        f"between 1 and the ratio everywhere (ratio -> weight: {at}); a cap of at least 1 and a power of at most 1 are"
-    )
+    """Return one sentence on how a factor leaves the family, or None if none does.
+
+    Functions of the user take tensors, which are not imported here, and VESPO's shape is its purpose: neither is
+    looked at.
+    """
+    for factor in objective.factors:
+        if callable(factor.fn) or factor.fn == "vespo" or in_family(f := weight_function(factor)):
+            continue
+        at = ", ".join(f"{rho:g} -> {f(rho):.4g}" for rho in (0.1, 1.0, 10.0))
+        return (
+            f"objective: the factor {factor.policies!r} ({factor.fn!r}, power {factor.power:g}, low {factor.low}, high "
+            f"{factor.high}) is not between 1 and the ratio everywhere (ratio -> factor: {at}); a low of at most 1, a "
+            "high of at least 1 and a power of at most 1 are"
+        )
+    return None

@@ -184,9 +184,9 @@ class Objective:
     """One row of the table; ``dataclasses.replace`` gives a variant. Raises ConfigError if the parts do not fit."""
 
     advantage: AdvantageName | Callable
-    """How rewards become advantages; see ``megarl.core.advantages``. "token_level_kl" and "process" differ between
-    tokens, the latter by the rewards of steps (``megarl.core.objectives.step_advantages``). Or a function of rewards
-    and groups."""
+    """How rewards become advantages; see ``megarl.core.advantages``. "gdpo" is of several rewards (``reward.weights``).
+    "token_level_kl" and "process" differ between tokens, the latter by the rewards of steps
+    (``megarl.core.objectives.step_advantages``). Or a function of rewards and groups."""
     aggregation: Aggregation
     """The denominator: all tokens | sequences | sequences and each one's tokens | sequences and norm_length."""
     masks: tuple[Mask | Callable, ...] = ()
@@ -232,6 +232,16 @@ class Objective:
     def leaves(self) -> bool:
         """Whether a mask takes tokens out of denominators."""
         return any(mask.denominator != "keep" for mask in self.records)
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The policies that coefficients are computed from: "theta", "old", "mu", "ref". Functions read all three."""
+        pairs = {part.policies for part in (*self.records, *self.factors)}
+        words = {word for pair in pairs for word in pair.split("_")} | {p.to for p in self.penalties if p.coef}
+        if self.gate is not None:
+            words |= {"theta", "mu" if self.gate.kind == "drpo" else "old"}
+        words |= {p.behaviour for p in self.penalties if p.coef and p.estimator == "unbiased"}
+        return frozenset(words | ({"theta", "old", "mu"} if len(self.records) < len(self.masks) else set()))
 
     @property
     def beforehand(self) -> frozenset[Policies]:

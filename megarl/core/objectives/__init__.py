@@ -1,19 +1,17 @@
 """Objectives: from the columns of a batch to one coefficient per token.
 
-The way through: ``columns`` (inputs, checked) -> ``weights`` (importance weight, trust mask, KL) -> ``loss`` (the one
-equation). ``functions`` does the same for a function of the user. The records themselves (``Objective``, its parts,
-the named rows) are in ``megarl.core.choices``, which imports no torch.
+The way through: ``responses`` (rewards -> advantages) -> ``columns`` (inputs, checked) -> ``policy_ratios`` ->
+``weights`` (factors, gate, penalties) and ``masks`` -> ``loss`` (the one equation). ``functions`` does the same for a
+function of the user. The records themselves (``Objective``, its parts, the named rows) are in ``megarl.core.choices``,
+which imports no torch.
 """
 
-from megarl.core.choices.parts import Objective
+from megarl.core.choices.parts import Factor, Gate, Mask, Objective, Penalty
 from megarl.core.choices.table import OBJECTIVES
-from megarl.core.objectives.columns import Denominators, TokenColumns
+from megarl.core.objectives.columns import Denominators, TokenColumns, TopK
 from megarl.core.objectives.functions import function_coefficients, try_functions
-from megarl.core.objectives.loss import (
-    Coefficients,
-    coefficients,
-    mini_batch_power,
-    policy_loss,
+from megarl.core.objectives.loss import BatchFacts, Coefficients, coefficients, gather_facts, policy_loss
+from megarl.core.objectives.responses import (
     select_responses,
     sequence_advantages,
     step_advantages,
@@ -22,13 +20,19 @@ from megarl.core.objectives.loss import (
 
 __all__ = [
     "OBJECTIVES",
+    "BatchFacts",
     "Coefficients",
     "Denominators",
+    "Factor",
+    "Gate",
+    "Mask",
     "Objective",
+    "Penalty",
     "TokenColumns",
+    "TopK",
     "coefficients",
     "function_coefficients",
-    "mini_batch_power",
+    "gather_facts",
     "policy_loss",
     "select_responses",
     "sequence_advantages",

@@ -17,7 +17,8 @@ from megarl.core.objectives.columns import (
     prepare,
     token_state,
 )
-from megarl.core.objectives.loss import Coefficients, coefficients, sequence_advantages, state_coefficients
+from megarl.core.objectives.loss import BatchFacts, Coefficients, coefficients, state_coefficients
+from megarl.core.objectives.responses import sequence_advantages
 from megarl.errors import ConfigError
 
 ObjectiveFunction = Callable[[TokenColumns], Tensor | Coefficients]
@@ -29,14 +30,15 @@ def function_coefficients(
     columns: TokenColumns,
     denominators: Denominators | None = None,
     *,
-    power: float | None = None,
+    facts: BatchFacts | None = None,
+    detailed: bool = True,
 ) -> Coefficients:
     """Return ``F_t / D`` for every token, less the KL's share; ``F = function(columns)`` stands for ``M * W * A``.
 
-    objective: the parts that the function does not replace, with weight and mask "none": ``aggregation`` gives D,
-    ``kl`` the penalty. columns, denominators and errors as in ``coefficients``. F may hold anything on tokens that do
-    not train. Raises ConfigError if the function raises, or for a result that is no float tensor [T], NumericsError for
-    one that is not finite on a token that trains.
+    objective: the parts that the function does not replace, without masks and factors: ``aggregation`` gives D. Other
+    arguments and errors as in ``coefficients``. F may hold anything on tokens that do not train. Raises ConfigError if
+    the function raises, or for a result that is no float tensor [T], NumericsError for one that is not finite on a
+    token that trains.
     """
     part, metrics = "train.objective", {}
     found = call_own(part, function, copy_columns(columns, columns.loss_mask))
@@ -50,8 +52,8 @@ def function_coefficients(
     values = check_returned(part, function, found, columns.logprobs, prepare(columns, denominators).keep)
     # The one equation with weight 1 and mask 1: what stands in the place of the advantage is divided by D.
     state = token_state(replace(columns, advantages=values))
-    result = state_coefficients(objective, state, columns.loss_mask, denominators, power)
-    return Coefficients(result.values, {**metrics, **result.metrics})
+    result = state_coefficients(objective, state, columns.loss_mask, denominators, facts, detailed)
+    return replace(result, metrics={**metrics, **result.metrics})
 
 
 def try_functions(objective: Objective, function: ObjectiveFunction | None, device: torch.device | int | str) -> None:
@@ -65,5 +67,5 @@ def try_functions(objective: Objective, function: ObjectiveFunction | None, devi
     columns = TokenColumns(*policies, signs, logprobs < -0.2, bounds, ref)
     if function is not None:
         function_coefficients(function, objective, columns)
-    elif callable(objective.weight_fn) or callable(objective.mask):
+    elif objective.own_functions:
         coefficients(objective, columns)

@@ -1,0 +1,222 @@
+"""From the rewards of a group of responses to one advantage per response, each response with the same weight."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megarl.core.choices.parts import PoolScale
+from megarl.core.choices.stopping import POSITIVE
+from megarl.errors import NumericsError
+
+Values = Tensor | np.ndarray | Sequence[float]
+
+
+def group_mean(rewards: Values, groups: Values) -> Tensor:
+    """Return ``R - mean_group(R)``, without a division by the standard deviation.
+
+    rewards: [N]; groups: integer [N], any ids, equal for responses to the same prompt; result: [N].
+    Raises NumericsError if a reward is not finite. Source: MiniRL (Zheng et al., arXiv 2512.01374), its "group-
+    normalized" advantage, which subtracts the mean only.
+    """
+    rewards, inverse = prepare(rewards, groups)
+    return center(rewards.double(), inverse).to(rewards.dtype)
+
+
+def grpo(rewards: Values, groups: Values, ddof: int = 1, eps: float = 1e-6) -> Tensor:
+    """Return ``(R - mean_group(R)) / (std_group(R) + eps)``.
+
+    rewards: [N]; groups: integer [N]; ddof: 1 for the unbiased standard deviation (as verl), 0 for the population's;
+    result: [N]. Raises NumericsError if a reward is not finite. Source: DeepSeekMath (arXiv 2402.03300).
+    """
+    if ddof not in (0, 1) or not eps >= 0:
+        raise ValueError(f"grpo needs ddof 0 or 1 and eps >= 0, got ddof={ddof}, eps={eps}")
+    rewards, inverse = prepare(rewards, groups)
+    return standardize(rewards.double(), inverse, ddof, eps).to(rewards.dtype)
+
+
+def rloo(rewards: Values, groups: Values, valid: Values | None = None) -> Tensor:
+    """Return ``R`` minus the mean of the other rewards of the group, which is ``(R - mean_group(R)) * G / (G - 1)``.
+
+    rewards: [N]; groups: integer [N]; valid: bool [N], False for a response without an outcome (None: all have one):
+    G and the mean leave it out, its reward may be anything, and it gets 0; result: [N], 0 for a group of one. Raises
+    NumericsError if a reward is not finite. Source: RLOO (Ahmadian et al., arXiv 2402.14740).
+    """
+    if valid is not None:
+        keep = as_tensor(valid).bool()
+        return fill(rloo(take(rewards, keep), take(groups, keep)), keep)
+    rewards, inverse = prepare(rewards, groups)
+    counts = torch.bincount(inverse)
+    factors = counts.double() / (counts - 1).clamp(min=1)
+    return (center(rewards.double(), inverse) * factors[inverse]).to(rewards.dtype)
+
+
+def raw(rewards: Values, groups: Values) -> Tensor:
+    """Return ``R``, without a baseline: rewards [N], groups integer [N] (not used) -> [N].
+
+    Raises NumericsError if a reward is not finite.
+    """
+    return prepare(rewards, groups)[0].clone()
+
+
+def raw_mixed(rewards: Values, groups: Values) -> Tensor:
+    """Return ``R`` where the rewards of the group differ, or it has one response; else 0.
+
+    rewards: [N]; groups: integer [N]; result: [N]. Raises NumericsError if a reward is not finite. Source:
+    Reinforce-Rej (arXiv 2504.11343) as released. The paper's rewards are +-1, for which see ``signed``. A group that
+    gets 0 keeps its place in the denominators, unless the objective's ``selection`` takes it out.
+    """
+    rewards, inverse = prepare(rewards, groups)
+    rejected = uniform_groups(rewards, inverse) & (torch.bincount(inverse) > 1)
+    return torch.where(rejected[inverse], 0.0, rewards)
+
+
+def signed(rewards: Values, groups: Values, threshold: float = POSITIVE) -> Tensor:
+    """Return +1 where ``R > threshold``, else -1: correct responses are reinforced, all others suppressed.
+
+    rewards: [N]; groups: integer [N], not used; result: [N]. Raises NumericsError if a reward is not finite. Source:
+    Reinforce-Rej (arXiv 2504.11343) as printed, whose rewards are +-1; with ``selection`` "mixed_groups".
+    """
+    return 2 * raft(rewards, groups, threshold) - 1
+
+
+def raft(rewards: Values, groups: Values, threshold: float = POSITIVE) -> Tensor:
+    """Return ``1[R > threshold]``: correct responses are accepted, all others rejected, whatever their group.
+
+    rewards: [N]; groups: integer [N], not used; result: [N]. Raises NumericsError if a reward is not finite. Source:
+    RAFT (arXiv 2304.06767), whose rewards are 0 and 1. Accepting the best of a group instead would train on every
+    response of an all-wrong one. A reward equal to the threshold is rejected, as it is not correct elsewhere either.
+    """
+    rewards, _ = prepare(rewards, groups)
+    return (rewards > threshold).to(rewards.dtype)
+
+
+def positive_part(rewards: Values, groups: Values) -> Tensor:
+    """Return ``max(R, 0)``: a response is accepted in proportion to its reward.
+
+    rewards: [N]; groups: integer [N], not used; result: [N]. Raises NumericsError if a reward is not finite. Source:
+    RAFT as released (RLHFlow, Minimal-RL).
+    """
+    return prepare(rewards, groups)[0].clamp(min=0)
+
+
+def normalize_by_pool(
+    rewards: Values,
+    groups: Values,
+    pool_rewards: Values,
+    pool_groups: Values,
+    scale: PoolScale = "none",
+    ddof: int = 1,
+    floor: float = 1e-6,
+    rate_eps: float = 0.0,
+) -> Tensor:
+    """Return ``(R - mean_pool(R)) / s`` for the responses that train, with statistics of all that were sampled.
+
+    s by ``scale``: 1 | ``max(std_pool, floor)`` | ``mean_pool + rate_eps`` | ``sqrt(mean_pool + rate_eps)``, these two
+    for rewards of 0 and 1; 0 / 0 is 0. rewards: [N], groups: integer [N], of the responses that train; pool_rewards,
+    pool_groups: [P], of all responses of the same prompts, those that train among them; result: [N]. A pool of one or
+    of equal rewards gives exactly 0. Raises ValueError if a group has no pool or a rate is negative, NumericsError if a
+    reward is not finite. Source: Reinforce-Ada (arXiv 2510.04996), global statistics.
+    """
+    if scale not in ("none", "std", "rate", "root_rate") or ddof not in (0, 1) or not floor > 0 or not rate_eps >= 0:
+        raise ValueError(
+            f"scale {scale!r}, ddof {ddof}, floor {floor}, rate_eps {rate_eps}; expected a {PoolScale}, 0 or 1, above "
+            "0, and 0 or more"
+        )
+    rewards, _ = prepare(rewards, groups)
+    pool, inverse = prepare(pool_rewards, pool_groups)
+    ids = torch.unique(as_tensor(pool_groups))
+    wanted = as_tensor(groups).to(ids.device)
+    row = torch.searchsorted(ids, wanted).clamp(max=max(ids.numel() - 1, 0))
+    if wanted.numel() and (not ids.numel() or bool((ids[row] != wanted).any())):
+        raise ValueError(f"groups {wanted.tolist()} train, but the pool holds {ids.tolist()}: pool all that is sampled")
+    pool = pool.double()
+    counts, uniform = torch.bincount(inverse), uniform_groups(pool, inverse)
+    mean = pool.new_zeros(counts.numel()).index_add(0, inverse, pool) / counts
+    if scale == "none":
+        divisor = torch.ones_like(mean)
+    elif scale == "std":
+        squares = torch.zeros_like(mean).index_add(0, inverse, center(pool, inverse).square())
+        divisor = (squares / (counts - ddof).clamp(min=1)).sqrt().clamp(min=floor)
+    elif bool((mean < 0).any()):
+        raise ValueError(f"scale {scale!r} needs pass rates, but the mean of a pool is {float(mean.min())}")
+    else:
+        divisor = mean + rate_eps if scale == "rate" else (mean + rate_eps).sqrt()
+    flat = uniform | (divisor == 0)
+    values = (rewards.double() - mean[row]) / torch.where(flat, 1.0, divisor)[row]
+    return torch.where(flat[row], 0.0, values).to(rewards.dtype)
+
+
+def uniform_groups(rewards: Values, groups: Values) -> Tensor:
+    """Return bool [number of groups], in the order of their ids: True where all rewards of a group are equal."""
+    rewards, inverse = prepare(rewards, groups)
+    lowest, highest = extremes(rewards.double(), inverse)
+    return lowest == highest
+
+
+def prepare(rewards: Values, groups: Values) -> tuple[Tensor, Tensor]:
+    """Return the rewards as a floating tensor and, for each, the index of its group 0..B-1."""
+    rewards = rewards if isinstance(rewards, Tensor) else torch.as_tensor(np.asarray(rewards, dtype=np.float64))
+    if not rewards.is_floating_point():
+        rewards = rewards.double()
+    elif rewards.dtype != torch.float64:
+        rewards = rewards.float()
+    groups = as_tensor(groups)
+    if rewards.dim() != 1 or rewards.shape != groups.shape:
+        raise ValueError(f"rewards {list(rewards.shape)} and groups {list(groups.shape)} must both be [N]")
+    finite = torch.isfinite(rewards)
+    if not bool(finite.all()):
+        first = int((~finite).nonzero()[0])
+        raise NumericsError(
+            f"the reward of response {first} (group {groups[first].item()}) is {rewards[first].item()}, "
+            f"expected a finite number: the reward function must not return NaN or infinity"
+        )
+    _, inverse = torch.unique(groups.to(rewards.device), return_inverse=True)
+    return rewards, inverse
+
+
+def as_tensor(values: Values) -> Tensor:
+    """Return tensors as they are, and anything else on the CPU, with NumPy's dtype."""
+    return values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
+
+
+def take(values: Values, keep: Tensor) -> Tensor:
+    """Return the rows of ``values`` where keep, bool [N], is True."""
+    values = as_tensor(values)
+    return values[keep.to(values.device)]
+
+
+def fill(part: Tensor, keep: Tensor) -> Tensor:
+    """Return [N]: ``part`` where keep, bool [N], is True; 0 elsewhere."""
+    keep = keep.to(part.device)
+    return part.new_zeros(keep.shape).masked_scatter(keep, part)
+
+
+def standardize(values: Tensor, inverse: Tensor, ddof: int, eps: float) -> Tensor:
+    """Return float64 values less the mean of their group, over its standard deviation plus eps; 0 without contrast."""
+    centered = center(values, inverse)
+    counts = torch.bincount(inverse)
+    squares = centered.new_zeros(counts.numel()).index_add(0, inverse, centered.square())
+    deviation = (squares / (counts - ddof).clamp(min=1)).sqrt()[inverse]
+    return torch.where(centered == 0, 0.0, centered / (deviation + eps))
+
+
+def center(values: Tensor, inverse: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return values minus the mean of their group, exactly 0 where all values of the group are equal.
+
+    weights: [N], positive, of each value in the mean; None for equal ones.
+    """
+    weights = torch.ones_like(values) if weights is None else weights
+    lowest, highest = extremes(values, inverse)
+    totals = torch.zeros_like(lowest).index_add(0, inverse, weights)
+    means = torch.zeros_like(lowest).index_add(0, inverse, weights * values) / totals
+    return torch.where((lowest == highest)[inverse], 0.0, values - means[inverse])
+
+
+def extremes(rewards: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    num_groups = int(inverse.max()) + 1 if inverse.numel() else 0
+    empty = rewards.new_zeros(num_groups)
+    lowest = empty.scatter_reduce(0, inverse, rewards, reduce="amin", include_self=False)
+    highest = empty.scatter_reduce(0, inverse, rewards, reduce="amax", include_self=False)
+    return lowest, highest
