@@ -22,9 +22,7 @@ AdvantageName = Literal[
 PoolScale = Literal["none", "std", "rate", "root_rate"]
 Selection = Literal["all", "mixed_groups", "positive"]
 Policies = Literal["theta_old", "theta_mu", "old_mu"]
-Scope = Literal[
-    "token", "prefix", "future_mean", "future_sum", "sequence_mean", "sequence_sum", "sequence_max"
-]
+Scope = Literal["token", "prefix", "future_mean", "future_sum", "sequence_mean", "sequence_sum", "sequence_max"]
 Statistic = Literal[
     "ratio", "log_ratio", "difference", "tv", "kl", "kl_rev", "kl_sym", "k2", "k3", "topk_tv", "topk_kl"
 ]

@@ -203,9 +203,7 @@ TABLE: Mapping[str, Row] = MappingProxyType(
             "As dppo_tv, where the distribution moves although the sampled token does not.",
         ),
         "drpo": Row(
-            replace(
-                _DPPO, gate=Gate("drpo", 0.15, 0.15), aggregation="seq-mean-token-sum-norm", norm_length=8192
-            ),
+            replace(_DPPO, gate=Gate("drpo", 0.15, 0.15), aggregation="seq-mean-token-sum-norm", norm_length=8192),
             "DRPO, arXiv 2606.09821, eq. 8 and 9. Its text and code have delta 12.5, with which the gate stays within 8 % "
             "of 1 and bounds nothing; 0.15 is ours, after dppo_tv",
             "A smooth trust region: tokens beyond delta are pulled back instead of dropped.",
@@ -306,9 +304,7 @@ TABLE: Mapping[str, Row] = MappingProxyType(
             "As grpo, less sensitive to single tokens with extreme ratios.",
         ),
         "minimal_mask": Row(
-            replace(
-                _DPPO, masks=(Mask("theta_mu", "difference", low=-0.5, sign="negative", strict=True),)
-            ),
+            replace(_DPPO, masks=(Mask("theta_mu", "difference", low=-0.5, sign="negative", strict=True),)),
             "DPPO, arXiv 2602.04879, 5.3: the smallest mask that kept its test stable",
             "To see what drives a collapse: drops only bad tokens whose probability has fallen by half or more.",
         ),
