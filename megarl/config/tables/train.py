@@ -30,9 +30,9 @@ class TrainConfig(Table):
     """A row of the table in docs/objectives.md, or your own, "package.module:name": an Objective, or a function of the
     batch's columns."""
     objective_overrides: dict[str, Any] = {}
-    """Parts of the objective to replace, e.g. masks.0.high = 1.28 or factors = [{policies = "theta_mu", high = 2.0}]; the
-    string "off" stands for None. The advantage, a mask and a factor's fn may be your own, "package.module:function". An
-    objective that is a function has fewer parts."""
+    """Parts of the objective to replace, e.g. masks.0.high = 1.28, or factors = [{policies = "theta_mu", high = 2.0}];
+    the string "off" stands for None. The advantage, a mask and a factor's fn may be your own,
+    "package.module:function". An objective that is a function has fewer parts."""
     mini_batches: PositiveInt = 1
     """Optimizer steps N per global step, each on an equal share of the responses."""
     micro_batch_tokens: PositiveInt = 16384

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from megarl.core.choices.records import check_types, options_of
 from megarl.errors import ConfigError
@@ -131,7 +131,7 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """A factor S of the weighted advantage that depends on the sign of A. It is part of the formula of one algorithm."""
+    """A factor S of the weighted advantage that depends on the sign of A, part of the formula of one algorithm."""
 
     kind: GateKind
     """- "drpo": ``S = 1 - sign(A) (pi_theta - mu) / delta``

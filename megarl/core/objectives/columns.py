@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -181,6 +182,22 @@ def token_state(columns: TokenColumns) -> TokenState:
     # Masked once here, before any subtraction: -inf minus -inf on a padding token would be NaN.
     clean = {name: torch.where(keep, column, 0.0) for name, column in values.items()}
     return TokenState(**clean, usable=usable, keep=keep, cu_seqlens=columns.cu_seqlens, topk=columns.topk)
+
+
+def split_state(state: TokenState, most: int) -> list[TokenState]:
+    """Return views of whole sequences, each of at most ``most`` tokens unless one sequence is longer."""
+    bounds, cuts = state.cu_seqlens, [0]
+    while cuts[-1] < bounds.numel() - 1:
+        end = int(torch.searchsorted(bounds, bounds[cuts[-1]] + most, right=True)) - 1
+        cuts.append(max(end, cuts[-1] + 1))
+    parts = []
+    for first, last in pairwise(cuts):
+        begin, end = int(bounds[first]), int(bounds[last])
+        named = {field.name: getattr(state, field.name) for field in fields(TokenState)}
+        part = {name: column[begin:end] for name, column in named.items() if isinstance(column, Tensor)}
+        topk = None if state.topk is None else TopK(*(getattr(state.topk, f.name)[begin:end] for f in fields(TopK)))
+        parts.append(TokenState(**(part | {"cu_seqlens": bounds[first : last + 1] - begin, "topk": topk})))
+    return parts
 
 
 def _value_error(name: str, column: Tensor, bad: Tensor) -> NumericsError:
