@@ -78,7 +78,7 @@ class TrainConfig(Table):
         """The objective with its parts replaced; of a function what it does not compute. ConfigError if parts do not
         go together."""
         named = self._named
-        return override(  # type: ignore[no-any-return]
+        return override(
             named if isinstance(named, Objective) else _AROUND_A_FUNCTION, self.objective_overrides, _load_part
         )
 

@@ -244,8 +244,9 @@ class Objective:
     @property
     def beforehand(self) -> frozenset[Policies]:
         """The pairs of policies whose ratios of the whole mini-batch are needed before its update."""
-        factors = {factor.policies for factor in self.factors if factor.needs_batch}
-        return frozenset(factors | {mask.policies for mask in self.records if mask.denominator != "keep"})
+        parts: list[Mask | Factor] = [factor for factor in self.factors if factor.needs_batch]
+        parts += [mask for mask in self.records if mask.denominator != "keep"]
+        return frozenset(part.policies for part in parts)
 
     @property
     def needs_ref_logprobs(self) -> bool:

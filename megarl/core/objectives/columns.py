@@ -214,7 +214,7 @@ def copy_columns(source: TokenColumns | TokenState, loss_mask: Tensor) -> TokenC
     """Return columns without gradient that a function may change."""
     given = {field.name: getattr(source, field.name) for field in fields(TokenColumns) if field.name != "loss_mask"}
     topk = given.pop("topk")
-    copies = {name: column.detach().clone() for name, column in given.items() if column is not None}
+    copies: dict[str, Any] = {name: column.detach().clone() for name, column in given.items() if column is not None}
     return TokenColumns(**copies, loss_mask=loss_mask.clone(), topk=topk)
 
 
