@@ -46,12 +46,16 @@ class SampleTable:
 
     @classmethod
     def gather(cls, samples: Mapping[Key, Sample], components: tuple[str, ...] = ()) -> Self:
-        """Exchange the rows of all ranks; a collective call. ``samples`` are this rank's."""
+        """Exchange the rows of all ranks; a collective call.
+
+        samples: this rank's; components: names of their several rewards, empty to leave these out.
+        """
+        width = len(_COLUMNS) + len(components)
         # A response without components failed, or was stopped and is wrong: all its rewards are 0.
-        rewards = [sample.components or (0.0,) * len(components) for sample in samples.values()]
-        rows = [[*_row(key, sample), *more] for (key, sample), more in zip(samples.items(), rewards, strict=True)]
-        all_rows = distributed.gather_rows(np.array(rows).reshape(-1, len(_COLUMNS) + len(components)))
-        return cls(all_rows[np.lexsort((all_rows[:, 1], all_rows[:, 0]))], components)
+        none = (0.0,) * len(components)
+        mine = [[*_row(key, each), *(each.components or none)][:width] for key, each in samples.items()]
+        rows = distributed.gather_rows(np.array(mine).reshape(-1, width))
+        return cls(rows[np.lexsort((rows[:, 1], rows[:, 0]))], components)
 
     def column(self, name: str) -> np.ndarray:
         """float64 [S]."""
