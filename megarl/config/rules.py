@@ -10,12 +10,16 @@ from megarl.core.choices.parts import TOKEN_ADVANTAGES
 from megarl.core.megatron_facts import replay_blockers
 from megarl.errors import ConfigError
 
+_CREDITED = ("group_mean", "grpo", "rloo", "raft")
+"""Advantages in whose place [credit] may stand: rewards less the group's mean, in some scale; and "raft", whose rewards
+then get a baseline."""
+
 
 def check(tables: Tables) -> None:
     """Raise ConfigError for the first rule that the tables break."""
     _check_sizes(tables)
     _check_sampling(tables)
-    _check_token_advantages(tables)
+    _check_advantages(tables)
     _check_megatron(tables)
     _check_replay(tables)
     _check_engine(tables)
@@ -114,8 +118,19 @@ def _check_sampling(tables: Tables) -> None:
         )
 
 
-def _check_token_advantages(tables: Tables) -> None:
+def _check_advantages(tables: Tables) -> None:
     objective, sampling = tables.train.resolved_objective, tables.sampling
+    name = objective.advantage
+    if name == "gdpo" and not tables.reward.weights:
+        raise ConfigError(
+            "reward.weights: found none with advantage 'gdpo', which standardises several rewards one by one; name "
+            "them with their weights, and have reward.function return a reward for each"
+        )
+    if sampling.uses_credit and isinstance(name, str) and name not in (*_CREDITED, *TOKEN_ADVANTAGES):
+        raise ConfigError(
+            f'sampling.advantages: found "credit" (the default with rule = "{sampling.rule}") with advantage {name!r}, '
+            'but [credit] subtracts the mean of the prompt\'s pool instead; set sampling.advantages = "objective"'
+        )
     by_token = objective.advantage in TOKEN_ADVANTAGES
     if tables.log.variance_every and by_token:
         raise ConfigError("log.variance_every: expected 0 with an objective whose advantages differ between tokens")

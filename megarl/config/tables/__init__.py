@@ -87,11 +87,11 @@ class Tables(Table):
         """Names of what an evaluation asks."""
         return (*(("heldout",) if self.data.heldout is not None else ()), *self.eval.sets)
 
-    @property
-    def judge_options(self) -> dict[str, Any]:
-        """What a judge is made with, besides the function."""
+    def judge_options(self, function: str) -> dict[str, Any]:
+        """What a judge of this reward function is made with; weights are only of the run's own."""
         options = self.reward.model_dump(include={"workers", "timeout_s", "max_characters"})
-        return options | {"model": self.reward_model}
+        weights = self.reward.weights if function == self.reward.function else None
+        return options | {"model": self.reward_model, "weights": weights}
 
     @property
     def weight_sync(self) -> Literal["ipc", "distributed", "tensor", "disk"]:
