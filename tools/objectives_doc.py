@@ -205,8 +205,8 @@ NOTES = r"""## What the sources get wrong, or leave open
 - **Penalties to the reference, and kl_grpo,** need a reference policy: a second, frozen copy of the model with the
   weights of `model.reference`. The default is the weights that training started from, also in a resumed run. The
   reference routes by itself, so that its KL to equal weights is not 0 where the policy replays: it holds the
-  difference of the routes. With `train.replay_reference = true` it replays the policy's routes (R2 or R3), and this KL is exactly 0.
-  Tokens without a recorded route are routed natively in both.
+  difference of the routes. With `train.replay_reference = true` it replays the policy's routes (R2 or R3), and this
+  KL is exactly 0. Tokens without a recorded route are routed natively in both.
 """
 
 

@@ -113,6 +113,11 @@ class TrainBatch:
     """bool [T]; rows that are False route natively and are counted."""
     weight_versions: torch.Tensor | None = None
     """int32 [T]."""
+    kept_ids: torch.Tensor | None = None
+    """int32 [M], the vocabulary ids that tokens were drawn from; None: all from the whole vocabulary."""
+    kept_offsets: torch.Tensor | None = None
+    """int64 [T+1], token t was drawn from kept_ids[kept_offsets[t]:kept_offsets[t+1]]; if that is empty, as for
+    prompts, from the whole vocabulary."""
 
     @property
     def num_tokens(self) -> int:

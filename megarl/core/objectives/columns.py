@@ -191,10 +191,10 @@ def split_state(state: TokenState, most: int) -> list[TokenState]:
         end = int(torch.searchsorted(bounds, bounds[cuts[-1]] + most, right=True)) - 1
         cuts.append(max(end, cuts[-1] + 1))
     parts = []
+    named = {field.name: getattr(state, field.name) for field in fields(TokenState)}
     for first, last in pairwise(cuts):
         begin, end = int(bounds[first]), int(bounds[last])
-        named = {field.name: getattr(state, field.name) for field in fields(TokenState)}
-        part = {name: column[begin:end] for name, column in named.items() if isinstance(column, Tensor)}
+        part: dict[str, Any] = {name: column[begin:end] for name, column in named.items() if isinstance(column, Tensor)}
         topk = None if state.topk is None else TopK(*(getattr(state.topk, f.name)[begin:end] for f in fields(TopK)))
         parts.append(TokenState(**(part | {"cu_seqlens": bounds[first : last + 1] - begin, "topk": topk})))
     return parts
