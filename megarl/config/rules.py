@@ -61,9 +61,9 @@ def find_warnings(tables: Tables) -> tuple[str, ...]:
     blind = f'{off}: found "off": responses on which the engines disagree are trained unseen' if off else None
     parts = tables.train.mini_batches
     unwatched = (
-        f'train.old_logprobs: found "rollout" with train.mini_batches = {parts}: tripwires and train.min_route_agreement '
-        "look at the first mini-batch of a step, whose update finds the weights unmoved; the responses of the other "
-        f"{parts - 1} are trained unseen"
+        f'train.old_logprobs: found "rollout" with train.mini_batches = {parts}: tripwires and '
+        "train.min_route_agreement look at the first mini-batch of a step, whose update finds the weights unmoved; the "
+        f"responses of the other {parts - 1} are trained unseen"
         if tables.train.old_logprobs == "rollout" and parts > 1
         else None
     )

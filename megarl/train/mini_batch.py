@@ -50,8 +50,8 @@ class MiniBatch:
     native_routes: list[MicroRoutes] | None = None
     """What the routers chose, or would have chosen, in the first pass. Kept only for trace files."""
     old_logprobs: list[torch.Tensor] | None = None
-    """[T] per micro-batch, of the first pass, on the last pipeline stage (elsewhere empty). None before that pass, which
-    may be the update's own."""
+    """[T] per micro-batch, of the first pass, on the last pipeline stage (elsewhere empty). None before that pass,
+    which may be the update's own."""
     old_updates: int = 0
     """The number of updates before the first pass; until then before the step."""
     old_is_rollout: bool = False

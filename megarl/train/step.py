@@ -58,11 +58,10 @@ class TrainStep:
     def old_pass_over(self, minis: Sequence[MiniBatch]) -> Sequence[MiniBatch]:
         """Return the mini-batches of a step with an old-log-prob pass before the first update.
 
-        See ``TrainConfig.old_passes``. If the step measures the replay bias of r2, it has to be 0 in the first one.
+        See ``Config.old_passes``. If the step measures the replay bias of r2, it has to be 0 in the first one.
         """
-        train = self.config.train
-        needs_all = self.measures_replay_bias and train.replay == "r2"
-        return minis if needs_all else minis[len(minis) - train.old_passes :]
+        needs_all = self.measures_replay_bias and self.config.train.replay == "r2"
+        return minis if needs_all else minis[len(minis) - self.config.old_passes :]
 
     def prepare(self, rollouts: Sequence[Rollout], advantages: np.ndarray | Sequence[np.ndarray]) -> MiniBatch:
         """Check, pack and split this rank's rollouts of one mini-batch, and fetch its rows of their routes.
@@ -195,7 +194,8 @@ class TrainStep:
             return None
         if mini.old_logprobs is None and not mini.old_is_rollout:
             return 1.0  # theta is theta_old, and all ratios are 1
-        logprobs = mini.old_logprobs if self.objective.corrected == "old_mu" else self._current_logprobs(mini)
+        of_old = self.objective.corrected == "old_mu"
+        logprobs = mini.old_logprobs or [] if of_old else self._current_logprobs(mini)
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return None
         columns = [mini.columns(index, micro.batch, logprobs[index]) for index, micro in enumerate(mini.micro_batches)]
@@ -269,7 +269,7 @@ class TrainStep:
         return mini.old_logprobs is None and not (mini.old_is_rollout and moved)
 
     def _compare_engines(self, mini: MiniBatch, outputs: Sequence[forward.MicroOutput], seen: Recording) -> None:
-        """Compare the rollout with the first pass over a mini-batch; keep its log-probabilities, and for r2 its routes."""
+        """Compare the rollout with the first pass over a mini-batch; keep its log-probabilities and, for r2, routes."""
         mini.old_logprobs, mini.old_updates = [output.logprobs for output in outputs], self._updates
         counts: list[torch.Tensor] = []
         for index, output in enumerate(outputs):

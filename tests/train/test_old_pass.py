@@ -36,6 +36,10 @@ FULL: dict[str, Any] = {
     "recompute__method": "uniform",
     "recompute__num_layers": 1,
 }
+BALANCED: dict[str, Any] = {
+    "megatron__moe_router_load_balancing_type": "aux_loss",
+    "megatron__moe_aux_loss_coeff": 0.1,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     **{replay: {"train__replay": replay} for replay in ("none", "r2", "r3")},
     "four": {"train__mini_batches": 4},
@@ -43,6 +47,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "adaptive_power": ROWS["adaptive_power"],
     "minirl k3": ROWS["minirl k3"],
     "r2 recomputed": {"train__replay": "r2", **FULL},
+    "r3 balanced": {"train__replay": "r3", **BALANCED},
 }
 """Settings under which the first mini-batch does without the pass."""
 FEW = ("none", "r2", "r3", "r2 recomputed")
@@ -74,7 +79,7 @@ def test_acceptance_a_step_is_the_same_to_the_bit_where_the_pass_leaves_out_the_
     world: World, name: str
 ) -> None:
     settings = world.settings(**VARIANTS[name])
-    assert settings.train.old_passes == settings.train.mini_batches - 1
+    assert settings.old_passes == settings.train.mini_batches - 1
     same_to_the_bit(both_ways(world, world.rollouts(), {name: VARIANTS[name]})[name])
 
 
@@ -130,10 +135,13 @@ def test_the_pass_runs_over_all_mini_batches_but_the_first_unless_something_need
         (ROWS["adaptive old/mu"], 2, 2),
         (replayed, 1, 1),
         ({**replayed, "train__replay": "r3"}, 2, 1),
+        ({"train__replay": "r2"}, 2, 1),
+        ({"train__replay": "r2", **BALANCED}, 2, 2),
+        ({"train__replay": "r3", **BALANCED}, 2, 1),
         ({"train__old_logprobs": "rollout"}, 4, 0),
     ):
         found = world.settings(train__mini_batches=mini_batches, **settings)
-        assert found.train.old_passes == expected, settings
+        assert found.old_passes == expected, settings
 
 
 def test_a_step_takes_as_many_passes_as_the_configuration_says(world: World) -> None:
@@ -182,7 +190,7 @@ def test_acceptance_if_the_engine_gave_pi_old_both_ways_train_the_same(world: Wo
 
 
 def test_objectives_see_mu_in_the_place_of_old(world: World) -> None:
-    """Of an engine with FP8 weights: the first update's coefficients, from log-probabilities of an old-log-prob pass."""
+    """Of an engine with FP8 weights: the first update's coefficients, from log-probabilities of another pass."""
     settings = world.settings(**ROWS["grpo"], **ROLLOUT, train__max_k3="off", train__max_native_flip="off")
     with training(settings) as step:
         minis = prepare(step, world.rollouts(), fixed_advantages())

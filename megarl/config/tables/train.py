@@ -37,8 +37,8 @@ class TrainConfig(Table):
     micro_batch_tokens: PositiveInt = 16384
     """Most tokens of one forward pass on one rank; at least the longest prompt plus the longest response."""
     old_logprobs: Literal["recomputed", "rollout"] = "recomputed"
-    """pi_old: of the training engine before the first update, or (rollout) mu of the engine that sampled. That saves the
-    old-log-prob pass; theta/old is then theta/mu, and only the first mini-batch of a step is compared with the engine."""
+    """pi_old: of the training engine before the first update, or (rollout) mu of the engine that sampled. That saves
+    the old-log-prob pass; theta/old is then theta/mu, and only the first mini-batch is compared with the engine."""
     replay: Literal["none", "r2", "r3"] = "r3"
     """Which experts training uses: its own choice (none; dense models know no other), those of the old-log-prob pass
     (r2), or of the engine (r3)."""
@@ -85,22 +85,6 @@ class TrainConfig(Table):
             if ":" in str(parts[key]):
                 parts[key] = check_function(key, parts[key], load_plug(key, parts[key]), OWN_PARTS[key])
         return replace(named if isinstance(named, Objective) else _AROUND_A_FUNCTION, **parts)
-
-    @property
-    def old_passes(self) -> int:
-        """The number of a step's mini-batches, the last ones, with an old-log-prob pass before the first update.
-
-        The first one has none: no weight has moved, so its update computes pi_old itself, and r2 would replay what the
-        routers choose anyway. All have one for an objective that needs log-probabilities of whole mini-batches before
-        the first update, and for a reference that replays what r2 records.
-        """
-        if self.old_logprobs == "rollout":
-            return 0
-        objective = self.resolved_objective
-        adapts = objective.weight_fn == "adaptive_power" and objective.corrected != "theta_old"
-        follows = self.replay_reference and self.replay == "r2"
-        beforehand = adapts or follows or objective.advantage == "token_level_kl"
-        return self.mini_batches if beforehand else self.mini_batches - 1
 
     @property
     def objective_function(self) -> Callable[[Any], Any] | None:
