@@ -22,6 +22,7 @@ def check(tables: Tables) -> None:
     _check_advantages(tables)
     _check_megatron(tables)
     _check_replay(tables)
+    _check_old_logprobs(tables)
     _check_engine(tables)
     if (tables.reward.function == "reward_model") != bool(tables.reward_model.urls):
         raise ConfigError(
@@ -61,7 +62,15 @@ def find_warnings(tables: Tables) -> tuple[str, ...]:
         f"train.{name}" for name in ("max_k3", "max_native_flip") if getattr(tables.train, name) == "off"
     )
     blind = f'{off}: found "off": responses on which the engines disagree are trained unseen' if off else None
-    return tuple(filter(None, (family_warning(tables.train.resolved_objective), nucleus, blind)))
+    parts = tables.train.mini_batches
+    unwatched = (
+        f'train.old_logprobs: found "rollout" with train.mini_batches = {parts}: tripwires and '
+        "train.min_route_agreement look at the first mini-batch of a step, whose update finds the weights unmoved; the "
+        f"responses of the other {parts - 1} are trained unseen"
+        if tables.train.old_logprobs == "rollout" and parts > 1
+        else None
+    )
+    return tuple(filter(None, (family_warning(tables.train.resolved_objective), nucleus, blind, unwatched)))
 
 
 def _check_sizes(tables: Tables) -> None:
@@ -195,6 +204,36 @@ def _check_replay(tables: Tables) -> None:
         raise ConfigError(
             f'megatron.{blocker.setting}: found {found!r} with train.replay = "{replay}", which cannot hold: '
             f'{blocker.reason}; remove it or set train.replay = "none"'
+        )
+
+
+def _check_old_logprobs(tables: Tables) -> None:
+    """Refuse what needs a pass before the first update, or has nothing to do where old is mu."""
+    train, objective = tables.train, tables.train.resolved_objective
+    if train.old_logprobs == "recomputed":
+        return
+    found = 'train.old_logprobs: found "rollout" with '
+    if train.replay == "r2":
+        raise ConfigError(
+            f'{found}train.replay = "r2", which replays what the old-log-prob pass records, and there is none; set '
+            'train.replay = "r3" or "none", or train.old_logprobs = "recomputed"'
+        )
+    if objective.advantage == "token_level_kl":
+        raise ConfigError(
+            f'{found}the advantage "token_level_kl", which needs log-probabilities of the training engine before the '
+            'first update; set train.old_logprobs = "recomputed"'
+        )
+    if "old_mu" in objective.pairs:
+        raise ConfigError(
+            f'{found}objective "{train.objective}", of which a weight, factor or mask is of old/mu: old is mu, so this '
+            "ratio is 1 and there is nothing to correct; use theta/mu in its place, or set train.old_logprobs = "
+            '"recomputed"'
+        )
+    if tables.log.traces_every and train.mini_batches > 1:
+        raise ConfigError(
+            f"{found}log.traces_every = {tables.log.traces_every} and train.mini_batches = {train.mini_batches}: the "
+            "files are of the weights before the first update, with which only the first mini-batch is computed; set "
+            "log.traces_every = 0, or one mini-batch"
         )
 
 

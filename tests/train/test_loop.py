@@ -240,6 +240,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_a_later_start_goes_on(
         {"rollout__temperature": 0.7, "rollout__top_p": 0.8},
         {"train__replay": "r2"},
         {"train__replay": "none", "train__mini_batches": 1},
+        {"train__old_logprobs": "rollout", "train__mini_batches": 4},
         {"reward__function": "train_rewards:sometimes_raises"},
         {"rollout__max_batch_size": 3},
         {"data__max_prompt_tokens": 4},

@@ -37,6 +37,9 @@ class TrainConfig(Table):
     """Optimizer steps N per global step, each on an equal share of the responses."""
     micro_batch_tokens: PositiveInt = 16384
     """Most tokens of one forward pass on one rank; at least the longest prompt plus the longest response."""
+    old_logprobs: Literal["recomputed", "rollout"] = "recomputed"
+    """pi_old: of the training engine before the first update, or (rollout) mu of the engine that sampled. That saves
+    the old-log-prob pass; theta/old is then theta/mu, and only the first mini-batch is compared with the engine."""
     replay: Literal["none", "r2", "r3"] = "r3"
     """Which experts training uses: its own choice (none; dense models know no other), those of the old-log-prob pass
     (r2), or of the engine (r3)."""

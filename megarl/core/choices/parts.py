@@ -232,14 +232,10 @@ class Objective:
         return any(mask.denominator != "keep" for mask in self.records)
 
     @property
-    def reads(self) -> frozenset[str]:
-        """The policies that coefficients are computed from: "theta", "old", "mu", "ref". Functions read all three."""
-        pairs = {part.policies for part in (*self.records, *self.factors)}
-        words = {word for pair in pairs for word in pair.split("_")} | {p.to for p in self.penalties if p.coef}
-        if self.gate is not None:
-            words |= {"theta", "mu" if self.gate.kind == "drpo" else "old"}
-        words |= {p.behaviour for p in self.penalties if p.coef and p.estimator == "unbiased"}
-        return frozenset(words | ({"theta", "old", "mu"} if len(self.records) < len(self.masks) else set()))
+    def pairs(self) -> frozenset[str]:
+        """The pairs of policies whose ratios masks, factors and gate read. Functions of the user may read more."""
+        of_gate = set() if self.gate is None else {"theta_mu" if self.gate.kind == "drpo" else "theta_old"}
+        return frozenset({part.policies for part in (*self.records, *self.factors)} | of_gate)
 
     @property
     def beforehand(self) -> frozenset[Policies]:
