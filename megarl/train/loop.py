@@ -184,6 +184,7 @@ class Trainer:
             for part in rollouts.mini_batches:  # every rank has its rows of the routes
                 part[:] = [drop_routes(rollout) for rollout in part]
         self.train_step.keeps_native_routes = keep_routes
+        self.train_step.measures_objective = self._is_due(done, self.config.log.objective_every, at_end=True)
         self.train_step.measures_replay_bias = self._is_due(done, self.config.train.replay_bias_every, at_end=False)
         return minis
 

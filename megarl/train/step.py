@@ -48,6 +48,7 @@ class TrainStep:
         watched = watches_routes(config, policy.shape)
         self.tripwires = Tripwires(config.train.model_copy(update={} if watched else {"max_native_flip": "off"}))
         self.keeps_native_routes = self.measures_replay_bias = False
+        self.measures_objective = True
         self._updates = 0
 
     @property
@@ -174,9 +175,11 @@ class TrainStep:
         ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Stat]]:
             columns = mini.columns(index, batch, logprobs)
             weigh_tokens = coefficients if self._function is None else partial(function_coefficients, self._function)
-            found = weigh_tokens(self.objective, columns, mini.denominators, facts=facts)
+            detailed = self.measures_objective
+            found = weigh_tokens(self.objective, columns, mini.denominators, facts=facts, detailed=detailed)
             mask, bounds = columns.loss_mask, columns.cu_seqlens
-            theory = surrogate_metrics(logprobs, columns.old_logprobs, columns.rollout_logprobs, mask, bounds)
+            policies = logprobs, columns.old_logprobs, columns.rollout_logprobs
+            theory = surrogate_metrics(*policies, mask, bounds) if detailed else {}
             if mini.old_is_rollout:  # old/mu is 1 then, and not the gap between the engines
                 theory = {name: stat for name, stat in theory.items() if not name.startswith("gap/")}
             return found.values, found.entropy, {**found.metrics, **theory, "entropy": Stat.mean(entropies, mask)}
