@@ -5,8 +5,9 @@
 
 "whole" is what a straightforward loss does: logits [S, V], log_softmax in fp32, gather, and the entropy of the same
 distribution. "entropy" is "blocks" with a gradient of the entropies, "kept" with log-probabilities over ``--kept`` ids
-of each row, "both" with both. Extra memory is the peak above what hidden states, weight and their gradients need; time is the median of
-paired repetitions. On a CPU the peak is that of the process (Linux), on a GPU that of torch's allocator.
+of each row, "both" with both. Extra memory is the peak above what hidden states, weight and their gradients need; time
+is the median of paired repetitions. On a CPU the peak is that of the process (Linux), on a GPU that of torch's
+allocator.
 """
 
 from __future__ import annotations
