@@ -238,6 +238,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 grad_hidden[rows] += _product(by_logit, block_weight)
                 if grad_weight is not None:
                     block_grad += _product(by_logit.t(), block_hidden)
+                del logits, by_entropy, by_logit  # else the next block comes on top of them
             if grad_weight is not None:
                 grad_weight[start:end] = block_grad
         return grad_hidden.to(ctx.hidden_dtype), grad_weight, None, None, None, None, None
