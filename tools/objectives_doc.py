@@ -224,11 +224,16 @@ ADVANTAGES = {
     "raft": r"1[\text{correct}]",
     "raw": "R",
     "raw_mixed": r"R\,1[\sigma>0]",
-    "signed": r"\pm1",
+    "signed": r"(2\cdot1[\text{correct}]-1)",
+    "positive_part": r"\max(R,0)",
+    "opo": r"\big(R-\tfrac{\sum_j\lvert y_j\rvert R_j}{\sum_j\lvert y_j\rvert}\big)",
+    "reinforce_pp": r"\mathrm{whiten}(R)",
+    "reinforce_pp_baseline": r"\mathrm{whiten}(R-\bar R)",
+    "gdpo": r"\mathrm{whiten}\big(\sum_k w_k\tfrac{R_k-\bar R_k}{\sigma_k}\big)",
     "token_level_kl": r"\tfrac{R_t-\bar R_t}{\sigma_t}"
     r"\big|_{R_t=R-\frac{\beta}{H}\sum_{k\ge t}\log\frac{\pi_\theta}{\pi_{ref}}}",
 }
-"""Of the rows' advantages."""
+"""One formula per advantage of a response, and of token_level_kl."""
 BASES = {"theta_mu": "w", "theta_old": "r", "old_mu": "g"}
 SCOPES = {
     "token": "{}_t",
@@ -379,6 +384,11 @@ def all_parts() -> str:
         "## Every part",
         "",
         "Any combination of these values is valid unless megarl refuses it with a reason.",
+        "",
+    ]
+    lines += ["### Advantages", "", *(f"- `{name}`: ${text}$" for name, text in ADVANTAGES.items()), ""]
+    lines += [
+        "$\\mathrm{whiten}(x)=(x-m)/\\sqrt{v+10^{-8}}$ with mean $m$ and variance $v$ (ddof 1) over all loss tokens of the step.",
         "",
     ]
     for kind in (Objective, Mask, Factor, Gate, Penalty):
