@@ -388,7 +388,8 @@ def all_parts() -> str:
     ]
     lines += ["### Advantages", "", *(f"- `{name}`: ${text}$" for name, text in ADVANTAGES.items()), ""]
     lines += [
-        "$\\mathrm{whiten}(x)=(x-m)/\\sqrt{v+10^{-8}}$ with mean $m$ and variance $v$ (ddof 1) over all loss tokens of the step.",
+        "$\\mathrm{whiten}(x)=(x-m)/\\sqrt{v+10^{-8}}$ with mean $m$ and variance $v$ (ddof 1) over all",
+        "loss tokens of the step.",
         "",
     ]
     for kind in (Objective, Mask, Factor, Gate, Penalty):
