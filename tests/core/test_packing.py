@@ -238,4 +238,5 @@ class TestSelect:
             select(pack([rollout(0, 3)], [1.0]), [1])
 
     def test_every_token_column_is_selected(self):
-        assert {field.name for field in dataclasses.fields(TrainBatch)} == {*TOKEN_COLUMNS, "cu_seqlens"}
+        others = {"cu_seqlens", "kept_ids", "kept_offsets"}
+        assert {field.name for field in dataclasses.fields(TrainBatch)} == {*TOKEN_COLUMNS} | others
