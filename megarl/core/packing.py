@@ -121,17 +121,20 @@ def select(batch: TrainBatch, sequences: Sequence[int] | Tensor) -> TrainBatch:
     chosen = torch.as_tensor(sequences, dtype=torch.int64, device=batch.cu_seqlens.device).reshape(-1)
     if bool(((chosen < 0) | (chosen >= batch.num_sequences)).any()):
         raise IndexError(f"sequences {chosen.tolist()} of a batch of {batch.num_sequences}: expected 0..N-1")
-    cu_seqlens, index = _take_segments(batch.cu_seqlens, chosen)
+    cu_seqlens, index = take_segments(batch.cu_seqlens, chosen)
     columns = {name: getattr(batch, name) for name in TOKEN_COLUMNS}
     taken = {name: column[index] for name, column in columns.items() if column is not None}
     if batch.kept_ids is not None and batch.kept_offsets is not None:
-        taken["kept_offsets"], kept = _take_segments(batch.kept_offsets, index)
+        taken["kept_offsets"], kept = take_segments(batch.kept_offsets, index)
         taken["kept_ids"] = batch.kept_ids[kept]
     return replace(batch, cu_seqlens=cu_seqlens, **taken)
 
 
-def _take_segments(bounds: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """The bounds of the chosen segments back to back, and the index of each of their entries."""
+def take_segments(bounds: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the bounds int64 [R+1] of the chosen segments back to back, and the index int64 of each of their entries.
+
+    bounds: integer [N+1], segment n is ``[bounds[n], bounds[n+1])``; chosen: int64 [R], in any order.
+    """
     lengths = segment_lengths(bounds)[chosen]
     taken = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     shift = segment_expand(bounds[chosen] - taken[:-1], taken)

@@ -172,13 +172,13 @@ class TrainStep:
 
         def weigh(
             index: int, batch: TrainBatch, logprobs: torch.Tensor, entropies: torch.Tensor
-        ) -> tuple[torch.Tensor, dict[str, Stat]]:
+        ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Stat]]:
             columns = mini.columns(index, batch, logprobs)
             weigh_tokens = coefficients if self._function is None else partial(function_coefficients, self._function)
             found = weigh_tokens(self.objective, columns, mini.denominators, power=power)
             mask, bounds = columns.loss_mask, columns.cu_seqlens
             theory = surrogate_metrics(logprobs, columns.old_logprobs, columns.rollout_logprobs, mask, bounds)
-            return found.values, {**found.metrics, **theory, "entropy": Stat.mean(entropies, mask)}
+            return found.values, found.entropy, {**found.metrics, **theory, "entropy": Stat.mean(entropies, mask)}
 
         self.policy.zero_grad()
         with self._context(mini) as seen:

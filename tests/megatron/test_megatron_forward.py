@@ -145,7 +145,7 @@ def test_no_graph_outlives_its_backward_pass(dispatcher: str, recompute: str, mo
         micro_batches(settings, local_batch()),
         temperature=1.0,
         vocab_size=policy.shape.vocab_size,
-        coefficients=lambda _, part, *__: (coefficients_of(part), {}),
+        coefficients=lambda _, part, *__: (coefficients_of(part), None, {}),
     )
     known = set(map(id, before))  # Megatron's hooks of earlier models among them
     assert [list(one.shape) for one in _with_graph() if id(one) not in known] == []

@@ -106,8 +106,8 @@ def test_a_bf16_policy_hands_over_a_bf16_weight_and_states_that_are_bf16_numbers
         handed.append((hidden, weight))
         return linear_logprobs(hidden, weight, *rest)  # type: ignore[arg-type]
 
-    def coefficients(_: int, columns: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, dict[str, Stat]]:
-        return coefficients_of(columns), {}
+    def coefficients(_: int, columns: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, None, dict[str, Stat]]:
+        return coefficients_of(columns), None, {}
 
     monkeypatch.setattr(forward, "linear_logprobs", listen)
     micros = micro_batches(settings, batch)

@@ -51,7 +51,7 @@ def function_coefficients(
     # The one equation with weight 1 and mask 1: what stands in the place of the advantage is divided by D.
     state = token_state(replace(columns, advantages=values))
     result = state_coefficients(objective, state, columns.loss_mask, denominators, power)
-    return Coefficients(result.values, {**metrics, **result.metrics})
+    return replace(result, metrics={**metrics, **result.metrics})
 
 
 def try_functions(objective: Objective, function: ObjectiveFunction | None, device: torch.device | int | str) -> None:

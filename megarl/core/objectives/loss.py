@@ -41,6 +41,8 @@ class Coefficients:
     """[T], dJ/dlogprobs with the aggregation included; 0 on every token that does not train. fp32, or fp64."""
     metrics: dict[str, Stat]
     """Mergeable statistics; ``megarl.core.metrics`` merges and finalises them."""
+    entropy: Tensor | None = None
+    """[T], dJ/dH of the entropies; None where the objective has no entropy term."""
 
 
 def sequence_advantages(objective: Objective, rewards: Values, groups: Values, threshold: float = POSITIVE) -> Tensor:
