@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 import torch
 from rollout_oracle import make_requests
-from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_sets
+from sglang_oracle import CLOSE, Weights, check_nuclei, logprob_gap, noisy, oracle_of, same_sets
 
-from megarl.core.kept import check_kept
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import MegarlError, RolloutError, WeightSyncError
 from megarl.rollout.engine import SamplingParams
@@ -204,21 +203,12 @@ def test_the_ids_that_tokens_are_drawn_from_are_those_of_transformers(
     engine.update_weights(weights[0].items(), 0)
     params = replace(PARAMS, temperature=1.3, top_p=0.8)
     rollouts = engine.generate(make_requests(6, copies=4), replace(params, max_kept_ids=10_000))
-    oracle, sizes = oracle_of(hostile_model, weights[0]), set()
-    for rollout in rollouts + engine.generate(make_requests(2), params):
-        start, tokens = rollout.prompt_length, torch.tensor(rollout.tokens).long()
-        expected = sampling_logprobs(oracle.logits(rollout.tokens), 1.3, 0.8)[start - 1 : -1]
-        own = expected.gather(1, tokens[start:, None])[:, 0].numpy()
-        np.testing.assert_allclose(rollout.rollout_logprobs[start:], own, atol=CLOSE)
-        if rollout.kept_counts is None or rollout.kept_ids is None:
-            assert rollout.group < 2
-            continue
-        check_kept(rollout)
-        assert rollout.kept_counts[start:].tolist() == (expected > -torch.inf).sum(1).tolist()
-        assert rollout.kept_ids.tolist() == (expected > -torch.inf).nonzero()[:, 1].tolist()
-        sizes |= set(rollout.kept_counts[start:].tolist())
-    assert len(sizes) > 3
-    assert [rollout.kept_ids is None for rollout in engine.generate(make_requests(1), params)] == [True]
+    check_nuclei(rollouts, oracle_of(hostile_model, weights[0]), params)
+    (bare,) = engine.generate(make_requests(1), params)
+    assert (bare.kept_counts, bare.kept_ids) == (None, None)
+    distribution = sampling_logprobs(oracle_of(hostile_model, weights[0]).logits(bare.tokens), 1.3, 0.8)[:-1]
+    expected = distribution.gather(1, torch.tensor(bare.tokens[1:, None]).long())[bare.prompt_length - 1 :, 0]
+    np.testing.assert_allclose(bare.rollout_logprobs[bare.prompt_length :], expected.numpy(), atol=CLOSE)
     with pytest.raises(RolloutError, match=r"more than the 9 of max_kept_ids: lower rollout\.top_p"):
         engine.generate(make_requests(1), replace(params, max_kept_ids=9))
 
