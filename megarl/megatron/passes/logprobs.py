@@ -119,10 +119,10 @@ class _Kept:
 
     def __init__(self, ids: Tensor, offsets: Tensor, labels: Tensor) -> None:
         # The host knows which entries are of a block of rows, so that slicing them does not wait.
-        self._bounds = [*offsets[::ROWS].tolist(), ids.numel()]
-        if offsets.numel() != labels.numel() + 1 or int(offsets[-1]) != ids.numel():
+        self._bounds = [*offsets[::ROWS].tolist(), *offsets[-1:].tolist()]
+        if offsets.numel() != labels.numel() + 1 or self._bounds[-1] != ids.numel():
             raise ValueError(
-                f"offsets are [{offsets.numel()}] and end at {int(offsets[-1])}, expected [{labels.numel() + 1}] for "
+                f"offsets are [{offsets.numel()}] and end at {self._bounds[-1]}, expected [{labels.numel() + 1}] for "
                 f"{labels.numel()} labels and an end at {ids.numel()}, the number of ids"
             )
         offsets = to_device(offsets, labels.device)
