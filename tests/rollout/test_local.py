@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from megarl.core.fp8 import is_fp8_weight, round_through_fp8
 from megarl.core.kept import check_kept
+from megarl.core.turns import join
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import NumericsError, RolloutError, WeightSyncError
 from megarl.rollout.engine import Engine, SamplingParams
@@ -93,6 +94,21 @@ def test_equally_likely_ids_are_kept_from_the_lowest_on(model_path: Path) -> Non
         assert rollout.kept_ids is not None
         assert rollout.kept_ids.tolist() == [*range(math.ceil(0.45 * size))] * 3
         assert rollout.rollout_logprobs[-3:] == pytest.approx(-math.log(math.ceil(0.45 * size)))
+
+
+def test_the_ids_of_two_turns_are_joined(engine: LocalEngine) -> None:
+    params = dataclasses.replace(PARAMS, top_p=0.8, max_kept_ids=1000)
+    first = engine.generate(make_requests(6), params)
+    prompts = [np.append(rollout.tokens, [3, 4]).astype(np.int32) for rollout in first]
+    second = engine.generate(
+        [SampleRequest(p, r.group, r.sample, 9) for p, r in zip(prompts, first, strict=True)], params
+    )
+    for earlier, later in zip(first, second, strict=True):
+        whole = join(earlier, later)
+        check_kept(whole)
+        assert whole.kept_counts is not None
+        assert ((whole.kept_counts > 0) == whole.loss_mask).all()
+        assert whole.loss_mask.sum() == earlier.loss_mask.sum() + later.loss_mask.sum()
 
 
 def test_more_ids_than_a_response_may_have_are_an_error(engine: LocalEngine) -> None:
