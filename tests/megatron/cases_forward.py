@@ -20,7 +20,7 @@ NUM_ROWS, WIDTH = 9, 6
 
 
 def kept_sets(labels: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids, offsets): row 0 has no set, row 1 its label alone, row 2 lacks its label, row 3 has the whole vocabulary."""
+    """(ids, offsets): row 0 has none, row 1 its label alone, row 2 lacks its label, row 3 the whole vocabulary."""
     generator = torch.Generator().manual_seed(6)
     sets = []
     for row, label in enumerate(labels.tolist()):

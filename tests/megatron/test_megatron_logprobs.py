@@ -154,8 +154,7 @@ def test_a_far_larger_logit_outside_the_set_changes_nothing() -> None:
     assert logits.grad[0].tolist() == pytest.approx([0.0, expected, -expected], rel=1e-6)
 
 
-def test_no_gradient_of_the_entropies_costs_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor the sets of rows that have none: the whole of the work is that of ``_by_logit``."""
+def test_entropies_cost_nothing_in_the_backward_pass_if_they_get_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     for name in ("_by_logit", "_by_entropy"):
         original = getattr(blocks, name)

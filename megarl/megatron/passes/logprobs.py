@@ -244,7 +244,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _by_entropy(logits: Tensor, log_sum: Tensor, entropies: Tensor, factor: Tensor) -> Tensor:
-    """fp32 [R, C]: ``factor d entropy / d z = -factor p (ln p + entropy)``, of a block of logits; the others are [R]."""
+    """fp32 [R, C]: ``factor d entropy / d z = -factor p (ln p + entropy)`` of a block of logits; all others are [R]."""
     log_p = logits - log_sum[:, None]
     return log_p.exp().mul_(log_p.add_(entropies[:, None])).mul_(factor.neg()[:, None])
 
