@@ -164,7 +164,9 @@ def test_what_a_run_warns_of_is_said(path, tmp_path, shown):
     code, text = shown(path, {"rollout.top_p": 0.9})
     assert code == 0
     assert text.count("- warning: ") == 1
-    assert "rollout.top_p: found 0.9: tokens outside of the nucleus are never sampled" in text
+    assert "rollout.top_p: found 0.9: training optimises the policy within the recorded nuclei" in text
+    text = shown(path, {"rollout.top_p": 0.9, "rollout.keep_sampling_mask": False})[1]
+    assert "rollout.keep_sampling_mask = false: tokens outside of the nucleus are never sampled" in text
 
 
 class TestSGLang:

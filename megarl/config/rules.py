@@ -50,14 +50,19 @@ def _check_evaluation(tables: Tables) -> None:
 
 def find_warnings(tables: Tables) -> tuple[str, ...]:
     """One sentence for each setting that is allowed but biases the gradient, or hides that something does."""
-    top_p = tables.rollout.top_p
-    nucleus = (
-        f"rollout.top_p: found {top_p:g}: tokens outside of the nucleus are never sampled, so their part of the "
-        f"gradient is missing; pi / mu of a sampled token is the mass of its nucleus ({top_p:g} to 1), so products "
-        "over long responses shrink, and rollout/k1 and k3 grow; only 1 is unbiased"
-        if top_p < 1
-        else None
-    )
+    top_p, nucleus = tables.rollout.top_p, None
+    if tables.rollout.keeps_sets:
+        nucleus = (
+            f"rollout.top_p: found {top_p:g}: training optimises the policy within the recorded nuclei; what lies "
+            "outside of them is never sampled and gets no gradient; evaluate with the same top_p, or set it to 1"
+        )
+    elif top_p < 1:
+        nucleus = (
+            f"rollout.top_p: found {top_p:g} with rollout.keep_sampling_mask = false: tokens outside of the nucleus "
+            "are never sampled, so their part of the gradient is missing; pi / mu of a sampled token is the mass of "
+            f"its nucleus ({top_p:g} to 1), so products over long responses shrink, and rollout/k1 and k3 grow; only "
+            "1 is unbiased"
+        )
     off = " and ".join(
         f"train.{name}" for name in ("max_k3", "max_native_flip") if getattr(tables.train, name) == "off"
     )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megarl.core.advantages import Values
+from megarl.core.kept import check_kept, pack_kept
 from megarl.core.ratios import LOGPROB_TOLERANCE, segment_expand, segment_lengths
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import NumericsError, RolloutError, TraceError
@@ -65,14 +66,15 @@ def pack(rollouts: Sequence[Rollout], advantages: Values | Sequence[np.ndarray])
 
     advantages: [N], one per sequence; or a list of N arrays, [T_n], one per token. Routes of 16 bits become int16,
     which torch can index on every device. Raises RolloutError or TraceError, naming group and sample, if a column does
-    not fit its tokens or only some rollouts carry routes; NumericsError if the log-probability of a loss token is NaN
-    or above 0, or an advantage is not finite.
+    not fit its tokens or only some rollouts carry routes or kept sets; NumericsError if the log-probability of a loss
+    token is NaN or above 0, or an advantage is not finite.
     """
     if not rollouts:
         raise ValueError("there are no rollouts to pack, expected at least one")
     for rollout in rollouts:
         _check_rollout(rollout)
     routed_experts, routed_mask = _pack_routes(rollouts)
+    kept_ids, kept_offsets = pack_kept(rollouts)
     return TrainBatch(
         tokens=_concatenate([r.tokens for r in rollouts], np.int64),
         cu_seqlens=torch.tensor([0, *(rollout.num_tokens for rollout in rollouts)]).cumsum(0),
@@ -82,6 +84,8 @@ def pack(rollouts: Sequence[Rollout], advantages: Values | Sequence[np.ndarray])
         routed_experts=routed_experts,
         routed_mask=routed_mask,
         weight_versions=_concatenate([r.weight_versions for r in rollouts], np.int32),
+        kept_ids=kept_ids,
+        kept_offsets=kept_offsets,
     )
 
 
@@ -240,6 +244,7 @@ def _check_rollout(rollout: Rollout) -> None:
             f"{_name(rollout)}: rollout_logprobs is {rollout.rollout_logprobs[token]:g} at token {token}, expected a "
             "log-probability, which is at most 0: these may be raw logits, or probabilities"
         )
+    check_kept(rollout)
     experts, mask = rollout.routed_experts, rollout.routed_mask
     if experts is not None and (experts.ndim != 3 or len(experts) != rollout.num_tokens):
         raise TraceError(f"{_name(rollout)}: routes are {list(experts.shape)}, expected [{rollout.num_tokens}, L, K]")

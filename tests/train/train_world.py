@@ -153,6 +153,7 @@ def sample(
     top_p: float = 1.0,
     max_response_tokens: int = MAX_RESPONSE,
     routes: bool = True,
+    max_kept_ids: int | None = None,
 ) -> list[Rollout]:
     """A step's rollouts from the local engine."""
     engine = LocalEngine.from_pretrained(world.model, fp8_rounding=fp8_rounding)
@@ -170,7 +171,7 @@ def sample(
         SampleRequest(prompts[s // GROUP_SIZE].tokens, s // GROUP_SIZE, s % GROUP_SIZE, seed=s)
         for s in range(NUM_SEQUENCES)
     ]
-    params = SamplingParams(temperature, top_p, max_response_tokens, (tokenizer.eos_token_id,), routes)
+    params = SamplingParams(temperature, top_p, max_response_tokens, (tokenizer.eos_token_id,), routes, max_kept_ids)
     made = engine.generate(requests, params)
     engine.close()
     return made
