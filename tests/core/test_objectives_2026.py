@@ -44,9 +44,7 @@ PLAIN = Objective("group_mean", "seq-mean-token-sum")
 
 def columns(theta: Any, old: Any = None, mu: Any = None, advantages: Any = 1.0, lengths=None, ref=None) -> TokenColumns:
     """Columns of probabilities, one response unless lengths are given. old and mu are theta where they are left out."""
-    logs = [
-        torch.tensor(theta if each is None else each, dtype=torch.float64).log() for each in (theta, old, mu, ref)
-    ]
+    logs = [torch.tensor(theta if each is None else each, dtype=torch.float64).log() for each in (theta, old, mu, ref)]
     total = logs[0].numel()
     values = torch.as_tensor(advantages, dtype=torch.float64).expand(total).clone()
     bounds = torch.tensor([0, *itertools.accumulate([total] if lengths is None else lengths)])
@@ -314,9 +312,7 @@ class TestRolloutCorrection:
     @pytest.mark.parametrize(("where", "each"), [("keep", 0.1902458849), ("leave", 0.4756147123)])
     def test_seq_mis_in_both_denominators(self, where, each):
         window, gap = OBJECTIVES["seq_mis"].records
-        row = dataclasses.replace(
-            OBJECTIVES["seq_mis"], masks=(window, dataclasses.replace(gap, denominator=where))
-        )
+        row = dataclasses.replace(OBJECTIVES["seq_mis"], masks=(window, dataclasses.replace(gap, denominator=where)))
         check(row, of_gaps(list(self.GAPS)), [0, 0, 0, each, each])
 
     def test_geo_rs_leaves_the_denominator(self):
@@ -332,9 +328,7 @@ class TestRolloutCorrection:
         check(row, of_gaps(list(self.GAPS)), [0, 0, 0, each, each])
 
     def test_truncated_weights_divided_by_their_mean(self):
-        row = Objective(
-            "group_mean", "seq-mean-token-sum", factors=(Factor("old_mu", high=1.4, batch_normalize=True),)
-        )
+        row = Objective("group_mean", "seq-mean-token-sum", factors=(Factor("old_mu", high=1.4, batch_normalize=True),))
         batch = of_gaps([[0.3, 0.2, 0.4, -0.1, 0.05]])
         facts = gather_facts(row, [batch])
         assert isinstance(facts, BatchFacts)

@@ -1,0 +1,434 @@
+"""Every row of the table against central differences of its objective, written out in numpy.
+
+A case is a function of the log-probabilities of theta, and of the batch at the point: what stands under a stop-gradient
+is computed from the batch, all else from the argument. Masks are stop-gradients too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.core.objectives import OBJECTIVES, Factor, Objective, Penalty, TokenColumns, TopK, coefficients
+
+Rows = list[np.ndarray]
+"""One array per response."""
+
+
+@dataclass
+class Batch:
+    """The loss tokens of each response: log-probabilities at the point, and advantages."""
+
+    lp: Rows
+    old: Rows
+    mu: Rows
+    ref: Rows
+    A: Rows
+    top_mu: Rows
+    """[tokens, K]."""
+    top: Rows
+
+
+Case = Callable[[Rows, Batch], float]
+LENGTHS = (4, 1, 3, 5, 2)
+
+
+def batch_of(seed: int) -> tuple[TokenColumns, Batch]:
+    """Random responses with tokens of the environment between theirs; the engines agree on the second and the last."""
+    generator = np.random.default_rng(seed)
+    keep = generator.random(sum(LENGTHS)) > 0.2
+    keep[4] = True
+    owner = np.repeat(np.arange(len(LENGTHS)), LENGTHS)
+    mu = np.log(generator.uniform(0.05, 0.9, len(owner)))
+    gap = np.array([0.4, 1e-4, 0.3, 1.2, 3e-4])[owner]
+    old = np.minimum(mu + gap * generator.normal(size=len(owner)), -0.05)
+    moved = np.array([0.3, 0.3, 0.3, 1.0, 0.3])[owner]
+    lp = np.minimum(old + moved * generator.normal(size=len(owner)), -0.05)
+    ref = np.minimum(mu + 0.5 * generator.normal(size=len(owner)), -0.01)
+    advantages = np.array([0.7, -1.1, 0.0, -0.6, 1.3])[generator.permutation(5)][owner]
+    top_mu, top = np.log(generator.uniform(0.002, 0.02, (2, len(owner), 2)))
+    arrays = {"lp": lp, "old": old, "mu": mu, "ref": ref, "A": advantages, "top_mu": top_mu, "top": top}
+    parts = {name: [each[(owner == n) & keep] for n in range(len(LENGTHS))] for name, each in arrays.items()}
+    tensors = {name: torch.from_numpy(each) for name, each in arrays.items()}
+    columns = TokenColumns(
+        *(tensors[name] for name in ("lp", "old", "mu", "A")),
+        torch.from_numpy(keep),
+        torch.tensor([0, *itertools.accumulate(LENGTHS)]),
+        tensors["ref"],
+        TopK(tensors["top_mu"], tensors["top"], torch.zeros(len(owner), dtype=torch.bool)),
+    )
+    return columns, Batch(**parts)
+
+
+def total(kind: str, terms: Rows, constant: float = 1.0, counted: Rows | None = None) -> float:
+    """The aggregation. counted: 1 for tokens that are in denominators."""
+    counted = [np.ones(len(one)) for one in terms] if counted is None else counted
+    sizes = [one.sum() for one in counted]
+    responses = sum(size > 0 for size in sizes)
+    if kind == "token-mean":
+        return sum(one.sum() for one in terms) / sum(sizes)
+    if kind == "seq-mean-token-mean":
+        return sum(one.sum() / size for one, size in zip(terms, sizes, strict=True) if size) / responses
+    return sum(one.sum() for one in terms) / responses / constant
+
+
+def token(kind: str, term: Callable[..., np.ndarray], constant: float = 1.0) -> Case:
+    """A sum over tokens: term(lp, lp at the point, old, mu, A) of one response."""
+
+    def value(lp: Rows, b: Batch) -> float:
+        parts = zip(lp, b.lp, b.old, b.mu, b.A, strict=True)
+        return total(kind, [term(*part) for part in parts], constant)
+
+    return value
+
+
+def ppo(r: np.ndarray, A: np.ndarray, low: float = 0.8, high: float = 1.2) -> np.ndarray:
+    return np.minimum(r * A, np.clip(r, low, high) * A)
+
+
+def window(r: np.ndarray, A: np.ndarray, low: float = 0.8, high: float = 1.2) -> np.ndarray:
+    return ~(((A > 0) & (r > high)) | ((A < 0) & (r < low)))
+
+
+def fresh(weight: Any, lp: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """sg[weight] * pi_theta / sg[pi_theta]: has the value of the weight and its gradient weight * grad lp."""
+    return weight * np.exp(lp - at)
+
+
+def kl2(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """KL of two classes, of log-probabilities."""
+    p, q = np.exp(p), np.exp(q)
+    return p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))
+
+
+def away(A: np.ndarray, w: np.ndarray, far: np.ndarray) -> np.ndarray:
+    """DPPO: 0 where an update leads further from mu, and the divergence is above its bound."""
+    return ~((((A > 0) & (w > 1)) | ((A < 0) & (w < 1))) & far)
+
+
+def dppo(far: Callable[..., np.ndarray]) -> Case:
+    return token(
+        "seq-mean-token-sum",
+        lambda lp, at, old, mu, A: away(A, np.exp(at - mu), far(at, mu)) * np.exp(lp - mu) * A,
+    )
+
+
+def dppo_topk(lp: Rows, b: Batch) -> float:
+    terms = []
+    for now, at, mu, A, top_mu, top in zip(lp, b.lp, b.mu, b.A, b.top_mu, b.top, strict=True):
+        mine = np.abs(np.exp(at) - np.exp(mu))
+        theirs = np.abs(np.exp(top) - np.exp(top_mu)).sum(1)
+        rest = np.abs((1 - np.exp(at) - np.exp(top).sum(1)) - (1 - np.exp(mu) - np.exp(top_mu).sum(1)))
+        terms.append(away(A, np.exp(at - mu), (mine + theirs + rest) / 2 > 0.15) * np.exp(now - mu) * A)
+    return total("seq-mean-token-sum", terms)
+
+
+def reinforce(kind: str = "seq-mean-token-sum") -> Case:
+    return token(kind, lambda lp, at, old, mu, A: lp * A)
+
+
+def grpo(kind: str, high: float = 1.2, constant: float = 1.0) -> Case:
+    return token(kind, lambda lp, at, old, mu, A: ppo(np.exp(lp - old), A, 0.8, high), constant)
+
+
+def minirl(kind: str, masked: bool = True, weight: Callable[..., np.ndarray] | None = None) -> Case:
+    def term(lp, at, old, mu, A):
+        mask = window(np.exp(at - old), A, 0.8, 1.27) if masked else 1.0
+        return mask * np.minimum(np.exp(at - mu), 5.0) * A * lp
+
+    return token(kind, term if weight is None else weight)
+
+
+def future_mean(logs: np.ndarray) -> np.ndarray:
+    return np.array([logs[t:].mean() for t in range(len(logs))])
+
+
+def kl_grpo(lp, at, old, mu, A):
+    rho = np.exp(future_mean(at - old))
+    return window(rho, A) * fresh(rho, lp, at) * A
+
+
+def ctpo_mask(log_rho: np.ndarray, A: np.ndarray) -> np.ndarray:
+    widths = np.sqrt(np.arange(1, len(log_rho) + 1))
+    high = (A > 0) & (log_rho > 0.05 * widths)
+    low = (A < 0) & ((log_rho < -0.025 * widths) | (log_rho > 0.05 * widths))
+    return ~(high | low)
+
+
+def ctpo(lp, at, old, mu, A):
+    log_rho = np.cumsum(at - old)
+    return ctpo_mask(log_rho, A) * fresh(np.exp(np.minimum(log_rho, 10.0)), lp, at) * A
+
+
+def ess_exponent(b: Batch, target: float = 0.5) -> float:
+    """The largest q in [0, 1] with (sum r^q)^2 / (T sum r^2q) >= target, by bisection."""
+    logs = np.concatenate([lp - old for lp, old in zip(b.lp, b.old, strict=True)])
+
+    def share(q: float) -> float:
+        return np.exp(q * logs).sum() ** 2 / (len(logs) * np.exp(2 * q * logs).sum())
+
+    if share(1.0) >= target:
+        return 1.0
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if share(middle) >= target else (low, middle)
+    return low
+
+
+def adaptive(lp: Rows, b: Batch, target: float = 0.5) -> float:
+    q = ess_exponent(b, target)
+    return token("seq-mean-token-mean", lambda lp, at, old, mu, A: np.exp(q * (at - old)) * A * lp)(lp, b)
+
+
+def drpo(lp, at, old, mu, A):
+    w = np.exp(lp - mu)
+    return w * A - np.abs(A) / (2 * 0.15) * np.exp(mu) * (w - 1) ** 2
+
+
+def icepop(lp, at, old, mu, A):
+    g = np.exp(old - mu)
+    return ((g >= 0.5) & (g <= 5)) * g * ppo(np.exp(lp - old), A)
+
+
+def kpop(lp, at, old, mu, A):
+    return (np.maximum(kl2(old, mu), kl2(mu, old)) <= 0.5) * ppo(np.exp(lp - old), A)
+
+
+def deepseek(lp, at, old, mu, A):
+    drop = (A < 0) & (np.mean(mu - at) > 0.5)
+    return ~drop * ppo(np.exp(lp - old), A)
+
+
+def seq_mis(lp, at, old, mu, A):
+    product = np.exp(np.sum(old - mu))
+    return (product <= 2) * product * ppo(np.exp(lp - old), A)
+
+
+def geo_rs(lp: Rows, b: Batch) -> float:
+    parts = list(zip(lp, b.old, b.mu, b.A, strict=True))
+    stay = [np.full(len(old), 0.999 <= np.exp(np.mean(old - mu)) <= 1.001) for _, old, mu, _ in parts]
+    terms = [here * ppo(np.exp(now - old), A) for here, (now, old, _, A) in zip(stay, parts, strict=True)]
+    return total("token-mean", terms, counted=stay)
+
+
+def sapo(lp, at, old, mu, A):
+    tau = np.where(A > 0, 1.0, 1.05)
+    return 4 / tau / (1 + np.exp(-tau * (np.exp(lp - old) - 1))) * A
+
+
+def ce_gppo(lp, at, old, mu, A):
+    r, r0 = np.exp(lp - old), np.exp(at - old)
+    below, above = (A < 0) & (r0 < 0.8), (A > 0) & (r0 > 1.2)
+    return np.where(below, 0.5 * 0.8 * r / r0, np.where(above, 1.2 * r / r0, r)) * A
+
+
+def topr(lp, at, old, mu, A):
+    return np.where(A < 0, min(np.exp(np.sum(at - mu)), 1.0), 1.0) * A * lp
+
+
+def vespo(lp, at, old, mu, A):
+    product = np.exp(np.sum(at - mu))
+    k, decay = np.where(A >= 0, 2.0, 3.0), np.where(A >= 0, 3.0, 2.0)
+    return product**k * np.exp(decay * (1 - product)) * A * lp
+
+
+def gmpo(lp: Rows, b: Batch) -> float:
+    """Differentiated as it is: the geometric mean of clipped ratios."""
+    values = []
+    for now, old, A in zip(lp, b.old, b.A, strict=True):
+        if not len(now):
+            continue
+        logs = now - old
+        clipped = np.where(A > 0, np.minimum(logs, 0.4), np.where(A < 0, np.maximum(logs, -0.4), logs))
+        values.append(A[0] * np.exp(clipped.mean()))
+    return sum(values) / len(values)
+
+
+def gspo(lp, at, old, mu, A):
+    return ppo(fresh(np.exp(np.mean(at - old)), lp, at), A, 0.9997, 1.0004)
+
+
+def capped_r(lp, at, old, mu, A):
+    return np.minimum(np.exp(at - old), 1.2) * A * lp
+
+
+def dual(lp, at, old, mu, A):
+    value = ppo(np.exp(lp - old), A)
+    return np.where(A < 0, np.maximum(value, 3.0 * A), value)
+
+
+MEAN, SUM, NORM = "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+CASES: dict[str, Case] = {
+    "minirl": minirl(SUM),
+    "minirl_length_norm": minirl(MEAN),
+    "minirl_no_is": token(
+        SUM, lambda lp, at, old, mu, A: window(np.exp(at - old), A, 0.8, 1.27) * np.exp(lp - old) * A
+    ),
+    "minirl_no_clip": minirl(SUM, masked=False),
+    "reinforce": reinforce(),
+    "rloo": reinforce(),
+    "grpo": grpo(MEAN),
+    "dapo": grpo("token-mean", 1.28),
+    "gspo": token(MEAN, gspo),
+    "cispo": token("token-mean", capped_r),
+    "raft": reinforce(MEAN),
+    "raft_pp": grpo(MEAN, 1.28),
+    "reinforce_rej": token("token-mean", dual),
+    "reinforce_rej_signed": grpo(MEAN),
+    "ctpo": token("token-mean", ctpo),
+    "kl_grpo": token(MEAN, kl_grpo),
+    "kl_grpo_token": grpo(MEAN),
+    "power": token(MEAN, lambda lp, at, old, mu, A: np.sqrt(np.exp(at - old)) * A * lp),
+    "upper_clip": token(MEAN, capped_r),
+    "ppo_upper": token(MEAN, lambda lp, at, old, mu, A: window(np.exp(at - old), A) * capped_r(lp, at, old, mu, A)),
+    "adaptive_power": adaptive,
+    "dr_grpo": grpo(NORM, constant=3000),
+    "grpo_mu": token(MEAN, lambda lp, at, old, mu, A: ppo(np.exp(lp - mu), A)),
+    "dppo_tv": dppo(lambda at, mu: np.abs(np.exp(at) - np.exp(mu)) > 0.15),
+    "dppo_kl": dppo(lambda at, mu: kl2(mu, at) > 0.05),
+    "dppo_topk": dppo_topk,
+    "drpo": token(NORM, drpo, 8192),
+    "icepop": token(MEAN, icepop),
+    "kpop": token(MEAN, kpop),
+    "dis": token(
+        "token-mean",
+        lambda lp, at, old, mu, A: (np.exp(at - mu) > 0.8) * (np.exp(at - mu) < 1.28) * np.exp(lp - mu) * A,
+    ),
+    "deepseek_v32": token(MEAN, deepseek),
+    "seq_mis": token("token-mean", seq_mis),
+    "geo_rs": geo_rs,
+    "sapo": token(MEAN, sapo),
+    "ce_gppo": token("token-mean", ce_gppo),
+    "topr": token(SUM, topr),
+    "vespo": token("token-mean", vespo),
+    "gmpo": gmpo,
+    "minimal_mask": token(
+        SUM,
+        lambda lp, at, old, mu, A: ~((A < 0) & (np.exp(mu) - np.exp(at) >= 0.5)) * np.exp(lp - mu) * A,
+    ),
+}
+
+
+def penalty(estimator: str, to: str, coef: float = 0.3, behaviour: str = "old") -> Case:
+    """Minus coef times the mean over tokens of the estimator, on top of nothing."""
+
+    def value(lp: Rows, b: Batch) -> float:
+        terms = []
+        for now, other, sampler in zip(lp, getattr(b, to), getattr(b, behaviour), strict=True):
+            d = now - other
+            k3 = np.exp(-d) + d - 1
+            each = {"k1": d, "k2": d**2 / 2, "k3": k3, "unbiased": np.exp(now - sampler) * k3}[estimator]
+            terms.append(-coef * each)
+        return total("token-mean", terms)
+
+    return value
+
+
+def literal(scope: str, mask: Callable[..., np.ndarray], kind: str) -> Case:
+    """prefix_grad: the ratio of several tokens differentiated as it is printed."""
+
+    def term(lp, at, old, mu, A):
+        of = np.cumsum if scope == "prefix" else future_mean
+        return mask(of(at - old), A) * np.exp(of(lp - old)) * A
+
+    return token(kind, term)
+
+
+ZERO = Objective("group_mean", "token-mean", factors=(Factor("theta_old", fn="power", power=0.0),))
+EXTRA: dict[str, tuple[Objective, Case, bool]] = {
+    **{
+        f"{estimator} to {to}": (dataclasses.replace(ZERO, penalties=(Penalty(estimator, to, 0.3),)), case, True)
+        for estimator in ("k1", "k2", "k3", "unbiased")
+        for to in ("ref", "mu", "old")
+        for case in [penalty(estimator, to)]
+    },
+    "unbiased, sampled by mu": (
+        dataclasses.replace(ZERO, penalties=(Penalty("unbiased", "ref", 0.3, "mu"),)),
+        penalty("unbiased", "ref", behaviour="mu"),
+        True,
+    ),
+    "ctpo, literal": (
+        dataclasses.replace(OBJECTIVES["ctpo"], prefix_grad=True),
+        literal("prefix", ctpo_mask, "token-mean"),
+        False,
+    ),
+    "kl_grpo, literal": (
+        dataclasses.replace(OBJECTIVES["kl_grpo"], prefix_grad=True),
+        literal("future_mean", lambda logs, A: window(np.exp(logs), A), MEAN),
+        False,
+    ),
+    "adaptive_power below 1": (
+        dataclasses.replace(
+            OBJECTIVES["adaptive_power"], factors=(Factor("theta_old", fn="adaptive_power", ess_target=0.95),)
+        ),
+        lambda lp, b: adaptive(lp, b, 0.95),
+        False,
+    ),
+}
+SEEDS = range(10)
+
+
+def differences(case: Case, b: Batch, step: float = 1e-6) -> Rows:
+    """Central differences by every log-probability."""
+    found = [np.zeros(len(one)) for one in b.lp]
+    for n, one in enumerate(b.lp):
+        for t in range(len(one)):
+            ends = []
+            for side in (step, -step):
+                moved = [each.copy() for each in b.lp]
+                moved[n][t] += side
+                ends.append(case(moved, b))
+            found[n][t] = (ends[0] - ends[1]) / (2 * step)
+    return found
+
+
+def compare(objective: Objective, case: Case, seed: int, without_advantages: bool = False) -> np.ndarray:
+    columns, b = batch_of(seed)
+    if without_advantages:
+        columns = dataclasses.replace(columns, advantages=torch.zeros_like(columns.advantages))
+    found = coefficients(objective, columns).values
+    assert not found[~columns.loss_mask].any()
+    expected = np.concatenate(differences(case, b))
+    scale = max(np.abs(expected).max(), 1e-3 / (objective.norm_length or 1))
+    actual = found[columns.loss_mask].numpy()
+    np.testing.assert_allclose(actual / scale, expected / scale, rtol=0, atol=1e-7)
+    return actual[np.concatenate(b.A) != 0]
+
+
+def test_every_row_has_a_case() -> None:
+    """A new row needs its objective here, written out."""
+    assert set(CASES) == set(OBJECTIVES)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_coefficients_are_the_derivative(name: str) -> None:
+    row = OBJECTIVES[name]
+    found = np.concatenate([compare(row, CASES[name], seed) for seed in SEEDS])
+    assert (found != 0).any()
+    # Each mask is seen at work, else its case says nothing.
+    assert (found == 0).any() == bool(row.masks)
+
+
+@pytest.mark.parametrize("name", EXTRA)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_penalties_and_literal_prefixes(name: str, seed: int) -> None:
+    compare(EXTRA[name][0], EXTRA[name][1], seed, without_advantages=EXTRA[name][2])
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_each_mask_of_a_row_matters(name: str) -> None:
+    """Without any one of its masks, a row is another one on these batches."""
+    row = OBJECTIVES[name]
+    for index, mask in enumerate(row.masks):
+        fewer = dataclasses.replace(row, masks=(*row.masks[:index], *row.masks[index + 1 :]))
+        batches = [batch_of(seed)[0] for seed in SEEDS]
+        same = [torch.equal(coefficients(row, one).values, coefficients(fewer, one).values) for one in batches]
+        assert not all(same), f"{mask} drops nothing"
