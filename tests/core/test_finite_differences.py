@@ -49,7 +49,7 @@ def batch_of(seed: int) -> tuple[TokenColumns, Batch]:
     mu = np.log(generator.uniform(0.05, 0.9, len(owner)))
     gap = np.array([0.4, 1e-4, 0.3, 1.2, 3e-4])[owner]
     old = np.minimum(mu + gap * generator.normal(size=len(owner)), -0.05)
-    moved, drift = np.array([[0.3, 0.3, 0.5, 0.5, 0.3], [0.0, 0.0, 0.8, -0.7, 0.0]])[:, owner]
+    moved, drift = np.array([[0.3, 0.3, 0.5, 0.5, 0.3], [0.0, 0.0, 1.2, -0.7, 0.0]])[:, owner]
     lp = np.minimum(old + moved * generator.normal(size=len(owner)) + drift, -0.05)
     ref = np.minimum(mu + 0.5 * generator.normal(size=len(owner)), -0.01)
     advantages = np.array([0.7, -1.1, 0.0, -0.6, 1.3])[generator.permutation(5)][owner]
@@ -373,7 +373,7 @@ EXTRA: dict[str, tuple[Objective, Case, bool]] = {
         False,
     ),
 }
-SEEDS = range(6)
+SEEDS = range(8)
 
 
 def differences(case: Case, b: Batch, step: float = 1e-6) -> Rows:
