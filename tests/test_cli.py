@@ -158,7 +158,7 @@ def test_flags_win_over_the_file_and_have_the_type_of_their_key(config_path):
     words = ["train", str(config_path), "--rollout.temperature", "2", "--run.name=7", "--run.deterministic"]
     words += ["--parallel.etp", "none", "--recompute.granularity", "selective", "--recompute.modules", '["moe"]']
     words += ["--megatron.moe_aux_loss_coeff", "1e-3", "--megatron.moe_router_dtype", "fp32"]
-    words += ["--train.objective_overrides.cap", "off", "--checkpoint.resume", "false"]
+    words += ["--train.objective_overrides.factors.0.high", "off", "--checkpoint.resume", "false"]
     rest, overrides = split_overrides(words)
     assert rest == ["train", str(config_path)]
     config = cli.config_file.load(config_path, overrides)
@@ -201,8 +201,10 @@ def test_a_module_beside_the_file_is_found_from_any_folder_by_the_console_script
     (settings / "beside_the_file.py").write_text(
         "from dataclasses import replace\n"
         "from megarl.config.plugs import ENGINES\n"
+        "from megarl.core.choices.parts import Factor\n"
         "from megarl.core.choices.table import OBJECTIVES\n"
-        'engine, objective = ENGINES["local"], replace(OBJECTIVES["grpo"], weight_fn="power", power=1.5)\n'
+        'factor = Factor("theta_old", fn="power", power=1.5)\n'
+        'engine, objective = ENGINES["local"], replace(OBJECTIVES["power"], factors=(factor,))\n'
     )
     text = CONFIG.replace("[rollout]", '[train]\nobjective = "beside_the_file:objective"\n[rollout]')
     (settings / "run.toml").write_text(text)

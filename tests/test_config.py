@@ -16,6 +16,7 @@ from megarl.config import Config
 from megarl.config import file as config_file
 from megarl.config.tables.base import Table
 from megarl.core.choices.parts import PARTS as OBJECTIVE_PARTS
+from megarl.core.choices.parts import Factor, Mask, Penalty
 from megarl.core.choices.table import OBJECTIVES
 from megarl.errors import ConfigError
 
@@ -70,10 +71,13 @@ def test_overrides_do_not_change_the_table_they_are_laid_over():
     overrides=st.fixed_dictionaries(
         {},
         optional={
-            "cap": st.floats(0.1, 10) | st.integers(1, 9) | st.just("off"),
-            "eps_low": st.floats(0, 1),
+            "factors": st.fixed_dictionaries(
+                {"0": st.fixed_dictionaries({"high": st.floats(0.1, 10) | st.just("off")})}
+            ),
+            "masks": st.just("off")
+            | st.lists(st.builds(lambda high: {"policies": "old_mu", "high": high}, st.integers(1, 9))),
             "std_ddof": st.integers(0, 1),
-            "mask": st.sampled_from(["none", "ppo"]),
+            "penalties": st.just([{"estimator": "k2", "to": "mu", "coef": 0.5}]),
             "prefix_grad": st.just(False),
         },
     ),
@@ -127,12 +131,30 @@ def test_every_row_can_be_named_and_every_part_replaced():
         assert parsed(train__objective=name).train.resolved_objective == OBJECTIVES[name]
     assert {field.name for field in dataclasses.fields(OBJECTIVES["minirl"])} == set(OBJECTIVE_PARTS)
     for part in OBJECTIVE_PARTS:
-        value = getattr(OBJECTIVES["minirl"], part)
+        value = as_table(getattr(OBJECTIVES["minirl"], part))
         config = parsed(train__objective_overrides={part: "off" if value is None else value})
         assert config.train.resolved_objective == OBJECTIVES["minirl"]
-    changed = parsed(train__objective="grpo", train__objective_overrides={"kl": "k3", "kl_coef": 0.1, "cap": 2})
-    expected = dataclasses.replace(OBJECTIVES["grpo"], kl="k3", kl_coef=0.1, cap=2)
+    overrides = {
+        "penalties": [{"estimator": "k3", "coef": 0.1}],
+        "factors": {"0": {"high": 2}},
+        "masks": {"0": {"high": 3}},
+    }
+    changed = parsed(train__objective="grpo", train__objective_overrides=overrides)
+    expected = dataclasses.replace(
+        OBJECTIVES["grpo"],
+        penalties=(Penalty("k3", coef=0.1),),
+        factors=(Factor("theta_old", high=2),),
+        masks=(Mask.ppo(high=3),),
+    )
     assert changed.train.resolved_objective == expected
+
+
+def as_table(value: Any) -> Any:
+    """A part as a configuration file has it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: as_table(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {name: "off" if each is None else each for name, each in fields.items()}
+    return [as_table(each) for each in value] if isinstance(value, tuple) else value
 
 
 def test_the_reference_is_the_model_unless_named():
@@ -146,9 +168,12 @@ def test_frozen():
 
 
 def test_off_stands_for_none_in_objective_overrides():
-    config = parsed(train__objective_overrides={"cap": "off", "eps_low": 0.1, "mask": "none"})
-    objective = config.train.resolved_objective
-    assert (objective.cap, objective.eps_low, objective.mask) == (None, 0.1, "none")
+    config = parsed(train__objective_overrides={"factors": {"0": {"high": "off"}}, "masks": "off"})
+    assert config.train.resolved_objective == dataclasses.replace(
+        OBJECTIVES["minirl"], masks=(), factors=(Factor("theta_mu"),)
+    )
+    one = parsed(train__objective="icepop", train__objective_overrides={"masks": {"1": "off"}})
+    assert one.train.resolved_objective.masks == OBJECTIVES["grpo"].masks
 
 
 @pytest.mark.parametrize(
@@ -178,19 +203,30 @@ def test_off_stands_for_none_in_objective_overrides():
         ({"parallel__vpp": 2}, ["parallel.vpp: found 2 with pp = 1"]),
         ({"parallel__pp": 2, "parallel__vpp": 1}, ["parallel.vpp: found 1"]),
         ({"train__objective": "ppo2"}, ["train.objective: found 'ppo2'", "minirl"]),
-        ({"train__objective_overrides": {"caps": 1}}, ["train.objective_overrides.caps: unknown part", "mean cap?"]),
-        ({"train__objective_overrides": {"cap": [1]}}, ["train.objective_overrides.cap: found [1]"]),
+        ({"train__objective_overrides": {"mask": 1}}, ["train.objective_overrides: mask: unknown part", "mean masks?"]),
+        ({"train__objective_overrides": {"masks": [1]}}, ["objective_overrides: masks is (1,)", "a table of Mask"]),
         (
-            {"train__objective_overrides": {"cap": "high"}},
-            ["train.objective_overrides: cap is 'high'", "finite number"],
+            {"train__objective_overrides": {"masks": {"0": {"hihg": 1}}}},
+            ["train.objective_overrides: masks.0.hihg: unknown part", "did you mean high?"],
         ),
-        ({"train__objective_overrides": {"cap": True}}, ["train.objective_overrides: cap is True", "finite number"]),
-        ({"train__objective_overrides": {"eps_low": float("nan")}}, ["eps_low is nan", "finite number"]),
+        ({"train__objective_overrides": {"masks": {"2": {"high": 1}}}}, ["masks.2: expected a number from 0 to 1"]),
+        ({"train__objective_overrides": {"masks": [{"high": 1}]}}, ["masks.0.policies: missing", "'theta_old'"]),
+        (
+            {"train__objective_overrides": {"factors": {"0": {"high": "x"}}}},
+            ["train.objective_overrides: factor: high is 'x'", "finite number"],
+        ),
+        ({"train__objective_overrides": {"factors": {"0": {"high": True}}}}, ["high is True", "finite number"]),
+        ({"train__objective_overrides": {"std_eps": float("nan")}}, ["std_eps is nan", "finite number"]),
+        ({"train__objective_overrides": {"gate": "sapo"}}, ["gate is 'sapo'", "a table of Gate"]),
+        ({"train__objective_overrides": {"gate": {"kind": "sapo"}}}, ["gate.positive: missing"]),
         ({"train__objective_overrides": {"std_ddof": 1.0}}, ["std_ddof is 1.0", "whole number"]),
         ({"train__objective_overrides": {"aggregation": "mean"}}, ["aggregation is 'mean'", "'token-mean'"]),
         ({"train__objective_overrides": {"advantage": "off"}}, ["advantage is None", "'group_mean'"]),
-        ({"train__objective_overrides": {"weight": "none"}}, ["train.objective_overrides: cap 5.0", "set cap to None"]),
-        ({"train__objective_overrides": {"kl": "k3"}}, ["kl_coef above 0"]),
+        (
+            {"train__objective_overrides": {"factors": {"1": {"policies": "old_mu"}}}},
+            ["'theta_mu' and 'old_mu' count the same policy twice"],
+        ),
+        ({"train__objective_overrides": {"kl_coef": 0.1}}, ["kl_coef is 0.1", "A KL in the loss is a penalty"]),
         (
             {"train__objective": "kl_grpo", "train__objective_overrides": {"selection": "positive"}},
             ["selection 'positive'", "'mixed_groups'"],
@@ -245,15 +281,12 @@ KL = {"train__objective": "kl_grpo", "train__objective_overrides": {"kl_coef": 0
     [
         ({"train__replay": "r2"}, ['train.replay = "r2"', "there is none"]),
         (KL, ['"token_level_kl"', "before the first update"]),
-        ({"train__objective_overrides": {"weight": "old_mu"}}, ['objective "minirl"', "nothing to correct"]),
-        ({"train__objective_overrides": {"tis_on": "old_mu"}}, ["nothing to correct"]),
         (
-            {
-                "train__objective": "grpo",
-                "train__objective_overrides": {"gap": "old_mu", "gap_mode": "mask", "gap_high": 2.0},
-            },
-            ['objective "grpo"', "nothing to correct"],
+            {"train__objective_overrides": {"factors": [{"policies": "old_mu"}]}},
+            ['objective "minirl"', "nothing to correct"],
         ),
+        ({"train__objective": "icepop"}, ["nothing to correct"]),
+        ({"train__objective": "kpop"}, ['objective "kpop"', "nothing to correct"]),
         ({"log__traces_every": 2, "train__mini_batches": 2}, ["log.traces_every = 2", "train.mini_batches = 2"]),
     ],
 )

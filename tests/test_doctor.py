@@ -150,13 +150,15 @@ def test_under_torchrun_the_layout_is_that_of_its_ranks(path, shown, monkeypatch
     assert "etp 1 x ep 2 x pp 1 x dp 2" in shown(path, {"parallel.ep": 2})[1]
 
 
-KL = {"train.objective_overrides.kl": "k3", "train.objective_overrides.kl_coef": 0.1}
+KL = {"train.objective_overrides.penalties": [{"estimator": "k3", "coef": 0.1}]}
 
 
 def test_what_a_run_warns_of_is_said(path, tmp_path, shown):
-    code, text = shown(path, {"train.objective_overrides.cap": 0.5} | KL)
+    code, text = shown(path, {"train.objective_overrides.factors.0.high": 0.5} | KL)
     assert code == 0
-    assert "warning: configuration: objective: the weight ('identity', power 0.5, cap 0.5)" in text
+    assert (
+        "warning: configuration: objective: the factor 'theta_mu' ('identity', power 0.5, low None, high 0.5)" in text
+    )
     assert str(tmp_path / "model") in text[text.index("reference policy") :]
     plain = shown(path)[1]
     assert "warning" not in plain

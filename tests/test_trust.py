@@ -126,7 +126,8 @@ def test_the_ranks_of_a_launch_are_told_of_the_trust(folder: Path, monkeypatch: 
     [
         '[reward]\nfunction = "strange_module:f"',
         '[train]\nobjective = "strange_module:f"',
-        '[train]\nobjective_overrides = { eps_low = 0.1, weight_fn = "strange_module:f" }',
+        '[train]\nobjective_overrides = { advantage = "grpo", factors.0.fn = "strange_module:f" }',
+        '[train]\nobjective_overrides = { masks = ["strange_module:f"] }',
         '[sampling]\nrule = "strange_module:f"',
         '[environment]\nfunction = "strange_module:f"',
         '[environment]\nfunction = "tools"\ntools = ["calculator", "strange_module:f"]',

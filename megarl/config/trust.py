@@ -68,5 +68,11 @@ def _describe(table: Mapping[str, Any], key: str) -> str | None:
     section, _, name = key.partition(".")
     inner = table.get(section)
     value = inner.get(name) if isinstance(inner, Mapping) else None
-    values = value.values() if isinstance(value, Mapping) else (value,)
-    return f"{key} = {value!r}" if value and (key in POWERS or any(":" in str(each) for each in values)) else None
+    return f"{key} = {value!r}" if value and (key in POWERS or _names_code(value)) else None
+
+
+def _names_code(value: Any) -> bool:
+    """Whether a value, or one in its tables and lists, looks like "package.module:name"."""
+    if isinstance(value, Mapping):
+        return any(map(_names_code, value.values()))
+    return any(map(_names_code, value)) if isinstance(value, list | tuple) else ":" in str(value)

@@ -39,7 +39,9 @@ def test_a_recipe_is_the_papers(name: str) -> None:
     """Clip 0.2/0.27, cap 5, mini-batches of 64 x 16, 32768 tokens, FP8 rollout, BF16 training; on-policy."""
     config = config_file.load(RECIPES / f"{name}.toml")
     objective = config.train.resolved_objective
-    assert (objective.eps_low, objective.eps_high, objective.cap) == (0.2, 0.27, 5.0)
+    (mask,), (factor,) = objective.records, objective.factors
+    assert (mask.policies, mask.low, mask.high, mask.sign) == ("theta_old", 0.8, 1.27, "outward")
+    assert (factor.policies, factor.high) == ("theta_mu", 5.0)
     assert (config.rollout.prompts_per_step, config.rollout.group_size, config.train.mini_batches) == (64, 16, 1)
     assert config.rollout.max_response_tokens == (7168 if "moonlight" in name else 32768)
     assert (config.train.replay, config.model.dtype) == ("none", "bf16")

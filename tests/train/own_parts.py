@@ -11,7 +11,7 @@ import torch
 from megarl.config import Config
 from megarl.config.plugs import EngineKind
 from megarl.core.metrics import Stat
-from megarl.core.objectives import OBJECTIVES, Coefficients, TokenColumns
+from megarl.core.objectives import OBJECTIVES, Coefficients, Mask, TokenColumns
 from megarl.core.types import Rollout, SampleRequest
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.local.engine import LocalEngine
@@ -49,7 +49,7 @@ without_routes = EngineKind(make_counting_engine)
 not_an_engine = 1
 
 
-my_grpo = replace(OBJECTIVES["grpo"], eps_high=0.28)
+my_grpo = replace(OBJECTIVES["grpo"], masks=(Mask.ppo(high=1.28),))
 
 
 def truncated(columns: TokenColumns) -> torch.Tensor:

@@ -19,7 +19,7 @@ ADAPTIVE: dict[str, Any] = {
     "sampling__rule": "ada_seq_balance",
     "sampling__round_size": 3,
     "sampling__max_samples": 6,
-    "train__objective_overrides": {"kl": "k3", "kl_coef": 0.2},
+    "train__objective_overrides": {"penalties": [{"estimator": "k3", "coef": 0.2}]},
     "reward__threshold": 0.3,
     "run__steps": 1,
 }

@@ -329,11 +329,13 @@ def test_a_weight_outside_the_family_is_warned_of_once(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for cap, warnings in ((0.5, 1), (5.0, 0)):
-        settings = world.settings(run__dir=str(tmp_path / f"run{cap}"), train__objective_overrides={"cap": cap})
+        settings = world.settings(
+            run__dir=str(tmp_path / f"run{cap}"), train__objective_overrides={"factors": {"0": {"high": cap}}}
+        )
         distributed.initialize(settings)
         trainer_of(settings)
         distributed.shutdown()
-        assert capsys.readouterr().out.count("warning: objective: the weight") == warnings
+        assert capsys.readouterr().out.count("warning: objective: the factor") == warnings
 
 
 def test_sampling_from_a_nucleus_is_warned_of_and_its_mass_is_in_the_gap_unless_the_sets_are_kept(

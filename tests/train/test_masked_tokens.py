@@ -13,23 +13,26 @@ import torch
 from torch import Tensor
 from train_world import World, fixed_advantages, take_step, training, weights_of
 
-from megarl.core.choices.parts import Objective
+from megarl.core.choices.parts import Factor, Objective, Penalty
 from megarl.core.choices.table import OBJECTIVES
 from megarl.core.metrics import Stat
-from megarl.core.objectives import Coefficients, coefficients, mini_batch_power, policy_loss
+from megarl.core.objectives import Coefficients, coefficients, gather_facts, policy_loss
 from megarl.core.objectives.columns import Denominators, TokenColumns
 from megarl.core.types import Rollout
 
-ROWS = sorted(name for name, objective in OBJECTIVES.items() if not objective.needs_ref_logprobs)
+ROWS = sorted(name for name, row in OBJECTIVES.items() if not (row.needs_ref_logprobs or row.needs_topk))
 KL_ROWS = {
-    f"{name} {kl}": replace(OBJECTIVES[name], kl=kl, kl_coef=0.1) for name in ("grpo",) for kl in ("k1", "k2", "k3")
+    f"grpo {kl}": replace(OBJECTIVES["grpo"], penalties=(Penalty(kl, coef=0.1),))
+    for kl in ("k1", "k2", "k3", "unbiased")
 }
 ALL = (
     {name: OBJECTIVES[name] for name in ROWS}
     | KL_ROWS
     | {
         "ctpo literal": replace(OBJECTIVES["ctpo"], prefix_grad=True),
-        "ctpo gap": replace(OBJECTIVES["ctpo"], gap="old_mu", gap_ratio="sequence_product", gap_high=5.0),
+        "ctpo gap": replace(
+            OBJECTIVES["ctpo"], factors=(*OBJECTIVES["ctpo"].factors, Factor("old_mu", scope="sequence_sum", high=5.0))
+        ),
     }
 )
 """All that need no reference, and what masked tokens could reach besides: a penalty, sums over later tokens, gaps."""
@@ -99,12 +102,12 @@ def loss_of(objective: Objective, columns: TokenColumns) -> tuple[Tensor, Tensor
     """Loss, its gradient, coefficients and metrics, as an update finds them."""
     logprobs = columns.logprobs.clone().requires_grad_()
     watched = replace(columns, logprobs=logprobs)
-    power = mini_batch_power(objective, [watched])
+    facts = gather_facts(objective, [watched])
     counts = Denominators.of(columns.loss_mask, columns.cu_seqlens, columns.rollout_logprobs)
-    loss, metrics = policy_loss(objective, watched, counts, power=power)
+    loss, metrics = policy_loss(objective, watched, counts, facts=facts)
     loss.backward()
     assert logprobs.grad is not None
-    return loss, logprobs.grad, coefficients(objective, watched, counts, power=power), metrics
+    return loss, logprobs.grad, coefficients(objective, watched, counts, facts=facts), metrics
 
 
 @pytest.mark.parametrize("kind", GARBAGE)

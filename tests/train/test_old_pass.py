@@ -246,7 +246,7 @@ def test_without_the_pass_tripwires_drop_in_the_first_mini_batch_and_stop_before
 
 def test_the_exponent_is_of_theta_over_mu_and_of_the_whole_mini_batch(world: World) -> None:
     settings = {**ROWS["adaptive_power"], **ROLLOUT, "optim__lr": 0.03}
-    settings["train__objective_overrides"] = {"ess_target": 0.999}
+    settings["train__objective_overrides"] = {"factors": {"0": {"ess_target": 0.999}}}
     small, large = (
         step_on(world.settings(train__micro_batch_tokens=size, **settings), world.rollouts()).updates
         for size in (16, 4096)

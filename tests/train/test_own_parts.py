@@ -89,8 +89,12 @@ def records(world: World, folder: Path, objective: str, **overrides: Any) -> lis
 
 
 def test_an_own_objective_trains_as_the_same_row_of_the_table(world: World, tmp_path: Path) -> None:
-    own = records(world, tmp_path / "own", "own_parts:my_grpo", train__objective_overrides={"eps_low": 0.1})
-    row = records(world, tmp_path / "row", "grpo", train__objective_overrides={"eps_low": 0.1, "eps_high": 0.28})
+    own = records(
+        world, tmp_path / "own", "own_parts:my_grpo", train__objective_overrides={"masks": {"0": {"low": 0.9}}}
+    )
+    row = records(
+        world, tmp_path / "row", "grpo", train__objective_overrides={"masks": {"0": {"low": 0.9, "high": 1.28}}}
+    )
     assert own == row
 
 
@@ -104,19 +108,23 @@ def test_an_own_function_trains_as_the_row_that_it_computes(world: World, tmp_pa
 def test_what_a_function_does_not_compute_is_set_by_parts(world: World) -> None:
     changes = {"advantage": "grpo", "aggregation": "token-mean"}
     settings = world.settings(train__objective="own_parts:truncated", train__objective_overrides=changes)
-    expected = replace(OBJECTIVES["minirl"], weight="none", mask="none", cap=None, **changes)
+    expected = replace(OBJECTIVES["minirl"], masks=(), factors=(), **changes)
     assert settings.train.resolved_objective == expected
     assert settings.train.objective_function is own_parts.truncated
     assert settings.warnings == ()
     assert world.settings(train__objective="own_parts:my_grpo").train.objective_function is None
 
 
-OWN = {"weight_fn": "own_parts:root", "mask": "own_parts:in_window", "advantage": "own_parts:standardized"}
+OWN = {
+    "factors": {"0": {"fn": "own_parts:root"}},
+    "masks": ["own_parts:in_window"],
+    "advantage": "own_parts:standardized",
+}
 
 
 def test_own_parts_train_as_those_of_the_table(world: World, tmp_path: Path) -> None:
     found = []
-    for name, changes in (("own", OWN), ("table", {"weight_fn": "power"})):
+    for name, changes in (("own", OWN), ("table", {"factors": {"0": {"fn": "power"}}})):
         of_run = records(world, tmp_path / name, "grpo", train__objective_overrides=changes, optim__lr=0.01)
         found.append([record for record in of_run if record["kind"] == "minibatch"])
     for own, table in zip(*found, strict=True):
@@ -132,7 +140,11 @@ def test_the_documented_parts_train(world: World, tmp_path: Path, monkeypatch: p
         for code, name in re.findall(r"^```python\n(# (my_\w+)\.py.*?)^```", text, re.MULTILINE | re.DOTALL):
             (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    own = {"weight_fn": "my_parts:damped", "advantage": "my_parts:over_median", "mask": "my_parts:engines_agree"}
+    own = {
+        "factors": {"0": {"fn": "my_parts:damped"}},
+        "advantage": "my_parts:over_median",
+        "masks": ["my_parts:engines_agree"],
+    }
     rule = {"sampling__rule": "my_rules:until_mixed", "sampling__max_samples": 12, "reward__threshold": 0.3}
     run = records(world, tmp_path / "run", "grpo", train__objective_overrides=own, **rule)
     steps = [record for record in run if record["kind"] == "step"]
@@ -143,27 +155,33 @@ def test_the_documented_parts_train(world: World, tmp_path: Path, monkeypatch: p
 
 def test_an_own_part_that_is_none_is_refused_before_the_run(world: World, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"function own_parts:truncated raised AttributeError: .*'logprobs'"):
-        records(world, tmp_path, "grpo", train__objective_overrides={"weight_fn": "own_parts:truncated"})
+        records(world, tmp_path, "grpo", train__objective_overrides={"factors": {"0": {"fn": "own_parts:truncated"}}})
     assert not (tmp_path / "metrics.jsonl").exists() or not read_metrics(tmp_path / "metrics.jsonl")
 
 
 def test_an_own_part_that_fails_in_the_run_is_named(world: World, tmp_path: Path) -> None:
-    told = r"weight_fn: the function own_parts:not_finite_later returned nan at token \d+ of \d+"
+    told = r"fn: the function own_parts:not_finite_later returned nan at token \d+ of \d+"
     with pytest.raises(NumericsError, match=told):
-        records(world, tmp_path, "grpo", train__objective_overrides={"weight_fn": "own_parts:not_finite_later"})
+        records(
+            world, tmp_path, "grpo", train__objective_overrides={"factors": {"0": {"fn": "own_parts:not_finite_later"}}}
+        )
 
 
 @pytest.mark.parametrize(
     ("objective", "overrides", "told"),
     [
-        ("grpo", {"mask": "own_parts:nothing"}, "own_parts.py has nothing named 'nothing'"),
+        ("grpo", {"masks": {"1": "own_parts:nothing"}}, "own_parts.py has nothing named 'nothing'"),
         (
             "grpo",
-            {"weight_fn": "own_parts:my_grpo"},
-            "weight_fn: found Objective at 'own_parts:my_grpo', expe",
+            {"factors": {"0": {"fn": "own_parts:my_grpo"}}},
+            "fn: found Objective at 'own_parts:my_grpo', expe",
         ),
         ("grpo", {"advantage": "own_parts:root"}, "parameters (ratios: 'torch.Tensor') -> 'torch.Tensor' (too many"),
-        ("grpo", {"ratio": "own_parts:root"}, "ratio is 'own_parts:root', expected one of 'token'"),
+        (
+            "grpo",
+            {"masks": {"0": {"scope": "own_parts:root"}}},
+            "scope is 'own_parts:root', expected one of 'token'",
+        ),
         ("no_such_module:f", {}, "train.objective: found 'no_such_module:f', but cannot import"),
         ("own_parts:nothing", {}, "own_parts.py has nothing named 'nothing'"),
         (
@@ -172,9 +190,9 @@ def test_an_own_part_that_fails_in_the_run_is_named(world: World, tmp_path: Path
             "train.objective: found int at 'own_parts:not_an_engine', expected an Obj",
         ),
         ("own_parts:two_arguments", {}, "has the parameters (columns: 'TokenColumns', more: 'int')"),
-        ("own_parts:truncated", {"cap": 2.0}, "train.objective_overrides.cap: found with the function"),
-        ("own_parts:truncated", {"kl": "k3"}, "need a kl_coef above 0"),
-        ("own_parts:my_grpo", {"kl": "k3"}, "need a kl_coef above 0"),
+        ("own_parts:truncated", {"factors": "off"}, "train.objective_overrides.factors: found with the function"),
+        ("own_parts:truncated", {"kl_coef": 0.1}, "A KL in the loss is a penalty"),
+        ("own_parts:my_grpo", {"kl_coef": 0.1}, "A KL in the loss is a penalty"),
     ],
 )
 def test_an_own_objective_that_is_none_is_refused(

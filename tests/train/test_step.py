@@ -459,7 +459,10 @@ def test_without_a_kl_there_is_no_reference_and_without_a_path_it_is_the_policys
         assert step.reference is None
     table = world.table()
     del table["model"]["reference"]
-    settings = parse(table, {"train.objective": "grpo", "train.objective_overrides": {"kl": "k3", "kl_coef": 0.1}})
+    settings = parse(
+        table,
+        {"train.objective": "grpo", "train.objective_overrides": {"penalties": [{"estimator": "k3", "coef": 0.1}]}},
+    )
     penalties = [update["kl/penalty"] for update in step_on(settings, world.rollouts("fp32")).updates]
     assert penalties[0] == pytest.approx(0.0, abs=1e-9)
     assert penalties[1] > 1e-6
@@ -499,7 +502,9 @@ def test_the_advantages_of_kl_grpo_wait_for_the_reference(world: World) -> None:
 
 def test_overrides_of_the_objective_reach_the_loss(world: World) -> None:
     plain = step_on(world.settings(), world.rollouts()).updates
-    capped = step_on(world.settings(train__objective_overrides={"cap": 0.5}), world.rollouts()).updates
+    capped = step_on(
+        world.settings(train__objective_overrides={"factors": {"0": {"high": 0.5}}}), world.rollouts()
+    ).updates
     assert plain[0]["tis/weight/max"] > 0.6
     assert capped[0]["tis/weight/max"] <= 0.5
     assert capped[0]["loss"] != plain[0]["loss"]

@@ -43,24 +43,35 @@ NUM_GROUPS, GROUP_SIZE, MAX_RESPONSE = 8, 4, 8
 NUM_SEQUENCES = NUM_GROUPS * GROUP_SIZE
 NUM_MOE_LAYERS, NUM_EXPERTS, TOP_K = 3, 8, 2
 
+
+def penalised(estimator: str, coef: float = 0.2) -> dict[str, Any]:
+    """Overrides that add a penalty to the reference."""
+    return {"penalties": [{"estimator": estimator, "coef": coef}]}
+
+
 ROWS: dict[str, dict[str, Any]] = {
-    **{name: {"train__objective": name} for name in OBJECTIVES},
+    **{name: {"train__objective": name} for name, row in OBJECTIVES.items() if not row.needs_topk},
     **{
-        f"{name} {kl}": {"train__objective": name, "train__objective_overrides": {"kl": kl, "kl_coef": 0.2}}
-        for name, kl in (("grpo", "k1"), ("gspo", "k2"), ("minirl", "k3"))
+        f"{name} {kl}": {"train__objective": name, "train__objective_overrides": penalised(kl)}
+        for name, kl in (("grpo", "k1"), ("gspo", "k2"), ("minirl", "k3"), ("deepseek_v32", "unbiased"))
     },
     "kl_grpo strong": {"train__objective": "kl_grpo", "train__objective_overrides": {"kl_coef": 1.0}},
     "kl_grpo current": {
         "train__objective": "kl_grpo",
         "train__objective_overrides": {"kl_coef": 1.0, "kl_at": "theta"},
     },
+    "grpo entropy": {"train__objective": "grpo", "train__objective_overrides": {"entropy_coef": 0.01}},
+    "minirl normalized": {
+        "train__objective": "minirl",
+        "train__objective_overrides": {"factors": {"0": {"batch_normalize": True}}},
+    },
     "adaptive theta/mu": {
         "train__objective": "adaptive_power",
-        "train__objective_overrides": {"weight": "theta_mu", "ess_target": 0.95},
+        "train__objective_overrides": {"factors": {"0": {"policies": "theta_mu", "ess_target": 0.95}}},
     },
     "adaptive old/mu": {
         "train__objective": "adaptive_power",
-        "train__objective_overrides": {"weight": "old_mu", "ess_target": 0.9999},
+        "train__objective_overrides": {"factors": {"0": {"policies": "old_mu", "ess_target": 0.9999}}},
     },
 }
 """Settings of every row of the table, and of variants that need a reference or a pass over the whole mini-batch."""
