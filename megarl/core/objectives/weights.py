@@ -68,9 +68,8 @@ def factor_values(factor: Factor, state: TokenState, ratios: PolicyRatios, expon
         return factor_log_ratio(factor, state, ratios).exp()
     log_rho = factor_log_ratio(factor, state, ratios)
     if factor.fn == "vespo":
-        negative = state.advantages < 0
         pairs = zip(factor.vespo_positive, factor.vespo_negative, strict=True)
-        k, decay = (torch.where(negative, torch.tensor(below, device=negative.device), above) for above, below in pairs)
+        k, decay = (_choose(state.advantages < 0, below, above, log_rho) for above, below in pairs)
         return (k * log_rho + decay * (1 - log_rho.exp())).exp()
     if factor.fn == "adaptive_power":
         assert exponent is not None, "found before"
@@ -94,7 +93,7 @@ def factor_log_ratio(factor: Factor, state: TokenState, ratios: PolicyRatios) ->
 def gate_values(gate: Gate, state: TokenState, ratios: PolicyRatios) -> Tensor:
     """Return S [T] of ``Gate``: what the weighted advantage is multiplied by."""
     positive = state.advantages > 0
-    parameter = torch.where(positive, torch.tensor(gate.positive, device=positive.device), gate.negative)
+    parameter = _choose(positive, gate.positive, gate.negative, state.logprobs)
     if gate.kind == "drpo":
         moved = state.logprobs.exp() - state.rollout_logprobs.exp()
         return 1 - state.advantages.sign() * moved / parameter
@@ -102,7 +101,7 @@ def gate_values(gate: Gate, state: TokenState, ratios: PolicyRatios) -> Tensor:
     if gate.kind == "sapo":
         inside = torch.sigmoid(parameter * (rho - 1))
         return 4 * inside * (1 - inside)
-    bounds = torch.where(positive, torch.tensor(1 + gate.eps, device=positive.device), 1 - gate.eps)
+    bounds = _choose(positive, 1 + gate.eps, 1 - gate.eps, state.logprobs)
     outside = torch.where(positive, rho > bounds, (state.advantages < 0) & (rho < bounds))
     return torch.where(outside, parameter * bounds / rho, 1.0)
 
@@ -190,6 +189,11 @@ def _clamp(values: Tensor, factor: Factor) -> Tensor:
     if factor.low is None and factor.high is None:
         return values
     return values.clamp(factor.low, factor.high)
+
+
+def _choose(where: Tensor, one: float, other: float, like: Tensor) -> Tensor:
+    """One of two numbers for each token, in the dtype of ``like``: ``where`` of numbers alone is fp32."""
+    return torch.where(where, torch.full_like(like, one), other)
 
 
 def _where_applied(factor: Factor, values: Tensor, state: TokenState) -> Tensor:
