@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import pairwise
+from typing import Any, get_args
 
 import torch
 from hypothesis import strategies as st
 from oracles import reference_objectives
 from torch import Tensor
 
-from megarl.core.objectives import Objective, TokenColumns
+from megarl.core.choices import parts
+from megarl.core.objectives import OBJECTIVES, Factor, Gate, Mask, Objective, Penalty, TokenColumns, TopK
 
 
 def random_columns(seed: int, lengths: list[int], masked: float = 0.3) -> TokenColumns:
@@ -31,6 +33,45 @@ def random_columns(seed: int, lengths: list[int], masked: float = 0.3) -> TokenC
     )
 
 
+def likely_columns(seed: int, lengths: list[int], masked: float = 0.3) -> TokenColumns:
+    """As ``random_columns``, with probabilities between 0.01 and 0.99, advantages of single tokens, 0 among them, and
+    the sampler's two most likely tokens, of which the sampled one may be the first."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+
+    def draw(scale: float) -> Tensor:
+        return scale * torch.randn(total, generator=generator, dtype=torch.float64)
+
+    logit = draw(1.5)
+    theta, old, mu, ref = (torch.nn.functional.logsigmoid(logit + draw(0.6)) for _ in range(4))
+    has_token = torch.rand(total, generator=generator) < 0.5
+
+    def top(own: Tensor) -> Tensor:
+        """The sampled token and half of the rest, or two shares of the rest."""
+        rest = torch.log(-torch.expm1(own))
+        shares = torch.tensor([0.5, 0.3], dtype=torch.float64).log() + 0.1 * torch.randn(
+            total, 2, generator=generator, dtype=torch.float64
+        )
+        tops = rest[:, None] + shares
+        return torch.where(has_token[:, None], torch.stack([own, tops[:, 0]], 1), tops)
+
+    return TokenColumns(
+        theta,
+        old,
+        mu,
+        draw(1.0) * (torch.rand(total, generator=generator) < 0.9),
+        torch.rand(total, generator=generator) >= masked,
+        torch.tensor([0, *lengths]).cumsum(0),
+        ref,
+        TopK(top(mu), top(theta), has_token),
+    )
+
+
+def variant(name: str, **changes: Any) -> Objective:
+    """A row of the table with parts replaced."""
+    return dataclasses.replace(OBJECTIVES[name], **changes)
+
+
 def rows(column: Tensor, cu_seqlens: Tensor) -> list[list]:
     """The column as one list per sequence."""
     offsets = cu_seqlens.tolist()
@@ -46,7 +87,11 @@ def take(columns: TokenColumns, sequences: list[int]) -> TokenColumns:
         name: torch.cat([column[piece] for piece in pieces])
         for name, column in {**columns.float_columns(), "loss_mask": columns.loss_mask}.items()
     }
-    return TokenColumns(**taken, cu_seqlens=torch.tensor([0, *lengths]).cumsum(0))
+    topk = columns.topk
+    if topk is not None:
+        names = ("rollout_logprobs", "logprobs", "has_token")
+        topk = TopK(*(torch.cat([getattr(topk, name)[piece] for piece in pieces]) for name in names))
+    return TokenColumns(**taken, cu_seqlens=torch.tensor([0, *lengths]).cumsum(0), topk=topk)
 
 
 def with_logprobs(columns: TokenColumns, logprobs: Tensor) -> TokenColumns:
@@ -56,11 +101,96 @@ def with_logprobs(columns: TokenColumns, logprobs: Tensor) -> TokenColumns:
 def slow_coefficients(objective: Objective, columns: TokenColumns) -> Tensor:
     """The reference's coefficients of a packed batch, packed again."""
     names = ("logprobs", "old_logprobs", "rollout_logprobs", "advantages", "loss_mask", "ref_logprobs")
+    topk = None
+    if columns.topk is not None:
+        given = (columns.topk.rollout_logprobs, columns.topk.logprobs, columns.topk.has_token)
+        parts_of = [rows(column, columns.cu_seqlens) for column in given]
+        topk = [list(zip(*of_sequence, strict=True)) for of_sequence in zip(*parts_of, strict=True)]
     nested = reference_objectives.coefficients(
-        objective, *(rows(getattr(columns, name), columns.cu_seqlens) for name in names)
+        objective, *(rows(getattr(columns, name), columns.cu_seqlens) for name in names), topk=topk
     )
     return torch.tensor([value for row in nested for value in row], dtype=torch.float64)
 
 
 lengths_strategy = st.lists(st.integers(0, 6), min_size=1, max_size=5)
 seed_strategy = st.integers(0, 2**31)
+
+
+BOUNDS = {
+    "ratio": (0.3, 3.0), "log_ratio": (-1.0, 1.0), "difference": (-0.3, 0.3), "tv": (0.01, 0.3), "topk_tv": (0.01, 0.3)
+}  # fmt: skip
+"""Statistic -> between which values the bounds of a random mask lie."""
+
+
+@st.composite
+def masks(draw: Any) -> Mask:
+    """Any mask whose bounds lie where the statistics of ``likely_columns`` do."""
+    statistic = draw(st.sampled_from(get_args(parts.Statistic)))
+    signed = statistic in ("ratio", "log_ratio", "difference")
+    least, most = BOUNDS.get(statistic, (0.003, 0.4))
+    middle = {"ratio": 1.0}.get(statistic, 0.0) if signed else (least + most) / 2
+    low, high = draw(st.none() | st.floats(least, middle)), draw(st.none() | st.floats(middle, most))
+    if low is None and high is None:
+        high = (middle + most) / 2
+    return Mask(
+        "theta_mu" if statistic in parts.TOP_K else draw(st.sampled_from(get_args(parts.Policies))),
+        statistic,
+        draw(st.sampled_from([s for s in get_args(parts.Scope) if s != "sequence_max" or not signed])),
+        low,
+        high,
+        draw(st.sampled_from(get_args(parts.MaskSign))),
+        draw(st.booleans()),
+        draw(st.sampled_from([0.0, 0.5])) if statistic == "log_ratio" else 0.0,
+        draw(st.sampled_from(get_args(parts.InDenominator))),
+    )
+
+
+@st.composite
+def factors(draw: Any, policies: str, sign: str = "both") -> Factor:
+    scope = draw(st.sampled_from([s for s in get_args(parts.Scope) if s != "sequence_max"]))
+    return Factor(
+        policies,  # type: ignore[arg-type]
+        scope,
+        draw(st.sampled_from(get_args(parts.FactorFunction))),
+        draw(st.none() | st.floats(0.2, 0.9)),
+        draw(st.none() | st.floats(1.1, 3.0)),
+        draw(st.sampled_from(get_args(parts.FactorSign))) if sign == "both" else sign,
+        draw(st.floats(0, 2)),
+        draw(st.floats(0.3, 1)),
+        log_ratio_cap=draw(st.sampled_from([0.5, 10.0, 20.0])),
+        token_clip=draw(st.none() | st.floats(0.1, 1)),
+        batch_normalize=scope in ("token", "sequence_mean", "sequence_sum") and draw(st.booleans()),
+    )
+
+
+@st.composite
+def objectives(draw: Any) -> Objective:
+    """Any record of masks, factors, a gate and penalties, none of them a function."""
+    many = draw(
+        st.just(())
+        | st.tuples(st.sampled_from(get_args(parts.Policies)).flatmap(factors))
+        | st.tuples(factors("theta_old"), factors("old_mu"))
+        | st.tuples(factors("theta_mu", "positive"), factors("theta_mu", "negative"))
+    )
+    gate = None
+    if draw(st.booleans()):
+        kind = draw(st.sampled_from(get_args(parts.GateKind)))
+        gate = Gate(kind, draw(st.floats(0.2, 2)), draw(st.floats(0.2, 2)), draw(st.floats(0.1, 0.5)))
+    penalty = st.builds(
+        Penalty,
+        st.sampled_from(get_args(parts.Estimator)),
+        st.sampled_from(get_args(parts.PenaltyPolicy)),
+        st.sampled_from([0.0, 0.3]),
+        st.sampled_from(["old", "mu"]),
+        st.none() | st.floats(0.01, 1),
+    )
+    aggregation = draw(st.sampled_from(get_args(parts.Aggregation)))
+    return Objective(
+        "group_mean",
+        aggregation,
+        tuple(draw(st.lists(masks(), max_size=3))),
+        many,
+        gate,
+        tuple(draw(st.lists(penalty, max_size=2))),
+        norm_length=7 if aggregation.endswith("norm") else None,
+    )

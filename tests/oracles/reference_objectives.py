@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megarl.core.choices.parts import Objective
+from megarl.core.choices.parts import Factor, Gate, Mask, Objective, Penalty
 
 Floats = Sequence[float]
 TensorRows = Sequence[Sequence[Tensor]]
@@ -22,101 +23,178 @@ def clamp(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
 
 
-def kind_sum(kind: str, logs: Floats, j: int) -> float:
-    """The log-ratio of the j-th kept token, from those of all kept tokens of its sequence."""
-    tokens = {
-        "token": logs[j : j + 1],
-        "prefix": logs[: j + 1],
-        "future_product": logs[j:],
-        "future_mean": logs[j:],
-        "sequence_product": logs,
-        "sequence_mean": logs,
-    }[kind]
+def over_scope(scope: str, values: Floats, j: int) -> float:
+    """What a scope makes of one value for each kept token of a sequence, for the j-th of them."""
+    tokens = values
+    if scope == "token":
+        tokens = values[j : j + 1]
+    elif scope == "prefix":
+        tokens = values[: j + 1]
+    elif scope.startswith("future"):
+        tokens = values[j:]
+    if scope == "sequence_max":
+        return max(tokens)
     total = math.fsum(tokens)
-    return total / len(tokens) if kind.endswith("mean") else total
+    return total / len(tokens) if scope.endswith("mean") else total
 
 
-def weight_fn(o: Objective, log_rho: float, q: float | None) -> float:
-    """f(rho) of the weight, before any cap."""
-    rho = math.exp(log_rho)
-    if o.weight_fn == "identity":
-        return rho
-    if o.weight_fn == "power":
-        return rho**o.power
-    if o.weight_fn == "adaptive_power":
-        assert q is not None
-        return rho**q
-    if o.weight_fn == "upper_clip":
-        return min(rho, 1 + o.eps_high)
-    assert o.weight_fn == "clip"
-    return clamp(rho, 1 - o.eps_low, 1 + o.eps_high)
+@dataclass(frozen=True)
+class Token:
+    """One kept token: ln pi of the three policies and the reference, its advantage and its place."""
+
+    theta: float
+    old: float
+    mu: float
+    ref: float
+    advantage: float
+    place: int
+    """In its sequence, all tokens counted, from 0."""
+    topk: tuple[Floats, Floats, bool] | None = None
+    """ln mu and ln pi_theta of the sampler's top K tokens, and whether this token is one of them."""
+
+    def log_ratio(self, policies: str) -> float:
+        above, below = policies.split("_")
+        return clamp(getattr(self, above) - getattr(self, below), -20, 20)
+
+    def probabilities(self, policies: str) -> tuple[float, float]:
+        above, below = policies.split("_")
+        return math.exp(getattr(self, above)), math.exp(getattr(self, below))
 
 
-def trusted(o: Objective, log_rho: float, advantage: float, position: int) -> bool:
-    """Whether mask and dual clip let one token train."""
-    if o.window == "linear":
-        rho = math.exp(clamp(log_rho, -20, 20))
-        above, below = rho > 1 + o.eps_high, rho < 1 - o.eps_low
-        beyond = o.dual_clip is not None and rho > o.dual_clip
+def rest(probability: float) -> float:
+    """The probability of all other tokens, at least 1e-8."""
+    return max(1 - probability, 1e-8)
+
+
+def binary_kl(p: float, q: float, log_ratio: float) -> float:
+    return p * log_ratio + rest(p) * math.log(rest(p) / rest(q))
+
+
+def top_k(kind: str, token: Token) -> float:
+    assert token.topk is not None
+    mu, theta = ([math.exp(x) for x in logs] for logs in token.topk[:2])
+    if not token.topk[2]:
+        mu.append(math.exp(token.mu))
+        theta.append(math.exp(token.theta))
+    mu.append(rest(math.fsum(mu)))
+    theta.append(rest(math.fsum(theta)))
+    if kind == "topk_tv":
+        return math.fsum(abs(a - b) for a, b in zip(mu, theta, strict=True)) / 2
+    return math.fsum(a * math.log(a / b) for a, b in zip(mu, theta, strict=True))
+
+
+def statistic(m: Mask, token: Token) -> float:
+    """A mask's statistic of a single token; that of the ratios is the log-ratio."""
+    log_ratio, (p, q) = token.log_ratio(m.policies), token.probabilities(m.policies)
+    if m.statistic in ("topk_tv", "topk_kl"):
+        return top_k(m.statistic, token)
+    return {
+        "ratio": log_ratio,
+        "log_ratio": log_ratio,
+        "difference": p - q,
+        "tv": abs(p - q),
+        "kl": binary_kl(q, p, -log_ratio),
+        "kl_rev": binary_kl(p, q, log_ratio),
+        "kl_sym": max(binary_kl(q, p, -log_ratio), binary_kl(p, q, log_ratio)),
+        "k2": log_ratio**2 / 2,
+        "k3": math.exp(log_ratio) - 1 - log_ratio,
+    }[m.statistic]
+
+
+def drops(m: Mask, tokens: Sequence[Token], j: int) -> bool:
+    """Whether a mask drops the j-th kept token of a sequence."""
+    value, advantage = over_scope(m.scope, [statistic(m, t) for t in tokens], j), tokens[j].advantage
+    low = -math.inf if m.low is None else m.low * (j + 1) ** m.growth
+    high = math.inf if m.high is None else m.high * (j + 1) ** m.growth
+    if m.statistic == "ratio":
+        value = math.exp(min(value, 700))
+    below = value <= low if m.strict else value < low
+    above = value >= high if m.strict else value > high
+    if m.sign == "both":
+        return below or above
+    if m.sign == "negative":
+        return advantage < 0 and (below or above)
+    if m.statistic in ("ratio", "log_ratio", "difference"):
+        return (advantage > 0 and above) or (advantage < 0 and below)
+    scope = "sequence_sum" if m.scope == "sequence_max" else m.scope
+    moved = over_scope(scope, [t.log_ratio(m.policies) for t in tokens], j)
+    return (below or above) and moved * advantage > 0
+
+
+def factor_log_ratio(f: Factor, tokens: Sequence[Token], j: int) -> float:
+    """ln rho of a factor."""
+    logs = []
+    for token in tokens:
+        log = token.log_ratio(f.policies)
+        if f.token_clip is not None and token.advantage > 0:
+            log = min(log, f.token_clip)
+        if f.token_clip is not None and token.advantage < 0:
+            log = max(log, -f.token_clip)
+        logs.append(log)
+    value = over_scope(f.scope, logs, j)
+    return value if f.scope == "token" else clamp(value, -20, f.log_ratio_cap)
+
+
+def clamped_factor(f: Factor, tokens: Sequence[Token], j: int, q: float) -> float:
+    log_rho = factor_log_ratio(f, tokens, j)
+    if f.fn == "vespo":
+        k, decay = f.vespo_positive if tokens[j].advantage >= 0 else f.vespo_negative
+        value = math.exp(k * log_rho) * math.exp(decay * (1 - math.exp(log_rho)))
     else:
-        width = position**o.window_power
-        above, below = log_rho > o.eps_high * width, log_rho < -o.eps_low * width
-        beyond = o.dual_clip is not None and log_rho > o.dual_clip * width
-    if o.mask == "ppo" and ((advantage > 0 and above) or (advantage < 0 and below)):
-        return False
-    return not (advantage < 0 and beyond)
+        power = {"identity": 1.0, "power": f.power, "adaptive_power": q}[f.fn]  # type: ignore[index]
+        value = math.exp(log_rho) ** power
+    return clamp(value, 0.0 if f.low is None else f.low, math.inf if f.high is None else f.high)
 
 
-def token_scale(o: Objective, response_lengths: Sequence[int], sequence: int) -> float:
-    """1/D for a token of the given sequence; response_lengths are the loss tokens of every sequence of the batch."""
-    non_empty = sum(1 for length in response_lengths if length > 0)
-    if o.aggregation == "token-mean":
-        return 1.0 / sum(response_lengths)
-    if o.aggregation == "seq-mean-token-sum":
-        return 1.0 / non_empty
-    if o.aggregation == "seq-mean-token-mean":
-        return 1.0 / (non_empty * response_lengths[sequence])
-    assert o.norm_length is not None
-    return 1.0 / o.norm_length
+def factor_in_batch(f: Factor, sequences: Sequence[Sequence[Token]]) -> list[list[float]]:
+    """A factor of every kept token of the whole batch."""
+    q = adaptive_power([factor_log_ratio(f, ts, j) for ts in sequences for j in range(len(ts))], f.ess_target)
+    values = [[clamped_factor(f, tokens, j, q) for j in range(len(tokens))] for tokens in sequences]
+    if f.batch_normalize:
+        single = f.scope == "token"
+        counted = [x for row in values for x in row] if single else [row[0] for row in values if row]
+        mean = math.fsum(counted) / len(counted) if counted else 1.0
+        values = [[x / mean for x in row] for row in values]
+    signs = {"both": (1, 0, -1), "positive": (1,), "negative": (-1,)}[f.sign]
+
+    def sign(token: Token) -> int:
+        return (token.advantage > 0) - (token.advantage < 0)
+
+    return [
+        [x if sign(token) in signs else 1.0 for x, token in zip(row, tokens, strict=True)]
+        for row, tokens in zip(values, sequences, strict=True)
+    ]
 
 
-class _Sequence:
-    """The kept tokens of one sequence and their log-ratios."""
+def gate(g: Gate, token: Token) -> float:
+    """S of one token."""
+    a, r = token.advantage, math.exp(token.log_ratio("theta_old"))
+    parameter = g.positive if a > 0 else g.negative
+    if g.kind == "drpo":
+        theta, mu = token.probabilities("theta_mu")
+        return 1 - (0 if a == 0 else math.copysign(1, a)) * (theta - mu) / parameter
+    if g.kind == "sapo":
+        p = 1 / (1 + math.exp(-parameter * (r - 1)))
+        return 4 * p * (1 - p)
+    if a > 0 and r > 1 + g.eps:
+        return parameter * (1 + g.eps) / r
+    if a < 0 and r < 1 - g.eps:
+        return parameter * (1 - g.eps) / r
+    return 1.0
 
-    def __init__(self, lps: Floats, olds: Floats, mus: Floats, usable: Sequence[bool]) -> None:
-        finite = [t for t in range(len(lps)) if usable[t] and math.isfinite(lps[t]) and math.isfinite(olds[t])]
-        self.tokens = finite
-        by_policy = {"theta": lps, "old": olds, "mu": mus}
-        self.logs = {
-            f"{a}_{b}": [clamp(by_policy[a][t] - by_policy[b][t], -20, 20) for t in finite]
-            for a, b in (("theta", "mu"), ("theta", "old"), ("old", "mu"))
-        }
 
-    def ratio(self, policies: str, kind: str, j: int, cap: float = 20.0) -> float:
-        """The bounded log-ratio of the j-th kept token."""
-        return clamp(kind_sum(kind, self.logs[policies], j), -20, cap)
-
-    def weight(self, o: Objective, j: int, q: float | None) -> float:
-        """Importance weight of the j-th kept token, the gap factor included."""
-
-        def capped(value: float) -> float:
-            return value if o.cap is None else min(value, o.cap)
-
-        if o.weight == "none":
-            value = 1.0
-        elif o.weight == "theta_mu" and o.tis_on == "old_mu":
-            mismatch = capped(math.exp(self.ratio("old_mu", o.ratio, j, o.log_ratio_cap)))
-            value = mismatch * weight_fn(o, self.ratio("theta_old", o.ratio, j, o.log_ratio_cap), q)
-        else:
-            value = capped(weight_fn(o, self.ratio(o.weight, o.ratio, j, o.log_ratio_cap), q))
-        if o.gap == "none":
-            return value
-        factor = math.exp(self.ratio(o.gap, o.gap_ratio, j))
-        inside = (o.gap_low is None or factor >= o.gap_low) and (o.gap_high is None or factor <= o.gap_high)
-        if o.gap_mode == "truncate":
-            assert o.gap_high is not None
-            return value * min(factor, o.gap_high)
-        return (value * factor if o.gap_mode == "mask_weight" else value) if inside else 0.0
+def penalty_gradient(p: Penalty, token: Token) -> float:
+    """beta times the derivative of a KL estimator by log pi_theta."""
+    d = clamp(token.theta - getattr(token, p.to), -20, 20)
+    u = math.exp(token.log_ratio(f"theta_{p.behaviour}"))
+    k3 = math.exp(-d) + d - 1
+    value, derivative = {
+        "k1": (d, 1.0),
+        "k2": (d * d / 2, d),
+        "k3": (k3, 1 - math.exp(-d)),
+        "unbiased": (u * k3, u * d),
+    }[p.estimator]
+    return 0.0 if p.max is not None and abs(value) > p.max else p.coef * derivative
 
 
 def adaptive_power(log_ratios: Floats, target: float) -> float:
@@ -135,10 +213,31 @@ def adaptive_power(log_ratios: Floats, target: float) -> float:
     return low
 
 
-def kl_gradient(kind: str, logprob: float, ref_logprob: float) -> float:
-    """The derivative of the KL estimator by log pi_theta."""
-    d = clamp(logprob - ref_logprob, -20, 20)
-    return {"none": 0.0, "k1": 1.0, "k2": d, "k3": 1 - math.exp(-d)}[kind]
+class Sizes:
+    """What aggregations divide by: tokens that count, by sequence, and sequences that count."""
+
+    def __init__(self, o: Objective, usable: Sequence[int], sequences: Sequence[Sequence[Token]]) -> None:
+        """usable: loss tokens of each sequence, kept or not."""
+        self.lengths = list(usable)
+        members = list(usable)
+        for n, tokens in enumerate(sequences):
+            for j in range(len(tokens)):
+                dropping = [m for m in o.masks if isinstance(m, Mask) and drops(m, tokens, j)]
+                self.lengths[n] -= any(m.denominator in ("leave", "leave_tokens") for m in dropping)
+                members[n] -= any(m.denominator == "leave" for m in dropping)
+        self.num_sequences = sum(1 for count in members if count > 0)
+
+    def scale(self, o: Objective, n: int) -> float:
+        """1/D of a token of sequence n."""
+        if o.aggregation == "token-mean":
+            return 1.0 / max(sum(self.lengths), 1)
+        per_sequence = 1.0 / max(self.num_sequences, 1)
+        if o.aggregation == "seq-mean-token-sum":
+            return per_sequence
+        if o.aggregation == "seq-mean-token-mean":
+            return per_sequence / max(self.lengths[n], 1)
+        assert o.norm_length is not None
+        return per_sequence / o.norm_length
 
 
 def coefficients(
@@ -149,40 +248,54 @@ def coefficients(
     advantages: Sequence[Floats],
     loss_mask: Sequence[Sequence[bool]],
     ref_logprobs: Sequence[Floats],
+    topk: Sequence[Sequence[tuple[Floats, Floats, bool]]] | None = None,
 ) -> list[list[float]]:
-    """M * W * A / D less the KL's share, of every token of every sequence."""
-    usable = [
-        [bool(m) and mu != -math.inf for m, mu in zip(row_mask, row_mu, strict=True)]
-        for row_mask, row_mu in zip(loss_mask, rollout_logprobs, strict=True)
-    ]
-    lengths = [sum(row) for row in usable]
-    sequences = [_Sequence(*columns) for columns in zip(logprobs, old_logprobs, rollout_logprobs, usable, strict=True)]
-    q = None
-    if o.weight_fn == "adaptive_power":
-        policies = "theta_old" if o.tis_on == "old_mu" and o.weight == "theta_mu" else o.weight
-        logs = [s.ratio(policies, o.ratio, j, o.log_ratio_cap) for s in sequences for j in range(len(s.tokens))]
-        q = adaptive_power(logs, o.ess_target)
+    """[M F S A - P] / D of every token of every sequence."""
+    usable, sequences = [], []
+    for n, mask in enumerate(loss_mask):
+        loss_tokens = [t for t in range(len(mask)) if mask[t] and rollout_logprobs[n][t] != -math.inf]
+        usable.append(len(loss_tokens))
+        sequences.append(
+            [
+                Token(
+                    logprobs[n][t], old_logprobs[n][t], rollout_logprobs[n][t], ref_logprobs[n][t], advantages[n][t],
+                    t, None if topk is None else topk[n][t],
+                )
+                for t in loss_tokens
+                if logprobs[n][t] != -math.inf and old_logprobs[n][t] != -math.inf
+            ]
+        )  # fmt: skip
+    factors = [factor_in_batch(f, sequences) for f in o.factors]
+    sizes = Sizes(o, usable, sequences)
     result = []
-    for n, sequence in enumerate(sequences):
-        row = [0.0] * len(logprobs[n])
+    for n, tokens in enumerate(sequences):
         terms = []
-        for j, t in enumerate(sequence.tokens):
-            a = advantages[n][t]
-            staleness = kind_sum(o.mask_ratio or o.ratio, sequence.logs["theta_old"], j)
-            inside = trusted(o, staleness, a, j + 1)
-            terms.append(sequence.weight(o, j, q) * a * token_scale(o, lengths, n) if inside else 0.0)
-        for j, t in enumerate(sequence.tokens):
-            row[t] = terms[j]
-            if o.prefix_grad and o.ratio == "prefix":
-                row[t] = math.fsum(terms[j:])
-            elif o.prefix_grad:  # token j is in the ratio of every token before it
-                shares = [1.0 if o.ratio == "future_product" else 1 / (len(terms) - i) for i in range(j + 1)]
-                row[t] = math.fsum(share * term for share, term in zip(shares, terms, strict=False))
-            if o.kl != "none":
-                penalty = kl_gradient(o.kl, logprobs[n][t], ref_logprobs[n][t])
-                row[t] -= o.kl_coef * penalty * token_scale(o, lengths, n)
+        for j, token in enumerate(tokens):
+            value = token.advantage * sizes.scale(o, n)
+            for rows in factors:
+                value *= rows[n][j]
+            if o.gate is not None:
+                value *= gate(o.gate, token)
+            if any(isinstance(m, Mask) and drops(m, tokens, j) for m in o.masks):
+                value = 0.0
+            terms.append(value)
+        if o.prefix_grad:
+            terms = through_the_ratio(o.factors[0].scope, terms)
+        row = [0.0] * len(logprobs[n])
+        for token, term in zip(tokens, terms, strict=True):
+            penalties = math.fsum(penalty_gradient(p, token) for p in o.penalties)
+            row[token.place] = term - penalties * sizes.scale(o, n)
         result.append(row)
     return result
+
+
+def through_the_ratio(scope: str, terms: Floats) -> list[float]:
+    """What each token gets if the derivative goes through the whole ratio, not only through the token itself."""
+    if scope == "prefix":
+        return [math.fsum(terms[j:]) for j in range(len(terms))]
+    # Token j is in the ratio of every token before it.
+    shares = [1.0 if scope == "future_sum" else 1 / (len(terms) - i) for i in range(len(terms))]
+    return [math.fsum(share * x for share, x in zip(shares[: j + 1], terms, strict=False)) for j in range(len(terms))]
 
 
 def aggregate(aggregation: str, terms: TensorRows, norm_length: int | None = None) -> Tensor:
@@ -199,7 +312,7 @@ def aggregate(aggregation: str, terms: TensorRows, norm_length: int | None = Non
         return torch.stack([total / len(row) for total, row in zip(sums, sequences, strict=True)]).mean()
     assert aggregation == "seq-mean-token-sum-norm"
     assert norm_length is not None
-    return torch.stack(sums).sum() / norm_length
+    return torch.stack(sums).mean() / norm_length
 
 
 def _loss(aggregation: str, rows: Sequence[tuple], sequence_terms: Callable[..., list[Tensor]]) -> Tensor:
