@@ -22,12 +22,16 @@ from megarl.megatron.hf_weights import save_hf
 from megarl.train.step import collect
 
 
-def logprobs_of(model: Any, rollout: Rollout, temperature: float) -> torch.Tensor:
-    """[T] with gradient; 0 for the first token, which nothing predicts."""
+def outputs_of(model: Any, rollout: Rollout, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies [T] with gradient; 0 for the first token, which nothing predicts."""
     tokens = torch.as_tensor(rollout.tokens, dtype=torch.int64)
-    full = torch.log_softmax(model(tokens[None]).logits[0] / temperature, -1)
-    picked = full[:-1].gather(1, tokens[1:, None])[:, 0]
-    return torch.cat([picked.new_zeros(1), picked])
+    full = torch.log_softmax(model(tokens[None]).logits[0] / temperature, -1)[:-1]
+    picked, entropies = full.gather(1, tokens[1:, None])[:, 0], -(full.exp() * full).sum(-1)
+    return torch.cat([picked.new_zeros(1), picked]), torch.cat([picked.new_zeros(1), entropies])
+
+
+def logprobs_of(model: Any, rollout: Rollout, temperature: float) -> torch.Tensor:
+    return outputs_of(model, rollout, temperature)[0]
 
 
 def model_at(folder: Path) -> Any:
@@ -84,9 +88,11 @@ def oracle(
 ) -> tuple[float, float, float]:
     """(loss, gradient norm, share of loss tokens that train nothing) of the mini-batch ``own`` of the step."""
     model, mine = model_at(theta), rollouts[own]
-    logprobs = [logprobs_of(model, r, settings.rollout.temperature) for r in mine]
+    objective = settings.train.resolved_objective
+    outputs = [outputs_of(model, r, settings.rollout.temperature) for r in mine]
+    logprobs = [row for row, _ in outputs]
     weights = coefficients(
-        settings.train.resolved_objective,
+        objective,
         [row.tolist() for row in logprobs],
         known.old[own],
         [r.rollout_logprobs.tolist() for r in mine],
@@ -95,6 +101,11 @@ def oracle(
         ref_logprobs=known.ref[own],
     )
     loss = -torch.stack([(torch.tensor(row) * lps).sum() for row, lps in zip(weights, logprobs, strict=True)]).sum()
+    if objective.entropy_coef:
+        assert objective.aggregation == "seq-mean-token-mean"
+        masks = [torch.as_tensor(r.loss_mask) for r in mine]
+        means = [entropies[mask].mean() for (_, entropies), mask in zip(outputs, masks, strict=True)]
+        loss = loss - objective.entropy_coef * torch.stack(means).mean()
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
     of_loss_tokens = [
@@ -131,7 +142,8 @@ def test_loss_and_gradient_norm_are_those_of_plain_pytorch(world: World, tmp_pat
         loss, norm, dropped = oracle(theta[index], known, settings, rollouts, slice(index * half, (index + 1) * half))
         assert found[index]["loss"] == pytest.approx(loss, rel=2e-4, abs=1e-5)
         assert found[index]["grad_norm"] == pytest.approx(norm, rel=2e-4)
-        clipped = sum(found[index].get(f"clip/{side}", 0.0) for side in ("high", "low", "dual"))
-        if objective.kl == "none" and objective.advantage != "token_level_kl":
-            assert clipped == pytest.approx(dropped, abs=1e-9)
-        assert clipped == 0.0 if index == 0 or objective.mask == "none" else clipped > 0.05
+        shares = [found[index].get(f"clip/{side}", 0.0) for side in ("high", "low", "negative", "both")]
+        if not objective.penalties and objective.advantage != "token_level_kl":
+            assert max(shares) <= dropped + 1e-9 <= sum(shares) + 2e-9
+        of_old = objective.masks and objective.pairs <= {"theta_old"}
+        assert (sum(shares) == 0.0 if index == 0 else sum(shares) > 0.05) if of_old else True
