@@ -57,11 +57,8 @@ quickstart: setup
 test: setup
 	@$(PYTEST) -n $(TEST_WORKERS) -m "not gpu and not null_gpu and not slow and (quick or not sglang)" $(PYTEST_ARGS)
 
-test-all:
-	@$(MAKE) --no-print-directory test-fast
-	@$(MAKE) --no-print-directory test-null-gpu
-	@$(MAKE) --no-print-directory test-pythons
-	@$(MAKE) --no-print-directory test-sglang
+# One after the other; `make -j 2 -O test-all` runs two at a time and shows each one's output when it has ended.
+test-all: test-fast test-null-gpu test-pythons test-sglang
 
 test-fast: setup
 	@$(PYTEST) -n $(TEST_WORKERS) -m "not gpu and not null_gpu and not sglang" $(PYTEST_ARGS)

@@ -154,8 +154,8 @@ def update(policy: Policy, mini: MiniBatch, replay: bool) -> dict[str, float]:
 
     def weigh(
         index: int, batch: TrainBatch, logprobs: torch.Tensor, entropies: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, Stat]]:
-        """Return dJ/dlogprobs of each token: mask x importance weight x advantage / denominator.
+    ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Stat]]:
+        """Return dJ/dlogprobs of each token, mask x importance weight x advantage / denominator, and dJ/dentropies.
 
         The gradient of every objective has this form. To try one of your own, compute its coefficients here.
         """
@@ -168,7 +168,7 @@ def update(policy: Policy, mini: MiniBatch, replay: bool) -> dict[str, float]:
             batch.cu_seqlens,
         )
         found = coefficients(OBJECTIVE, columns, mini.denominators)
-        return found.values, found.metrics
+        return found.values, found.entropy, found.metrics
 
     policy.zero_grad()
     if replay:

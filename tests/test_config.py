@@ -237,6 +237,46 @@ def test_a_mistake_costs_one_line_that_names_key_and_finding(overrides, expected
         assert part in message
 
 
+KL = {"train__objective": "kl_grpo", "train__objective_overrides": {"kl_coef": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({"train__replay": "r2"}, ['train.replay = "r2"', "there is none"]),
+        (KL, ['"token_level_kl"', "before the first update"]),
+        ({"train__objective_overrides": {"weight": "old_mu"}}, ['objective "minirl"', "nothing to correct"]),
+        ({"train__objective_overrides": {"tis_on": "old_mu"}}, ["nothing to correct"]),
+        (
+            {
+                "train__objective": "grpo",
+                "train__objective_overrides": {"gap": "old_mu", "gap_mode": "mask", "gap_high": 2.0},
+            },
+            ['objective "grpo"', "nothing to correct"],
+        ),
+        ({"log__traces_every": 2, "train__mini_batches": 2}, ["log.traces_every = 2", "train.mini_batches = 2"]),
+    ],
+)
+def test_old_logprobs_of_the_rollout_are_refused_where_a_pass_is_needed_or_nothing_is_corrected(overrides, expected):
+    message = refusal(train__old_logprobs="rollout", **overrides)
+    for part in ['train.old_logprobs: found "rollout" with', *expected]:
+        assert part in message
+    parsed(**overrides)
+
+
+def test_old_logprobs_of_the_rollout_leave_later_mini_batches_unwatched_and_the_run_says_so():
+    def told(**overrides):
+        found = parsed(train__old_logprobs="rollout", **overrides).warnings
+        return [warning for warning in found if warning.startswith("train.old_logprobs")]
+
+    assert told() == told(log__traces_every=2) == []
+    (warning,) = told(train__mini_batches=4)
+    assert "first mini-batch" in warning
+    assert "other 3" in warning
+    for objective in ("grpo", "gspo", "ctpo", "adaptive_power", "reinforce"):
+        assert told(train__objective=objective) == []
+
+
 @pytest.mark.parametrize(
     "settings",
     [

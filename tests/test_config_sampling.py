@@ -30,6 +30,10 @@ def parsed(**overrides: Any) -> Config:
     return config_file.parse(SMALLEST, {key.replace("__", "."): value for key, value in overrides.items()})
 
 
+OWN_REWARD = {"reward__function": "rewards:mine"}
+SEVERAL = {**OWN_REWARD, "reward__weights": {"right": 1.0, "short": 0.5}}
+ALONE = ("gdpo", "opo", "reinforce_pp", "reinforce_pp_baseline", "raw", "raw_mixed", "signed", "positive_part")
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     # sampling
     ({"sampling__rule": "dapo"}, "sampling.rule"),
@@ -181,6 +185,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"credit__objective": "log", "train__objective": "kl_grpo"},
         "credit: its weights do not go with an objective",
     ),
+    *(
+        (
+            {"train__objective_overrides": {"advantage": name}, "sampling__rule": "ada_seq_pos"} | SEVERAL,
+            f"with advantage '{name}', but [credit] subtracts the mean of the prompt's pool instead",
+        )
+        for name in ALONE
+    ),
+    (
+        {"train__objective_overrides": {"advantage": "gdpo"}},
+        "reward.weights: found none with advantage 'gdpo', which standardises several rewards one by one",
+    ),
+    ({"reward__weights": {"right": 1.0}}, 'function = "exact_match", which returns one number; name a function'),
+    ({"reward__weights": {"right": float("inf")}} | OWN_REWARD, "reward.weights"),
+    ({"reward__weights": {"a/b": 1.0}} | OWN_REWARD, "reward.weights"),
 ]
 
 
@@ -204,6 +222,14 @@ def test_what_does_not_go_together_is_refused(changes: dict[str, Any], told: str
         {"sampling__rule": "ada_est", "estimate__objective": "inverse:1", "estimate__probe": 8},
         {"sampling__rule": "ada_est", "sampling__train_size": 4, "sampling__subsample": "any"},
         {"sampling__refill": True, "sampling__max_prompts": 32},
+        *(
+            {"train__objective_overrides": {"advantage": name}, "sampling__rule": "ada_seq_pos"}
+            | {**SEVERAL, "sampling__advantages": "objective"}
+            for name in ALONE
+        ),
+        *({"train__objective_overrides": {"advantage": name}, "reward__threshold": 0.5} for name in ALONE[1:]),
+        {"train__objective_overrides": {"advantage": "raft"}, "sampling__rule": "ada_seq_pos"},
+        {"reward__weights": {"right": 1, "long": -0.1}} | OWN_REWARD,
     ],
 )
 def test_what_is_just_allowed(changes: dict[str, Any]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
+import preloaded
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -25,6 +27,13 @@ def test_links_lead_somewhere(page: Path) -> None:
         path = page if not target else (page.parent / target)
         assert path.exists(), f"{page.name} links to {target}, which does not exist"
         assert not anchor or anchor in anchors(path), f"{page.name} links to {target}#{anchor}: no such heading"
+
+
+def test_the_version_matrix_is_what_was_measured(tmp_path: Path) -> None:
+    words = [sys.executable, str(ROOT / "tools" / "version_matrix.py"), "--releases", "--out", str(tmp_path / "page")]
+    done = preloaded.run(words, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "page").read_text() == (ROOT / "docs" / "version_matrix.md").read_text()
 
 
 NAMED = ("README.md", "docs/architecture.md", "docs/sampling.md", "docs/rewards.md", "docs/replay.md")

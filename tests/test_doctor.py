@@ -164,7 +164,9 @@ def test_what_a_run_warns_of_is_said(path, tmp_path, shown):
     code, text = shown(path, {"rollout.top_p": 0.9})
     assert code == 0
     assert text.count("- warning: ") == 1
-    assert "rollout.top_p: found 0.9: tokens outside of the nucleus are never sampled" in text
+    assert "rollout.top_p: found 0.9: training optimises the policy within the recorded nuclei" in text
+    text = shown(path, {"rollout.top_p": 0.9, "rollout.keep_sampling_mask": False})[1]
+    assert "rollout.keep_sampling_mask = false: tokens outside of the nucleus are never sampled" in text
 
 
 class TestSGLang:
@@ -379,7 +381,9 @@ def failed(path: Path, **overrides: object) -> dict[str, str]:
 def test_what_is_missing_is_named(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("SESAME", raising=False)
     assert "model.path" not in failed(path)
-    assert "there is no folder" in failed(path, model__path=str(tmp_path / "nothing"))["model.path"]
+    nothing = failed(path, model__path=str(tmp_path / "nothing"))["model.path"]
+    assert "there is no folder" in nothing
+    assert f"`hf download OWNER/MODEL --local-dir {tmp_path / 'nothing'}`" in nothing
     assert "no such file" in failed(path, data__train=str(tmp_path / "no.jsonl"))["data.train"]
     assert "no field 'question'" in failed(path, data__prompt_field="question")["data.train"]
     assert "no variable SESAME" in failed(path, sglang__api_key_env="SESAME")["sglang.api_key_env"]
@@ -391,6 +395,26 @@ def test_what_is_missing_is_named(path: Path, tmp_path: Path, monkeypatch: pytes
     assert "cannot be written" in failed(path)["run.dir"]
     (tmp_path / "model" / "config.json").write_text('{"model_type": "strange"}')
     assert "strange" in failed(path)["model.path"]
+
+
+def test_weights_are_looked_for(path: Path, tmp_path: Path):
+    """A recipe brings config.json alone; a download may be interrupted."""
+    model = tmp_path / "model"
+    (weights,) = model.glob("*.safetensors")
+    weights.rename(tmp_path / "away")
+    assert f"{model} has no *.safetensors" in failed(path)["weights"]
+    index = model / "model.safetensors.index.json"
+    shards = [f"model-{number}-of-3.safetensors" for number in (1, 2, 3)]
+    index.write_text(json.dumps({"weight_map": {name: name for name in shards}}))
+    (model / shards[0]).touch()
+    assert f"{model} has no {shards[1]}, and 1 more that the index names" in failed(path)["weights"]
+    (model / shards[1]).touch()
+    assert f"{model} has no {shards[2]};" in failed(path)["weights"]
+    (model / shards[2]).touch()
+    assert "weights" not in failed(path)
+    for damaged in ("{", "[]", "{}", '{"weight_map": 1}'):
+        index.write_text(damaged)
+        assert f"{index} cannot be read" in failed(path)["weights"], damaged
 
 
 def test_slurm_is_looked_for(path: Path, monkeypatch: pytest.MonkeyPatch):

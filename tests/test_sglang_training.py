@@ -69,6 +69,17 @@ def run(home: Path, name: str, server: Server, *words: str, ranks: int = 2) -> l
     return records(home / name, "step")
 
 
+def test_fp32_agrees_within_the_nuclei_that_the_server_records(home: Path, fp32_server: Server) -> None:
+    """Without them, pi / mu is the mass of the nucleus."""
+    words = ("--run.steps", "2", "--train.replay", "none", "--rollout.top_p", "0.8", "--train.max_k3", "off")
+    for step in run(home, "kept", fp32_server, *words):
+        assert step["rollout/k3"] < 1e-9
+        assert abs(step["rollout/k1"]) < 1e-5
+    (step, _) = run(home, "not_kept", fp32_server, *words, "--rollout.keep_sampling_mask", "false")
+    assert step["rollout/k1"] > 0.05
+    assert step["rollout/k3"] > 1e-3
+
+
 @pytest.mark.parametrize("way", ["tensor", "distributed", "disk"])
 def test_fp32_agrees_natively_after_every_sync(home: Path, fp32_server: Server, way: str) -> None:
     """TP1, EP2 in training: equal experts in all rows, and k3 of KL[rollout || old] of rounding alone."""

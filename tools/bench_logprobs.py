@@ -1,10 +1,13 @@
 """Log-probabilities from hidden states: blocks of logits against whole logits, forward and backward, in one run.
 
     python tools/bench_logprobs.py [--tokens 512] [--hidden 1024] [--vocab 151936] [--repeats 3] [--dtype fp32]
+                                   [--kept 50] [--variants blocks entropy]
 
 "whole" is what a straightforward loss does: logits [S, V], log_softmax in fp32, gather, and the entropy of the same
-distribution. Extra memory is the peak above what hidden states, weight and their gradients need; time is the median of
-paired repetitions. On a CPU the peak is that of the process (Linux), on a GPU that of torch's allocator.
+distribution. "entropy" is "blocks" with a gradient of the entropies, "kept" with log-probabilities over ``--kept`` ids
+of each row, "both" with both. Extra memory is the peak above what hidden states, weight and their gradients need; time
+is the median of paired repetitions. On a CPU the peak is that of the process (Linux), on a GPU that of torch's
+allocator.
 """
 
 from __future__ import annotations
@@ -34,6 +37,21 @@ def blocks(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> 
     return linear_logprobs(hidden, weight, labels, 1.0, weight.size(0))
 
 
+def sets_of(labels: torch.Tensor, vocab: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, offsets): for each row the label and other ids spread over the vocabulary."""
+    steps = torch.arange(size, device=labels.device) * (vocab // size)
+    ids = (labels[:, None] + steps) % vocab
+    return ids.flatten().int(), torch.arange(labels.numel() + 1) * size
+
+
+def variant(entropy: bool, kept: tuple[torch.Tensor, torch.Tensor] | None) -> Loss:
+    def loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs, entropies = linear_logprobs(hidden, weight, labels, 1.0, weight.size(0), None, kept)
+        return logprobs + 0.01 * entropies if entropy else logprobs, entropies
+
+    return loss
+
+
 def reset_peak(device: str) -> int:
     """Forget the peak so far; returns the bytes in use."""
     if device == "cuda":
@@ -56,12 +74,12 @@ def _status(key: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def once(loss: Loss, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[float, int]:
-    """Return (seconds, peak bytes above the start). Gradient buffers exist before, so they do not count."""
+def once(loss: Loss, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[int, float]:
+    """Return (peak bytes above the start, seconds). Gradient buffers exist before, so they do not count."""
     before, started = reset_peak(hidden.device.type), time.perf_counter()
     logprobs, _ = loss(hidden, weight, labels)
     logprobs.sum().backward()
-    return peak(hidden.device.type) - before, time.perf_counter() - started  # type: ignore[return-value]
+    return peak(hidden.device.type) - before, time.perf_counter() - started
 
 
 def main() -> None:
@@ -71,6 +89,9 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--kept", type=int, default=50)
+    names = ("whole", "blocks", "entropy", "kept", "both")
+    parser.add_argument("--variants", nargs="+", choices=names, default=["whole", "blocks"])
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
@@ -79,8 +100,10 @@ def main() -> None:
     weight = (torch.randn(args.vocab, args.hidden, device=device, dtype=dtype) / args.hidden**0.5).requires_grad_()
     labels = torch.randint(args.vocab, (args.tokens,), device=device)
     hidden.grad, weight.grad = torch.zeros_like(hidden), torch.zeros_like(weight)
-    variants: dict[str, Loss] = {"whole": whole, "blocks": blocks}
-    results: dict[str, list[tuple[float, int]]] = {name: [] for name in variants}
+    sets = sets_of(labels, args.vocab, args.kept)
+    known = {"entropy": variant(True, None), "kept": variant(False, sets), "both": variant(True, sets)}
+    variants: dict[str, Loss] = {name: {"whole": whole, "blocks": blocks, **known}[name] for name in args.variants}
+    results: dict[str, list[tuple[int, float]]] = {name: [] for name in variants}
     for repeat in range(args.repeats + 1):
         for name, loss in variants.items():
             result = once(loss, hidden, weight, labels)
@@ -90,9 +113,11 @@ def main() -> None:
     for name, rows in results.items():
         memory, seconds = (statistics.median(column) for column in zip(*rows, strict=True))
         print(f"{name:>7}: {seconds:8.3f} s  {memory / 2**20:9.0f} MiB extra")
-    ratios = [(b[1] / w[1], b[0] / w[0]) for w, b in zip(results["whole"], results["blocks"], strict=True)]
-    time_ratio, memory_ratio = (statistics.median(column) for column in zip(*ratios, strict=True))
-    print(f"blocks / whole: time {time_ratio:.3f}, extra memory {memory_ratio:.3f}")
+    first, *others = results
+    for name in others:
+        ratios = [(b[1] / w[1], b[0] / w[0]) for w, b in zip(results[first], results[name], strict=True)]
+        time_ratio, memory_ratio = (statistics.median(column) for column in zip(*ratios, strict=True))
+        print(f"{name} / {first}: time {time_ratio:.3f}, extra memory {memory_ratio:.3f}")
 
 
 if __name__ == "__main__":

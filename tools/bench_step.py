@@ -103,12 +103,11 @@ class Bench:
                 step.prepare(r, a) for r, a in zip(self.rollouts.mini_batches, self.rollouts.advantages, strict=True)
             ]
         with _timed(spent, "old_logprobs"):
-            for mini in minis:
+            for mini in step.old_pass_over(minis):
                 step.old_logprobs(mini)
-            step.tripwires.judge(minis)
         with _timed(spent, "train"):
-            for mini in minis:
-                step.update(mini)
+            for index, mini in enumerate(minis):
+                step.update(mini, following=minis[index + 1 :])
         if variant == "unhooked":
             self.policy.replay = RoutingReplay(self.policy.chunks)
         if keep:
@@ -140,7 +139,7 @@ class Bench:
         lines = [f"{'variant':>9} {columns}{'step ms':>12}{'step / none':>13}{'95 % interval':>18}"]
         for variant in VARIANTS:
             ratios = [a / b for a, b in zip(totals[variant], totals["none"], strict=True)]
-            low, high = _interval_of_median(ratios)
+            low, high = interval_of_median(ratios)
             medians = [statistics.median(self.seconds[variant, p]) * 1e3 for p in (*PHASES, *PARTS)]
             total = statistics.median(totals[variant]) * 1e3
             lines.append(
@@ -149,12 +148,12 @@ class Bench:
                 + f"{total:12.1f}{statistics.median(ratios):13.3f}{f'{low:.3f} to {high:.3f}':>18}"
             )
         ratios = [a / b for a, b in zip(totals["r3"], totals["unwatched"], strict=True)]
-        low, high = _interval_of_median(ratios)
+        low, high = interval_of_median(ratios)
         lines.append(f"tripwires: r3 / unwatched {statistics.median(ratios):.3f}, 95 % {low:.3f} to {high:.3f}")
         return "\n".join(lines)
 
 
-def _interval_of_median(values: Sequence[float], draws: int = 2000) -> tuple[float, float]:
+def interval_of_median(values: Sequence[float], draws: int = 2000) -> tuple[float, float]:
     """95 % of the medians of samples drawn from the sample, with replacement."""
     rng = random.Random(0)
     medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(draws))

@@ -40,9 +40,12 @@ TIMEOUT_S = 60
 _OBJECTIVES = "objectives_boundaries objectives exact_gradient"
 SCORED = {
     "objectives/weights": f"{_OBJECTIVES} sequence_ratios",
-    "objectives/loss": f"{_OBJECTIVES} sequence_ratios step_advantages table",
+    "objectives/loss": f"{_OBJECTIVES} sequence_ratios table",
+    "objectives/responses": "responses step_advantages kl_grpo table functions objectives_boundaries",
     "objectives/columns": f"{_OBJECTIVES} functions",
-    "advantages": "advantages step_advantages credit_assignment",
+    "advantages/groups": "advantages step_advantages credit_assignment",
+    "advantages/weighted": "weighted_advantages responses",
+    "advantages/tokens": "advantages",
     "ratios": f"ratios sequence_ratios {_OBJECTIVES} advantages",
     "packing": "packing turns",
     "sampling/collector": "collector pools subsampling credit_assignment",

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from megarl.core.choices import parts
 from megarl.core.choices.family import family_warning
-from megarl.core.choices.parts import Objective
+from megarl.core.choices.parts import Factor, Gate, Mask, Objective, Penalty
+from megarl.core.choices.records import options_of
 from megarl.core.choices.table import TABLE
 
 TARGET = Path(__file__).parent.parent / "docs" / "objectives.md"
@@ -24,26 +25,41 @@ INTRODUCTION = r"""# Objectives
 
 Every algorithm here has the same gradient,
 
-$$\nabla J = \frac1D \sum_t M_t\, W_t\, A_t\, \nabla\log\pi_\theta(y_t),$$
+$$\nabla J = \frac1D \sum_t \Big[\prod_k M_k \prod_f F_f\; S_t\, A_t - \sum_j P_j\Big]\, \nabla\log\pi_\theta(y_t),$$
 
-with an advantage $A$, an importance weight $W$ and a trust mask $M$ (both without gradient), and a denominator $D$
-that is global over micro-batches and data-parallel ranks. Choose a row by name and change parts of it in the
-configuration:
+with masks $M$ (0 or 1), factors $F$ whose product is the importance weight, a gate $S$, an advantage $A$, derivatives
+$P$ of KL penalties, and a denominator $D$ that is global over micro-batches and data-parallel ranks. None of them
+carries a gradient. The one second stream is the entropy's: `entropy_coef` times the gradient of each token's entropy.
+Choose a row by name and change parts of it in the configuration:
 
 ```toml
 [train]
 objective = "dapo"
-objective_overrides = { cap = 2.0, gap = "old_mu", gap_high = 2.0 }   # "off" stands for none
+
+[train.objective_overrides]
+masks.0.high = 1.25                                    # one value of the first mask
+masks.1 = { policies = "old_mu", low = 0.5, high = 5 } # one mask more
+factors = [{ policies = "theta_old" }, { policies = "old_mu", high = 2.0 }]
+penalties = [{ estimator = "k3", coef = 0.001 }]
 ```
 
+The text `"off"` stands for none. In Python: `dataclasses.replace(OBJECTIVES["dapo"], masks=(Mask.ppo(0.8, 1.25),))`.
+
 There are three policies: $\theta$ (being trained), old (the training engine before the update) and $\mu$ (the engine
-that sampled). $w_t = \pi_\theta/\mu$, $r_t = \pi_\theta/\pi_{old}$ for one token; $\rho_t = \prod_{k\le t} r_k$ for
-its whole past; $\tilde r_t = (\prod_{k\ge t} r_k)^{1/(\lvert y\rvert-t+1)}$ for the rest of the response from it on;
-$s = (\prod_k r_k)^{1/\lvert y\rvert}$ for the response. $M^{[a,b]}$ drops a token if $A>0$ and its
-ratio is above $b$, or if $A<0$ and its ratio is below $a$. $M_{>c}$ drops a token if $A<0$ and its ratio is above
-$c$. $t$ and $\lvert y\rvert$ count generated tokens; sums leave out prompts, tool output and padding. $R$ is the
-reward; $\bar R$ and $\sigma$ are its mean and standard deviation over the group of $G$ responses. $N$ is the number
-of responses that are not empty.
+that sampled). For one token, $w_t = \pi_\theta/\mu$, $r_t = \pi_\theta/\pi_{old}$ and $g_t = \pi_{old}/\mu$.
+$\rho_t = \prod_{k\le t} r_k$ is of its whole past, $\tilde r_t = (\prod_{k\ge t} r_k)^{1/(\lvert y\rvert-t+1)}$ of the
+rest of the response from it on. $\bar r$, $\bar w$, $\bar g$ are geometric means over the response, $\Pi w$, $\Pi g$
+products. Sums leave out prompts, tool output and padding; $t$ and $\lvert y\rvert$ count generated tokens.
+
+- $M^{[a,b]}(x)$, "outward", is PPO's mask: it drops a token if $A>0$ and $x>b$, or if $A<0$ and $x<a$.
+- $M^{\le d}_D(x)$ is the same with a divergence: it drops a token whose update leads further away from $x=1$ and whose
+  divergence $D$ is above $d$. TV is the size of the difference of the token's two probabilities; KL takes the token
+  against all others, $\mu$ first.
+- $M_-[\dots]$ drops tokens with $A<0$ that are not inside, $1[\dots]$ all that are not.
+- Masked tokens keep their place in $D$, unless the row says otherwise.
+
+$R$ is the reward; $\bar R$ and $\sigma$ are its mean and standard deviation over the group of $G$ responses. $N$ is the
+number of responses that are not empty, $L$ the constant `norm_length`.
 """
 
 OWN = r"""## Your own
@@ -54,13 +70,13 @@ OWN = r"""## Your own
 
 ```python
 from dataclasses import replace
-from megarl.core.objectives import OBJECTIVES
+from megarl.core.objectives import OBJECTIVES, Factor, Mask
 
-mine = replace(OBJECTIVES["grpo"], cap=2.0, eps_high=0.28)
+mine = replace(OBJECTIVES["grpo"], masks=(Mask.ppo(high=1.28),), factors=(Factor("theta_old", high=2.0),))
 ```
 
 **A function** of the batch's columns (`megarl.core.objectives.TokenColumns`), for what no combination gives. It
-returns $M_t W_t A_t$ for every token:
+returns $M_t F_t A_t$ for every token:
 
 ```python
 def mine(columns):
@@ -75,22 +91,24 @@ Everything that the function does not compute is set by `objective_overrides`:
 - `advantage`, `selection`, `std_ddof`, `std_eps`: what `columns.advantages` are (default: reward minus the group's
   mean) and which responses train;
 - `aggregation`, `norm_length`: the denominator $D$ (default `seq-mean-token-sum`);
-- `kl`, `kl_coef`, `kl_horizon`, `kl_at`: a KL to the reference policy. Only then `columns.ref_logprobs` is there.
+- `penalties`, and `kl_coef`, `kl_horizon`, `kl_at` of the advantage "token_level_kl": a KL to the reference policy.
+  Only then `columns.ref_logprobs` is there;
+- `entropy_coef`.
 
 The function always gets whole sequences, those of one micro-batch. To log metrics, return `Coefficients(values,
 metrics)`, where the metrics are `megarl.core.metrics.Stat`.
 
-**A part**: the weight function, the advantage or the mask of any row, each a function named in `objective_overrides`
-(or given to `dataclasses.replace`):
+**A part**: the advantage, a mask, or the function of a factor of any row, each named in `objective_overrides` (or given
+to `dataclasses.replace`):
 
 ```toml
 [train]
 objective = "grpo"
 
 [train.objective_overrides]
-weight_fn = "my_parts:damped"
+factors.0.fn = "my_parts:damped"
 advantage = "my_parts:over_median"
-mask = "my_parts:engines_agree"
+masks = ["my_parts:engines_agree"]
 ```
 
 ```python
@@ -99,7 +117,7 @@ import torch
 
 
 def damped(ratios):
-    # The ratios rho that `weight` and `ratio` choose, float [T] (1 on tokens without loss) -> f(rho), float [T].
+    # The ratios rho of the factor's policies and scope, float [T] (1 on tokens without loss) -> f(rho), float [T].
     return ratios.sqrt().clamp(max=2.0)
 
 
@@ -110,20 +128,19 @@ def over_median(rewards, groups):
 
 
 def engines_agree(columns):
-    # True where a token may train, bool [T]: in place of the window of PPO.
+    # True where a token may train, bool [T]: here in the place of PPO's mask.
     return (columns.old_logprobs - columns.rollout_logprobs).abs() < 0.5
 ```
 
 - The mask gets the columns (`TokenColumns`) of one micro-batch. Their `loss_mask` leaves out tokens that no objective
-  could train. A token that the mask drops keeps its place in the denominator. `clip/own` is the share of these tokens;
-  `dual_clip` and `gap` drop more.
+  could train. A token that the mask drops keeps its place in the denominator. `clip/own` is the share of these tokens.
 - Advantages are computed on the CPU, on every rank, from all responses that were selected. With adaptive sampling,
   also set `sampling.advantages = "objective"`: else `[credit]` computes them, and megarl refuses the function.
 - Nothing here carries a gradient. All functions must be deterministic. They get copies.
 - Each is called once on a tiny batch on the run's device before the run begins, and checked in every step. An
   exception, a wrong shape, kind or device, and a value that is not finite on a token that trains end the run with an
   error that names the function and what was expected.
-- Whether a weight function of yours lies in the family $\min(\rho, 1) \le f(\rho) \le \max(\rho, 1)$ is not checked:
+- Whether a function of a factor lies in the family $\min(\rho, 1) \le f(\rho) \le \max(\rho, 1)$ is not checked:
   `megarl.core.choices.family.in_family` does, for a function of numbers.
 
 [sampling.md](sampling.md#a-rule-of-your-own) shows a sampling rule of your own.
@@ -132,11 +149,11 @@ def engines_agree(columns):
 NOTES = r"""## What the sources get wrong, or leave open
 
 - **minirl**: the paper's text says "group-normalized". Its formula only subtracts the mean, and so does this row. The
-  cap applies to $\pi_\theta/\mu$. Other systems cap $\pi_{old}/\mu$ (often at 2) and multiply by $r$: set `tis_on =
-  "old_mu"`.
+  cap applies to $\pi_\theta/\mu$. Other systems cap $\pi_{old}/\mu$ (often at 2) and multiply by $r$: that is
+  two factors, `theta_old` and `old_mu` with `high = 2`.
 - **Token weights are first order.** $\sum_t w_t A\,\nabla\log\pi$ is the first-order expansion of the sequence
   objective around $\theta = \mu$. It is wrong that "token-level importance sampling is exact for GRPO". The exact
-  weight of a token needs its whole past (`ratio = "prefix"`), and the variance of that grows as $e^{t\sigma^2}$
+  weight of a token needs its whole past (`scope = "prefix"`), and the variance of that grows as $e^{t\sigma^2}$
   (`tools/variance_law.py`).
 - **grpo**: dividing by the standard deviation makes the objective $2\arcsin\sqrt p$ per prompt instead of the pass
   rate $p$. Other systems compute `std_ddof = 1`; the theory means 0.
@@ -148,13 +165,23 @@ NOTES = r"""## What the sources get wrong, or leave open
   This row accepts only correct responses (`reward.threshold`).
 - **Log-probabilities above 0** on a loss token (beyond rounding, 1e-3) are refused in every column. They are
   most likely raw logits.
+- **dppo**: DPPO's weight and mask are of $\theta/\mu$, so that no old-log-prob pass is needed
+  (`train.old_logprobs = "rollout"`). Other implementations take their own old policy for $\mu$ unless told otherwise.
+- **drpo**: because $\lvert\pi_\theta-\mu\rvert\le1$, a delta of 12.5 leaves nothing of the trust region.
+- **unbiased**: the gradient of $u\,k_3$ with $u$ differentiated is exactly $u\,d$, $d=\log\pi_\theta/\pi_{ref}$. With
+  $u$ taken as a constant it would be $u(1-e^{-d})$, which is another.
+- **Clamps of a penalty** (`max`) cut its gradient where the estimate is large, which is where it is needed. None by
+  default.
+- **reinforce_rej**: its released verifier returns 0 and 1, so the raw reward trains only the correct responses of mixed
+  groups. Its paper subtracts nothing from rewards of +1 and -1: `reinforce_rej_signed`.
+- **seq-mean-token-sum-norm** divides by $N$ and $L$.
 - **cispo**: the runs without clipping that are cited against CISPO used a cap of 5 instead of its bounds. They do not
   test it.
 - **ctpo**: the printed formula, differentiated literally, gives a token the gradient of all later ratios
   (`prefix_grad = true`); the released code and the theory treat the ratio as a weight (`false`). The released
-  configuration has `window_power` 0 by default and its script sets 0.5. The $\sqrt t$ window assumes independent
-  log-ratios; correlated ones spread faster, so watch `clip/prefix_variance_rate`. Because `dual_clip` equals
-  `eps_high`, negative tokens above the window lose their gradient too.
+  configuration has a growth of 0 by default and its script sets 0.5. The $\sqrt t$ window assumes independent
+  log-ratios; correlated ones spread faster, so watch `clip/prefix_variance_rate`. Because the second mask has
+  the upper bound of the first, negative tokens above the window lose their gradient too.
 - **Extreme ratios**: the released gspo and ctpo clamp the log-ratio at 10, so the gradient is 0 beyond. Here the
   weight stays at $e^{10}$, and the mask uses the unbounded ratio.
 - **kl_grpo** weights a token by the geometric mean of the ratios from it on, because its advantage is of the rest of
@@ -166,20 +193,20 @@ NOTES = r"""## What the sources get wrong, or leave open
   sampled. With a constant `kl_horizon`, the policy gradient is exact before the standardisation. In both cases,
   adding the KL before standardising changes the objective. The KL is that of the policy before the step
   (`kl/ref`). With `kl_at = "theta"`, each update takes it, and the advantages of its groups, at the current policy
-  (`kl/current`, of the updates after the first), for one more forward pass each. A penalty `kl` is always of the
+  (`kl/current`, of the updates after the first), for one more forward pass each. A penalty is always of the
   current policy.
-- **kl = "k1"** as a penalty has a gradient with expectation 0 under $\theta$: it adds noise and regularises nothing.
+- **k1** as a penalty has a gradient with expectation 0 under $\theta$: it adds noise and regularises nothing.
   On samples of $\theta$, given the tokens before, the gradient of k2 is that of $KL[\theta\Vert ref]$, and the
   gradient of k3 is that of $KL[ref\Vert\theta]$.
 - **Weight functions**: two common claims are false. "Importance weighting always raises the variance of the update":
   weights can shrink large advantages. "$\rho^q$ has less variance than $\rho$": this needs $E[\rho] = 1$.
 - **adaptive_power** has one q per optimizer step, over all its micro-batches and ranks. If the weights have changed
   since the old-log-prob pass, finding q costs one more forward pass before the update.
-- **kl and kl_grpo** need a reference policy: a second, frozen copy of the model with the weights of
-  `model.reference`. The default is the weights that training started from, also in a resumed run. The reference
-  routes by itself, so that its KL to equal weights is not 0 where the policy replays: it holds the difference of the
-  routes. With `train.replay_reference = true` it replays the policy's routes (R2 or R3), and this KL is exactly 0.
-  Tokens without a recorded route are routed natively in both.
+- **Penalties to the reference, and kl_grpo,** need a reference policy: a second, frozen copy of the model with the
+  weights of `model.reference`. The default is the weights that training started from, also in a resumed run. The
+  reference routes by itself, so that its KL to equal weights is not 0 where the policy replays: it holds the
+  difference of the routes. With `train.replay_reference = true` it replays the policy's routes (R2 or R3), and this
+  KL is exactly 0. Tokens without a recorded route are routed natively in both.
 """
 
 
@@ -190,54 +217,99 @@ def number(value: float) -> str:
     return rf"{mantissa}\cdot10^{{{int(exponent)}}}" if e else text
 
 
-def advantage(o: Objective) -> str:
-    return {
-        "group_mean": r"(R-\bar R)",
-        "grpo": r"\tfrac{R-\bar R}{\sigma}",
-        "rloo": r"\tfrac{G}{G-1}(R-\bar R)",
-        "raft": r"1[\text{correct}]",
-        "token_level_kl": r"\tfrac{R_t-\bar R_t}{\sigma_t}"
-        r"\big|_{R_t=R-\frac{\beta}{H}\sum_{k\ge t}\log\frac{\pi_\theta}{\pi_{ref}}}",
-    }[o.advantage]
+ADVANTAGES = {
+    "group_mean": r"(R-\bar R)",
+    "grpo": r"\tfrac{R-\bar R}{\sigma}",
+    "rloo": r"\tfrac{G}{G-1}(R-\bar R)",
+    "raft": r"1[\text{correct}]",
+    "raw": "R",
+    "raw_mixed": r"R\,1[\sigma>0]",
+    "signed": r"(2\cdot1[\text{correct}]-1)",
+    "positive_part": r"\max(R,0)",
+    "opo": r"\big(R-\tfrac{\sum_j\lvert y_j\rvert R_j}{\sum_j\lvert y_j\rvert}\big)",
+    "reinforce_pp": r"\mathrm{whiten}(R)",
+    "reinforce_pp_baseline": r"\mathrm{whiten}(R-\bar R)",
+    "gdpo": r"\mathrm{whiten}\big(\sum_k w_k\tfrac{R_k-\bar R_k}{\sigma_k}\big)",
+    "token_level_kl": r"\tfrac{R_t-\bar R_t}{\sigma_t}"
+    r"\big|_{R_t=R-\frac{\beta}{H}\sum_{k\ge t}\log\frac{\pi_\theta}{\pi_{ref}}}",
+}
+"""One formula per advantage of a response, and of token_level_kl."""
+BASES = {"theta_mu": "w", "theta_old": "r", "old_mu": "g"}
+SCOPES = {
+    "token": "{}_t",
+    "prefix": r"\rho_t",
+    "future_mean": r"\tilde {}_t",
+    "future_sum": r"\Pi_{{k\ge t}}{}",
+    "sequence_mean": r"\bar {}",
+    "sequence_sum": r"\Pi {}",
+}
 
 
-def ratio(policies: str, kind: str) -> str:
-    base = {"theta_mu": "w", "theta_old": "r", "old_mu": "g"}[policies]
-    if base == "r" and kind in ("token", "prefix", "future_mean", "sequence_mean"):
-        return {"token": "r_t", "prefix": r"\rho_t", "future_mean": r"\tilde r_t", "sequence_mean": "s"}[kind]
-    return f"{base}_t" if kind == "token" else rf"{base}^{{\mathrm{{{kind.replace('_', ' ')}}}}}"
+def ratio(policies: str, scope: str) -> str:
+    base = BASES[policies]
+    return rf"\rho^{base}_t" if scope == "prefix" and base != "r" else SCOPES[scope].format(base)
 
 
-def weight(o: Objective) -> str:
-    if o.weight == "none":
-        return ""
-    rho = ratio(o.weight, o.ratio)
-    low, high = 1 - o.eps_low, number(1 + o.eps_high)
+def factor(f: Factor) -> str:
+    rho = ratio(f.policies, f.scope)
+    if f.token_clip is not None:
+        rho = rf"{rho}\big|_{{\lvert\ln {BASES[f.policies]}_t\rvert\le{number(f.token_clip)}}}"
     text = {
         "identity": rho,
-        "power": f"{rho}^{{{number(o.power)}}}",
-        "adaptive_power": rf"{rho}^{{q}}\big|_{{\mathrm{{ESS}}({rho}^q)\ge{number(o.ess_target)}}}",
-        "upper_clip": rf"\min({rho},{high})",
-        "clip": rf"\mathrm{{clip}}({rho},{number(low)},{high})" if low > 0 else rf"\min({rho},{high})",
-    }[o.weight_fn]
-    return text if o.cap is None else rf"\min({text},{number(o.cap)})"
+        "power": f"{rho}^{{{number(f.power)}}}",
+        "adaptive_power": rf"{rho}^{{q}}\big|_{{\mathrm{{ESS}}({rho}^q)\ge{number(f.ess_target)}}}",
+        "vespo": rf"({rho})^ke^{{\lambda(1-{rho})}}",
+    }[str(f.fn)]
+    if f.low is not None and f.high is not None:
+        text = rf"\mathrm{{clip}}({text},{number(f.low)},{number(f.high)})"
+    elif f.high is not None:
+        text = rf"\min({text},{number(f.high)})"
+    elif f.low is not None:
+        text = rf"\max({text},{number(f.low)})"
+    text = text if not f.batch_normalize else rf"\tfrac{{{text}}}{{\text{{mean}}}}"
+    return text if f.sign == "both" else rf"{text}^{{[A{'<' if f.sign == 'negative' else '>'}0]}}"
 
 
-def mask(o: Objective) -> str:
-    if o.mask == "none" and o.dual_clip is None:
-        return ""
-    if o.window == "log":
-        width = {0.0: "", 0.5: r"\sqrt t", 1.0: "t"}.get(o.window_power, f"t^{{{number(o.window_power)}}}")
-        low, high = rf"e^{{-{number(o.eps_low)}{width}}}", rf"e^{{{number(o.eps_high)}{width}}}"
-        dual = "" if o.dual_clip is None else rf"e^{{{number(o.dual_clip)}{width}}}"
+def mask(m: Mask) -> str:
+    rho = ratio(m.policies, "sequence_sum" if m.scope == "sequence_max" else m.scope)
+    width = {0.0: "", 0.5: r"\sqrt t", 1.0: "t"}.get(m.growth, f"t^{{{number(m.growth)}}}")
+    bounds = [None if bound is None else bound_text(m, bound, width) for bound in (m.low, m.high)]
+    if m.statistic in ("ratio", "log_ratio") and m.sign == "outward":
+        shown = [bound or (r"0", r"\infty")[index] for index, bound in enumerate(bounds)]
+        return rf"M^{{[{shown[0]},\,{shown[1]}]}}({rho})"
+    if m.sign == "outward":
+        name = m.statistic.removeprefix("topk_").upper().replace("_", " ")
+        top = r",K" if m.statistic.startswith("topk") else ""
+        return rf"M^{{\le{bounds[1]}}}_{{\mathrm{{{name}}}{top}}}({rho})"
+    sign = "<" if m.strict else r"\le "
+    if m.statistic == "difference":
+        middle = r"\pi_\theta-\mu" if m.policies == "theta_mu" else r"\pi_\theta-\pi_{old}"
     else:
-        # The window of gspo is so narrow that 1 - eps is harder to read than eps.
-        narrow = o.eps_high < 0.01
-        low = rf"1-{number(o.eps_low)}" if narrow else number(1 - o.eps_low)
-        high = rf"1+{number(o.eps_high)}" if narrow else number(1 + o.eps_high)
-        dual = "" if o.dual_clip is None else number(o.dual_clip)
-    symbol = f"M^{{[{low},\\,{high}]}}" if o.mask == "ppo" else "M"
-    return symbol + (f"_{{>{dual}}}" if dual else "") + f"({ratio('theta_old', o.trust_ratio)})"
+        name = {"kl_sym": r"\mathrm{KL}_{\max}", "tv": r"\mathrm{TV}", "kl": r"\mathrm{KL}"}.get(m.statistic)
+        middle = rho if name is None else f"{name}({rho})"
+    text = (f"{bounds[0]}{sign}" if bounds[0] else "") + middle + (f"{sign}{bounds[1]}" if bounds[1] else "")
+    return (r"M_-" if m.sign == "negative" else "1") + f"[{text}]"
+
+
+def bound_text(m: Mask, bound: float, width: str) -> str:
+    if m.statistic == "log_ratio":
+        return rf"e^{{{number(bound)}{width}}}"
+    # The window of gspo is so narrow that 1 - eps is harder to read than eps.
+    if m.statistic == "ratio" and 0 < abs(bound - 1) < 0.0006:
+        return f"1{'+' if bound > 1 else '-'}{number(round(abs(bound - 1), 9))}"
+    return number(bound)
+
+
+def gate(o: Objective) -> str:
+    if o.gate is None:
+        return ""
+    one, other = number(o.gate.positive), number(o.gate.negative)
+    return {
+        "drpo": rf"\big(1-\mathrm{{sgn}}(A)\tfrac{{\pi_\theta-\mu}}{{{one}}}\big)",
+        "sapo": rf"4p(1-p)\big|_{{p=\sigma(\tau(r_t-1)),\,\tau={one}\,(A>0),\,{other}}}",
+        "ce_gppo": rf"\beta\tfrac{{\mathrm{{clip}}(r_t,1\pm{number(o.gate.eps)})}}{{r_t}}"
+        rf"\big|_{{\beta={one}\,(A>0),\,{other}\,(A<0)\text{{ outside}}}}",
+    }[o.gate.kind]
 
 
 def formula(o: Objective) -> str:
@@ -246,25 +318,37 @@ def formula(o: Objective) -> str:
         "token-mean": r"\tfrac{1}{\sum_i\lvert y_i\rvert}\sum_{i,t}",
         "seq-mean-token-sum": r"\tfrac1N\sum_{i,t}",
         "seq-mean-token-mean": r"\tfrac1N\sum_i\tfrac1{\lvert y_i\rvert}\sum_t",
-        "seq-mean-token-sum-norm": r"\tfrac1L\sum_{i,t}",
+        "seq-mean-token-sum-norm": r"\tfrac1{NL}\sum_{i,t}",
     }[o.aggregation]
-    factors = [factor for factor in (mask(o), weight(o), advantage(o)) if factor]
-    return rf"${sums} " + r"\,".join(factors) + r"\,\nabla\log\pi_\theta$"
+    parts_of_row = [mask(each) for each in o.records] + [factor(each) for each in o.factors] + [gate(o)]
+    factors = [text for text in (*parts_of_row, ADVANTAGES[str(o.advantage)]) if text]
+    leaves = r"\ \text{(masked tokens leave }D\text{)}" if o.leaves else ""
+    penalties = "".join(rf"-\beta\,{PENALTIES[each.estimator]}" for each in o.penalties)
+    inner = r"\,".join(factors)
+    inner = rf"\big[{inner}{penalties}\big]" if penalties else inner
+    return rf"${sums} " + inner + rf"\,\nabla\log\pi_\theta{leaves}$"
 
 
-def settings(o: Objective) -> str:
-    """The parts of a row that the record does not have by default."""
-    found = [
-        f"{field.name} = {toml(getattr(o, field.name))}"
-        for field in dataclasses.fields(o)
-        if getattr(o, field.name) != field.default
-    ]
-    return "`" + "`, `".join(found) + "`"
+PENALTIES = {"k1": "1", "k2": "d_t", "k3": "(1-e^{-d_t})", "unbiased": r"r_t\ln\tfrac{\pi_\theta}{\pi_{ref}}"}
+
+
+def settings(record: object) -> str:
+    """The parts of a record that it does not have by default, as TOML."""
+    found = []
+    for field in dataclasses.fields(record):  # type: ignore[arg-type]
+        value = getattr(record, field.name)
+        if value != field.default:
+            found.append(f"{field.name} = {toml(value)}")
+    return ", ".join(found)
 
 
 def toml(value: object) -> str:
-    if value is None:
+    if value is None or value == ():
         return '"off"'
+    if isinstance(value, tuple):
+        return "[" + ", ".join(toml(each) for each in value) + "]"
+    if dataclasses.is_dataclass(value):
+        return "{ " + settings(value) + " }"
     return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else f"{value}"
 
 
@@ -272,24 +356,21 @@ def rows() -> str:
     lines = ["## The table", "", "| name | gradient |", "|---|---|"]
     lines += [f"| [{name}](#{name}) | {formula(row.objective)} |" for name, row in TABLE.items()]
     for name, row in TABLE.items():
-        lines += [
-            "",
-            f"### {name}",
-            "",
-            row.use,
-            "",
-            f"- Source: {row.source}.",
-            f"- Parts: {settings(row.objective)}.",
-        ]
+        lines += ["", f"### {name}", "", f"{row.use} Source: {row.source}.", "", "```toml"]
+        for field in dataclasses.fields(row.objective):
+            value = getattr(row.objective, field.name)
+            if value != field.default:
+                lines.append(f"{field.name} = {toml(value)}")
+        lines.append("```")
         if warning := family_warning(row.objective):
-            lines += [f"- Note: {warning.removeprefix('objective: ')}."]
+            lines += ["", f"Note: {warning.removeprefix('objective: ')}."]
     return "\n".join(lines) + "\n"
 
 
-def field_descriptions() -> dict[str, str]:
-    """The docstring under each field of Objective."""
+def field_descriptions(kind: type) -> dict[str, str]:
+    """The docstring under each field of a record."""
     tree = ast.parse(inspect.getsource(parts))
-    record = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Objective")
+    record = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind.__name__)
     found = {}
     for field, text in zip(record.body, record.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
@@ -299,24 +380,33 @@ def field_descriptions() -> dict[str, str]:
 
 
 def all_parts() -> str:
-    described = field_descriptions()
     lines = [
         "## Every part",
         "",
         "Any combination of these values is valid unless megarl refuses it with a reason.",
         "",
     ]
-    lines += ["| part | default | meaning |", "|---|---|---|"]
-    for field in dataclasses.fields(Objective):
-        default = "" if field.default is dataclasses.MISSING else f"`{toml(field.default)}`"
-        named = str(field.type).removesuffix(" | Callable")
-        options = " ".join(f'`"{x}"`' for x in parts.__dict__[named].__args__) if named in parts.__dict__ else ""
-        meaning = " ".join(x for x in (described[field.name].replace("|", r"\|"), options) if x)
-        lines.append(f"| `{field.name}` | {default} | {meaning} |")
-    return "\n".join(lines) + "\n"
+    lines += ["### Advantages", "", *(f"- `{name}`: ${text}$" for name, text in ADVANTAGES.items()), ""]
+    lines += [
+        "$\\mathrm{whiten}(x)=(x-m)/\\sqrt{v+10^{-8}}$ with mean $m$ and variance $v$ (ddof 1) over all",
+        "loss tokens of the step.",
+        "",
+    ]
+    for kind in (Objective, Mask, Factor, Gate, Penalty):
+        described = field_descriptions(kind)
+        lines += [f"### {kind.__name__}", "", *inspect.cleandoc(str(kind.__doc__)).replace("``", "`").splitlines(), ""]
+        lines += ["| part | default | meaning |", "|---|---|---|"]
+        for field in dataclasses.fields(kind):
+            default = "" if field.default is dataclasses.MISSING else f"`{toml(field.default)}`"
+            named = [f'`"{x}"`' for x in options_of(kind)[field.name] if isinstance(x, str)]
+            meaning = " ".join([described[field.name].replace("|", r"\|"), *named])
+            lines.append(f"| `{field.name}` | {default} | {meaning} |")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def document() -> str:
+    """The whole page."""
     return "\n".join([INTRODUCTION, rows(), OWN, all_parts(), NOTES])
 
 

@@ -70,6 +70,9 @@ class EngineKind:
     """Can round activations and cache too: rollout.fp8_activations, rollout.fp8_kv_cache."""
     nucleus: bool = False
     """Returns log-probabilities of the nucleus that it samples from; rollout.top_p below 1 needs them."""
+    kept_sets: bool = False
+    """Returns the ids of each token's nucleus if ``SamplingParams.max_kept_ids`` is set; rollout.keep_sampling_mask
+    with top_p below 1 needs them."""
     server: bool = False
     """Samples in servers, which can work while the trainer trains. The [sglang] table describes them."""
     resumable: bool = False
@@ -85,9 +88,12 @@ ENGINES: Mapping[str, EngineKind] = MappingProxyType(
     {
         "local": EngineKind(
             "megarl.train.engines:make_local_engine",
-            **dict.fromkeys(("routes", "fp8", "fp8_arithmetic", "nucleus", "resumable"), True),
+            **dict.fromkeys(("routes", "fp8", "fp8_arithmetic", "nucleus", "kept_sets", "resumable"), True),
         ),
-        "sglang": EngineKind("megarl.train.engines:make_sglang_engine", routes=True, fp8=True, server=True),
+        "sglang": EngineKind(
+            "megarl.train.engines:make_sglang_engine",
+            **dict.fromkeys(("routes", "fp8", "nucleus", "kept_sets", "server"), True),
+        ),
     }
 )
 """The engines that megarl brings."""

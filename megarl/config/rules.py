@@ -10,14 +10,19 @@ from megarl.core.choices.parts import TOKEN_ADVANTAGES
 from megarl.core.megatron_facts import replay_blockers
 from megarl.errors import ConfigError
 
+_CREDITED = ("group_mean", "grpo", "rloo", "raft")
+"""Advantages in whose place [credit] may stand: rewards less the group's mean, in some scale; and "raft", whose rewards
+then get a baseline."""
+
 
 def check(tables: Tables) -> None:
     """Raise ConfigError for the first rule that the tables break."""
     _check_sizes(tables)
     _check_sampling(tables)
-    _check_token_advantages(tables)
+    _check_advantages(tables)
     _check_megatron(tables)
     _check_replay(tables)
+    _check_old_logprobs(tables)
     _check_engine(tables)
     if (tables.reward.function == "reward_model") != bool(tables.reward_model.urls):
         raise ConfigError(
@@ -45,19 +50,32 @@ def _check_evaluation(tables: Tables) -> None:
 
 def find_warnings(tables: Tables) -> tuple[str, ...]:
     """One sentence for each setting that is allowed but biases the gradient, or hides that something does."""
-    top_p = tables.rollout.top_p
-    nucleus = (
-        f"rollout.top_p: found {top_p:g}: tokens outside of the nucleus are never sampled, so their part of the "
-        f"gradient is missing; pi / mu of a sampled token is the mass of its nucleus ({top_p:g} to 1), so products "
-        "over long responses shrink, and rollout/k1 and k3 grow; only 1 is unbiased"
-        if top_p < 1
-        else None
-    )
+    top_p, nucleus = tables.rollout.top_p, None
+    if tables.rollout.keeps_sets:
+        nucleus = (
+            f"rollout.top_p: found {top_p:g}: training optimises the policy within the recorded nuclei; what lies "
+            "outside of them is never sampled and gets no gradient; evaluate with the same top_p, or set it to 1"
+        )
+    elif top_p < 1:
+        nucleus = (
+            f"rollout.top_p: found {top_p:g} with rollout.keep_sampling_mask = false: tokens outside of the nucleus "
+            "are never sampled, so their part of the gradient is missing; pi / mu of a sampled token is the mass of "
+            f"its nucleus ({top_p:g} to 1), so products over long responses shrink, and rollout/k1 and k3 grow; only "
+            "1 is unbiased"
+        )
     off = " and ".join(
         f"train.{name}" for name in ("max_k3", "max_native_flip") if getattr(tables.train, name) == "off"
     )
     blind = f'{off}: found "off": responses on which the engines disagree are trained unseen' if off else None
-    return tuple(filter(None, (family_warning(tables.train.resolved_objective), nucleus, blind)))
+    parts = tables.train.mini_batches
+    unwatched = (
+        f'train.old_logprobs: found "rollout" with train.mini_batches = {parts}: tripwires and '
+        "train.min_route_agreement look at the first mini-batch of a step, whose update finds the weights unmoved; the "
+        f"responses of the other {parts - 1} are trained unseen"
+        if tables.train.old_logprobs == "rollout" and parts > 1
+        else None
+    )
+    return tuple(filter(None, (family_warning(tables.train.resolved_objective), nucleus, blind, unwatched)))
 
 
 def _check_sizes(tables: Tables) -> None:
@@ -114,8 +132,19 @@ def _check_sampling(tables: Tables) -> None:
         )
 
 
-def _check_token_advantages(tables: Tables) -> None:
+def _check_advantages(tables: Tables) -> None:
     objective, sampling = tables.train.resolved_objective, tables.sampling
+    name = objective.advantage
+    if name == "gdpo" and not tables.reward.weights:
+        raise ConfigError(
+            "reward.weights: found none with advantage 'gdpo', which standardises several rewards one by one; name "
+            "them with their weights, and have reward.function return a reward for each"
+        )
+    if sampling.uses_credit and isinstance(name, str) and name not in (*_CREDITED, *TOKEN_ADVANTAGES):
+        raise ConfigError(
+            f'sampling.advantages: found "credit" (the default with rule = "{sampling.rule}") with advantage {name!r}, '
+            'but [credit] subtracts the mean of the prompt\'s pool instead; set sampling.advantages = "objective"'
+        )
     by_token = objective.advantage in TOKEN_ADVANTAGES
     if tables.log.variance_every and by_token:
         raise ConfigError("log.variance_every: expected 0 with an objective whose advantages differ between tokens")
@@ -180,6 +209,36 @@ def _check_replay(tables: Tables) -> None:
         raise ConfigError(
             f'megatron.{blocker.setting}: found {found!r} with train.replay = "{replay}", which cannot hold: '
             f'{blocker.reason}; remove it or set train.replay = "none"'
+        )
+
+
+def _check_old_logprobs(tables: Tables) -> None:
+    """Refuse what needs a pass before the first update, or has nothing to do where old is mu."""
+    train, objective = tables.train, tables.train.resolved_objective
+    if train.old_logprobs == "recomputed":
+        return
+    found = 'train.old_logprobs: found "rollout" with '
+    if train.replay == "r2":
+        raise ConfigError(
+            f'{found}train.replay = "r2", which replays what the old-log-prob pass records, and there is none; set '
+            'train.replay = "r3" or "none", or train.old_logprobs = "recomputed"'
+        )
+    if objective.advantage == "token_level_kl":
+        raise ConfigError(
+            f'{found}the advantage "token_level_kl", which needs log-probabilities of the training engine before the '
+            'first update; set train.old_logprobs = "recomputed"'
+        )
+    if "old_mu" in objective.pairs:
+        raise ConfigError(
+            f'{found}objective "{train.objective}", of which a weight, factor or mask is of old/mu: old is mu, so this '
+            "ratio is 1 and there is nothing to correct; use theta/mu in its place, or set train.old_logprobs = "
+            '"recomputed"'
+        )
+    if tables.log.traces_every and train.mini_batches > 1:
+        raise ConfigError(
+            f"{found}log.traces_every = {tables.log.traces_every} and train.mini_batches = {train.mini_batches}: the "
+            "files are of the weights before the first update, with which only the first mini-batch is computed; set "
+            "log.traces_every = 0, or one mini-batch"
         )
 
 

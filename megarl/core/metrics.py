@@ -28,6 +28,8 @@ HISTOGRAM_EDGES = torch.cat([-_EDGES.flip(0), _EDGES])
 good to 7.5 % from 1e-4 to 20, and anything nearer to 0 counts as exactly 0."""
 SPREAD_EDGES = torch.logspace(-12, 12, 385, dtype=torch.float64)
 """Float64 [385], edges of the histogram of values from 0 up: good to 7.5 % from 1e-12, below which all counts as 0."""
+MOST_IN_HISTOGRAM = 1 << 16
+"""Larger batches put every second entry, every third and so on into a histogram, with as much weight."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,8 +54,7 @@ class Stat:
     @classmethod
     def mean(cls, values: Values, mask: Values | None = None) -> Stat:
         """Mean of the values over the mask."""
-        selected, count = _select(values, mask)
-        return cls("mean", torch.stack([selected.sum(), count]), _vector(device=selected.device))
+        return cls("mean", torch.stack(_sum(values, mask)), _vector(device=torch.as_tensor(values).device))
 
     @classmethod
     def exp_mean(cls, values: Values, mask: Values | None = None) -> Stat:
@@ -70,8 +71,8 @@ class Stat:
     def summary(cls, values: Tensor, mask: Tensor | None = None) -> Stat:
         """Mean, population standard deviation, minimum and maximum over the mask."""
         selected, count = _select(values, mask)
-        sums = torch.stack([count, selected.sum(), selected.square().sum()])
-        return cls("summary", sums, torch.stack([_largest(values, mask), _largest(-values, mask)]))
+        sums = torch.stack([count, selected.sum(), torch.dot(selected.flatten(), selected.flatten())])
+        return cls("summary", sums, torch.stack([_largest(values, mask), -_smallest(values, mask)]))
 
     @classmethod
     def ratio(cls, log_ratio: Tensor, mask: Tensor) -> Stat:
@@ -86,10 +87,12 @@ class Stat:
     @classmethod
     def _with_histogram(cls, kind: Kind, values: Tensor, sorted_by: Tensor, mask: Tensor, edges: Tensor) -> Stat:
         summary = cls.summary(values, mask)
+        stride = -(-values.numel() // MOST_IN_HISTOGRAM) or 1
         # Edges never change, so the host need not wait for their copy.
-        bins = torch.bucketize(sorted_by.detach().double(), edges.to(values.device, non_blocking=True))
+        bins = torch.bucketize(sorted_by.detach()[::stride].double(), edges.to(values.device, non_blocking=True))
         counts = torch.zeros(edges.numel() + 1, dtype=torch.float64, device=values.device)
-        return cls(kind, torch.cat([summary.sums, counts.index_add(0, bins, mask.double())]), summary.maxima)
+        counts.index_add_(0, bins, mask[::stride].double(), alpha=stride)
+        return cls(kind, torch.cat([summary.sums, counts]), summary.maxima)
 
     @classmethod
     def ess(cls, weights: Tensor, mask: Tensor | None = None) -> Stat:
@@ -168,12 +171,31 @@ def _select(values: Values, mask: Values | None) -> tuple[Tensor, Tensor]:
     return torch.where(chosen, wide, 0.0), chosen.sum().double()
 
 
+def _sum(values: Values, mask: Values | None) -> list[Tensor]:
+    """Return sum and number of the entries inside the mask, in float64."""
+    given = torch.as_tensor(values)
+    if given.dtype == torch.bool and mask is not None:
+        chosen = torch.as_tensor(mask)
+        return [(given & chosen).sum().double(), chosen.sum().double()]
+    selected, count = _select(values, mask)
+    return [selected.sum(), count]
+
+
 def _largest(values: Values, mask: Values | None) -> Tensor:
-    wide = _widen(values)
-    if mask is not None:
-        wide = torch.where(torch.as_tensor(mask), wide, -math.inf)
-    # The extra -inf makes the maximum of nothing -inf, which is what a later maximum needs.
-    return torch.cat([wide.flatten(), wide.new_full((1,), -math.inf)]).max()
+    """The largest entry in float64; -inf of nothing, which is what a later maximum needs."""
+    return _inside(values, mask, -math.inf).amax().double()
+
+
+def _smallest(values: Values, mask: Values | None) -> Tensor:
+    return _inside(values, mask, math.inf).amin().double()
+
+
+def _inside(values: Values, mask: Values | None, other: float) -> Tensor:
+    given = torch.as_tensor(values).detach()
+    given = given if given.is_floating_point() else given.double()
+    if not given.numel():
+        return given.new_full((1,), other)
+    return given if mask is None else torch.where(torch.as_tensor(mask), given, other)
 
 
 def _widen(values: Values) -> Tensor:

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from megarl.core.advantages import Values
+from megarl.core.kept import check_kept, pack_kept
 from megarl.core.ratios import LOGPROB_TOLERANCE, segment_expand, segment_lengths
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import NumericsError, RolloutError, TraceError
 
-TOKEN_COLUMNS = tuple(field.name for field in fields(TrainBatch) if field.name != "cu_seqlens")
+TOKEN_COLUMNS = tuple(
+    field.name for field in fields(TrainBatch) if field.name not in ("cu_seqlens", "kept_ids", "kept_offsets")
+)
 """The fields of TrainBatch with one entry per token."""
 
 
@@ -63,14 +66,15 @@ def pack(rollouts: Sequence[Rollout], advantages: Values | Sequence[np.ndarray])
 
     advantages: [N], one per sequence; or a list of N arrays, [T_n], one per token. Routes of 16 bits become int16,
     which torch can index on every device. Raises RolloutError or TraceError, naming group and sample, if a column does
-    not fit its tokens or only some rollouts carry routes; NumericsError if the log-probability of a loss token is NaN
-    or above 0, or an advantage is not finite.
+    not fit its tokens or only some rollouts carry routes or kept sets; NumericsError if the log-probability of a loss
+    token is NaN or above 0, or an advantage is not finite.
     """
     if not rollouts:
         raise ValueError("there are no rollouts to pack, expected at least one")
     for rollout in rollouts:
         _check_rollout(rollout)
     routed_experts, routed_mask = _pack_routes(rollouts)
+    kept_ids, kept_offsets = pack_kept(rollouts)
     return TrainBatch(
         tokens=_concatenate([r.tokens for r in rollouts], np.int64),
         cu_seqlens=torch.tensor([0, *(rollout.num_tokens for rollout in rollouts)]).cumsum(0),
@@ -80,6 +84,8 @@ def pack(rollouts: Sequence[Rollout], advantages: Values | Sequence[np.ndarray])
         routed_experts=routed_experts,
         routed_mask=routed_mask,
         weight_versions=_concatenate([r.weight_versions for r in rollouts], np.int32),
+        kept_ids=kept_ids,
+        kept_offsets=kept_offsets,
     )
 
 
@@ -115,13 +121,24 @@ def select(batch: TrainBatch, sequences: Sequence[int] | Tensor) -> TrainBatch:
     chosen = torch.as_tensor(sequences, dtype=torch.int64, device=batch.cu_seqlens.device).reshape(-1)
     if bool(((chosen < 0) | (chosen >= batch.num_sequences)).any()):
         raise IndexError(f"sequences {chosen.tolist()} of a batch of {batch.num_sequences}: expected 0..N-1")
-    lengths = segment_lengths(batch.cu_seqlens)[chosen]
-    cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    shift = segment_expand(batch.cu_seqlens[chosen] - cu_seqlens[:-1], cu_seqlens)
-    index = torch.arange(shift.numel(), device=shift.device) + shift
+    cu_seqlens, index = take_segments(batch.cu_seqlens, chosen)
     columns = {name: getattr(batch, name) for name in TOKEN_COLUMNS}
     taken = {name: column[index] for name, column in columns.items() if column is not None}
+    if batch.kept_ids is not None and batch.kept_offsets is not None:
+        taken["kept_offsets"], kept = take_segments(batch.kept_offsets, index)
+        taken["kept_ids"] = batch.kept_ids[kept]
     return replace(batch, cu_seqlens=cu_seqlens, **taken)
+
+
+def take_segments(bounds: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the bounds int64 [R+1] of the chosen segments back to back, and the index int64 of each of their entries.
+
+    bounds: integer [N+1], segment n is ``[bounds[n], bounds[n+1])``; chosen: int64 [R], in any order.
+    """
+    lengths = segment_lengths(bounds)[chosen]
+    taken = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    shift = segment_expand(bounds[chosen] - taken[:-1], taken)
+    return taken, torch.arange(shift.numel(), device=shift.device) + shift
 
 
 def _check_lengths(lengths: Sequence[int], num_bins: int) -> None:
@@ -227,6 +244,7 @@ def _check_rollout(rollout: Rollout) -> None:
             f"{_name(rollout)}: rollout_logprobs is {rollout.rollout_logprobs[token]:g} at token {token}, expected a "
             "log-probability, which is at most 0: these may be raw logits, or probabilities"
         )
+    check_kept(rollout)
     experts, mask = rollout.routed_experts, rollout.routed_mask
     if experts is not None and (experts.ndim != 3 or len(experts) != rollout.num_tokens):
         raise TraceError(f"{_name(rollout)}: routes are {list(experts.shape)}, expected [{rollout.num_tokens}, L, K]")

@@ -99,7 +99,8 @@ def segment_ids(cu_seqlens: Tensor, num_tokens: int | None = None) -> Tensor:
 
 def segment_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Return [N], the sum of values [T] over each sequence; 0 for an empty one. Bool and integer sums are int64."""
-    values = values if values.is_floating_point() else values.long()
+    if not values.is_floating_point():  # exact as a difference of running sums
+        return torch.nn.functional.pad(values.cumsum(0), (1, 0))[cu_seqlens.long()].diff()
     total = torch.zeros(cu_seqlens.numel() - 1, dtype=values.dtype, device=values.device)
     return total.index_add(0, segment_ids(cu_seqlens, values.numel()), values)
 

@@ -1,8 +1,9 @@
 """Rollouts as one array of bytes, so that ranks exchange them as tensors and not as pickled objects.
 
-The header is int64 [N + 1, 6]: the number of sequences, then (group, sample, tokens, finish reason, flags, 0) of each.
-The columns follow, each of all sequences back to back: tokens int32, rollout_logprobs float32, weight_versions int32,
-loss_mask uint8; then of the sequences that have them: routed_mask uint8, route_versions int32, route_sources uint8.
+The header is int64 [N + 1, 6]: the number of sequences, then (group, sample, tokens, finish reason, flags, kept ids) of
+each. The columns follow, each of all sequences back to back: tokens int32, rollout_logprobs float32, weight_versions
+int32, loss_mask uint8; then of the sequences that have them: routed_mask uint8, route_versions int32, route_sources
+uint8, kept_counts int32, kept_ids int32.
 Routes are left out, because every rank needs other rows of them.
 """
 
@@ -17,7 +18,10 @@ from megarl.errors import RolloutError
 _REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 _HEADER = 6
 _ALWAYS = (("tokens", "i4"), ("rollout_logprobs", "f4"), ("weight_versions", "i4"), ("loss_mask", "?"))
-_SOME = (("routed_mask", "?"), ("route_versions", "i4"), ("route_sources", "u1"))
+_SOME = (
+    *(("routed_mask", "?"), ("route_versions", "i4"), ("route_sources", "u1")),
+    *(("kept_counts", "i4"), ("kept_ids", "i4")),
+)
 
 
 def encode_rollouts(rollouts: Sequence[Rollout]) -> np.ndarray:
@@ -26,14 +30,15 @@ def encode_rollouts(rollouts: Sequence[Rollout]) -> np.ndarray:
     header[0, 0] = len(rollouts)
     for row, rollout in zip(header[1:], rollouts, strict=True):
         flags = sum(1 << bit for bit, (name, _) in enumerate(_SOME) if getattr(rollout, name) is not None)
-        row[:5] = (rollout.group, rollout.sample, rollout.num_tokens, _REASONS.index(rollout.finish_reason), flags)
+        kept = 0 if rollout.kept_ids is None else len(rollout.kept_ids)
+        row[:] = (rollout.group, rollout.sample, rollout.num_tokens, _REASONS.index(rollout.finish_reason), flags, kept)
     parts = [header.reshape(-1).view(np.uint8)]
     for name, dtype in (*_ALWAYS, *_SOME):
         for rollout in rollouts:
             values = getattr(rollout, name)
             if values is None:
                 continue
-            if len(values) != rollout.num_tokens:
+            if name != "kept_ids" and len(values) != rollout.num_tokens:
                 raise RolloutError(
                     f"group {rollout.group} sample {rollout.sample}: {name} has {len(values)} entries, expected "
                     f"{rollout.num_tokens}, one per token"
@@ -68,17 +73,17 @@ def decode_rollouts(data: np.ndarray) -> list[Rollout]:
 
 def _columns(data: np.ndarray, header: np.ndarray, position: int) -> tuple[list[dict[str, Any]], int]:
     """The columns of each sequence by name, None where it has none; and where they end."""
-    wrong = (header[:, 2] < 0) | (header[:, 3] < 0) | (header[:, 3] >= len(_REASONS))
+    wrong = (header[:, [2, 5]] < 0).any(axis=1) | (header[:, 3] < 0) | (header[:, 3] >= len(_REASONS))
     if wrong.any():
         index = int(wrong.argmax())
         raise ValueError(f"sequence {index} has {header[index, 2]} tokens and finish reason {header[index, 3]}")
     found: list[dict[str, Any]] = [{} for _ in header]
     for bit, (name, dtype) in enumerate((*_ALWAYS, *_SOME), start=-len(_ALWAYS)):
-        for index, (_, _, length, _, flags, _) in enumerate(header.tolist()):
+        for index, (_, _, length, _, flags, kept) in enumerate(header.tolist()):
             if bit >= 0 and not flags >> bit & 1:
                 found[index][name] = None
                 continue
-            end = position + length * np.dtype(dtype).itemsize
+            end = position + (kept if name == "kept_ids" else length) * np.dtype(dtype).itemsize
             if end > len(data):
                 raise ValueError(f"{name} of sequence {index} ends at {end}")
             found[index][name] = data[position:end].copy().view(dtype)

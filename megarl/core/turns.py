@@ -11,7 +11,7 @@ import numpy as np
 
 from megarl.core.routing.provenance import row_sources, row_versions
 from megarl.core.types import Rollout
-from megarl.errors import TraceError
+from megarl.errors import RolloutError, TraceError
 
 
 def known_rows(rollout: Rollout) -> int:
@@ -25,8 +25,8 @@ def join(earlier: Rollout, later: Rollout) -> Rollout:
     """``later`` with the columns of ``earlier`` for the tokens that both have.
 
     Generated tokens of both are trained on; rows come from ``earlier`` where it has them, from ``later`` elsewhere.
-    Both have routes, or neither has. Raises TraceError if ``later`` does not begin with the tokens of ``earlier``, or
-    if their routes are of different models.
+    Both have routes, or neither has; so with kept sets, or RolloutError. Raises TraceError if ``later`` does not begin
+    with the tokens of ``earlier``, or if their routes are of different models.
     """
     label = f"group {later.group} sample {later.sample}"
     size = earlier.num_tokens
@@ -41,7 +41,21 @@ def join(earlier: Rollout, later: Rollout) -> Rollout:
         rollout_logprobs=np.concatenate([earlier.rollout_logprobs, later.rollout_logprobs[size:]]),
         weight_versions=np.concatenate([earlier.weight_versions, later.weight_versions[size:]]),
     )
-    return _join_routes(whole, earlier, later, label)
+    return _join_routes(_join_kept(whole, earlier, later, label), earlier, later, label)
+
+
+def _join_kept(whole: Rollout, earlier: Rollout, later: Rollout, label: str) -> Rollout:
+    if earlier.kept_counts is None and later.kept_counts is None:
+        return whole
+    if earlier.kept_counts is None or earlier.kept_ids is None or later.kept_counts is None or later.kept_ids is None:
+        raise RolloutError(f"{label}: one turn has kept sets and the other has none: sample both with the same top_p")
+    old, new = earlier.kept_counts, later.kept_counts
+    known = int(new[: len(old)].sum())  # the later turn has the earlier one as its prompt, which has no sets
+    return replace(
+        whole,
+        kept_counts=np.concatenate([old, new[len(old) :]]),
+        kept_ids=np.concatenate([earlier.kept_ids, later.kept_ids[known:]]),
+    )
 
 
 def _join_routes(whole: Rollout, earlier: Rollout, later: Rollout, label: str) -> Rollout:

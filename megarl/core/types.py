@@ -76,6 +76,10 @@ class Rollout:
     """int32 [T], version of the weights that chose the experts of each row; None = weight_versions."""
     route_sources: np.ndarray | None = None
     """uint8 [T], a RowSource; None = captured where routed_mask, else missing."""
+    kept_counts: np.ndarray | None = None
+    """int32 [T], how many vocabulary ids each token was drawn from; 0 stands for the whole vocabulary. None: all 0."""
+    kept_ids: np.ndarray | None = None
+    """int32 [M], these ids, token after token (``megarl.core.kept``); None without kept_counts."""
 
     @property
     def num_tokens(self) -> int:
@@ -113,6 +117,11 @@ class TrainBatch:
     """bool [T]; rows that are False route natively and are counted."""
     weight_versions: torch.Tensor | None = None
     """int32 [T]."""
+    kept_ids: torch.Tensor | None = None
+    """int32 [M], the vocabulary ids that tokens were drawn from; None: all from the whole vocabulary."""
+    kept_offsets: torch.Tensor | None = None
+    """int64 [T+1], token t was drawn from kept_ids[kept_offsets[t]:kept_offsets[t+1]]; if that is empty, as for
+    prompts, from the whole vocabulary."""
 
     @property
     def num_tokens(self) -> int:

@@ -7,7 +7,7 @@ import asyncio
 import inspect
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Self
 
@@ -51,11 +51,13 @@ class Judge:
         timeout_s: float = 30.0,
         max_characters: int | None = None,
         model: RewardModelConfig | None = None,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         """Raise ConfigError if the function cannot be used.
 
         workers: None for this rank's share of the cores; max_characters: of a response, the last ones, that a function
-        marked with ``wrong_if_stopped`` gets; model: the servers of the function "reward_model".
+        marked with ``wrong_if_stopped`` gets; model: the servers of the function "reward_model"; weights: by name, of
+        the several rewards that the function returns; None if it returns one.
         """
         if workers is None:  # LOCAL_WORLD_SIZE is set by torchrun
             workers = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -64,6 +66,7 @@ class Judge:
         self.function = function
         self.timeout_s = timeout_s
         self._reward = load_reward(function, model)
+        self._weights = dict(weights or {})
         self._is_checked = hasattr(self._reward, "check_answer")
         self._max_characters = max_characters if self._is_checked else None
         self._async = any(map(inspect.iscoroutinefunction, (self._reward, type(self._reward).__call__)))
@@ -99,13 +102,14 @@ class Judge:
             return await self._score_in_loop(prompt, response, answer)
         if self._here:
             try:
-                return read_verdict(self._reward(prompt=prompt, response=response, answer=answer), response)
+                returned = self._reward(prompt=prompt, response=response, answer=answer)
+                return read_verdict(returned, response, self._weights)
             except ConfigError:
                 raise
             except Exception as error:  # foreign code may raise anything
                 return describe_failure(error)
         async with self._slot():
-            verdict = await self._run(call_in_worker, (self.function, prompt, response, answer))
+            verdict = await self._run(call_in_worker, (self.function, prompt, response, answer, self._weights))
             if self._is_checked and verdict.timed_out and verdict.reward is None:
                 return await self._run(check_in_worker, (self.function, answer))
             return verdict
@@ -133,7 +137,7 @@ class Judge:
         try:
             async with deadline:
                 returned = await self._reward(prompt=prompt, response=response, answer=answer)  # type: ignore[misc]
-            return read_verdict(returned, response)
+            return read_verdict(returned, response, self._weights)
         except ConfigError:
             raise
         except asyncio.CancelledError as error:
@@ -143,7 +147,7 @@ class Judge:
         except Exception as error:  # foreign code may raise anything
             return self._time_out() if deadline.expired() else describe_failure(error)
 
-    async def _run(self, work: Callable[..., Any], arguments: tuple[str, ...]) -> Verdict:
+    async def _run(self, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Verdict:
         for _ in range(TRIES):
             if self._closed:
                 raise RuntimeError("the judge is closed")
@@ -161,7 +165,7 @@ class Judge:
     def _start_pool(self) -> ProcessPool:
         return ProcessPool(max_workers=1, context=WorkerContext(), initializer=set_up_worker, initargs=(self.function,))
 
-    def _begin(self, pool: ProcessPool, work: Callable[..., Any], arguments: tuple[str, ...]) -> Call:
+    def _begin(self, pool: ProcessPool, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Call:
         try:
             future: Call = pool.schedule(work, args=arguments, timeout=self.timeout_s)
         except RuntimeError as error:

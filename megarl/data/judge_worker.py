@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megarl.data.rewards import (
     MATH_VERIFY_CPU_S,
@@ -75,11 +75,13 @@ def set_up_worker(function: str) -> None:
         importlib.import_module("math_verify")  # so that its import does not count as time of the first response
 
 
-def call_in_worker(function: str, prompt: str, response: str, answer: str) -> Verdict | ConfigError:
+def call_in_worker(
+    function: str, prompt: str, response: str, answer: str, weights: Mapping[str, float]
+) -> Verdict | ConfigError:
     """Judge one response, in a worker. Return only megarl's own types: a foreign exception may not unpickle."""
     _limit_cpu(function)
     try:
-        return read_verdict(_load(function)(prompt=prompt, response=response, answer=answer), response)
+        return read_verdict(_load(function)(prompt=prompt, response=response, answer=answer), response, weights)
     except ConfigError as error:
         return ConfigError(str(error))
     except (TimeoutError, MemoryError) as error:

@@ -1,7 +1,7 @@
 """Reward functions: what they get, what they may return, and two built-in ones. ``megarl.data.judge`` calls them.
 
-A reward is any callable ``reward(*, prompt: str, response: str, answer: str)`` that returns a number, or ``Steps``. The
-built-in ones return 1 for a correct response and 0 for a wrong one.
+A reward is any callable ``reward(*, prompt: str, response: str, answer: str)`` that returns a number, ``Steps``, or
+several rewards by name (``reward.weights``). The built-in ones return 1 for a correct response and 0 for a wrong one.
 """
 
 import contextlib
@@ -9,9 +9,10 @@ import importlib.util
 import itertools
 import math
 import numbers
+import operator
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -60,6 +61,8 @@ class Verdict:
     """None: the reward function failed."""
     steps: tuple[StepReward, ...] = ()
     """Empty unless the reward function returned Steps."""
+    components: tuple[float, ...] = ()
+    """Several rewards, in the order of ``reward.weights``; empty where the function returned no mapping."""
     error: str | None = None
     """One line: an exception, a return value that is no reward, a time-out, a worker that died."""
     timed_out: bool = False
@@ -70,7 +73,7 @@ class Verdict:
 class RewardFunction(Protocol):
     """Judges one response; higher is better. Called with keywords only, once per response."""
 
-    def __call__(self, *, prompt: str, response: str, answer: str) -> float | Steps: ...
+    def __call__(self, *, prompt: str, response: str, answer: str) -> float | Steps | Mapping[str, float]: ...
 
 
 def instantaneous(reward: AnyReward) -> AnyReward:
@@ -191,8 +194,13 @@ def load_reward(name_or_path: str, model: RewardModelConfig | None = None) -> Ca
     return check_function("reward.function", name_or_path, reward, "*, prompt, response, answer")
 
 
-def read_verdict(returned: object, response: str) -> Verdict:
-    """Return what a reward function returned as a verdict. Raises ValueError or TypeError if it is no reward."""
+def read_verdict(returned: object, response: str, weights: Mapping[str, float] | None = None) -> Verdict:
+    """Return what a reward function returned as a verdict. Raises ValueError or TypeError if it is no reward.
+
+    weights: by name, of several rewards, which the function must return then; the reward is their weighted sum.
+    """
+    if weights:
+        return _weigh(returned, weights)
     if not isinstance(returned, Steps):
         return Verdict(_check_finite(returned, "the reward function returned"))
     outcome = _check_finite(returned.outcome, "the outcome of the steps is")
@@ -215,6 +223,17 @@ def read_verdict(returned: object, response: str) -> Verdict:
     if not steps:
         raise ValueError("the reward function returned Steps without a step: return a number instead")
     return Verdict(outcome, tuple(steps))
+
+
+def _weigh(returned: object, weights: Mapping[str, float]) -> Verdict:
+    """Return the verdict of a function that returns rewards by name."""
+    if not isinstance(returned, Mapping):
+        found = f"{returned!r:.80} ({type(returned).__name__})"
+        raise TypeError(f"the reward function returned {found}, expected rewards by name: {[*weights]}")
+    if set(returned) != set(weights):
+        raise ValueError(f"the reward function returned {[*returned]}, expected those of reward.weights: {[*weights]}")
+    components = tuple(_check_finite(returned[name], f"the reward {name!r} is") for name in weights)
+    return Verdict(math.fsum(map(operator.mul, weights.values(), components)), components=components)
 
 
 def describe_failure(error: BaseException) -> Verdict:

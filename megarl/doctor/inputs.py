@@ -1,5 +1,6 @@
 """What a configuration names, as far as it can be examined without torch: model, data, keys, disk, [launch]."""
 
+import json
 import os
 import shutil
 import socket
@@ -26,7 +27,7 @@ def read_model(config: Config) -> tuple[list[Check], ModelShape | None]:
     folder = Path(config.model.path)
     if not (folder / "config.json").is_file():
         what = f"{folder} has no config.json" if folder.is_dir() else f"there is no folder {folder}"
-        advice = f"download one, `hf download {folder} --local-dir FOLDER`, and set model.path to FOLDER"
+        advice = f"download one, `hf download OWNER/MODEL --local-dir {folder}`, or set model.path to one that is here"
         return [Check("model.path", "failed", what, "a Hugging Face checkpoint folder", advice)], None
     try:
         shape = read_shape(folder)
@@ -35,7 +36,23 @@ def read_model(config: Config) -> tuple[list[Check], ModelShape | None]:
     checks = [Check("model.path", "ok", shape.family)]
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         checks.append(Check("tokenizer", "failed", f"none in {folder}", f"one of {', '.join(_TOKENIZERS)}"))
+    if what := _missing_weights(folder):
+        checks.append(Check("weights", "failed", what, advice="download the rest of the checkpoint"))
     return checks, shape
+
+
+def _missing_weights(folder: Path) -> str | None:
+    """A folder with config.json alone is what a recipe brings, one without some files an interrupted download."""
+    index = folder / "model.safetensors.index.json"
+    try:
+        named = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return f"{index} cannot be read: {error}"
+    absent = [name for name in named if not (folder / name).is_file()]
+    if absent or not any(folder.glob("*.safetensors")):
+        more = f", and {len(absent) - 1} more that the index names" if len(absent) > 1 else ""
+        return f"{folder} has no {absent[0] if absent else '*.safetensors'}{more}"
+    return None
 
 
 def check_inputs(config: Config, shape: ModelShape | None) -> list[Check]:

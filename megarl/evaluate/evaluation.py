@@ -191,7 +191,7 @@ def draw_lines(
     Not a collective call. Errors of a reward or an environment are in the lines; errors of the engine are raised.
     """
     request_of = make_requests(config.run.seed, EVALUATE, benchmark_number(benchmark.name), prompts)
-    with Judge(benchmark.reward, **config.judge_options) as judge:
+    with Judge(benchmark.reward, **config.judge_options(benchmark.reward)) as judge:
         draw = Draw(FixedSamples(keys), request_of, make_player(config, tokenizer, judge))
         engine.converse(draw.begin, eval_params(config, turn_ends(config, tokenizer)), on_finish)
     return [_line(key, sample, tokenizer) for key, sample in draw.samples.items()]

@@ -82,6 +82,8 @@ class Schedule:
     longest: int  # tokens of the longest prompt with the longest response
     fewest: int  # micro-batches of a mini-batch if responses are short
     most: int  # micro-batches of a mini-batch if all sequences have the maximum length
+    old_passes: int  # mini-batches of a step with an old-log-prob pass before the first update
+    old_share: float  # of the arithmetic of a step's passes
     optimizer_steps: int  # of the whole run
     bubble_fewest: float  # share of a step's time that a stage is idle with the fewest micro-batches
     bubble_most: float
@@ -107,10 +109,23 @@ def divide_step(config: Config, layout: Layout) -> Schedule:
         longest=longest,
         fewest=multiple,
         most=most,
+        old_passes=config.old_passes,
+        old_share=old_share(config),
         optimizer_steps=config.optimizer_steps,
         bubble_fewest=bubble(layout.pp, layout.vpp, multiple),
         bubble_most=bubble(layout.pp, layout.vpp, most),
     )
+
+
+def old_share(config: Config) -> float:
+    """The share of old-log-prob passes in the arithmetic of a step's passes.
+
+    Counted in forward passes over one mini-batch: 3 for an update, 4 with full recomputation, 1 for a pass of the old
+    or reference policy. Passes that an objective adds once weights have moved are not counted.
+    """
+    train, update = config.train, 4 if config.recompute.granularity == "full" else 3
+    others = train.mini_batches * (update + train.resolved_objective.needs_ref_logprobs)
+    return config.old_passes / (config.old_passes + others)
 
 
 def longest_sequence(config: Config) -> int:

@@ -115,6 +115,8 @@ def _batches(found: Plan, config: Config) -> Iterator[Row]:
     batches, train = found.batches, config.train
     yield "responses of a step", str(batches.responses), f"{config.rollout.prompts_per_step} prompts"
     yield "optimizer steps of a step", str(train.mini_batches), f"{batches.mini_batch} responses each"
+    share = f"{batches.old_share:.0%} of the arithmetic of all passes"
+    yield "old-log-prob passes", f"{batches.old_passes} of {train.mini_batches} mini-batches", share
     yield "sequences of a rank", str(batches.sequences_per_rank), f"per mini-batch, at most {batches.longest} tokens"
     yield "micro-batches", f"{batches.fewest} to {batches.most}", f"of {train.micro_batch_tokens} tokens a rank"
     if found.layout.pp > 1:

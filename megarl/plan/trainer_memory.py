@@ -201,10 +201,10 @@ def _moment(shape: ModelShape, cut: Cut, stage: Stage) -> int:
 def head_bytes(shape: ModelShape, cut: Cut) -> int:
     """End of the last stage: the final norm, what ``linear_logprobs`` keeps, its gradients and three blocks of logits.
 
-    (e H + 4) S' + (e H + 17 + 4 H) S + e H V / tp, and the blocks.
+    (e H + 4) S' + (e H + 21 + 4 H) S + e H V / tp, and the blocks.
     """
     hidden, vocabulary = shape.fields["hidden_size"], -(-shape.vocab_size // cut.tp)
-    kept = (cut.element * hidden + 4) * cut.rows + (cut.element * hidden + 17) * cut.slots
+    kept = (cut.element * hidden + 4) * cut.rows + (cut.element * hidden + 21) * cut.slots
     gradients = 4 * hidden * cut.slots + vocabulary * hidden * cut.element
     return kept + gradients + 8 * hidden * COLUMNS + 3 * 4 * ROWS * COLUMNS
 

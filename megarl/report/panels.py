@@ -95,8 +95,8 @@ PANELS = {
     ),
     "kl": Panel(
         "Gap between sampling and training",
-        "Both engines hold the same weights: this is rounding, routing and, with top_p below 1, the probability "
-        "outside of the nucleus. k3 is never negative; k1 may be.",
+        "Both engines hold the same weights: this is rounding, routing and, with top_p below 1 and no kept "
+        "sets, the probability outside of the nucleus. k3 is never negative; k1 may be.",
         "KL[rollout || old] (nats per token)",
         plot=plots.plot_kl,
         plotted=("rollout/k1", "rollout/k3"),

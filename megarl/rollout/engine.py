@@ -27,6 +27,9 @@ class SamplingParams:
     """A response ends at the first of these, which stays in the response."""
     return_routed_experts: bool = True
     """Whether rollouts carry the experts of every prompt and response token."""
+    max_kept_ids: int | None = None
+    """With top_p below 1: rollouts carry the ids that each token was drawn from, at most so many per response (a larger
+    number is an error); None: they carry none."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0.0):
@@ -35,8 +38,18 @@ class SamplingParams:
             raise ConfigError(f"top_p is {self.top_p}, expected a number in (0, 1]; 1 switches it off")
         if self.max_response_tokens < 1:
             raise ConfigError(f"max_response_tokens is {self.max_response_tokens}, expected at least 1")
+        if (kept := self.max_kept_ids) is not None and (kept < 1 or not self.has_nucleus):
+            raise ConfigError(
+                f"max_kept_ids is {kept} with top_p = {self.top_p:g} and temperature {self.temperature:g}, expected at "
+                "least 1, with top_p below 1 and a temperature above 0: others are drawn from the whole vocabulary"
+            )
         if any(token < 0 for token in self.stop_token_ids):
             raise ConfigError(f"stop_token_ids are {self.stop_token_ids}, expected token ids >= 0")
+
+    @property
+    def has_nucleus(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary."""
+        return self.top_p < 1.0 and self.temperature > 0.0
 
 
 class Session:
@@ -196,8 +209,12 @@ def make_rollout(
     has_experts: np.ndarray | None,
     versions: np.ndarray,
     finish_reason: FinishReason,
+    kept: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> Rollout:
-    """Joins a prompt of P tokens and a response: tokens and log-probabilities [R], the other columns [P + R]."""
+    """Joins a prompt of P tokens and a response: tokens and log-probabilities [R], the other columns [P + R].
+
+    kept: how many ids each of the R tokens was drawn from, and these ids.
+    """
     prompt = np.asarray(request.prompt_tokens, dtype=np.int32)
     return Rollout(
         group=request.group,
@@ -209,4 +226,15 @@ def make_rollout(
         routed_mask=has_experts,
         weight_versions=versions.astype(np.int32),
         finish_reason=finish_reason,
+        kept_counts=None if kept is None else np.concatenate([np.zeros(len(prompt)), kept[0]]).astype(np.int32),
+        kept_ids=None if kept is None else kept[1].astype(np.int32, copy=False),
+    )
+
+
+def too_many_kept(request: SampleRequest, found: int, limit: int, num_tokens: int) -> RolloutError:
+    """Returns the error for a response whose ``num_tokens`` tokens were drawn from more ids than ``max_kept_ids``."""
+    return RolloutError(
+        f"group {request.group} sample {request.sample}: its first {num_tokens} tokens were drawn from {found} ids in "
+        f"all, more than the {limit} of max_kept_ids: lower rollout.top_p or rollout.temperature, raise rollout."
+        "max_kept_ids (4 bytes an id), or set rollout.keep_sampling_mask = false, with biased importance weights"
     )

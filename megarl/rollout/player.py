@@ -34,6 +34,8 @@ class Sample:
     late_reward: bool = False
     """Whether the reward took too long."""
     episode_error: str | None = None
+    components: tuple[float, ...] = ()
+    """Several rewards, in the order of ``reward.weights``; empty with one reward, or if the response was stopped."""
 
 
 class Player:
@@ -72,6 +74,7 @@ class Player:
             turns,
             verdict.error,
             verdict.timed_out,
+            components=verdict.components,
         )
 
     def close(self) -> None:

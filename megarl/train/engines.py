@@ -188,6 +188,7 @@ def _make_fleet(
         tp=settings.tp,
         api_key=key,
         routes=servers_record(config),
+        nucleus=config.rollout.top_p < 1,
         folder=folder / "weights" if config.weight_sync == "disk" else None,
         broadcast=config.weight_sync == "distributed",
         exchange=exchange,

@@ -136,8 +136,8 @@ class Trainer:
         with self.monitor.phase("train"), self.monitor.progress.bar("training", num_micro_batches) as advance:
             for index, mini in enumerate(minis):
                 # Replay, forward, coefficients, backward, optimizer step.
-                more_follow = index + 1 < len(minis)
-                statistics = collect([self.train_step.update(mini, self.monitor.watch(advance), more_follow)])
+                following = minis[index + 1 :]
+                statistics = collect([self.train_step.update(mini, self.monitor.watch(advance), following)])
                 if statistics is not None:
                     last_update = finalize(statistics)
                     self.log.write("minibatch", done, last_update, minibatch=index)
@@ -184,16 +184,21 @@ class Trainer:
             for part in rollouts.mini_batches:  # every rank has its rows of the routes
                 part[:] = [drop_routes(rollout) for rollout in part]
         self.train_step.keeps_native_routes = keep_routes
+        self.train_step.measures_objective = self._is_due(done, self.config.log.objective_every, at_end=True)
         self.train_step.measures_replay_bias = self._is_due(done, self.config.train.replay_bias_every, at_end=False)
         return minis
 
     def _run_passes(self, minis: list[MiniBatch], judged: Judged) -> None:
-        """Run the passes that the objective needs before the first update: old and reference log-probabilities."""
-        if self.train_step.needs_old_pass:
+        """Run the passes that the objective needs before the first update: old and reference log-probabilities.
+
+        If the old-log-prob pass leaves out the first mini-batch, tripwires judge the step in the update of that one.
+        """
+        if passed := self.train_step.old_pass_over(minis):
             with self.monitor.phase("old_logprobs"):
-                for mini in minis:
+                for mini in passed:
                     self.train_step.old_logprobs(mini)
-                self.tripwires.judge(minis)
+                if len(passed) == len(minis):
+                    self.tripwires.judge(minis)
         if self.train_step.reference is not None:
             with self.monitor.phase("ref_logprobs"):
                 for mini in minis:

@@ -50,9 +50,12 @@ class MiniBatch:
     native_routes: list[MicroRoutes] | None = None
     """What the routers chose, or would have chosen, in the first pass. Kept only for trace files."""
     old_logprobs: list[torch.Tensor] | None = None
-    """[T] per micro-batch, on the last pipeline stage (elsewhere empty). None if the update computes them itself."""
+    """[T] per micro-batch, of the first pass, on the last pipeline stage (elsewhere empty). None before that pass,
+    which may be the update's own."""
     old_updates: int = 0
-    """The number of updates before the old-log-prob pass."""
+    """The number of updates before the first pass; until then before the step."""
+    old_is_rollout: bool = False
+    """Whether objectives see rollout_logprobs in the place of these."""
     ref_logprobs: list[torch.Tensor] | None = None
     """As ``old_logprobs``, of the reference policy; None without one."""
     judged: Judged | None = None
@@ -61,14 +64,15 @@ class MiniBatch:
     """The gap between the engines; part of the step's record."""
 
     def columns(self, index: int, batch: TrainBatch, logprobs: torch.Tensor) -> TokenColumns:
-        """What an objective reads of one micro-batch; before the old-log-prob pass, the policy is the old one."""
-        old = logprobs if self.old_logprobs is None else self.old_logprobs[index]
-        ref = None if self.ref_logprobs is None else self.ref_logprobs[index]
+        """What an objective reads of one micro-batch; in the first pass over it, the policy is the old one."""
         device = logprobs.device
+        rollout = to_device(batch.rollout_logprobs, device)
+        own = logprobs if self.old_logprobs is None else self.old_logprobs[index]
+        ref = None if self.ref_logprobs is None else self.ref_logprobs[index]
         return TokenColumns(
             logprobs,
-            old,
-            to_device(batch.rollout_logprobs, device),
+            rollout if self.old_is_rollout else own,
+            rollout,
             to_device(batch.advantages, device),
             to_device(batch.loss_mask, device),
             to_device(batch.cu_seqlens, device),

@@ -86,9 +86,9 @@ def _step(config: Config, policy: Policy, demonstrations: list[Demonstration]) -
 
     def weigh(
         index: int, part: TrainBatch, logprobs: torch.Tensor, entropies: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, Stat]]:
+    ) -> tuple[torch.Tensor, None, dict[str, Stat]]:
         del index, entropies
-        return part.loss_mask.to(logprobs.device, torch.float32) / total, {}
+        return part.loss_mask.to(logprobs.device, torch.float32) / total, None, {}
 
     policy.zero_grad()
     outputs = forward.run(

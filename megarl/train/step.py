@@ -48,6 +48,7 @@ class TrainStep:
         watched = watches_routes(config, policy.shape)
         self.tripwires = Tripwires(config.train.model_copy(update={} if watched else {"max_native_flip": "off"}))
         self.keeps_native_routes = self.measures_replay_bias = False
+        self.measures_objective = True
         self._updates = 0
 
     @property
@@ -55,18 +56,13 @@ class TrainStep:
         """Whether advantages are computed from old and reference log-probabilities."""
         return self.objective.advantage == "token_level_kl"
 
-    @property
-    def needs_old_pass(self) -> bool:
-        """Whether a step runs the old-log-prob pass.
+    def old_pass_over(self, minis: Sequence[MiniBatch]) -> Sequence[MiniBatch]:
+        """Return the mini-batches of a step with an old-log-prob pass before the first update.
 
-        With one update per step it does not: the update itself computes pi_old. r2, which records in this pass, would
-        replay what the routers choose anyway. Exceptions are objectives that need log-probabilities of the whole
-        mini-batch before the update, and a reference that replays what r2 records.
+        See ``Config.old_passes``. If the step measures the replay bias of r2, it has to be 0 in the first one.
         """
-        train = self.config.train
-        beforehand = bool(self.objective.beforehand - {"theta_old"})
-        beforehand = beforehand or (train.replay_reference and train.replay == "r2")
-        return train.mini_batches > 1 or self.needs_token_advantages or beforehand
+        needs_all = self.measures_replay_bias and self.config.train.replay == "r2"
+        return minis if needs_all else minis[len(minis) - self.config.old_passes :]
 
     def prepare(self, rollouts: Sequence[Rollout], advantages: np.ndarray | Sequence[np.ndarray]) -> MiniBatch:
         """Check, pack and split this rank's rollouts of one mini-batch, and fetch its rows of their routes.
@@ -96,7 +92,10 @@ class TrainStep:
         micro_batches = split(config, batch)
         denominators = Denominators.of(batch.loss_mask, batch.cu_seqlens, batch.rollout_logprobs)
         gaps = np.array([[rollout.group, rollout.sample, *[0.0] * 7] for rollout in rollouts])
-        mini = MiniBatch(micro_batches, over_ranks(denominators), gaps)
+        bypassed = config.train.old_logprobs == "rollout"
+        mini = MiniBatch(
+            micro_batches, over_ranks(denominators), gaps, old_updates=self._updates, old_is_rollout=bypassed
+        )
         if replay is not None and recorded:
             mini.rollout_routes = deliver_routes(rollouts, micro_batches, replay.layers, shape)
         if r3:
@@ -108,8 +107,6 @@ class TrainStep:
         with self._context(mini) as seen:
             outputs = self._run(mini)
         self._compare_engines(mini, outputs, seen)
-        if self.config.train.replay == "r2":
-            mini.routes = seen.routes
 
     def ref_logprobs(self, mini: MiniBatch) -> None:
         """Run the reference policy over one mini-batch. It routes natively unless it replays the policy's routes."""
@@ -126,26 +123,29 @@ class TrainStep:
         set_token_advantages(self.objective, judged, minis, logprobs, "kl/current" if moved else "kl/ref")
 
     def update(
-        self, mini: MiniBatch, on_micro_batch: Advance | None = None, more_follow: bool = False
+        self, mini: MiniBatch, on_micro_batch: Advance | None = None, following: Sequence[MiniBatch] = ()
     ) -> dict[str, Stat]:
         """Take one optimizer step; return the statistics of its mini-batch on this rank.
 
-        more_follow: another update follows before the weights are read.
+        following: the mini-batches of the step whose updates come after this one, before the weights are read.
 
-        If this is the first pass, and the tripwires drop sequences, the gradients are computed again without them.
+        If this is the first pass over the mini-batch, the tripwires judge the step before the optimizer moves a weight:
+        this mini-batch, and those following ones that had a pass. If they drop sequences, the gradients are computed
+        again without them.
         """
-        is_first_pass = mini.old_logprobs is None
+        is_first_pass = self._is_first_pass(mini)
         biases = self.policy.expert_biases() if is_first_pass else []
         before = [bias.clone() for bias in biases]
         if mini.judged is not None and self._updates != mini.old_updates:
             self.token_advantages([mini], mini.judged)
         native, flips = self._route_natively(mini)
         outputs = self._backward(mini, on_micro_batch, native)
-        if is_first_pass and self.tripwires.judge([mini]):
+        passed = (other for other in following if other.old_logprobs is not None)
+        if is_first_pass and self.tripwires.judge([mini, *passed]):
             for bias, value in zip(biases, before, strict=True):
                 bias.copy_(value)  # the pass has moved it, and the second one does so again
             outputs = self._backward(mini, compare_with=native)
-        norm, lr = self.policy.optimizer_step(more_follow)
+        norm, lr = self.policy.optimizer_step(more_follow=bool(following))
         self._updates += 1
         alike = {"grad_norm": Stat.mean(torch.tensor([norm])), "lr": Stat.mean(torch.tensor([lr], dtype=torch.float64))}
         return merge([alike, flips, *mini.replay_bias(outputs, native or ()), *(output.metrics for output in outputs)])
@@ -167,18 +167,22 @@ class TrainStep:
         compare_with: list[forward.MicroOutput] | None = None,
     ) -> list[forward.MicroOutput]:
         """Leave the gradients of a mini-batch in the model. In the first pass over it, compare the engines."""
-        is_first_pass = mini.old_logprobs is None
+        is_first_pass = self._is_first_pass(mini)
         facts = self._facts(mini)
 
         def weigh(
             index: int, batch: TrainBatch, logprobs: torch.Tensor, entropies: torch.Tensor
-        ) -> tuple[torch.Tensor, dict[str, Stat]]:
+        ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Stat]]:
             columns = mini.columns(index, batch, logprobs)
             weigh_tokens = coefficients if self._function is None else partial(function_coefficients, self._function)
-            found = weigh_tokens(self.objective, columns, mini.denominators, facts=facts)
+            detailed = self.measures_objective
+            found = weigh_tokens(self.objective, columns, mini.denominators, facts=facts, detailed=detailed)
             mask, bounds = columns.loss_mask, columns.cu_seqlens
-            theory = surrogate_metrics(logprobs, columns.old_logprobs, columns.rollout_logprobs, mask, bounds)
-            return found.values, {**found.metrics, **theory, "entropy": Stat.mean(entropies, mask)}
+            policies = logprobs, columns.old_logprobs, columns.rollout_logprobs
+            theory = surrogate_metrics(*policies, mask, bounds) if detailed else {}
+            if mini.old_is_rollout:  # old/mu is 1 then, and not the gap between the engines
+                theory = {name: stat for name, stat in theory.items() if not name.startswith("gap/")}
+            return found.values, found.entropy, {**found.metrics, **theory, "entropy": Stat.mean(entropies, mask)}
 
         self.policy.zero_grad()
         with self._context(mini) as seen:
@@ -192,10 +196,10 @@ class TrainStep:
         beforehand = self.objective.beforehand
         if not beforehand:
             return None
-        if mini.old_logprobs is None:
+        if mini.old_logprobs is None and not mini.old_is_rollout:
             return BatchFacts.of_equal_policies(self.objective)  # theta is theta_old
         moving = any("theta" in policies for policies in beforehand)
-        logprobs = self._current_logprobs(mini) if moving else mini.old_logprobs
+        logprobs = self._current_logprobs(mini) if moving else mini.old_logprobs or []
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return None
         columns = [mini.columns(index, micro.batch, logprobs[index]) for index, micro in enumerate(mini.micro_batches)]
@@ -203,8 +207,8 @@ class TrainStep:
 
     def _current_logprobs(self, mini: MiniBatch) -> list[torch.Tensor]:
         """log pi_theta as the next update will find it; as ``MiniBatch.old_logprobs``, and these if nothing moved."""
-        if self._updates == mini.old_updates:
-            return mini.old_logprobs or []
+        if mini.old_logprobs is not None and self._updates == mini.old_updates:
+            return mini.old_logprobs
         with self._context(mini):
             return [output.logprobs for output in self._run(mini)]
 
@@ -249,8 +253,7 @@ class TrainStep:
 
     def _block(self, mini: MiniBatch) -> AbstractContextManager[Recording]:
         """Replay if there are routes; in the first pass over a mini-batch, compare the routers with the rollout."""
-        replay = self.policy.replay
-        first_pass = mini.old_logprobs is None
+        replay, first_pass = self.policy.replay, self._is_first_pass(mini)
         if replay is None:
             return nullcontext(Recording())
         compared = mini.rollout_routes if first_pass else None
@@ -261,8 +264,16 @@ class TrainStep:
             return nullcontext(Recording())
         return replay.record(keep=self.config.train.replay == "r2" or self.keeps_native_routes, compared=compared)
 
+    def _is_first_pass(self, mini: MiniBatch) -> bool:
+        """Whether the next pass over the mini-batch is its first, and compares the engines.
+
+        Without an old-log-prob pass only the first update of a step does: later ones find weights that have moved.
+        """
+        moved = self._updates != mini.old_updates
+        return mini.old_logprobs is None and not (mini.old_is_rollout and moved)
+
     def _compare_engines(self, mini: MiniBatch, outputs: Sequence[forward.MicroOutput], seen: Recording) -> None:
-        """Compare the rollout with the first pass over a mini-batch, and keep the log-probabilities of this pass."""
+        """Compare the rollout with the first pass over a mini-batch; keep its log-probabilities and, for r2, routes."""
         mini.old_logprobs, mini.old_updates = [output.logprobs for output in outputs], self._updates
         counts: list[torch.Tensor] = []
         for index, output in enumerate(outputs):
@@ -275,6 +286,8 @@ class TrainStep:
             order = [sequence for micro in mini.micro_batches for sequence in micro.sequences]
             mini.gaps[order, 2:5] = torch.cat(counts).cpu()
         self._routing_metrics(mini, seen, replayed=mini.routes is not None)
+        if self.config.train.replay == "r2":
+            mini.routes = seen.routes
 
     def _routing_metrics(self, mini: MiniBatch, seen: Recording, replayed: bool) -> None:
         """Compare the rollout's routes with those used here, and with those that the routers choose by themselves."""

@@ -14,8 +14,12 @@ from megarl.core.advantages import (
     group_mean,
     grpo,
     normalize_by_pool,
+    positive_part,
     raft,
+    raw,
+    raw_mixed,
     rloo,
+    signed,
     token_level_kl,
     token_level_returns,
     uniform_groups,
@@ -39,6 +43,41 @@ def test_hand_computed():
     close(grpo(rewards, groups, ddof=0), [1.732046807578115] + [-0.5773489358593717] * 3)
     close(rloo(rewards, groups), [1.0] + [-1 / 3] * 3)
     close(raft(rewards, groups), [1, 0, 0, 0])
+    mixed, one_group = [1.0, 0, 0, 1], [7, 7, 7, 7]
+    close(raw(mixed, one_group), mixed)
+    close(raw_mixed(mixed, one_group), mixed)
+    close(signed(mixed, one_group), [1, -1, -1, 1])
+    close(positive_part([1.0, 0.9, 0.5, 0, -1], [0] * 5), [1, 0.9, 0.5, 0, 0])
+
+
+def test_raw_mixed_rejects_uniform_groups_of_several():
+    """Five groups: uniform right, mixed, one alone, uniform wrong, and equal rewards whose mean is rounded."""
+    rewards, groups = [0.7, 0.7, 1, -0.5, 0.3, 0, 0, 0.1, 0.1, 0.1], [4, 4, -1, -1, 9, 5, 5, 6, 6, 6]
+    assert raw_mixed(rewards, groups).tolist() == [0, 0, 1, -0.5, 0.3, 0, 0, 0, 0, 0]
+    assert raw(rewards, groups).tolist() == rewards
+
+
+def test_signed_and_raft_share_one_rule_for_the_threshold():
+    """A reward equal to the threshold is not correct, as in pass rates."""
+    rewards = [0.5, 0.4999, 0.5001, -1.0, 2.0]
+    assert signed(rewards, [0] * 5, threshold=0.5).tolist() == [-1, -1, 1, -1, 1]
+    assert raft(rewards, [0] * 5, threshold=0.5).tolist() == [0, 0, 1, 0, 1]
+    assert signed([POSITIVE, 0.71], [0, 0]).tolist() == [-1, 1]
+
+
+def test_rloo_counts_valid_responses_alone():
+    """[1, 0, 0, x]: G is 3, not 4; the reward of an invalid response may be anything."""
+    rewards, groups = torch.tensor([1.0, 0, 0, math.nan], dtype=torch.float64), [7] * 4
+    assert rloo(rewards, groups, valid=[True, True, True, False]).tolist() == [1, -0.5, -0.5, 0]
+    assert rloo([3.0, 0.0, 1.0], [0, 0, 1], valid=[True, False, True]).tolist() == [0, 0, 0]
+    assert rloo([1.0, 0.0], [0, 0], valid=[False, False]).tolist() == [0, 0]
+    assert rloo([1.0, 0.0], [0, 0], valid=[1, 1]).tolist() == rloo([1.0, 0.0], [0, 0]).tolist() == [1, -1]
+
+
+def test_a_result_is_not_the_reward_itself():
+    rewards = torch.tensor([1.0, 0.0])
+    raw(rewards, [0, 0]).add_(5)
+    assert rewards.tolist() == [1, 0]
 
 
 @settings(max_examples=60, deadline=None)
@@ -48,6 +87,7 @@ def test_against_reference(batch, ddof):
     close(group_mean(rewards, groups), reference.group_mean(rewards, groups))
     close(grpo(rewards, groups, ddof=ddof), reference.grpo(rewards, groups, ddof=ddof))
     close(rloo(rewards, groups), reference.rloo(rewards, groups))
+    close(raw_mixed(rewards, groups), reference.raw_mixed(rewards, groups))
 
 
 @settings(max_examples=60, deadline=None)

@@ -238,4 +238,19 @@ class TestSelect:
             select(pack([rollout(0, 3)], [1.0]), [1])
 
     def test_every_token_column_is_selected(self):
-        assert {field.name for field in dataclasses.fields(TrainBatch)} == {*TOKEN_COLUMNS, "cu_seqlens"}
+        assert {field.name for field in dataclasses.fields(TrainBatch)} == {
+            *(*TOKEN_COLUMNS, "cu_seqlens", "kept_ids", "kept_offsets")
+        }
+
+    def test_kept_sets_go_with_their_tokens(self):
+        batch = dataclasses.replace(
+            pack([rollout(0, 3), rollout(1, 2)], [1.0, 2.0]),
+            kept_ids=torch.tensor([7, 8, 9, 5, 6], dtype=torch.int32),
+            kept_offsets=torch.tensor([0, 0, 2, 3, 3, 5]),
+        )
+        part = select(batch, [1, 0])
+        assert part.kept_ids is not None
+        assert part.kept_ids.tolist() == [5, 6, 7, 8, 9]
+        assert part.kept_offsets is not None
+        assert part.kept_offsets.tolist() == [0, 0, 2, 2, 4, 5]
+        assert select(batch, [0]).kept_ids.tolist() == [7, 8, 9]

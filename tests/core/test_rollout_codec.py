@@ -14,8 +14,11 @@ from megarl.core.types import Rollout
 from megarl.errors import RolloutError
 
 
-def rollout(length: int, seed: int, *, routed: bool = True, versions: bool = False, sources: bool = False) -> Rollout:
+def rollout(
+    length: int, seed: int, *, routed: bool = True, versions: bool = False, sources: bool = False, kept: bool = False
+) -> Rollout:
     random = np.random.default_rng(seed)
+    counts = random.integers(0, 4, length).astype(np.int32)
     return Rollout(
         group=seed,
         sample=seed % 7,
@@ -28,6 +31,8 @@ def rollout(length: int, seed: int, *, routed: bool = True, versions: bool = Fal
         finish_reason=("stop", "length", "abort")[seed % 3],  # type: ignore[arg-type]
         route_versions=random.integers(0, 9, length).astype(np.int32) if versions else None,
         route_sources=random.integers(0, 3, length).astype(np.uint8) if sources else None,
+        kept_counts=counts if kept else None,
+        kept_ids=random.integers(0, 150_000, counts.sum()).astype(np.int32) if kept else None,
     )
 
 
@@ -42,10 +47,12 @@ def assert_equal(found: Rollout, expected: Rollout) -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 99), st.booleans(), st.booleans(), st.booleans()), max_size=6)
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 99), *[st.booleans()] * 4), max_size=6),
 )
-def test_rollouts_come_back_as_they_were_but_for_their_routes(made: list[tuple[int, int, bool, bool, bool]]) -> None:
-    rollouts = [rollout(n, seed, routed=r, versions=v, sources=s) for n, seed, r, v, s in made]
+def test_rollouts_come_back_as_they_were_but_for_their_routes(
+    made: list[tuple[int, int, bool, bool, bool, bool]],
+) -> None:
+    rollouts = [rollout(n, seed, routed=r, versions=v, sources=s, kept=k) for n, seed, r, v, s, k in made]
     found = decode_rollouts(encode_rollouts(rollouts))
     assert len(found) == len(rollouts)
     for mine, theirs in zip(found, rollouts, strict=True):
@@ -56,6 +63,9 @@ def test_a_token_costs_fourteen_bytes_and_a_sequence_forty_eight() -> None:
     data = encode_rollouts([rollout(100, 1), rollout(50, 2)])
     assert len(data) == 48 * 3 + 150 * (4 + 4 + 4 + 1 + 1) == num_encoded_bytes(2, 150, routed=True)
     assert len(encode_rollouts([rollout(9, 1, routed=False)])) == num_encoded_bytes(1, 9, routed=False)
+    kept = rollout(9, 1, kept=True)
+    assert kept.kept_ids is not None
+    assert len(encode_rollouts([kept])) == num_encoded_bytes(1, 9, routed=True) + 4 * (9 + len(kept.kept_ids))
 
 
 def test_bytes_that_were_cut_or_a_column_that_is_too_short_are_refused() -> None:
@@ -101,6 +111,9 @@ def test_sequences_of_negative_length_do_not_read_the_same_bytes_again() -> None
         decode_rollouts(data)
     header[2, 2:4] = (20, 3)
     with pytest.raises(RolloutError, match="sequence 1 has 20 tokens and finish reason 3"):
+        decode_rollouts(data)
+    header[2, 3:] = (1, 1 << 4, -1)
+    with pytest.raises(RolloutError, match="are no rollouts: sequence 1"):
         decode_rollouts(data)
     header[0, 0] = -2
     with pytest.raises(RolloutError, match="their header says -2 sequences"):

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.core.turns import join, known_rows
 from megarl.core.types import Rollout, RowSource
-from megarl.errors import TraceError
+from megarl.errors import RolloutError, TraceError
 
 ROUTES = np.arange(9 * 2 * 2, dtype=np.uint8).reshape(9, 2, 2)
 """The routes of nine tokens."""
@@ -58,6 +58,21 @@ def test_a_later_turn_brings_the_rows_that_were_missing(begin: int) -> None:
     assert whole.route_versions.tolist()[:8] == [1] * 3 + [5] * 5
     assert whole.route_sources is None
     assert whole.prompt_length == 2
+
+
+def test_each_turn_brings_the_sets_of_its_own_tokens() -> None:
+    earlier = replace(FIRST, kept_counts=np.array([0, 0, 2, 1], np.int32), kept_ids=np.array([2, 9, 3], np.int32))
+    later = turn(prompt=6, size=9, version=5, rows=range(3, 8))
+    sets = {"kept_counts": np.array([0] * 6 + [1, 2, 1], np.int32), "kept_ids": np.array([6, 7, 8, 8], np.int32)}
+    whole = join(earlier, replace(later, **sets))
+    assert whole.kept_counts is not None
+    assert whole.kept_ids is not None
+    assert whole.kept_counts.tolist() == [0, 0, 2, 1, 0, 0, 1, 2, 1]
+    assert whole.kept_ids.tolist() == [2, 9, 3, 6, 7, 8, 8]
+    assert join(FIRST, later).kept_counts is None
+    for one, two in ((FIRST, replace(later, **sets)), (earlier, later)):
+        with pytest.raises(RolloutError, match="group 1 sample 2: one turn has kept sets and the other has none"):
+            join(one, two)
 
 
 def test_rows_that_neither_turn_has_stay_missing() -> None:

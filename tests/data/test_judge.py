@@ -56,6 +56,7 @@ DOES = {
     "launcher": lambda a: sum(name in os.environ for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID")),
     "greedy": lambda a: bytearray(1 << 60),
     "steps": lambda a: Steps(1, [StepReward(2, 0.5), StepReward(5, -1)]),
+    "several": lambda a: {"long": 2.0, "right": 1.0},
 }
 
 def own(*, prompt, response, answer):
@@ -146,6 +147,17 @@ def test_a_reward_that_fails_costs_its_response_alone(function: str) -> None:
             assert error in (verdicts[response].error or "")
             assert "\n" not in (verdicts[response].error or "")
     assert [r for r, v in verdicts.items() if v.timed_out] == ["late"]
+
+
+@pytest.mark.parametrize("function", ["own", "checked", "at_once", "over_http", "served"])
+def test_several_rewards_by_name(function: str) -> None:
+    with Judge(f"own_judges:{function}", weights={"right": 1.0, "long": -0.25}) as judge:
+        assert one(judge, "several") == Verdict(0.5, components=(1.0, 2.0))
+        assert "expected rewards by name: ['right', 'long']" in (one(judge, "0.5").error or "")
+        if function == "checked":  # a response that was stopped has none of them
+            assert one(judge, "late", "7") == Verdict(0.0, timed_out=True)
+    with Judge(f"own_judges:{function}") as judge:
+        assert "expected a number" in (one(judge, "several").error or "")
 
 
 def test_workers_start_with_the_first_call_that_needs_one() -> None:

@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 
 import math_verify as math_verify_package
+import numpy as np
 import pytest
 
-from megarl.data.rewards import exact_match, load_reward, math_verify
+from megarl.data.rewards import Verdict, exact_match, load_reward, math_verify, read_verdict
 from megarl.errors import ConfigError
 
 
@@ -125,3 +126,30 @@ def test_load_reward_tells_what_is_wrong_in_one_line(name: str, told: str) -> No
 def test_rewards_load_without_torch() -> None:
     code = "import sys, megarl.data.rewards; sys.exit('torch' in sys.modules or 'math_verify' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False).returncode == 0
+
+
+def test_several_rewards_are_weighed_in_the_order_of_the_configuration() -> None:
+    weights = {"right": 2.0, "long": -0.5}
+    verdict = read_verdict({"long": 1, "right": np.float32(0.5)}, "", weights)
+    assert verdict == Verdict(0.5, components=(0.5, 1.0))
+    assert read_verdict(0.25, "", {}) == read_verdict(0.25, "") == Verdict(0.25)
+
+
+@pytest.mark.parametrize(
+    ("returned", "kind", "told"),
+    [
+        (0.5, TypeError, r"returned 0\.5 \(float\), expected rewards by name: \['right', 'long'\]"),
+        ({"right": 1.0}, ValueError, r"returned \['right'\], expected those of reward\.weights: \['right', 'long'\]"),
+        ({"right": 1.0, "long": 1.0, "odd": 1.0}, ValueError, "odd"),
+        ({"right": 1.0, "long": float("nan")}, ValueError, "the reward 'long' is nan, expected a finite number"),
+        ({"right": "1", "long": 1.0}, TypeError, "the reward 'right' is '1'"),
+    ],
+)
+def test_other_than_the_named_rewards_is_no_verdict(returned: object, kind: type[Exception], told: str) -> None:
+    with pytest.raises(kind, match=told):
+        read_verdict(returned, "", {"right": 2.0, "long": -0.5})
+
+
+def test_rewards_by_name_need_weights() -> None:
+    with pytest.raises(TypeError, match="expected a number"):
+        read_verdict({"right": 1.0}, "")

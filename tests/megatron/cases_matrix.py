@@ -83,8 +83,8 @@ def measure(model: MatrixModel, variant: Variant) -> dict[str, Any]:
     routes = [local_routes(micro, replay.layers, model.shape) for micro in micros]
     keywords: dict[str, Any] = {"temperature": 1.0, "vocab_size": model.shape.vocab_size}
 
-    def coefficients(_: int, part: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-        return coefficients_of(part), {}
+    def coefficients(_: int, part: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, None, dict[str, Any]]:
+        return coefficients_of(part), None, {}
 
     for chunk in model.chunks:
         chunk.zero_grad_buffer()

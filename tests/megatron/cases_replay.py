@@ -35,8 +35,8 @@ def dispatched(layout: dict[str, int], recompute: str = "none", dispatcher: str 
     routes = [local_routes(micro, policy.replay.layers, policy.shape) for micro in micros]
     keywords: dict[str, Any] = {"temperature": 1.0, "vocab_size": policy.shape.vocab_size}
 
-    def coefficients(_: int, part: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-        return coefficients_of(part), {}
+    def coefficients(_: int, part: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, None, dict[str, Any]]:
+        return coefficients_of(part), None, {}
 
     report: dict[str, Any] = {"violations": [], "calls": {}, "gate_error": 0.0, "num_micro_batches": len(micros)}
     policy.zero_grad()
@@ -89,8 +89,8 @@ def recorded(layout: dict[str, int], recompute: str = "none", dispatcher: str = 
         first = run(policy.chunks, micros, **keywords)
     probe.remove()
 
-    def coefficients(_: int, part: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-        return coefficients_of(part), {}
+    def coefficients(_: int, part: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, None, dict[str, Any]]:
+        return coefficients_of(part), None, {}
 
     policy.zero_grad()
     with policy.replay.replay(recording):

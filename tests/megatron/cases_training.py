@@ -15,6 +15,7 @@ from tiny_world import (
     MODELS,
     coefficients_of,
     config,
+    entropy_coefficients_of,
     exported,
     gather_sequences,
     gradients_in_place_of_weights,
@@ -23,6 +24,7 @@ from tiny_world import (
     micro_batches,
     policy_of,
     safetensors_of,
+    with_kept_sets,
 )
 
 from megarl.config import Config
@@ -119,12 +121,14 @@ def sequences_of(micros: list[MicroBatch], outputs: list[MicroOutput]) -> dict[s
     return {"logprobs": logprobs, "entropies": entropies, "num_micro_batches": len(micros)}
 
 
-def forward_backward(policy: Policy, settings: Config, batch: TrainBatch) -> tuple[float, list[MicroOutput]]:
+def forward_backward(
+    policy: Policy, settings: Config, batch: TrainBatch, entropy: bool = False
+) -> tuple[float, list[MicroOutput]]:
     """Accumulate the gradients of the fixed loss, with replay where the settings say so; the loss over all ranks."""
     micros = micro_batches(settings, batch)
 
-    def coefficients(_: int, part: TrainBatch, logprobs: torch.Tensor, __: torch.Tensor) -> tuple[torch.Tensor, dict]:
-        return coefficients_of(part).to(logprobs.device), {}
+    def coefficients(_: int, part: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, dict]:
+        return coefficients_of(part), entropy_coefficients_of(part) if entropy else None, {}
 
     def step() -> list[MicroOutput]:
         return run(
@@ -147,8 +151,13 @@ def forward_backward(policy: Policy, settings: Config, batch: TrainBatch) -> tup
     return sum(distributed.gather_objects(own)), outputs
 
 
-def gradients(layout: Layout, model: str = "base", micro_tokens: int = 32, replay: str = "none") -> dict[str, Any]:
-    """Loss, gradients by Hugging Face name, and log-probabilities of a training pass."""
+def gradients(
+    layout: Layout, model: str = "base", micro_tokens: int = 32, replay: str = "none", kept: bool = False
+) -> dict[str, Any]:
+    """Loss, gradients by Hugging Face name, and log-probabilities of a training pass.
+
+    kept: with the sets of ``with_kept_sets``, and an entropy term.
+    """
     settings = config(
         MODELS / model,
         layout,
@@ -157,8 +166,8 @@ def gradients(layout: Layout, model: str = "base", micro_tokens: int = 32, repla
         parallel__distributed_optimizer=False,
     )
     policy = policy_of(settings)
-    batch = local_batch()
-    loss, outputs = forward_backward(policy, settings, batch)
+    batch = with_kept_sets(local_batch()) if kept else local_batch()
+    loss, outputs = forward_backward(policy, settings, batch, entropy=kept)
     by_sequence = sequences_of(micro_batches(settings, batch), outputs)
     with gradients_in_place_of_weights(policy):
         return {"loss": loss, "gradients": exported(policy), **by_sequence}

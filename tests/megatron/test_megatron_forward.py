@@ -30,7 +30,6 @@ VOCABULARY = "cases_forward:vocabulary"
 def assert_vocabulary(found: dict[str, Any]) -> None:
     for name in ("logprobs", "entropies", "weight_gradient", "hidden_gradient"):
         torch.testing.assert_close(found[name], found[f"expected_{name}"], rtol=1e-5, atol=5e-6, msg=name)
-    assert found["entropies_have_no_gradient"]
 
 
 @pytest.mark.multirank
@@ -39,7 +38,10 @@ def assert_vocabulary(found: dict[str, Any]) -> None:
     [
         case(2, VOCABULARY, "tp2", vocab_size=14, padded=14, temperature=0.7),
         case(2, VOCABULARY, "tp2", vocab_size=13, padded=14, temperature=1.3),
-        case(4, VOCABULARY, "tp4", vocab_size=9, padded=12, temperature=1.0),  # the last shard is padding alone
+        case(2, VOCABULARY, "tp2", vocab_size=13, padded=14, temperature=0.7, entropy=True, kept=True),
+        # The last shard is padding alone.
+        case(4, VOCABULARY, "tp4", vocab_size=9, padded=12, temperature=1.0),
+        case(4, VOCABULARY, "tp4", vocab_size=9, padded=12, temperature=1.3, entropy=True, kept=True),
     ],
     ids=str,
 )
@@ -48,15 +50,26 @@ def test_logprobs_of_a_split_vocabulary(case: Case, outcome: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(("vocab_size", "padded"), [(12, 12), (11, 12)])
-@pytest.mark.parametrize(("rows", "columns"), [(1024, 8192), (4, 5), (1, 1)])
+@pytest.mark.parametrize(("rows", "columns"), [(1024, 8192), (4, 5), (3, 12), (1, 1)])
+@pytest.mark.parametrize(("entropy", "kept"), list(itertools.product([False, True], repeat=2)))
 def test_logprobs_of_a_whole_vocabulary(
-    vocab_size: int, padded: int, rows: int, columns: int, one_rank: None, monkeypatch: pytest.MonkeyPatch
+    vocab_size: int,
+    padded: int,
+    rows: int,
+    columns: int,
+    entropy: bool,
+    kept: bool,
+    one_rank: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import cases_forward
 
     monkeypatch.setattr(blocks, "ROWS", rows)
     monkeypatch.setattr(blocks, "COLUMNS", columns)
-    assert_vocabulary(cases_forward.vocabulary({}, vocab_size, padded, 0.6))
+    found = cases_forward.vocabulary({}, vocab_size, padded, 0.6, entropy, kept)
+    assert_vocabulary(found)
+    assert found["logprobs"].isneginf().nonzero().tolist() == ([[2]] if kept else [])  # the label is not in its set
+    assert not kept or found["logprobs"][1] == 0  # the label is all of its set
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -69,7 +82,7 @@ def test_extreme_logits_give_finite_numbers() -> None:
     assert torch.isfinite(logprobs).all()
     assert torch.isfinite(entropies).all()
     assert logprobs[0].item() == pytest.approx(-2e4)
-    logprobs.sum().backward()
+    (logprobs + entropies).sum().backward()
     assert logits.grad is not None
     assert torch.isfinite(logits.grad).all()
 
@@ -145,7 +158,7 @@ def test_no_graph_outlives_its_backward_pass(dispatcher: str, recompute: str, mo
         micro_batches(settings, local_batch()),
         temperature=1.0,
         vocab_size=policy.shape.vocab_size,
-        coefficients=lambda _, part, *__: (coefficients_of(part), {}),
+        coefficients=lambda _, part, *__: (coefficients_of(part), None, {}),
     )
     known = set(map(id, before))  # Megatron's hooks of earlier models among them
     assert [list(one.shape) for one in _with_graph() if id(one) not in known] == []

@@ -40,8 +40,8 @@ class Setup:
         self.routes = [local_routes(micro, self.replay.layers, self.policy.shape) for micro in self.micros]
 
     def run(self, training: bool = False) -> list[torch.Tensor]:
-        def coefficients(_: int, part: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-            return coefficients_of(part), {}
+        def coefficients(_: int, part: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, None, dict[str, Any]]:
+            return coefficients_of(part), None, {}
 
         found = run(
             self.policy.chunks,

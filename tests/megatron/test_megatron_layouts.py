@@ -16,6 +16,7 @@ from tiny_world import (
     oracle_loss_gradients,
     rollouts,
     teacher_forced,
+    with_kept_sets,
 )
 
 from megarl.errors import ConfigError
@@ -31,22 +32,24 @@ LAYOUTS_OF_4 = ["tp2 ep2 etp1 pp2", "pp2 vpp2 ep2", "cp2 tp2 ep2 etp1", "cp2 pp2
 
 
 @pytest.fixture(scope="session")
-def reference_gradients(models: dict[str, Path]) -> Callable[[str], tuple[float, dict[str, torch.Tensor]]]:
-    known: dict[str, tuple[float, dict[str, torch.Tensor]]] = {}
+def reference_gradients(models: dict[str, Path]) -> Callable[..., tuple[float, dict[str, torch.Tensor]]]:
+    known: dict[tuple[str, bool], tuple[float, dict[str, torch.Tensor]]] = {}
 
-    def of(model: str) -> tuple[float, dict[str, torch.Tensor]]:
-        if model not in known:
-            known[model] = oracle_loss_gradients(models[model], batch_of(rollouts()))
-        return known[model]
+    def of(model: str, kept: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
+        if (model, kept) not in known:
+            batch = with_kept_sets(batch_of(rollouts())) if kept else batch_of(rollouts())
+            known[model, kept] = oracle_loss_gradients(models[model], batch, entropy=kept)
+        return known[model, kept]
 
     return of
 
 
-def assert_logprobs_of_transformers(found: dict[str, Any], model: Path) -> None:
+def assert_logprobs_of_transformers(found: dict[str, Any], model: Path, kept: bool = False) -> None:
     made = rollouts()
     assert len(found["logprobs"]) == len(made)
     for rollout, logits in zip(made, logits_of_transformers(model, [one.tokens for one in made]), strict=True):
-        logprobs, entropies = teacher_forced(logits, rollout.tokens)
+        sets = with_kept_sets(batch_of([rollout])) if kept else None
+        logprobs, entropies = teacher_forced(logits, rollout.tokens, sets)
         key = tuple(rollout.tokens.tolist())
         torch.testing.assert_close(found["logprobs"][key].double(), logprobs, rtol=0, atol=1e-5)
         assert found["logprobs"][key][0] == 0
@@ -119,6 +122,36 @@ def test_gradients_in_every_layout_equal_those_of_transformers(
     reference_gradients: Callable[[str], tuple[float, dict[str, torch.Tensor]]],
 ) -> None:
     assert_gradients(outcome, reference_gradients(dict(case.arguments).get("model", "base")))
+
+
+KEPT = [
+    *(case(2, GRADIENTS, layout, kept=True) for layout in ("tp2", "cp2", "pp2")),
+    *(case(4, GRADIENTS, layout, kept=True) for layout in ("cp2 tp2 ep2 etp1", "cp2 pp2 vpp2")),
+]
+
+
+def assert_kept(found: dict[str, Any], model: Path, expected: tuple[float, dict[str, torch.Tensor]]) -> None:
+    assert_logprobs_of_transformers(found, model, kept=True)
+    assert_gradients(found, expected)
+
+
+def test_kept_sets_and_an_entropy_term_equal_transformers_on_one_rank(
+    in_model_folder: None, models: dict[str, Path], reference_gradients: Callable[..., Any]
+) -> None:
+    assert_kept(cases_training.gradients({}, kept=True), models["base"], reference_gradients("base", kept=True))
+    with_neither = cases_training.gradients({})
+    with pytest.raises(AssertionError, match="off by"):  # both matter here
+        assert_gradients(
+            {**with_neither, "loss": reference_gradients("base", kept=True)[0]}, reference_gradients("base", kept=True)
+        )
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("case", KEPT, ids=str)
+def test_kept_sets_and_an_entropy_term_equal_transformers(
+    case: Case, outcome: dict[str, Any], models: dict[str, Path], reference_gradients: Callable[..., Any]
+) -> None:
+    assert_kept(outcome, models["base"], reference_gradients("base", kept=True))
 
 
 def test_gradients_do_not_depend_on_how_the_batch_is_cut_into_micro_batches(in_model_folder: None) -> None:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.core.metrics import Stat
 from megarl.core.types import TrainBatch
+from megarl.errors import ConfigError
 from megarl.megatron.passes import forward
 from megarl.megatron.passes import logprobs as blocks
 from megarl.megatron.passes.logprobs import linear_logprobs
@@ -41,7 +42,8 @@ class RefusesAsCuda(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         named = named or {}
-        indices = [index for index in arguments[1] if index is not None] if "aten.index" in str(function) else []
+        by_index = str(function).startswith(("aten.index.", "aten.index_put"))
+        indices = [index for index in arguments[1] if index is not None] if by_index else []
         if str(function) in self.WAITS or any(index.dtype == torch.bool for index in indices):
             raise AssertionError(f"{function} makes the host wait for the GPU")
         if str(function).startswith("aten.mm."):
@@ -58,8 +60,9 @@ class RefusesAsCuda(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("hidden_dtype", "weight_dtype"), [(FP32, BF16), (FP32, FP16), (BF16, BF16), (FP32, FP32), (BF16, FP32)]
 )
+@pytest.mark.parametrize("sets", [False, True])
 def test_a_gpu_accepts_every_product_and_is_never_waited_for(
-    hidden_dtype: torch.dtype, weight_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    hidden_dtype: torch.dtype, weight_dtype: torch.dtype, sets: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocks, "ROWS", 4)
     monkeypatch.setattr(blocks, "COLUMNS", 16)
@@ -67,15 +70,116 @@ def test_a_gpu_accepts_every_product_and_is_never_waited_for(
     hidden = torch.randn(10, 8, dtype=BF16).to(hidden_dtype).requires_grad_()
     weight = torch.randn(40, 8, dtype=BF16).to(weight_dtype).requires_grad_()
     labels = torch.arange(10) * 4
+    labels[-1] = 36
+    member = torch.rand(10, 37) < 0.3
+    member[range(10), labels] = True
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), member.sum(1).cumsum(0)])
+    kept = (member.nonzero()[:, 1].int(), offsets) if sets else None
     with SaysCuda(), RefusesAsCuda() as gpu:
-        found, _ = linear_logprobs(hidden, weight, labels, 0.7, 37)
-        found.sum().backward()
+        found, entropies = linear_logprobs(hidden, weight, labels, 0.7, 37, None, kept)
+        (found + 0.1 * entropies).sum().backward()
     assert gpu.operands == {weight_dtype} - {FP32}
     logits = hidden.detach().double() @ weight.detach()[:37].double().t() / 0.7
-    torch.testing.assert_close(found.detach(), logits.log_softmax(1)[range(10), labels].float())
-    for tensor in (hidden, weight):
+    reference = [one.detach().double().requires_grad_() for one in (hidden, weight)]
+    logits = reference[0] @ reference[1][:37].t() / 0.7
+    entropy = torch.distributions.Categorical(logits=logits).entropy()
+    if kept is not None:
+        logits = logits.masked_fill(~member, -torch.inf)
+    expected = logits.log_softmax(1)[range(10), labels]
+    (expected + 0.1 * entropy).sum().backward()
+    torch.testing.assert_close(found.detach(), expected.detach().float())
+    for tensor, other in zip((hidden, weight), reference, strict=True):
         assert tensor.grad is not None
+        assert other.grad is not None
         assert (tensor.grad.dtype, tensor.grad.shape) == (tensor.dtype, tensor.shape)
+        # 16-bit products round the gradient of each logit.
+        error = float((tensor.grad - other.grad).norm() / other.grad.norm())
+        assert error < (1e-5 if weight_dtype == tensor.dtype == FP32 else 1e-2)
+
+
+CERTAINTY = torch.tensor([[60.0, 0.0, -60.0], [200.0, 0.0, 0.0]])
+
+
+def test_the_gradients_are_those_of_the_sources_example() -> None:
+    """Shared specification, sections 4 and 7."""
+    logits = torch.tensor([[1.0, 2.0, 3.0]], requires_grad=True)
+    logprobs, entropies = linear_logprobs(logits, torch.eye(3), torch.tensor([0]), 1.0, 3)
+    (logprobs + 0.1 * entropies).sum().backward()
+    assert entropies.item() == pytest.approx(0.8323955818, rel=1e-6)
+    assert logits.grad is not None
+    assert logits.grad[0].tolist() == pytest.approx([0.9241511362, -0.2306514353, -0.6934997009], rel=1e-6)
+
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]], requires_grad=True)
+    kept = torch.tensor([0, 1, 2]), torch.tensor([0, 3])
+    logprobs, _ = linear_logprobs(logits, torch.eye(4), torch.tensor([1]), 1.0, 4, None, kept)
+    logprobs.sum().backward()
+    assert logprobs.item() == pytest.approx(-1.4076059644, rel=1e-6)
+    assert logits.grad is not None
+    assert logits.grad[0].tolist() == pytest.approx([-0.6652409558, 0.7552715289, -0.0900305732, 0.0], rel=1e-6)
+
+
+def test_the_gradient_of_the_entropy_alone_is_that_of_finite_differences() -> None:
+    torch.manual_seed(0)
+    hidden, weight, labels = torch.randn(5, 8).requires_grad_(), 2 * torch.randn(40, 8), torch.arange(5)
+    _, entropies = linear_logprobs(hidden, weight, labels, 0.7, 37)
+    entropies.sum().backward()
+    assert hidden.grad is not None
+    direction = torch.randn(5, 8, dtype=torch.float64)
+
+    def entropy(step: float) -> torch.Tensor:
+        log_p = ((hidden.detach() + step * direction) @ weight[:37].double().t() / 0.7).log_softmax(1)
+        return -(log_p.exp() * log_p).sum()
+
+    slope = (entropy(1e-5) - entropy(-1e-5)) / 2e-5
+    assert float((hidden.grad * direction).sum()) == pytest.approx(float(slope), rel=1e-5)
+
+
+@pytest.mark.parametrize("kept", [None, (torch.tensor([1, 0, 0]), torch.tensor([0, 2, 3]))])
+def test_gradients_of_certainties_are_finite(kept: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+    logits = CERTAINTY.clone().requires_grad_()
+    logprobs, entropies = linear_logprobs(logits, torch.eye(3), torch.tensor([0, 0]), 1.0, 3, None, kept)
+    (logprobs + entropies).sum().backward()
+    torch.testing.assert_close(logprobs.detach(), torch.zeros(2))
+    torch.testing.assert_close(logits.grad, torch.zeros(2, 3))
+
+
+def test_a_far_larger_logit_outside_the_set_changes_nothing() -> None:
+    logits = torch.tensor([[1e4, 1.0, 0.0]], requires_grad=True)
+    kept = torch.tensor([2, 1], dtype=torch.int32), torch.tensor([0, 2])
+    logprobs, _ = linear_logprobs(logits, torch.eye(3), torch.tensor([1]), 1.0, 3, None, kept)
+    logprobs.sum().backward()
+    expected = float(torch.tensor([1.0, 0.0]).softmax(0)[1])
+    assert logprobs.item() == pytest.approx(-0.3132616875, rel=1e-6)
+    assert logits.grad is not None
+    assert logits.grad[0].tolist() == pytest.approx([0.0, expected, -expected], rel=1e-6)
+
+
+def test_entropies_cost_nothing_in_the_backward_pass_if_they_get_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for name in ("_by_logit", "_by_entropy"):
+        original = getattr(blocks, name)
+        monkeypatch.setattr(
+            blocks, name, lambda *given, name=name, original=original: (calls.append(name), original(*given))[1]
+        )
+    hidden, weight = torch.randn(3, 8).requires_grad_(), torch.randn(9, 8)
+    logprobs, _ = linear_logprobs(hidden, weight, torch.arange(3), 1.0, 9)
+    logprobs.sum().backward()
+    assert calls == ["_by_logit"]
+
+
+def test_sets_that_do_not_fit_the_rows_are_refused() -> None:
+    hidden, weight, labels, ids = torch.randn(3, 8), torch.randn(9, 8), torch.arange(3), torch.arange(3)
+    for offsets in (torch.tensor([0, 1, 3]), torch.tensor([0, 1, 2, 2])):
+        with pytest.raises(ValueError, match=r"expected \[4\] for 3 labels and an end at 3"):
+            linear_logprobs(hidden, weight, labels, 1.0, 9, None, (ids, offsets))
+
+
+def test_gradient_norms_of_samples_refuse_kept_sets() -> None:
+    kept = torch.tensor([0, 1]), torch.tensor([0, 2, 2])
+    hidden = torch.randn(2, 8).requires_grad_()
+    logprobs, _ = linear_logprobs(hidden, torch.randn(9, 8), torch.arange(2), 1.0, 9, None, kept)
+    with pytest.raises(ConfigError, match="kept sets"):
+        blocks.WeightGradient(logprobs)
 
 
 def test_states_that_were_bf16_give_the_same_numbers_in_either_dtype() -> None:
@@ -85,9 +189,9 @@ def test_states_that_were_bf16_give_the_same_numbers_in_either_dtype() -> None:
     for dtype in (BF16, FP32):
         hidden, output = states.to(dtype, copy=True).requires_grad_(), weight.clone().requires_grad_()
         logprobs, entropies = linear_logprobs(hidden, output, torch.arange(9), 0.7, 20)
-        logprobs.sum().backward()
+        (logprobs + 0.1 * entropies).sum().backward()
         assert hidden.grad is not None
-        found.append((logprobs.detach(), entropies, output.grad, hidden.grad.to(BF16)))
+        found.append((logprobs.detach(), entropies.detach(), output.grad, hidden.grad.to(BF16)))
         assert hidden.grad.dtype == dtype  # fp32 states get a gradient that tensor parallelism sums in fp32
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
@@ -106,8 +210,8 @@ def test_a_bf16_policy_hands_over_a_bf16_weight_and_states_that_are_bf16_numbers
         handed.append((hidden, weight))
         return linear_logprobs(hidden, weight, *rest)  # type: ignore[arg-type]
 
-    def coefficients(_: int, columns: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, dict[str, Stat]]:
-        return coefficients_of(columns), {}
+    def coefficients(_: int, columns: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, None, dict[str, Stat]]:
+        return coefficients_of(columns), None, {}
 
     monkeypatch.setattr(forward, "linear_logprobs", listen)
     micros = micro_batches(settings, batch)

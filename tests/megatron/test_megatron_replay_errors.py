@@ -41,8 +41,8 @@ class World:
         self.routes = [local_routes(micro, self.replay.layers, self.policy.shape) for micro in self.micros]
 
     def run(self, backward: bool = False, micros: list[MicroBatch] | None = None) -> list[torch.Tensor]:
-        def coefficients(_: int, part: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-            return coefficients_of(part).cuda(), {}
+        def coefficients(_: int, part: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, None, dict[str, Any]]:
+            return coefficients_of(part).cuda(), None, {}
 
         outputs = run(
             self.policy.chunks,

@@ -47,8 +47,8 @@ class Setup:
         self.routes = [local_routes(micro, self.replay.layers, shape) for micro in self.micros]
 
     def train(self) -> None:
-        def coefficients(_: int, part: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-            return coefficients_of(part), {}
+        def coefficients(_: int, part: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, None, dict[str, Any]]:
+            return coefficients_of(part), None, {}
 
         for chunk in self.model.chunks:
             chunk.zero_grad_buffer()

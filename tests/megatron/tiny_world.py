@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tiny_families import FAMILIES, write_family
 
 from megarl.config import Config
 from megarl.config.file import parse
-from megarl.core.packing import pack
+from megarl.core.packing import pack, select
 from megarl.core.routing.trace import narrow_dtype
 from megarl.core.types import Rollout, TrainBatch
 from megarl.data.tiny import write_tiny_model
@@ -158,6 +159,22 @@ def coefficients_of(batch: TrainBatch) -> torch.Tensor:
     return torch.where(batch.loss_mask, varied, 0.0)
 
 
+def entropy_coefficients_of(batch: TrainBatch) -> torch.Tensor:
+    """Some dJ/dH [T] that depend on the token alone, of both signs."""
+    return torch.where(batch.loss_mask, 0.3 - 0.2 * (batch.tokens % 3), 0.0)
+
+
+def with_kept_sets(batch: TrainBatch) -> TrainBatch:
+    """Sets of 1 to 6 ids that depend on the token alone; none for prompts, and for one generated token in four."""
+    tokens = zip(batch.tokens.tolist(), batch.loss_mask.tolist(), strict=True)
+    sets = [
+        sorted({token, *((7 * token + 5 * k) % 30 for k in range(token % 6))}) * (mask and token % 4 > 0)
+        for token, mask in tokens
+    ]
+    offsets = torch.tensor([0, *map(len, sets)]).cumsum(0)
+    return replace(batch, kept_ids=torch.tensor([*itertools.chain(*sets)], dtype=torch.int32), kept_offsets=offsets)
+
+
 def batch_of(made: Sequence[Rollout], seed: int = 0) -> TrainBatch:
     advantages = np.random.default_rng(seed + 100).normal(size=len(made))
     return pack(made, advantages)
@@ -227,28 +244,47 @@ def transformers_model(model: Path, dtype: torch.dtype = torch.float32) -> Any:
     return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="eager").eval()
 
 
-def teacher_forced(logits: torch.Tensor, tokens: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """(logprobs [T], entropies [T]) of a sequence in float64 at TEMPERATURE; 0 for the first token."""
+def teacher_forced(
+    logits: torch.Tensor, tokens: np.ndarray, batch: TrainBatch | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logprobs [T], entropies [T]) of a sequence in float64 at TEMPERATURE; 0 for the first token.
+
+    batch: of this sequence alone, with the kept sets of the log-probabilities.
+    """
     full = torch.log_softmax(logits.double() / TEMPERATURE, -1)
     labels = torch.as_tensor(tokens[1:], dtype=torch.int64)
     zero = full.new_zeros(1)
-    picked = full[:-1].gather(1, labels[:, None])[:, 0]
+    masked = full[:-1]
+    if batch is not None and batch.kept_ids is not None and batch.kept_offsets is not None:
+        outside = torch.zeros(masked.shape, dtype=torch.bool)
+        for row, (start, end) in enumerate(itertools.pairwise(batch.kept_offsets[1:].tolist())):
+            outside[row] = start < end
+            outside[row, batch.kept_ids[start:end]] = False
+        masked = masked.masked_fill(outside, -torch.inf).log_softmax(-1)
+    picked = masked.gather(1, labels[:, None])[:, 0]
     return torch.cat([zero, picked]), torch.cat([zero, -(full.exp() * full).sum(-1)[:-1]])
 
 
-def oracle_loss_gradients(model: Path, batch: TrainBatch) -> tuple[float, dict[str, torch.Tensor]]:
-    """transformers' loss ``-(coefficients * logprobs).sum()`` and its gradients, by Hugging Face checkpoint name."""
+def oracle_loss_gradients(
+    model: Path, batch: TrainBatch, entropy: bool = False
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """transformers' loss ``-(coefficients * logprobs).sum()`` and its gradients, by Hugging Face checkpoint name.
+
+    entropy: less ``(entropy_coefficients * entropies).sum()``.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     oracle = transformers_model(model)
     weights = coefficients_of(batch)
+    entropy_weights = entropy_coefficients_of(batch) * entropy
     bounds = batch.cu_seqlens.tolist()
     total = torch.zeros((), dtype=torch.float64)
-    for first, last in itertools.pairwise(bounds):
+    for sequence, (first, last) in enumerate(itertools.pairwise(bounds)):
         tokens = batch.tokens[first:last]
         logits = oracle(tokens[None]).logits[0]
-        logprobs, _ = teacher_forced(logits, tokens.numpy())
+        logprobs, entropies = teacher_forced(logits, tokens.numpy(), select(batch, [sequence]))
         total = total - (weights[first:last].double() * logprobs).sum()
+        total = total - (entropy_weights[first:last].double() * entropies).sum()
     total.backward()
     gradients = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

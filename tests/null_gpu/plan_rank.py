@@ -147,7 +147,7 @@ def step(config: Config, built: policy.Policy, num: int) -> None:
         passes,
         temperature=1.0,
         vocab_size=built.shape.vocab_size,
-        coefficients=lambda index, batch, logprobs, entropies: (torch.ones_like(logprobs), {}),
+        coefficients=lambda index, batch, logprobs, entropies: (torch.ones_like(logprobs), None, {}),
     )
     built.optimizer.step()
 

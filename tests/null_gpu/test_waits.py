@@ -98,13 +98,15 @@ def test_log_probabilities_never_wait(computing: None, monkeypatch: pytest.Monke
         torch.manual_seed(0)
         hidden, weight = torch.randn(11, 6).to(device).requires_grad_(), torch.randn(23, 6).to(device).requires_grad_()
         labels = (torch.arange(11) * 2).to(device)
+        kept = torch.stack([labels, (labels + 7) % 22], 1).flatten().int(), 2 * torch.arange(12)
         with host_waits() as waits:
             values, entropies = logprobs.linear_logprobs(hidden, weight, labels, 0.7, 22, None)
-            values.sum().backward()
+            of_sets, _ = logprobs.linear_logprobs(hidden, weight, labels, 0.7, 22, None, kept)
+            (values + of_sets + 0.1 * entropies).sum().backward()
             divergence = logprobs.linear_kl(hidden.detach(), 1.1 * hidden.detach(), weight, 0.7, 22, None)
         assert waits == []
         assert hidden.grad is not None
-        found.append([one.detach().cpu() for one in (values, entropies, divergence, hidden.grad)])
+        found.append([one.detach().cpu() for one in (values, entropies, of_sets, divergence, hidden.grad)])
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
 
 

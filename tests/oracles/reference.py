@@ -45,6 +45,45 @@ def rloo(rewards: Floats, groups: Sequence[int]) -> list[float]:
     return advantages
 
 
+def raw_mixed(rewards: Floats, groups: Sequence[int]) -> list[float]:
+    """R, but 0 in a group of several responses that all have the same reward."""
+    advantages = []
+    for reward, group in zip(rewards, groups, strict=True):
+        members = [r for r, g in zip(rewards, groups, strict=True) if g == group]
+        advantages.append(0.0 if len(members) > 1 and len(set(members)) == 1 else reward)
+    return advantages
+
+
+def opo(rewards: Floats, groups: Sequence[int], lengths: Sequence[int]) -> list[float]:
+    """R minus the mean over all tokens of the group, each of which has the reward of its response."""
+    advantages = []
+    for reward, group, length in zip(rewards, groups, lengths, strict=True):
+        tokens = [r for r, g, n in zip(rewards, groups, lengths, strict=True) if g == group for _ in range(n)]
+        advantages.append(reward - math.fsum(tokens) / len(tokens) if length and len(set(tokens)) > 1 else 0.0)
+    return advantages
+
+
+def whiten(values: Floats, lengths: Sequence[int]) -> list[float]:
+    """Each value at each token of its response; less the mean of all tokens, over their standard deviation."""
+    tokens = [value for value, length in zip(values, lengths, strict=True) for _ in range(length)]
+    if len(set(tokens)) < 2:
+        return [0.0] * len(values)
+    mean = math.fsum(tokens) / len(tokens)
+    variance = math.fsum((x - mean) ** 2 for x in tokens) / (len(tokens) - 1)
+    return [
+        (value - mean) / math.sqrt(variance + 1e-8) if length else 0.0
+        for value, length in zip(values, lengths, strict=True)
+    ]
+
+
+def grpo_sum(
+    components: Sequence[Floats], weights: Floats, groups: Sequence[int], ddof: int = 1, eps: float = 1e-6
+) -> list[float]:
+    """The weighted sum of GRPO's advantages of each reward; components by response."""
+    alone = [grpo(column, groups, ddof, eps) for column in zip(*components, strict=True)]
+    return [math.fsum(w * column[i] for w, column in zip(weights, alone, strict=True)) for i in range(len(groups))]
+
+
 def token_level_kl(
     rewards: Floats,
     groups: Sequence[int],

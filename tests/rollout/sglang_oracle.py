@@ -13,7 +13,9 @@ from rollout_oracle import Oracle
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megarl.core.kept import check_kept
 from megarl.core.types import Rollout
+from megarl.rollout.engine import SamplingParams
 
 Weights = dict[str, torch.Tensor]
 
@@ -50,6 +52,32 @@ def logprob_gap(rollouts: Sequence[Rollout], oracle: Oracle, temperature: float 
         mask = rollout.loss_mask[1:] & (np.arange(1, rollout.num_tokens) <= oracle.clear(rollout.tokens))
         worst = max(worst, float(np.abs(expected - rollout.rollout_logprobs[1:])[mask].max(initial=0.0)))
     return worst
+
+
+def check_nuclei(rollouts: Sequence[Rollout], oracle: Oracle, params: SamplingParams) -> None:
+    """Each token's recorded ids are the oracle's nucleus, and its log-probability is within them.
+
+    Up to the first tie of experts, and but for nuclei that end within rounding of top_p."""
+    sizes = []
+    for rollout in rollouts:
+        check_kept(rollout)
+        assert rollout.kept_counts is not None
+        assert rollout.kept_ids is not None
+        assert not rollout.kept_counts[: rollout.prompt_length].any()
+        sets = np.split(rollout.kept_ids, np.cumsum(rollout.kept_counts)[:-1])
+        probabilities = (oracle.logits(rollout.tokens).double() / params.temperature).softmax(-1).numpy()
+        for token in range(rollout.prompt_length, min(rollout.num_tokens, oracle.clear(rollout.tokens) + 1)):
+            order = np.argsort(-probabilities[token - 1], kind="stable")
+            mass = probabilities[token - 1][order].cumsum()
+            if np.abs(mass - params.top_p).min() < CLOSE:
+                continue
+            size = int((mass < params.top_p).sum()) + 1
+            assert sets[token].tolist() == sorted(order[:size].tolist())
+            expected = np.log(probabilities[token - 1][rollout.tokens[token]] / mass[size - 1])
+            assert abs(rollout.rollout_logprobs[token] - expected) < CLOSE
+            sizes.append(size)
+    assert len(sizes) > 50
+    assert len(set(sizes)) > 3
 
 
 def same_sets(rollouts: Sequence[Rollout], oracle: Oracle) -> float:

@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from megarl.core.fp8 import is_fp8_weight, round_through_fp8
+from megarl.core.kept import check_kept
+from megarl.core.turns import join
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import NumericsError, RolloutError, WeightSyncError
 from megarl.rollout.engine import Engine, SamplingParams
@@ -49,6 +51,75 @@ def test_logprobs_and_routes_equal_a_full_forward(
         assert rollout.routed_experts is not None
         assert np.array_equal(rollout.routed_experts, oracle.routes(rollout.tokens))  # the last token's row too
     assert {rollout.finish_reason for rollout in rollouts} == {"stop", "length"}
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 0.5), (0.7, 0.95), (1.3, 0.999), (1.0, 1e-6)])
+def test_the_recorded_ids_are_the_nucleus_of_each_token(
+    engine: LocalEngine, oracle: Oracle, temperature: float, top_p: float
+) -> None:
+    """Against probabilities of transformers in float64: the shortest prefix of the sorted ids that reaches top_p."""
+    params = dataclasses.replace(PARAMS, temperature=temperature, top_p=top_p)
+    requests = make_requests(12, lengths=(1, 12), copies=2)
+    sizes = []
+    for rollout in engine.generate(requests, dataclasses.replace(params, max_kept_ids=100_000)):
+        check_kept(rollout)
+        assert rollout.kept_counts is not None
+        assert rollout.kept_ids is not None
+        assert (rollout.kept_counts.dtype, rollout.kept_ids.dtype) == (np.int32, np.int32)
+        assert not rollout.kept_counts[: rollout.prompt_length].any()
+        sets = np.split(rollout.kept_ids, np.cumsum(rollout.kept_counts)[:-1])
+        probabilities = (oracle.logits(rollout.tokens).double() / temperature).softmax(-1).numpy()
+        for token in range(rollout.prompt_length, rollout.num_tokens):
+            of_token = probabilities[token - 1]
+            order = np.argsort(-of_token, kind="stable")
+            size = int((of_token[order].cumsum() < top_p).sum()) + 1
+            assert set(sets[token].tolist()) == set(order[:size].tolist())
+            assert sets[token].tolist() == sorted(sets[token].tolist())
+            expected = np.log(of_token[rollout.tokens[token]] / of_token[order[:size]].sum())
+            assert rollout.rollout_logprobs[token] == pytest.approx(expected, abs=1e-5)
+            if size == 1:
+                assert rollout.rollout_logprobs[token] == 0.0
+            sizes.append(size)
+    assert (max(sizes) == 1) == (top_p == 1e-6)
+    for rollout in engine.generate(requests, params):
+        assert (rollout.kept_counts, rollout.kept_ids) == (None, None)
+
+
+def test_equally_likely_ids_are_kept_from_the_lowest_on(model_path: Path) -> None:
+    engine = LocalEngine.from_pretrained(model_path)
+    engine._views["lm_head.weight"].zero_()
+    size = len(engine._views["lm_head.weight"])
+    params = SamplingParams(max_response_tokens=3, top_p=0.45, max_kept_ids=size * 3)
+    for rollout in engine.generate(make_requests(3), params):
+        assert rollout.kept_ids is not None
+        assert rollout.kept_ids.tolist() == [*range(math.ceil(0.45 * size))] * 3
+        assert rollout.rollout_logprobs[-3:] == pytest.approx(-math.log(math.ceil(0.45 * size)))
+
+
+def test_the_ids_of_two_turns_are_joined(engine: LocalEngine) -> None:
+    params = dataclasses.replace(PARAMS, top_p=0.8, max_kept_ids=1000)
+    first = engine.generate(make_requests(6), params)
+    prompts = [np.append(rollout.tokens, [3, 4]).astype(np.int32) for rollout in first]
+    second = engine.generate(
+        [SampleRequest(p, r.group, r.sample, 9) for p, r in zip(prompts, first, strict=True)], params
+    )
+    for earlier, later in zip(first, second, strict=True):
+        whole = join(earlier, later)
+        check_kept(whole)
+        assert whole.kept_counts is not None
+        assert ((whole.kept_counts > 0) == whole.loss_mask).all()
+        assert whole.loss_mask.sum() == earlier.loss_mask.sum() + later.loss_mask.sum()
+
+
+def test_more_ids_than_a_response_may_have_are_an_error(engine: LocalEngine) -> None:
+    params = dataclasses.replace(PARAMS, top_p=0.9)
+    found = engine.generate(make_requests(4), dataclasses.replace(params, max_kept_ids=10_000))
+    most = max(len(rollout.kept_ids) for rollout in found if rollout.kept_ids is not None)
+    engine.generate(make_requests(4), dataclasses.replace(params, max_kept_ids=most))
+    with pytest.raises(
+        RolloutError, match=rf"group \d sample 0: its first \d tokens were drawn from {most} ids in all, more"
+    ):
+        engine.generate(make_requests(4), dataclasses.replace(params, max_kept_ids=most - 1))
 
 
 def test_positions_count_from_the_first_real_token(engine: LocalEngine) -> None:

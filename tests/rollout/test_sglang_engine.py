@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 import torch
 from rollout_oracle import make_requests
-from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_sets
+from sglang_oracle import CLOSE, Weights, check_nuclei, logprob_gap, noisy, oracle_of, same_sets
 
 from megarl.core.types import Rollout, SampleRequest
-from megarl.errors import ConfigError, MegarlError, RolloutError, WeightSyncError
+from megarl.errors import MegarlError, RolloutError, WeightSyncError
 from megarl.rollout.engine import SamplingParams
+from megarl.rollout.local.distribution import sampling_logprobs
 from megarl.rollout.sglang import member as sglang_member
 from megarl.rollout.sglang.client import ClientSettings
 from megarl.rollout.sglang.engine import SGLangEngine
@@ -195,10 +196,21 @@ def test_without_weights_nothing_is_sampled(engine: SGLangEngine):
         engine.generate(make_requests(1), PARAMS)
 
 
-def test_a_nucleus_is_refused(engine: SGLangEngine, weights: list[Weights]):
+def test_the_ids_that_tokens_are_drawn_from_are_those_of_transformers(
+    engine: SGLangEngine, hostile_model: Path, weights: list[Weights]
+):
+    """Their log-probabilities are within these ids. Without max_kept_ids they are the same, and the ids are dropped."""
     engine.update_weights(weights[0].items(), 0)
-    with pytest.raises(ConfigError, match=r"top_p = 0\.9 with SGLang, expected 1"):
-        engine.generate(make_requests(1), replace(PARAMS, top_p=0.9))
+    params = replace(PARAMS, temperature=1.3, top_p=0.8)
+    rollouts = engine.generate(make_requests(6, copies=4), replace(params, max_kept_ids=10_000))
+    check_nuclei(rollouts, oracle_of(hostile_model, weights[0]), params)
+    (bare,) = engine.generate(make_requests(1), params)
+    assert (bare.kept_counts, bare.kept_ids) == (None, None)
+    distribution = sampling_logprobs(oracle_of(hostile_model, weights[0]).logits(bare.tokens), 1.3, 0.8)[:-1]
+    expected = distribution.gather(1, torch.tensor(bare.tokens[1:, None]).long())[bare.prompt_length - 1 :, 0]
+    np.testing.assert_allclose(bare.rollout_logprobs[bare.prompt_length :], expected.numpy(), atol=CLOSE)
+    with pytest.raises(RolloutError, match=r"more than the 9 of max_kept_ids: lower rollout\.top_p"):
+        engine.generate(make_requests(1), replace(params, max_kept_ids=9))
 
 
 def test_a_response_ends_with_a_stop_token_or_at_its_limit(engine: SGLangEngine, weights: list[Weights]):

@@ -21,7 +21,7 @@ from absent import SGLANG_PYTHON
 from rollout_oracle import make_requests
 from sglang_faulty import check_complete, in_background, kill_9
 from sglang_fixtures import START_DEADLINE_S, forking
-from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_sets
+from sglang_oracle import CLOSE, Weights, check_nuclei, logprob_gap, noisy, oracle_of, same_sets
 
 from megarl.core.types import SampleRequest
 from megarl.errors import ConfigError, RolloutError, WeightSyncError
@@ -114,6 +114,22 @@ def test_routes_and_logprobs_are_those_of_transformers(
     assert logprob_gap(rollouts, oracle, temperature) < CLOSE
     assert logprob_gap(rollouts, oracle, temperature + 0.3) > 1e-2
     assert same_sets(rollouts, oracle_of(sglang_model, weights[2])) < 0.9
+
+
+def test_a_nucleus_is_recorded_as_it_is_drawn_from_or_refused(
+    served: Served, sglang_model: Path, weights: list[Weights]
+):
+    if not can(parse_version(served.release), "sampling_masks"):
+        refused = Fleet(urls=[served.server.url], api_key=KEY, source=sglang_model, nucleus=True)
+        with pytest.raises(ConfigError, match=f"SGLang {served.release} does not record the ids that it draws from"):
+            refused.start()
+        refused.close()
+        return
+    served.engine.update_weights(weights[1].items(), 1)
+    params = replace(PARAMS, top_p=0.8, max_kept_ids=10_000)
+    check_nuclei(
+        served.engine.generate(make_requests(8, copies=2), params), oracle_of(sglang_model, weights[1]), params
+    )
 
 
 @pytest.mark.parametrize("way", ["tensor", "distributed", "disk"])

@@ -41,7 +41,8 @@ def test_what_releases_can_do() -> None:
     assert able("0.5.6") == []
     assert able("0.5.7") == ["routed_experts"]
     assert able("0.5.12") == ["routed_experts", "routed_experts_start_len"]
-    assert able("0.5.20") == ["routed_experts", "routed_experts_start_len", "weight_versions"]
+    assert able("0.5.19") == ["routed_experts", "routed_experts_start_len", "weight_versions"]
+    assert able("0.5.20") == [*able("0.5.19"), "sampling_masks"]
     assert able("0.5.22") == [entry.name for entry in CAPABILITIES if entry.name != "checksums_on_cpu"]
     assert able("0.5.23") == [entry.name for entry in CAPABILITIES]
     with pytest.raises(KeyError):
@@ -52,6 +53,9 @@ def test_a_release_without_routes_is_refused_and_a_newer_one_told():
     with pytest.raises(ConfigError, match=r"0\.5\.6 returns no routes, expected at least 0\.5\.7"):
         check_server({"version": "0.5.6"}, tp=1)
     assert check_server(KEY | {"version": "0.5.23"}, tp=1) == ((0, 5, 23), [])
+    with pytest.raises(ConfigError, match=r"SGLang 0\.5\.19 does not record the ids .*take 0\.5\.20 or later"):
+        check_server(KEY | {"version": "0.5.19"}, tp=1, nucleus=True)
+    assert check_server(KEY | {"version": "0.5.20"}, tp=1, nucleus=True)[0] == (0, 5, 20)
     assert "newer than 0.5.23" in check_server(KEY | {"version": "0.6.0"}, tp=1)[1][0]
     with pytest.raises(RolloutError, match="'None', expected a release number"):
         check_server({}, tp=1)

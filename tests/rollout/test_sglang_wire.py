@@ -14,6 +14,7 @@ from transformers import DeepseekV3Config, Glm4MoeConfig, MixtralConfig, OlmoeCo
 from megarl.core.types import SampleRequest
 from megarl.errors import ConfigError, RolloutError, TraceError
 from megarl.models.shapes import MoeShape
+from megarl.rollout.engine import SamplingParams
 from megarl.rollout.sglang.answers import decode_routes, parse_answer
 from megarl.rollout.sglang.plugin.compact import seal
 
@@ -134,6 +135,59 @@ def test_the_tokens_of_another_answer_or_prompt_break_the_seal() -> None:
     other["meta_info"]["output_token_logprobs"][1][1] = 7
     with pytest.raises(RolloutError, match="the answer does not fit its seal"):
         parse_answer(REQUEST, other, 7, SHAPE, "a")
+
+
+NUCLEUS = SamplingParams(top_p=0.9, max_kept_ids=4)
+SETS = {"output_token_sampling_mask": [[9, 3], [8]], "output_token_sampling_logprobs": [-0.25, 0.0]}
+
+
+def test_log_probabilities_below_top_p_are_within_the_ids_that_were_drawn_from() -> None:
+    found = parse_answer(REQUEST, sealed(**SETS), 7, SHAPE, "a", NUCLEUS)
+    assert found.rollout_logprobs.tolist() == [0.0, 0.0, 0.0, -0.25, 0.0]
+    assert found.kept_counts is not None
+    assert found.kept_ids is not None
+    assert (found.kept_counts.tolist(), found.kept_ids.tolist()) == ([0, 0, 0, 2, 1], [3, 9, 8])
+    assert (found.kept_counts.dtype, found.kept_ids.dtype) == (np.int32, np.int32)
+    bare = parse_answer(REQUEST, sealed(**SETS), 7, SHAPE, "a", replace(NUCLEUS, max_kept_ids=None))
+    assert bare.kept_ids is None
+    assert np.array_equal(bare.rollout_logprobs, found.rollout_logprobs)
+    with pytest.raises(RolloutError, match="its first 2 tokens were drawn from 3 ids in all, more than the 2"):
+        parse_answer(REQUEST, answer(**SETS), 7, SHAPE, None, replace(NUCLEUS, max_kept_ids=2))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"output_token_sampling_mask": "absent"}, "which ids each of 2 tokens was drawn from, .* 0.5.20 or later"),
+        ({"output_token_sampling_logprobs": "absent"}, "which ids each of 2 tokens"),
+        ({"output_token_sampling_mask": [[9, 3]]}, "which ids each of 2 tokens"),
+        ({"output_token_sampling_logprobs": [-0.25]}, "which ids each of 2 tokens"),
+        ({"output_token_sampling_mask": [[3], [8]]}, "a token is not among the ids that it was drawn from"),
+        ({"output_token_sampling_mask": [[9, 8], []]}, "a token is not among the ids"),
+        ({"output_token_sampling_mask": [[9, 9], [8]]}, "a token is not among the ids"),
+        ({"output_token_sampling_mask": [[9, 3], [None]]}, "cannot be read"),
+        ({"output_token_sampling_logprobs": [0.25, 0.0]}, "log-probability of response token 0 is 0.25"),
+        ({"output_token_sampling_logprobs": [-0.25, None]}, "log-probability of response token 1 is nan"),
+    ],
+)
+def test_sets_that_do_not_fit_the_tokens_are_refused(change: dict[str, Any], told: str) -> None:
+    with pytest.raises(RolloutError, match=f"group 4 sample 1: .*{told}"):
+        parse_answer(REQUEST, answer(**SETS | change), 7, SHAPE, None, NUCLEUS)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"output_token_sampling_mask": [[9, 4], [8]]},
+        {"output_token_sampling_mask": [[9], [3, 8]]},
+        {"output_token_sampling_logprobs": [-0.251, 0.0]},
+    ],
+)
+def test_sets_of_another_answer_break_the_seal(change: dict[str, Any]) -> None:
+    whole = sealed(**SETS)
+    whole["meta_info"] |= change
+    with pytest.raises(RolloutError, match="does not fit its seal"):
+        parse_answer(REQUEST, whole, 7, SHAPE, "a")
 
 
 def test_versions_come_from_the_server() -> None:

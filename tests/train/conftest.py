@@ -20,6 +20,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 SHARES_GROUPS = {
     "test_step",
+    "test_old_pass",
     "test_step_oracle",
     "test_masked_tokens",
     "test_sampler",

@@ -44,6 +44,7 @@ def make_counting_engine(config: Config, tell: Callable[[str], None]) -> Countin
 counting = EngineKind(make_counting_engine, routes=True, resumable=True)
 """By a function, and without FP8 rounding."""
 named = EngineKind("own_parts:make_counting_engine", routes=True)
+without_sets = EngineKind(make_counting_engine, routes=True, nucleus=True)
 without_routes = EngineKind(make_counting_engine)
 not_an_engine = 1
 

@@ -566,19 +566,19 @@ def test_one_threshold_says_what_is_correct(world: World, threshold: float, monk
     }
     with sampler(world, **overrides) as (made, _):
         selections = recorded(made)
-        drawn = made.sample_step(0)
-        accepted = response_advantages(made.config, made.objective, selections[0])[0]
-        found = finalize(drawn.metrics)
         seen: list[SampleTable] = []
         original = SampleTable.gather
-        monkeypatch.setattr(SampleTable, "gather", lambda samples: seen.append(original(samples)) or seen[-1])
+        monkeypatch.setattr(SampleTable, "gather", lambda *given: seen.append(original(*given)) or seen[-1])
+        drawn = made.sample_step(0)
+        accepted = response_advantages(made.config, made.objective, selections[0], seen[0])[0]
+        found = finalize(drawn.metrics)
         evaluated = made.evaluate(0)
     (selection,) = selections
     _, _, judged, positives = selection.drawn
     assert 0 < positives.sum() < judged.sum()
     assert found["reward/pass_rate"] == pytest.approx(positives.sum() / judged.sum())
     assert accepted.tolist() == [float(reward > threshold) for reward in selection.rewards]
-    assert evaluated["eval/pass_rate"] == (seen[0].column("reward") > threshold).mean()
+    assert evaluated["eval/pass_rate"] == (seen[-1].column("reward") > threshold).mean()
 
 
 @pytest.mark.parametrize("scale", ["rate", "root_rate"])

@@ -240,6 +240,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_a_later_start_goes_on(
         {"rollout__temperature": 0.7, "rollout__top_p": 0.8},
         {"train__replay": "r2"},
         {"train__replay": "none", "train__mini_batches": 1},
+        {"train__old_logprobs": "rollout", "train__mini_batches": 4},
         {"reward__function": "train_rewards:sometimes_raises"},
         {"rollout__max_batch_size": 3},
         {"data__max_prompt_tokens": 4},
@@ -335,21 +336,31 @@ def test_a_weight_outside_the_family_is_warned_of_once(
         assert capsys.readouterr().out.count("warning: objective: the weight") == warnings
 
 
-def test_sampling_from_a_nucleus_is_warned_of_and_its_mass_is_in_the_gap(
+def test_sampling_from_a_nucleus_is_warned_of_and_its_mass_is_in_the_gap_unless_the_sets_are_kept(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The engine is not rounded here: before any update, log-probabilities differ by the nucleus alone."""
     gaps = {}
-    for top_p in (0.7, 1.0):
+    for top_p, keeps in ((0.7, True), (0.7, False), (1.0, True)):
         settings = world.settings(
-            run__dir=str(tmp_path / f"run{top_p}"), run__steps=1, rollout__top_p=top_p, rollout__fp8_rounding=False
+            run__dir=str(tmp_path / f"run{top_p}{keeps}"),
+            run__steps=1,
+            rollout__top_p=top_p,
+            rollout__keep_sampling_mask=keeps,
+            rollout__fp8_rounding=False,
+            train__objective="kl_grpo",
         )
         (step,) = of_kind(run(settings), "step")
-        gaps[top_p] = step["rollout/k1"]
-        assert capsys.readouterr().out.count(f"warning: rollout.top_p: found {top_p:g}") == (top_p < 1)
+        gaps[top_p, keeps] = step["rollout/k1"], step["rollout/k3"]
+        told = capsys.readouterr().out
+        assert told.count(f"warning: rollout.top_p: found {top_p:g}") == (top_p < 1)
+        assert told.count("training optimises the policy within the recorded nuclei") == (top_p < 1 and keeps)
         distributed.shutdown()
-    assert abs(gaps[1.0]) < 1e-5
-    assert 0.05 < gaps[0.7] < -np.log(0.7)
+    for one in ((0.7, True), (1.0, True)):
+        assert abs(gaps[one][0]) < 1e-6
+        assert gaps[one][1] < 1e-10
+    assert 0.05 < gaps[0.7, False][0] < -np.log(0.7)
+    assert gaps[0.7, False][1] > 5e-3
 
 
 def test_several_benchmarks_and_the_checkpoints_that_stay(

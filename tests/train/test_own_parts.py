@@ -69,6 +69,10 @@ def test_the_settings_of_fp8_reach_the_local_engine(world: World, settings: dict
             "rollout.fp8_rounding: found true with engine",
         ),
         ({"rollout__engine": "own_parts:counting", "rollout__top_p": 0.9}, "rollout.top_p: found 0.9, expected 1"),
+        (
+            {"rollout__engine": "own_parts:without_sets", "rollout__top_p": 0.9},
+            'rollout.keep_sampling_mask: found true with top_p = 0.9 and engine = "own_parts:without_sets", which does',
+        ),
         ({"rollout__engine": "own_parts:counting", "rollout__one_step_off": True}, "rollout.one_step_off: found true"),
     ],
 )

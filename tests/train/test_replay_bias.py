@@ -52,7 +52,7 @@ def test_measuring_changes_nothing(world: World, alone: dict[str, Taken]) -> Non
 def _passes(step: TrainStep, world: World) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """What the first update measures, and the log-probabilities of its tokens with either routing."""
     minis = prepare(step, world.rollouts(), fixed_advantages())
-    look(step, minis)
+    look(step, minis, old_pass=True)
     found = {"replayed": torch.cat(minis[0].old_logprobs or [])}
     with step.policy.replay.record(keep=False):
         found["native"] = torch.cat([output.logprobs for output in step._run(minis[0])])

@@ -102,19 +102,6 @@ def test_r2_with_one_mini_batch_equals_no_replay(world: World) -> None:
     assert r2 == none
 
 
-def test_one_mini_batch_skips_the_old_pass_and_two_do_not(world: World) -> None:
-    for row, mini_batches, expected in (
-        ("minirl", 1, False),
-        ("minirl", 2, True),
-        ("minirl k3", 1, False),
-        ("kl_grpo", 1, True),
-        ("adaptive_power", 1, False),
-        ("adaptive theta/mu", 1, True),
-    ):
-        with training(world.settings(train__mini_batches=mini_batches, **ROWS[row])) as step:
-            assert step.needs_old_pass == expected, row
-
-
 @contextmanager
 def used_experts(step: TrainStep, chunks: Sequence[torch.nn.Module] = ()) -> Iterator[list[torch.Tensor]]:
     """The routers' own answer, bool [T, E] per call: not the replay object's word."""
@@ -431,7 +418,7 @@ def test_the_kl_at_equal_weights_is_0_where_the_reference_replays_the_policys_ro
     with training(world.settings(**settings, train__mini_batches=2 if row.startswith("kl") else 1)) as step:
         minis = prepare(step, world.rollouts(), fixed_advantages())
         look(step, minis)
-        for mini in minis if step.needs_old_pass else []:
+        for mini in step.old_pass_over(minis):
             assert torch.equal(torch.cat(mini.old_logprobs or []), torch.cat(mini.ref_logprobs or []))
         if step.needs_token_advantages:
             assert finalize(minis[0].metrics)["kl/ref"] == 0.0
@@ -450,8 +437,8 @@ def test_it_is_not_0_where_the_reference_routes_by_itself(world: World) -> None:
 @pytest.mark.parametrize("replay", ["r2", "r3"])
 def test_a_reference_of_other_weights_uses_the_experts_of_the_policy(world: World, replay: str) -> None:
     with training(world.settings(**ROWS["minirl k3"], **SAME, train__replay=replay, train__mini_batches=1)) as step:
-        assert step.needs_old_pass == (replay == "r2")  # which records there
         (mini,) = prepare(step, world.rollouts(), fixed_advantages())
+        assert list(step.old_pass_over([mini])) == ([mini] if replay == "r2" else [])  # which records there
         step.old_logprobs(mini)
         assert step.reference is not None
         with used_experts(step, step.reference.chunks) as of_reference:

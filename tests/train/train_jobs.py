@@ -47,6 +47,19 @@ def steps(world: World, variants: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     return found
 
 
+def both_ways(world: World, rollouts: list[Rollout], variants: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """By variant, a step with the first mini-batch in the old-log-prob pass and one without: what is taken, weights."""
+    found = {}
+    for name, overrides in variants.items():
+        found[name] = []
+        for old_pass in (True, False):
+            with training(world.settings(optim__lr=0.01, **overrides)) as step:
+                taken = take_step(step, rollouts, old_pass=old_pass)
+                weights = {key: value.detach().cpu().numpy().copy() for key, value in step.policy.export()}
+                found[name].append((taken, weights))
+    return found
+
+
 def overlapped(world: World, variants: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Two steps, the gradient norms of samples between them, and the exported weights after each, by rank 0."""
     found = {}

@@ -12,6 +12,12 @@ def digit_share(*, prompt: str, response: str, answer: str) -> float:
     return sum(map(str.isdigit, response)) / max(len(response), 1)
 
 
+@instantaneous
+def digits_and_length(*, prompt: str, response: str, answer: str) -> dict[str, float]:
+    """Two rewards; the order of the names is none of the configuration's."""
+    return {"short": 1 / (1 + len(response)), "digits": digit_share(prompt=prompt, response=response, answer=answer)}
+
+
 def raises_on_demand(*, prompt: str, response: str, answer: str) -> float:
     """Fails on the prompts that a variable names."""
     if prompt in os.environ.get("NO_VERDICT_ON", "").split(","):

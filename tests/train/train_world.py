@@ -153,6 +153,7 @@ def sample(
     top_p: float = 1.0,
     max_response_tokens: int = MAX_RESPONSE,
     routes: bool = True,
+    max_kept_ids: int | None = None,
 ) -> list[Rollout]:
     """A step's rollouts from the local engine."""
     engine = LocalEngine.from_pretrained(world.model, fp8_rounding=fp8_rounding)
@@ -170,7 +171,7 @@ def sample(
         SampleRequest(prompts[s // GROUP_SIZE].tokens, s // GROUP_SIZE, s % GROUP_SIZE, seed=s)
         for s in range(NUM_SEQUENCES)
     ]
-    params = SamplingParams(temperature, top_p, max_response_tokens, (tokenizer.eos_token_id,), routes)
+    params = SamplingParams(temperature, top_p, max_response_tokens, (tokenizer.eos_token_id,), routes, max_kept_ids)
     made = engine.generate(requests, params)
     engine.close()
     return made
@@ -234,12 +235,16 @@ def look(
     minis: Sequence[MiniBatch],
     rewards: np.ndarray | None = None,
     groups: np.ndarray | None = None,
-    old_pass: bool | None = None,
+    old_pass: bool = False,
 ) -> None:
-    """All passes before the updates, as the trainer runs them; by default every response has a random reward."""
-    if old_pass if old_pass is not None else step.needs_old_pass:
-        for mini in minis:
-            step.old_logprobs(mini)
+    """All passes before the updates, as the trainer runs them; by default every response has a random reward.
+
+    old_pass: run the old-log-prob pass over all mini-batches, also where the first update does without.
+    """
+    passed = minis if old_pass else step.old_pass_over(minis)
+    for mini in passed:
+        step.old_logprobs(mini)
+    if len(passed) == len(minis):
         step.tripwires.judge(minis)
     if step.reference is not None:
         for mini in minis:
@@ -254,7 +259,7 @@ def take_step(
     step: TrainStep,
     rollouts: Sequence[Rollout],
     advantages: np.ndarray | None = None,
-    old_pass: bool | None = None,
+    old_pass: bool = False,
     groups: np.ndarray | None = None,
 ) -> Taken | None:
     """Prepare, passes before the updates, all updates; None except on the main rank.
@@ -267,7 +272,7 @@ def take_step(
     updates, weights = [], []
     for index, (mini, owned) in enumerate(zip(minis, owned_by_this_rank(step), strict=True)):
         with _tapped_coefficients() as seen:
-            updates.append(collect([step.update(mini, more_follow=index + 1 < len(minis))]))
+            updates.append(collect([step.update(mini, following=minis[index + 1 :])]))
         weights.append(_of_all_ranks(mini, owned, seen))
     whole = collect([mini.metrics for mini in minis])
     if whole is None:
@@ -309,7 +314,7 @@ def _of_all_ranks(mini: MiniBatch, owned: Sequence[int], seen: Sequence[np.ndarr
     return merged
 
 
-def step_on(settings: Config, rollouts: Sequence[Rollout], old_pass: bool | None = None) -> Taken:
+def step_on(settings: Config, rollouts: Sequence[Rollout], old_pass: bool = False) -> Taken:
     """One step of a fresh policy on one rank."""
     with training(settings) as step:
         taken = take_step(step, rollouts, old_pass=old_pass)

@@ -87,11 +87,11 @@ class Tables(Table):
         """Names of what an evaluation asks."""
         return (*(("heldout",) if self.data.heldout is not None else ()), *self.eval.sets)
 
-    @property
-    def judge_options(self) -> dict[str, Any]:
-        """What a judge is made with, besides the function."""
+    def judge_options(self, function: str) -> dict[str, Any]:
+        """What a judge of this reward function is made with; weights are only of the run's own."""
         options = self.reward.model_dump(include={"workers", "timeout_s", "max_characters"})
-        return options | {"model": self.reward_model}
+        weights = self.reward.weights if function == self.reward.function else None
+        return options | {"model": self.reward_model, "weights": weights}
 
     @property
     def weight_sync(self) -> Literal["ipc", "distributed", "tensor", "disk"]:
@@ -104,6 +104,25 @@ class Tables(Table):
     def servers_share_gpus(self) -> bool:
         """Whether a GPU has both a rank of the trainer and a rank of a server."""
         return not self.launch.apart and any(gpu < self.launch.ranks_per_node for gpu in self.sglang.gpus)
+
+    @property
+    def old_passes(self) -> int:
+        """The number of a step's mini-batches, the last ones, with an old-log-prob pass before the first update.
+
+        The first one has none: no weight has moved, so its update computes pi_old itself, and r2 would replay what the
+        routers choose anyway. All have one for
+
+        - an objective that needs log-probabilities of whole mini-batches before the first update;
+        - a reference policy, or balancing losses, that count what r2 replays.
+        """
+        train, objective = self.train, self.train.resolved_objective
+        if train.old_logprobs == "rollout":
+            return 0
+        adapts = bool(objective.beforehand - {"theta_old"})
+        balances = self.megatron.get("moe_router_load_balancing_type", "none") not in ("none", None)
+        follows = train.replay == "r2" and (train.replay_reference or balances)
+        beforehand = adapts or follows or objective.advantage == "token_level_kl"
+        return train.mini_batches if beforehand else train.mini_batches - 1
 
     @property
     def optimizer_steps(self) -> int:

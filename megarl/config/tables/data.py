@@ -1,7 +1,7 @@
 """The tables about prompts, their judgement and demonstrations: [data], [reward], [reward_model], [sft]."""
 
 import re
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -58,7 +58,20 @@ class RewardConfig(Table):
     max_characters: PositiveInt = 10_000
     """math_verify reads only so many of a response's characters, the last ones."""
     threshold: float = POSITIVE
-    """A response is correct (positive) if its reward is above this. Used by adaptive sampling, RAFT and pass rates."""
+    """A response is correct (positive) if its reward is above this. Used by adaptive sampling, RAFT, the advantage
+    "signed" and pass rates."""
+    weights: dict[Annotated[str, Field(pattern=r"^\w+$")], float] = {}
+    """Weights of several rewards, by name: your function then returns a reward for each name, and the reward is their
+    weighted sum. Default: it returns one number."""
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        if self.weights and ":" not in self.function:
+            raise ValueError(
+                f'weights: found {self.weights} with function = "{self.function}", which returns one number; name a '
+                "function of your own that returns several, or remove them"
+            )
+        return self
 
 
 class RewardModelConfig(Table):

@@ -23,8 +23,13 @@ class RolloutConfig(Table):
     temperature: PositiveFloat = 1.0
     """Sampling temperature. Not 0: log-probabilities of greedy samples are all 0, and ratios would be wrong."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling: tokens come from the smallest set with at least this probability. Training computes
-    log-probabilities over the whole vocabulary, so below 1 its gradient misses the rest."""
+    """Nucleus sampling: tokens come from the smallest set with at least this probability."""
+    keep_sampling_mask: bool = True
+    """With top_p below 1, the ids that each token was drawn from are recorded, and training computes log-probabilities
+    over them ("Keep Sampling Mask", docs/sampling.md). false: over the whole vocabulary, with biased importance
+    weights."""
+    max_kept_ids: PositiveInt = 1 << 22
+    """Most ids that are recorded for one response, 4 bytes each; a response with more ends the run."""
     fp8_rounding: bool = False
     """Round the engine's weights through FP8 (e4m3, 128 x 128 blocks), to the values that an FP8 engine would hold."""
     fp8_activations: bool = False
@@ -44,6 +49,11 @@ class RolloutConfig(Table):
         """What the engine can do, and what makes it."""
         return engine_kind(self.engine)
 
+    @property
+    def keeps_sets(self) -> bool:
+        """Whether the ids that tokens are drawn from are recorded: at top_p = 1 these are the whole vocabulary."""
+        return self.keep_sampling_mask and self.top_p < 1
+
     @model_validator(mode="after")
     def _engine_can(self) -> Self:
         kind = self.engine_kind
@@ -51,6 +61,11 @@ class RolloutConfig(Table):
             raise ValueError(
                 f'top_p: found {self.top_p:g}, expected 1 with engine = "{self.engine}", whose log-probabilities are '
                 "of the whole vocabulary and not of the nucleus that it samples from"
+            )
+        if self.keeps_sets and not kind.kept_sets:
+            raise ValueError(
+                f'keep_sampling_mask: found true with top_p = {self.top_p:g} and engine = "{self.engine}", which does '
+                "not return the ids that it draws from; set it to false, with biased importance weights, or top_p = 1"
             )
         if self.one_step_off and not kind.server:
             raise ValueError(

@@ -122,7 +122,9 @@ class LogConfig(Table):
     """A rank without progress for this long writes the stacks of its threads below run.dir/ranks; seconds."""
     traces_every: Count = 0
     """Steps between dumps of the routes into run.dir/traces, for `megarl trace`; 0 = never."""
-
+    objective_every: Count = 1
+    """Steps between the objective's statistics (ratio, clip/*, tis/*, kl/*, gap/*, first_order/*); 0 = never. Losses,
+    counts, rewards and what tripwires watch are logged in every step."""
     variance_every: Count = 0
     """Steps between measurements of the gradient's variance and its best baseline (variance/*, baseline/*), each of
     which takes one more forward and backward pass; 0 = never."""

@@ -30,13 +30,16 @@ class TrainConfig(Table):
     """A row of the table in docs/objectives.md, or your own, "package.module:name": an Objective, or a function of the
     batch's columns."""
     objective_overrides: dict[str, Any] = {}
-    """Parts of the objective to replace, e.g. masks.0.high = 1.28 or factors = [{policies = "theta_mu", high = 2.0}]; the
-    string "off" stands for None. The advantage, a mask and a factor's fn may be your own, "package.module:function". An
-    objective that is a function has fewer parts."""
+    """Parts of the objective to replace, e.g. masks.0.high = 1.28, or factors = [{policies = "theta_mu", high = 2.0}];
+    the string "off" stands for None. The advantage, a mask and a factor's fn may be your own,
+    "package.module:function". An objective that is a function has fewer parts."""
     mini_batches: PositiveInt = 1
     """Optimizer steps N per global step, each on an equal share of the responses."""
     micro_batch_tokens: PositiveInt = 16384
     """Most tokens of one forward pass on one rank; at least the longest prompt plus the longest response."""
+    old_logprobs: Literal["recomputed", "rollout"] = "recomputed"
+    """pi_old: of the training engine before the first update, or (rollout) mu of the engine that sampled. That saves
+    the old-log-prob pass; theta/old is then theta/mu, and only the first mini-batch is compared with the engine."""
     replay: Literal["none", "r2", "r3"] = "r3"
     """Which experts training uses: its own choice (none; dense models know no other), those of the old-log-prob pass
     (r2), or of the engine (r3)."""
@@ -78,7 +81,7 @@ class TrainConfig(Table):
         """The objective with its parts replaced; of a function what it does not compute. ConfigError if parts do not
         go together."""
         named = self._named
-        return override(  # type: ignore[no-any-return]
+        return override(
             named if isinstance(named, Objective) else _AROUND_A_FUNCTION, self.objective_overrides, _load_part
         )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from megarl.core.choices.records import check_types, options_of
 from megarl.errors import ConfigError
@@ -131,7 +131,7 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """A factor S of the weighted advantage that depends on the sign of A. It is part of the formula of one algorithm."""
+    """A factor S of the weighted advantage that depends on the sign of A, part of the formula of one algorithm."""
 
     kind: GateKind
     """- "drpo": ``S = 1 - sign(A) (pi_theta - mu) / delta``
@@ -232,20 +232,17 @@ class Objective:
         return any(mask.denominator != "keep" for mask in self.records)
 
     @property
-    def reads(self) -> frozenset[str]:
-        """The policies that coefficients are computed from: "theta", "old", "mu", "ref". Functions read all three."""
-        pairs = {part.policies for part in (*self.records, *self.factors)}
-        words = {word for pair in pairs for word in pair.split("_")} | {p.to for p in self.penalties if p.coef}
-        if self.gate is not None:
-            words |= {"theta", "mu" if self.gate.kind == "drpo" else "old"}
-        words |= {p.behaviour for p in self.penalties if p.coef and p.estimator == "unbiased"}
-        return frozenset(words | ({"theta", "old", "mu"} if len(self.records) < len(self.masks) else set()))
+    def pairs(self) -> frozenset[str]:
+        """The pairs of policies whose ratios masks, factors and gate read. Functions of the user may read more."""
+        of_gate = set() if self.gate is None else {"theta_mu" if self.gate.kind == "drpo" else "theta_old"}
+        return frozenset({part.policies for part in (*self.records, *self.factors)} | of_gate)
 
     @property
     def beforehand(self) -> frozenset[Policies]:
         """The pairs of policies whose ratios of the whole mini-batch are needed before its update."""
-        factors = {factor.policies for factor in self.factors if factor.needs_batch}
-        return frozenset(factors | {mask.policies for mask in self.records if mask.denominator != "keep"})
+        parts: list[Mask | Factor] = [factor for factor in self.factors if factor.needs_batch]
+        parts += [mask for mask in self.records if mask.denominator != "keep"]
+        return frozenset(part.policies for part in parts)
 
     @property
     def needs_ref_logprobs(self) -> bool:

@@ -69,7 +69,7 @@ def _replacement(old: Any, options: tuple[Any, ...], value: Any, load: Load, pla
     listed = next((option for option in options if get_origin(option) is tuple), None)
     if listed is not None:
         return _replaced_list(old or (), tuple(_flatten(get_args(listed)[0])), value, load, place)
-    kind = next((option for option in options if is_dataclass(option)), None)
+    kind: Any = next((option for option in options if is_dataclass(option)), None)
     if isinstance(value, Mapping) and kind is not None:
         return _made(old if isinstance(old, kind) else None, kind, value, load, f"{place}.")
     if value == OFF:

@@ -204,8 +204,8 @@ TABLE: Mapping[str, Row] = MappingProxyType(
         ),
         "drpo": Row(
             replace(_DPPO, gate=Gate("drpo", 0.15, 0.15), aggregation="seq-mean-token-sum-norm", norm_length=8192),
-            "DRPO, arXiv 2606.09821, eq. 8 and 9. Its text and code have delta 12.5, with which the gate stays within 8 % "
-            "of 1 and bounds nothing; 0.15 is ours, after dppo_tv",
+            "DRPO, arXiv 2606.09821, eq. 8 and 9. Its text and code have delta 12.5, with which the gate stays within "
+            "8 % of 1 and bounds nothing; 0.15 is ours, after dppo_tv",
             "A smooth trust region: tokens beyond delta are pulled back instead of dropped.",
         ),
         "icepop": Row(
@@ -219,8 +219,8 @@ TABLE: Mapping[str, Row] = MappingProxyType(
         ),
         "kpop": Row(
             replace(_GRPO, masks=(*_GRPO.masks, Mask("old_mu", "kl_sym", high=0.5))),
-            "KPop, arXiv 2606.15079, 3.2.3: binary KL in both directions in the place of IcePop's ratio. Its bound is not "
-            "printed; whether kept tokens are also weighted by old/mu is open, here they are not",
+            "KPop, arXiv 2606.15079, 3.2.3: binary KL in both directions in the place of IcePop's ratio. Its bound is "
+            "not printed; whether kept tokens are also weighted by old/mu is open, here they are not",
             "As icepop, for bounds that mean the same for rare and for likely tokens.",
         ),
         "dis": Row(
@@ -229,8 +229,8 @@ TABLE: Mapping[str, Row] = MappingProxyType(
                 masks=(Mask("theta_mu", low=0.8, high=1.28, strict=True),),
                 aggregation="token-mean",
             ),
-            "DIS (SAO, arXiv 2607.07508, eq. 1 to 3; GLM-5.2); bounds, advantage and aggregation were not seen, these are "
-            "ours",
+            "DIS (SAO, arXiv 2607.07508, eq. 1 to 3; GLM-5.2); bounds, advantage and aggregation were not seen, these "
+            "are ours",
             "Asynchronous sampling without an old-log-prob pass: only tokens near mu train, for either sign.",
         ),
         "deepseek_v32": Row(

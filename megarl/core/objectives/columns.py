@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -183,6 +184,22 @@ def token_state(columns: TokenColumns) -> TokenState:
     return TokenState(**clean, usable=usable, keep=keep, cu_seqlens=columns.cu_seqlens, topk=columns.topk)
 
 
+def split_state(state: TokenState, most: int) -> list[TokenState]:
+    """Return views of whole sequences, each of at most ``most`` tokens unless one sequence is longer."""
+    bounds, cuts = state.cu_seqlens, [0]
+    while cuts[-1] < bounds.numel() - 1:
+        end = int(torch.searchsorted(bounds, bounds[cuts[-1]] + most, right=True)) - 1
+        cuts.append(max(end, cuts[-1] + 1))
+    parts = []
+    named = {field.name: getattr(state, field.name) for field in fields(TokenState)}
+    for first, last in pairwise(cuts):
+        begin, end = int(bounds[first]), int(bounds[last])
+        part: dict[str, Any] = {name: column[begin:end] for name, column in named.items() if isinstance(column, Tensor)}
+        topk = None if state.topk is None else TopK(*(getattr(state.topk, f.name)[begin:end] for f in fields(TopK)))
+        parts.append(TokenState(**(part | {"cu_seqlens": bounds[first : last + 1] - begin, "topk": topk})))
+    return parts
+
+
 def _value_error(name: str, column: Tensor, bad: Tensor) -> NumericsError:
     if name != "advantages":
         return logprob_error(name, column, bad)
@@ -197,7 +214,7 @@ def copy_columns(source: TokenColumns | TokenState, loss_mask: Tensor) -> TokenC
     """Return columns without gradient that a function may change."""
     given = {field.name: getattr(source, field.name) for field in fields(TokenColumns) if field.name != "loss_mask"}
     topk = given.pop("topk")
-    copies = {name: column.detach().clone() for name, column in given.items() if column is not None}
+    copies: dict[str, Any] = {name: column.detach().clone() for name, column in given.items() if column is not None}
     return TokenColumns(**copies, loss_mask=loss_mask.clone(), topk=topk)
 
 

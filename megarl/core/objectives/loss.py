@@ -17,8 +17,15 @@ import torch
 from torch import Tensor
 
 from megarl.core.choices.parts import Objective
-from megarl.core.metrics import Stat
-from megarl.core.objectives.columns import Denominators, TokenColumns, TokenState, count_loss_tokens, prepare
+from megarl.core.metrics import Stat, merge
+from megarl.core.objectives.columns import (
+    Denominators,
+    TokenColumns,
+    TokenState,
+    count_loss_tokens,
+    prepare,
+    split_state,
+)
 from megarl.core.objectives.masks import Trusted, find_trusted
 from megarl.core.objectives.policy_ratios import PolicyRatios
 from megarl.core.objectives.weights import (
@@ -32,6 +39,9 @@ from megarl.core.objectives.weights import (
 )
 from megarl.core.ratios import ratio_gradient, segment_expand, segment_sum
 from megarl.errors import ConfigError
+
+PART_TOKENS = 1 << 15
+"""Largest part of a batch that is weighed at once on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +98,9 @@ def coefficients(
     """
     # A mask that takes tokens out of the denominators makes the given ones smaller than the count of loss tokens.
     state = prepare(columns, None if objective.leaves else denominators)
-    return state_coefficients(objective, state, columns.loss_mask, denominators, facts, detailed)
+    if state.logprobs.is_cuda or state.logprobs.numel() <= PART_TOKENS:
+        return state_coefficients(objective, state, columns.loss_mask, denominators, facts, detailed)
+    return _by_parts(objective, state, columns.loss_mask, denominators, facts, detailed)
 
 
 def state_coefficients(
@@ -130,6 +142,32 @@ def state_coefficients(
     return Coefficients(values, metrics, entropy)
 
 
+def _by_parts(
+    objective: Objective,
+    state: TokenState,
+    loss_mask: Tensor,
+    denominators: Denominators | None,
+    facts: BatchFacts | None,
+    detailed: bool,
+) -> Coefficients:
+    """Weigh a large batch in parts of whole sequences, which fit into a processor's cache."""
+    check_columns(objective, state)
+    parts = split_state(state, PART_TOKENS)
+    if facts is None:
+        facts = _gather(objective, parts, lambda sums: sums)
+    if denominators is None:
+        denominators = Denominators(*count_loss_tokens(state.usable, state.cu_seqlens).tolist())
+    masks = loss_mask.split([part.logprobs.numel() for part in parts])
+    found = [
+        state_coefficients(objective, part, mask, denominators, facts, detailed)
+        for part, mask in zip(parts, masks, strict=True)
+    ]
+    entropy = (
+        torch.cat([each.entropy for each in found if each.entropy is not None]) if objective.entropy_coef else None
+    )
+    return Coefficients(torch.cat([each.values for each in found]), merge(each.metrics for each in found), entropy)
+
+
 def gather_facts(
     objective: Objective, micro_batches: Sequence[TokenColumns], total: Total = lambda sums: sums
 ) -> BatchFacts | None:
@@ -140,14 +178,7 @@ def gather_facts(
     """
     if not objective.beforehand:
         return None
-    states = [prepare(columns) for columns in micro_batches]
-    batches = [(state, PolicyRatios(state)) for state in states]
-    left = None
-    if objective.leaves:
-        trusted = [find_trusted(objective, *batch, detailed=False)[0] for batch in batches]
-        counts = [_count(found, state.cu_seqlens) for found, state in zip(trusted, states, strict=True)]
-        left = Denominators(*(int(count) for count in total(torch.stack(counts).sum(0).double()).tolist()))
-    return BatchFacts(*_find_facts(objective, batches, total), left)
+    return _gather(objective, [prepare(columns) for columns in micro_batches], total)
 
 
 def policy_loss(
@@ -183,8 +214,8 @@ def check_columns(objective: Objective, state: TokenState) -> None:
         raise missing_ref("a penalty to the reference")
     if state.topk is None and objective.needs_topk:
         raise ConfigError(
-            "objective: a mask of the sampler's top K tokens needs the column topk (TokenColumns.topk), which the batch "
-            "does not have: megarl's engines do not record it; choose statistic 'tv' or 'kl'"
+            "objective: a mask of the sampler's top K tokens needs the column topk (TokenColumns.topk), which the "
+            "batch does not have: megarl's engines do not record it; choose statistic 'tv' or 'kl'"
         )
 
 
@@ -194,6 +225,16 @@ def missing_ref(what: str) -> ConfigError:
         f"objective: {what} needs the column ref_logprobs, which the batch does not have; compute the reference "
         f"policy's log-probabilities, or choose an objective without a KL"
     )
+
+
+def _gather(objective: Objective, states: Sequence[TokenState], total: Total) -> BatchFacts:
+    batches = [(state, PolicyRatios(state)) for state in states]
+    left = None
+    if objective.leaves:
+        trusted = [find_trusted(objective, *batch, detailed=False)[0] for batch in batches]
+        counts = [_count(found, state.cu_seqlens) for found, state in zip(trusted, states, strict=True)]
+        left = Denominators(*(int(count) for count in total(torch.stack(counts).sum(0).double()).tolist()))
+    return BatchFacts(*_find_facts(objective, batches, total), left)
 
 
 def _find_facts(

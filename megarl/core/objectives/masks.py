@@ -10,7 +10,7 @@ from megarl.core.diagnostics.measures import prefix_variance_rate
 from megarl.core.metrics import Stat
 from megarl.core.objectives.columns import TokenState, call_part, copy_columns
 from megarl.core.objectives.policy_ratios import PolicyRatios
-from megarl.core.ratios import LOG_RATIO_BOUND, aggregate, positions
+from megarl.core.ratios import LOG_RATIO_BOUND, aggregate
 
 FLOOR = 1e-8
 """Least probability of all other tokens, so that a KL against a certain token stays finite."""
@@ -42,7 +42,7 @@ def find_trusted(
             names, left = [mask.sign], mask.denominator
             if mask.sign == "outward":
                 names = ["high", "low"]
-            if detailed:
+            if detailed and "clip/ratio" not in metrics:
                 metrics |= _scope_metrics(mask, state, ratios)
         else:
             given = copy_columns(state, keep)
@@ -64,7 +64,7 @@ def find_trusted(
 def find_dropped(mask: Mask, state: TokenState, ratios: PolicyRatios) -> Tensor:
     """Return the tokens that a mask drops, bool [T]; those that do not train anyway are not among them."""
     values = measure(mask, state, ratios)
-    above, below = _violations(mask, values, state)
+    above, below = _violations(mask, values, ratios)
     bad = above if below is None else below if above is None else above | below
     assert bad is not None, "a mask has a bound"
     positive, negative = state.advantages > 0, state.advantages < 0
@@ -138,11 +138,11 @@ def top_k_divergence(is_kl: bool, state: TokenState) -> Tensor:
     return (mu * logs).sum(1) + rest_mu * (rest_mu / rest_theta).log()
 
 
-def _violations(mask: Mask, values: Tensor, state: TokenState) -> tuple[Tensor | None, Tensor | None]:
+def _violations(mask: Mask, values: Tensor, ratios: PolicyRatios) -> tuple[Tensor | None, Tensor | None]:
     """Return where the values are above and below the bounds; None where there is no bound."""
     low, high = mask.low, mask.high
     if mask.growth:
-        widths = positions(state.keep, state.cu_seqlens).to(values.dtype).pow(mask.growth)
+        widths = ratios.positions.to(values.dtype).pow(mask.growth)
         low, high = (None if bound is None else bound * widths for bound in (low, high))
     above = None if high is None else values >= high if mask.strict else values > high
     below = None if low is None else values <= low if mask.strict else values < low
@@ -156,6 +156,5 @@ def _scope_metrics(mask: Mask, state: TokenState, ratios: PolicyRatios) -> dict[
     log_ratio = ratios.log(mask.policies, mask.scope)
     metrics = {"clip/ratio": Stat.ratio(log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), state.keep)}
     if mask.scope == "prefix":
-        places = positions(state.keep, state.cu_seqlens)
-        metrics["clip/prefix_variance_rate"] = prefix_variance_rate(log_ratio, places, state.keep)
+        metrics["clip/prefix_variance_rate"] = prefix_variance_rate(log_ratio, ratios.positions, state.keep)
     return metrics

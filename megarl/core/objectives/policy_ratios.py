@@ -4,7 +4,7 @@ from torch import Tensor
 
 from megarl.core.choices.parts import Policies, Scope
 from megarl.core.objectives.columns import TokenState
-from megarl.core.ratios import LOG_RATIO_BOUND, aggregate
+from megarl.core.ratios import LOG_RATIO_BOUND, aggregate, positions
 
 
 class PolicyRatios:
@@ -13,6 +13,14 @@ class PolicyRatios:
     def __init__(self, state: TokenState) -> None:
         self._state = state
         self._found: dict[tuple[str, ...], Tensor] = {}
+        self._positions: Tensor | None = None
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [T], t of each token among those of its response that train, counted from 1."""
+        if self._positions is None:
+            self._positions = positions(self._state.keep, self._state.cu_seqlens)
+        return self._positions
 
     def log(self, policies: Policies, scope: Scope = "token") -> Tensor:
         """Return the log-ratio over the tokens of ``scope``: sums and means are not clamped."""

@@ -1,7 +1,8 @@
 """Runs micro-batches through Megatron's schedules: log-probabilities of given tokens, and the backward pass of a step.
 
 Every objective is given as coefficients per token: the loss of a micro-batch is ``-(coefficients * logprobs).sum()``,
-and the gradient is the sum over all micro-batches and ranks.
+less ``(entropy_values * entropies).sum()`` where the objective has an entropy term, and the gradient is the sum over
+all micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from megarl.megatron.passes.logprobs import linear_kl, linear_logprobs
 from megarl.megatron.passes.micro_batches import MicroBatch, router_tokens, to_slots, to_tokens
 from megarl.megatron.versions import copy_to_tensor_parallel, padding_argument, unwrap
 
-CoefficientFn = Callable[[int, TrainBatch, Tensor, Tensor], tuple[Tensor, dict[str, Stat]]]
-"""(index of the micro-batch, its columns, logprobs [T], entropies [T], both detached) -> (coefficients [T], metrics).
+CoefficientFn = Callable[[int, TrainBatch, Tensor, Tensor], tuple[Tensor, Tensor | None, dict[str, Stat]]]
+"""(index of the micro-batch, its columns, logprobs [T], entropies [T], both detached) -> (coefficients [T],
+entropy_values [T], metrics): dJ/dlogprobs, and dJ/dentropies or None.
 
 Called on the last pipeline stage only, on each of its tensor-parallel ranks with equal arguments."""
 
@@ -40,7 +42,7 @@ class MicroOutput:
     """Output of the last pipeline stage for one micro-batch, aligned with its T tokens."""
 
     logprobs: Tensor
-    """float32 [T], 0 for the first token of each sequence."""
+    """float32 [T], 0 for the first token of each sequence; over the kept sets of the batch, where it has some."""
     entropies: Tensor
     """float32 [T], of the distribution that the token was drawn from; natural logarithm, full vocabulary."""
     metrics: dict[str, Stat]
@@ -75,7 +77,7 @@ def _padding_mask(gpt: GPTModel, micro: MicroBatch) -> Tensor | None:
 
 
 def _logprobs(
-    gpt: GPTModel, hidden: Tensor, labels: Tensor, temperature: float, vocab_size: int
+    gpt: GPTModel, hidden: Tensor, micro: MicroBatch, temperature: float, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
     """(log-probabilities, entropies) by position, fp32 [S] each, from hidden [S / tp or S, H]."""
     group = parallel_state.get_tensor_model_parallel_group()
@@ -83,7 +85,7 @@ def _logprobs(
         hidden = gather_from_sequence_parallel_region(hidden, group=group)
     else:
         hidden = copy_to_tensor_parallel(hidden, group)
-    return linear_logprobs(hidden, _output_weight(gpt), labels, temperature, vocab_size, group)
+    return linear_logprobs(hidden, _output_weight(gpt), micro.labels, temperature, vocab_size, group, micro.kept)
 
 
 def _output_weight(gpt: GPTModel) -> Tensor:
@@ -100,10 +102,10 @@ def _divergence(gpt: GPTModel, hidden: Tensor, other: Tensor, temperature: float
     return linear_kl(both[0], both[1], _output_weight(gpt), temperature, vocab_size, group)
 
 
-def _weigh(weights: Tensor, logprobs: Tensor) -> Tensor:
-    """``-(weights * logprobs).sum()``."""
+def _weigh(weights: Tensor, column: Tensor) -> Tensor:
+    """``-(weights * column).sum()``."""
     # Skip weights of 0, because 0 times a log-probability of -inf is NaN.
-    return -(weights * torch.where(weights != 0, logprobs, 0.0)).sum()
+    return -(weights * torch.where(weights != 0, column, 0.0)).sum()
 
 
 def run(
@@ -130,16 +132,19 @@ def run(
 
     def loss(index: int, gpt: GPTModel, hidden: Tensor) -> tuple[Tensor, MicroOutput]:
         micro = micro_batches[index]
-        by_slot, entropy_by_slot = _logprobs(gpt, hidden, micro.labels, temperature, vocab_size)
+        by_slot, entropy_by_slot = _logprobs(gpt, hidden, micro, temperature, vocab_size)
         logprobs, entropies = (to_tokens(column.detach(), micro) for column in (by_slot, entropy_by_slot))
         metrics: dict[str, Stat] = {}
         if on_logprobs is not None:
             on_logprobs(by_slot)
         value = by_slot.sum() * 0.0
         if coefficients is not None:
-            weights, metrics = coefficients(index, micro.batch, logprobs, entropies)
-            value = _weigh(to_slots(weights.detach(), micro), by_slot)
-            metrics = {**metrics, "loss": Stat.total(_weigh(weights, logprobs))}
+            weights, entropy_weights, metrics = coefficients(index, micro.batch, logprobs, entropies)
+            value, told = _weigh(to_slots(weights.detach(), micro), by_slot), _weigh(weights, logprobs)
+            if entropy_weights is not None:
+                value = value + _weigh(to_slots(entropy_weights.detach(), micro), entropy_by_slot)
+                told = told + _weigh(entropy_weights, entropies)
+            metrics = {**metrics, "loss": Stat.total(told)}
         if on_micro_batch is not None:
             on_micro_batch()
         divergence = None

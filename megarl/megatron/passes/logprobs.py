@@ -1,6 +1,7 @@
 """Log-probabilities and entropies of given tokens from hidden states, without the [S, V] logits as a whole.
 
-``logprob = z_label - log sum_w exp z_w`` and ``entropy = -sum_w p_w log p_w`` with ``z = h W^T / temperature``.
+``logprob = z_label - log sum_w exp z_w`` and ``entropy = -sum_w p_w log p_w`` with ``z = h W^T / temperature``. A row
+may have a kept set, the tokens that top-p or top-k left to the sampler: its log-probability then sums over the set.
 
 The logits are computed block by block (rows x vocabulary), reduced at once to a maximum, a sum of exponentials and a
 weighted sum per row, and computed again in the backward pass. The vocabulary may be split over a tensor-parallel group:
@@ -20,22 +21,40 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.core.devices import to_device
+from megarl.core.ratios import segment_ids, segment_lengths
+from megarl.errors import ConfigError
+
 Group = dist.ProcessGroup | None
 ROWS, COLUMNS = 1024, 8192
 """Largest block of logits: 32 MiB in fp32."""
 
 
 def linear_logprobs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, vocab_size: int, group: Group = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float,
+    vocab_size: int,
+    group: Group = None,
+    kept: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """hidden [S, H], weight [V / tp, H] (rank r holds rows r V / tp ...), labels int64 [S] -> fp32 [S], fp32 [S].
 
-    The log-probabilities have gradients to hidden and weight, the entropies have none. Logits and reductions are fp32.
+    Log-probabilities and entropies have gradients to hidden and weight, ``dz_v = c (1[v = y] - p_v) - e p_v (ln p_v +
+    entropy)`` of incoming c and e. The entropies' costs nothing if none comes in. Logits and reductions are fp32.
+
+    kept: (ids [M], offsets int64 [S+1]), row s has the distinct ids ``ids[offsets[s]:offsets[s+1]]`` of the whole
+    vocabulary. Its log-probability and c's gradient are those of the softmax over these alone. An empty set stands for
+    the whole vocabulary. A label outside its set has log-probability -inf and no gradient. Entropies ignore the sets.
+    Offsets belong on the host: elsewhere every call waits for them. ValueError if they do not fit ids and labels.
+
     The gradient of ``hidden`` is this rank's part in fp32; the mapping in front of this function sums the parts.
     Rows of ``weight`` beyond ``vocab_size`` pad the vocabulary and have probability 0. Products use ``hidden`` in the
     dtype of ``weight``, which is exact: Megatron's Float16Module only widened a 16-bit model's hidden states to fp32.
     """
-    return _LinearLogprobs.apply(hidden, weight, labels, temperature, vocab_size, group)  # type: ignore[no-any-return]
+    sets = None if kept is None else _Kept(*kept, labels)
+    return _LinearLogprobs.apply(hidden, weight, labels, temperature, vocab_size, group, sets)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
@@ -95,6 +114,46 @@ class _Shard:
         return local == column, column
 
 
+class _Kept:
+    """The kept sets of all rows, as ``linear_logprobs`` gets them, and what of them is in a block of logits."""
+
+    def __init__(self, ids: Tensor, offsets: Tensor, labels: Tensor) -> None:
+        # The host knows which entries are of a block of rows, so that slicing them does not wait.
+        self._bounds = [*offsets[::ROWS].tolist(), *offsets[-1:].tolist()]
+        if offsets.numel() != labels.numel() + 1 or self._bounds[-1] != ids.numel():
+            raise ValueError(
+                f"offsets are [{offsets.numel()}] and end at {self._bounds[-1]}, expected [{labels.numel() + 1}] for "
+                f"{labels.numel()} labels and an end at {ids.numel()}, the number of ids"
+            )
+        offsets = to_device(offsets, labels.device)
+        self._ids, self.row = ids, segment_ids(offsets, ids.numel())
+        self.is_empty = segment_lengths(offsets) == 0
+        own = torch.where(ids == labels[self.row], self.row, labels.numel())
+        self.has_label = self.is_empty | self.is_empty.new_zeros(labels.numel() + 1).scatter_(0, own, True)[:-1]
+        self.logits = torch.full(ids.shape, float("-inf"), device=labels.device)
+        """fp32 [M], from the blocks that were given to ``take``."""
+
+    def take(self, logits: Tensor, first_id: int, rows: slice) -> None:
+        """Keep the sets' own logits of a block [R, C] whose columns start at ``first_id``."""
+        part, hit, place = self._find(first_id, rows, logits.size(1))
+        self.logits[part] = torch.where(hit, logits.view(-1).gather(0, place), self.logits[part])
+
+    def outside(self, first_id: int, rows: slice, shape: torch.Size) -> Tensor:
+        """bool, of the block's shape [R, C]: True where a logit is not of its row's set."""
+        _, hit, place = self._find(first_id, rows, shape[1])
+        flat = self.is_empty.new_empty(shape.numel() + 1)  # the last is for entries of other blocks
+        flat[:-1].view(shape).copy_(~self.is_empty[rows, None])
+        return flat.scatter_(0, torch.where(hit, place, shape.numel()), False)[:-1].view(shape)
+
+    def _find(self, first_id: int, rows: slice, width: int) -> tuple[slice, Tensor, Tensor]:
+        """The entries of a block of rows; for each, whether it is in the block of logits, and its place there."""
+        index = rows.start // ROWS
+        part = slice(self._bounds[index], self._bounds[index + 1])
+        column = self._ids[part] - first_id
+        place = (self.row[part] - rows.start) * width + column.clamp(0, width - 1)
+        return part, (column >= 0) & (column < width), place
+
+
 def _operand(tensor: Tensor) -> Tensor:
     """The tensor for a product: 16-bit on a GPU, whose tensor cores accumulate in fp32; fp32 elsewhere."""
     return tensor if tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16) else tensor.float()
@@ -108,13 +167,21 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, vocab_size: int, group: Group
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperature: float,
+        vocab_size: int,
+        group: Group,
+        kept: _Kept | None,
     ) -> tuple[Tensor, Tensor]:
         shard, scale, ctx.hidden_dtype = _Shard(weight, vocab_size, group), 1.0 / temperature, hidden.dtype
         hidden = hidden.to(weight.dtype)
         shape, like = (hidden.size(0),), {"dtype": torch.float32, "device": hidden.device}
-        largest = torch.full(shape, float("-inf"), **like)
-        sums = torch.zeros(3, *shape, **like)  # sum exp(z - m), sum (z - m) exp(z - m), logit of the label
+        largest = torch.full((1 if kept is None else 2, *shape), float("-inf"), **like)  # of all, of the kept set
+        # sum exp(z - m), sum (z - m) exp(z - m), logit of the label, sum exp(z - m) over the kept set
+        sums = torch.zeros(2 + len(largest), *shape, **like)
         for start, end in shard.blocks:
             block_weight = _operand(weight[start:end])
             for top in range(0, hidden.size(0), ROWS):
@@ -122,50 +189,72 @@ class _LinearLogprobs(torch.autograd.Function):
                 logits = _product(_operand(hidden[rows]), block_weight.t()).mul_(scale)
                 hit, column = shard.local_labels(labels[rows], start, end)
                 sums[2, rows] += torch.where(hit, logits.gather(1, column), 0.0).squeeze(1)
-                _fold(largest[rows], sums[:2, rows], logits)
+                if kept is not None:
+                    kept.take(logits, shard.first + start, rows)
+                _fold(largest[0, rows], sums[:2, rows], logits)
+        if kept is not None:
+            largest[1].scatter_reduce_(0, kept.row, kept.logits, "amax")
         overall = largest.clone()
         shard.all_reduce(overall, dist.ReduceOp.MAX)
-        _rescale(largest, sums[:2], overall)
+        _rescale(largest[0], sums[:2], overall[0])
+        if kept is not None:
+            sums[3].index_add_(0, kept.row, (kept.logits - overall[1, kept.row]).exp_())
+            del kept.logits
         shard.all_reduce(sums)
-        log_sum = sums[0].log() + overall
-        entropies = log_sum - overall - sums[1] / sums[0]
-        ctx.save_for_backward(hidden, weight, labels, log_sum)
-        ctx.shard, ctx.scale = shard, scale
-        ctx.mark_non_differentiable(entropies)
-        return sums[2] - log_sum, entropies
+        log_sum = normaliser = sums[0].log() + overall[0]
+        entropies = log_sum - overall[0] - sums[1] / sums[0]
+        if kept is not None:
+            normaliser = torch.where(kept.is_empty, log_sum, sums[3].log() + overall[1])
+        logprobs = sums[2] - normaliser
+        if kept is not None:
+            logprobs.masked_fill_(~kept.has_label, float("-inf"))
+        ctx.save_for_backward(hidden, weight, labels, normaliser, log_sum, entropies)
+        ctx.shard, ctx.scale, ctx.kept = shard, scale, kept
+        ctx.set_materialize_grads(False)
+        return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden, weight, labels, log_sum = ctx.saved_tensors
-        shard, scale = ctx.shard, ctx.scale
+    def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, labels, normaliser, log_sum, entropies = ctx.saved_tensors
+        shard, scale, kept = ctx.shard, ctx.scale, ctx.kept
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        factor = grad.float() * scale
+        factor = torch.zeros_like(log_sum) if grad is None else grad.float() * scale
+        if kept is not None:
+            factor = torch.where(kept.has_label, factor, 0.0)
+        of_entropy = () if entropy_grad is None else (log_sum, entropies, entropy_grad.float() * scale)
         for start, end in shard.blocks:
             block_weight = _operand(weight[start:end])
             block_grad = torch.zeros(block_weight.shape, dtype=torch.float32, device=hidden.device)
             for top in range(0, hidden.size(0), ROWS):
                 rows = slice(top, top + ROWS)
                 block_hidden = _operand(hidden[rows])
-                known = labels[rows], log_sum[rows], factor[rows]
-                by_logit = _by_logit(shard, (start, end), block_hidden, block_weight, scale, *known)
-                by_logit = by_logit.to(block_weight.dtype)
+                logits = _product(block_hidden, block_weight.t()).mul_(scale)
+                by_entropy = _by_entropy(logits, *(column[rows] for column in of_entropy)) if of_entropy else None
+                if kept is not None:
+                    logits.masked_fill_(kept.outside(shard.first + start, rows, logits.shape), float("-inf"))
+                by_logit = _by_logit(shard, (start, end), logits, labels[rows], normaliser[rows], factor[rows])
+                by_logit = (by_logit if by_entropy is None else by_logit.add_(by_entropy)).to(block_weight.dtype)
                 grad_hidden[rows] += _product(by_logit, block_weight)
                 if grad_weight is not None:
                     block_grad += _product(by_logit.t(), block_hidden)
+                del logits, by_entropy, by_logit  # else the next block comes on top of them
             if grad_weight is not None:
                 grad_weight[start:end] = block_grad
-        return grad_hidden.to(ctx.hidden_dtype), grad_weight, None, None, None, None
+        return grad_hidden.to(ctx.hidden_dtype), grad_weight, None, None, None, None, None
+
+
+def _by_entropy(logits: Tensor, log_sum: Tensor, entropies: Tensor, factor: Tensor) -> Tensor:
+    """fp32 [R, C]: ``factor d entropy / d z = -factor p (ln p + entropy)`` of a block of logits; all others are [R]."""
+    log_p = logits - log_sum[:, None]
+    return log_p.exp().mul_(log_p.add_(entropies[:, None])).mul_(factor.neg()[:, None])
 
 
 def _by_logit(
-    shard: _Shard, block: tuple[int, int], hidden: Tensor, weight: Tensor, scale: float, *known: Tensor
+    shard: _Shard, block: tuple[int, int], logits: Tensor, labels: Tensor, log_sum: Tensor, factor: Tensor
 ) -> Tensor:
-    """fp32 [R, C]: ``factor d logprob / d z = factor (onehot(label) - softmax(z))`` of rows in a block of logits.
-
-    known: labels, log_sum and factor, [R] each."""
-    labels, log_sum, factor = known
-    by_logit = _product(hidden, weight.t()).mul_(scale).sub_(log_sum[:, None]).exp_().neg_()
+    """fp32 [R, C]: ``factor d logprob / d z = factor (onehot(label) - softmax(z))``; overwrites the block of logits."""
+    by_logit = logits.sub_(log_sum[:, None]).exp_().neg_()
     hit, column = shard.local_labels(labels, *block)
     by_logit.scatter_(1, column, by_logit.gather(1, column) + hit)
     return by_logit.mul_(factor[:, None])
@@ -192,8 +281,13 @@ class WeightGradient:
 
     def __init__(self, logprobs: Tensor) -> None:
         node: Any = logprobs.grad_fn
+        if node.kept is not None:
+            raise ConfigError(
+                "gradient norms of single samples are of log-probabilities over the whole vocabulary, but these are "
+                "over the sampler's kept sets; sample without top-p and top-k, or leave the kept sets out"
+            )
         self._shard, self._scale = node.shard, node.scale
-        self.hidden, self._weight, self._labels, self._log_sum = node.saved_tensors
+        self.hidden, self._weight, self._labels, self._log_sum = node.saved_tensors[:4]
 
     def complete(self, gradient: Tensor, whole: Callable[[Tensor], Tensor]) -> None:
         columns = self.hidden.detach(), self._labels, self._log_sum, gradient.float() * self._scale
@@ -209,7 +303,8 @@ class WeightGradient:
             known = self._labels[rows], self._log_sum[rows], self._factor[rows]
             for start, end in self._shard.blocks:
                 weight = _operand(self._weight[start:end])
-                by_logit = _by_logit(self._shard, (start, end), hidden, weight, self._scale, *known)
+                logits = _product(hidden, weight.t()).mul_(self._scale)
+                by_logit = _by_logit(self._shard, (start, end), logits, *known)
                 both = (each.float().unflatten(0, at.shape) for each in (by_logit, hidden))
                 total[first : first + step] += outer_squares(*both)
         return total

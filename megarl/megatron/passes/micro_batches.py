@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megarl.core.devices import to_device
-from megarl.core.packing import partition, select
+from megarl.core.packing import partition, select, take_segments
 from megarl.core.parallel import find_padded_positions, pad_cu_seqlens, sequence_parallel_slice, zigzag_indices
 from megarl.core.ratios import segment_lengths
 from megarl.core.types import TrainBatch
@@ -28,7 +28,7 @@ from megarl.megatron.distributed import all_gather, cp_position, fail_together, 
 class MicroBatch:
     """One forward pass of one model copy: whole sequences in S slots, of which a rank holds S / cp.
 
-    ``batch`` is on the host, all other tensors are on the device of the model, so that a pass copies nothing to it.
+    ``batch`` and the offsets of ``kept`` are on the host, all other tensors are on the device of the model.
     Each sequence starts at a slot of its own and is padded to a multiple of 2 cp. Padding at the end is one more
     sequence. Without context parallelism, and with T a multiple of the tensor-parallel size, slots equal tokens.
     """
@@ -50,6 +50,9 @@ class MicroBatch:
     padding_mask: Tensor | None
     """bool [1, S / cp], True on padding, for the routers' statistics; None if no rank has padding."""
     packing: PackedSequences
+    kept: tuple[Tensor, Tensor] | None = None
+    """(ids int32 [M], offsets int64 [S / cp + 1]): the set that the label of each held slot was sampled from; empty for
+    the whole vocabulary. None if the batch has no sets."""
     sequences: tuple[int, ...] = ()
     """Indices of these sequences in the mini-batch."""
 
@@ -128,6 +131,7 @@ def micro_batch(batch: TrainBatch, num_slots: int, sequences: Sequence[int] = ()
     is_first = torch.zeros(batch.num_tokens, dtype=torch.bool)
     is_first[batch.cu_seqlens[:-1]] = True
     device = torch.cuda.current_device()
+    kept = _kept_sets(batch, slots, is_first, num_slots, held)
     return MicroBatch(
         batch=batch,
         num_slots=num_slots,
@@ -138,8 +142,22 @@ def micro_batch(batch: TrainBatch, num_slots: int, sequences: Sequence[int] = ()
         labels=to_device(labels[held], device),
         padding_mask=to_device(is_padding[held][None], device) if bool(is_padding.any()) else None,
         packing=PackedSequences.of(padded, cp, device),
+        kept=None if kept is None else (to_device(kept[0], device), kept[1]),
         sequences=tuple(sequences),
     )
+
+
+def _kept_sets(
+    batch: TrainBatch, slots: Tensor, is_first: Tensor, num_slots: int, held: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """The batch's sets by held slot, each at the slot that predicts the token sampled from it; others are empty."""
+    if batch.kept_ids is None or batch.kept_offsets is None:
+        return None
+    predicted = torch.full((num_slots,), batch.num_tokens)  # one more set, an empty one
+    predicted[slots - 1] = torch.arange(batch.num_tokens).masked_fill(is_first, batch.num_tokens)
+    offsets = torch.cat([batch.kept_offsets, batch.kept_offsets[-1:]])
+    taken, index = take_segments(offsets, predicted[held])
+    return batch.kept_ids[index], taken
 
 
 def router_tokens(cu_seqlens: Tensor, num_slots: int, tp: tuple[int, int], cp: tuple[int, int]) -> Tensor:

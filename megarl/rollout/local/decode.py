@@ -19,7 +19,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from megarl.core.types import Rollout, SampleRequest
-from megarl.rollout.engine import OnFinish, SamplingParams, make_rollout
+from megarl.rollout.engine import OnFinish, SamplingParams, make_rollout, too_many_kept
 from megarl.rollout.local.distribution import Noise, draw, sampling_logprobs
 from megarl.rollout.local.recorder import RouteRecorder
 
@@ -100,13 +100,19 @@ def decode(
     noise = Noise([request.seed for request in requests], int(limits.max()))
     stop_ids = np.array(params.stop_token_ids, dtype=np.int64)
     stopped = np.zeros(len(requests), dtype=bool)
+    num_kept, kept_steps = np.zeros(len(requests), dtype=np.int64), []  # ids of the sets so far; counts, ids of a step
     steps: list[list[np.ndarray]] = []
     """Of each step: the requests of the rows, their tokens and log-probabilities, and their experts if recorded."""
     alive = np.arange(len(requests))  # the request of each row
     for step in range(int(limits.max())):
-        tokens, logprobs = _sample(logits, params, noise, step, alive)
+        tokens, logprobs, kept = _sample(logits, params, noise, step, alive)
         drawn = tokens.cpu().numpy()
         steps.append([alive, drawn, logprobs.cpu().numpy()])
+        if kept is not None:
+            kept_steps.append((kept.sum(dim=-1).cpu().numpy(), kept.nonzero()[:, 1].int().cpu().numpy()))
+            num_kept[alive] += kept_steps[-1][0]
+            if (most := num_kept.max()) > params.max_kept_ids:
+                raise too_many_kept(requests[num_kept.argmax()], most, params.max_kept_ids, step + 1)
         at_stop = np.isin(drawn, stop_ids)
         finished = at_stop | (step + 1 >= limits[alive])
         stopped[alive[at_stop]] = True
@@ -120,15 +126,16 @@ def decode(
             alive = alive[~finished]
             if not alive.size:
                 break
-            kept = torch.from_numpy(np.flatnonzero(~finished)).to(logits.device)
-            reader.select(kept)
-            tokens, logits = tokens[kept], logits[kept]
+            stay = torch.from_numpy(np.flatnonzero(~finished)).to(logits.device)
+            reader.select(stay)
+            tokens, logits = tokens[stay], logits[stay]
         if recorder is None:
             logits, _ = reader.read_tokens(tokens)
 
     owners, *columns = (np.concatenate(column) for column in zip(*steps, strict=True))
     order, ends = np.argsort(owners, kind="stable"), np.cumsum(np.bincount(owners))[:-1]
     responses = zip(*(np.split(column[order], ends) for column in columns), strict=True)
+    kept_of = _sort_kept(kept_steps, owners, order, ends) if kept_steps else [None] * len(requests)
     rollouts = []
     for i, (request, (response, logprobs_of, *routes_of)) in enumerate(zip(requests, responses, strict=True)):
         num_tokens = len(request.prompt_tokens) + len(response)
@@ -137,21 +144,34 @@ def decode(
             experts = np.concatenate([prompt_routes[prompt_of_request[i], -len(request.prompt_tokens) :], *routes_of])
             mask = np.ones(num_tokens, dtype=bool)
         versions, end = np.full(num_tokens, version), "stop" if stopped[i] else "length"
-        rollouts.append(make_rollout(request, response, logprobs_of, experts, mask, versions, end))
+        rollouts.append(make_rollout(request, response, logprobs_of, experts, mask, versions, end, kept_of[i]))
     return rollouts
+
+
+def _sort_kept(
+    steps: Sequence[tuple[np.ndarray, np.ndarray]], owners: np.ndarray, order: np.ndarray, ends: np.ndarray
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The counts and ids of each response, from those of all steps; the rest as ``decode`` has it."""
+    counts, ids = (np.concatenate(column) for column in zip(*steps, strict=True))
+    counts_of = np.split(counts[order], ends)
+    ids = ids[np.argsort(np.repeat(owners, counts), kind="stable")]
+    ids_of = np.split(ids, np.cumsum([of_one.sum() for of_one in counts_of])[:-1])
+    return list(zip(counts_of, ids_of, strict=True))
 
 
 def _sample(
     logits: torch.Tensor, params: SamplingParams, noise: Noise, step: int, alive: np.ndarray
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token per row, int64 [B], and its log-probability under the distribution it was drawn from [B]."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """One token per row, int64 [B], its log-probability under the distribution it was drawn from [B], and bool [B, V],
+    the ids it was drawn from, if they are asked for."""
     greedy = params.temperature == 0.0
     logprobs = sampling_logprobs(logits, 1.0 if greedy else params.temperature, 1.0 if greedy else params.top_p)
     if greedy:
         tokens = logprobs.argmax(dim=-1)
-        return tokens, logprobs.new_zeros(len(tokens))  # the log-probability of a point mass
+        return tokens, logprobs.new_zeros(len(tokens)), None  # the log-probability of a point mass
     tokens = draw(logprobs, noise.at(step, alive).to(logits.device))
-    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+    kept = None if params.max_kept_ids is None else logprobs > -torch.inf
+    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0], kept
 
 
 def _distinct(prompts: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[int]]:

@@ -7,7 +7,8 @@ generated token was never processed, so it has no row.
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from megarl.core.routing import RoutingTrace, decode
 from megarl.core.types import FinishReason, Rollout, SampleRequest
 from megarl.errors import RolloutError, TraceError
 from megarl.models.shapes import MoeShape
-from megarl.rollout.engine import make_rollout
+from megarl.rollout.engine import SamplingParams, make_rollout, too_many_kept
 from megarl.rollout.sglang.plugin.compact import SEAL, is_compact, read_routes, seal
 
 _FINISH: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
@@ -59,12 +60,18 @@ def _decode_short(raw: bytes, shape: MoeShape, label: str) -> np.ndarray:
 
 
 def parse_answer(
-    request: SampleRequest, answer: Any, version: int, shape: MoeShape | None, rid: str | None = None
+    request: SampleRequest,
+    answer: Any,
+    version: int,
+    shape: MoeShape | None,
+    rid: str | None = None,
+    params: SamplingParams | None = None,
 ) -> Rollout:
     """Returns the rollout that a ``/generate`` answer describes.
 
     version: of the weights, if the answer names none. shape: None if no routes were asked for. rid: the id that the
-    request carried, which its answer must repeat; None if it had none.
+    request carried, which its answer must repeat; None if it had none. params: whether there is a nucleus, and whether
+    the rollout carries its ids; None if there is none.
     Raises RolloutError for an answer that is inconsistent, aborted or not SGLang's, TraceError for wrong routes.
     """
     label = f"group {request.group} sample {request.sample}"
@@ -74,7 +81,7 @@ def parse_answer(
         # From 0.5.13 on, without megarl's plugin, answers repeat the prompt.
         if rid is not None and answer.get("prompt_token_ids") not in (None, request.prompt_tokens.tolist()):
             raise RolloutError(f"{label}: the answer is to another prompt than the one that was sent")
-        rollout = _parse(request, answer, version, shape, label)
+        rollout = _parse(request, answer, version, shape, params, label)
         if rid is not None and is_sealed(answer):  # last: the other checks say what is wrong
             _require_seal(request, answer, label)
         return rollout
@@ -99,7 +106,12 @@ def _require_seal(request: SampleRequest, answer: Mapping[str, Any], label: str)
 
 
 def _parse(
-    request: SampleRequest, answer: Mapping[str, Any], version: int, shape: MoeShape | None, label: str
+    request: SampleRequest,
+    answer: Mapping[str, Any],
+    version: int,
+    shape: MoeShape | None,
+    params: SamplingParams | None,
+    label: str,
 ) -> Rollout:
     meta = answer.get("meta_info")
     if not isinstance(meta, Mapping) or "output_ids" not in answer:
@@ -111,7 +123,13 @@ def _parse(
     for name, expected in (("prompt_tokens", num_prompt), ("completion_tokens", len(output))):
         if meta.get(name) != expected:
             raise RolloutError(f"{label}: the server counts {name} = {meta.get(name)}, the tokens are {expected}")
-    logprobs = _parse_logprobs(meta, output, label)
+    logprobs, kept = _parse_logprobs(meta, output, label), None
+    if params is not None and params.has_nucleus:
+        logprobs, kept = _parse_nucleus(meta, output, label)
+        if params.max_kept_ids is None:
+            kept = None
+        elif len(kept[1]) > params.max_kept_ids:
+            raise too_many_kept(request, len(kept[1]), params.max_kept_ids, len(output))
     versions = _parse_versions(meta, num_prompt, len(output), version, label)
     experts = mask = None
     if shape is not None:
@@ -120,23 +138,46 @@ def _parse(
     kind = reason.get("type") if isinstance(reason, Mapping) else reason
     if kind not in _FINISH:
         raise RolloutError(f"{label}: the server finished with {reason}, expected stop or length")
-    return make_rollout(request, output, logprobs, experts, mask, versions, _FINISH[kind])
+    return make_rollout(request, output, logprobs, experts, mask, versions, _FINISH[kind], kept)
 
 
 def _parse_logprobs(meta: Mapping[str, Any], output: np.ndarray, label: str) -> np.ndarray:
-    """Returns float32 [output], log-probabilities under the distribution that was sampled from."""
+    """Returns float32 [output], log-probabilities under the distribution over the whole vocabulary."""
     entries = meta.get("output_token_logprobs")
     if not isinstance(entries, list) or len(entries) != len(output):
         found = len(entries) if isinstance(entries, list) else entries
         raise RolloutError(f"{label}: {found} output_token_logprobs for {len(output)} tokens")
     if [entry[1] for entry in entries] != output.tolist():
         raise RolloutError(f"{label}: output_token_logprobs are of other tokens than output_ids")
-    found = np.array([np.nan if entry[0] is None else entry[0] for entry in entries], np.float32)
+    return _require_logprobs([entry[0] for entry in entries], label)
+
+
+def _require_logprobs(values: Sequence[float | None], label: str) -> np.ndarray:
+    found = np.array([np.nan if value is None else value for value in values], np.float32)
     wrong = ~(np.isfinite(found) & (found <= 1e-6))
     if wrong.any():
         token = int(wrong.argmax())
         raise RolloutError(f"{label}: the log-probability of response token {token} is {found[token]}")
     return np.minimum(found, 0.0)
+
+
+def _parse_nucleus(
+    meta: Mapping[str, Any], output: np.ndarray, label: str
+) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    """Returns float32 [output], log-probabilities within the ids that each token was drawn from; how many these are,
+    and which, ascending."""
+    sets, logprobs = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
+    if not isinstance(sets, list) or not isinstance(logprobs, list) or {len(sets), len(logprobs)} != {len(output)}:
+        raise RolloutError(
+            f"{label}: the answer does not say which ids each of {len(output)} tokens was drawn from, which top_p "
+            "below 1 needs: take SGLang 0.5.20 or later, or set rollout.top_p = 1"
+        )
+    counts = np.fromiter(map(len, sets), np.int32)
+    owner, ids = np.repeat(np.arange(len(output)), counts), np.fromiter(chain.from_iterable(sets), np.int32)
+    ids = ids[np.lexsort((ids, owner))]
+    if (np.bincount(owner[ids == output[owner]], minlength=len(output)) != 1).any():
+        raise RolloutError(f"{label}: a token is not among the ids that it was drawn from")
+    return _require_logprobs(logprobs, label), (counts, ids)
 
 
 def _parse_versions(meta: Mapping[str, Any], prompt: int, output: int, version: int, label: str) -> np.ndarray:

@@ -19,6 +19,9 @@ from megarl.rollout.sglang.plugin.compact import make_header
 from megarl.rollout.sglang.weights.ipc import Helper
 from megarl.rollout.weights import WeightForm
 
+MOST_DRAWN_FROM = 4000
+"""With top_p below 1 the server draws from no more ids than this: it returns 4096 at most, ties included."""
+
 
 class SGLangEngine(Engine):
     """Samples with the servers at ``urls``.
@@ -83,20 +86,15 @@ class SGLangEngine(Engine):
         return self._client.wrong_answers
 
     def converse(self, begin: Begin, params: SamplingParams, on_finish: OnFinish = None) -> None:
-        """See ``Engine.converse``. ConfigError for top_p below 1; WeightSyncError while an update is incomplete."""
+        """See ``Engine.converse``. WeightSyncError while an update is incomplete."""
         if not self._complete:
             raise WeightSyncError("the servers have no complete weights: update_weights first, and look for its error")
-        if params.top_p < 1.0:
-            raise ConfigError(
-                f"top_p = {params.top_p} with SGLang, expected 1: its log-probabilities are those of the whole "
-                "vocabulary, not of the nucleus that is sampled from, so importance weights would be wrong"
-            )
         shape = self._shape if params.return_routed_experts else None
         if shape is not None and not shape.moe_layers:
             raise RolloutError("the servers' model has no experts: set return_routed_experts to False")
 
         def decode(request: SampleRequest, answer: Any, url: str, rid: str) -> Rollout:
-            rollout = parse_answer(request, answer, self._version, shape, rid)
+            rollout = parse_answer(request, answer, self._version, shape, rid, params)
             if is_sealed(answer):
                 self._sealing.add(url)
             elif url in self._sealing:
@@ -171,8 +169,9 @@ class SGLangEngine(Engine):
             "sampling_params": {
                 # All named, because the server takes the others from the model's generation_config.json.
                 "temperature": params.temperature,
-                "top_p": 1.0,
-                "top_k": -1,
+                "top_p": params.top_p if params.has_nucleus else 1.0,
+                # SGLang returns ids of a top_p below 1 with a top_k only.
+                "top_k": min(MOST_DRAWN_FROM, self._vocabulary) if params.has_nucleus else -1,
                 "min_p": 0.0,
                 "repetition_penalty": 1.0,
                 "presence_penalty": 0.0,
@@ -184,6 +183,7 @@ class SGLangEngine(Engine):
             },
             "return_logprob": True,
             "logprob_start_len": -1,
+            "return_sampling_mask": params.has_nucleus,
             "return_prompt_token_ids": True,  # instead of them, megarl's plugin sends a seal
             "return_routed_experts": params.return_routed_experts,
             "routed_experts_start_len": request.known_rows,

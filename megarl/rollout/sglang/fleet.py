@@ -46,6 +46,8 @@ class Fleet:
     api_key: str | None = None
     routes: bool = True
     """Whether the servers must return routes."""
+    nucleus: bool = False
+    """Whether they are to draw with top_p below 1."""
     folder: Path | None = None
     """Weights go through a folder below this one, which all servers can read; None: over the network."""
     broadcast: bool = False
@@ -70,7 +72,8 @@ class Fleet:
         if self.source is None:
             raise ConfigError("a fleet of servers given by URL needs source, a checkpoint folder of their model")
         servers = [(url, None) for url in self.urls] + [(server.url, server) for server in map(Server, self.specs)]
-        self._members = [Member(url, server, self.tp, self.api_key, self.routes, self.tell) for url, server in servers]
+        needs = self.tp, self.api_key, self.routes, self.nucleus
+        self._members = [Member(url, server, *needs, self.tell) for url, server in servers]
         self._state = FleetState(self.settings, lambda: self._prompt)
         self._keepers = [Keeper(member, self._state) for member in self._members]
         self._taken: list[Member] = []

@@ -47,6 +47,8 @@ class Member:
     api_key: str | None
     routes: bool
     """Whether it must return routes."""
+    nucleus: bool
+    """Whether top_p is below 1."""
     tell: Callable[[str], None]
     sender: WeightSender | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -127,7 +129,7 @@ class Member:
 
     def connect(self) -> None:
         """Make a new sender; RolloutError if nothing answers, ConfigError if megarl cannot use what answers."""
-        release, warnings = check_server(server_info(self.url, self.api_key), self.tp, self.routes)
+        release, warnings = check_server(server_info(self.url, self.api_key), self.tp, self.routes, self.nucleus)
         if self.sender is not None:
             self.sender.leave_group()  # not closed: a keeper may be asking through it. It keeps no connection
         for warning in warnings if self.sender is None else ():

@@ -79,6 +79,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("routed_experts", (0, 5, 7), "answers carry the experts of every prompt and response token"),
     Capability("routed_experts_start_len", (0, 5, 12), "answers can leave out the experts of a known prefix"),
     Capability("weight_versions", (0, 5, 19), "answers say which weights made which tokens"),
+    Capability("sampling_masks", (0, 5, 20), "answers carry the ids that each token was drawn from, for top_p below 1"),
     Capability("update_session", (0, 5, 21), "updates stand between /begin_weight_update and /end_weight_update"),
     Capability("checksums_on_cpu", (0, 5, 23), "/weights_checker answers on a CPU too, as sglang.checksums needs it"),
 )
@@ -191,9 +192,10 @@ def can(version: Version, capability: str) -> bool:
     return version >= {entry.name: entry.since for entry in CAPABILITIES}[capability]
 
 
-def check_server(info: Arguments, tp: int, routes: bool = True) -> tuple[Version, list[str]]:
+def check_server(info: Arguments, tp: int, routes: bool = True, nucleus: bool = False) -> tuple[Version, list[str]]:
     """Returns the version in a /server_info answer, and warnings; ConfigError if megarl cannot use the server or it has
-    another tensor-parallel size than ``tp``. ``routes``: whether it must return them."""
+    another tensor-parallel size than ``tp``. ``routes``: whether it must return them; ``nucleus``: whether top_p is
+    below 1."""
     text = str(info.get("version"))
     version = parse_version(text)
     if version < OLDEST:
@@ -203,6 +205,11 @@ def check_server(info: Arguments, tp: int, routes: bool = True) -> tuple[Version
         matters = routes or fault.name != "no_routes"
         if matters and (fault.last is None or version <= fault.last) and fault.when(info):
             raise ConfigError(f"SGLang {text}: {fault.meaning}: {fault.remedy}")
+    if nucleus and not can(version, "sampling_masks"):
+        raise ConfigError(
+            f"SGLang {text} does not record the ids that it draws from with top_p below 1; its log-probabilities are "
+            'those of the whole vocabulary: take 0.5.20 or later, set rollout.top_p = 1, or rollout.engine = "local"'
+        )
     if _number(info, "tp_size", tp) != tp:
         raise ConfigError(f"SGLang runs with --tp-size {info['tp_size']}, expected {tp}: set sglang.tp to the former")
     warnings = []

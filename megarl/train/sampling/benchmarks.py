@@ -36,7 +36,7 @@ def load_benchmarks(config: Config, tokenizer: PreTrainedTokenizerBase, player: 
     for benchmark in choose((), config) if config.benchmarks else ():
         prompts = load(benchmark, tokenizer, config)
         if benchmark.reward not in players:
-            judge = Judge(benchmark.reward, **config.judge_options)
+            judge = Judge(benchmark.reward, **config.judge_options(benchmark.reward))
             players[benchmark.reward] = make_player(config, tokenizer, judge)
         found[benchmark.name] = RunBenchmark(prompts, players[benchmark.reward], benchmark.threshold)
     return found

@@ -108,9 +108,9 @@ def _measure(
 def _backward(train_step: TrainStep, mini: MiniBatch, part: slice, measured: SequenceSquares) -> None:
     def weigh(
         _: int, batch: TrainBatch, logprobs: torch.Tensor, __: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, Stat]]:
+    ) -> tuple[torch.Tensor, None, dict[str, Stat]]:
         weights = torch.where(batch.loss_mask, batch.advantages, 0.0)
-        return to_device(weights.to(logprobs.dtype), logprobs.device), {}
+        return to_device(weights.to(logprobs.dtype), logprobs.device), None, {}
 
     replay, routes = train_step.policy.replay, mini.routes
     # min_agreement=0: too few tokens to check whether routes belong to them; the step that trains checks its own.

@@ -48,12 +48,20 @@ def make_requests(
 def train_params(config: Config, stop_tokens: tuple[int, ...], routes: bool) -> SamplingParams:
     """Return the parameters of responses that train, with or without their routes."""
     rollout = config.rollout
-    return SamplingParams(rollout.temperature, rollout.top_p, rollout.max_response_tokens, stop_tokens, routes)
+    return SamplingParams(
+        rollout.temperature,
+        rollout.top_p,
+        rollout.max_response_tokens,
+        stop_tokens,
+        routes,
+        rollout.max_kept_ids if rollout.keeps_sets else None,
+    )
 
 
 def eval_params(config: Config, stop_tokens: tuple[int, ...]) -> SamplingParams:
     """Return the parameters of evaluation."""
-    return replace(train_params(config, stop_tokens, routes=False), temperature=config.eval.temperature)
+    params = train_params(config, stop_tokens, routes=False)
+    return replace(params, temperature=config.eval.temperature, max_kept_ids=None)
 
 
 def benchmark_number(name: str) -> int:

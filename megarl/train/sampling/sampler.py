@@ -86,7 +86,7 @@ class Sampler:
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(config.model.path)
         self.prompts = requests.load_run_prompts(config, self.tokenizer)
         self.order = PromptOrder(len(self.prompts), config.run.seed)
-        judge = Judge(config.reward.function, **config.judge_options)
+        judge = Judge(config.reward.function, **config.judge_options(config.reward.function))
         self.player = make_player(config, self.tokenizer, judge)
         self.benchmarks = load_benchmarks(config, self.tokenizer, self.player)
         self._stop_tokens = turn_ends(config, self.tokenizer)
@@ -159,10 +159,10 @@ class Sampler:
         assigned, self._ahead = self._ahead or self._assign(step), None
         assert assigned.step == step, f"step {assigned.step} was begun, step {step} is asked for"
         samples = self._draw(lambda: self._make_step_draw(assigned), self._params(step), on_finish, assigned.background)
-        table = SampleTable.gather(samples)
+        table = SampleTable.gather(samples, tuple(self.config.reward.weights))
         first_error = next(filter(None, (s.reward_error or s.episode_error for s in samples.values())), None)
         selection = select(assigned.assignment, table, step, first_error)
-        advantages, trains = response_advantages(self.config, self.objective, selection)
+        advantages, trains = response_advantages(self.config, self.objective, selection, table)
         own = assigned.assignment.own_keys(selection)
         share = exchange_rollouts(own, selection, samples)
         by_token = process_advantages(self.objective, share, selection, samples)

@@ -7,7 +7,7 @@ rank that drew them until the step is split into micro-batches.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch.distributed as dist
@@ -40,18 +40,31 @@ class SampleTable:
     """The samples of all ranks, in the order of (prompt, sample)."""
 
     rows: np.ndarray
-    """float64 [S, C]."""
+    """float64 [S, C + M]: the columns above, and M rewards by name."""
+    components: tuple[str, ...] = ()
+    """Names of the M rewards; empty if there is one."""
 
     @classmethod
-    def gather(cls, samples: Mapping[Key, Sample]) -> Self:
-        """Exchange the rows of all ranks; a collective call. ``samples`` are this rank's."""
-        mine = np.array([_row(key, sample) for key, sample in samples.items()]).reshape(-1, len(_COLUMNS))
-        rows = distributed.gather_rows(mine)
-        return cls(rows[np.lexsort((rows[:, 1], rows[:, 0]))])
+    def gather(cls, samples: Mapping[Key, Sample], components: tuple[str, ...] = ()) -> Self:
+        """Exchange the rows of all ranks; a collective call.
+
+        samples: this rank's; components: names of their several rewards, empty to leave these out.
+        """
+        width = len(_COLUMNS) + len(components)
+        # A response without components failed, or was stopped and is wrong: all its rewards are 0.
+        none = (0.0,) * len(components)
+        mine = [[*_row(key, each), *(each.components or none)][:width] for key, each in samples.items()]
+        rows = distributed.gather_rows(np.array(mine).reshape(-1, width))
+        return cls(rows[np.lexsort((rows[:, 1], rows[:, 0]))], components)
 
     def column(self, name: str) -> np.ndarray:
         """float64 [S]."""
         return self.rows[:, _COLUMNS.index(name)]
+
+    def of(self, selection: Selection) -> Self:
+        """Return the rows of the selected samples, in their order."""
+        place = {key: row for row, key in enumerate(self.rewards())}
+        return replace(self, rows=self.rows[[place[key] for key in selection.keys]])
 
     def rewards(self) -> dict[Key, float | None]:
         """Return rewards by (prompt, sample), None for those that failed."""
@@ -80,6 +93,9 @@ class SampleTable:
             "response/length_max": Stat.max(self.column("generated")),
             "response/truncated_fraction": Stat.mean(self.column("cut")),
         }
+        rows = self.rows[judged]
+        for index, name in enumerate(self.components, len(_COLUMNS)):
+            found[f"reward/component/{name}"] = Stat.mean(rows[:, index])
         if environment:
             found |= {
                 "episode/turns_mean": Stat.mean(self.column("turns")),
@@ -212,24 +228,31 @@ def exchange_rollouts(own: list[list[Key]], selection: Selection, samples: Mappi
     return share
 
 
-def response_advantages(config: Config, objective: Objective, selection: Selection) -> tuple[np.ndarray, np.ndarray]:
+def response_advantages(
+    config: Config, objective: Objective, selection: Selection, table: SampleTable
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the advantage of each selected response, float64 [N], and whether it trains, bool [N].
 
-    Advantages are 0 where the objective has one per token. ConfigError if a reward is negative where credit divides by
-    pass rates.
+    Statistics are over the step's selected responses on all ranks; those without a reward, as aborted ones, are not
+    selected. Advantages are 0 where the objective has one per token. ConfigError if a reward is negative where credit
+    divides by pass rates.
     """
     rewards, groups, threshold = selection.rewards, selection.prompts, config.reward.threshold
-    trains = select_responses(objective, rewards, groups, threshold).numpy()
+    chosen = table.of(selection)
+    given: dict[str, Any] = {"lengths": chosen.column("generated")}
+    if weights := config.reward.weights:
+        given["components"] = chosen.rows[:, len(_COLUMNS) :], list(weights.values())
+    trains = select_responses(objective, rewards, groups, threshold, **given).numpy()
     if config.sampling.uses_credit:
         credit = config.credit_record
         _require_rates(credit, selection)
-        values, weights = assign(credit, selection, trains)
-        return values * weights, trains
+        values, factors = assign(credit, selection, trains)
+        return values * factors, trains
     if objective.advantage in TOKEN_ADVANTAGES:
         return np.zeros(len(rewards)), trains
     # The objective has its own advantages; only the weights of the prompts come from credit assignment.
-    _, weights = assign(replace(config.credit_record, combination="plain", scale="none"), selection, trains)
-    return sequence_advantages(objective, rewards, groups, threshold).double().numpy() * weights, trains
+    _, factors = assign(replace(config.credit_record, combination="plain", scale="none"), selection, trains)
+    return sequence_advantages(objective, rewards, groups, threshold, **given).double().numpy() * factors, trains
 
 
 def count_wrong_answers(engine: Engine) -> dict[str, Stat]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -82,22 +83,30 @@ def read_routes(raw: bytes, shape: MoeShape, label: str = "routes") -> np.ndarra
 def seal(prompt: Sequence[int], answer: Mapping[str, Any]) -> str:
     """Returns the digest of an answer, and of the prompt that the server was given.
 
-    It covers all that a rollout is made of: the id of the request, both token sequences, log-probabilities, routes,
-    weight versions and finish reason. No part can come from another answer. It is no signature: anybody can make it.
+    It covers all that a rollout is made of: the id of the request, both token sequences, log-probabilities, kept sets,
+    routes, weight versions and finish reason. No part can come from another answer. It is no signature: anybody can
+    make it.
     """
     meta = answer["meta_info"]
     rest = [meta.get(name) for name in ("id", "finish_reason", "weight_version", "weight_versions")]
     logprobs = [np.nan if entry[0] is None else entry[0] for entry in meta.get("output_token_logprobs") or ()]
-    digest = hashlib.blake2b(digest_size=16)
+    sets, digest = meta.get("output_token_sampling_mask"), hashlib.blake2b(digest_size=16)
     for part in (
         np.asarray(prompt, "<i8").tobytes(),
         np.asarray(answer["output_ids"], "<i8").tobytes(),
         np.asarray(logprobs, "<f4").tobytes(),  # as float32: some releases hold such scalars, and JSON is decimal
         json.dumps(rest, sort_keys=True).encode(),
         (meta.get("routed_experts") or "").encode(),
+        *(() if sets is None else _parts_of_sets(sets, meta)),
     ):
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
+
+
+def _parts_of_sets(sets: Sequence[Sequence[int]], meta: Mapping[str, Any]) -> tuple[bytes, ...]:
+    ids = np.fromiter(chain.from_iterable(sets), "<i4")
+    logprobs = np.asarray(meta.get("output_token_sampling_logprobs") or (), "<f4")
+    return np.fromiter(map(len, sets), "<i4").tobytes(), ids.tobytes(), logprobs.tobytes()
 
 
 def is_compact(raw: bytes) -> bool:

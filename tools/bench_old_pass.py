@@ -1,0 +1,81 @@
+"""What the old-log-prob pass costs: a step with it over all mini-batches, over all but the first, and over none.
+
+    python tools/bench_old_pass.py --model MODEL --prompts FILE.jsonl [--repeats 10] [any --table.key value]
+
+For N = 1, 2 and 4 mini-batches, on the same rollouts with the same model object. The three variants alternate, and the
+clock is the process's own, so that other load on the machine affects them alike. A step is everything after sampling;
+the learning rate is negligible, so every repetition does the same work.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+
+from bench_step import configuration, interval_of_median
+from transformers import AutoConfig
+
+from megarl.config import Config
+from megarl.megatron import distributed
+from megarl.megatron.policy import DTYPES, Policy, schedule_of
+from megarl.rollout.local.engine import LocalEngine
+from megarl.train.sampling.sampler import Sampler
+from megarl.train.sampling.step_rollouts import StepRollouts
+from megarl.train.step import TrainStep
+
+VARIANTS = ("all", "all but first", "rollout")
+
+
+def of(config: Config, mini_batches: int, variant: str) -> Config:
+    changed = {"mini_batches": mini_batches, "old_logprobs": "rollout" if variant == "rollout" else "recomputed"}
+    return config.model_copy(update={"train": config.train.model_copy(update=changed)})
+
+
+def take_step(step: TrainStep, rollouts: StepRollouts, over_all: bool) -> float:
+    """Return the seconds of this process."""
+    started = time.process_time()
+    parts = zip(rollouts.mini_batches, rollouts.advantages, strict=True)
+    minis = [step.prepare(of_mini, advantages) for of_mini, advantages in parts]
+    passed = minis if over_all else step.old_pass_over(minis)
+    for mini in passed:
+        step.old_logprobs(mini)
+    if len(passed) == len(minis):
+        step.tripwires.judge(minis)
+    for index, mini in enumerate(minis):
+        step.update(mini, following=minis[index + 1 :])
+    return time.process_time() - started
+
+
+def main() -> None:
+    config, repeats = configuration(sys.argv[1:])
+    distributed.initialize(config)
+    policy, objective = Policy(config, schedule_of(config)), config.train.resolved_objective
+    dtype, fp8 = DTYPES[config.rollout.dtype], config.rollout.fp8_rounding
+    engine = LocalEngine(AutoConfig.from_pretrained(config.model.path), dtype=dtype, fp8_rounding=fp8)
+    engine.update_weights(policy.export(), version=0)
+    lines = [f"{'N':>2} {'pass over':>14}{'step ms':>10}{'step / all':>12}{'95 % interval':>18}"]
+    for mini_batches in (1, 2, 4):
+        rollouts = Sampler(of(config, mini_batches, "all"), engine, objective).sample_step(0)
+        steps = {name: TrainStep(of(config, mini_batches, name), policy, objective) for name in VARIANTS}
+        seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
+        for repeat in range(-2, repeats):  # two rounds to warm up
+            for shift in range(len(VARIANTS)):
+                name = VARIANTS[(repeat + shift) % len(VARIANTS)]
+                spent = take_step(steps[name], rollouts, over_all=name == "all")
+                if repeat >= 0:
+                    seconds[name].append(spent)
+        for name in VARIANTS:
+            ratios = [a / b for a, b in zip(seconds[name], seconds["all"], strict=True)]
+            low, high = interval_of_median(ratios)
+            shown = "none (rollout)" if name == "rollout" else name
+            lines.append(
+                f"{mini_batches:2} {shown:>14}{statistics.median(seconds[name]) * 1e3:10.1f}"
+                f"{statistics.median(ratios):12.3f}{f'{low:.3f} to {high:.3f}':>18}"
+            )
+    if distributed.is_main_rank():
+        print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
