@@ -159,6 +159,14 @@ class TestDPPO:
             coefficients(OBJECTIVES["dppo_topk"], columns([0.05], mu=[0.15]))
 
     @pytest.mark.parametrize("sign", [1.0, -1.0])
+    def test_a_token_that_has_not_moved_leads_nowhere(self, sign):
+        """w = 1 passes, however far the sampler's top tokens have moved."""
+        top = TopK(*(torch.tensor([[p]], dtype=torch.float64).log() for p in (0.7, 0.1)), torch.tensor([False]))
+        batch = dataclasses.replace(columns([0.2], advantages=sign), topk=top)
+        assert float(statistic(OBJECTIVES["dppo_topk"].records[0], batch)) == pytest.approx(0.6)
+        check(plain("dppo_topk"), batch, [sign])
+
+    @pytest.mark.parametrize("sign", [1.0, -1.0])
     def test_equal_engines_make_both_anchors_equal(self, sign):
         batch = columns(THETA, OLD, OLD, sign)
         for name in ("dppo_tv", "dppo_kl"):
