@@ -127,7 +127,7 @@ def test_every_key_is_described():
 
 
 def test_every_row_can_be_named_and_every_part_replaced():
-    for name in OBJECTIVES:
+    for name in OBJECTIVES.keys() - {"dppo_topk"}:
         assert parsed(train__objective=name).train.resolved_objective == OBJECTIVES[name]
     assert {field.name for field in dataclasses.fields(OBJECTIVES["minirl"])} == set(OBJECTIVE_PARTS)
     for part in OBJECTIVE_PARTS:
@@ -225,6 +225,11 @@ def test_off_stands_for_none_in_objective_overrides():
         (
             {"train__objective_overrides": {"factors": {"1": {"policies": "old_mu"}}}},
             ["'theta_mu' and 'old_mu' count the same policy twice"],
+        ),
+        ({"train__objective": "dppo_topk"}, ['train.objective: found "dppo_topk"', "use dppo_tv"]),
+        (
+            {"sampling__rule": "gvm", "gvm__block": "output_layer", "rollout__top_p": 0.9},
+            ['gvm.block: found "output_layer"', "keep_sampling_mask"],
         ),
         ({"train__objective_overrides": {"kl_coef": 0.1}}, ["kl_coef is 0.1", "A KL in the loss is a penalty"]),
         (

@@ -113,6 +113,11 @@ def _check_sampling(tables: Tables) -> None:
             _ = sampling.rule_of(group_size)
     except ConfigError as error:
         raise ConfigError(f"sampling: {error}") from error
+    if sampling.rule == "gvm" and tables.gvm.block == "output_layer" and tables.rollout.keeps_sets:
+        raise ConfigError(
+            'gvm.block: found "output_layer" with rollout.keep_sampling_mask and top_p below 1, whose gradient norms of '
+            'single responses are not computed; use gvm.block = "embedding"'
+        )
     for table, default, rule in (("estimate", EstimateConfig(), "ada_est"), ("gvm", GvmConfig(), "gvm")):
         if sampling.rule != rule and getattr(tables, table) != default:
             raise ConfigError(
@@ -135,6 +140,11 @@ def _check_sampling(tables: Tables) -> None:
 def _check_advantages(tables: Tables) -> None:
     objective, sampling = tables.train.resolved_objective, tables.sampling
     name = objective.advantage
+    if objective.needs_topk:
+        raise ConfigError(
+            f'train.objective: found "{tables.train.objective}" with a mask of the sampler\'s top K tokens, which no '
+            "engine of megarl records; use dppo_tv or dppo_kl, whose masks need the sampled token alone"
+        )
     if name == "gdpo" and not tables.reward.weights:
         raise ConfigError(
             "reward.weights: found none with advantage 'gdpo', which standardises several rewards one by one; name "
