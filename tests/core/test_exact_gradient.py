@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megarl.core.advantages import token_level_returns
-from megarl.core.objectives import OBJECTIVES, TokenColumns, policy_loss
+from megarl.core.objectives import OBJECTIVES, Factor, TokenColumns, policy_loss
 
 VOCABULARY, HORIZON, BETA = 3, 3, 0.7
 END = 0
@@ -87,8 +87,8 @@ def estimated_gradient(returns: Tensor) -> Tensor:
         CU_SEQLENS,
     )
     # seq-mean-token-sum divides by the number of sequences, which an expectation does not.
-    objective = dataclasses.replace(OBJECTIVES["reinforce"], aggregation="seq-mean-token-sum-norm", norm_length=1)
-    (-policy_loss(objective, columns)[0]).backward()
+    objective = OBJECTIVES["reinforce"]
+    (-len(RESPONSES) * policy_loss(objective, columns)[0]).backward()
     assert logits.grad is not None
     return logits.grad
 
@@ -136,7 +136,7 @@ def test_prefix_weights_are_exact_off_policy():
     """Samples of pi_old weighted by the ratio of their past give the gradient at theta; single-token ratios do not."""
     old = packed_logprobs(table(2))
     errors = {}
-    for ratio in ("prefix", "token"):
+    for scope in ("prefix", "token"):
         logits = table(0).requires_grad_()
         logprobs = packed_logprobs(logits)
         probabilities = torch.cat([lp.sum().exp().expand(len(lp)) for lp in per_response(old)])
@@ -146,18 +146,15 @@ def test_prefix_weights_are_exact_off_policy():
         columns = TokenColumns(logprobs, old, old, advantages, mask, CU_SEQLENS)
         objective = dataclasses.replace(
             OBJECTIVES["reinforce"],
-            weight="theta_old",
-            ratio=ratio,
-            aggregation="seq-mean-token-sum-norm",
-            norm_length=1,
+            factors=(Factor("theta_old", scope=scope),),
         )
-        (-policy_loss(objective, columns)[0]).backward()
+        (-len(RESPONSES) * policy_loss(objective, columns)[0]).backward()
         assert logits.grad is not None
         truth = table(0).requires_grad_()
         lps = per_response(packed_logprobs(truth))
         sum(lp.sum().exp() * reward for lp, reward in zip(lps, REWARDS, strict=True)).backward()  # type: ignore[union-attr]
         assert truth.grad is not None
-        errors[ratio] = float((logits.grad - truth.grad).abs().max())
+        errors[scope] = float((logits.grad - truth.grad).abs().max())
     assert errors["prefix"] < 1e-12
     assert errors["token"] > 1e-2
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.core.choices.family import family_warning, in_family, weight_function
-from megarl.core.objectives import OBJECTIVES, coefficients
+from megarl.core.objectives import OBJECTIVES, Factor, coefficients
 
 
 @pytest.mark.parametrize(
@@ -58,26 +58,39 @@ def test_every_row_of_the_table_is_a_member():
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"cap": 0.5}, "cap 0.5"),
-        ({"weight_fn": "power", "power": 2.0}, "power 2"),
-        ({"cap": 0.5, "tis_on": "old_mu"}, "cap"),
+        ({"factors": (Factor("theta_mu", high=0.5),)}, "high 0.5"),
+        ({"factors": (Factor("theta_mu", fn="power", power=2.0),)}, "power 2"),
+        ({"factors": (Factor("theta_old"), Factor("old_mu", high=0.5))}, "'old_mu'"),
     ],
 )
 def test_a_warning_says_what_is_outside(changes, part):
     warning = family_warning(dataclasses.replace(OBJECTIVES["minirl"], **changes))
     assert warning is not None
     assert part in warning
-    assert "ratio -> weight" in warning
+    assert "ratio -> factor" in warning
 
 
-@pytest.mark.parametrize("name", [name for name, o in OBJECTIVES.items() if o.weight_fn != "adaptive_power"])
+PLAIN = [
+    name
+    for name, objective in OBJECTIVES.items()
+    if objective.gate is None and not any(f.needs_batch or f.token_clip for f in objective.factors)
+]
+"""Rows whose weight is a function of single ratios."""
+
+
+@pytest.mark.parametrize("name", PLAIN)
 def test_the_function_is_the_one_that_weighs(name):
     """Against the coefficients themselves, where no mask acts: A = 1 and one token per sequence."""
-    objective = dataclasses.replace(OBJECTIVES[name], mask="none", dual_clip=None, aggregation="token-mean")
+    objective = dataclasses.replace(OBJECTIVES[name], masks=(), aggregation="token-mean", norm_length=None)
     columns = random_columns(1, [1] * 20, masked=0)
     columns = dataclasses.replace(columns, advantages=torch.ones(20, dtype=torch.float64))
-    denominator = columns.rollout_logprobs if objective.weight == "theta_mu" else columns.old_logprobs
-    ratios = (columns.logprobs - denominator).exp().tolist()
-    f = weight_function(objective)
-    expected = torch.tensor([f(rho) / 20 for rho in ratios], dtype=torch.float64)
+    pairs = {"theta": columns.logprobs, "old": columns.old_logprobs, "mu": columns.rollout_logprobs}
+    expected = torch.full((20,), 1 / 20, dtype=torch.float64)
+    for factor in objective.factors:
+        above, below = factor.policies.split("_")
+        f = weight_function(factor)
+        if factor.sign != "negative":
+            expected *= torch.tensor(
+                [f(rho) for rho in (pairs[above] - pairs[below]).exp().tolist()], dtype=torch.float64
+            )
     torch.testing.assert_close(coefficients(objective, columns).values, expected, rtol=1e-12, atol=0)

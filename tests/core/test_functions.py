@@ -14,6 +14,9 @@ from megarl.core.objectives import (
     OBJECTIVES,
     Coefficients,
     Denominators,
+    Factor,
+    Objective,
+    Penalty,
     TokenColumns,
     coefficients,
     select_responses,
@@ -23,7 +26,7 @@ from megarl.core.objectives import (
 from megarl.core.objectives.functions import function_coefficients
 from megarl.errors import ConfigError, NumericsError
 
-PLAIN = replace(OBJECTIVES["minirl"], weight="none", mask="none", cap=None)
+PLAIN = replace(OBJECTIVES["minirl"], masks=(), factors=())
 
 
 def weigh(columns: TokenColumns) -> torch.Tensor:
@@ -31,11 +34,11 @@ def weigh(columns: TokenColumns) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
-@pytest.mark.parametrize("kl", [{}, {"kl": "k3", "kl_coef": 0.1}])
+@pytest.mark.parametrize("kl", [{}, {"penalties": (Penalty("k3", coef=0.1),)}])
 def test_a_function_gives_what_the_same_row_gives(aggregation: Any, kl: dict[str, Any]) -> None:
     columns = random_columns(0, [3, 7, 1, 5])
     denominators = Denominators(40, 9)
-    row = replace(PLAIN, weight="theta_mu", aggregation=aggregation, **kl)
+    row = replace(PLAIN, factors=(Factor("theta_mu"),), aggregation=aggregation, **kl)
     found = function_coefficients(weigh, replace(PLAIN, aggregation=aggregation, **kl), columns, denominators)
     assert torch.equal(found.values, coefficients(row, columns, denominators).values)
 
@@ -125,7 +128,12 @@ def own_mask(columns: TokenColumns) -> torch.Tensor:
 def test_own_parts_stand_where_those_of_the_table_stand() -> None:
     """By hand: M W A / D, with a mask and a weight of the user's."""
     columns = random_columns(8, [3, 6, 2])
-    row = replace(GRPO, weight_fn=lambda ratios: ratios.square(), mask=own_mask, aggregation="token-mean")
+    row = replace(
+        GRPO,
+        factors=(Factor("theta_old", fn=lambda ratios: ratios.square()),),
+        masks=(own_mask,),
+        aggregation="token-mean",
+    )
     ratio = (columns.logprobs - columns.old_logprobs).exp()
     trains = columns.loss_mask & own_mask(columns)
     expected = torch.where(trains, ratio.square() * columns.advantages, 0.0) / columns.loss_mask.sum()
@@ -152,9 +160,16 @@ def test_a_mask_cannot_change_the_batch_and_sees_only_what_may_train() -> None:
         given.advantages.zero_()
         return given.loss_mask.logical_not_().logical_not_()
 
-    found = coefficients(replace(GRPO, mask=own), columns)
+    found = coefficients(replace(GRPO, masks=(own,)), columns)
     assert seen[0].tolist() == [True, True, False, True, True, True, True]
-    assert torch.equal(found.values, coefficients(replace(GRPO, mask="none"), columns).values)
+    assert torch.equal(found.values, coefficients(replace(GRPO, masks=()), columns).values)
+
+
+def with_parts(**functions: Any) -> Objective:
+    """GRPO with own functions: advantage, mask and fn."""
+    row = replace(GRPO, advantage=functions["advantage"]) if "advantage" in functions else GRPO
+    row = replace(row, masks=(functions["mask"],)) if "mask" in functions else row
+    return replace(row, factors=(Factor("theta_old", fn=functions["fn"]),)) if "fn" in functions else row
 
 
 WRONG: dict[str, Any] = {
@@ -173,8 +188,8 @@ def raise_it() -> None:
 @pytest.mark.parametrize(
     ("part", "told"),
     [
-        *((part, told) for part in ("weight_fn", "advantage", "mask") for told in WRONG),
-        *((part, "returned nan") for part in ("weight_fn", "advantage")),
+        *((part, told) for part in ("fn", "advantage", "mask") for told in WRONG),
+        *((part, "returned nan") for part in ("fn", "advantage")),
     ],
 )
 def test_a_wrong_part_is_refused_before_the_run(part: str, told: str) -> None:
@@ -189,7 +204,7 @@ def test_a_wrong_part_is_refused_before_the_run(part: str, told: str) -> None:
         then = r" at (token|response) \d of \d \(\d such .* that train\), expected finite numbers"
     expected = f"{part}: the function test_functions:.*own {told}.*{then}"
     with pytest.raises((ConfigError, NumericsError), match=expected):
-        try_functions(replace(GRPO, **{part: own}), None, "cpu")
+        try_functions(with_parts(**{part: own}), None, "cpu")
 
 
 def test_the_trial_calls_each_function_once() -> None:
@@ -202,9 +217,11 @@ def test_the_trial_calls_each_function_once() -> None:
 
         return own
 
-    try_functions(replace(GRPO, **{part: made(part) for part in ("weight_fn", "advantage", "mask")}), None, "cpu")
-    assert sorted(called) == ["advantage", "mask", "weight_fn"]
+    try_functions(with_parts(**{part: made(part) for part in ("fn", "advantage", "mask")}), None, "cpu")
+    assert sorted(called) == ["advantage", "fn", "mask"]
     try_functions(
-        replace(PLAIN, kl="k3", kl_coef=0.1), lambda columns: called.append("f") or columns.ref_logprobs, "cpu"
+        replace(PLAIN, penalties=(Penalty("k3", coef=0.1),)),
+        lambda columns: called.append("f") or columns.ref_logprobs,
+        "cpu",
     )
     assert called[-1] == "f"

@@ -1,56 +1,84 @@
-"""The record of an objective at the bounds of its numbers: which are allowed, and which are refused."""
+"""The records of an objective at the bounds of their numbers: which are allowed, and which are refused."""
 
 from __future__ import annotations
 
-import dataclasses
+from typing import Any
 
 import pytest
+from core_batches import variant
 
-from megarl.core.objectives import OBJECTIVES, Objective
+from megarl.core.objectives import Factor, Gate, Mask, Penalty
 from megarl.errors import ConfigError
 
 NORMED = {"aggregation": "seq-mean-token-sum-norm"}
-GAP = {"weight": "none", "cap": None, "gap": "old_mu"}
 
 
-def variant(name: str, **changes: object) -> Objective:
-    return dataclasses.replace(OBJECTIVES[name], **changes)
+@pytest.mark.parametrize(
+    ("make", "given"),
+    [
+        (Factor, {"ess_target": 1.0}),
+        (Factor, {"log_ratio_cap": 20.0}),
+        (Factor, {"low": 1.0, "high": 1.0}),
+        (Factor, {"power": 0.0}),
+        (Mask, {"low": 1.0, "high": 1.0}),
+        (Mask, {"low": 1.0, "high": 1.0, "sign": "outward"}),
+    ],
+)
+def test_a_value_at_its_bound_is_allowed(make: Any, given: dict[str, Any]) -> None:
+    made = make("theta_old", **given)
+    assert all(getattr(made, part) == value for part, value in given.items())
 
 
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [
-        ("adaptive_power", {"ess_target": 1.0}),
-        ("gspo", {"log_ratio_cap": 0.5}),
-        ("gspo", {"log_ratio_cap": 20.0}),
-        ("grpo", {"eps_low": 0.0}),
-        ("grpo", {"eps_high": 0.0}),
-        ("grpo", {"std_eps": 0.0}),
-        ("kl_grpo", {"kl_horizon": 1}),
-        ("minirl", {**NORMED, "norm_length": 1}),
-        ("minirl", {**GAP, "gap_high": 0.5}),
-        ("minirl", {**GAP, "gap_mode": "mask", "gap_low": 1.0, "gap_high": 1.0}),
-    ],
+    [("grpo", {"std_eps": 0.0}), ("kl_grpo", {"kl_horizon": 1}), ("minirl", {**NORMED, "norm_length": 1})],
 )
-def test_a_value_at_its_bound_is_allowed(name, changes):
+def test_a_value_of_the_row_at_its_bound_is_allowed(name: str, changes: dict[str, Any]) -> None:
     made = variant(name, **changes)
     assert all(getattr(made, part) == value for part, value in changes.items())
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "message"),
+    ("make", "message"),
     [
-        ("adaptive_power", {"ess_target": 1.5}, "ess_target is 1.5"),
-        ("adaptive_power", {"ess_target": 0.0}, "ess_target is 0.0"),
-        ("gspo", {"log_ratio_cap": 0.0}, "log_ratio_cap is 0.0"),
-        ("gspo", {"log_ratio_cap": 20.5}, "at most 20.0"),
-        ("ctpo", {"window_power": -0.5}, "window_power is -0.5"),
-        ("minirl", {**GAP, "gap_high": 0.0}, "must be positive"),
-        ("kl_grpo", {"kl_coef": -0.5}, "kl_coef is -0.5"),
-        ("kl_grpo", {"kl_horizon": 0}, "kl_horizon is 0"),
-        ("minirl", {**NORMED, "norm_length": 0}, "norm_length is 0"),
+        (lambda: Factor("theta_old", ess_target=1.5), "ess_target is 1.5"),
+        (lambda: Factor("theta_old", ess_target=0.0), "ess_target is 0.0"),
+        (lambda: Factor("theta_old", log_ratio_cap=0.0), "log_ratio_cap is 0.0"),
+        (lambda: Factor("theta_old", log_ratio_cap=20.5), "at most 20.0"),
+        (lambda: Factor("theta_old", high=0.0), "positive numbers"),
+        (lambda: Factor("theta_old", high=float("nan")), "high is nan, expected a finite number"),
+        (lambda: Factor("theta_old", high="5"), "high is '5'"),  # type: ignore[arg-type]
+        (lambda: Factor("theta_old", high=True), "high is True"),
+        (lambda: Factor("theta_old", power=-0.5), "power is -0.5"),
+        (lambda: Factor("theta_old", token_clip=0.0), "token_clip is 0.0"),
+        (lambda: Factor("theta_old", "prefix", batch_normalize=True), "batch_normalize needs the scope"),
+        (lambda: Factor("theta_old", "sequence_max"), "for masks"),
+        (lambda: Mask("theta_old"), "at least one bound"),
+        (lambda: Mask("theta_old", low=2.0, high=1.0), "in order"),
+        (lambda: Mask("theta_old", high=0.0), "drops every token"),
+        (lambda: Mask("theta_old", low=1.1, sign="outward"), "needs 1 between"),
+        (lambda: Mask("theta_old", "log_ratio", high=-0.1, sign="outward"), "needs 0 between"),
+        (lambda: Mask("theta_old", "log_ratio", high=1.0, growth=-0.5), "growth -0.5"),
+        (lambda: Mask("theta_old", high=1.5, growth=0.5), "bounds grow with 'log_ratio' only"),
+        (lambda: Mask("theta_old", scope="sequence_max", high=1.5), "for divergences"),
+        (lambda: Mask("theta_old", "topk_tv", high=0.1), "compares theta with mu"),
+        (lambda: Gate("drpo", 0.0, 1.0), "expected above 0"),
+        (lambda: Gate("ce_gppo", 1.0, 0.5, 1.0), "eps between 0 and 1"),
+        (lambda: Penalty("k3", coef=-0.1), "coef -0.1"),
+        (lambda: Penalty("k3", max=0.0), "max 0.0"),
+        (lambda: variant("minirl", factors=(Factor("theta_old"), Factor("theta_mu"))), "twice"),
+        (lambda: variant("minirl", factors=(Factor("theta_mu"), Factor("old_mu"))), "twice"),
+        (lambda: variant("grpo", prefix_grad=True), "prefix_grad is the derivative"),
+        (lambda: variant("kl_grpo", penalties=(Penalty("k3"),)), "expected no penalties"),
+        (lambda: variant("kl_grpo", kl_coef=-0.5), "kl_coef is -0.5"),
+        (lambda: variant("kl_grpo", kl_horizon=0), "kl_horizon is 0"),
+        (lambda: variant("grpo", kl_horizon=8), "kl_horizon is 8"),
+        (lambda: variant("grpo", kl_coef=0.1), "kl_coef is 0.1"),
+        (lambda: variant("grpo", std_ddof=2), "std_ddof 2"),
+        (lambda: variant("grpo", entropy_coef=-0.1), "entropy_coef is -0.1"),
+        (lambda: variant("minirl", **NORMED, norm_length=0), "norm_length is 0"),
     ],
 )
-def test_a_value_beyond_its_bound_is_refused(name, changes, message):
+def test_what_does_not_fit_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        variant(name, **changes)
+        make()

@@ -11,20 +11,20 @@ import torch
 from core_batches import lengths_strategy, rows, seed_strategy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles.reference_objectives import kind_sum
+from oracles.reference_objectives import over_scope
 
-from megarl.core.choices.parts import RatioKind
-from megarl.core.ratios import aggregate_log_ratio, positions, segment_cumsum, segment_total
+from megarl.core.choices.parts import Scope
+from megarl.core.ratios import aggregate, positions, segment_cumsum, segment_total
 
 LOGS = (0.02, 0.05, -0.01, 0.10)
-KINDS = get_args(RatioKind)
+KINDS = [scope for scope in get_args(Scope) if scope != "sequence_max"]
 
 
 def aggregated(kind, logs, mask=None):
     values = torch.tensor(logs, dtype=torch.float64)
     keep = torch.ones(len(logs), dtype=torch.bool) if mask is None else torch.tensor(mask)
     values = torch.where(keep, values, 0.0)
-    return aggregate_log_ratio(kind, values, keep, torch.tensor([0, len(logs)])).exp().tolist()
+    return aggregate(kind, values, keep, torch.tensor([0, len(logs)])).exp().tolist()
 
 
 @pytest.mark.parametrize(
@@ -33,8 +33,8 @@ def aggregated(kind, logs, mask=None):
         ("future_mean", [1.0408107741923882, 1.0477726932991602, 1.046027859908717, 1.1051709180756477]),
         ("sequence_mean", [1.0408107741923882] * 4),
         ("prefix", [1.0202013400267558, 1.0725081812542165, 1.0618365465453596, 1.1735108709918103]),
-        ("sequence_product", [1.1735108709918103] * 4),
-        ("future_product", [math.exp(x) for x in (0.16, 0.14, 0.09, 0.10)]),
+        ("sequence_sum", [1.1735108709918103] * 4),
+        ("future_sum", [math.exp(x) for x in (0.16, 0.14, 0.09, 0.10)]),
         ("token", [math.exp(x) for x in LOGS]),
     ],
 )
@@ -57,13 +57,13 @@ def test_against_the_reference(kind, seed, lengths):
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     mask = torch.rand(sum(lengths), generator=generator) > 0.3
     logs = torch.where(mask, torch.randn(sum(lengths), generator=generator, dtype=torch.float64), 0.0)
-    fast = rows(aggregate_log_ratio(kind, logs, mask, cu_seqlens), cu_seqlens)
+    fast = rows(aggregate(kind, logs, mask, cu_seqlens), cu_seqlens)
     places = rows(positions(mask, cu_seqlens), cu_seqlens)
     for values, row, kept, place in zip(fast, rows(logs, cu_seqlens), rows(mask, cu_seqlens), places, strict=True):
         own = [x for x, m in zip(row, kept, strict=True) if m]
         j = 0
         for value, m, t in zip(values, kept, place, strict=True):
-            assert value == (pytest.approx(kind_sum(kind, own, j), abs=1e-14) if m else 0)
+            assert value == (pytest.approx(over_scope(kind, own, j), abs=1e-14) if m else 0)
             j += m
             assert t == j
 
@@ -94,11 +94,11 @@ def test_empty_batches_and_sequences():
     assert segment_total(nothing, torch.tensor([0, 0, 0])).tolist() == [0, 0]
     assert segment_total(torch.tensor([2.0]), torch.tensor([0, 0, 1, 1])).tolist() == [0, 2, 0]
     for kind in KINDS:
-        assert aggregate_log_ratio(kind, nothing, nothing > 0, torch.tensor([0, 0])).shape == (0,)
+        assert aggregate(kind, nothing, nothing > 0, torch.tensor([0, 0])).shape == (0,)
     assert segment_cumsum(torch.zeros(3), torch.tensor([0, 3])).tolist() == [0, 0, 0]
 
 
 def test_the_dtype_stays():
     logs = torch.tensor([0.5, 0.25])
     for kind in KINDS:
-        assert aggregate_log_ratio(kind, logs, logs > 0, torch.tensor([0, 2])).dtype == torch.float32
+        assert aggregate(kind, logs, logs > 0, torch.tensor([0, 2])).dtype == torch.float32
