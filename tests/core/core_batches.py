@@ -148,10 +148,12 @@ def masks(draw: Any) -> Mask:
 @st.composite
 def factors(draw: Any, policies: str, sign: str = "both") -> Factor:
     scope = draw(st.sampled_from([s for s in get_args(parts.Scope) if s != "sequence_max"]))
+    fn = draw(st.sampled_from(get_args(parts.FactorFunction)))
+    can_normalize = scope in ("token", "sequence_mean", "sequence_sum") and fn != "vespo"
     return Factor(
         policies,  # type: ignore[arg-type]
         scope,
-        draw(st.sampled_from(get_args(parts.FactorFunction))),
+        fn,
         draw(st.none() | st.floats(0.2, 0.9)),
         draw(st.none() | st.floats(1.1, 3.0)),
         draw(st.sampled_from(get_args(parts.FactorSign))) if sign == "both" else sign,
@@ -159,7 +161,7 @@ def factors(draw: Any, policies: str, sign: str = "both") -> Factor:
         draw(st.floats(0.3, 1)),
         log_ratio_cap=draw(st.sampled_from([0.5, 10.0, 20.0])),
         token_clip=draw(st.none() | st.floats(0.1, 1)),
-        batch_normalize=scope in ("token", "sequence_mean", "sequence_sum") and draw(st.booleans()),
+        batch_normalize=can_normalize and draw(st.booleans()),
     )
 
 

@@ -137,9 +137,7 @@ def test_a_generated_token_does_change_the_loss(name: str) -> None:
     """Each column that the objective reads: else the test above would pass with columns that nothing reads."""
     columns, objective = multi_turn_columns(torch.float64), ALL[name]
     expected = loss_of(objective, columns)[2].values
-    policies = {objective.corrected} if objective.weight != "none" else set()
-    if objective.gap != "none":
-        policies.add(objective.gap)
+    policies = {factor.policies for factor in objective.factors}
     read = {"advantages"} | ({"rollout_logprobs"} if any("mu" in each for each in policies) else set())
     read |= {"old_logprobs"} if any("old" in each for each in policies) else set()
     for column in read:

@@ -357,7 +357,7 @@ def test_micro_batches_do_not_change_the_adaptive_power(world: World, row: str, 
     for key in ("loss", "grad_norm", "tis/power"):
         assert small[key] == pytest.approx(large[key], rel=1e-4), key
     # The effective sample size is what the exponent promises, of the whole mini-batch.
-    target = world.settings(**settings).train.resolved_objective.ess_target
+    target = world.settings(**settings).train.resolved_objective.factors[0].ess_target
     assert small["tis/ess/fraction"] == pytest.approx(target, rel=1e-4)
 
 

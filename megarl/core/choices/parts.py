@@ -302,8 +302,11 @@ def _check_factor(f: Factor) -> None:
         raise ConfigError(f"factor: vespo {f.vespo_positive}, {f.vespo_negative}; expected two numbers from 0 up each")
     if f.token_clip is not None and not f.token_clip > 0:
         raise ConfigError(f"factor: token_clip is {f.token_clip}, expected above 0 or None")
-    if f.batch_normalize and f.scope not in ("token", "sequence_mean", "sequence_sum"):
-        raise ConfigError(f"factor: batch_normalize needs the scope of a token or a response, but it is {f.scope!r}")
+    if f.batch_normalize and (f.scope not in ("token", "sequence_mean", "sequence_sum") or f.fn == "vespo"):
+        raise ConfigError(
+            "factor: batch_normalize needs the scope of a token or a response, and a function of the ratio alone, but "
+            f"the scope is {f.scope!r}, fn {f.fn!r}"
+        )
 
 
 def _check_product(o: Objective) -> None:
