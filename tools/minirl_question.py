@@ -15,6 +15,8 @@ import argparse
 import json
 from dataclasses import asdict, dataclass, replace
 from itertools import product
+from math import inf
+from operator import gt, lt
 from pathlib import Path
 from statistics import median
 
@@ -50,11 +52,6 @@ class Setup:
     expert_width: int = 8
     top_k: int = 2
     cold_steps: int = 100
-
-    @property
-    def runs(self) -> int:
-        """S, ordered by noise, then by seed."""
-        return len(self.noises) * self.seeds
 
 
 def make_arms() -> dict[str, Arm]:
@@ -183,9 +180,8 @@ def weigh(setup: Setup, objective: Objective, columns: dict[str, Tensor]) -> Ten
     return found.values.view(runs, tokens) * runs
 
 
-def train(setup: Setup, arm: Arm, start: Weights) -> dict[str, Tensor]:
+def train(setup: Setup, objective: Objective, replay: str, start: Weights) -> dict[str, Tensor]:
     """Train S runs of one arm; return each step's measures, [steps, S] each, by name."""
-    objective, replay = arm
     weights = {name: value.clone().requires_grad_() for name, value in start.items()}
     optimizer = torch.optim.Adam(weights.values(), setup.lr, betas=(0.9, 0.95))
     generator = torch.Generator().manual_seed(2)
@@ -200,7 +196,7 @@ def train(setup: Setup, arm: Arm, start: Weights) -> dict[str, Tensor]:
             responses, mu, rollout_routes = sample(setup, served, prompts, generator)
             inputs, tokens = encode(setup, prompts, responses), responses.flatten(1)[..., None]
             rewards = (responses == prompts.sort(-1).values).all(-1).float()
-            groups = rewards.view(setup.runs, setup.prompts, setup.group)
+            groups = rewards.unflatten(1, (setup.prompts, setup.group))
             advantages = (groups - groups.mean(-1, keepdim=True)).flatten(1).repeat_interleave(setup.length, 1)
             replayed = rollout_routes if replay == "r3" else None
             found, used = forward(setup, weights, inputs, replayed)
@@ -260,21 +256,24 @@ def summarize(setup: Setup, name: str, log: dict[str, Tensor]) -> dict:
     rewards = [[round(reward, 3) for reward in run] for run in log["reward"].T.tolist()]
     line = {key: value.view(-1, setup.seeds).tolist() for key, value in values.items()}
     deaths = [find_collapse(run) for run in rewards]
-    line["collapse"] = [deaths[i : i + setup.seeds] for i in range(0, setup.runs, setup.seeds)]
+    line["collapse"] = [deaths[i : i + setup.seeds] for i in range(0, len(deaths), setup.seeds)]
     return {"arm": name, "setup": asdict(setup), **line, "rewards": rewards}
 
 
 def print_table(lines: list[dict]) -> None:
-    """Print one row per noise and arm: medians over seeds, and the range of the final reward."""
-    print("| noise | lr | arm | collapsed | at step | final reward | gap | k3 | flips | bad | lowest |")
+    """Print medians over seeds. sooner:later: seeds in which @old collapsed before, and after, the same arm @mu."""
+    print("| noise | lr | arm | collapsed | at step | sooner:later | final reward | gap | k3 | flips | bad |")
     print("|---" * 11 + "|")
     for i, line in product(range(len(lines[0]["setup"]["noises"])), lines):
         dead, final = [step for step in line["collapse"][i] if step is not None], line["final"][i]
+        rival = next((x for x in lines if x["arm"] == line["arm"].replace("@old", "@mu") != line["arm"]), line)
+        old, mu = ([inf if step is None else step for step in x["collapse"][i]] for x in (line, rival))
+        order = f"{sum(map(lt, old, mu))}:{sum(map(gt, old, mu))}" if rival is not line else "–"
         gap, k3, flips, bad = (median(line[key][i]) for key in MEDIANS)
         print(
             f"| {line['setup']['noises'][i]:g} | {line['setup']['lr']:g} | {line['arm']} | {len(dead)}/{len(final)} | "
-            f"{f'{median(dead):g}' if dead else '–'} | {median(final):.2f} [{min(final):.2f}, {max(final):.2f}] | "
-            f"{gap:.3f} | {k3:.1e} | {flips:.2f} | {bad:.1e} | {min(line['lowest'][i]):.2f} |"
+            f"{f'{median(dead):g}' if dead else '–'} | {order} | {median(final):.2f} "
+            f"[{min(final):.2f}, {max(final):.2f}] | {gap:.3f} | {k3:.1e} | {flips:.2f} | {bad:.1e} |"
         )
 
 
@@ -291,7 +290,7 @@ def main() -> None:
         return print_table([json.loads(line) for line in args.file.read_text().splitlines()])
     start = cold_start(setup := Setup(lr=args.lr, steps=args.steps, seeds=args.seeds))
     for name in args.arms.split(","):
-        line = json.dumps(summarize(setup, name, train(setup, make_arms()[name], start)))
+        line = json.dumps(summarize(setup, name, train(setup, *make_arms()[name], start)))
         with args.file.open("a") as out:
             out.write(line + "\n")
 

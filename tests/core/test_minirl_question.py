@@ -119,7 +119,7 @@ def test_collapse_is_of_the_end(tool: ModuleType) -> None:
 def test_a_tiny_run_and_its_table(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arms = ["unmasked none", "window@old r2", "tv@mu r3"]
+    arms = ["unmasked none", "window@old r2", "tv@mu r3", "tv@old r3"]
     assert set(arms) <= set(tool.make_arms())
     out = tmp_path / "out.jsonl"
     monkeypatch.setattr(sys, "argv", ["x", "run", str(out), "--arms", ",".join(arms), "--steps", "3", "--seeds", "2"])
@@ -129,10 +129,15 @@ def test_a_tiny_run_and_its_table(
     assert all(0.1 < reward[0] < 0.9 for line in lines for reward in line["rewards"])
     assert lines[0]["rewards"] != lines[2]["rewards"]
     assert lines[0]["start"] == lines[1]["start"] == lines[2]["start"]
-    native, recorded, replayed = (line["flips"] for line in lines)
+    native, recorded, replayed, _ = (line["flips"] for line in lines)
     assert 0 < native[0][0] < native[1][0], "more noise, more flips"
     assert recorded[0][0] > 0
     assert replayed == [[0, 0], [0, 0]]
+    lines[2]["collapse"], lines[3]["collapse"] = [[None, 5], [2, 2]], [[3, 7], [None, None]]
+    out.write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.setattr(sys, "argv", ["x", "table", str(out)])
     tool.main()
-    assert len(capsys.readouterr().out.splitlines()) == 2 + len(arms) * 2
+    rows = [row.strip("| ").split(" | ") for row in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[2] for row in rows] == arms * 2
+    assert [row[5] for row in rows] == ["–", "–", "–", "1:1", "–", "–", "–", "0:2"]
+    assert [rows[3][3:5], rows[7][3:5]] == [["2/2", "5"], ["0/2", "–"]]
