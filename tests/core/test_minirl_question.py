@@ -116,6 +116,19 @@ def test_collapse_is_of_the_end(tool: ModuleType) -> None:
     assert find([0.8] + [0.39] * 2 + [0.0] * 57) == 2
 
 
+def test_routes_of_the_old_pass_hold_for_all_updates_of_a_batch(tool: ModuleType) -> None:
+    """Same first batch and old pass, and other routes from the second update on."""
+    setup = tool.Setup(seeds=2, noises=(0.5,), steps=1, lr=0.02)
+    start, row = tool.cold_start(setup), OBJECTIVES["minirl"]
+    native, recorded, replayed = (tool.train(setup, row, replay, start) for replay in ("none", "r2", "r3"))
+    for name in ("reward", "gap", "k3", "flips"):
+        torch.testing.assert_close(recorded[name], native[name])
+    change = [torch.stack([log["lowest"], log["highest"]]) for log in (native, recorded)]
+    assert (change[0] - change[1]).abs().max() > 1e-3
+    torch.testing.assert_close(replayed["reward"], native["reward"])
+    assert (replayed["k3"] < native["k3"]).all()
+
+
 def test_a_tiny_run_and_its_table(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
