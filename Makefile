@@ -57,7 +57,7 @@ quickstart: setup
 test: setup
 	@$(PYTEST) -n $(TEST_WORKERS) -m "not gpu and not null_gpu and not slow and (quick or not sglang)" $(PYTEST_ARGS)
 
-# One after the other; `make -j 2 -O test-all` runs two at a time and shows each one's output when it has ended.
+# One after the other.
 test-all: test-fast test-null-gpu test-pythons test-sglang
 
 test-fast: setup

@@ -115,8 +115,8 @@ def _check_sampling(tables: Tables) -> None:
         raise ConfigError(f"sampling: {error}") from error
     if sampling.rule == "gvm" and tables.gvm.block == "output_layer" and tables.rollout.keeps_sets:
         raise ConfigError(
-            'gvm.block: found "output_layer" with rollout.keep_sampling_mask and top_p below 1, with which gradient norms '
-            'of single responses are not computed; use gvm.block = "embedding"'
+            'gvm.block: found "output_layer" with rollout.keep_sampling_mask, top_p below 1, where gradient norms of '
+            'single responses are not computed; use gvm.block = "embedding"'
         )
     for table, default, rule in (("estimate", EstimateConfig(), "ada_est"), ("gvm", GvmConfig(), "gvm")):
         if sampling.rule != rule and getattr(tables, table) != default:

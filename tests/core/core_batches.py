@@ -158,7 +158,7 @@ def factors(draw: Any, policies: str, sign: str = "both") -> Factor:
         draw(st.none() | st.floats(1.1, 3.0)),
         draw(st.sampled_from(get_args(parts.FactorSign))) if sign == "both" else sign,
         draw(st.floats(0, 2)),
-        draw(st.floats(0.3, 1)),
+        draw(st.floats(0.3, 0.95)),  # at 1 the exponent is ill-conditioned: the ESS is flat there
         log_ratio_cap=draw(st.sampled_from([0.5, 10.0, 20.0])),
         token_clip=draw(st.none() | st.floats(0.1, 1)),
         batch_normalize=can_normalize and draw(st.booleans()),

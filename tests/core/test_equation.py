@@ -15,7 +15,7 @@ def check(objective: Objective, columns: TokenColumns) -> None:
     torch.testing.assert_close(coefficients(objective, columns).values, expected, rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(objectives(), seed_strategy, lengths_strategy)
 def test_random_records(objective: Objective, seed: int, lengths: list[int]) -> None:
     check(objective, likely_columns(seed, lengths))

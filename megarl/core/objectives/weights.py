@@ -63,7 +63,7 @@ def factor_values(factor: Factor, state: TokenState, ratios: PolicyRatios, expon
         rho = factor_log_ratio(factor, state, ratios).exp()
         return call_part("fn", factor.fn, rho, like=rho, where=state.keep).to(rho.dtype)
     if factor.fn == "identity":
-        if factor.scope == "token":
+        if factor.scope == "token" and factor.token_clip is None:
             return ratios.ratio(factor.policies)
         return factor_log_ratio(factor, state, ratios).exp()
     log_rho = factor_log_ratio(factor, state, ratios)
