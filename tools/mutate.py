@@ -37,19 +37,23 @@ ROOT = Path(__file__).resolve().parents[1]
 EQUIVALENTS = ROOT / "tests/core/equivalent_mutants.toml"
 TIMEOUT_S = 60
 """A mutant that runs longer counts as killed: it loops."""
-_OBJECTIVES = "objectives_boundaries objectives exact_gradient"
+_OBJECTIVES = "objectives_boundaries mask_bounds table objectives_2026 equation objectives"
 SCORED = {
-    "objectives/weights": f"{_OBJECTIVES} sequence_ratios",
-    "objectives/loss": f"{_OBJECTIVES} sequence_ratios table",
+    "objectives/masks": f"{_OBJECTIVES} functions",
+    "objectives/weights": f"{_OBJECTIVES} functions",
+    "objectives/loss": f"{_OBJECTIVES} functions",
+    "objectives/policy_ratios": _OBJECTIVES,
     "objectives/responses": "responses step_advantages kl_grpo table functions objectives_boundaries",
     "objectives/columns": f"{_OBJECTIVES} functions",
     "advantages/groups": "advantages step_advantages credit_assignment",
     "advantages/weighted": "weighted_advantages responses",
     "advantages/tokens": "advantages",
     "ratios": f"ratios sequence_ratios {_OBJECTIVES} advantages",
+    "metrics": "metrics pools objectives_boundaries",
     "packing": "packing turns",
     "sampling/collector": "collector pools subsampling credit_assignment",
-    "choices/parts": "parts table family objectives",
+    "choices/parts": f"parts family functions {_OBJECTIVES}",
+    "choices/records": "parts family functions",
 }
 """Module of ``megarl/core`` -> the files ``tests/core/test_*.py`` that must notice a change of it."""
 

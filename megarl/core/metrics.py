@@ -89,7 +89,9 @@ class Stat:
         summary = cls.summary(values, mask)
         stride = -(-values.numel() // MOST_IN_HISTOGRAM) or 1
         # Edges never change, so the host need not wait for their copy.
-        bins = torch.bucketize(sorted_by.detach()[::stride].double(), edges.to(values.device, non_blocking=True))
+        bins = torch.bucketize(
+            sorted_by.detach()[::stride].double().contiguous(), edges.to(values.device, non_blocking=True)
+        )
         counts = torch.zeros(edges.numel() + 1, dtype=torch.float64, device=values.device)
         counts.index_add_(0, bins, mask[::stride].double(), alpha=stride)
         return cls(kind, torch.cat([summary.sums, counts]), summary.maxima)

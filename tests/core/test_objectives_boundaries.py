@@ -1,31 +1,44 @@
-"""The factors of a coefficient at their bounds, by hand: which side a bound belongs to, and what it must not touch."""
+"""The parts of a coefficient at their bounds, by hand: which side a bound belongs to, and what it must not touch."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
+from core_batches import likely_columns, objectives, seed_strategy, take
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from megarl.core.metrics import finalize
 from megarl.core.objectives import (
     OBJECTIVES,
+    BatchFacts,
     Denominators,
+    Factor,
+    Gate,
+    Mask,
     Objective,
+    Penalty,
     TokenColumns,
     coefficients,
-    mini_batch_power,
+    gather_facts,
     policy_loss,
     select_responses,
 )
-from megarl.core.objectives.columns import prepare
-from megarl.core.objectives.weights import adaptive_power, find_trusted, importance_weight, kl_penalty
-from megarl.core.ratios import log_ratio
+from megarl.core.objectives import loss as loss_module
+from megarl.core.objectives.columns import prepare, split_state
+from megarl.core.objectives.loss import PART_TOKENS, state_coefficients
+from megarl.core.objectives.masks import find_trusted
+from megarl.core.objectives.policy_ratios import PolicyRatios
+from megarl.core.objectives.weights import adaptive_power, gate_values, importance_weight, kl_penalty
 from megarl.errors import NumericsError
 
-PLAIN = Objective("group_mean", "none", "none", "token-mean")
+PLAIN = Objective("group_mean", "token-mean")
 """Weight 1, no mask: a coefficient is A / T."""
+E = math.e
 
 
 def columns_of(theta, old=0.0, mu=0.0, advantages=1.0, mask=None, cu_seqlens=None, ref=None) -> TokenColumns:
@@ -46,217 +59,245 @@ def columns_of(theta, old=0.0, mu=0.0, advantages=1.0, mask=None, cu_seqlens=Non
     )
 
 
-def weights_of(objective: Objective, columns: TokenColumns) -> list[float]:
-    return importance_weight(objective, prepare(columns))[0].tolist()
-
-
-def trust_of(objective: Objective, columns: TokenColumns) -> tuple[list[bool], dict[str, float]]:
-    state = prepare(columns)
-    inside, metrics = find_trusted(objective, state, log_ratio(state.logprobs, state.old_logprobs, state.keep))
-    return inside.tolist(), finalize(metrics)
-
-
-def replaced(**changes) -> Objective:
+def replaced(**changes: Any) -> Objective:
     return dataclasses.replace(PLAIN, **changes)
 
 
-class TestWindow:
-    """Ratios that are exact in binary: log-ratios are 0 at the linear bound, or the bound itself in a "log" window."""
+def weigh(columns: TokenColumns, *factors: Factor, exponent=None, mean=None) -> tuple[list[float], dict[str, float]]:
+    state = prepare(columns)
+    many = len(factors)
+    values, metrics = importance_weight(
+        replaced(factors=factors), state, PolicyRatios(state), (exponent,) * many, (mean,) * many
+    )
+    return ([1.0] * len(state.keep) if values is None else values.tolist()), finalize(metrics)
 
-    def test_a_ratio_at_a_linear_bound_trains(self):
-        objective = replaced(mask="ppo", eps_low=0.0, eps_high=0.0)
-        inside, metrics = trust_of(objective, columns_of([0.0, 0.0], advantages=[1.0, -1.0]))
-        assert inside == [True, True]
-        assert (metrics["clip/high"], metrics["clip/low"]) == (0, 0)
 
-    def test_just_outside_a_linear_bound_does_not(self):
-        objective = replaced(mask="ppo", eps_low=0.2, eps_high=0.3)
+def trust(columns: TokenColumns, *masks: Any) -> tuple[list[bool], dict[str, float]]:
+    state = prepare(columns)
+    trusted, metrics = find_trusted(replaced(masks=masks), state, PolicyRatios(state))
+    return trusted.inside.tolist(), finalize(metrics)
+
+
+def values_of(objective: Objective, columns: TokenColumns, *given: Any, **named: Any) -> list[float]:
+    return coefficients(objective, columns, *given, **named).values.tolist()
+
+
+class TestMasks:
+    def test_just_outside_a_bound_of_the_ratio(self):
         logs = [math.log(1.3) + d for d in (-1e-9, 1e-9)] + [math.log(0.8) + d for d in (1e-9, -1e-9)]
-        inside, metrics = trust_of(objective, columns_of(logs, advantages=[1, 1, -1, -1]))
+        inside, metrics = trust(columns_of(logs, advantages=[1, 1, -1, -1]), Mask.ppo(0.8, 1.3))
         assert inside == [True, False, True, False]
-        assert (metrics["clip/high"], metrics["clip/low"]) == (0.25, 0.25)
+        assert metrics == {"clip/high": 0.25, "clip/low": 0.25}
 
-    @pytest.mark.parametrize(("sign", "bound"), [(1.0, 0.5), (-1.0, -0.25)])
-    def test_a_ratio_at_a_log_bound_trains(self, sign, bound):
-        objective = replaced(mask="ppo", window="log", eps_low=0.25, eps_high=0.5)
-        logs = [bound, bound + sign * 2**-20]
-        assert trust_of(objective, columns_of(logs, advantages=sign))[0] == [True, False]
+    def test_bounds_grow_with_the_position(self):
+        """Bounds times t: 0.5, 1, 1.5 above and 0.25, 0.5, 0.75 below, at the bound and beyond it."""
+        mask = Mask("theta_old", "log_ratio", low=-0.25, high=0.5, sign="outward", growth=1.0)
+        assert trust(columns_of([0.5, 1.0, 1.5]), mask)[0] == [True] * 3
+        assert trust(columns_of([0.5625, 1.0625, 1.5625]), mask)[0] == [False] * 3
+        assert trust(columns_of([-0.25, -0.5, -0.75], advantages=-1.0), mask)[0] == [True] * 3
+        assert trust(columns_of([-0.3125, -0.5625, -0.8125], advantages=-1.0), mask)[0] == [False] * 3
 
-    def test_a_log_window_widens_with_the_position(self):
-        """Bounds eps * t: 0.5, 1, 1.5 above and 0.25, 0.5, 0.75 below, at the bound and beyond it."""
-        objective = replaced(mask="ppo", window="log", window_power=1.0, eps_low=0.25, eps_high=0.5)
-        assert trust_of(objective, columns_of([0.5, 1.0, 1.5]))[0] == [True] * 3
-        assert trust_of(objective, columns_of([0.5625, 1.0625, 1.5625]))[0] == [False] * 3
-        assert trust_of(objective, columns_of([-0.25, -0.5, -0.75], advantages=-1.0))[0] == [True] * 3
-        assert trust_of(objective, columns_of([-0.3125, -0.5625, -0.8125], advantages=-1.0))[0] == [False] * 3
+    def test_a_token_without_loss_holds_no_position(self):
+        mask = Mask("theta_old", "log_ratio", high=0.5, growth=1.0)
+        assert trust(columns_of([0.5, 9.0, 1.0, 1.25], mask=[True, False, True, True]), mask)[0] == [
+            True, False, True, True,
+        ]  # fmt: skip
+        assert trust(columns_of([0.5, 9.0, 1.25], mask=[True, False, True]), mask)[0] == [True, False, False]
 
-    def test_the_mask_asks_for_the_sign_of_the_advantage(self):
-        objective = replaced(mask="ppo")
+    def test_an_outward_mask_asks_for_the_sign_of_the_advantage(self):
         for log, advantage in ((1.0, -0.5), (1.0, 0.0), (-1.0, 0.5), (-1.0, 0.0)):
-            inside, metrics = trust_of(objective, columns_of([log], advantages=advantage))
-            assert inside == [True]
-            assert metrics == {"clip/high": 0.0, "clip/low": 0.0}
+            assert trust(columns_of([log], advantages=advantage), Mask.ppo()) == (
+                [True], {"clip/high": 0.0, "clip/low": 0.0},
+            )  # fmt: skip
+        assert trust(columns_of([1.0, -1.0], advantages=[0.25, -0.25]), Mask.ppo())[0] == [False, False]
 
-    def test_small_advantages_count_as_well(self):
-        objective = replaced(mask="ppo")
-        assert trust_of(objective, columns_of([1.0, -1.0], advantages=[0.25, -0.25]))[0] == [False, False]
+    @pytest.mark.parametrize("strict", [True, False])
+    def test_a_ratio_of_1_leads_nowhere(self, strict):
+        """An outward mask of a divergence passes what has not moved, though 0 is at its strict bound."""
+        mask = Mask("theta_old", "tv", high=0.0, sign="outward", strict=strict)
+        assert trust(columns_of([0.0, 0.0], advantages=[1.0, -1.0]), mask)[0] == [True, True]
+        assert trust(columns_of([1.0, -1.0, -1.0, 1.0], advantages=[1.0, -1.0, 1.0, -1.0]), mask)[0] == [
+            False, False, True, True,
+        ]  # fmt: skip
+
+    def test_of_a_maximum_over_a_response_the_sum_of_log_ratios_gives_the_direction(self):
+        mask = Mask("theta_old", "k2", "sequence_max", high=0.1, sign="outward")
+        assert trust(columns_of([1.0, -0.5]), mask)[0] == [False, False]
+        assert trust(columns_of([1.0, -1.5]), mask)[0] == [True, True]
 
     def test_tokens_without_loss_are_not_counted(self):
-        objective = replaced(mask="ppo", dual_clip=2.0, gap="old_mu", gap_mode="mask", gap_high=2.0)
+        masks = (Mask.ppo(), Mask("theta_old", high=2.0, sign="negative"), Mask("old_mu", high=2.0))
         columns = columns_of([0.0, 5.0], mu=[0.0, -5.0], advantages=[-1.0, -1.0], mask=[True, False])
-        inside, metrics = trust_of(objective, columns)
+        inside, metrics = trust(columns, *masks)
         assert inside == [True, False]
-        assert metrics == {"clip/high": 0, "clip/low": 0, "clip/dual": 0, "gap/dropped": 0}
+        assert metrics == {"clip/high": 0, "clip/low": 0, "clip/negative": 0, "clip/both": 0}
+
+    def test_masks_of_one_kind_share_a_metric(self):
+        """Of four tokens, one mask drops the first, another the second, and both the third."""
+        columns = columns_of([1.0, 0.0, 1.0, 0.0], old=0.0, mu=[0.0, -1.0, -1.0, 0.0])
+        two = (Mask("theta_old", high=2.0), Mask("old_mu", high=2.0))
+        assert trust(columns, *two) == ([False, False, False, True], {"clip/both": 0.75})
+        outward = (Mask.ppo(), Mask.ppo(policies="old_mu"))
+        assert trust(columns, *outward)[1] == {"clip/high": 0.75, "clip/low": 0.0}
+        own = trust(columns, *two, lambda given: given.logprobs < -29.5)
+        assert own == ([False, False, False, True], {"clip/both": 0.75, "clip/own": 0.5})
 
     def test_the_ratio_of_a_prefix_is_reported_and_that_of_a_token_not(self):
-        columns = columns_of([0.25, 0.25])
-        of_prefix = trust_of(replaced(mask="ppo", ratio="prefix"), columns)[1]
+        columns = columns_of([0.25, 0.25], mu=[-1.0, -1.0])
+        of_prefix = trust(columns, Mask.ppo(scope="prefix"), Mask.ppo(scope="sequence_sum"))[1]
         assert of_prefix["clip/ratio/max"] == pytest.approx(math.exp(0.5))
+        assert of_prefix["clip/ratio/min"] == pytest.approx(math.exp(0.25)), "that of the first mask"
         assert "clip/prefix_variance_rate" in of_prefix
-        of_sequence = trust_of(replaced(mask="ppo", ratio="sequence_mean"), columns)[1]
+        of_sequence = trust(columns, Mask("old_mu", "k2", "prefix", high=9.0), Mask.ppo(scope="sequence_mean"))[1]
         assert of_sequence["clip/ratio/mean"] == pytest.approx(math.exp(0.25))
         assert "clip/prefix_variance_rate" not in of_sequence
-        assert trust_of(replaced(mask="ppo"), columns)[1] == {"clip/high": 1.0, "clip/low": 0.0}
+        assert trust(columns, Mask.ppo())[1] == {"clip/high": 1.0, "clip/low": 0.0}
+        for mask in (Mask("theta_old", "k2", "prefix", high=9.0), Mask("theta_mu", scope="prefix", high=99.0)):
+            assert trust(columns, mask)[1] == {"clip/both": 0.0}
 
     def test_the_reported_ratio_is_bounded(self):
-        metrics = trust_of(replaced(mask="ppo", ratio="prefix"), columns_of([20.0, 20.0, -20.0, -20.0, -20.0]))[1]
+        metrics = trust(columns_of([20.0, 20.0, -20.0, -20.0, -20.0]), Mask.ppo(scope="prefix"))[1]
         assert metrics["clip/ratio/max"] == pytest.approx(math.exp(20))
         assert metrics["clip/ratio/min"] == pytest.approx(math.exp(-20))
 
-    def test_a_linear_window_bounds_the_ratio_of_many_tokens(self):
-        inside, _ = trust_of(replaced(mask="ppo", ratio="sequence_product"), columns_of([20.0] * 40))
-        assert inside == [False] * 40
+    def test_the_ratio_of_many_tokens_may_overflow(self):
+        assert trust(columns_of([20.0] * 40), Mask.ppo(scope="sequence_sum"))[0] == [False] * 40
         below = columns_of([-20.0] * 3, advantages=-1.0)
-        assert trust_of(replaced(mask="ppo", ratio="sequence_product", eps_low=1.0), below)[0] == [True] * 3
+        assert trust(below, Mask.ppo(0.0, scope="sequence_sum"))[0] == [True] * 3
 
-
-class TestDualClip:
-    def test_drops_only_bad_tokens_beyond_it(self):
-        objective = replaced(dual_clip=2.0)
+    def test_a_mask_of_bad_tokens_drops_no_others(self):
         logs = [math.log(2) + 1e-9, math.log(2) - 1e-9, math.log(2) + 1e-9, math.log(2) + 1e-9]
-        inside, metrics = trust_of(objective, columns_of(logs, advantages=[-0.5, -0.5, 0.5, 0.0]))
-        assert inside == [False, True, True, True]
-        assert metrics["clip/dual"] == 0.25
+        columns = columns_of(logs, advantages=[-0.5, -0.5, 0.5, 0.0])
+        assert trust(columns, Mask("theta_old", high=2.0, sign="negative")) == (
+            [False, True, True, True], {"clip/negative": 0.25},
+        )  # fmt: skip
+        grown = Mask("theta_old", "log_ratio", high=0.5, sign="negative", growth=1.0)
+        logs = [0.5, 1.0, 1.0 + 2**-10 + 0.5]
+        assert trust(columns_of(logs, advantages=-1.0), grown)[0] == [True, True, False]
 
-    def test_at_the_bound_of_a_log_window_trains(self):
-        objective = replaced(dual_clip=0.5, window="log", window_power=1.0)
-        inside, _ = trust_of(objective, columns_of([0.5, 1.0, 1.0 + 2**-10 + 0.5], advantages=-1.0))
-        assert inside == [True, True, False]
-
-    def test_at_a_linear_bound_trains(self):
-        bound = math.exp(1.0)
-        rho = float(torch.tensor(1.0, dtype=torch.float64).exp())
-        assert rho == bound, "the test needs one value of e"
-        assert trust_of(replaced(dual_clip=bound), columns_of([1.0], advantages=-1.0))[0] == [True]
-
-    def test_without_it_no_share_is_reported(self):
-        assert "clip/dual" not in trust_of(replaced(mask="ppo"), columns_of([1.0], advantages=-1.0))[1]
-
-
-class TestGap:
-    """gap = old/mu: log-ratios are 0 (factor exactly 1) or far from the bound."""
-
-    @pytest.mark.parametrize("mode", ["mask", "mask_weight"])
-    def test_a_factor_at_a_bound_trains(self, mode):
-        columns = columns_of([0.0, 0.0], old=[0.0, 0.0], mu=[0.0, 0.0])
-        for bounds in ({"gap_low": 1.0}, {"gap_high": 1.0}):
-            assert trust_of(replaced(gap="old_mu", gap_mode=mode, **bounds), columns)[0] == [True, True]
-
-    def test_a_factor_outside_is_dropped_and_counted(self):
+    def test_the_gap_of_the_engines_from_both_sides(self):
         columns = columns_of([0.0] * 3, mu=[0.5, 0.0, -0.5])  # factors 0.61, 1, 1.65
         for bounds, expected in (
-            ({"gap_low": 0.9}, [False, True, True]),
-            ({"gap_high": 1.1}, [True, True, False]),
-            ({"gap_low": 0.9, "gap_high": 1.1}, [False, True, False]),
+            ({"low": 0.9}, [False, True, True]),
+            ({"high": 1.1}, [True, True, False]),
+            ({"low": 0.9, "high": 1.1}, [False, True, False]),
         ):
-            inside, metrics = trust_of(replaced(gap="old_mu", gap_mode="mask", **bounds), columns)
+            inside, metrics = trust(columns, Mask("old_mu", **bounds))
             assert inside == expected
-            assert metrics["gap/dropped"] == pytest.approx(expected.count(False) / 3)
-
-    def test_truncation_drops_nothing(self):
-        inside, metrics = trust_of(replaced(gap="old_mu", gap_high=1.1), columns_of([0.0], mu=-3.0))
-        assert inside == [True]
-        assert "gap/dropped" not in metrics
-
-    def test_each_mode_weighs_in_its_own_way(self):
-        columns = columns_of([0.0, 0.0], mu=[-1.0, 1.0])  # factors e and 1/e
-        e = math.e
-        assert weights_of(replaced(gap="old_mu", gap_high=2.0), columns) == pytest.approx([2.0, 1 / e])
-        inside = replaced(gap="old_mu", gap_mode="mask_weight", gap_high=2.0)
-        assert weights_of(inside, columns) == pytest.approx([e, 1 / e])
-        assert weights_of(replaced(gap="old_mu", gap_mode="mask", gap_high=2.0), columns) == [1.0, 1.0]
-
-    def test_the_cap_does_not_reach_the_gap_factor(self):
-        objective = replaced(weight="theta_old", cap=1.5, gap="old_mu", gap_high=4.0)
-        columns = columns_of([1.0], mu=-1.0)  # theta/old = e, cut to 1.5; old/mu = e, below its bound of 4
-        assert weights_of(objective, columns) == pytest.approx([1.5 * math.e])
-
-    def test_log_ratio_cap_does_not_reach_the_gap_factor(self):
-        objective = replaced(
-            weight="theta_old", ratio="sequence_product", log_ratio_cap=1.0,
-            gap="old_mu", gap_ratio="sequence_product", gap_high=1e6,
-        )  # fmt: skip
-        columns = columns_of([2.0, 2.0], mu=[-2.0, -2.0])
-        assert weights_of(objective, columns) == pytest.approx([math.exp(1.0 + 4.0)] * 2)
-
-    def test_the_factor_is_reported(self):
-        columns = columns_of([0.0, 0.0], mu=[-1.0, 1.0])
-        metrics = finalize(importance_weight(replaced(gap="old_mu", gap_high=2.0), prepare(columns))[1])
-        assert metrics["gap/weight/max"] == pytest.approx(math.e)
-        assert "gap/weight/max" not in finalize(importance_weight(PLAIN, prepare(columns))[1])
+            assert metrics["clip/both"] == pytest.approx(expected.count(False) / 3)
 
 
-class TestWeight:
-    def test_a_weight_at_the_cap_is_not_truncated(self):
-        objective = replaced(weight="theta_old", cap=1.0)
-        values, metrics = importance_weight(objective, prepare(columns_of([0.0, 0.5, -0.5])))
-        assert values.tolist() == pytest.approx([1.0, 1.0, math.exp(-0.5)])
-        assert finalize(metrics)["tis/truncated"] == pytest.approx(1 / 3)
+class TestFactors:
+    def test_a_weight_at_a_clamp_is_not_truncated(self):
+        values, metrics = weigh(columns_of([0.0, 0.5, -0.5]), Factor("theta_old", high=1.0))
+        assert values == pytest.approx([1.0, 1.0, math.exp(-0.5)])
+        assert metrics["tis/truncated"] == pytest.approx(1 / 3)
+        values, metrics = weigh(columns_of([0.0, 0.5, -0.5]), Factor("theta_old", low=1.0))
+        assert values == pytest.approx([1.0, math.exp(0.5), 1.0])
+        assert metrics["tis/truncated"] == pytest.approx(1 / 3)
 
     def test_truncated_tokens_of_both_factors_count(self):
-        """Decoupled: old/mu = e is cut by the cap, theta/old = e by the clip; one token each."""
-        objective = replaced(weight="theta_mu", tis_on="old_mu", weight_fn="upper_clip", eps_high=0.5, cap=2.0)
-        values, metrics = importance_weight(objective, prepare(columns_of([1.0, 1.0, 0.0], old=[1.0, 0.0, 0.0])))
-        assert values.tolist() == pytest.approx([2.0, 1.5, 1.0])
-        assert finalize(metrics)["tis/truncated"] == pytest.approx(2 / 3)
-
-    def test_function_and_cap_both_count(self):
-        objective = replaced(weight="theta_old", weight_fn="upper_clip", eps_high=1.0, cap=5.0)
-        metrics = finalize(importance_weight(objective, prepare(columns_of([1.0, 0.0])))[1])
-        assert metrics["tis/truncated"] == 0.5
-        capped = dataclasses.replace(objective, eps_high=9.0, cap=2.0)
-        assert finalize(importance_weight(capped, prepare(columns_of([1.0, 0.0])))[1])["tis/truncated"] == 0.5
+        """Decoupled: old/mu = e is cut at 2, theta/old = e at 1.5; one token each, and one both."""
+        columns = columns_of([1.0, 1.0, 0.0, 2.0], old=[1.0, 0.0, 0.0, 1.0])
+        values, metrics = weigh(columns, Factor("theta_old", high=1.5), Factor("old_mu", high=2.0))
+        assert values == pytest.approx([2.0, 1.5, 1.0, 3.0])
+        assert metrics["tis/truncated"] == pytest.approx(3 / 4)
+        assert (metrics["tis/theta_old/max"], metrics["tis/old_mu/max"]) == (1.5, 2.0)
+        assert metrics["tis/weight/mean"] == pytest.approx(7.5 / 4)
+        assert metrics["tis/ess"] == pytest.approx(7.5**2 / (4 + 2.25 + 1 + 9))
+        assert "tis/theta_old/max" not in weigh(columns, Factor("theta_old", high=1.5))[1]
 
     def test_tokens_without_loss_are_not_truncated(self):
         columns = columns_of([5.0, 0.0], mask=[False, True])
-        metrics = finalize(importance_weight(replaced(weight="theta_old", cap=0.5), prepare(columns))[1])
-        assert metrics["tis/truncated"] == 1.0
+        assert weigh(columns, Factor("theta_old", high=0.5))[1]["tis/truncated"] == 1.0
+
+    def test_without_a_factor_the_weight_is_1(self):
+        values, metrics = weigh(columns_of([1.0, 2.0], mask=[True, False]))
+        assert values == [1.0, 1.0]
+        assert (metrics["tis/truncated"], metrics["tis/weight/mean"], metrics["tis/ess"]) == (0.0, 1.0, 1.0)
 
     @pytest.mark.parametrize(
         ("function", "expected"),
         [
-            ({"weight_fn": "identity"}, [math.exp(2), math.exp(-2)]),
-            ({"weight_fn": "power", "power": 0.25}, [math.exp(0.5), math.exp(-0.5)]),
-            ({"weight_fn": "upper_clip", "eps_low": 0.5, "eps_high": 0.75}, [1.75, math.exp(-2)]),
-            ({"weight_fn": "clip", "eps_low": 0.5, "eps_high": 0.75}, [1.75, 0.5]),
+            ({}, [E**2, E**-2]),
+            ({"fn": "power", "power": 0.25}, [E**0.5, E**-0.5]),
+            ({"high": 1.75}, [1.75, E**-2]),
+            ({"low": 0.5, "high": 1.75}, [1.75, 0.5]),
+            ({"fn": lambda ratios: ratios + 1, "high": 2.0}, [2.0, 1 + E**-2]),
         ],
     )
     def test_functions(self, function, expected):
-        objective = replaced(weight="theta_old", **function)
-        assert weights_of(objective, columns_of([2.0, -2.0])) == pytest.approx(expected)
+        assert weigh(columns_of([2.0, -2.0]), Factor("theta_old", **function))[0] == pytest.approx(expected)
+
+    @pytest.mark.parametrize(
+        ("sign", "expected"), [("both", [E, E, E]), ("positive", [E, 1, 1]), ("negative", [1, 1, E])]
+    )
+    def test_a_factor_for_one_sign_leaves_the_others_and_zero_at_1(self, sign, expected):
+        columns = columns_of([1.0] * 3, advantages=[0.5, 0.0, -0.5])
+        assert weigh(columns, Factor("theta_old", sign=sign))[0] == pytest.approx(expected)
+        halved = [x if x == 1 else x / 2 for x in expected]
+        assert weigh(columns, Factor("theta_old", sign=sign), mean=2.0)[0] == pytest.approx(halved)
+
+    def test_clamps_come_before_the_mean(self):
+        assert weigh(columns_of([1.0]), Factor("theta_old", high=2.0), mean=4.0)[0] == [0.5]
+
+    def test_vespo_changes_its_numbers_at_an_advantage_below_0(self):
+        columns = columns_of([1.0] * 3, advantages=[0.5, 0.0, -0.5])
+        positive, negative = math.exp(2 + 3 * (1 - E)), math.exp(3 + 2 * (1 - E))
+        assert weigh(columns, Factor("theta_old", fn="vespo"))[0] == pytest.approx([positive, positive, negative])
+
+    @pytest.mark.parametrize(
+        ("advantage", "expected"), [(0.5, [E**0.5, E**-2]), (-0.5, [E**2, E**-0.5]), (0.0, [E**2, E**-2])]
+    )
+    def test_tokens_are_clipped_outward(self, advantage, expected):
+        columns = columns_of([2.0, -2.0], advantages=advantage)
+        assert weigh(columns, Factor("theta_old", token_clip=0.5))[0] == pytest.approx([E**2, E**-2])
+        assert weigh(columns, Factor("theta_old", fn="power", power=1.0, token_clip=0.5))[0] == pytest.approx(expected)
 
     def test_the_ratio_of_several_tokens_is_bounded_on_both_sides(self):
         """Product of 3 tokens at +-20: at most exp(log_ratio_cap), at least exp(-20), which is not 0 in fp32."""
-        objective = replaced(weight="theta_old", ratio="sequence_product", log_ratio_cap=3.0)
-        assert weights_of(objective, columns_of([20.0] * 3)) == pytest.approx([math.exp(3.0)] * 3)
-        assert weights_of(objective, columns_of([-20.0] * 3)) == pytest.approx([math.exp(-20.0)] * 3, rel=1e-12)
+        factor = Factor("theta_old", "sequence_sum", log_ratio_cap=3.0)
+        assert weigh(columns_of([20.0] * 3), factor)[0] == pytest.approx([math.exp(3.0)] * 3)
+        assert weigh(columns_of([-20.0] * 3), factor)[0] == pytest.approx([math.exp(-20.0)] * 3, rel=1e-12)
+        single = Factor("theta_old", fn="power", power=1.0, log_ratio_cap=3.0)
+        assert weigh(columns_of([5.0]), single)[0] == pytest.approx([E**5]), "the cap is for several tokens"
+
+    def test_clamp_and_cap_of_one_factor_do_not_reach_the_other(self):
+        factors = Factor("theta_old", high=1.5), Factor("old_mu", high=4.0)
+        assert weigh(columns_of([1.0], mu=-1.0), *factors)[0] == pytest.approx([1.5 * E])
+        factors = Factor("theta_old", "sequence_sum", log_ratio_cap=1.0), Factor("old_mu", "sequence_sum", high=1e6)
+        assert weigh(columns_of([2.0, 2.0], mu=[-2.0, -2.0]), *factors)[0] == pytest.approx([E**5] * 2)
 
     def test_a_shared_power_is_used(self):
-        objective = dataclasses.replace(OBJECTIVES["adaptive_power"], ess_target=0.9)
-        state = prepare(columns_of([1.0, -1.0]))
-        values, metrics = importance_weight(objective, state, 0.25)
-        assert values.tolist() == pytest.approx([math.exp(0.25), math.exp(-0.25)])
-        assert finalize(metrics)["tis/power"] == 0.25
+        factor = Factor("theta_old", fn="adaptive_power", ess_target=0.9)
+        values, metrics = weigh(columns_of([1.0, -1.0]), factor, exponent=0.25)
+        assert values == pytest.approx([E**0.25, E**-0.25])
+        assert metrics["tis/power"] == 0.25
+
+
+class TestGates:
+    """S itself: a coefficient does not show it where A is 0."""
+
+    def test_of_each_sign(self):
+        state = prepare(columns_of([1.0] * 3, advantages=[0.5, 0.0, -0.5]))
+
+        def values(kind) -> list[float]:
+            return gate_values(Gate(kind, 1.0, 2.0, 0.5), state, PolicyRatios(state)).tolist()
+
+        fading = [4 * p * (1 - p) for p in (1 / (1 + math.exp(-t * (E - 1))) for t in (1.0, 2.0, 2.0))]
+        assert values("sapo") == pytest.approx(fading)
+        assert values("ce_gppo") == pytest.approx([1.5 / E, 1, 1])
+        moved = math.exp(-29.0) - math.exp(-30.0)
+        assert values("drpo") == pytest.approx([1 - moved, 1.0, 1 + moved / 2], abs=1e-16)
+
+    def test_ce_gppo_at_its_bounds(self):
+        """The window ends where the ratio is, as a float: what stands at the end keeps S = 1, not beta."""
+        for log, sign in ((0.25, 1.0), (-0.25, -1.0)):
+            rho = float(torch.tensor(log, dtype=torch.float64).exp())
+            state = prepare(columns_of([log], advantages=sign))
+            for eps, expected in ((abs(rho - 1), 1.0), (abs(rho - 1) - 2**-40, 0.25)):
+                gate = gate_values(Gate("ce_gppo", 0.25, 0.25, eps), state, PolicyRatios(state))
+                assert float(gate) == pytest.approx(expected, rel=1e-9)
 
 
 class TestAdaptivePower:
@@ -276,7 +317,7 @@ class TestAdaptivePower:
         ones = torch.tensor([True, True])
         assert adaptive_power(torch.tensor([1.0, -1.0]), ones, 0.6) == 1.0, "the share is 0.633 at 1, 0.518 at 2"
         assert adaptive_power(torch.tensor([0.0, 0.0]), ones, 1.0) == 1.0, "met exactly"
-        assert adaptive_power(torch.tensor([3.0]), torch.tensor([False]), 0.9) == 1.0
+        assert adaptive_power(torch.tensor([3.0]), torch.tensor([False]), 0.9) == 1.0, "nothing to weigh"
 
     def test_no_power_for_a_target_of_1(self):
         assert adaptive_power(torch.tensor([1.0, -1.0]), torch.tensor([True, True]), 1.0) == pytest.approx(0, abs=1e-6)
@@ -288,9 +329,8 @@ class TestAdaptivePower:
     def test_counts_weigh_as_repeated_entries(self):
         logs = torch.tensor([1.0, -1.0])
         repeated = adaptive_power(torch.tensor([1.0, -1.0, -1.0, -1.0]), torch.ones(4), 0.7)
-        assert adaptive_power(logs, torch.tensor([1.0, 3.0]), 0.7) == pytest.approx(repeated, abs=1e-11)
-        quarter = adaptive_power(logs, torch.tensor([0.25, 0.75]), 0.7)
-        assert quarter == pytest.approx(repeated, abs=1e-11)
+        for shares in ([1.0, 3.0], [0.25, 0.75]):
+            assert adaptive_power(logs, torch.tensor(shares), 0.7) == pytest.approx(repeated, abs=1e-11)
 
     @pytest.mark.parametrize("target", [0.2, 0.5, 0.8, 0.99])
     @pytest.mark.parametrize("scale", [1.0, 4.0])
@@ -302,63 +342,107 @@ class TestAdaptivePower:
         assert 0 < q <= 1
         assert len(calls) <= 15
 
-    def test_of_a_mini_batch_is_that_of_all_its_tokens(self):
-        objective = dataclasses.replace(OBJECTIVES["adaptive_power"], ess_target=0.8)
-        parts = [columns_of([1.0]), columns_of([-1.0])]
-        assert mini_batch_power(objective, parts) == pytest.approx(math.acosh(5 / 3) / 2, abs=1e-9)
-        assert mini_batch_power(OBJECTIVES["power"], parts) is None
 
-
-class TestKl:
+class TestPenalties:
     @pytest.mark.parametrize(
         ("kind", "derivatives", "mean"),
         [
             ("k1", [1, 1], 0.25),
             ("k2", [1.0, -0.5], (0.5 + 0.125) / 2),
-            ("k3", [1 - math.exp(-1), 1 - math.exp(0.5)], (math.exp(-1) + math.exp(0.5) + 0.5 - 2) / 2),
+            ("k3", [1 - E**-1, 1 - E**0.5], (E**-1 + E**0.5 + 0.5 - 2) / 2),
+            ("unbiased", [E**3, -0.5 * E**1.5], (E**2 + E**1.5 * (E**0.5 - 1.5)) / 2),
         ],
     )
     def test_derivative_and_value(self, kind, derivatives, mean):
-        zeros = torch.zeros(2, dtype=torch.float64)
-        d = torch.tensor([1.0, -0.5], dtype=torch.float64)
-        gradient, stats = kl_penalty(kind, d, zeros, torch.ones(2, dtype=torch.bool))
-        assert gradient.tolist() == pytest.approx(derivatives)
-        metrics = finalize(stats)
-        assert metrics["kl/penalty"] == pytest.approx(mean)
-        assert metrics["kl/clamped"] == 0
+        """d = (1, -0.5); theta/mu, which only "unbiased" reads here, is (e^3, e^1.5)."""
+        for to, name in (("ref", "kl/penalty"), ("old", "kl/penalty_old")):
+            state = prepare(columns_of([1.0, -0.5], mu=[-2.0, -2.0], ref=0.0))
+            gradient, stats = kl_penalty(Penalty(kind, to, 0.3, "mu"), state, PolicyRatios(state))
+            assert gradient.tolist() == pytest.approx(derivatives)
+            assert finalize(stats) == pytest.approx({name: mean, f"{name}_clamped": 0})
 
     def test_clamped_tokens_are_counted_on_both_sides(self):
-        d = torch.tensor([20.0, -25.0, 19.5, 0.0])
-        stats = finalize(kl_penalty("k2", d, torch.zeros(4), torch.ones(4, dtype=torch.bool))[1])
-        assert stats["kl/clamped"] == 0.5
+        state = prepare(columns_of([20.0, -25.0, 19.5, 0.0], ref=0.0))
+        assert finalize(kl_penalty(Penalty("k2"), state, PolicyRatios(state))[1])["kl/penalty_clamped"] == 0.5
+
+    def test_an_estimate_at_its_maximum_keeps_its_gradient(self):
+        """k2 of 1 is exactly 0.5; a k1 of -1 is beyond 0.5 too; a token clamped at 20 counts beside them."""
+        state = prepare(columns_of([1.0, 1.0 + 2**-20, -1.0, 20.0], ref=0.0))
+        gradient, stats = kl_penalty(Penalty("k2", max=0.5), state, PolicyRatios(state))
+        assert gradient.tolist() == [1.0, 0.0, -1.0, 0.0]
+        assert finalize(stats)["kl/penalty_clamped"] == 0.5
+        assert kl_penalty(Penalty("k1", max=0.5), state, PolicyRatios(state))[0].tolist() == [0.0] * 4
+        stats = kl_penalty(Penalty("k2", max=500.0), state, PolicyRatios(state))[1]
+        assert finalize(stats)["kl/penalty_clamped"] == 0.25
 
     def test_it_is_subtracted_on_kept_tokens_only(self):
         columns = columns_of([1.0, 2.0, 7.0], ref=0.0, advantages=0.0, mask=[True, True, False])
-        objective = replaced(kl="k2", kl_coef=0.5)
-        assert coefficients(objective, columns).values.tolist() == pytest.approx([-0.25, -0.5, 0])
+        penalties = (Penalty("k2", coef=0.5), Penalty("k1", "old", coef=0.25))
+        expected = [-0.25 - 0.125, -0.5 - 0.125, 0]
+        assert values_of(replaced(penalties=penalties), columns) == pytest.approx(expected)
+        assert values_of(replaced(penalties=(Penalty("k2"),)), columns_of([1.0], advantages=0.0)) == [0], "coef 0"
 
 
 class TestDenominators:
     def test_a_part_may_be_the_whole(self):
         columns = columns_of([0.0, 0.0])
         for whole in (Denominators(2, 1), Denominators(4, 1), Denominators(2, 2)):
-            assert coefficients(PLAIN, columns, whole).values.tolist() == [1 / whole.num_tokens] * 2
+            assert values_of(PLAIN, columns, whole) == [1 / whole.num_tokens] * 2
 
     @pytest.mark.parametrize("denominators", [Denominators(1, 5), Denominators(5, 0)])
     def test_one_that_is_too_small_is_enough_to_refuse(self, denominators):
         with pytest.raises(ValueError, match="smaller than this part's own"):
             coefficients(PLAIN, columns_of([0.0, 0.0]), denominators)
+        leaving = replaced(masks=(Mask("old_mu", high=2.0, denominator="leave"),))
+        assert values_of(leaving, columns_of([0.0, 0.0]), Denominators(1, 0)) == [1.0, 1.0], "tokens may have left"
 
     @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
     def test_one_token_divides_by_one(self, aggregation):
-        objective = replaced(aggregation=aggregation)
-        assert coefficients(objective, columns_of([0.0], advantages=3.0)).values.tolist() == [3.0]
+        assert values_of(replaced(aggregation=aggregation), columns_of([0.0], advantages=3.0)) == [3.0]
+        empty = columns_of([0.0], mask=[False])
+        for whole in (None, Denominators(0, 0)):
+            assert values_of(replaced(aggregation=aggregation), empty, whole) == [0.0]
+
+    @pytest.mark.parametrize(
+        ("aggregation", "keep", "leave", "leave_tokens"),
+        [
+            ("token-mean", [1 / 4] * 3, [1 / 2] * 3, [1 / 2] * 3),
+            ("seq-mean-token-sum", [1 / 3] * 3, [1 / 2] * 3, [1 / 3] * 3),
+            ("seq-mean-token-mean", [1 / 6, 1 / 3, 1 / 3], [1 / 2] * 3, [1 / 3] * 3),
+            ("seq-mean-token-sum-norm", [1 / 12] * 3, [1 / 8] * 3, [1 / 12] * 3),
+        ],
+    )
+    def test_what_dropped_tokens_leave(self, aggregation, keep, leave, leave_tokens):
+        """Three responses: half dropped, dropped, kept. A penalty shows the denominator of the dropped ones too."""
+        columns = columns_of([0.0] * 4, mu=[0.0, -1.0, -1.0, 0.0], cu_seqlens=[0, 2, 3, 4])
+        length = 4 if aggregation.endswith("norm") else None
+        for denominator, (half, gone, stays) in (("keep", keep), ("leave", leave), ("leave_tokens", leave_tokens)):
+            mask = Mask("old_mu", high=2.0, denominator=denominator)  # type: ignore[arg-type]
+            row = replaced(aggregation=aggregation, norm_length=length, masks=(mask,))
+            assert values_of(row, columns) == pytest.approx([half, 0, 0, stays])
+            penalised = dataclasses.replace(row, penalties=(Penalty("k1", "mu", coef=1.0),), entropy_coef=2.0)
+            found = coefficients(penalised, columns)
+            assert found.values.tolist() == pytest.approx([0, -half, -gone, 0])
+            assert found.entropy is not None
+            assert found.entropy.tolist() == pytest.approx([2 * half, 2 * half, 2 * gone, 2 * stays])
+
+    @pytest.mark.parametrize("order", [1, -1])
+    def test_masks_that_leave_in_different_ways(self, order):
+        """The response whose token leaves only the tokens stays; the other leaves altogether."""
+        masks = (Mask("old_mu", high=2.0, denominator="leave"), Mask("old_mu", low=0.5, denominator="leave_tokens"))
+        columns = columns_of([0.0] * 3, mu=[-1.0, 1.0, 0.0], cu_seqlens=[0, 1, 2, 3])
+        for aggregation, expected in (("token-mean", 1.0), ("seq-mean-token-sum", 0.5)):
+            row = replaced(aggregation=aggregation, masks=masks[::order])
+            assert values_of(row, columns) == [0, 0, expected]
+            facts = gather_facts(row, [columns])
+            assert facts is not None
+            assert facts.denominators == Denominators(1, 2)
 
     def test_empty_sequences_beside_others_stay_finite(self):
         columns = columns_of([0.0, 0.0], mask=[True, False], cu_seqlens=[0, 1, 2])
-        values = coefficients(replaced(aggregation="seq-mean-token-mean"), columns).values
-        assert values.tolist() == [1.0, 0.0]
-        loss, metrics = policy_loss(replaced(kl="k1", kl_coef=0.5), columns_of([0.0], mask=[False], ref=0.0))
+        assert values_of(replaced(aggregation="seq-mean-token-mean"), columns) == [1.0, 0.0]
+        penalised = replaced(penalties=(Penalty("k1", coef=0.5),))
+        loss, metrics = policy_loss(penalised, columns_of([0.0], mask=[False], ref=0.0))
         assert (loss.item(), finalize(metrics)["loss_tokens"]) == (0, 0)
 
     def test_counts_add_up(self):
@@ -369,33 +453,152 @@ class TestDenominators:
         assert Denominators.of(mask, torch.tensor([0, 1, 2, 4])) == Denominators(3, 2)
 
 
+class TestFactsOfABatch:
+    def test_a_power_is_that_of_all_tokens(self):
+        factor = Factor("theta_old", fn="adaptive_power", ess_target=0.8)
+        parts = [columns_of([1.0]), columns_of([-1.0])]
+        facts = gather_facts(replaced(factors=(factor,)), parts)
+        assert facts is not None
+        assert facts.exponents == (pytest.approx(math.acosh(5 / 3) / 2, abs=1e-9),)
+        assert (facts.means, facts.denominators) == ((None,), None)
+
+    def test_only_these_rows_ask_for_any(self):
+        asking = {name for name, row in OBJECTIVES.items() if gather_facts(row, [likely_columns(0, [3])]) is not None}
+        assert asking == {"adaptive_power", "geo_rs"}
+
+    @pytest.mark.parametrize(("scope", "mean"), [("token", (2 * E + 1) / 3), ("sequence_sum", (E**2 + 1) / 2)])
+    def test_a_mean_of_tokens_or_of_responses(self, scope, mean):
+        columns = columns_of([1.0, 9.0, 1.0, 0.0, 0.0], mask=[True, False, True, True, False], cu_seqlens=[0, 3, 4, 5])
+        row = replaced(factors=(Factor("theta_old", scope, batch_normalize=True),))
+        facts = gather_facts(row, [columns])
+        assert facts is not None
+        assert facts.means == (pytest.approx(mean),)
+        over_ranks = gather_facts(row, [columns], lambda sums: sums + torch.tensor([6.0, 1.0]))
+        assert over_ranks is not None
+        count = 3 if scope == "token" else 2
+        assert over_ranks.means == (pytest.approx((mean * count + 6) / (count + 1)),)
+
+    def test_without_tokens_nothing_changes(self):
+        factor = Factor("theta_old", fn="adaptive_power", batch_normalize=True)
+        row = replaced(factors=(factor, Factor("old_mu")))
+        facts = gather_facts(row, [columns_of([1.0], mask=[False])])
+        assert facts == BatchFacts((1.0, None), (1.0, None)) == BatchFacts.of_equal_policies(row)
+
+    @settings(max_examples=60, deadline=None)
+    @given(objectives(), seed_strategy, st.lists(st.integers(0, 6), min_size=2, max_size=6), st.data())
+    def test_however_a_batch_is_cut(self, objective, seed, lengths, data):
+        """Facts and coefficients of micro-batches are those of the whole, over two ranks with equal tokens as well."""
+        assume(objective.beforehand)
+        columns = likely_columns(seed, lengths)
+        cut = data.draw(st.integers(1, len(lengths) - 1))
+        parts = [take(columns, list(range(cut))), take(columns, list(range(cut, len(lengths))))]
+        whole, found = gather_facts(objective, [columns]), gather_facts(objective, parts)
+        doubled = gather_facts(objective, parts, lambda sums: 2 * sums)
+        assert whole is not None
+        for facts, times in ((found, 1), (doubled, 2)):
+            assert facts is not None
+            for mine, theirs in ((facts.exponents, whole.exponents), (facts.means, whole.means)):
+                assert mine == tuple(None if x is None else pytest.approx(x, rel=1e-9, abs=1e-9) for x in theirs)
+            assert (facts.denominators is None) == (whole.denominators is None) == (not objective.leaves)
+            if facts.denominators is not None and whole.denominators is not None:
+                left = whole.denominators
+                assert facts.denominators == Denominators(times * left.num_tokens, times * left.num_sequences)
+        counts = Denominators.of(columns.loss_mask, columns.cu_seqlens)
+        values = torch.cat([coefficients(objective, part, counts, facts=whole).values for part in parts])
+        torch.testing.assert_close(values, coefficients(objective, columns).values, rtol=1e-9, atol=1e-12)
+
+
+class TestLargeBatches:
+    """Above PART_TOKENS a batch is weighed in parts, which must not show."""
+
+    RICH = Objective(
+        "group_mean",
+        "seq-mean-token-mean",
+        masks=(Mask.ppo(scope="prefix"), Mask("old_mu", scope="sequence_mean", high=1.0, denominator="leave")),
+        factors=(Factor("theta_old", fn="adaptive_power", batch_normalize=True, ess_target=0.9), Factor("old_mu")),
+        penalties=(Penalty("k3", coef=0.1),),
+        entropy_coef=0.01,
+    )
+
+    @staticmethod
+    def check(objective: Objective, columns: TokenColumns, denominators=None, facts=None) -> None:
+        found = coefficients(objective, columns, denominators, facts=facts)
+        state = prepare(columns)
+        whole = state_coefficients(objective, state, columns.loss_mask, denominators, facts)
+        torch.testing.assert_close(found.values, whole.values, rtol=1e-9, atol=1e-12)
+        assert (found.entropy is None) == (whole.entropy is None)
+        if found.entropy is not None:
+            torch.testing.assert_close(found.entropy, whole.entropy, rtol=1e-12, atol=0)
+        ours, theirs = finalize(found.metrics), finalize(whole.metrics)
+        assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-9)
+        assert list(ours) == list(theirs)
+
+    @pytest.mark.parametrize("given_facts", [True, False])
+    def test_of_full_size(self, given_facts):
+        """Three parts, one of them a sequence longer than a part; empty sequences within and at the end."""
+        columns = likely_columns(3, [20_000, 0, 33_000, 0, 12_000, 3, 0, 0])
+        assert columns.logprobs.numel() > PART_TOKENS
+        assert [len(part.keep) for part in split_state(prepare(columns), PART_TOKENS)] == [20_000, 33_000, 12_003]
+        facts = gather_facts(self.RICH, [columns]) if given_facts else None
+        self.check(self.RICH, columns, facts=facts)
+        self.check(dataclasses.replace(self.RICH, entropy_coef=0.0, masks=()), columns, Denominators(80_000, 9))
+        counts = coefficients(self.RICH, columns, detailed=False).metrics
+        assert finalize(counts)["loss_tokens"] == int(columns.loss_mask.sum())
+        assert set(counts) == {"loss_tokens", "logprobs/invalid", "logprobs/dropped"}
+
+    @settings(max_examples=60, deadline=None)
+    @given(objectives(), seed_strategy, st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(1, 8))
+    def test_of_random_records(self, objective, seed, lengths, most):
+        columns = likely_columns(seed, lengths)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loss_module, "PART_TOKENS", most)
+            self.check(objective, columns)
+
+    @pytest.mark.parametrize(
+        ("lengths", "parts"),
+        [
+            ([2, 3, 0, 5, 1, 0, 0], [[2, 3, 0], [5], [1, 0, 0]]),
+            ([6, 0, 4, 2], [[6], [0, 4], [2]]),
+            ([0, 0], [[0, 0]]),
+        ],
+    )
+    def test_parts_hold_whole_sequences(self, lengths, parts):
+        state = prepare(likely_columns(0, lengths))
+        split = split_state(state, 5)
+        assert [part.cu_seqlens.diff().tolist() for part in split] == parts
+        for name in ("logprobs", "old_logprobs", "rollout_logprobs", "advantages", "ref_logprobs", "keep", "usable"):
+            assert torch.equal(torch.cat([getattr(part, name) for part in split]), getattr(state, name))
+        for name in ("rollout_logprobs", "logprobs", "has_token"):
+            assert torch.equal(torch.cat([getattr(part.topk, name) for part in split]), getattr(state.topk, name))
+
+
 class TestSums:
     def test_dropped_and_invalid_tokens_are_told_apart(self):
         columns = columns_of([0.0] * 4, mask=[True, True, True, False])
-        columns.rollout_logprobs[0] = -math.inf
-        columns.logprobs[1] = -math.inf
-        columns.rollout_logprobs[3] = -math.inf
-        result = coefficients(replaced(aggregation="token-mean"), columns)
+        columns.rollout_logprobs[0] = columns.logprobs[1] = columns.rollout_logprobs[3] = -math.inf
+        result = coefficients(PLAIN, columns)
         metrics = finalize(result.metrics)
         assert (metrics["loss_tokens"], metrics["logprobs/invalid"], metrics["logprobs/dropped"]) == (2, 1, 1)
         assert result.values.tolist() == [0, 0, 0.5, 0]
 
     def test_prefix_gradient_collects_what_comes_after(self):
         """rho = (e, e^2, e^3) of prefixes; token i collects rho_t for t >= i; a token without loss gets 0."""
-        objective = replaced(weight="theta_old", ratio="prefix", prefix_grad=True)
+        objective = replaced(factors=(Factor("theta_old", "prefix"),), prefix_grad=True)
         columns = columns_of([1.0, 9.0, 1.0, 1.0], mask=[True, False, True, True])
-        e = math.e
-        expected = [(e + e**2 + e**3) / 3, 0, (e**2 + e**3) / 3, e**3 / 3]
-        assert coefficients(objective, columns).values.tolist() == pytest.approx(expected)
+        expected = [(E + E**2 + E**3) / 3, 0, (E**2 + E**3) / 3, E**3 / 3]
+        assert values_of(objective, columns) == pytest.approx(expected)
 
     def test_a_coefficient_of_1_is_in_the_loss(self):
-        loss, _ = policy_loss(PLAIN, columns_of([0.0]))
-        assert loss.item() == 30.0
+        loss, metrics = policy_loss(PLAIN, columns_of([0.0]))
+        assert loss.item() == finalize(metrics)["loss"] == 30.0
 
     def test_a_log_probability_of_minus_infinity_beside_others_leaves_the_loss_finite(self):
         columns = columns_of([0.0, 0.0])
         columns.logprobs[1] = -math.inf
         assert policy_loss(PLAIN, columns)[0].item() == 15.0
+        entropies = torch.tensor([0.5, math.inf], dtype=torch.float64)
+        with_entropy = policy_loss(replaced(entropy_coef=0.2), columns, entropies=entropies)[0]
+        assert with_entropy.item() == 15.0 - 0.2 * 0.5 / 2
 
 
 class TestSelection:

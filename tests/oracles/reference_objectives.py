@@ -440,32 +440,6 @@ def kl_grpo_loss(
     return -aggregate("seq-mean-token-mean", terms)
 
 
-def kl_loss(logprobs: TensorRows, ref_logprobs: Sequence[Floats], kind: str, aggregation: str) -> Tensor:
-    """The aggregate of a KL estimator: k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1 with d = lp - lp_ref."""
-
-    def terms(lps: Sequence[Tensor], refs: Floats) -> list[Tensor]:
-        differences = [lp - ref for lp, ref in zip(lps, refs, strict=True)]
-        forms = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: (-d).exp() + d - 1}
-        return [forms[kind](d) for d in differences]
-
-    return -_loss(aggregation, list(zip(logprobs, ref_logprobs, strict=True)), terms)
-
-
-def weighted_loss(
-    logprobs: TensorRows,
-    old_logprobs: Sequence[Floats],
-    advantages: Sequence[Floats],
-    weight: Callable[[float], float],
-    aggregation: str,
-) -> Tensor:
-    """Minus the aggregate of sg[weight(r)] A log pi_theta: RAFT, CISPO and every weight form."""
-
-    def terms(lps: Sequence[Tensor], olds: Floats, adv: Floats) -> list[Tensor]:
-        return [weight(math.exp(lp.item() - old)) * a * lp for lp, old, a in zip(lps, olds, adv, strict=True)]
-
-    return _loss(aggregation, list(zip(logprobs, old_logprobs, advantages, strict=True)), terms)
-
-
 def minirl_loss(
     logprobs: TensorRows,
     old_logprobs: Sequence[Floats],
