@@ -38,11 +38,12 @@ from megarl.megatron.replay import MicroRoutes, RoutingReplay
 
 def add_megarl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """An ``extra_args_provider``."""
-    without_reference = sorted(name for name, objective in OBJECTIVES.items() if objective.kl == "none")
+    # A micro-batch is weighed by itself here: without a reference, and without facts of the whole mini-batch.
+    by_itself = sorted(name for name, row in OBJECTIVES.items() if not (row.reads_more or row.beforehand))
     group = parser.add_argument_group(title="megarl")
     group.add_argument("--routing-replay", choices=("none", "r2", "r3"), default="none")
     group.add_argument("--min-route-agreement", type=float, default=0.5)
-    group.add_argument("--policy-objective", choices=without_reference, default="minirl")
+    group.add_argument("--policy-objective", choices=by_itself, default="minirl")
     return parser
 
 

@@ -168,7 +168,7 @@ def test_flags_win_over_the_file_and_have_the_type_of_their_key(config_path):
     assert config.parallel.etp is None
     assert config.recompute.modules == ["moe"]
     assert config.megatron == {"moe_aux_loss_coeff": 1e-3, "moe_router_dtype": "fp32"}
-    assert config.train.resolved_objective.cap is None
+    assert config.train.resolved_objective.factors[0].high is None
     assert not config.checkpoint.resume
     assert config.rollout.group_size == 8
 

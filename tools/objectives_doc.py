@@ -356,7 +356,7 @@ def rows() -> str:
     lines = ["## The table", "", "| name | gradient |", "|---|---|"]
     lines += [f"| [{name}](#{name}) | {formula(row.objective)} |" for name, row in TABLE.items()]
     for name, row in TABLE.items():
-        lines += ["", f"### {name}", "", f"{row.use} Source: {row.source}.", "", "```toml"]
+        lines += ["", f"### {name}", "", f"{row.use} Source: {row.source}.", "", formula(row.objective), "", "```toml"]
         for field in dataclasses.fields(row.objective):
             value = getattr(row.objective, field.name)
             if value != field.default:

@@ -16,8 +16,15 @@ from null_gpu.counting import host_waits
 from megarl.core.devices import HostCopies, to_device
 from megarl.core.diagnostics.measures import mismatch_metrics, surrogate_metrics
 from megarl.core.metrics import finalize, merge, to_host
-from megarl.core.objectives import OBJECTIVES, coefficients, function_coefficients
-from megarl.core.objectives.columns import Denominators, TokenColumns
+from megarl.core.objectives import (
+    OBJECTIVES,
+    BatchFacts,
+    Denominators,
+    TokenColumns,
+    TopK,
+    coefficients,
+    function_coefficients,
+)
 from megarl.errors import NumericsError
 
 LENGTHS = [5, 1, 9, 7, 4]
@@ -32,16 +39,20 @@ def columns_on(device: str) -> TokenColumns:
     given = [*map(torch.from_numpy, logprobs), torch.from_numpy(rng.normal(size=size).astype(np.float32))]
     theta, old, mu, ref, advantages = (column.to(device) for column in given)
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0)
-    return TokenColumns(theta, old, mu, advantages, torch.from_numpy(loss_mask).to(device), bounds.to(device), ref)
+    mask = torch.from_numpy(loss_mask).to(device)
+    topk = TopK((mu - 1)[:, None], (theta - 1)[:, None], mask & (mu < 0))
+    return TokenColumns(theta, old, mu, advantages, mask, bounds.to(device), ref, topk)
 
 
 @pytest.mark.parametrize("name", sorted(OBJECTIVES))
 def test_the_loss_of_every_objective_waits_once_and_is_that_of_the_cpu(computing: None, name: str) -> None:
-    columns = columns_on("cuda")
+    columns, objective = columns_on("cuda"), OBJECTIVES[name]
+    exponents = tuple(0.5 if factor.fn == "adaptive_power" else None for factor in objective.factors)
+    facts = BatchFacts(exponents, (None,) * len(exponents), DENOMINATORS)
     with host_waits() as waits:
-        found = coefficients(OBJECTIVES[name], columns, DENOMINATORS, power=0.5)
+        found = coefficients(objective, columns, DENOMINATORS, facts=facts)
     assert len(waits) == 1, waits
-    wanted = coefficients(OBJECTIVES[name], columns_on("cpu"), DENOMINATORS, power=0.5)
+    wanted = coefficients(objective, columns_on("cpu"), DENOMINATORS, facts=facts)
     torch.testing.assert_close(found.values.cpu(), wanted.values, rtol=1e-5, atol=1e-7)
     assert finalize(to_host(found.metrics)) == pytest.approx(finalize(wanted.metrics), rel=1e-5, abs=1e-7)
 

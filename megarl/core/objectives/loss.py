@@ -113,6 +113,11 @@ def state_coefficients(
 ) -> Coefficients:
     """Return what ``coefficients`` does, of columns that ``prepare`` has checked; the host does not wait here."""
     check_columns(objective, state)
+    if objective.leaves and denominators is not None and facts is None:
+        raise ConfigError(
+            "objective: masks that take tokens out of the denominators need the facts of the whole mini-batch beside "
+            "denominators; give facts = gather_facts(...), or no denominators if the columns are the whole mini-batch"
+        )
     ratios = PolicyRatios(state)
     if facts is None:
         facts = BatchFacts(*_find_facts(objective, [(state, ratios)], lambda sums: sums))
