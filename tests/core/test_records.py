@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,6 +13,13 @@ from megarl.core.choices.records import describe_options, options_of, override
 from megarl.errors import ConfigError
 
 ROW = Objective("grpo", "token-mean", masks=(Mask.ppo(), Mask("old_mu", high=2.0)), factors=(Factor("theta_old"),))
+
+
+@dataclass(frozen=True)
+class Own:
+    f: Callable[[int], int] | None
+
+
 LOADED: list[tuple[str, str]] = []
 
 
@@ -81,6 +90,7 @@ def test_functions_are_loaded_by_the_name_of_their_part(changes: dict[str, Any],
         ({"mask": 1}, "^mask: unknown part; did you mean masks\\?$"),
         ({"qqqq": 1}, "qqqq: unknown part; did you mean advantage or aggregation or masks"),
         ({"kl_coe": 1}, "did you mean kl_coef\\?$"),
+        ({"kl_cat": 1}, "did you mean kl_at\\?$"),
         ({"masks": {"0": {"hihg": 1}}}, "^masks.0.hihg: unknown part; did you mean high\\?$"),
         ({"masks": {"3": {"high": 1.0}}}, "masks.3: expected a number from 0 to 2"),
         ({"masks": {"-1": {"high": 1.0}}}, "masks.-1: expected a number"),
@@ -116,4 +126,5 @@ def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
 
 def test_a_field_that_is_a_name_of_the_user() -> None:
     assert describe_options((str, type(None))) == 'a name or None ("off")'
+    assert options_of(Own) == {"f": (Callable, type(None))}
     assert list(options_of(Penalty)) == ["estimator", "to", "coef", "behaviour", "max"]
