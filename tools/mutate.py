@@ -53,7 +53,7 @@ SCORED = {
     "packing": "packing turns",
     "sampling/collector": "collector pools subsampling credit_assignment",
     "choices/parts": f"parts family functions {_OBJECTIVES}",
-    "choices/records": "parts family functions",
+    "choices/records": "records parts family functions",
 }
 """Module of ``megarl/core`` -> the files ``tests/core/test_*.py`` that must notice a change of it."""
 

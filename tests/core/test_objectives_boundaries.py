@@ -23,6 +23,7 @@ from megarl.core.objectives import (
     Objective,
     Penalty,
     TokenColumns,
+    TopK,
     coefficients,
     gather_facts,
     policy_loss,
@@ -31,7 +32,7 @@ from megarl.core.objectives import (
 from megarl.core.objectives import loss as loss_module
 from megarl.core.objectives.columns import prepare, split_state
 from megarl.core.objectives.loss import PART_TOKENS, state_coefficients
-from megarl.core.objectives.masks import find_trusted
+from megarl.core.objectives.masks import FLOOR, find_trusted, measure
 from megarl.core.objectives.policy_ratios import PolicyRatios
 from megarl.core.objectives.weights import adaptive_power, gate_values, importance_weight, kl_penalty
 from megarl.errors import NumericsError
@@ -185,6 +186,23 @@ class TestMasks:
             inside, metrics = trust(columns, Mask("old_mu", **bounds))
             assert inside == expected
             assert metrics["clip/both"] == pytest.approx(expected.count(False) / 3)
+
+    def test_a_certain_token_has_a_finite_divergence(self):
+        """What is left of theta = 1 counts as 1e-8, and so does a top token that theta excludes."""
+        state = prepare(columns_of([30.0], mu=29.5))
+        rest = 1 - E**-0.5
+        for kind, expected in (
+            ("kl", -0.5 * E**-0.5 + rest * math.log(rest / FLOOR)),
+            ("kl_rev", 0.5 + FLOOR * math.log(FLOOR / rest)),
+        ):
+            mask = Mask("theta_mu", kind, high=1.0)
+            assert float(measure(mask, state, PolicyRatios(state))) == pytest.approx(expected, rel=1e-9)
+        top = TopK(*(torch.tensor([[log]], dtype=torch.float64) for log in (math.log(0.5), -math.inf)), ~state.keep)
+        state = prepare(dataclasses.replace(columns_of([29.0], mu=29.0), topk=top))
+        own = 1 - 1 / E
+        expected = 0.5 * math.log(0.5 / FLOOR) + (own - 0.5) * math.log((own - 0.5) / own)
+        found = measure(Mask("theta_mu", "topk_kl", high=1.0), state, PolicyRatios(state))
+        assert float(found) == pytest.approx(expected, rel=1e-9)
 
 
 class TestFactors:
