@@ -87,7 +87,8 @@ def coefficients(
     denominators: global ones, over all micro-batches and data-parallel ranks of one optimizer step, so that the
     coefficients of the parts are exactly those of the whole; None if these columns are the whole batch. The columns
     must hold whole sequences: under context parallelism gather the log-probabilities and slice the result. facts: from
-    ``gather_facts``, to share between micro-batches; None takes these columns for the whole mini-batch. detailed:
+    ``gather_facts``, to share between micro-batches; None takes these columns for the whole mini-batch. If masks take
+    tokens out of the denominators, those of the facts are used; without facts, given ones must be without them. detailed:
     False leaves out all metrics but counts.
 
     Log-ratios are clamped to +-20 per token. A loss token with rollout_logprobs -inf leaves loss and denominators
@@ -113,11 +114,6 @@ def state_coefficients(
 ) -> Coefficients:
     """Return what ``coefficients`` does, of columns that ``prepare`` has checked; the host does not wait here."""
     check_columns(objective, state)
-    if objective.leaves and denominators is not None and facts is None:
-        raise ConfigError(
-            "objective: masks that take tokens out of the denominators need the facts of the whole mini-batch beside "
-            "denominators; give facts = gather_facts(...), or no denominators if the columns are the whole mini-batch"
-        )
     ratios = PolicyRatios(state)
     if facts is None:
         facts = BatchFacts(*_find_facts(objective, [(state, ratios)], lambda sums: sums))
