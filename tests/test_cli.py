@@ -173,6 +173,31 @@ def test_flags_win_over_the_file_and_have_the_type_of_their_key(config_path):
     assert config.rollout.group_size == 8
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        "text",
+        "with: colon",
+        1.5,
+        [],
+        ["a", 'b "c"'],
+        {"policies": "old_mu", "high": 2.0, "strict": True},
+        [{"policies": "theta_mu", "é.b": [1, 2]}, "package.module:function"],
+    ],
+)
+def test_a_value_is_read_as_it_was_passed_on(value):
+    """`megarl launch` passes flags on to every rank, tables among them."""
+    key = "run.dir" if value is None else "train.objective_overrides.masks.1"
+    assert split_overrides([f"--{key}", cli.config_file.as_flag(value)]) == ([], {key: value})
+
+
+def test_a_table_may_be_a_flag():
+    _, overrides = split_overrides(["--train.objective_overrides", "{masks = {0 = {high = 1.3}}}"])
+    assert overrides == {"train.objective_overrides": {"masks": {"0": {"high": 1.3}}}}
+
+
 def test_a_flag_below_a_plain_value_is_refused():
     with pytest.raises(ConfigError, match=r"--model\.path\.x: unknown key"):
         split_overrides(["--model.path.x", "3"])

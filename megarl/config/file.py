@@ -156,7 +156,8 @@ def _typed(key: str, text: str) -> Any:
     annotation = annotation_of(key)
     if annotation is None:
         raise ConfigError(f"--{key}: {unknown_key(key)}")
-    if annotation is Any or list in (get_origin(option) for option in (annotation, *get_args(annotation))):
+    origins = {get_origin(option) for option in (annotation, *get_args(annotation))}
+    if annotation is Any or origins & {list, dict}:
         with suppress(ValueError, RecursionError):  # a string need not have quotation marks
             return tomllib.loads(f"value = {text}")["value"]
         return text
@@ -172,4 +173,13 @@ def as_flag(value: Any) -> str:
     """A value as ``split_overrides`` reads it."""
     if value is None:
         return "none"
-    return json.dumps(value) if isinstance(value, (bool, list)) else str(value)
+    return _inline(value) if isinstance(value, (bool, list, Mapping)) else str(value)
+
+
+def _inline(value: Any) -> str:
+    """A value of TOML on one line."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_inline(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_inline, value))}]"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, (bool, str)) else str(value)
