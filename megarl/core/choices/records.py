@@ -4,7 +4,6 @@ Imports no torch.
 """
 
 import difflib
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache
@@ -17,6 +16,8 @@ Load = Callable[[str, str], Any]
 """(the part, "package.module:name") -> the user's object of that name."""
 OFF = "off"
 """Stands for None in a configuration file, and for no element in a tuple."""
+_LARGEST: dict[type, float] = {int: 2**31, float: 1e30}
+"""What numbers are below: counts that a product with a batch's fits into int64, and factors that fit into fp32."""
 _WORDS: dict[Any, str] = {
     Callable: "a function",
     bool: "true or false",
@@ -86,8 +87,12 @@ def _replaced_list(old: tuple[Any, ...], element: tuple[Any, ...], value: Any, l
     if isinstance(value, Mapping):
         elements = list(old)
         for key, change in value.items():
-            if not (str(key).isdecimal() and int(key) <= len(elements)):
-                raise ConfigError(f"{place}.{key}: expected a number from 0 to {len(elements)}: the row has as many")
+            most = len(elements) - (change == OFF)
+            if not (str(key).isdecimal() and int(key) <= most):
+                raise ConfigError(
+                    f"{place}.{key}: expected a number from 0 to {most}, as there are {len(elements)}"
+                    + ("" if change == OFF else f"; {most} adds one")
+                )
             index = int(key)
             if index == len(elements):
                 elements.append(None)
@@ -137,6 +142,5 @@ def _fits(value: object, options: tuple[Any, ...]) -> bool:
         return Callable in options
     if value is None or isinstance(value, bool):
         return type(value) in options
-    if isinstance(value, int):
-        return int in options or float in options
-    return isinstance(value, float) and math.isfinite(value) and float in options
+    kind = int if isinstance(value, int) and float not in options else float
+    return isinstance(value, int | float) and kind in options and abs(value) < _LARGEST[kind]
