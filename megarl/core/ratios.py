@@ -26,7 +26,7 @@ def usable_mask(loss_mask: Tensor, rollout_logprobs: Tensor) -> Tensor:
     """Return bool [T]: the loss tokens that the rollout engine can have sampled, i.e. without those at -inf.
 
     A sampler cannot draw a token of probability zero, so a -inf there is a defect of the recorded log-probability.
-    Such a token leaves the loss and every denominator; ``coefficients`` counts it as ``invalid_logprob``.
+    Such a token leaves the loss and every denominator; ``coefficients`` counts it as ``logprobs/invalid``.
     """
     return loss_mask & ~torch.isneginf(rollout_logprobs)
 

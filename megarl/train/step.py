@@ -197,7 +197,7 @@ class TrainStep:
         if not beforehand:
             return None
         if mini.old_logprobs is None and not mini.old_is_rollout:
-            return BatchFacts.of_equal_policies(self.objective)  # theta is theta_old
+            return BatchFacts.of_equal_policies(self.objective, torch.cuda.current_device())  # theta is theta_old
         moving = any("theta" in policies for policies in beforehand)
         logprobs = self._current_logprobs(mini) if moving else mini.old_logprobs or []
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):

@@ -45,6 +45,8 @@ OWN_PARTS = {"advantage": "rewards, groups", "mask": "columns", "fn": "ratios"}
 """Parts that may be functions of the user, and what these are called with."""
 MAX_LOG_RATIO = 20.0
 """Largest log_ratio_cap: exp(20) times any sensible advantage is far from the end of fp32."""
+LEAST_GATE = 1e-6
+"""Least delta and tau: a gate divides by delta."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class Factor:
     """Over which tokens of a response the ratio is taken: the product of theirs, or its geometric mean."""
     fn: FactorFunction | Callable = "identity"
     """f: rho | rho^power | rho^q with the largest q in [0, 1] that keeps the effective sample size at ess_target |
-    rho^k e^(l (1 - rho)) with VESPO's (k, l). Or a function of rho."""
+    rho^k e^(l (1 - rho)) with VESPO's (k, l). Or a function of rho. Powers and VESPO's are at most e^40."""
     low: float | None = None
     """Lower clamp; None for none."""
     high: float | None = None
@@ -146,8 +148,10 @@ class Gate:
 
     def __post_init__(self) -> None:
         check_types(self, "gate")
-        if not (self.positive > 0 and self.negative > 0) and self.kind != "ce_gppo":
-            raise ConfigError(f"gate: positive {self.positive}, negative {self.negative}; expected above 0")
+        if min(self.positive, self.negative) < LEAST_GATE and self.kind != "ce_gppo":
+            raise ConfigError(
+                f"gate: positive {self.positive}, negative {self.negative}; expected above 0, at least {LEAST_GATE:g}"
+            )
         if self.positive < 0 or self.negative < 0 or not 0 < self.eps < 1:
             raise ConfigError(
                 f"gate: positive {self.positive}, negative {self.negative}, eps {self.eps}; expected 0 or more, and "
@@ -169,7 +173,8 @@ class Penalty:
     behaviour: Literal["old", "mu"] = "old"
     """The policy that sampled, for "unbiased"."""
     max: float | None = None
-    """Tokens whose estimate is above this have no gradient, as other implementations' clamps have it; None for none."""
+    """Tokens whose estimate is above this in size have no gradient, as other implementations' clamps have it; None for
+    none."""
 
     def __post_init__(self) -> None:
         check_types(self, "penalty")
@@ -326,10 +331,8 @@ def _check_product(o: Objective) -> None:
                     "'theta_old' and 'old_mu' go together, 'theta_mu' alone holds both"
                 )
     literal = [f for f in o.factors if f.scope in ("prefix", "future_mean", "future_sum")]
-    plain = len(o.factors) == len(literal) == 1 and (literal[0].fn, literal[0].low, literal[0].high) == (
-        "identity",
-        None,
-        None,
+    plain = len(o.factors) == len(literal) == 1 and (
+        (literal[0].fn, literal[0].low, literal[0].high, literal[0].token_clip) == ("identity", None, None, None)
     )
     if o.prefix_grad and not (plain and literal[0].policies != "old_mu" and literal[0].sign == "both"):
         raise ConfigError(

@@ -11,7 +11,7 @@ engine that sampled).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from megarl.core.objectives.policy_ratios import PolicyRatios
 from megarl.core.objectives.weights import (
     Total,
     adaptive_power,
+    factor_at_one,
     factor_log_ratio,
     gate_values,
     importance_weight,
@@ -68,10 +69,11 @@ class BatchFacts:
     """Those without the tokens that masks take out; None if none does."""
 
     @classmethod
-    def of_equal_policies(cls, objective: Objective) -> "BatchFacts":
+    def of_equal_policies(cls, objective: Objective, device: torch.device | int | str = "cpu") -> "BatchFacts":
         """Return those of a batch in which all ratios are 1."""
         exponents = tuple(1.0 if factor.fn == "adaptive_power" else None for factor in objective.factors)
-        return cls(exponents, tuple(1.0 if factor.batch_normalize else None for factor in objective.factors))
+        means = (factor_at_one(factor, device) if factor.batch_normalize else None for factor in objective.factors)
+        return cls(exponents, tuple(means))
 
 
 def coefficients(
@@ -88,8 +90,8 @@ def coefficients(
     coefficients of the parts are exactly those of the whole; None if these columns are the whole batch. The columns
     must hold whole sequences: under context parallelism gather the log-probabilities and slice the result. facts: from
     ``gather_facts``, to share between micro-batches; None takes these columns for the whole mini-batch. If masks take
-    tokens out of the denominators, those of the facts are used; without facts, given ones must be without them. detailed:
-    False leaves out all metrics but counts.
+    tokens out of the denominators, those of the facts are used; without facts, given ones must be without them.
+    detailed: False leaves out all metrics but counts.
 
     Log-ratios are clamped to +-20 per token. A loss token with rollout_logprobs -inf leaves loss and denominators
     (``logprobs/invalid``); one with logprobs or old_logprobs -inf gets coefficient 0 and stands in no ratio of its
@@ -156,6 +158,7 @@ def _by_parts(
     parts = split_state(state, PART_TOKENS)
     if facts is None:
         facts = _gather(objective, parts, lambda sums: sums)
+        facts = facts if denominators is None else replace(facts, denominators=None)
     if denominators is None:
         denominators = Denominators(*count_loss_tokens(state.usable, state.cu_seqlens).tolist())
     masks = loss_mask.split([part.logprobs.numel() for part in parts])

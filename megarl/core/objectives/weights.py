@@ -38,7 +38,7 @@ def importance_weight(
         found = factor_values(factor, state, ratios, exponent)
         clamped = _clamp(found, factor)
         if detailed and clamped is not found:
-            cut = state.keep & (clamped != found)
+            cut = state.keep & _where_applied(factor, clamped != found, state, False)
             truncated = cut if truncated is None else truncated | cut
         if detailed and exponent is not None:
             metrics["tis/power"] = Stat.mean(torch.full_like(found, exponent), state.keep)
@@ -46,7 +46,7 @@ def importance_weight(
             metrics[f"tis/{factor.policies}"] = Stat.summary(clamped, state.keep)
         if mean is not None:
             clamped = clamped / mean
-        clamped = _where_applied(factor, clamped, state)
+        clamped = _where_applied(factor, clamped, state, 1.0)
         values = clamped if values is None else values * clamped
     if detailed:
         weight = torch.ones_like(state.logprobs) if values is None else values
@@ -71,11 +71,11 @@ def factor_values(factor: Factor, state: TokenState, ratios: PolicyRatios, expon
         negative = state.advantages < 0
         pairs = zip(factor.vespo_positive, factor.vespo_negative, strict=True)
         k, decay = (_choose(negative, below, above, log_rho) for above, below in pairs)
-        return (k * log_rho + decay * (1 - log_rho.exp())).exp()
+        return _exp(k * log_rho + decay * (1 - log_rho.exp()))
     if factor.fn == "adaptive_power":
         assert exponent is not None, "found before"
         return (exponent * log_rho).exp()
-    return (factor.power * log_rho).exp()
+    return _exp(factor.power * log_rho)
 
 
 def factor_log_ratio(factor: Factor, state: TokenState, ratios: PolicyRatios) -> Tensor:
@@ -146,6 +146,14 @@ def sum_factor(factor: Factor, state: TokenState, ratios: PolicyRatios, exponent
     return torch.stack([(values * shares).sum(), shares.sum()])
 
 
+def factor_at_one(factor: Factor, device: torch.device | int | str) -> float:
+    """Return the clamped factor of a ratio that is 1."""
+    one = torch.ones(1, dtype=torch.float64, device=device)
+    if callable(factor.fn):
+        one = call_part("fn", factor.fn, one, like=one, where=one > 0)
+    return float(_clamp(one, factor))
+
+
 def adaptive_power(log_ratios: Tensor, shares: Tensor, target: float, total: Total = lambda sums: sums) -> float:
     """Return the largest q in [0, 1] with ``ESS(rho^q) / N >= target``, where ESS(w) = (sum w)^2 / sum w^2.
 
@@ -185,6 +193,11 @@ def adaptive_power(log_ratios: Tensor, shares: Tensor, target: float, total: Tot
     return low
 
 
+def _exp(logs: Tensor) -> Tensor:
+    """exp, bounded so that the product with another factor's stays finite in fp32."""
+    return logs.clamp(max=2 * LOG_RATIO_BOUND).exp()
+
+
 def _choose(where: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
     """One of two numbers per token, in the dtype of ``like``: of two numbers alone, torch makes fp32."""
     return torch.where(where, like.new_full((), yes), no)
@@ -197,9 +210,9 @@ def _clamp(values: Tensor, factor: Factor) -> Tensor:
     return values.clamp(factor.low, factor.high)
 
 
-def _where_applied(factor: Factor, values: Tensor, state: TokenState) -> Tensor:
-    """1 where the factor's sign excludes the advantage."""
+def _where_applied(factor: Factor, values: Tensor, state: TokenState, other: float | bool) -> Tensor:
+    """``other`` where the factor's sign excludes the advantage."""
     if factor.sign == "both":
         return values
     applies = state.advantages > 0 if factor.sign == "positive" else state.advantages < 0
-    return torch.where(applies, values, 1.0)
+    return torch.where(applies, values, other)
