@@ -221,6 +221,18 @@ PANELS = {
         ),
         "percent",
     ),
+    "masks": Panel(
+        "Other masks",
+        "Tokens whose gradient is stopped by masks that do not ask whether the update leads outward, as IcePop's.",
+        "share of tokens",
+        (
+            Line("clip/both", "whatever the advantage", TEAL),
+            Line("clip/negative", "A < 0 alone", ORANGE),
+            Line("clip/own", "your own", PURPLE),
+        ),
+        "percent",
+        optional=True,
+    ),
     "grad_norm": Panel(
         "Gradient norm",
         "Over all parameters, before clipping.",
