@@ -502,6 +502,11 @@ class TestFactsOfABatch:
         facts = gather_facts(row, [columns_of([1.0], mask=[False])])
         assert facts == BatchFacts((1.0, None), (1.0, None)) == BatchFacts.of_equal_policies(row)
 
+    def test_facts_of_another_objective_are_refused(self):
+        row = replaced(factors=(Factor("theta_old"), Factor("old_mu")))
+        with pytest.raises(ValueError, match="zip"):
+            coefficients(row, columns_of([0.0]), facts=BatchFacts((None,), (None,)))
+
     @settings(max_examples=60, deadline=None)
     @given(objectives(), seed_strategy, st.lists(st.integers(0, 6), min_size=2, max_size=6), st.data())
     def test_however_a_batch_is_cut(self, objective, seed, lengths, data):
