@@ -305,6 +305,9 @@ class TestGates:
         fading = [4 * p * (1 - p) for p in (1 / (1 + math.exp(-t * (E - 1))) for t in (1.0, 2.0, 2.0))]
         assert values("sapo") == pytest.approx(fading)
         assert values("ce_gppo") == pytest.approx([1.5 / E, 1, 1])
+        low = prepare(columns_of([-1.0] * 2, advantages=[0.0, -0.5]))
+        below = gate_values(Gate("ce_gppo", 1.0, 2.0, 0.5), low, PolicyRatios(low)).tolist()
+        assert below == pytest.approx([1, 2 * 0.5 * E])
         moved = math.exp(-29.0) - math.exp(-30.0)
         assert values("drpo") == pytest.approx([1 - moved, 1.0, 1 + moved / 2], abs=1e-16)
 
