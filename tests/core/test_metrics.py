@@ -130,3 +130,9 @@ def test_on_the_host_nothing_moves():
     assert list(moved) == list(given)
     assert all(moved[name].sums is stat.sums and moved[name].maxima is stat.maxima for name, stat in given.items())
     assert [len(part) for part in (given["count"].sums, given["count"].maxima)] == [1, 0]
+
+
+def test_at_the_ends():
+    below = finalize({"r": Stat.ratio(torch.full((3,), -30.0), torch.ones(3, dtype=torch.bool))})
+    assert below["r/p50"] == pytest.approx(math.exp(-20)), "the first edge, not the second"
+    assert finalize({"m": Stat.max(torch.empty(0, dtype=torch.int64))}) == {}

@@ -29,6 +29,10 @@ def test_a_value_at_its_bound_is_allowed(make: Any, given: dict[str, Any]) -> No
     assert all(getattr(made, part) == value for part, value in given.items())
 
 
+def test_a_gate_may_take_the_gradient_away_outside_of_its_window() -> None:
+    assert (Gate("ce_gppo", 0.0, 0.5).positive, Gate("ce_gppo", 0.5, 0.0).negative) == (0.0, 0.0)
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [("grpo", {"std_eps": 0.0}), ("kl_grpo", {"kl_horizon": 1}), ("minirl", {**NORMED, "norm_length": 1})],
@@ -63,7 +67,11 @@ def test_a_value_of_the_row_at_its_bound_is_allowed(name: str, changes: dict[str
         (lambda: Mask("theta_old", scope="sequence_max", high=1.5), "for divergences"),
         (lambda: Mask("theta_old", "topk_tv", high=0.1), "compares theta with mu"),
         (lambda: Gate("drpo", 0.0, 1.0), "expected above 0"),
+        (lambda: Gate("sapo", 1.0, 0.0), "expected above 0"),
         (lambda: Gate("ce_gppo", 1.0, 0.5, 1.0), "eps between 0 and 1"),
+        (lambda: Gate("ce_gppo", 1.0, 0.5, 0.0), "eps between 0 and 1"),
+        (lambda: Gate("ce_gppo", -0.5, 0.5), "expected 0 or more"),
+        (lambda: Gate("ce_gppo", 0.5, -0.5), "expected 0 or more"),
         (lambda: Penalty("k3", coef=-0.1), "coef -0.1"),
         (lambda: Penalty("k3", max=0.0), "max 0.0"),
         (lambda: variant("minirl", factors=(Factor("theta_old"), Factor("theta_mu"))), "twice"),
