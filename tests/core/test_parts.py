@@ -29,6 +29,13 @@ def test_a_value_at_its_bound_is_allowed(make: Any, given: dict[str, Any]) -> No
     assert all(getattr(made, part) == value for part, value in given.items())
 
 
+def test_which_rows_hold_functions_of_the_user() -> None:
+    assert not variant("reinforce").own_functions
+    assert not variant("minirl").own_functions
+    assert variant("minirl", masks=(abs,)).own_functions
+    assert variant("grpo", factors=(Factor("theta_old", fn=abs), Factor("old_mu"))).own_functions
+
+
 def test_a_gate_may_take_the_gradient_away_outside_of_its_window() -> None:
     assert (Gate("ce_gppo", 0.0, 0.5).positive, Gate("ce_gppo", 0.5, 0.0).negative) == (0.0, 0.0)
 
