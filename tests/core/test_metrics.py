@@ -136,3 +136,5 @@ def test_at_the_ends():
     below = finalize({"r": Stat.ratio(torch.full((3,), -30.0), torch.ones(3, dtype=torch.bool))})
     assert below["r/p50"] == pytest.approx(math.exp(-20)), "the first edge, not the second"
     assert finalize({"m": Stat.max(torch.empty(0, dtype=torch.int64))}) == {}
+    flags, mask = torch.tensor([True, True, False, True]), torch.tensor([True, True, True, False])
+    assert float(Stat.mean(flags, mask)) == pytest.approx(2 / 3)

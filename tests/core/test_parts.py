@@ -20,6 +20,9 @@ NORMED = {"aggregation": "seq-mean-token-sum-norm"}
         (Factor, {"log_ratio_cap": 20.0}),
         (Factor, {"low": 1.0, "high": 1.0}),
         (Factor, {"power": 0.0}),
+        (Factor, {"high": 0.5}),
+        (Mask, {"low": 1.1}),
+        (Mask, {"statistic": "tv", "low": 0.05, "high": 0.1, "sign": "outward"}),
         (Mask, {"low": 1.0, "high": 1.0}),
         (Mask, {"low": 1.0, "high": 1.0, "sign": "outward"}),
     ],
@@ -38,6 +41,12 @@ def test_which_rows_hold_functions_of_the_user() -> None:
 
 def test_a_gate_may_take_the_gradient_away_outside_of_its_window() -> None:
     assert (Gate("ce_gppo", 0.0, 0.5).positive, Gate("ce_gppo", 0.5, 0.0).negative) == (0.0, 0.0)
+    assert (Gate("sapo", 0.5, 0.5).negative, Penalty("k3", max=0.5).max) == (0.5, 0.5)
+
+
+def test_one_mask_is_enough_to_leave_denominators() -> None:
+    assert variant("grpo", masks=(Mask("old_mu", high=1.0, denominator="leave"), Mask.ppo())).leaves
+    assert not variant("grpo").leaves
 
 
 @pytest.mark.parametrize(
