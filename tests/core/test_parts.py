@@ -21,6 +21,8 @@ NORMED = {"aggregation": "seq-mean-token-sum-norm"}
         (Factor, {"low": 1.0, "high": 1.0}),
         (Factor, {"power": 0.0}),
         (Factor, {"high": 0.5}),
+        (Factor, {"log_ratio_cap": 0.5, "token_clip": 0.5}),
+        (Factor, {"vespo_positive": (0.0, 0.5)}),
         (Mask, {"low": 1.1}),
         (Mask, {"statistic": "tv", "low": 0.05, "high": 0.1, "sign": "outward"}),
         (Mask, {"low": 1.0, "high": 1.0}),
@@ -70,6 +72,9 @@ def test_a_value_of_the_row_at_its_bound_is_allowed(name: str, changes: dict[str
         (lambda: Factor("theta_old", high="5"), "high is '5'"),  # type: ignore[arg-type]
         (lambda: Factor("theta_old", high=True), "high is True"),
         (lambda: Factor("theta_old", power=-0.5), "power is -0.5"),
+        (lambda: Factor("theta_old", vespo_positive=(1.0,)), "two numbers"),
+        (lambda: Factor("theta_old", vespo_negative=(-0.5, 2.0)), "two numbers"),
+        (lambda: variant("grpo", kl_at="theta"), "kl_at is 'theta'"),
         (lambda: Factor("theta_old", token_clip=0.0), "token_clip is 0.0"),
         (lambda: Factor("theta_old", "prefix", batch_normalize=True), "batch_normalize needs the scope"),
         (lambda: Factor("theta_old", "sequence_max"), "for masks"),
