@@ -305,6 +305,9 @@ class TestGates:
         fading = [4 * p * (1 - p) for p in (1 / (1 + math.exp(-t * (E - 1))) for t in (1.0, 2.0, 2.0))]
         assert values("sapo") == pytest.approx(fading)
         assert values("ce_gppo") == pytest.approx([1.5 / E, 1, 1])
+        low = prepare(columns_of([-1.0] * 2, advantages=[0.0, -0.5]))
+        below = gate_values(Gate("ce_gppo", 1.0, 2.0, 0.5), low, PolicyRatios(low)).tolist()
+        assert below == pytest.approx([1, 2 * 0.5 * E])
         moved = math.exp(-29.0) - math.exp(-30.0)
         assert values("drpo") == pytest.approx([1 - moved, 1.0, 1 + moved / 2], abs=1e-16)
 
@@ -501,6 +504,11 @@ class TestFactsOfABatch:
         row = replaced(factors=(factor, Factor("old_mu")))
         facts = gather_facts(row, [columns_of([1.0], mask=[False])])
         assert facts == BatchFacts((1.0, None), (1.0, None)) == BatchFacts.of_equal_policies(row)
+
+    def test_facts_of_another_objective_are_refused(self):
+        row = replaced(factors=(Factor("theta_old"), Factor("old_mu")))
+        with pytest.raises(ValueError, match="zip"):
+            coefficients(row, columns_of([0.0]), facts=BatchFacts((None,), (None,)))
 
     @settings(max_examples=60, deadline=None)
     @given(objectives(), seed_strategy, st.lists(st.integers(0, 6), min_size=2, max_size=6), st.data())
