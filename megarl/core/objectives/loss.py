@@ -88,8 +88,8 @@ def coefficients(
     coefficients of the parts are exactly those of the whole; None if these columns are the whole batch. The columns
     must hold whole sequences: under context parallelism gather the log-probabilities and slice the result. facts: from
     ``gather_facts``, to share between micro-batches; None takes these columns for the whole mini-batch. If masks take
-    tokens out of the denominators, those of the facts are used; without facts, given ones must be without them. detailed:
-    False leaves out all metrics but counts.
+    tokens out of the denominators, those of the facts are used; without facts, given ones must be without them.
+    detailed: False leaves out all metrics but counts.
 
     Log-ratios are clamped to +-20 per token. A loss token with rollout_logprobs -inf leaves loss and denominators
     (``logprobs/invalid``); one with logprobs or old_logprobs -inf gets coefficient 0 and stands in no ratio of its
