@@ -49,10 +49,10 @@ SCORED = {
     "advantages/weighted": "weighted_advantages responses",
     "advantages/tokens": "advantages",
     "ratios": f"ratios sequence_ratios {_OBJECTIVES} advantages",
-    "metrics": "metrics pools objectives_boundaries",
+    "metrics": "metrics pools",
     "packing": "packing turns",
     "sampling/collector": "collector pools subsampling credit_assignment",
-    "choices/parts": f"parts family functions {_OBJECTIVES}",
+    "choices/parts": "parts objectives_2026 table family functions",
     "choices/records": "records parts family functions",
 }
 """Module of ``megarl/core`` -> the files ``tests/core/test_*.py`` that must notice a change of it."""

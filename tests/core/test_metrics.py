@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.core.metrics import Stat, finalize, merge
+from megarl.core.metrics import MOST_IN_HISTOGRAM, Stat, finalize, merge, to_host
 from megarl.errors import NumericsError
 
 BUILDERS = {
@@ -111,3 +111,30 @@ def test_float_of_a_statistic_with_several_numbers_is_an_error():
 def test_names_may_be_absent_from_some_parts():
     merged = merge([{"a": Stat.total(1)}, {"a": Stat.total(2), "b": Stat.total(5)}])
     assert finalize(merged) == {"a": 3.0, "b": 5.0}
+
+
+def test_of_many_entries_every_second_one_counts_twice_in_the_quantiles():
+    values = torch.linspace(0.5, 1.5, MOST_IN_HISTOGRAM + 2, dtype=torch.float64)
+    values[1::2] = 100.0
+    stat = Stat.spread(values, torch.ones(len(values), dtype=torch.bool))
+    numbers = finalize({"v": stat})
+    assert numbers["v/p50"] == pytest.approx(1.0, rel=0.08)
+    assert numbers["v/p99"] < 2
+    assert numbers["v/max"] == 100
+    assert float(stat.sums[3:].sum()) == len(values)
+
+
+def test_on_the_host_nothing_moves():
+    given = every_stat([(1.0, True), (2.0, True)])
+    moved = to_host(given)
+    assert list(moved) == list(given)
+    assert all(moved[name].sums is stat.sums and moved[name].maxima is stat.maxima for name, stat in given.items())
+    assert [len(part) for part in (given["count"].sums, given["count"].maxima)] == [1, 0]
+
+
+def test_at_the_ends():
+    below = finalize({"r": Stat.ratio(torch.full((3,), -30.0), torch.ones(3, dtype=torch.bool))})
+    assert below["r/p50"] == pytest.approx(math.exp(-20)), "the first edge, not the second"
+    assert finalize({"m": Stat.max(torch.empty(0, dtype=torch.int64))}) == {}
+    flags, mask = torch.tensor([True, True, False, True]), torch.tensor([True, True, True, False])
+    assert float(Stat.mean(flags, mask)) == pytest.approx(2 / 3)

@@ -328,6 +328,9 @@ class TestGates:
         fading = [4 * p * (1 - p) for p in (1 / (1 + math.exp(-t * (E - 1))) for t in (1.0, 2.0, 2.0))]
         assert values("sapo") == pytest.approx(fading)
         assert values("ce_gppo") == pytest.approx([1.5 / E, 1, 1])
+        low = prepare(columns_of([-1.0] * 2, advantages=[0.0, -0.5]))
+        below = gate_values(Gate("ce_gppo", 1.0, 2.0, 0.5), low, PolicyRatios(low)).tolist()
+        assert below == pytest.approx([1, 2 * 0.5 * E])
         moved = math.exp(-29.0) - math.exp(-30.0)
         assert values("drpo") == pytest.approx([1 - moved, 1.0, 1 + moved / 2], abs=1e-16)
 
@@ -538,6 +541,11 @@ class TestFactsOfABatch:
         row = replaced(factors=(factor,))
         assert gather_facts(row, [columns_of([0.0, 0.0])]) == BatchFacts.of_equal_policies(row)
 
+    def test_facts_of_another_objective_are_refused(self):
+        row = replaced(factors=(Factor("theta_old"), Factor("old_mu")))
+        with pytest.raises(ValueError, match="zip"):
+            coefficients(row, columns_of([0.0]), facts=BatchFacts((None,), (None,)))
+
     @settings(max_examples=60, deadline=None)
     @given(objectives(), seed_strategy, st.lists(st.integers(0, 6), min_size=2, max_size=6), st.data())
     def test_however_a_batch_is_cut(self, objective, seed, lengths, data):
@@ -590,6 +598,12 @@ class TestLargeBatches:
         }
         assert ours == close
         assert list(ours) == list(theirs)
+
+    def test_functions_of_the_user_see_the_whole_batch(self):
+        factor = Factor("theta_old", fn=lambda rho: rho / rho.mean())
+        columns = likely_columns(3, [PART_TOKENS, PART_TOKENS])
+        self.check(replaced(factors=(factor,)), columns)
+        self.check(replaced(masks=(lambda given: given.logprobs > given.logprobs.mean(),)), columns)
 
     @pytest.mark.parametrize("given_facts", [True, False])
     def test_of_full_size(self, given_facts):

@@ -20,6 +20,11 @@ NORMED = {"aggregation": "seq-mean-token-sum-norm"}
         (Factor, {"log_ratio_cap": 20.0}),
         (Factor, {"low": 1.0, "high": 1.0}),
         (Factor, {"power": 0.0}),
+        (Factor, {"high": 0.5}),
+        (Factor, {"log_ratio_cap": 0.5, "token_clip": 0.5}),
+        (Factor, {"vespo_positive": (0.0, 0.5)}),
+        (Mask, {"low": 1.1}),
+        (Mask, {"statistic": "tv", "low": 0.05, "high": 0.1, "sign": "outward"}),
         (Mask, {"low": 1.0, "high": 1.0}),
         (Mask, {"low": 1.0, "high": 1.0, "sign": "outward"}),
     ],
@@ -27,6 +32,23 @@ NORMED = {"aggregation": "seq-mean-token-sum-norm"}
 def test_a_value_at_its_bound_is_allowed(make: Any, given: dict[str, Any]) -> None:
     made = make("theta_old", **given)
     assert all(getattr(made, part) == value for part, value in given.items())
+
+
+def test_which_rows_hold_functions_of_the_user() -> None:
+    assert not variant("reinforce").own_functions
+    assert not variant("minirl").own_functions
+    assert variant("minirl", masks=(abs,)).own_functions
+    assert variant("grpo", factors=(Factor("theta_old", fn=abs), Factor("old_mu"))).own_functions
+
+
+def test_a_gate_may_take_the_gradient_away_outside_of_its_window() -> None:
+    assert (Gate("ce_gppo", 0.0, 0.5).positive, Gate("ce_gppo", 0.5, 0.0).negative) == (0.0, 0.0)
+    assert (Gate("sapo", 0.5, 0.5).negative, Penalty("k3", max=0.5).max) == (0.5, 0.5)
+
+
+def test_one_mask_is_enough_to_leave_denominators() -> None:
+    assert variant("grpo", masks=(Mask("old_mu", high=1.0, denominator="leave"), Mask.ppo())).leaves
+    assert not variant("grpo").leaves
 
 
 @pytest.mark.parametrize(
@@ -50,6 +72,9 @@ def test_a_value_of_the_row_at_its_bound_is_allowed(name: str, changes: dict[str
         (lambda: Factor("theta_old", high="5"), "high is '5'"),  # type: ignore[arg-type]
         (lambda: Factor("theta_old", high=True), "high is True"),
         (lambda: Factor("theta_old", power=-0.5), "power is -0.5"),
+        (lambda: Factor("theta_old", vespo_positive=(1.0,)), "two numbers"),
+        (lambda: Factor("theta_old", vespo_negative=(-0.5, 2.0)), "two numbers"),
+        (lambda: variant("grpo", kl_at="theta"), "kl_at is 'theta'"),
         (lambda: Factor("theta_old", token_clip=0.0), "token_clip is 0.0"),
         (lambda: Factor("theta_old", "prefix", batch_normalize=True), "batch_normalize needs the scope"),
         (lambda: Factor("theta_old", "sequence_max"), "for masks"),
@@ -65,7 +90,11 @@ def test_a_value_of_the_row_at_its_bound_is_allowed(name: str, changes: dict[str
         (lambda: Gate("drpo", 0.0, 1.0), "expected above 0"),
         (lambda: Gate("drpo", 1.0, 9e-7), "at least 1e-06"),
         (lambda: Gate("ce_gppo", 1e30, 1.0), "positive is 1e\\+30, expected a finite number"),
+        (lambda: Gate("sapo", 1.0, 0.0), "expected above 0"),
         (lambda: Gate("ce_gppo", 1.0, 0.5, 1.0), "eps between 0 and 1"),
+        (lambda: Gate("ce_gppo", 1.0, 0.5, 0.0), "eps between 0 and 1"),
+        (lambda: Gate("ce_gppo", -0.5, 0.5), "expected 0 or more"),
+        (lambda: Gate("ce_gppo", 0.5, -0.5), "expected 0 or more"),
         (lambda: Penalty("k3", coef=-0.1), "coef -0.1"),
         (lambda: Penalty("k3", max=0.0), "max 0.0"),
         (lambda: variant("minirl", factors=(Factor("theta_old"), Factor("theta_mu"))), "twice"),

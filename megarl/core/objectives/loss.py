@@ -101,7 +101,8 @@ def coefficients(
     """
     # A mask that takes tokens out of the denominators makes the given ones smaller than the count of loss tokens.
     state = prepare(columns, None if objective.leaves else denominators)
-    if state.logprobs.is_cuda or state.logprobs.numel() <= PART_TOKENS:
+    # Functions of the user are to see all columns, of which they may take means.
+    if state.logprobs.is_cuda or state.logprobs.numel() <= PART_TOKENS or objective.own_functions:
         return state_coefficients(objective, state, columns.loss_mask, denominators, facts, detailed)
     return _by_parts(objective, state, columns.loss_mask, denominators, facts, detailed)
 
