@@ -160,7 +160,11 @@ def test_what_a_run_warns_of_is_said(path, tmp_path, shown):
         "warning: configuration: objective: the factor 'theta_mu' ('identity', power 0.5, low None, high 0.5)" in text
     )
     assert str(tmp_path / "model") in text[text.index("reference policy") :]
+    assert "minirl, other factors, other penalties; " in " ".join(text.split())
     plain = shown(path)[1]
+    assert "minirl; " in plain
+    assert "old policy" not in plain
+    assert "the engine's (train.old_logprobs)" in " ".join(shown(path, {"train.old_logprobs": "rollout"})[1].split())
     assert "warning" not in plain
     assert "reference policy" not in plain
     code, text = shown(path, {"rollout.top_p": 0.9})

@@ -69,7 +69,10 @@ def resolved(config: Config, layout: Layout, shape: ModelShape | None) -> Table:
     if config.environment.function is not None:
         tools = ", ".join(config.environment.tools) or config.environment.function
         rows["environment"] = f"{tools}, up to {config.environment.max_turns} turns"
-    rows["objective, replay"] = f"{config.train.objective}, {config.train.replay}"
+    changed = "".join(f", other {part}" for part in config.train.objective_overrides)
+    rows["objective, replay"] = f"{config.train.objective}{changed}; {config.train.replay}"
+    if config.train.old_logprobs == "rollout":
+        rows["old policy"] = "the engine's (train.old_logprobs)"
     if shape is not None:
         experts = f"top-{shape.topk} of {shape.num_experts} experts" if shape.moe_layers else "dense"
         asked = "asked for" if wants_routes(config, shape) else "not asked for"

@@ -81,6 +81,8 @@ def test_a_value_of_the_row_at_its_bound_is_allowed(name: str, changes: dict[str
         (lambda: Mask("theta_old"), "at least one bound"),
         (lambda: Mask("theta_old", low=2.0, high=1.0), "in order"),
         (lambda: Mask("theta_old", high=0.0), "drops every token"),
+        (lambda: Mask("theta_mu", low=-0.5, sign="negative"), "never below 0; bounds of a logarithm need"),
+        (lambda: Mask("theta_mu", "tv", high=-0.1), "'tv', which is never below 0"),
         (lambda: Mask("theta_old", low=1.1, sign="outward"), "needs 1 between"),
         (lambda: Mask("theta_old", "log_ratio", high=-0.1, sign="outward"), "needs 0 between"),
         (lambda: Mask("theta_old", "log_ratio", high=1.0, growth=-0.5), "growth -0.5"),

@@ -281,6 +281,11 @@ def _check_mask(m: Mask) -> None:
         raise ConfigError(f"mask: low {m.low}, high {m.high}; expected at least one bound, and both in order")
     if m.statistic == "ratio" and m.high is not None and not m.high > 0:
         raise ConfigError(f"mask: high is {m.high}, but a ratio is above 0: this drops every token")
+    if m.statistic not in ("log_ratio", "difference") and any(bound < 0 for bound in bounds):
+        raise ConfigError(
+            f"mask: low {m.low}, high {m.high} of {m.statistic!r}, which is never below 0; bounds of a logarithm need "
+            "statistic 'log_ratio'"
+        )
     if m.sign == "outward" and m.statistic in (*RATIOS, "difference"):
         middle = 1 if m.statistic == "ratio" else 0
         if not (m.low is None or m.low <= middle) or not (m.high is None or m.high >= middle):

@@ -196,9 +196,9 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Stat]]:
     """Return the scalar ``-(coefficients * logprobs).sum()`` with gradient to ``columns.logprobs``, and its metrics.
 
-    entropies: [T], with gradient, of the distributions that the tokens were drawn from; an ``entropy_coef`` needs them
-    (ConfigError), and subtracts ``(entropy coefficients * entropies).sum()``. Other arguments and errors as in
-    ``coefficients``. Tokens with coefficient 0 are left out of the sum, for 0 times a log-probability of -inf is NaN.
+    entropies: [T], with gradient, of the policy at each token; an ``entropy_coef`` needs them (ConfigError), and
+    subtracts ``(entropy coefficients * entropies).sum()``. Other arguments and errors as in ``coefficients``. Tokens
+    with coefficient 0 are left out of the sum, for 0 times a log-probability of -inf is NaN.
     """
     result = coefficients(objective, columns, denominators, facts=facts)
     kept = torch.where(result.values != 0, columns.logprobs, 0.0)
