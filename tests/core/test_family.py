@@ -60,6 +60,7 @@ def test_every_row_of_the_table_is_a_member():
     [
         ({"factors": (Factor("theta_mu", high=0.5),)}, "high 0.5"),
         ({"factors": (Factor("theta_mu", fn="power", power=2.0),)}, "power 2"),
+        ({"factors": (Factor("theta_mu", fn="power", power=9e29),)}, "1 -> 1, 10 -> 2.354e+17"),
         ({"factors": (Factor("theta_old"), Factor("old_mu", high=0.5))}, "'old_mu'"),
     ],
 )

@@ -10,7 +10,7 @@ from the prose of "Token-Level KL-Regularized Policy Gradient and GRPO", whose f
 import math
 from collections.abc import Callable
 
-from megarl.core.choices.parts import Factor, Objective
+from megarl.core.choices.parts import MAX_LOG_RATIO, Factor, Objective
 
 
 def in_family(f: Callable[[float], float]) -> bool:
@@ -39,7 +39,7 @@ def weight_function(factor: Factor) -> Callable[[float], float]:
     k, decay = factor.vespo_positive
     functions: dict[str, Callable[[float], float]] = {
         "identity": lambda rho: rho,
-        "power": lambda rho: rho**factor.power,
+        "power": lambda rho: math.exp(min(factor.power * math.log(rho), 2 * MAX_LOG_RATIO)),
         "adaptive_power": math.sqrt,
         "vespo": lambda rho: rho**k * math.exp(decay * (1 - rho)),
     }
