@@ -233,7 +233,8 @@ def _weigh(returned: object, weights: Mapping[str, float]) -> Verdict:
     if set(returned) != set(weights):
         raise ValueError(f"the reward function returned {[*returned]}, expected those of reward.weights: {[*weights]}")
     components = tuple(_check_finite(returned[name], f"the reward {name!r} is") for name in weights)
-    return Verdict(math.fsum(map(operator.mul, weights.values(), components)), components=components)
+    total = math.fsum(map(operator.mul, weights.values(), components))
+    return Verdict(_check_finite(total, "the weighted sum of rewards is"), components=components)
 
 
 def describe_failure(error: BaseException) -> Verdict:

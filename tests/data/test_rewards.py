@@ -142,6 +142,7 @@ def test_several_rewards_are_weighed_in_the_order_of_the_configuration() -> None
         ({"right": 1.0}, ValueError, r"returned \['right'\], expected those of reward\.weights: \['right', 'long'\]"),
         ({"right": 1.0, "long": 1.0, "odd": 1.0}, ValueError, "odd"),
         ({"right": 1.0, "long": float("nan")}, ValueError, "the reward 'long' is nan, expected a finite number"),
+        ({"right": 1e308, "long": 1.0}, ValueError, "the weighted sum of rewards is inf, expected a finite number"),
         ({"right": "1", "long": 1.0}, TypeError, "the reward 'right' is '1'"),
     ],
 )
