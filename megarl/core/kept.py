@@ -35,6 +35,11 @@ def check_kept(rollout: Rollout) -> None:
             f"{label}: the {counts[token]} ids that token {token} was drawn from hold it {found[token]} times, "
             "expected once: the engine has recorded the sets of other tokens"
         )
+    rows = owner * (1 << 32) + ids
+    if (np.diff(rows) <= 0).any() and len(np.unique(rows)) < len(rows):  # ascending ids are distinct without a search
+        raise RolloutError(
+            f"{label}: an id is twice in the set of a token; the softmax over the set would count it twice"
+        )
 
 
 def pack_kept(rollouts: Sequence[Rollout]) -> tuple[Tensor | None, Tensor | None]:

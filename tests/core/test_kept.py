@@ -50,6 +50,10 @@ def test_sets_follow_their_tokens_through_packing_and_selection() -> None:
     assert turned.kept_offsets.tolist() == [0, 0, 1, 1, 3, 6, 6, 7]
 
 
+def test_ids_may_come_in_any_order_and_be_those_of_another_token() -> None:
+    check_kept(kept(0, [4, 5, 6], [[9, 5, 6], [6, 9, 0]]))
+
+
 def test_without_sets_there_are_none_and_what_has_no_loss_needs_none() -> None:
     bare = kept(2, [1, 2], None)
     assert pack_kept([bare, bare]) == (None, None)
@@ -66,6 +70,7 @@ def test_without_sets_there_are_none_and_what_has_no_loss_needs_none() -> None:
     ("changes", "told"),
     [
         ({"kept_ids": None}, r"kept_counts and kept_ids are \[3\] and None, expected \[3\] counts"),
+        ({"kept_ids": np.array([5, 9, 0, 6, 0], np.int32)}, "an id is twice in the set of a token"),
         ({"kept_counts": None}, r"kept_counts and kept_ids are None and \[5\]"),
         ({"kept_counts": np.array([0, 2], np.int32)}, r"are \[2\] and \[5\]"),
         ({"kept_counts": np.array([0, 2, 2], np.int32)}, r"are \[3\] and \[5\]"),

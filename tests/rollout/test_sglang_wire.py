@@ -165,6 +165,7 @@ def test_log_probabilities_below_top_p_are_within_the_ids_that_were_drawn_from()
         ({"output_token_sampling_mask": [[3], [8]]}, "a token is not among the ids that it was drawn from"),
         ({"output_token_sampling_mask": [[9, 8], []]}, "a token is not among the ids"),
         ({"output_token_sampling_mask": [[9, 9], [8]]}, "a token is not among the ids"),
+        ({"output_token_sampling_mask": [[3, 9, 3], [8]]}, "an id is twice among those"),
         ({"output_token_sampling_mask": [[9, 3], [None]]}, "cannot be read"),
         ({"output_token_sampling_logprobs": [0.25, 0.0]}, "log-probability of response token 0 is 0.25"),
         ({"output_token_sampling_logprobs": [-0.25, None]}, "log-probability of response token 1 is nan"),

@@ -177,6 +177,8 @@ def _parse_nucleus(
     ids = ids[np.lexsort((ids, owner))]
     if (np.bincount(owner[ids == output[owner]], minlength=len(output)) != 1).any():
         raise RolloutError(f"{label}: a token is not among the ids that it was drawn from")
+    if ((np.diff(ids) == 0) & (np.diff(owner) == 0)).any():
+        raise RolloutError(f"{label}: an id is twice among those that a token was drawn from")
     return _require_logprobs(logprobs, label), (counts, ids)
 
 
