@@ -26,6 +26,7 @@ NORMED = {"aggregation": "seq-mean-token-sum-norm"}
         (Mask, {"low": 1.1}),
         (Mask, {"statistic": "tv", "low": 0.05, "high": 0.1, "sign": "outward"}),
         (Mask, {"low": 1.0, "high": 1.0}),
+        (Mask, {"statistic": "tv", "low": 0.0, "high": 0.1}),
         (Mask, {"low": 1.0, "high": 1.0, "sign": "outward"}),
     ],
 )
@@ -44,6 +45,20 @@ def test_which_rows_hold_functions_of_the_user() -> None:
 def test_a_gate_may_take_the_gradient_away_outside_of_its_window() -> None:
     assert (Gate("ce_gppo", 0.0, 0.5).positive, Gate("ce_gppo", 0.5, 0.0).negative) == (0.0, 0.0)
     assert (Gate("sapo", 0.5, 0.5).negative, Penalty("k3", max=0.5).max) == (0.5, 0.5)
+
+
+def test_the_least_gate_is_allowed() -> None:
+    assert Gate("drpo", 1e-6, 1.0).positive == Gate("sapo", 1.0, 1e-6).negative == 1e-6
+
+
+def test_one_of_two_bounds_below_0_is_refused() -> None:
+    with pytest.raises(ConfigError, match="which is never below 0"):
+        Mask("theta_old", low=-0.5, high=0.5)
+
+
+def test_which_rows_read_columns_that_a_batch_may_lack() -> None:
+    assert variant("kl_grpo").reads_more and variant("dppo_topk").reads_more
+    assert not variant("grpo").reads_more
 
 
 def test_one_mask_is_enough_to_leave_denominators() -> None:
