@@ -12,8 +12,8 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from pathlib import Path
 
-from bench_step import configuration, interval_of_median
 from transformers import AutoConfig
 
 from megarl.config import Config
@@ -23,6 +23,9 @@ from megarl.rollout.local.engine import LocalEngine
 from megarl.train.sampling.sampler import Sampler
 from megarl.train.sampling.step_rollouts import StepRollouts
 from megarl.train.step import TrainStep
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bench_step import configuration, interval_of_median
 
 VARIANTS = ("all", "all but first", "rollout")
 

@@ -385,9 +385,9 @@ def test_the_exponent_costs_a_pass_only_where_the_weights_have_moved(world: Worl
 @pytest.mark.parametrize("name", ROWS)
 def test_every_objective_takes_a_step_also_with_one_mini_batch(world: World, name: str) -> None:
     found = step_on(world.settings(train__mini_batches=1, **ROWS[name]), world.rollouts())
-    # The engine's weights are rounded, and geo_rs rejects every response for it.
-    rejected = name == "geo_rs"
-    assert all(np.isfinite(update["loss"]) and (update["grad_norm"] > 0) != rejected for update in found.updates)
+    assert all(np.isfinite(update["loss"]) and update["grad_norm"] > 0 for update in found.updates)
+    if name == "geo_rs":
+        assert 0 < found.updates[0]["clip/both"] < 1
 
 
 def test_the_reference_is_another_model_that_never_moves_and_never_replays(world: World) -> None:

@@ -60,6 +60,11 @@ ROWS: dict[str, dict[str, Any]] = {
         "train__objective": "kl_grpo",
         "train__objective_overrides": {"kl_coef": 1.0, "kl_at": "theta"},
     },
+    # Its own bounds are those of equal precision; the engine's weights are rounded here.
+    "geo_rs": {
+        "train__objective": "geo_rs",
+        "train__objective_overrides": {"masks": {"1": {"low": 0.99, "high": 1.01}}},
+    },
     "grpo entropy": {"train__objective": "grpo", "train__objective_overrides": {"entropy_coef": 0.01}},
     "minirl normalized": {
         "train__objective": "minirl",
