@@ -127,8 +127,11 @@ def forward_backward(
     """Accumulate the gradients of the fixed loss, with replay where the settings say so; the loss over all ranks."""
     micros = micro_batches(settings, batch)
 
-    def coefficients(_: int, part: TrainBatch, *__: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, dict]:
-        return coefficients_of(part), entropy_coefficients_of(part) if entropy else None, {}
+    def coefficients(
+        _: int, part: TrainBatch, logprobs: torch.Tensor, __: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, dict]:
+        of_entropies = entropy_coefficients_of(part).to(logprobs.device) if entropy else None
+        return coefficients_of(part).to(logprobs.device), of_entropies, {}
 
     def step() -> list[MicroOutput]:
         return run(
