@@ -137,9 +137,9 @@ def test_later_turns_are_not_sent_the_rows_that_are_known(served: Served, monkey
     seen: list[tuple[SampleRequest, Any]] = []
     original = sglang_engine.parse_answer
 
-    def recording(request: SampleRequest, answer: Any, version: int, shape: Any, rid: str) -> Rollout:
+    def recording(request: SampleRequest, answer: Any, *known: Any) -> Rollout:
         seen.append((request, answer))
-        return original(request, answer, version, shape, rid)
+        return original(request, answer, *known)
 
     monkeypatch.setattr(sglang_engine, "parse_answer", recording)
     play_all(served.plain, make_requests(4), says("b0", "bb7", "b"), LIMITS, SOME_STOPS)
