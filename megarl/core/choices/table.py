@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from megarl.core.choices.parts import Factor, Gate, Mask, Objective, Penalty
+from megarl.core.choices.parts import Factor, Gate, Mask, Objective, Penalty, Statistic
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ _FAMILY_SOURCE = "the family min(rho, 1) <= f(rho) <= max(rho, 1) of weight func
 _DPPO_SOURCE = "DPPO, arXiv 2602.04879, eq. 12 to 16 and 23"
 
 
-def _outward(statistic: str, high: float) -> Mask:
+def _outward(statistic: Statistic, high: float) -> Mask:
     """DPPO's mask: a token whose update leads away from mu, and whose divergence is above ``high``."""
-    return Mask("theta_mu", statistic, high=high, sign="outward")  # type: ignore[arg-type]
+    return Mask("theta_mu", statistic, high=high, sign="outward")
 
 
 TABLE: Mapping[str, Row] = MappingProxyType(
