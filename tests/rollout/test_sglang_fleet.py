@@ -80,8 +80,8 @@ class World:
         part.rename(self.folder(index) / "control.json")
 
     def events(self, index: int, *names: str) -> list[dict[str, Any]]:
-        lines = (self.folder(index) / "events.jsonl").read_text().splitlines()
-        return [event for event in map(json.loads, lines) if not names or event["event"] in names]
+        whole, _, _ = (self.folder(index) / "events.jsonl").read_text().rpartition("\n")  # the last may be half written
+        return [event for event in map(json.loads, whole.splitlines()) if not names or event["event"] in names]
 
     def start(self, number: int = 2, urls: tuple[str, ...] = (), **fields: Any) -> Fleet:
         fields = {"settings": PATIENCE, **fields}
