@@ -41,6 +41,9 @@ class Bench:
 
 
 BENCHES: dict[str, Bench] = {
+    "quickstart": Bench(
+        "bench_quickstart.py", (), "The quickstart", "On two free cores, from nothing to a report: least to largest.",
+    ),
     "plain": Bench(
         "bench_plain.py", (*TINY, "--repeats", "12"), "One update: plain Megatron, transformers",
         "Forward, backward and optimizer step of all responses of a step of the quickstart, CPU seconds.",
