@@ -19,6 +19,7 @@ from megarl.core.devices import HostCopies, to_device
 from megarl.core.megatron_facts import replay_blockers
 from megarl.errors import NumericsError
 from megarl.megatron.config_errors import as_config_error
+from megarl.megatron.experts import join_experts
 from megarl.megatron.hf_weights import export_hf, load_hf
 from megarl.megatron.model import build_model, transformer_config
 from megarl.megatron.passes.dispatchers import release_after_use
@@ -167,6 +168,7 @@ def build_chunks(config: Config, shape: ModelShape) -> tuple[TransformerConfig, 
         chunks: list[torch.nn.Module] = [*build_model(shape, megatron_config)]
     for chunk in chunks:
         release_after_use(chunk)
+        join_experts(chunk)
     if config.model.dtype != "fp32":
         chunks = [Float16Module(megatron_config, chunk) for chunk in chunks]
     return megatron_config, chunks
