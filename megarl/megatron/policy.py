@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -67,6 +67,7 @@ class Policy:
                 for index, chunk in enumerate(chunks)
             ]
             self.optimizer = get_megatron_optimizer(_optimizer_config(config, schedule), self.chunks)
+            _fuse_steps(self._adams())
             self.scheduler = _scheduler(self.optimizer, schedule)
         # How Megatron's schedules reduce gradients, and when they skip the reduction.
         no_sync: list[Any] = [chunk.no_sync for chunk in self.chunks]
@@ -153,11 +154,14 @@ class Policy:
     def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
         """Adam's moments, and the main weights that are not views of the model's own."""
         of_the_model = {p.untyped_storage().data_ptr() for chunk in self.chunks for p in chunk.parameters()}
-        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            for state in part.optimizer.state.values():
+        for adam in self._adams():
+            for state in adam.state.values():
                 yield from (tensor for name, tensor in state.items() if name in ("exp_avg", "exp_avg_sq"))
-            for group in part.optimizer.param_groups:
+            for group in adam.param_groups:
                 yield from (p for p in group["params"] if p.untyped_storage().data_ptr() not in of_the_model)
+
+    def _adams(self) -> list[Any]:
+        return [part.optimizer for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer])]
 
 
 def build_chunks(config: Config, shape: ModelShape) -> tuple[TransformerConfig, list[torch.nn.Module]]:
@@ -215,6 +219,13 @@ def _optimizer_config(config: Config, schedule: Schedule) -> OptimizerConfig:
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
     )
+
+
+def _fuse_steps(adams: Sequence[Any]) -> None:
+    """Let torch's Adam, Megatron's choice on a CPU, step in one call. A loaded checkpoint brings its own setting."""
+    for adam in adams:
+        for group in adam.param_groups if isinstance(adam, torch.optim.AdamW | torch.optim.Adam) else ():
+            group["fused"] = not torch.cuda.is_available() or group["fused"]
 
 
 def _scheduler(optimizer: Any, schedule: Schedule) -> OptimizerParamScheduler:
