@@ -1,6 +1,6 @@
 """Runs megatron-core 0.12 to 0.19 without CUDA: gloo and CPU tensors; ``te`` has what it lacks of Transformer Engine.
 
-Megatron-Core assumes a GPU in six ways. Each has one remedy here. Nothing else of torch or Megatron is changed, and
+Megatron-Core assumes a GPU in seven ways. Each has one remedy here. Nothing else of torch or Megatron is changed, and
 nothing is changed on a machine with CUDA.
 
 1. It calls ``torch.cuda`` for streams, events, synchronisation, the current device and the random generator. A CPU has
@@ -14,6 +14,7 @@ nothing is changed on a machine with CUDA.
 5. Each of its dozens of process groups starts an event loop of gloo, a thread that wakes up a hundred times a second.
    All groups of a process share one loop.
 6. Without a fused kernel it rotates packed sequences one by one, in every layer. All are rotated at once.
+7. The distributed optimizer of one rank exchanges gradients and weights with itself. NCCL returns at once; gloo copies.
 
 ``import megarl.megatron`` calls ``enable()``.
 """
@@ -190,23 +191,23 @@ def _allow_unequal_shares(mappings: types.ModuleType) -> None:
     mappings._reduce_scatter_along_first_dim = reduce_scatter_unequal
 
 
-def _rotate_at_once(rope: types.ModuleType) -> None:
-    """Remedy 6: give each token of packed sequences the frequencies of its own position."""
-    one_by_one = rope._apply_rotary_pos_emb_thd
+def _keep_in_place(buffers: types.ModuleType) -> None:
+    """Remedy 7: a rank alone has its share of the gradients, and all weights, already where they belong."""
+    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+        exchange = getattr(buffers, name)
 
-    def rotate(tokens: torch.Tensor, bounds: torch.Tensor, frequencies: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        # A share of a context-parallel rank, or frequencies by packed position, which releases use differently.
-        if len(tokens) != int(bounds[-1]) or len(frequencies) == len(tokens):
-            return one_by_one(tokens, bounds, frequencies, *rest, **named)
-        named.pop("cp_group", None)  # not in 0.12
-        position = torch.arange(len(tokens)) - bounds[:-1].repeat_interleave(bounds.diff())
-        return rope._apply_rotary_pos_emb_bshd(tokens.unsqueeze(1), frequencies[position], *rest, **named).squeeze(1)
+        def exchange_if_needed(
+            to: torch.Tensor, given: torch.Tensor, *, group: Any, async_op: bool = False, exchange: Any = exchange, **of: Any
+        ) -> Any:
+            if group.size() == 1 and not async_op and to.data_ptr() == given.data_ptr():
+                return None
+            return exchange(to, given, group=group, async_op=async_op, **of)
 
-    rope._apply_rotary_pos_emb_thd = rotate
+        setattr(buffers, name, exchange_if_needed)
 
 
 def _replace_helpers() -> None:
-    """Remedies 1 (generator of the tensor-parallel tracker), 4 and 6."""
+    """Remedies 1 (generator of the tensor-parallel tracker), 4, 6 and 7."""
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state, random._set_cuda_rng_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
@@ -214,4 +215,6 @@ def _replace_helpers() -> None:
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
     _allow_unequal_shares(importlib.import_module("megatron.core.tensor_parallel.mappings"))
-    _rotate_at_once(importlib.import_module("megatron.core.models.common.embeddings.rope_utils"))
+    rope = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+    rope._apply_rotary_pos_emb_thd = importlib.import_module("megarl.megatron.attention").rotate_packed(rope)
+    _keep_in_place(importlib.import_module("megatron.core.distributed.param_and_grad_buffer"))

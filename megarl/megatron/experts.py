@@ -18,11 +18,14 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
 
-def join_experts(model: torch.nn.Module) -> None:
-    """Let the layers of a model compute their experts together, where each expert is a plain MLP without biases."""
+def join_experts(model: torch.nn.Module, adds_gradients: bool) -> None:
+    """Let the layers of a model compute their experts together, where each expert is a plain MLP without biases.
+
+    adds_gradients: add the weights' gradients to Megatron's buffer at once, past the hooks that say when each is ready.
+    """
     for module in model.modules():
         if isinstance(module, SequentialMLP) and len(module.local_experts) > 1 and _is_plain(module.config):
-            module.forward = partial(_forward, module, module.forward)  # type: ignore[method-assign]
+            module.forward = partial(_forward, module, module.forward, adds_gradients)  # type: ignore[method-assign]
 
 
 def _is_plain(config: Any) -> bool:
@@ -30,7 +33,9 @@ def _is_plain(config: Any) -> bool:
     return not any(getattr(config, name, None) for name in special)  # fp4 is a field from 0.15 on
 
 
-def _forward(experts: SequentialMLP, one_by_one: Any, hidden: Tensor, counts: Tensor, probs: Tensor, **named: Any) -> Any:
+def _forward(
+    experts: SequentialMLP, one_by_one: Any, adds: bool, hidden: Tensor, counts: Tensor, probs: Tensor, **named: Any
+) -> Any:
     """``SequentialMLP.forward``: hidden [T, H] and probs [T] in the order of the experts, counts [E] on the host."""
     mlps: list[MLP] = list(experts.local_experts)  # type: ignore[arg-type]
     # Megatron's hooks gather the weights of a module when it is called, so then each is called.
@@ -40,7 +45,7 @@ def _forward(experts: SequentialMLP, one_by_one: Any, hidden: Tensor, counts: Te
 
     def product(layer: str) -> Any:
         weights = [getattr(mlp, layer).weight for mlp in mlps]
-        return lambda rows: (_Products.apply(rows, sizes, *weights), None)
+        return lambda rows: (_Products.apply(rows, sizes, adds, *weights), None)
 
     shared = {name: getattr(mlps[0], name) for name in ("config", "activation_func")}
     layers = {name: product(name) for name in ("linear_fc1", "linear_fc2")}
@@ -51,9 +56,9 @@ class _Products(torch.autograd.Function):
     """``rows[of expert e] @ weights[e].T``: [T, in], sizes of E consecutive shares of the rows, E x [out, in]."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sizes: list[int], *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, sizes: list[int], adds: bool, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(rows, *weights)
-        ctx.sizes = sizes
+        ctx.sizes, ctx.adds = sizes, adds
         out = rows.new_empty(len(rows), len(weights[0]))
         for mine, weight, into in zip(rows.split(sizes), weights, out.split(sizes), strict=True):
             torch.mm(mine, weight.t(), out=into)
@@ -68,8 +73,11 @@ class _Products(torch.autograd.Function):
             of_rows = torch.empty_like(rows)
             for given, weight, into in zip(of_outputs, weights, of_rows.split(ctx.sizes), strict=True):
                 torch.mm(given, weight, out=into)
-        if any(ctx.needs_input_grad[2:]):
-            of_weights = rows.new_empty(len(weights), *weights[0].shape).unbind()
-            for given, mine, into in zip(of_outputs, rows.split(ctx.sizes), of_weights, strict=True):
-                torch.mm(given.t(), mine, out=into)
-        return of_rows, None, *of_weights
+        if any(ctx.needs_input_grad[3:]):
+            sums = [getattr(weight, "main_grad", None) for weight in weights] if ctx.adds else [None]
+            adds = all(into is not None and into.dtype == rows.dtype for into in sums)
+            if not adds:
+                sums = of_weights = rows.new_zeros(len(weights), *weights[0].shape).unbind()
+            for given, mine, into in zip(of_outputs, rows.split(ctx.sizes), sums, strict=True):
+                into.addmm_(given.t(), mine)
+        return of_rows, None, None, *of_weights

@@ -170,9 +170,10 @@ def build_chunks(config: Config, shape: ModelShape) -> tuple[TransformerConfig, 
         fields = {**layout_fields(config), **_overrides(config, TransformerConfig, uses_te(shape))}
         megatron_config = transformer_config(shape, fields, DTYPES[config.model.dtype])
         chunks: list[torch.nn.Module] = [*build_model(shape, megatron_config)]
+    overlapped = _configure(DistributedDataParallelConfig, config).overlap_grad_reduce
     for chunk in chunks:
         release_after_use(chunk)
-        join_experts(chunk)
+        join_experts(chunk, adds_gradients=not overlapped)
     if config.model.dtype != "fp32":
         chunks = [Float16Module(megatron_config, chunk) for chunk in chunks]
     return megatron_config, chunks
@@ -223,9 +224,8 @@ def _optimizer_config(config: Config, schedule: Schedule) -> OptimizerConfig:
 
 def _fuse_steps(adams: Sequence[Any]) -> None:
     """Let torch's Adam, Megatron's choice on a CPU, step in one call. A loaded checkpoint brings its own setting."""
-    for adam in adams:
-        for group in adam.param_groups if isinstance(adam, torch.optim.AdamW | torch.optim.Adam) else ():
-            group["fused"] = not torch.cuda.is_available() or group["fused"]
+    for group in (group for adam in adams for group in adam.param_groups if not torch.cuda.is_available()):
+        group["fused"] = True
 
 
 def _scheduler(optimizer: Any, schedule: Schedule) -> OptimizerParamScheduler:
