@@ -14,7 +14,7 @@ nothing is changed on a machine with CUDA.
 5. Each of its dozens of process groups starts an event loop of gloo, a thread that wakes up a hundred times a second.
    All groups of a process share one loop.
 6. Without a fused kernel it rotates packed sequences one by one, in every layer. All are rotated at once.
-7. The distributed optimizer of one rank exchanges gradients and weights with itself. NCCL returns at once; gloo copies.
+7. One rank exchanges gradients and weights with itself, and sorts what is sorted. Both copies are left out.
 
 ``import megarl.megatron`` calls ``enable()``.
 """
@@ -206,6 +206,17 @@ def _keep_in_place(buffers: types.ModuleType) -> None:
         setattr(buffers, name, exchange_if_needed)
 
 
+def _keep_in_order(dispatcher: types.ModuleType) -> None:
+    """Remedy 7 of the all-to-all dispatcher: the tokens of one expert-parallel rank are sorted by expert already."""
+    sort = dispatcher.sort_chunks_by_idxs
+
+    def sort_if_needed(tokens: Any, sizes: Any, order: torch.Tensor, probs: Any = None, fused: bool = False) -> Any:
+        is_sorted = bool((order[1:] > order[:-1]).all())
+        return (tokens, probs) if is_sorted else sort(tokens, sizes, order, probs, fused)
+
+    dispatcher.sort_chunks_by_idxs = sort_if_needed
+
+
 def _replace_helpers() -> None:
     """Remedies 1 (generator of the tensor-parallel tracker), 4, 6 and 7."""
     random = importlib.import_module("megatron.core.tensor_parallel.random")
@@ -214,6 +225,7 @@ def _replace_helpers() -> None:
     dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
+    _keep_in_order(dispatcher)
     _allow_unequal_shares(importlib.import_module("megatron.core.tensor_parallel.mappings"))
     rope = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
     rope._apply_rotary_pos_emb_thd = importlib.import_module("megarl.megatron.attention").rotate_packed(rope)
