@@ -17,6 +17,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from megarl.core.devices import to_device
 from megarl.core.metrics import Stat, merge, to_host
+from megarl.core.packing import drop_routes
 from megarl.core.rollout_codec import decode_rollouts, encode_rollouts
 from megarl.core.types import Rollout
 from megarl.errors import ConfigError, MegarlError, PeerError, RolloutError
@@ -279,8 +280,11 @@ def gather_bytes(mine: np.ndarray, group: dist.ProcessGroup) -> list[np.ndarray]
 
 
 def gather_rollouts(mine: Sequence[Rollout]) -> list[Rollout]:
-    """The rollouts of all ranks of this model copy in rank order, without their routes."""
-    return [rollout for part in gather_bytes(encode_rollouts(mine), model_group()) for rollout in decode_rollouts(part)]
+    """The rollouts of all ranks of this model copy in rank order; without their routes if there are several ranks."""
+    if model_group().size() == 1:
+        return list(mine)
+    bare = encode_rollouts([drop_routes(rollout) for rollout in mine])
+    return [rollout for part in gather_bytes(bare, model_group()) for rollout in decode_rollouts(part)]
 
 
 def gather_rows(rows: np.ndarray) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from megarl.core.devices import HostCopies, to_device
 from megarl.core.megatron_facts import replay_blockers
 from megarl.errors import NumericsError
 from megarl.megatron.config_errors import as_config_error
+from megarl.megatron.experts import join_experts
 from megarl.megatron.hf_weights import export_hf, load_hf
 from megarl.megatron.model import build_model, transformer_config
 from megarl.megatron.passes.dispatchers import release_after_use
@@ -66,6 +67,7 @@ class Policy:
                 for index, chunk in enumerate(chunks)
             ]
             self.optimizer = get_megatron_optimizer(_optimizer_config(config, schedule), self.chunks)
+            _fuse_steps(self._adams())
             self.scheduler = _scheduler(self.optimizer, schedule)
         # How Megatron's schedules reduce gradients, and when they skip the reduction.
         no_sync: list[Any] = [chunk.no_sync for chunk in self.chunks]
@@ -152,11 +154,14 @@ class Policy:
     def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
         """Adam's moments, and the main weights that are not views of the model's own."""
         of_the_model = {p.untyped_storage().data_ptr() for chunk in self.chunks for p in chunk.parameters()}
-        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            for state in part.optimizer.state.values():
+        for adam in self._adams():
+            for state in adam.state.values():
                 yield from (tensor for name, tensor in state.items() if name in ("exp_avg", "exp_avg_sq"))
-            for group in part.optimizer.param_groups:
+            for group in adam.param_groups:
                 yield from (p for p in group["params"] if p.untyped_storage().data_ptr() not in of_the_model)
+
+    def _adams(self) -> list[Any]:
+        return [part.optimizer for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer])]
 
 
 def build_chunks(config: Config, shape: ModelShape) -> tuple[TransformerConfig, list[torch.nn.Module]]:
@@ -165,8 +170,10 @@ def build_chunks(config: Config, shape: ModelShape) -> tuple[TransformerConfig, 
         fields = {**layout_fields(config), **_overrides(config, TransformerConfig, uses_te(shape))}
         megatron_config = transformer_config(shape, fields, DTYPES[config.model.dtype])
         chunks: list[torch.nn.Module] = [*build_model(shape, megatron_config)]
+    overlapped = _configure(DistributedDataParallelConfig, config).overlap_grad_reduce
     for chunk in chunks:
         release_after_use(chunk)
+        join_experts(chunk, adds_gradients=not overlapped)
     if config.model.dtype != "fp32":
         chunks = [Float16Module(megatron_config, chunk) for chunk in chunks]
     return megatron_config, chunks
@@ -213,6 +220,12 @@ def _optimizer_config(config: Config, schedule: Schedule) -> OptimizerConfig:
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
     )
+
+
+def _fuse_steps(adams: Sequence[Any]) -> None:
+    """Let torch's Adam, Megatron's choice on a CPU, step in one call. A loaded checkpoint brings its own setting."""
+    for group in (group for adam in adams for group in adam.param_groups if not torch.cuda.is_available()):
+        group["fused"] = True
 
 
 def _scheduler(optimizer: Any, schedule: Schedule) -> OptimizerParamScheduler:

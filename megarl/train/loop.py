@@ -12,6 +12,7 @@ started again therefore continues as if nothing had happened. (The one exception
 after the restart is sampled with its own weights.)
 """
 
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -112,6 +113,8 @@ class Trainer:
             if self._eval_is_due:
                 self._evaluate(first)
             settings = self.config.megatron
+            gc.collect()
+            gc.freeze()  # what is there now stays, and looking through it again would take 3 % of a short step
             for step in range(first, self.config.run.steps):
                 # Megatron rejects some settings only when it uses them: in the first step.
                 is_new = settings and step == first
@@ -121,6 +124,7 @@ class Trainer:
                 self.checkpoints.end_if_asked(step + 1)
             self.checkpoints.poll(wait=True)
         finally:
+            gc.unfreeze()
             self.checkpoints.saver.abandon()
             self.engine.close()
             self.sampler.close()

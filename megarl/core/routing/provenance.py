@@ -19,7 +19,7 @@ def row_sources(rollout: Rollout) -> np.ndarray:
     if rollout.route_sources is not None:
         return rollout.route_sources
     present = np.zeros(rollout.num_tokens, bool) if rollout.routed_mask is None else rollout.routed_mask
-    return np.where(present, RowSource.CAPTURED, RowSource.MISSING).astype(np.uint8)
+    return RowSource.CAPTURED * present.astype(np.uint8)  # else MISSING, which is 0
 
 
 def row_versions(rollout: Rollout) -> np.ndarray:
@@ -39,7 +39,7 @@ def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dic
 
     sources = np.concatenate([row_sources(rollout) for rollout in rollouts])
     stale = np.concatenate([_stale(rollout) for rollout in rollouts])
-    mixed = np.array([len(np.unique(rollout.weight_versions)) > 1 for rollout in rollouts])
+    mixed = np.array([_is_mixed(rollout) for rollout in rollouts])
     shares = {"rollout/mixed_versions_fraction": mixed}
     if any(rollout.routed_mask is not None for rollout in rollouts):
         shares |= {
@@ -60,8 +60,8 @@ def refuse_mixed_versions(rollouts: Sequence[Rollout]) -> None:
     """RolloutError naming the first response whose tokens or routes come from more than one version of the weights."""
     for rollout in rollouts:
         label = f"group {rollout.group} sample {rollout.sample}"
-        found = np.unique(rollout.weight_versions).tolist()
-        if len(found) > 1:
+        if _is_mixed(rollout):
+            found = np.unique(rollout.weight_versions).tolist()
             raise RolloutError(
                 f"{label}: its tokens come from weight versions {found}, expected one: let the engine abort what runs "
                 'when weights change, or allow it with train.mixed_versions = "allow"'
@@ -76,5 +76,12 @@ def refuse_mixed_versions(rollouts: Sequence[Rollout]) -> None:
             )
 
 
+def _is_mixed(rollout: Rollout) -> bool:
+    versions = rollout.weight_versions
+    return bool((versions != versions[:1]).any())
+
+
 def _stale(rollout: Rollout) -> np.ndarray:
+    if rollout.route_versions is None:
+        return np.zeros(rollout.num_tokens, bool)
     return (row_sources(rollout) != RowSource.MISSING) & (row_versions(rollout) != rollout.weight_versions)

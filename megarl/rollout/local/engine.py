@@ -188,6 +188,7 @@ class BatchSession(Session):
         super().__init__()
         self._sample_batch = sample
         self._waiting: dict[asyncio.Future[Rollout], SampleRequest] = {}
+        self._will_answer = False
 
     def run(self, begin: Begin) -> None:
         """Run all episodes; raises the first error of one of them, or of ``begin``."""
@@ -203,9 +204,12 @@ class BatchSession(Session):
             self._waiting.pop(answer, None)
 
     def _after_episode(self) -> None:
-        asyncio.get_running_loop().call_soon(self._answer_all)
+        if not self._will_answer:
+            asyncio.get_running_loop().call_soon(self._answer_all)
+            self._will_answer = True
 
     def _answer_all(self) -> None:
+        self._will_answer = False
         if not 0 < len(self._waiting) >= len(self._episodes):  # this is called again when another episode waits or ends
             return
         waiting = sorted(self._waiting.items(), key=lambda item: (item[1].group, item[1].sample))

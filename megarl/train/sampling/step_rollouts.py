@@ -18,7 +18,6 @@ from megarl.core.choices.parts import TOKEN_ADVANTAGES
 from megarl.core.diagnostics.measures import effective_prompt_ratio
 from megarl.core.metrics import Stat
 from megarl.core.objectives import Objective, select_responses, sequence_advantages, step_advantages
-from megarl.core.packing import drop_routes
 from megarl.core.sampling.collector import Selection
 from megarl.core.sampling.credit_assignment import assign
 from megarl.core.types import Rollout
@@ -212,7 +211,7 @@ def exchange_rollouts(own: list[list[Key]], selection: Selection, samples: Mappi
     wanted = {key for part in own for key in part}
     # Each rank also offers its shortest rollout: the copy may need a dummy and have nothing else.
     shortest = min(mine, key=lambda key: (mine[key].num_tokens, key), default=None)
-    offered = [drop_routes(rollout) for key, rollout in mine.items() if key in wanted or key == shortest]
+    offered = [rollout for key, rollout in mine.items() if key in wanted or key == shortest]
     found = {(rollout.group, rollout.sample): rollout for rollout in distributed.gather_rollouts(offered)}
     found |= {key: mine[key] for key in found if key in mine}  # this rank's, with their routes
     failure = None if found else RolloutError("this rank's model copy drew no complete response to hold its place")

@@ -1,0 +1,83 @@
+"""The experts of a layer together: two matrix products each, and one activation for all of them.
+
+Without Transformer Engine, Megatron calls one MLP per expert. For small experts most of that time is Python, and new
+memory for every result. The products here are the same ones, bit for bit. They are not torch's ``_grouped_mm``, which
+takes as long, asks for the weights of a layer in one tensor, and is not in every release of torch. The weights stay
+parameters of their own, so checkpoints have the same names.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch import Tensor
+
+
+def join_experts(model: torch.nn.Module, adds_gradients: bool) -> None:
+    """Let the layers of a model compute their experts together, where each expert is a plain MLP without biases.
+
+    adds_gradients: add the weights' gradients to Megatron's buffer at once, past the hooks that say when each is ready.
+    """
+    for module in model.modules():
+        if isinstance(module, SequentialMLP) and len(module.local_experts) > 1 and _is_plain(module.config):
+            module.forward = partial(_forward, module, module.forward, adds_gradients)  # type: ignore[method-assign]
+
+
+def _is_plain(config: Any) -> bool:
+    special = ("add_bias_linear", "moe_apply_probs_on_input", "fp8", "fp4", "gradient_accumulation_fusion")
+    return not any(getattr(config, name, None) for name in special)  # fp4 is a field from 0.15 on
+
+
+def _forward(
+    experts: SequentialMLP, one_by_one: Any, adds: bool, hidden: Tensor, counts: Tensor, probs: Tensor, **named: Any
+) -> Any:
+    """``SequentialMLP.forward``: hidden [T, H] and probs [T] in the order of the experts, counts [E] on the host."""
+    mlps: list[MLP] = list(experts.local_experts)  # type: ignore[arg-type]
+    # Megatron's hooks gather the weights of a module when it is called, so then each is called.
+    if any(part._forward_pre_hooks for mlp in mlps for part in (mlp, mlp.linear_fc1, mlp.linear_fc2)):
+        return one_by_one(hidden, counts, probs, **named)
+    sizes = counts.tolist()
+
+    def product(layer: str) -> Any:
+        weights = [getattr(mlp, layer).weight for mlp in mlps]
+        return lambda rows: (_Products.apply(rows, sizes, adds, *weights), None)
+
+    shared = {name: getattr(mlps[0], name) for name in ("config", "activation_func")}
+    layers = {name: product(name) for name in ("linear_fc1", "linear_fc2")}
+    return MLP.forward(SimpleNamespace(**shared, **layers), hidden, probs)  # type: ignore[arg-type]
+
+
+class _Products(torch.autograd.Function):
+    """``rows[of expert e] @ weights[e].T``: [T, in], sizes of E consecutive shares of the rows, E x [out, in]."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sizes: list[int], adds: bool, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, *weights)
+        ctx.sizes, ctx.adds = sizes, adds
+        out = rows.new_empty(len(rows), len(weights[0]))
+        for mine, weight, into in zip(rows.split(sizes), weights, out.split(sizes), strict=True):
+            torch.mm(mine, weight.t(), out=into)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rows, *weights = ctx.saved_tensors
+        of_outputs = gradients[0].split(ctx.sizes)
+        of_rows, of_weights = None, [None] * len(weights)
+        if ctx.needs_input_grad[0]:
+            of_rows = torch.empty_like(rows)
+            for given, weight, into in zip(of_outputs, weights, of_rows.split(ctx.sizes), strict=True):
+                torch.mm(given, weight, out=into)
+        if any(ctx.needs_input_grad[3:]):
+            sums = [getattr(weight, "main_grad", None) for weight in weights] if ctx.adds else [None]
+            adds = all(into is not None and into.dtype == rows.dtype for into in sums)
+            if not adds:
+                sums = of_weights = rows.new_zeros(len(weights), *weights[0].shape).unbind()
+            for given, mine, into in zip(of_outputs, rows.split(ctx.sizes), sums, strict=True):
+                into.addmm_(given.t(), mine)
+        return of_rows, None, None, *of_weights
