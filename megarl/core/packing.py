@@ -188,9 +188,10 @@ def _fewest_bins(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     # Longest-first placement balances better than first-fit, but can miss a split that first-fit finds.
     found = _first_fit_decreasing(lengths, order, max_tokens)
     high = len(found)
-    for low in range(low + 1, min(low + _TRIES, high) + 1):
-        if better := _place(lengths, order, low, max_tokens):
+    for num_bins in range(low + 1, min(low + _TRIES, high) + 1):
+        if better := _place(lengths, order, num_bins, max_tokens):
             return better
+    low = min(low + _TRIES, high)
     while low + 1 <= high:  # a search over all counts would be quadratic in the sequences
         middle = (low + high + 1) // 2
         if better := _place(lengths, order, middle, max_tokens):
