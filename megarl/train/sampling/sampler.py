@@ -187,7 +187,7 @@ class Sampler:
             metrics,
             first_error,
             assigned.position,
-            [(assigned.position + p, s) for (p, s), train in zip(selection.keys, trains, strict=True) if train],
+            np.stack([assigned.position + selection.prompts, selection.samples], 1)[trains],
         )
 
     def evaluate(self, step: int, on_finish: Advance | None = None) -> dict[str, float]:
