@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -18,6 +19,8 @@ from megarl.errors import NumericsError
 
 Values = Tensor | np.ndarray | Sequence[float] | float
 Kind = Literal["total", "mean", "exp_mean", "max", "summary", "ratio", "spread", "ess"]
+Layout = tuple[tuple[str, Kind, int, int], ...]
+"""Of statistics: name, kind, and how many sums and maxima each has."""
 
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 """Suffix and level of the quantiles that a "ratio" or "spread" statistic reports."""
@@ -131,6 +134,44 @@ def merge(dictionaries: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
         for name, stat in statistics.items():
             merged[name] = merged[name].merge(stat) if name in merged else stat
     return merged
+
+
+def layout_of(statistics: Mapping[str, Stat]) -> Layout:
+    """Return what ``flatten`` needs to know of statistics, in their order."""
+    return tuple((name, stat.kind, len(stat.sums), len(stat.maxima)) for name, stat in statistics.items())
+
+
+def join_layouts(layouts: Iterable[Layout]) -> Layout:
+    """Return the layout of all names; ValueError if a name has two kinds."""
+    joined: dict[str, tuple[str, Kind, int, int]] = {}
+    for entry in chain.from_iterable(layouts):
+        if joined.setdefault(entry[0], entry) != entry:
+            raise ValueError(f"cannot merge {entry} into {joined[entry[0]]}: two uses of one name")
+    return tuple(joined.values())
+
+
+def flatten(statistics: Mapping[str, Stat], layout: Layout) -> tuple[Tensor, Tensor]:
+    """Return all sums and all maxima, float64 on the host, of names in this order.
+
+    Statistics of the host that are the same or fewer. Sums and maxima of several ranks merge by addition and by
+    maximum: an absent name is -0 and -inf, which change nothing, and a NaN among maxima is inf, because a maximum could
+    lose it.
+    """
+
+    def column(of: Callable[[Stat], Tensor], sizes: Iterable[int], absent: float) -> Tensor:
+        given = zip((statistics.get(name) for name, *_ in layout), sizes, strict=True)
+        parts = [_vector().new_full((size,), absent) if stat is None else of(stat) for stat, size in given]
+        return torch.cat([_vector(), *parts])
+
+    sums = column(lambda stat: stat.sums, (size for *_, size, _ in layout), -0.0)
+    maxima = column(lambda stat: stat.maxima, (size for *_, size in layout), -math.inf)
+    return sums, torch.where(maxima.isnan(), math.inf, maxima)
+
+
+def unflatten(sums: Tensor, maxima: Tensor, layout: Layout) -> dict[str, Stat]:
+    """Return statistics from what ``flatten`` gave."""
+    parts = zip(sums.split([a for *_, a, _ in layout]), maxima.split([b for *_, b in layout]), strict=True)
+    return {name: Stat(kind, *each) for (name, kind, *_), each in zip(layout, parts, strict=True)}
 
 
 def to_host(statistics: Mapping[str, Stat]) -> dict[str, Stat]:

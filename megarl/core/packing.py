@@ -4,6 +4,7 @@ No random numbers: the same lengths give the same micro-batches on every rank an
 """
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from megarl.core.advantages import Values
 from megarl.core.kept import check_kept, pack_kept
-from megarl.core.ratios import LOGPROB_TOLERANCE, segment_expand, segment_lengths
+from megarl.core.ratios import LOGPROB_TOLERANCE, segment_expand
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import NumericsError, RolloutError, TraceError
 
@@ -21,15 +22,17 @@ TOKEN_COLUMNS = tuple(
     field.name for field in fields(TrainBatch) if field.name not in ("cu_seqlens", "kept_ids", "kept_offsets")
 )
 """The fields of TrainBatch with one entry per token."""
+_TRIES = 8
+"""Numbers of micro-batches above the least that are tried one by one, before they are bisected."""
 
 
 def partition(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -> list[list[int]]:
-    """Split sequences into balanced micro-batches of at most max_tokens each.
+    """Split sequences into balanced micro-batches of at most max_tokens each, in O(n log^2 n).
 
-    Takes the smallest number of bins for which longest-first placement into the emptiest bin fits, at most as many as
-    first-fit-decreasing needs, and at least min_bins: ranks that partition again with the largest count as min_bins end
-    with the same number. Returns sequence indices, ascending within a bin, bins ordered by their first index. Raises
-    ValueError if one sequence alone exceeds max_tokens, or there are fewer sequences than min_bins.
+    Longest-first placement into the emptiest bin, into the smallest number of bins for which it is found to fit: at
+    most as many as first-fit-decreasing needs, and at least min_bins. Returns sequence indices, ascending within a bin,
+    bins ordered by their first index. Raises ValueError if one sequence alone exceeds max_tokens, or there are fewer
+    sequences than min_bins.
     """
     _check_lengths(lengths, min_bins)
     for sequence, length in enumerate(lengths):
@@ -38,11 +41,18 @@ def partition(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -> lis
                 f"sequence {sequence} has {length} tokens, more than the {max_tokens} of a micro-batch: "
                 f"raise the tokens per micro-batch, or limit prompt and response length"
             )
-    bins = _fewest_bins(lengths, max_tokens)
-    if len(bins) >= min_bins or not lengths:
+    return spread(_fewest_bins(lengths, max_tokens), lengths, max_tokens, min_bins) if lengths else []
+
+
+def spread(bins: list[list[int]], lengths: Sequence[int], max_tokens: int, min_bins: int) -> list[list[int]]:
+    """Return micro-batches of ``partition`` as at least min_bins ones, which are no longer than max_tokens either.
+
+    Ranks agree on a number in this way: each partitions, then spreads to the largest count. There must be as many
+    sequences.
+    """
+    if len(bins) >= min_bins:
         return bins
-    even = partition_into(lengths, min_bins)
-    return even if _fit(even, lengths, max_tokens) else _divide(bins, lengths, min_bins)
+    return _place(lengths, _longest_first(lengths), min_bins, max_tokens) or _divide(bins, lengths, min_bins)
 
 
 def partition_into(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
@@ -52,13 +62,7 @@ def partition_into(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
     4/3 of the best possible (Graham 1969). Raises ValueError if there are fewer sequences than bins.
     """
     _check_lengths(lengths, num_bins)
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    loads = [(0, index) for index in range(num_bins)]
-    for sequence in _longest_first(lengths):
-        load, index = heapq.heappop(loads)
-        bins[index].append(sequence)
-        heapq.heappush(loads, (load + lengths[sequence], index))
-    return _sort_bins(bins)
+    return _place(lengths, _longest_first(lengths), num_bins) or []
 
 
 def pack(rollouts: Sequence[Rollout], advantages: Values | Sequence[np.ndarray]) -> TrainBatch:
@@ -135,7 +139,7 @@ def take_segments(bounds: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
 
     bounds: integer [N+1], segment n is ``[bounds[n], bounds[n+1])``; chosen: int64 [R], in any order.
     """
-    lengths = segment_lengths(bounds)[chosen]
+    lengths = (bounds[chosen + 1] - bounds[chosen]).long()  # not of all segments: a batch is taken apart into many
     taken = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     shift = segment_expand(bounds[chosen] - taken[:-1], taken)
     return taken, torch.arange(shift.numel(), device=shift.device) + shift
@@ -153,49 +157,104 @@ def _check_lengths(lengths: Sequence[int], num_bins: int) -> None:
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:
-    return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    return np.argsort(-np.asarray(lengths, np.int64), kind="stable").tolist()
 
 
-def _fit(bins: list[list[int]], lengths: Sequence[int], max_tokens: int) -> bool:
-    return all(sum(lengths[i] for i in part) <= max_tokens for part in bins)
+def _place(
+    lengths: Sequence[int], order: Sequence[int], num_bins: int, max_tokens: int | None = None
+) -> list[list[int]] | None:
+    """Put sequences, longest first, into the emptiest of num_bins; None as soon as one would exceed max_tokens."""
+    bin_of = [0] * len(order)
+    # One integer, load * num_bins + index, compares as the pair does, and much faster. The first sequences go to
+    # empty bins.
+    heap = [lengths[sequence] * num_bins + index for index, sequence in enumerate(order[:num_bins])]
+    for index, sequence in enumerate(order[:num_bins]):
+        bin_of[sequence] = index
+    heapq.heapify(heap)
+    most = math.inf if max_tokens is None else max_tokens
+    for sequence in order[num_bins:]:
+        emptiest = heap[0]
+        load, bin_of[sequence] = divmod(emptiest, num_bins)
+        if load + lengths[sequence] > most:
+            return None
+        heapq.heapreplace(heap, emptiest + lengths[sequence] * num_bins)
+    return _gather_bins(bin_of)
 
 
 def _fewest_bins(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    first_fit = _first_fit_decreasing(lengths, max_tokens)
+    order, low = _longest_first(lengths), _least_bins(lengths, max_tokens)
+    if found := _place(lengths, order, low, max_tokens):
+        return found
     # Longest-first placement balances better than first-fit, but can miss a split that first-fit finds.
-    for num_bins in range(max(-(-sum(lengths) // max_tokens), 1), len(first_fit) + 1):
-        bins = partition_into(lengths, num_bins)
-        if _fit(bins, lengths, max_tokens):
-            return bins
-    return _sort_bins(first_fit)
+    found = _first_fit_decreasing(lengths, order, max_tokens)
+    high = len(found)
+    for num_bins in range(low + 1, min(low + _TRIES, high) + 1):
+        if better := _place(lengths, order, num_bins, max_tokens):
+            return better
+    low = min(low + _TRIES, high)
+    while low + 1 <= high:  # a search over all counts would be quadratic in the sequences
+        middle = (low + high + 1) // 2
+        if better := _place(lengths, order, middle, max_tokens):
+            found, high = better, middle - 1
+        else:
+            low = middle
+    return found
+
+
+def _least_bins(lengths: Sequence[int], max_tokens: int) -> int:
+    """A number of bins without which the sequences cannot fit: by their sum, or by those of which no two fit in one.
+
+    The bound L2 of Martello and Toth (1990): beside each sequence longer than max_tokens - a there is no room for those
+    of a or more tokens.
+    """
+    ordered = np.sort(np.asarray(lengths, np.int64))
+    sums = np.concatenate([[0], np.cumsum(ordered)])
+    half = int(np.searchsorted(ordered, max_tokens // 2, "right"))  # from here on two do not fit
+    least = np.unique(np.concatenate([[1], ordered[:half]]))
+    begin, above = np.searchsorted(ordered, least), np.searchsorted(ordered, max_tokens - least, "right")
+    free = (above - half) * max_tokens - (sums[above] - sums[half])
+    more = -((free - (sums[half] - sums[begin])) // max_tokens)
+    return max(int((len(ordered) - half + np.maximum(more, 0)).max()), 1)
 
 
 def _divide(bins: list[list[int]], lengths: Sequence[int], num_bins: int) -> list[list[int]]:
     """Halve the fullest bin until there are num_bins; this only shortens bins, so they still fit."""
-    bins = list(bins)
-    while len(bins) < num_bins:
-        fullest = max((part for part in bins if len(part) > 1), key=lambda part: sum(lengths[i] for i in part))
-        bins.remove(fullest)
-        halves = partition_into([lengths[i] for i in fullest], 2)
-        bins += [[fullest[i] for i in half] for half in halves]
-    return _sort_bins(bins)
+    done = [part for part in bins if len(part) == 1]
+    heap = [(-sum(lengths[i] for i in part), index, part) for index, part in enumerate(bins) if len(part) > 1]
+    heapq.heapify(heap)
+    for index in range(len(bins), 2 * num_bins - len(bins), 2):
+        _, _, fullest = heapq.heappop(heap)
+        for number, half in enumerate(partition_into([lengths[i] for i in fullest], 2), index):
+            part = [fullest[i] for i in half]
+            if len(part) > 1:
+                heapq.heappush(heap, (-sum(lengths[i] for i in part), number, part))
+            else:
+                done.append(part)
+    return sorted([*done, *(part for _, _, part in heap)])
 
 
-def _first_fit_decreasing(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for sequence in _longest_first(lengths):
-        index = next((i for i, free in enumerate(room) if free >= lengths[sequence]), len(bins))
-        if index == len(bins):
-            bins.append([])
-            room.append(max_tokens)
-        bins[index].append(sequence)
-        room[index] -= lengths[sequence]
-    return bins
+def _first_fit_decreasing(lengths: Sequence[int], order: Sequence[int], max_tokens: int) -> list[list[int]]:
+    # A tree of maxima finds the first bin with room. At most one bin is not more than half full.
+    size = 1 << min(len(lengths), 2 * sum(lengths) // max_tokens + 1).bit_length()
+    room, bin_of = [max_tokens] * (2 * size), [0] * len(lengths)
+    for sequence in order:
+        length, node = lengths[sequence], 1
+        while node < size:
+            node = 2 * node if room[2 * node] >= length else 2 * node + 1
+        bin_of[sequence] = node
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return _gather_bins(bin_of)
 
 
-def _sort_bins(bins: list[list[int]]) -> list[list[int]]:
-    return sorted(sorted(part) for part in bins if part)
+def _gather_bins(bin_of: Sequence[int]) -> list[list[int]]:
+    """The sequences of each bin, ascending; bins in the order of their first sequences."""
+    bins: dict[int, list[int]] = {}
+    for sequence, index in enumerate(bin_of):
+        bins.setdefault(index, []).append(sequence)
+    return list(bins.values())
 
 
 def _concatenate(columns: Sequence[np.ndarray], dtype: type[np.generic]) -> Tensor:

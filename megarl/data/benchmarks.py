@@ -20,7 +20,7 @@ from megarl.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megarl.data.prompts import Prompt
+    from megarl.data.prompt_table import PromptTable
 
 HELDOUT = "heldout"
 """Name of the benchmark of ``data.heldout``."""
@@ -90,7 +90,7 @@ def choose(words: Sequence[str], config: Config, template: str | None = None) ->
     return tuple(chosen if template is None else (replace(benchmark, template=template) for benchmark in chosen))
 
 
-def load(benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase, config: Config) -> list[Prompt]:
+def load(benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase, config: Config) -> PromptTable:
     """Return its prompts, at most ``eval.max_prompts``. DataError says what to do if the hub cannot be reached."""
     from megarl.data.prompts import load_prompts  # needs transformers
 

@@ -4,31 +4,22 @@ Plain text is tokenized with the tokenizer's special tokens. Chat messages, and 
 pass through the tokenizer's chat template, which adds the special tokens itself.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from megarl.data.records import Record, get_field, read_records, type_name
+from megarl.data.prompt_table import Prompt as Prompt
+from megarl.data.prompt_table import PromptTable, share
+from megarl.data.records import Record, get_field, place_prefix, read_records, type_name
 from megarl.errors import ConfigError, DataError
 
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One problem with its answer."""
-
-    index: int
-    """Position in the source, 0..P-1."""
-    tokens: np.ndarray
-    """int32 [length], not empty."""
-    text: str
-    """The text that was tokenized: the plain text, or the chat after its template."""
-    answer: str
-    """The reward function compares the response with it; not blank."""
-    source: str
-    """Where it was read from: "train.jsonl:17" or "train.parquet row 16"."""
+_BATCH = 1024
+"""Texts that are tokenized at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +44,11 @@ def load_prompts(
     split: str | None = None,
     limit: int | None = None,
     template: str | None = None,
-) -> list[Prompt]:
+) -> PromptTable:
     """Read and tokenize all prompts of a source. Nothing is dropped or shortened.
+
+    One process of a node tokenizes a large file, and the others map what it has written: see
+    ``megarl.data.prompt_table``. Folders and hub names are tokenized by every process.
 
     source, split, limit: as in :func:`megarl.data.records.read_records`. Fields may be dotted. The answer is text or a
     whole number; write other numbers as text, because 0.10 and 1e-1 would be compared as text. template: text around a
@@ -66,13 +60,27 @@ def load_prompts(
         ConfigError: ``chat_template`` is on, but the tokenizer has none.
     """
     _check_template(tokenizer, chat_template)
-    prompts: list[Prompt] = []
-    for index, (place, record) in enumerate(read_records(source, split=split, limit=limit)):
-        text, tokens = _encode_prompt(tokenizer, record, prompt_field, chat_template, place, template)
-        _check_length(len(tokens), max_prompt_tokens, "the prompt", "data.max_prompt_tokens", place)
-        answer = _answer(get_field(record, answer_field, place), answer_field, place)
-        prompts.append(Prompt(index, tokens, text, answer, place))
-    return prompts
+
+    def read(place: str, record: Record) -> tuple[_Text, str]:
+        text = _prompt_text(tokenizer, record, prompt_field, chat_template, place, template)
+        return text, _answer(get_field(record, answer_field, place), answer_field, place)
+
+    prefix = place_prefix(source)
+
+    def tokenize() -> Iterator[tuple[list[int], list[list[int]], list[str], list[str]]]:
+        for rows in _batches(read_records(source, split=split, limit=limit), read):
+            texts, answers = [text for text, _ in rows], [answer for _, answer in rows]
+            tokens = _encode_prompts(tokenizer, texts, prompt_field, max_prompt_tokens)
+            numbers = [int(text.place.removeprefix(prefix)) for text in texts]
+            yield numbers, tokens, [text.text for text in texts], answers
+
+    def build() -> PromptTable:
+        return PromptTable.of(tokenize(), prefix)
+
+    if limit is None and split is None and Path(source).is_file():
+        settings = (prompt_field, answer_field, chat_template, max_prompt_tokens, template)
+        return share(Path(source), tokenizer, settings, build)
+    return build()
 
 
 def load_demonstrations(
@@ -99,22 +107,30 @@ def load_demonstrations(
     end_token = tokenizer.eos_token_id
     if not isinstance(end_token, int):
         raise ConfigError("the tokenizer has no eos_token: set one, otherwise the model never learns to stop")
-    demonstrations: list[Demonstration] = []
-    for place, record in read_records(path):
-        _, prompt = _encode_prompt(tokenizer, record, prompt_field, chat_template, place)
+
+    def read(place: str, record: Record) -> tuple[_Text, str]:
+        text = _prompt_text(tokenizer, record, prompt_field, chat_template, place)
         response = get_field(record, response_field, place)
         if not isinstance(response, str):
             raise DataError(f"{place}: {response_field!r} is {type_name(response)}, expected text")
         if not response:
             raise DataError(f"{place}: {response_field!r} is empty: there is nothing to imitate")
-        ids = list(tokenizer(response, add_special_tokens=False)["input_ids"])
-        if not ids or ids[-1] != end_token:
-            ids.append(end_token)
-        tokens = np.concatenate([prompt, np.asarray(ids, dtype=np.int32)])
-        _check_length(len(prompt), max_prompt_tokens, "the prompt", "data.max_prompt_tokens", place)
-        _check_length(len(ids), max_response_tokens, "the response with its end", "rollout.max_response_tokens", place)
-        _check_length(len(tokens), max_positions, "prompt with response", "the model's positions", place)
-        demonstrations.append(Demonstration(tokens, np.arange(len(tokens)) >= len(prompt), place))
+        return text, response
+
+    demonstrations: list[Demonstration] = []
+    for rows in _batches(read_records(path), read):
+        prompts = _encode_prompts(tokenizer, [text for text, _ in rows], prompt_field, max_prompt_tokens)
+        responses = _tokenize(tokenizer, [response for _, response in rows], special=False)
+        for (text, _), prompt, ids in zip(rows, prompts, responses, strict=True):
+            place = text.place
+            if not ids or ids[-1] != end_token:
+                ids.append(end_token)
+            tokens = np.array([*prompt, *ids], dtype=np.int32)
+            _check_length(
+                len(ids), max_response_tokens, "the response with its end", "rollout.max_response_tokens", place
+            )
+            _check_length(len(tokens), max_positions, "prompt with response", "the model's positions", place)
+            demonstrations.append(Demonstration(tokens, np.arange(len(tokens)) >= len(prompt), place))
     return demonstrations
 
 
@@ -137,9 +153,8 @@ class PromptOrder:
             raise ConfigError(f"seed is {self.seed}: expected 0 <= seed < 2**64")
 
     def epoch(self, epoch: int) -> np.ndarray:
-        """Return the permutation of 0..P-1 of one epoch, int64 [P]."""
-        words = np.random.Philox(key=np.array([self.seed, epoch], dtype=np.uint64)).random_raw(self.num_prompts)
-        return np.argsort(words, kind="stable").astype(np.int64)
+        """Return the permutation of 0..P-1 of one epoch, int64 [P], read-only: it is kept for the next steps."""
+        return _permutation(self.num_prompts, self.seed, epoch)
 
     def take(self, position: int, count: int) -> np.ndarray:
         """Return the prompts at places position .. position + count - 1 of the endless order, int64 [count].
@@ -148,9 +163,20 @@ class PromptOrder:
         """
         if position < 0 or count < 0:
             raise ValueError(f"take({position}, {count}): position and count must not be negative")
-        first, offset = divmod(position, self.num_prompts)
-        epochs = [self.epoch(epoch) for epoch in range(first, (position + count - 1) // self.num_prompts + 1)]
-        return np.concatenate([np.zeros(0, dtype=np.int64), *epochs])[offset : offset + count]
+        parts = [np.zeros(0, dtype=np.int64)]
+        while count:
+            epoch, offset = divmod(position, self.num_prompts)
+            parts.append(self.epoch(epoch)[offset : offset + count])
+            position, count = position + len(parts[-1]), count - len(parts[-1])
+        return np.concatenate(parts)
+
+
+@lru_cache(maxsize=2)  # a step may cross the end of an epoch
+def _permutation(num_prompts: int, seed: int, epoch: int) -> np.ndarray:
+    words = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(num_prompts)
+    order = np.argsort(words, kind="stable").astype(np.int64)
+    order.flags.writeable = False
+    return order
 
 
 def _check_template(tokenizer: PreTrainedTokenizerBase, chat_template: bool) -> None:
@@ -164,15 +190,43 @@ def _check_length(num_tokens: int, limit: int | None, what: str, limit_name: str
         raise DataError(f"{place}: {what} has {num_tokens} tokens, more than {limit_name} = {limit}; {remedy}")
 
 
-def _encode_prompt(
+class _Text(NamedTuple):
+    """A prompt as it goes to the tokenizer."""
+
+    place: str
+    text: str
+    templated: bool
+    """Whether it passed a chat template, which adds the special tokens."""
+
+
+def _batches(
+    records: Iterator[tuple[str, Record]], read: Callable[[str, Record], tuple[_Text, str]]
+) -> Iterator[list[tuple[_Text, str]]]:
+    """Yield what is read of so many records; what precedes a bad record comes before its error."""
+    rows: list[tuple[_Text, str]] = []
+    try:
+        for place, record in records:
+            rows.append(read(place, record))
+            if len(rows) == _BATCH:
+                yield rows
+                rows = []
+    except DataError:
+        if rows:
+            yield rows
+        raise
+    if rows:
+        yield rows
+
+
+def _prompt_text(
     tokenizer: PreTrainedTokenizerBase,
     record: Record,
     field: str,
     chat_template: bool,
     place: str,
     template: str | None = None,
-) -> tuple[str, np.ndarray]:
-    """Return (text that was tokenized, int32 tokens) of plain text or of chat messages."""
+) -> _Text:
+    """Return the text to tokenize of plain text or of chat messages."""
     prompt = get_field(record, field, place)
     templated = chat_template or isinstance(prompt, list)
     if isinstance(prompt, list) and template is None:
@@ -187,17 +241,45 @@ def _encode_prompt(
         # Other braces stay as they are, because LaTeX uses them.
         text = prompt if template is None else template.replace("{prompt}", prompt)
         text = _render(tokenizer, [{"role": "user", "content": text}], place) if chat_template else text
-    try:
-        tokens = np.asarray(tokenizer(text, add_special_tokens=not templated)["input_ids"], dtype=np.int32)
-    except Exception as error:  # tokenizers raises a bare Exception for a character without a token
-        raise DataError(f"{place}: the tokenizer cannot read the prompt ({field!r}): {error}") from error
-    if tokens.size == 0:
-        raise DataError(f"{place}: the prompt ({field!r}) has no tokens")
+    return _Text(place, text, templated)
+
+
+def _encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[_Text], field: str, limit: int | None
+) -> list[list[int]]:
+    """Tokenize a batch; DataError names the first text that cannot be a prompt of at most ``limit`` tokens."""
+    found: dict[int, list[int]] = {}
+    for templated in (False, True):
+        chosen = [index for index, text in enumerate(texts) if text.templated == templated]
+        if not chosen:
+            continue
+        try:
+            ids = _tokenize(tokenizer, [texts[index].text for index in chosen], special=not templated)
+        except Exception as error:  # tokenizers raises a bare Exception for a character without a token
+            if len(texts) > 1:  # find it, and what else may be wrong before it
+                return [_encode_prompts(tokenizer, [text], field, limit)[0] for text in texts]
+            raise DataError(f"{texts[0].place}: the tokenizer cannot read the prompt ({field!r}): {error}") from error
+        found.update(zip(chosen, ids, strict=True))
     end_token = tokenizer.eos_token
-    if not templated and tokens[-1] == tokenizer.eos_token_id and not text.endswith(str(end_token)):
-        # BERT- and T5-like tokenizers do this. The model would have to answer after its end token.
-        raise DataError(f"{place}: the tokenizer appends its end token {end_token!r} to a prompt; turn that off")
-    return text, tokens
+    for index, (place, text, templated) in enumerate(texts):
+        tokens = found[index]
+        if not tokens:
+            raise DataError(f"{place}: the prompt ({field!r}) has no tokens")
+        if not templated and tokens[-1] == tokenizer.eos_token_id and not text.endswith(str(end_token)):
+            # BERT- and T5-like tokenizers do this. The model would have to answer after its end token.
+            raise DataError(f"{place}: the tokenizer appends its end token {end_token!r} to a prompt; turn that off")
+        _check_length(len(tokens), limit, "the prompt", "data.max_prompt_tokens", place)
+    return [found[index] for index in range(len(texts))]
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], special: bool) -> list[list[int]]:
+    """What the tokenizer's own call gives, in half its time where that only calls the backend."""
+    if getattr(type(tokenizer), "_encode_plus", None) is not PreTrainedTokenizerFast._encode_plus:
+        return tokenizer(texts, add_special_tokens=special)["input_ids"]
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=special)]
 
 
 def _check_messages(messages: list[Any], field: str, place: str) -> None:

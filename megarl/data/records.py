@@ -51,6 +51,14 @@ def read_records(
     yield from islice(chain([first], records), limit)
 
 
+def place_prefix(source: str | Path) -> str:
+    """Return what precedes the number in the places of a source: "train.jsonl:", "train.parquet row "."""
+    path = Path(source)
+    if path.suffix in (".jsonl", ".parquet"):
+        source = path
+    return f"{source}:" if path.suffix == ".jsonl" else f"{source} row "
+
+
 def write_jsonl(path: Path, rows: Iterable[Record]) -> None:
     """Write one JSON object per line; the file appears complete or not at all."""
     lines = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
@@ -79,9 +87,10 @@ def type_name(value: object) -> str:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Record]]:
+    prefix = place_prefix(path)
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            place = f"{path}:{number}"
+            place = f"{prefix}{number}"
             if not line.strip():
                 continue
             try:
@@ -100,12 +109,12 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Record]]:
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
-    row = 0
+    row, prefix = 0, place_prefix(path)
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches():
                 for record in batch.to_pylist():
-                    yield f"{path} row {row}", record
+                    yield f"{prefix}{row}", record
                     row += 1
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a readable Parquet file after row {row} ({describe(error)})") from error
@@ -128,5 +137,6 @@ def _read_dataset(source: str, split: str | None) -> Iterator[tuple[str, Record]
             splits = ", ".join(map(str, data))
             raise DataError(f"{source}: has the splits {splits}; choose one with data.split or data.heldout_split")
         (data,) = data.values()
+    prefix = place_prefix(source)
     for row, record in enumerate(data):
-        yield f"{source} row {row}", dict(record)
+        yield f"{prefix}{row}", dict(record)

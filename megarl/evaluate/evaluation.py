@@ -50,7 +50,7 @@ class Task:
     checkpoint: Path | None
     """A step folder; None: the weights of model.path."""
     out: Path
-    prompts: dict[str, list[Prompt]]
+    prompts: dict[str, Sequence[Prompt]]
     """By benchmark, including complete ones."""
     shared: dict[str, Any]
     own: dict[str, dict[str, Any]]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from megarl.core.devices import to_device
-from megarl.core.metrics import Stat, merge, to_host
+from megarl.core.metrics import Layout, Stat, flatten, join_layouts, layout_of, to_host, unflatten
 from megarl.core.packing import drop_routes
 from megarl.core.rollout_codec import decode_rollouts, encode_rollouts
 from megarl.core.types import Rollout
@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # replay needs no pydantic
 Result = TypeVar("Result")
 
 _TWIN = "over gloo"
+_LAYOUTS: dict[int, Layout] = {}
+"""By hash, the layouts of metrics that all ranks have agreed on; equal on all ranks."""
 _COLLECTIVE_WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe")
 
 
@@ -88,6 +90,7 @@ def shutdown() -> None:
     if dist.is_initialized():
         leave_layout()
         _connect_by_gloo.cache_clear()
+        _LAYOUTS.clear()
         dist.destroy_process_group()
 
 
@@ -249,10 +252,34 @@ def from_main_rank(action: Callable[[], Result]) -> Result:
 
 
 def collect_metrics(statistics: Mapping[str, Stat]) -> dict[str, Stat] | None:
-    """Merge the statistics of all model copies in rank order; None except on the main rank."""
+    """Merge the statistics of all model copies; None except on the main rank; a collective call."""
     mine = to_host(statistics) if holds_outputs() else {}
-    gathered = gather_on_main_rank(mine)
-    return merge(gathered) if gathered is not None else None
+    if dist.get_world_size() == 1:
+        return mine
+    layout = _agree_on_layout(layout_of(mine) if holds_outputs() else None)
+    sums, maxima = flatten(mine, layout)
+    for column, operation in ((sums, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
+        if len(column):
+            dist.reduce(column, 0, operation, group=over_gloo())
+    return unflatten(sums, maxima, layout) if is_main_rank() else None
+
+
+def _agree_on_layout(mine: Layout | None) -> Layout:
+    """The layout of all ranks' statistics; None on a rank without any; a collective call.
+
+    Ranks compare hashes. Names travel only when a hash is new, or not the same everywhere.
+    """
+    digest = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:7], "little")
+    none = -(1 << 62)
+    found = torch.tensor([none, none] if mine is None else [digest, -digest])
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=over_gloo())
+    highest, lowest = int(found[0]), -int(found[1])
+    if highest == lowest in _LAYOUTS:
+        return _LAYOUTS[highest]
+    layout = join_layouts(each for each in gather_objects(mine) if each is not None)
+    if highest == lowest:
+        _LAYOUTS[highest] = layout
+    return layout
 
 
 def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -10,11 +10,10 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TextIO, get_args
 
-from megarl.data.files import write_atomically
 from megarl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -27,6 +26,7 @@ HEADER = ("kind", "step", "minibatch", "wall_s")
 """Keys of a record that are no metrics."""
 TIMING_PREFIXES = ("time/", "speed/")
 """Prefixes of metrics that depend on the clock."""
+_BLOCK = 1 << 20
 _LARGEST = 10**15
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -81,8 +81,9 @@ class MetricsLog:
     def truncate_after(self, step: int) -> int:
         """Drop all records with a larger step, and a torn last line, when a run resumes; return how many.
 
-        The file is replaced as a whole, so a kill leaves either the old or the new one. TensorBoard hides the dropped
-        steps; wandb cannot take points back, there a resumed run is a new run of the same group.
+        Only what is dropped is read, from the end; earlier records have no larger step. The file is cut in one step, so
+        a kill leaves either the old or the new one. TensorBoard hides the dropped steps; wandb cannot take points back,
+        there a resumed run is a new run of the same group.
         """
         if not self._enabled:
             return 0
@@ -103,13 +104,30 @@ class MetricsLog:
 
     def _cut(self, last_step: float) -> int:
         """Keep the records up to last_step and no torn line; return how many lines went."""
-        data = self.path.read_bytes() if self.path.is_file() else b""
-        kept = [record for record in (read_metrics(self.path) if data else []) if record["step"] <= last_step]
-        num_lines = sum(1 for line in data.split(b"\n") if line.strip())
-        if num_lines > len(kept) or (data and not data.endswith(b"\n")):
-            write_atomically(self.path, "".join(_to_json(record) + "\n" for record in kept).encode())
-        self._started_s = time.monotonic() - (float(kept[-1]["wall_s"]) if kept else 0.0)
-        return num_lines - len(kept)
+        num_dropped, end, wall_s = 0, 0, 0.0
+        size = self.path.stat().st_size if self.path.is_file() else 0
+        for begin, line in _lines_from_the_end(self.path) if size else ():
+            if not line.strip():
+                continue
+            try:
+                record = _from_json(line)
+            except ValueError as error:
+                if num_dropped:
+                    raise _broken(f"{self.path}: byte {begin}", error) from error
+                record = None
+            if record is not None and record["step"] <= last_step:
+                end, wall_s = begin + len(line) + 1, float(record["wall_s"])
+                break
+            num_dropped += 1
+        if size != end:
+            with self.path.open("r+b") as file:
+                if end:
+                    file.seek(end - 1)
+                    file.write(b"\n")  # a kill may have cut it off, and nothing else
+                file.truncate(end)
+                os.fsync(file.fileno())
+        self._started_s = time.monotonic() - wall_s
+        return num_dropped
 
     def _close_files(self) -> None:
         if self._file is not None:
@@ -136,8 +154,8 @@ class MetricsLog:
             self._wandb.log({prefix + name: value for name, value in values.items()} | {"global_step": step})
 
 
-def read_metrics(path: str | Path) -> list[Record]:
-    """All records of a metrics.jsonl, in order; non-finite values are floats again.
+def read_metrics(path: str | Path, begin: int = 0) -> list[Record]:
+    """All records of a metrics.jsonl from a byte on, in order; non-finite values are floats again.
 
     A broken last line is what a kill leaves behind and is passed over. Any other broken line raises DataError with
     file and line.
@@ -145,7 +163,9 @@ def read_metrics(path: str | Path) -> list[Record]:
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: there is no such file; a run writes it into its run folder")
-    lines = path.read_bytes().split(b"\n")
+    with path.open("rb") as file:
+        file.seek(begin)
+        lines = file.read().split(b"\n")
     while lines and not lines[-1].strip():
         lines.pop()
     records: list[Record] = []
@@ -155,8 +175,28 @@ def read_metrics(path: str | Path) -> list[Record]:
         except ValueError as error:
             if number == len(lines):
                 break
-            raise DataError(f"{path}:{number}: broken record ({error}); only the last line may be torn") from error
+            raise _broken(f"{path}:{number}", error) from error
     return records
+
+
+def _lines_from_the_end(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (first byte, line without its end) of a file, the last line first; a block of it is in memory."""
+    with path.open("rb") as file:
+        begin, rest = file.seek(0, os.SEEK_END), b""
+        while begin:
+            size = min(begin, _BLOCK)
+            begin -= size
+            file.seek(begin)
+            rest, *lines = (file.read(size) + rest).split(b"\n")
+            start = begin + len(rest) + sum(len(line) + 1 for line in lines) + 1
+            for line in reversed(lines):
+                start -= len(line) + 1
+                yield start, line
+        yield 0, rest
+
+
+def _broken(where: str, error: ValueError) -> DataError:
+    return DataError(f"{where}: broken record ({error}); only the last line may be torn")
 
 
 def without_timing(records: Iterable[Record]) -> list[Record]:

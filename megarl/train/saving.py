@@ -44,6 +44,7 @@ class RunCheckpoints:
         self._run = distributed.from_main_rank(lambda: read_run_id(config.run_dir))
         self.saver = Saver(self.folder, config.checkpoint.keep, self._run, self._find_lasting)
         self._config, self._policy, self._stop, self._save_run, self._say = config, policy, stop, save_run, say
+        self._log_bytes, self._found = 0, dict[int, float]()
 
     def newest(self) -> tuple[int, Path] | None:
         """Return (finished steps, folder) of the newest complete checkpoint."""
@@ -88,8 +89,11 @@ class RunCheckpoints:
         best, names = self._config.checkpoint.keep_best, self._config.benchmarks
         key = "eval/pass_rate" if best == "pooled" or len(names) == 1 else f"eval/{best}/pass_rate"
         log = self._config.run_dir / "metrics.jsonl"
-        records = read_metrics(log) if best is not None and log.exists() else []
-        return {r["step"]: r[key] for r in records if r["kind"] == "eval" and r["step"] and key in r}
+        if best is not None and log.exists():
+            begin, self._log_bytes = self._log_bytes, log.stat().st_size  # what is appended since the last call
+            records = read_metrics(log, begin)
+            self._found |= {r["step"]: r[key] for r in records if r["kind"] == "eval" and r["step"] and key in r}
+        return self._found
 
     def _find_lasting(self, steps: Sequence[int]) -> set[int]:
         """Return which of the complete checkpoints stay: on the disk, the best one has no successor yet."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import math
 import subprocess
@@ -81,18 +82,59 @@ def test_truncate_before_anything_was_written(tmp_path: Path) -> None:
         assert log.truncate_after(0) == 0
 
 
-def test_a_failed_replace_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=12),
+    last_step=st.integers(-1, 6),
+    torn=st.integers(0, 60),
+    block=st.integers(1, 90),
+)
+def test_what_is_cut_does_not_depend_on_how_it_is_read(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], last_step: int, torn: int, block: int
+) -> None:
+    """Against a slow reference that reads everything; blocks may be shorter than a line."""
+    path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
+    lines = [
+        json.dumps({"kind": "step", "step": n // 2, "minibatch": None, "wall_s": n + 1.0, "x": "nan", "y": 10**length})
+        for n, length in enumerate(lengths)
+        if length < 15
+    ]
+    data = "".join(f"{line}\n" for line in lines).encode()
+    path.write_bytes(data[: len(data) - torn])
+    whole = [line for line in lines if f"{line}\n".encode() in path.read_bytes() + b"\n"]
+    kept = [line for line in whole if json.loads(line)["step"] <= last_step]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("megarl.run.metrics_log._BLOCK", block)
+        with MetricsLog(path.parent, tensorboard=False) as log:
+            assert path.read_text() == "".join(f"{line}\n" for line in whole)
+            assert log.truncate_after(last_step) == len(whole) - len(kept)
+            log.write("step", 99, {})
+    assert path.read_text().startswith("".join(f"{line}\n" for line in kept))
+    *_, added = read_metrics(path)
+    assert added["wall_s"] == pytest.approx(json.loads(kept[-1])["wall_s"] if kept else 0.0, abs=0.9)
+
+
+def test_a_resumed_run_reads_only_what_it_drops(tmp_path: Path) -> None:
+    write_steps(tmp_path, range(6))
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"x" * 100 + b"\n" + path.read_bytes())  # a record that resuming would have to refuse
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        assert log.truncate_after(3) == 2 * 3
+        with pytest.raises(DataError, match=r"metrics\.jsonl: byte 0: broken record"):
+            log.truncate_after(-1)
+    with pytest.raises(DataError, match=":1: broken record"):
+        read_metrics(path)
+    assert [record["step"] for record in read_metrics(path, 101)] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+def test_a_failed_cut_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_steps(tmp_path, range(3))
-    before = (tmp_path / "metrics.jsonl").read_bytes()
-
-    def fail(descriptor: int) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr("os.fsync", fail)
-    with pytest.raises(OSError, match="disk full"):
-        MetricsLog(tmp_path, tensorboard=False).truncate_after(0)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
-    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+    path = tmp_path / "metrics.jsonl"
+    before = path.read_bytes()
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        monkeypatch.setattr(Path, "open", lambda self, mode="r", **_: io.FileIO(self, "r"))  # a file system went away
+        with pytest.raises(OSError, match="not open for writing"):
+            log.truncate_after(0)
+    assert path.read_bytes() == before
 
 
 def test_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:

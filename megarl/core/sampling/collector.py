@@ -14,8 +14,12 @@ rewards of (prompt, sample), not on the time at which they arrive.
 """
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, pairwise
+from typing import Self
 
 import numpy as np
 
@@ -81,8 +85,37 @@ class Pool:
 
     def has_contrast(self) -> bool:
         """Whether not all rewards are equal."""
-        values = self.values()
-        return bool(values.size) and values.min() < values.max()
+        arrived = [reward for reward in self.rewards.values() if reward is not None]
+        return bool(arrived) and min(arrived) < max(arrived)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rewards:
+    """Rewards of samples that were drawn before, in the order of (prompt, sample)."""
+
+    prompts: list[int]
+    samples: list[int]
+    values: list[float | None]
+    """None for a sample that failed."""
+    rows_of: dict[int, tuple[int, int]]
+    """The first row of each prompt, and the one after its last."""
+
+    @classmethod
+    def of(cls, prompts: np.ndarray, samples: np.ndarray, values: np.ndarray, judged: np.ndarray) -> Self:
+        """Return the rewards of columns [S] in this order; NumericsError if a judged one is not finite."""
+        if (wrong := np.flatnonzero(judged & ~np.isfinite(values))).size:
+            raise _not_finite(prompts[wrong[0]], samples[wrong[0]], values[wrong[0]])
+        numbers, begins = np.unique(prompts, return_index=True)
+        bounds = [*begins.tolist(), len(prompts)]
+        rows_of = dict(zip(numbers.tolist(), pairwise(bounds), strict=True))
+        return cls(prompts.tolist(), samples.tolist(), np.where(judged, values.astype(object), None).tolist(), rows_of)
+
+    def of_ask(self, ask: Ask) -> dict[int, float | None]:
+        """Return by sample the rewards of what was asked for, as far as it was drawn."""
+        first, last = self.rows_of.get(ask.prompt, (0, 0))
+        begin = bisect_left(self.samples, ask.samples.start, first, last)
+        end = bisect_left(self.samples, ask.samples.stop, begin, last)
+        return dict(zip(self.samples[begin:end], self.values[begin:end], strict=True))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,6 +142,18 @@ class Selection:
     def keys(self) -> list[tuple[int, int]]:
         """(prompt, sample) of each that trains."""
         return list(zip(self.prompts.tolist(), self.samples.tolist(), strict=True))
+
+    def find(self, prompts: np.ndarray, samples: np.ndarray) -> np.ndarray:
+        """Return int64 [M]: the row of each (prompt, sample), N for those that are not selected."""
+        return find_rows(self.prompts, self.samples, prompts, samples)
+
+
+def find_rows(prompts: np.ndarray, samples: np.ndarray, of: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Return int64 [M]: where sample ``numbers`` of prompt ``of`` is among N sorted (prompt, sample); N if absent."""
+    width = max(samples.max(initial=0), numbers.max(initial=0)) + 1
+    keys, wanted = prompts * width + samples, of * width + numbers
+    rows = np.searchsorted(keys, wanted)
+    return np.where(np.append(keys, -1)[rows] == wanted, rows, len(keys))
 
 
 class Collector:
@@ -177,12 +222,16 @@ class Collector:
         if sample in pool.rewards:
             raise ValueError(f"prompt {prompt} sample {sample} arrived twice")
         if reward is not None and not math.isfinite(reward):
-            raise NumericsError(
-                f"prompt {prompt} sample {sample}: the reward is {reward}, expected a finite number, or None for a "
-                "sample that failed"
-            )
-        pool.rewards[sample] = reward
-        return [] if pool.waits else self._after_round(pool)
+            raise _not_finite(prompt, sample, reward)
+        return self._take(pool, {sample: reward})
+
+    def replay(self, rewards: Rewards) -> Selection:
+        """Return what is selected if the rewards of samples that were drawn earlier arrive as they are asked for."""
+        asks = deque(self.start())
+        while asks and not self.done:
+            ask = asks.popleft()
+            asks.extend(self._take(self._pool_of[ask.prompt], rewards.of_ask(ask)))
+        return self.select()
 
     @property
     def done(self) -> bool:
@@ -205,18 +254,27 @@ class Collector:
             raise ValueError(f"{len(self.outstanding())} samples are still to arrive: select once all is done")
         tried = self._pools[: self._front]
         placed = tuple(pool for pool in tried if pool.fits)
-        rows = [self._choose(index, pool) for index, pool in enumerate(tried) if pool.fits]
-        ended = [pool for pool in self._pools if pool.ended]
-        counts = [[p.prompt, p.num_asked, len(p.samples()), p.classes(self.rule.threshold)[0]] for p in ended]
+        ended = [pool for pool in self._pools if pool.ended]  # the placed ones among them
+        rows, classes = _Rows.of(ended), [pool.classes(self.rule.threshold) for pool in ended]
+        asked, judged = [pool.num_asked for pool in ended], np.diff(rows.bounds)
+        place_of = {pool.prompt: index for index, pool in enumerate(ended)}
+        places = [place_of[pool.prompt] for pool in placed]
+        chosen = self._choose(rows, tried, places, [classes[place] for place in places])
+        counts = [[pool.prompt for pool in ended], asked, judged.tolist(), [positives for positives, _ in classes]]
+        short = int((judged[places] < (self.rule.train_size or 0)).sum())
         return Selection(
-            prompts=np.repeat([pool.prompt for pool in placed], [len(samples) for samples, _ in rows]).astype(np.int64),
-            samples=np.concatenate([np.zeros(0, np.int64), *(samples for samples, _ in rows)]),
-            rewards=np.concatenate([np.zeros(0), *(rewards for _, rewards in rows)]),
+            prompts=np.array(counts[0], np.int64)[rows.pool[chosen]],
+            samples=rows.sample[chosen],
+            rewards=rows.value[chosen],
             pools=placed,
             rule=self.rule,
-            drawn=np.array(counts, dtype=np.int64).reshape(-1, 4).T,
-            metrics=self._metrics(placed, sum(len(samples) for samples, _ in rows)),
+            drawn=np.array(counts, dtype=np.int64),
+            metrics=self._metrics(ended, asked, classes, len(placed), len(chosen), short),
         )
+
+    def _take(self, pool: Pool, rewards: Mapping[int, float | None]) -> list[Ask]:
+        pool.rewards |= rewards
+        return [] if pool.waits else self._after_round(pool)
 
     def _begin(self, number: int) -> list[Ask]:
         """Begin so many new prompts, or as many as the limit leaves."""
@@ -246,33 +304,74 @@ class Collector:
         enough = pool.fits or (self._refill and self._places == self._num_prompts)
         return [] if enough else self._begin(1)
 
-    def _choose(self, index: int, pool: Pool) -> tuple[np.ndarray, np.ndarray]:
-        """Indices and rewards of the samples that train, of the prompt that was begun as number ``index``."""
-        samples, values = pool.samples(), pool.values()
+    def _choose(
+        self, rows: "_Rows", tried: Sequence[Pool], places: Sequence[int], classes: Sequence[tuple[int, int]]
+    ) -> np.ndarray:
+        """int64 [N]: the rows that train, of the placed pools."""
         size, threshold = self.rule.train_size, self.rule.threshold
+        begins, ends = rows.bounds[:-1][places].tolist(), rows.bounds[1:][places].tolist()
         if size is None:
-            return samples, values
-        seed = None if self.seed is None else (self.seed, index)
-        keep = self.rule.keeps(*pool.classes(threshold))
-        chosen = subsample(values, size, keep, threshold=threshold, seed=seed)
-        return samples[chosen], values[chosen]
+            return np.flatnonzero(np.isin(rows.pool, places))
+        chosen = [np.zeros(0, np.int64)]
+        indices = (index for index, pool in enumerate(tried) if pool.fits)  # as number what it was begun
+        for index, begin, end, of_class in zip(indices, begins, ends, classes, strict=True):
+            seed = None if self.seed is None else (self.seed, index)
+            values, keep = rows.value[begin:end], self.rule.keeps(*of_class)
+            chosen.append(begin + subsample(values, size, keep, threshold=threshold, seed=seed))
+        return np.concatenate(chosen)
 
-    def _metrics(self, placed: tuple[Pool, ...], trained: int) -> dict[str, Stat]:
-        ended = [pool for pool in self._pools if pool.ended]
-        size, threshold = self.rule.train_size or 0, self.rule.threshold
+    def _metrics(
+        self,
+        ended: Sequence[Pool],
+        asked: Sequence[int],
+        classes: Sequence[tuple[int, int]],
+        placed: int,
+        trained: int,
+        short: int,
+    ) -> dict[str, Stat]:
         per_prompt = {
-            "sampling/samples_per_prompt": [float(pool.num_asked) for pool in ended],
+            "sampling/samples_per_prompt": list(map(float, asked)),
             "sampling/rounds": [float(len(pool.asked)) for pool in ended],
             "sampling/contrast_fraction": [float(pool.has_contrast()) for pool in ended],
-            "sampling/resolved_fraction": [float(self.rule.resolved(*pool.classes(threshold))) for pool in ended],
+            "sampling/resolved_fraction": [float(self.rule.resolved(*of_class)) for of_class in classes],
         }
         totals = {
             "sampling/samples": sum(pool.num_asked for pool in self._pools),
             "sampling/failed": sum(reward is None for pool in self._pools for reward in pool.rewards.values()),
             "sampling/trained": trained,
-            "sampling/short_prompts": sum(len(pool.samples()) < size for pool in placed),
-            "sampling/replaced_prompts": self._front - len(placed),
-            "sampling/missing_prompts": self._num_prompts - len(placed),
+            "sampling/short_prompts": short,
+            "sampling/replaced_prompts": self._front - placed,
+            "sampling/missing_prompts": self._num_prompts - placed,
         }
         means = {name: Stat.mean(values) for name, values in per_prompt.items()}
         return means | {name: Stat.total(float(value)) for name, value in totals.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """The samples of P pools that have a reward, in the order of (pool, sample)."""
+
+    pool: np.ndarray
+    """int64 [R], 0..P-1."""
+    sample: np.ndarray
+    value: np.ndarray
+    bounds: np.ndarray
+    """int64 [P + 1]: pool p has the rows bounds[p] .. bounds[p + 1] - 1."""
+
+    @classmethod
+    def of(cls, pools: Sequence[Pool]) -> Self:
+        arrived = [len(pool.rewards) for pool in pools]
+        pool = np.repeat(np.arange(len(pools)), arrived)
+        sample = np.fromiter(chain.from_iterable(pool.rewards for pool in pools), np.int64, len(pool))
+        value = np.array([*chain.from_iterable(pool.rewards.values() for pool in pools)], np.float64)  # None: nan
+        order = np.lexsort((sample, pool))
+        order = order[~np.isnan(value[order])]
+        bounds = np.concatenate([[0], np.cumsum(np.bincount(pool[order], minlength=len(pools)))])
+        return cls(pool[order], sample[order], value[order], bounds)
+
+
+def _not_finite(prompt: int, sample: int, reward: float) -> NumericsError:
+    return NumericsError(
+        f"prompt {prompt} sample {sample}: the reward is {reward}, expected a finite number, or None for a sample that "
+        "failed"
+    )

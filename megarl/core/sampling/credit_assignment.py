@@ -22,12 +22,15 @@ def assign(credit: Credit, selection: Selection, trains: np.ndarray | None = Non
     one class only of a pool that has both.
     """
     weights = np.ones(len(selection.prompts))
-    rows = {pool.prompt: selection.prompts == pool.prompt for pool in selection.pools}
+    order, numbers = np.argsort(selection.prompts, kind="stable"), [pool.prompt for pool in selection.pools]
+    begins, ends = (np.searchsorted(selection.prompts[order], numbers, side) for side in ("left", "right"))
+    rows = {number: order[a:b] for number, a, b in zip(numbers, begins.tolist(), ends.tolist(), strict=True)}
     if credit.weigh == "prompt":
         kept = np.ones_like(weights, dtype=bool) if trains is None else trains
-        groups = [row & kept for row in rows.values() if (row & kept).any()]
+        groups = [row[kept[row]] for row in rows.values() if kept[row].any()]
+        total = kept.sum()
         for row in groups:
-            weights[row] = kept.sum() / len(groups) / row.sum()
+            weights[row] = total / len(groups) / len(row)
     if credit.objective is not None:
         for pool in selection.pools:
             weights[rows[pool.prompt]] *= _slope(pool, selection.rule.threshold, credit.objective)

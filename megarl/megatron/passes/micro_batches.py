@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megarl.core.devices import to_device
-from megarl.core.packing import partition, select, take_segments
+from megarl.core.packing import partition, select, spread, take_segments
 from megarl.core.parallel import find_padded_positions, pad_cu_seqlens, sequence_parallel_slice, zigzag_indices
 from megarl.core.ratios import segment_lengths
 from megarl.core.types import TrainBatch
@@ -83,7 +83,7 @@ def split_micro_batches(
             f"a mini-batch gives a rank {fewest} sequences, but the schedule needs {wanted} micro-batches "
             "of at least one; lower train.mini_batches or raise rollout.prompts_per_step"
         )
-    bins = partition(lengths, max_tokens, min_bins=wanted)
+    bins = spread(bins, lengths, max_tokens, wanted)
     slots = [_slots_for(sum(lengths[i] for i in sequences)) for sequences in bins]
     if padded_to_max:
         slots = [largest(max(slots), group)] * len(slots)

@@ -10,23 +10,21 @@ all ranks know the reward of every (prompt, sample). Each rank computes the whol
   the ranks of a copy.
 """
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
 from megarl.core.choices.stopping import Allotted, SamplingRule, Uniform
 from megarl.core.metrics import merge
 from megarl.core.packing import partition_into
-from megarl.core.sampling.collector import Ask, Collector, Selection
+from megarl.core.sampling.collector import Ask, Collector, Rewards, Selection
 from megarl.errors import ConfigError
 from megarl.rollout.player import Asker
 
 Key = tuple[int, int]
 """(prompt, sample)."""
-Rewards = Mapping[Key, float | None]
-"""The reward of each sample that any rank has drawn; None if it failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +67,8 @@ class SequenceAssignment:
         return FixedSamples(self._mine)
 
     def select(self, rewards: Rewards) -> Selection:
-        """Return the samples that train, equal on all ranks."""
-        return select_samples(Collector(self._rule, self._num_prompts), rewards)
+        """Return the samples that train, equal on all ranks. ``rewards``: of what any rank has drawn."""
+        return Collector(self._rule, self._num_prompts).replay(rewards)
 
     def own_keys(self, selection: Selection) -> list[list[Key]]:
         """Return the samples that this model copy trains on, by mini-batch.
@@ -100,12 +98,17 @@ class PromptAssignment:
         if isinstance(rule, Allotted):
             sizes = [min(count, rule.train_size or count) for count in rule.counts]
         self._bins = split_prompts(sizes, mini_batches, at.copies)
+        self._places = [sorted(chain(*(mini[copy] for mini in self._bins))) for copy in range(at.copies)]
+        """The prompts that each model copy trains on, or that hold their places."""
+        # New prompts go in turn to the ranks that have places. So no two ranks begin the same prompt, none is left
+        # out, and ranks need not communicate.
+        having = [(copy, rank) for copy, of in enumerate(self._places) for rank in range(min(at.ranks, len(of)))]
+        self._turns = {place: turn for turn, place in enumerate(having)}
 
     def asker(self) -> Asker:
-        share = self._share(self._at.copy, self._at.rank)
-        if share is not None:
-            return share
-        if self._num_places(self._at.copy) or self._at.rank:
+        if (self._at.copy, self._at.rank) in self._turns:
+            return self._share(self._at.copy, self._at.rank)
+        if self._places[self._at.copy] or self._at.rank:
             return FixedSamples([])
         # A copy without prompts needs something to run the model on: a sample that does not train.
         assert isinstance(self._rule, Allotted), "other rules have a prompt for each copy"
@@ -115,43 +118,43 @@ class PromptAssignment:
 
     def select(self, rewards: Rewards) -> Selection:
         if self._refill is None:
-            return select_samples(Collector(self._rule, self._num_prompts, seed=self._seed), rewards)
-        shares = [self._share(copy, rank) for copy in range(self._at.copies) for rank in range(self._at.ranks)]
-        return join_selections([select_samples(share, rewards) for share in shares if share is not None], self._rule)
+            return Collector(self._rule, self._num_prompts, seed=self._seed).replay(rewards)
+        return join_selections([self._share(*at).replay(rewards) for at in self._turns], self._rule)
 
     def own_keys(self, selection: Selection) -> list[list[Key]]:
-        if self._refill is None:
-            parts = [set(mini[self._at.copy]) for mini in self._bins]
-        else:
+        copy, prompts, samples = self._at.copy, selection.prompts, selection.samples
+        parts: list[np.ndarray] = [np.array(mini[copy], np.int64) for mini in self._bins]
+        if self._refill is not None:
             # The prompts that found a place are known only now: split this copy's evenly over the mini-batches.
-            shares = [self._share(self._at.copy, rank) for rank in range(self._at.ranks)]
-            mine = np.concatenate([[], *(share.numbers for share in shares if share is not None)])
-            prompts = np.intersect1d([pool.prompt for pool in selection.pools], mine).astype(np.int64)
-            parts = [set(part.tolist()) for part in np.array_split(prompts, len(self._bins))]
-        keys = selection.keys
-        return [[key for key in keys if key[0] in part] for part in parts]
+            mine = [self._numbers(*at) for at in self._turns if at[0] == copy]
+            placed = np.intersect1d([pool.prompt for pool in selection.pools], [*chain(*mine)]).astype(np.int64)
+            parts = np.array_split(placed, len(self._bins))
+        mini_of = np.full(max(prompts.max(initial=0), *(part.max(initial=0) for part in parts)) + 1, -1)
+        for index, part in enumerate(parts):
+            mini_of[part] = index
+        rows = np.flatnonzero(mini_of[prompts] >= 0)
+        own: list[list[Key]] = [[] for _ in parts]
+        columns = (mini_of[prompts[rows]], prompts[rows], samples[rows])
+        for mini, prompt, sample in zip(*(column.tolist() for column in columns), strict=True):
+            own[mini].append((prompt, sample))
+        return own
 
-    def _share(self, copy: int, rank: int) -> Collector | None:
-        """Return the collector of the prompts that a rank may begin; None if it has no prompts."""
-        ranks = self._at.ranks
-        first = sorted(prompt for mini in self._bins for prompt in mini[copy])[rank::ranks]
-        if not first:
-            return None
+    def _share(self, copy: int, rank: int) -> Collector:
+        """Return the collector of the prompts that a rank with places may begin."""
+        numbers, places = self._numbers(copy, rank), len(self._places[copy][rank :: self._at.ranks])
         if self._refill is None:
-            return Collector(self._rule, len(first), numbers=first)
-        # New prompts go in turn to the ranks that have places. So no two ranks begin the same prompt, none is left
-        # out, and ranks need not communicate.
-        in_turn = [(c, r) for c in range(self._at.copies) for r in range(min(ranks, self._num_places(c)))]
-        turn, turns = in_turn.index((copy, rank)), len(in_turn)
-        numbers = [*first, *range(self._num_prompts + turn, self._refill.max_prompts, turns)]
-        seed = None if self._seed is None else self._seed + turn
-        spare = -(-self._refill.spare // turns)
+            return Collector(self._rule, places, numbers=numbers)
+        seed = None if self._seed is None else self._seed + self._turns[copy, rank]
+        spare = -(-self._refill.spare // len(self._turns))
         options = {"refill": True, "spare": spare, "max_prompts": len(numbers), "seed": seed, "numbers": numbers}
-        return Collector(self._rule, len(first), **options)
+        return Collector(self._rule, places, **options)
 
-    def _num_places(self, copy: int) -> int:
-        """The number of prompts that a model copy trains on."""
-        return sum(len(mini[copy]) for mini in self._bins)
+    def _numbers(self, copy: int, rank: int) -> list[int]:
+        """The prompts that a rank may begin, in this order."""
+        first = self._places[copy][rank :: self._at.ranks]
+        if self._refill is None:
+            return first
+        return [*first, *range(self._num_prompts + self._turns[copy, rank], self._refill.max_prompts, len(self._turns))]
 
 
 Assignment = SequenceAssignment | PromptAssignment
@@ -200,17 +203,6 @@ def split_prompts(sizes: Sequence[int], mini_batches: int, copies: int) -> list[
     if not parts[-1]:
         return [parts[n::mini_batches] for n in range(mini_batches)]
     return [parts[n * copies : (n + 1) * copies] for n in range(mini_batches)]
-
-
-def select_samples(collector: Collector, rewards: Rewards) -> Selection:
-    """Return what a collector selects if it is given the rewards of samples that were drawn earlier."""
-    asks = deque(collector.start())
-    while asks and not collector.done:
-        ask = asks.popleft()
-        for sample in ask.samples:
-            if (ask.prompt, sample) in rewards:
-                asks.extend(collector.add(ask.prompt, sample, rewards[ask.prompt, sample]))
-    return collector.select()
 
 
 def join_selections(selections: Sequence[Selection], rule: SamplingRule) -> Selection:

@@ -20,7 +20,7 @@ from megarl.train.sampling.step_rollouts import SampleTable
 class RunBenchmark:
     """One benchmark of a run."""
 
-    prompts: list[Prompt]
+    prompts: Sequence[Prompt]
     player: Player
     """Plays and judges its responses."""
     threshold: float

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from megarl.config import Config
 from megarl.core.types import SampleRequest
 from megarl.data.benchmarks import HELDOUT
-from megarl.data.prompts import Prompt, load_prompts
+from megarl.data.prompt_table import Prompt, PromptTable
+from megarl.data.prompts import load_prompts
 from megarl.errors import RolloutError
 from megarl.megatron import distributed
 from megarl.rollout.engine import Engine, SamplingParams
@@ -69,7 +70,7 @@ def benchmark_number(name: str) -> int:
     return 0 if name == HELDOUT else zlib.crc32(name.encode())
 
 
-def load_run_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+def load_run_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptTable:
     """Return the prompts that a run trains on."""
     data = config.data
     return load_prompts(

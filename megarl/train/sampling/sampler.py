@@ -187,7 +187,7 @@ class Sampler:
             metrics,
             first_error,
             assigned.position,
-            [(assigned.position + p, s) for (p, s), train in zip(selection.keys, trains, strict=True) if train],
+            np.stack([assigned.position + selection.prompts, selection.samples], 1)[trains],
         )
 
     def evaluate(self, step: int, on_finish: Advance | None = None) -> dict[str, float]:
@@ -238,14 +238,14 @@ class Sampler:
         routes = wants_routes(self.config, self._shape, step + 1)
         return requests.train_params(self.config, self._stop_tokens, routes)
 
-    def _step_prompts(self, step: int) -> list[Prompt]:
+    def _step_prompts(self, step: int) -> Sequence[Prompt]:
         """The prompts of a step without refill."""
         number = self.config.rollout.prompts_per_step
-        return [self.prompts[i] for i in self.order.take(step * number, number)]
+        return self.prompts.take(self.order.take(step * number, number))
 
     def _make_step_draw(self, assigned: _AssignedStep) -> Draw:
         most = self.config.prompts_per_step_at_most
-        prompts = [self.prompts[i] for i in self.order.take(assigned.position, most)]
+        prompts = self.prompts.take(self.order.take(assigned.position, most))
         return self._make_draw(assigned.assignment.asker(), prompts, requests.TRAIN, assigned.step)
 
     def _make_draw(

@@ -18,7 +18,7 @@ from megarl.core.choices.parts import TOKEN_ADVANTAGES
 from megarl.core.diagnostics.measures import effective_prompt_ratio
 from megarl.core.metrics import Stat
 from megarl.core.objectives import Objective, select_responses, sequence_advantages, step_advantages
-from megarl.core.sampling.collector import Selection
+from megarl.core.sampling.collector import Rewards, Selection, find_rows
 from megarl.core.sampling.credit_assignment import assign
 from megarl.core.types import Rollout
 from megarl.errors import ConfigError, RolloutError
@@ -62,14 +62,15 @@ class SampleTable:
 
     def of(self, selection: Selection) -> Self:
         """Return the rows of the selected samples, in their order."""
-        place = {key: row for row, key in enumerate(self.rewards())}
-        return replace(self, rows=self.rows[[place[key] for key in selection.keys]])
+        prompts, samples = self._numbers()
+        return replace(self, rows=self.rows[find_rows(prompts, samples, selection.prompts, selection.samples)])
 
-    def rewards(self) -> dict[Key, float | None]:
-        """Return rewards by (prompt, sample), None for those that failed."""
-        prompts, samples = self.column("prompt").astype(int).tolist(), self.column("sample").astype(int).tolist()
-        columns = (prompts, samples, self.column("reward").tolist(), self.is_judged.tolist())
-        return {(p, s): reward if judged else None for p, s, reward, judged in zip(*columns, strict=True)}
+    def rewards(self) -> Rewards:
+        """Return the rewards alone."""
+        return Rewards.of(*self._numbers(), self.column("reward"), self.is_judged)
+
+    def _numbers(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.column("prompt").astype(np.int64), self.column("sample").astype(np.int64)
 
     @property
     def is_judged(self) -> np.ndarray:
@@ -169,8 +170,9 @@ class StepRollouts:
     """The first error of a reward or an environment on this rank."""
     first_prompt: int
     """The place of the step's first prompt in the run's order."""
-    trained: list[Key]
-    """All samples that train, on any rank: (place of the prompt in the run's order, sample). No two steps share one."""
+    trained: np.ndarray
+    """int64 [n, 2], all samples that train, on any rank: (place of the prompt in the run's order, sample). No two steps
+    share one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,13 +219,13 @@ def exchange_rollouts(own: list[list[Key]], selection: Selection, samples: Mappi
     failure = None if found else RolloutError("this rank's model copy drew no complete response to hold its place")
     distributed.fail_together(failure, "sampling")
     dummy = min(found, key=lambda key: (found[key].num_tokens, key))
-    row_of = {key: row for row, key in enumerate(selection.keys)}
     share = CopyShare([], [])
     for part in own:
         size = distributed.largest(max(len(part), 1), dist.group.WORLD)
         present = [key if key in found else None for key in part] + [None] * (size - len(part))
         share.rollouts.append([found[key or dummy] for key in present])
-        share.rows.append([len(row_of) if key is None else row_of.get(key, len(row_of)) for key in present])
+        columns = np.array([(-1, 0) if key is None else key for key in present]).T
+        share.rows.append(selection.find(*columns).tolist())
     return share
 
 

@@ -1,0 +1,187 @@
+"""Tokenized prompts as a few flat arrays, which the processes of a node share through a memory-mapped file.
+
+    64 bytes: 8 int64, the first four being _MAGIC, prompts P, tokens T, bytes of text B; then the arrays of PromptTable
+
+The file lies in ``$XDG_CACHE_HOME/megarl/prompts`` (``~/.cache/megarl/prompts``), or where that cannot be written in a
+folder of this user below the temporary one. Its name is a hash of all that its content depends on, so that it is never
+out of date. Between runs it may be removed.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from itertools import chain
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from megarl.data.files import sha256_of, write_atomically
+from megarl.data.records import place_prefix
+
+SHARED_FROM_BYTES = 1 << 22
+"""Smaller files are tokenized by every process: that takes less than a second."""
+_MAGIC = int.from_bytes(b"megarl 1", "little")
+_DTYPES = (np.int64, np.int64, np.int32, np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One problem with its answer."""
+
+    index: int
+    """Position in the source, 0..P-1."""
+    tokens: np.ndarray
+    """int32 [length], not empty."""
+    text: str
+    """The text that was tokenized: the plain text, or the chat after its template."""
+    answer: str
+    """The reward function compares the response with it; not blank."""
+    source: str
+    """Where it was read from: "train.jsonl:17" or "train.parquet row 16"."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptTable(Sequence[Prompt]):
+    """Prompts that are made when they are asked for: P of them take no more memory than their tokens and texts."""
+
+    bounds: np.ndarray
+    """int64 [3, P + 1]: where the tokens, the text and the answer of each prompt begin."""
+    numbers: np.ndarray
+    """int64 [P]: line or row in the source."""
+    tokens: np.ndarray
+    """int32 [T]."""
+    letters: np.ndarray
+    """uint8 [B]: all texts, then all answers, in UTF-8."""
+    prefix: str
+    """What comes before the number in the name of a place."""
+    rows: np.ndarray | None = None
+    """int64 [N]: the prompts that were taken; None for all."""
+
+    @classmethod
+    def of(cls, batches: Iterator[tuple[list[int], list[list[int]], list[str], list[str]]], prefix: str) -> Self:
+        """Return the table of batches of (numbers, tokens, texts, answers)."""
+        parts: list[list[np.ndarray]] = [[], [], [], []]
+        sizes: list[list[np.ndarray]] = [[], [], []]
+        for numbers, tokens, *words in batches:
+            columns = [tokens, *([text.encode(errors="surrogatepass") for text in column] for column in words)]
+            parts[0].append(np.array(numbers, np.int64))
+            parts[1].append(np.fromiter(chain.from_iterable(tokens), np.int32))
+            for part, column in zip(parts[2:], columns[1:], strict=True):
+                part.append(np.frombuffer(b"".join(column), np.uint8))
+            for size, column in zip(sizes, columns, strict=True):
+                size.append(np.fromiter(map(len, column), np.int64))
+        bounds = np.stack([np.concatenate([[0], np.cumsum(np.concatenate(size))]) for size in sizes])
+        bounds[2] += bounds[1, -1]
+        numbers, tokens = np.concatenate(parts[0]), np.concatenate(parts[1])
+        return cls(bounds, numbers, tokens, np.concatenate([*parts[2], *parts[3]]), prefix)
+
+    def __len__(self) -> int:
+        return len(self.numbers if self.rows is None else self.rows)
+
+    def __getitem__(self, index: int) -> Prompt:  # type: ignore[override]
+        row = range(len(self))[index]
+        row = row if self.rows is None else int(self.rows[row])
+        begins, ends = self.bounds[:, row].tolist(), self.bounds[:, row + 1].tolist()
+        text, answer = (self.letters[begins[i] : ends[i]].tobytes().decode(errors="surrogatepass") for i in (1, 2))
+        tokens = self.tokens[begins[0] : ends[0]].copy()
+        return Prompt(row, tokens, text, answer, f"{self.prefix}{self.numbers[row]}")
+
+    def take(self, rows: np.ndarray) -> Self:
+        """Return the prompts of these rows, int64 [N], of a whole table."""
+        return replace(self, rows=rows)
+
+
+def share(
+    source: Path, tokenizer: PreTrainedTokenizerBase, settings: Sequence[object], build: Callable[[], PromptTable]
+) -> PromptTable:
+    """Return the table of a file: from the memory-mapped file if there is one, else built, by one process of a node.
+
+    settings: what the table depends on besides the file and the tokenizer. Without a place to write, each process
+    builds its own, and a warning says so.
+    """
+    key = _key(source, tokenizer, settings)
+    if key is None:
+        return build()
+    prefix = place_prefix(source)
+    try:
+        path = _folder() / f"{key}.prompts"
+        if (table := _map(path, prefix)) is not None:
+            return table
+        with _lock(path.with_suffix(".lock")):
+            if (table := _map(path, prefix)) is not None:  # another process has built it meanwhile
+                return table
+            table = build()
+            head = np.array([_MAGIC, len(table), len(table.tokens), len(table.letters), 0, 0, 0, 0])
+            write_atomically(path, b"".join([head, *_arrays(table)]), durable=False)
+        return _map(path, prefix) or table
+    except OSError as error:
+        warnings.warn(f"{source}: every process keeps its own prompts in memory ({error})", stacklevel=2)
+        return build()
+
+
+def _arrays(table: PromptTable) -> tuple[np.ndarray, ...]:
+    return table.bounds, table.numbers, table.tokens, table.letters
+
+
+def _key(source: Path, tokenizer: PreTrainedTokenizerBase, settings: Sequence[object]) -> str | None:
+    """A hash of all that the table depends on; None if that cannot be told, or the file is small."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    template = tokenizer.chat_template
+    # Some templates write today's date.
+    if backend is None or "strftime" in str(template) or source.stat().st_size < SHARED_FROM_BYTES:
+        return None
+    versions = [version("transformers"), version("tokenizers")]
+    ends = [tokenizer.eos_token, type(tokenizer).__name__, tokenizer.special_tokens_map]
+    known = [sha256_of(source), source.suffix, backend.to_str(), template, ends, versions, list(settings)]
+    return hashlib.sha256(json.dumps(known, default=str).encode()).hexdigest()
+
+
+def _folder() -> Path:
+    """The first folder that can be written; OSError if there is none."""
+    own = Path(tempfile.gettempdir()) / f"megarl-{os.getuid()}"
+    cache = os.environ.get("XDG_CACHE_HOME")
+    with suppress(OSError, RuntimeError):  # no home
+        folder = (Path(cache) if cache else Path.home() / ".cache") / "megarl" / "prompts"
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    own.mkdir(mode=0o700, exist_ok=True)
+    if own.stat().st_uid != os.getuid():
+        raise PermissionError(f"{own} belongs to somebody else")
+    return own
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Let one process of a node in; a lock ends with its process. Some network file systems have none."""
+    with path.open("w") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _map(path: Path, prefix: str) -> PromptTable | None:
+    """The table in a file; None if there is none, or it is not complete."""
+    try:
+        data = np.memmap(path, np.uint8, "r")
+    except (FileNotFoundError, ValueError):  # ValueError: it is empty
+        return None
+    head = data[:64].view(np.int64).tolist() if len(data) >= 64 else [0]
+    if head[0] != _MAGIC or min(head[1:4]) < 0:
+        return None
+    prompts, tokens, letters = head[1:4]
+    counts = (3 * (prompts + 1), prompts, tokens, letters)
+    ends = np.cumsum([64, *(np.dtype(dtype).itemsize * count for dtype, count in zip(_DTYPES, counts, strict=True))])
+    if ends[-1] != len(data):
+        return None
+    bounds, *rest = (data[a:b].view(d) for a, b, d in zip(ends[:-1], ends[1:], _DTYPES, strict=True))
+    return PromptTable(bounds.reshape(3, -1), *rest, prefix=prefix)
