@@ -6,7 +6,7 @@ upper left corner; those at the right and lower edge are smaller.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,8 @@ _SMALLEST_ABSMAX = 1e-12
 
 _HALF_STEP = 16.0
 """Half the distance between e4m3's largest values: what lies further beyond 448 was cut off, not rounded."""
-_STRIPE_VALUES = 1 << 20
+_PIECE_VALUES = 1 << 18
+_EXPONENT_BITS = 0x7F800000
 
 _LINEAR = re.compile(r"\.(?!eh_proj\.)(\w+_proj|kv_a_proj_with_mqa|w[123])\.weight$")
 """Projections of attention, MLPs and experts. The ``eh_proj`` of a prediction layer is a plain linear layer in
@@ -64,29 +65,46 @@ def grid_of(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
     return rows, columns
 
 
-def quantize_fp8(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantises a weight block by block: ``scale = max|w| / 448`` and ``q = e4m3(w / scale)``, computed in fp32.
+def quantize_fp8(
+    weight: torch.Tensor, block: tuple[int, int] = BLOCK, errors: "ErrorSum | None" = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantises weights block by block: ``scale = max|w| / 448`` and ``q = e4m3(w / scale)``, computed in fp32.
 
-    ``weight`` is [out, in] of any floating dtype. Returns ``q`` float8_e4m3fn [out, in] and ``scale`` float32
-    [ceil(out / block[0]), ceil(in / block[1])], named ``weight_scale_inv`` in checkpoints. A block of zeros gives
-    zeros. Raises ValueError if the weight is not a matrix.
+    ``weight`` is [out, in], or a stack [..., out, in], of any floating dtype. Returns ``q`` float8_e4m3fn of its shape
+    and ``scale`` float32 [..., ceil(out / block[0]), ceil(in / block[1])], named ``weight_scale_inv`` in checkpoints. A
+    block of zeros gives zeros. ``errors`` are added up on the way. Raises ValueError if the weight is no matrix.
     """
-    quantized, scale = _quantize_blocks(weight, block)
-    return _as_matrix(quantized, weight.shape).contiguous(), scale
+    _check_blocks(weight, block)
+    quantized = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    grid = grid_of(weight.shape[-2:], block)
+    scale = torch.empty(*weight.shape[:-2], *grid, device=weight.device)
+    for of_weight, of_scale in _pieces(weight, block):
+        part = _stack(weight)[of_weight]
+        scaled, _stack(scale)[of_scale] = _scale_blocks(part, block)
+        _stack(quantized)[of_weight] = _as_matrix(scaled, part.shape)
+        if errors is not None:
+            errors.add(part, _stack(quantized)[of_weight], _stack(scale)[of_scale])
+    return quantized, scale
 
 
 def dequantize_fp8(quantized: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] = BLOCK) -> torch.Tensor:
-    """Undoes ``quantize_fp8``: ``w = q * scale``, float32 [out, in]."""
-    return _as_matrix(as_blocks(quantized.float(), block) * scale[:, None, :, None], quantized.shape)
+    """Undoes ``quantize_fp8``: ``w = q * scale``, float32."""
+    return _as_matrix(as_blocks(quantized.float(), block) * _spread(scale), quantized.shape)
 
 
-def round_through_fp8(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> torch.Tensor:
-    """The values that an FP8 engine computes with: quantised and dequantised, in the dtype of ``weight`` [out, in].
+def round_through_fp8(
+    weight: torch.Tensor, block: tuple[int, int] = BLOCK, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The values that an FP8 engine computes with: [..., out, in] quantised and dequantised, in its own dtype.
 
-    Normally distributed weights come out with a relative error (Frobenius norm) of about 0.026.
+    Normally distributed weights come out with a relative error (Frobenius norm) of about 0.026. ``out``, contiguous,
+    may be the weight.
     """
-    quantized, scale = _quantize_blocks(weight, block)
-    return _as_matrix(quantized.float() * scale[:, None, :, None], weight.shape).to(weight.dtype)
+    _check_blocks(weight, block)
+    rounded = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if out is None else out
+    for of_weight, _ in _pieces(weight, block):
+        _stack(rounded)[of_weight] = _round_blocks(_stack(weight)[of_weight], block)
+    return rounded
 
 
 def round_activations(activations: torch.Tensor, group: int = BLOCK[1]) -> torch.Tensor:
@@ -99,41 +117,85 @@ def round_activations(activations: torch.Tensor, group: int = BLOCK[1]) -> torch
     if not activations.numel():
         return activations.float()
     tokens = activations.reshape(-1, activations.shape[-1])
-    quantized, scale = _quantize_blocks(tokens, (1, group), smallest=1e-10)
-    return _as_matrix(quantized.float() * scale[:, None, :, None], tokens.shape).reshape(activations.shape)
+    return _round_blocks(tokens, (1, group), smallest=1e-10).reshape(activations.shape)
 
 
 def round_to_e4m3(values: torch.Tensor) -> torch.Tensor:
     """Rounds to e4m3 without a scale and cuts off at 448, in the dtype of ``values``: an FP8 cache."""
-    return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).to(values.dtype)
+    return _round_codes(values.float().clamp(-E4M3_MAX, E4M3_MAX)).to(values.dtype)
 
 
-def _quantize_blocks(
+def _check_blocks(weight: torch.Tensor, block: tuple[int, int]) -> None:
+    if weight.dim() < 2 or min(block) < 1:
+        raise ValueError(f"FP8 blocks need a matrix and sizes >= 1, found shape {tuple(weight.shape)}, block {block}")
+
+
+def _pieces(weight: torch.Tensor, block: tuple[int, int]) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
+    """Yields parts of whole blocks that fit in a CPU's cache: of ``_stack(weight)`` and of the scales' stack."""
+    rows, columns = weight.shape[-2:]
+    most = weight.numel() if weight.is_cuda else _PIECE_VALUES
+    many, height = max(1, most // (rows * columns)), max(1, most // (block[0] * columns))
+    for first in range(0, weight.numel() // (rows * columns), many):
+        matrices = slice(first, first + many)
+        for top in range(0, -(-rows // block[0]), height):
+            yield (matrices, slice(top * block[0], (top + height) * block[0])), (matrices, slice(top, top + height))
+
+
+def _stack(weight: torch.Tensor) -> torch.Tensor:
+    """[..., out, in] -> [matrices, out, in]."""
+    return weight.reshape(-1, *weight.shape[-2:])
+
+
+def _spread(scale: torch.Tensor) -> torch.Tensor:
+    """[..., block rows, block columns] -> the shape of ``as_blocks``."""
+    return scale[..., :, None, :, None]
+
+
+def _scale_blocks(
     weight: torch.Tensor, block: tuple[int, int], smallest: float = _SMALLEST_ABSMAX
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if weight.dim() != 2 or min(block) < 1:
-        raise ValueError(f"FP8 blocks need a matrix and sizes >= 1, found shape {tuple(weight.shape)}, block {block}")
+    """(``w / scale`` within e4m3's range, ``scale``), float32, as blocks."""
     blocks = as_blocks(weight.float(), block)
-    scale = blocks.abs().amax(dim=(1, 3)).clamp_(min=smallest).div_(E4M3_MAX)
+    scale = blocks.abs().amax(dim=(-3, -1)).clamp_(min=smallest).div_(E4M3_MAX)
     # The quotient of the maximum may come out one rounding above 448; e4m3 has no infinity, so it must not pass it.
-    scaled = blocks.div(scale[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX)
-    return scaled.to(torch.float8_e4m3fn), scale
+    return blocks.div(_spread(scale)).clamp_(-E4M3_MAX, E4M3_MAX), scale
+
+
+def _round_blocks(weight: torch.Tensor, block: tuple[int, int], smallest: float = _SMALLEST_ABSMAX) -> torch.Tensor:
+    scaled, scale = _scale_blocks(weight, block, smallest)
+    return _as_matrix(_round_codes(scaled).mul_(_spread(scale)), weight.shape)
+
+
+def _round_codes(values: torch.Tensor) -> torch.Tensor:
+    """``values.to(float8_e4m3fn).float()`` of float32 values within its range, four times as fast on a CPU.
+
+    Adding and subtracting 1.5 * 2^20 * 2^e rounds a value of [2^e, 2^(e+1)) to steps of 2^(e-3), ties to even. Below
+    2^-6 the steps of e4m3 stay 2^-9.
+    """
+    if values.is_cuda:
+        return values.to(torch.float8_e4m3fn).float()
+    power = values.view(torch.int32).bitwise_and(_EXPONENT_BITS).view(torch.float32).clamp_(min=2.0**-6)
+    power.mul_(1.5 * 2**20)
+    return (values + power).sub_(power).copysign_(values)
 
 
 def as_blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """[out, in] -> [block rows, rows of a block, block columns, columns of a block], the edges filled with zeros."""
-    rows, columns = matrix.shape
+    """[..., out, in] -> [..., block rows, rows of a block, block columns, columns of a block], the edges filled with
+    zeros."""
+    *stack, rows, columns = matrix.shape
     # A matrix smaller than one block is one small block: the zeros would change nothing but the time.
     height, width = min(block[0], rows), min(block[1], columns)
     if rows % height or columns % width:
         matrix = F.pad(matrix, (0, -columns % width, 0, -rows % height))
-    return matrix.reshape(matrix.shape[0] // height, height, matrix.shape[1] // width, width)
+    rows, columns = matrix.shape[-2:]
+    return matrix.reshape(*stack, rows // height, height, columns // width, width)
 
 
-def _as_matrix(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def _as_matrix(blocks: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Undoes ``as_blocks``."""
-    block_rows, height, block_columns, width = blocks.shape
-    return blocks.view(block_rows * height, block_columns * width)[: shape[0], : shape[1]]
+    *stack, block_rows, height, block_columns, width = blocks.shape
+    whole = blocks.reshape(*stack, block_rows * height, block_columns * width)
+    return whole[..., : shape[-2], : shape[-1]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +217,7 @@ class BlockErrors:
 
 
 class ErrorSum:
-    """Adds up the errors of a weight's stripes."""
+    """Adds up the errors of a weight's parts."""
 
     def __init__(self, block: tuple[int, int] = BLOCK) -> None:
         self._block = block
@@ -163,13 +225,13 @@ class ErrorSum:
         self._maxima = torch.zeros(2, dtype=torch.float64)
 
     def add(self, weight: torch.Tensor, quantized: torch.Tensor, scale: torch.Tensor) -> None:
-        """One more stripe: ``weight`` [rows, in] of any floating dtype, and what ``quantize_fp8`` made of it."""
+        """One more part: ``weight`` [..., rows, in] of any floating dtype, and what ``quantize_fp8`` made of it."""
         before = as_blocks(weight.float(), self._block)
         codes = as_blocks(quantized.float(), self._block)
-        spread = scale[:, None, :, None]
+        spread = _spread(scale)
         error = (codes * spread).sub_(before).abs_()
         size = before.abs()
-        largest, largest_error = size.amax((1, 3)), error.amax((1, 3))
+        largest, largest_error = size.amax((-3, -1)), error.amax((-3, -1))
         of_block = torch.where(largest > 0, largest_error / largest, 0.0)
         squares = [torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in (before, error)]
         flushed, saturated = (codes == 0) & (before != 0), size > spread * (E4M3_MAX + _HALF_STEP)
@@ -182,21 +244,3 @@ class ErrorSum:
         relative_error = (squared_errors / squares) ** 0.5 if squares else 0.0
         underflow, (largest, of_block) = flushed / max(values, 1), self._maxima.tolist()
         return BlockErrors(relative_error, largest, of_block, underflow, int(zero_blocks), int(saturated))
-
-
-def quantize_by_stripes(
-    weight: torch.Tensor, block: tuple[int, int] = BLOCK, errors: ErrorSum | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``quantize_fp8`` returns, with intermediate values of about a million elements at a time instead of all;
-    ``errors`` are added up on the way."""
-    rows, columns = weight.shape
-    height = max(1, _STRIPE_VALUES // (block[0] * max(1, columns)))  # in blocks
-    quantized = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
-    scale = torch.empty(grid_of(weight.shape, block))
-    for top in range(0, len(scale), height):
-        stripe = slice(top * block[0], (top + height) * block[0])
-        part = quantize_fp8(weight[stripe], block)
-        if errors is not None:
-            errors.add(weight[stripe], *part)
-        quantized[stripe], scale[top : top + height] = part
-    return quantized, scale

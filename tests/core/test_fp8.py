@@ -191,7 +191,36 @@ def test_activations_equal_those_of_the_kernel_of_sglang(
 
 def test_refuses_what_is_no_matrix() -> None:
     with pytest.raises(ValueError, match="matrix"):
-        round_through_fp8(torch.zeros(2, 3, 4))
+        round_through_fp8(torch.zeros(4))
+
+
+@pytest.mark.parametrize("shape", [(5, 64, 32), (2, 3, 130, 200), (3, 300, 1000), (1, 1, 1), (700, 20, 20)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_stack_is_its_matrices_bit_for_bit(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Also in several pieces, and against torch's own cast to e4m3, which signs its zeros."""
+    stack = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    stack = (stack * torch.logspace(-3, 3, shape[-1])).to(dtype)
+    rounded, (codes, scales) = round_through_fp8(stack), quantize_fp8(stack)
+    rows = zip(*(t.flatten(0, -3) for t in (stack, rounded, codes, scales)), strict=True)
+    for matrix, its_rounded, its_codes, its_scales in rows:
+        spread = its_scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[-2], : shape[-1]]
+        expected = (matrix.float() / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+        assert torch.equal(its_codes.view(torch.uint8), expected.view(torch.uint8))
+        expected = (expected.float() * spread).to(dtype)
+        assert torch.equal(its_rounded.view(torch.uint8), expected.view(torch.uint8))
+        for top, left in ((top, left) for top in range(0, shape[-2], 128) for left in range(0, shape[-1], 128)):
+            largest = matrix[top : top + 128, left : left + 128].float().abs().max()
+            assert its_scales[top // 128, left // 128] == largest / 448
+
+
+def test_a_cache_rounds_as_the_cast_does_at_every_tie_and_code() -> None:
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    codes = codes[codes.isfinite()].sort().values
+    halves = (codes[1:] + codes[:-1]) / 2
+    values = torch.cat([codes, halves, halves.nextafter(codes[1:]), halves.nextafter(codes[:-1])])
+    values = torch.cat([values, torch.tensor([-0.0, 1e-30, -1e-30, 1e-45, torch.nan])])
+    found, expected = round_to_e4m3(values), values.to(torch.float8_e4m3fn).float()
+    assert torch.equal(found.nan_to_num(7.0).view(torch.int32), expected.nan_to_num(7.0).view(torch.int32))
 
 
 def test_which_weights_are_rounded(model_path: Path) -> None:
