@@ -1,12 +1,18 @@
 """Routing traces as bytes: size and speed of every way to write them, side by side in one run.
 
-    python tools/bench_traces.py [--tokens 2048] [--repeats 5] [--skew 0.3] [--memory 0.5]
+    python tools/bench_traces.py [--tokens 2048] [--repeats 7] [--skew 0.3] [--memory 0.5] [--json FILE]
 
 Routes are those of random router scores: independent normal ones, a constant per expert and layer of standard deviation
 ``skew`` (uneven load), and a correlation ``memory`` between neighbouring tokens. "log2" is the bound for unordered rows
 of even load, L log2 C(E, K) / 8; "wire" what SGLang sends: base64 of int32 for all layers, dense ones included. Rates
-are of one thread, in tokens per second of CPU time, the median of repetitions that visit the variants in turn; reading
-includes the check that every variant needs (range, duplicates). "int16" and its like are what numpy makes of the array.
+are of one thread, in tokens per second of CPU time, the median of repetitions that visit the variants in turn.
+
+- encode: from a ``RoutingTrace``, which was checked when it was made.
+- check and encode: from the array; range and duplicates are checked first.
+- decode: into a checked trace, whatever check that takes (range, duplicates; of "unordered", that numbers are of sets).
+
+"uint8, zstd" is pyarrow's zstd, level 1, without a checksum or a header. "int16" and its like are what numpy makes of
+the array. The exit code is 1 if an unordered trace of Qwen3-30B-A3B breaks a budget.
 """
 
 from __future__ import annotations
@@ -15,13 +21,22 @@ import argparse
 import base64
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from megarl.core.routing import RoutingTrace, decode, encode
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bench_rows import Row, add_json, finish, interval_of_median
+
+MOST_BYTES, LEAST_RATE = 246.1, 1e6
+"""Of "unordered" for the first model: bytes per token, and tokens per second both ways."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,56 +99,87 @@ def wire(model: Model) -> Codec:
     return write, read
 
 
+def zstd(model: Model) -> Codec:
+    size = model.layers * model.top_k
+
+    def write(trace: RoutingTrace) -> bytes:
+        return len(trace.experts).to_bytes(4, "little") + pa.compress(trace.experts, "zstd", asbytes=True)
+
+    def read(data: bytes) -> RoutingTrace:
+        raw = pa.decompress(data[4:], int.from_bytes(data[:4], "little") * size, "zstd", asbytes=True)
+        return RoutingTrace(np.frombuffer(raw, np.uint8).reshape(-1, model.layers, model.top_k), model.experts)
+
+    return write, read
+
+
 def codecs(model: Model) -> dict[str, Codec]:
-    narrow = {"uint8": plain(model, "<u1")} if model.experts <= 256 else {}
+    narrow = {"uint8": plain(model, "<u1"), "uint8, zstd": zstd(model)} if model.experts <= 256 else {}
     return {
         "wire (base64 int32)": wire(model),
         "int32": plain(model, "<i4"),
         "int16": plain(model, "<i2"),
         **narrow,
         "unordered": (encode, decode),
-        "unordered, compressed": (lambda trace: encode(trace, compress=True), decode),
         "ordered": (lambda trace: encode(trace, ordered=True), decode),
-        "ordered, compressed": (lambda trace: encode(trace, ordered=True, compress=True), decode),
     }
 
 
-def measure(model: Model, trace: RoutingTrace, repeats: int) -> None:
+def measure(model: Model, trace: RoutingTrace, repeats: int) -> list[Row]:
+    """Print all variants of one model; the rows are those of "unordered"."""
     tokens, variants = len(trace.experts), codecs(model)
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
+    rates: dict[str, list[tuple[float, float, float]]] = {name: [] for name in variants}
     sizes: dict[str, int] = {}
     for repeat in range(repeats + 1):
         for name, (write, read) in variants.items():
-            started = time.process_time()
+            times = [time.process_time()]
             data = write(trace)
-            written = time.process_time()
+            times.append(time.process_time())
             found = read(data)
-            done = time.process_time()
+            times.append(time.process_time())
+            write(RoutingTrace(trace.experts, model.experts))
+            times.append(time.process_time())
             sizes[name] = len(data)
             if repeat:
-                seconds[name].append((written - started, done - written))
+                encoding, decoding, checked = (tokens / seconds for seconds in np.diff(times))
+                rates[name].append((encoding, checked, decoding))
             elif not np.array_equal(np.sort(found.experts, axis=2), np.sort(trace.experts, axis=2)):
                 raise SystemExit(f"{name} does not give back what it was given")
     shape = f"{model.layers} x {model.top_k} of {model.experts}"
     print(f"\n{model.name}: {shape}, bound log2 {model.bound:.1f} bytes per token")
-    print(f"{'':>22} {'bytes/token':>12} {'of wire':>8} {'of bound':>9} {'encode tok/s':>13} {'decode tok/s':>13}")
+    columns = ("encode tok/s", "check and encode", "decode tok/s")
+    print(f"{'':>22} {'bytes/token':>12} {'of wire':>8} {'of bound':>9}", *(f"{column:>17}" for column in columns))
     for name, size in sizes.items():
-        encoding, decoding = (tokens / statistics.median(column) for column in zip(*seconds[name], strict=True))
+        medians = (statistics.median(column) for column in zip(*rates[name], strict=True))
         share, excess = size / sizes["wire (base64 int32)"], size / tokens / model.bound
-        print(f"{name:>22} {size / tokens:12.1f} {share:8.3f} {excess:9.3f} {encoding:13,.0f} {decoding:13,.0f}")
+        print(f"{name:>22} {size / tokens:12.1f} {share:8.3f} {excess:9.3f}", *(f"{rate:17,.0f}" for rate in medians))
+    return rows_of(model, sizes["unordered"] / tokens, rates["unordered"])
 
 
-def main() -> None:
+def rows_of(model: Model, size: float, rates: list[tuple[float, float, float]]) -> list[Row]:
+    rows = [Row("bytes", model.name, size, "bytes/token", size, size)]
+    for name, column in zip(("encode", "check and encode", "decode"), zip(*rates, strict=True), strict=True):
+        low, high = interval_of_median(column)
+        rows.append(Row(name, model.name, statistics.median(column), "tokens/s", low, high))
+    if model is MODELS[0]:
+        rows[0] = replace(rows[0], budget=MOST_BYTES, kind="at_most")
+        rows[1::2] = [replace(row, budget=LEAST_RATE, kind="at_least") for row in rows[1::2]]
+    return rows
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--skew", type=float, default=0.3)
     parser.add_argument("--memory", type=float, default=0.5)
+    add_json(parser)
     args = parser.parse_args()
     print(f"{args.tokens} tokens, skew {args.skew}, memory {args.memory}, median of {args.repeats}")
+    rows = []
     for model in MODELS:
-        measure(model, routes(model, args.tokens, args.skew, args.memory), args.repeats)
+        rows += measure(model, routes(model, args.tokens, args.skew, args.memory), args.repeats)
+    return finish(rows, args.json)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

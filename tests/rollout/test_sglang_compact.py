@@ -114,7 +114,7 @@ def test_an_ask_survives_its_header() -> None:
     "change",
     [
         {"version": 1},
-        {"version": 3},
+        {"version": 2},
         {"version": None},
         {"topk": 0},
         {"num_layers": 1 << 20},

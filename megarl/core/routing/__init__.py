@@ -1,7 +1,8 @@
 """Routing traces: which experts each token used.
 
 ``trace`` is the record, ``codec`` writes and reads it, ``disagreement`` compares two, ``provenance`` says which weights
-and which engine produced a row. ``combinations`` numbers the sets of experts for the codec.
+and which engine produced a row. For the codec, ``rows`` sorts and packs, ``cells`` numbers the sets of experts of the
+usual shapes, and ``combinations`` those of any.
 """
 
 from megarl.core.routing.codec import decode, encode

@@ -3,11 +3,11 @@
     header   20 bytes: magic, version, CRC32 of all that follows it, flags, L, K, E - 1, T
     payload  mask | the rows of the tokens that have one, token by token, layer by layer
 
-Numbers are little-endian. An unordered row is the number of its set (``combinations``), rows back to back, lowest bit
-first; an ordered row is K bytes (E <= 256) or K 16-bit words. The mask is written only if the trace has one: one bit
-per token or, where that is shorter, the number of runs and their lengths, 32-bit words, of tokens with and without a
-row in turn. A compressed payload is a zlib stream of the same. So a trace without a mask takes at most the bytes of its
-experts (one each for E <= 256, else two) and the header.
+Numbers are little-endian. An unordered row is the number of its set (``cells``; for other shapes ``combinations``),
+written in planes of at most 2^15 rows (``rows``); an ordered row is K bytes (E <= 256) or K 16-bit words. The mask is
+written only if the trace has one: one bit per token or, where that is shorter, the number of runs and their lengths,
+32-bit words, of tokens with and without a row in turn. So a trace without a mask takes at most the bytes of its experts
+(one each for E <= 256, else two) and the header.
 """
 
 import struct
@@ -18,12 +18,14 @@ from functools import lru_cache
 
 import numpy as np
 
+from megarl.core.routing import cells
 from megarl.core.routing.combinations import MAX_TOP_K, Combinations
+from megarl.core.routing.rows import blocks, num_bytes, pack, sort_columns, unpack
 from megarl.core.routing.trace import RoutingTrace
 from megarl.errors import TraceError
 
 MAGIC = b"MRLT"
-VERSION = 2
+VERSION = 3
 MAX_MISSING_BYTES = 1 << 28
 """Bytes that the experts of missing rows may take in memory: they cost no payload but a bit or a run of the mask."""
 MAX_FREE_BYTES = 1 << 24
@@ -35,9 +37,8 @@ HEADER_BYTES = _START.size + _SHAPE.size
 
 class _Flag(IntFlag):
     ORDERED = 1
-    COMPRESSED = 2
-    MASK_AS_BITS = 4
-    MASK_AS_RUNS = 8
+    MASK_AS_BITS = 2
+    MASK_AS_RUNS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +56,14 @@ class _Shape:
         """Bits of one token in one layer."""
         if self.ordered:
             return 8 * self.top_k * self.expert_dtype.itemsize
-        return _combinations(self.num_experts, self.top_k).bits
+        return _numbering(self.num_experts, self.top_k).bits
 
     @property
     def expert_dtype(self) -> np.dtype:
         return np.dtype("u1" if self.num_experts <= 256 else "<u2")
 
     def rows_bytes(self, num_present: int) -> int:
-        return -(-num_present * self.num_layers * self.row_bits // 8)
+        return num_bytes(num_present * self.num_layers, self.row_bits)
 
     def check(self, label: str) -> None:
         if self.num_tokens >= 1 << 32 or self.num_layers >= 1 << 16 or self.top_k >= 1 << 16:
@@ -105,11 +106,10 @@ class _Shape:
         self.check_unbacked(num_present, label)
 
 
-def encode(trace: RoutingTrace, *, ordered: bool = False, compress: bool = False) -> bytes:
+def encode(trace: RoutingTrace, *, ordered: bool = False) -> bytes:
     """Write a trace as bytes; its label is not written.
 
-    Unordered traces hold at most top-64 (else TraceError). ``compress`` runs zlib over the payload and keeps the result
-    if it is smaller, which pays for ordered traces.
+    Unordered traces hold at most top-64 (else TraceError).
     """
     num_tokens, num_layers, top_k = trace.experts.shape
     shape = _Shape(num_tokens, num_layers, top_k, trace.num_experts, ordered)
@@ -120,8 +120,6 @@ def encode(trace: RoutingTrace, *, ordered: bool = False, compress: bool = False
     experts = trace.experts if trace.present is None else trace.experts[trace.present]
     rows = experts.reshape(len(experts) * num_layers, top_k)
     payload = mask + (rows.astype(shape.expert_dtype).tobytes() if ordered else _write_unordered(rows, shape))
-    if compress and len(smaller := zlib.compress(payload)) < len(payload):
-        flags, payload = flags | _Flag.COMPRESSED, smaller
     body = _SHAPE.pack(flags, num_layers, top_k, trace.num_experts - 1, num_tokens) + payload
     return _START.pack(MAGIC, VERSION, zlib.crc32(body)) + body
 
@@ -135,8 +133,6 @@ def decode(data: bytes | bytearray | memoryview, label: str = "routing trace") -
     """
     data = memoryview(data).cast("B")
     shape, flags, payload = _read_header(data, label)
-    if flags & _Flag.COMPRESSED:
-        payload = _decompress(payload, -(-shape.num_tokens // 8) + shape.rows_bytes(shape.num_tokens), label)
     present, rest = _read_mask(payload, flags, shape, label)
     num_present = shape.num_tokens if present is None else int(np.count_nonzero(present))
     if shape.ordered:
@@ -148,36 +144,35 @@ def decode(data: bytes | bytearray | memoryview, label: str = "routing trace") -
         scattered = np.zeros((shape.num_tokens, shape.num_layers, shape.top_k), dtype=experts.dtype)
         scattered[present] = experts
         experts = scattered
-    return RoutingTrace(experts, shape.num_experts, present=present, label=label)
+    make = RoutingTrace if shape.ordered else RoutingTrace.of_sets  # a number that is of a set needs no other check
+    return make(experts, shape.num_experts, present=present, label=label)
 
 
 @lru_cache(maxsize=4)
-def _combinations(num_experts: int, top_k: int) -> Combinations:
-    return Combinations(num_experts, top_k)
+def _numbering(num_experts: int, top_k: int) -> cells.Cells | Combinations:
+    in_tables = num_experts <= cells.MOST_EXPERTS and cells.LEAST_TOP_K <= top_k <= cells.MOST_TOP_K
+    return (cells.Cells if in_tables else Combinations)(num_experts, top_k)
 
 
 def _write_unordered(rows: np.ndarray, shape: _Shape) -> bytes:
-    sets = _combinations(shape.num_experts, shape.top_k)
-    blocks = (rows[start : start + sets.block_rows] for start in range(0, len(rows), sets.block_rows))
-    return b"".join(sets.pack(sets.rank(np.sort(block, axis=1))).tobytes() for block in blocks)
+    sets = _numbering(shape.num_experts, shape.top_k)
+    parts = (rows[block] for block in blocks(len(rows)))
+    return b"".join(pack(sets.rank(sort_columns(part), len(part)), sets.bits) for part in parts)
 
 
 def _read_unordered(stream: np.ndarray, num_present: int, shape: _Shape, label: str) -> np.ndarray:
-    sets = _combinations(shape.num_experts, shape.top_k)
+    sets = _numbering(shape.num_experts, shape.top_k)
     num_rows = num_present * shape.num_layers
     rows = np.empty((num_rows, shape.top_k), dtype=shape.expert_dtype.newbyteorder("="))
-    for start in range(0, num_rows, sets.block_rows):
-        size = min(sets.block_rows, num_rows - start)
-        first = sets.num_bytes(start)  # a whole number of bytes: blocks are multiples of 8 rows
-        ranks = sets.unpack(stream[first : first + sets.num_bytes(size)], size)
-        wrong = sets.first_too_large(ranks)
-        if wrong is not None:
-            token, layer = divmod(start + wrong, shape.num_layers)
+    for block in blocks(num_rows):
+        first, last = num_bytes(block.start, sets.bits), num_bytes(block.stop, sets.bits)
+        wrong = sets.unrank(unpack(stream[first:last], block.stop - block.start, sets.bits), rows[block])
+        if wrong.any():
+            token, layer = divmod(block.start + int(wrong.argmax()), shape.num_layers)
             raise TraceError(
-                f"{label}: present row {token}, layer {layer} holds a number that is not below C({shape.num_experts}, "
-                f"{shape.top_k}) = {sets.count}: the data is damaged or was not written by megarl"
+                f"{label}: present row {token}, layer {layer} holds a number that is of no {shape.top_k} of "
+                f"{shape.num_experts} experts: the data is damaged or was not written by megarl"
             )
-        rows[start : start + size] = sets.unrank(ranks, rows.dtype)
     return rows
 
 
@@ -229,7 +224,9 @@ def _read_header(data: memoryview, label: str) -> tuple[_Shape, _Flag, memoryvie
     if magic != MAGIC:
         raise TraceError(f"{label}: begins with {magic!r}, expected {MAGIC!r}: this is no encoded routing trace")
     if version != VERSION:
-        raise TraceError(f"{label}: format version {version}, expected {VERSION}: another megarl wrote it")
+        raise TraceError(
+            f"{label}: format version {version}, expected {VERSION}: another megarl wrote it; record again"
+        )
     if zlib.crc32(data[_START.size :]) != crc:
         raise TraceError(
             f"{label}: the data of {len(data)} bytes does not match its checksum: it is cut off, damaged, or has "
@@ -242,17 +239,3 @@ def _read_header(data: memoryview, label: str) -> tuple[_Shape, _Flag, memoryvie
     shape = _Shape(num_tokens, num_layers, top_k, last_expert + 1, bool(flags & _Flag.ORDERED))
     shape.check(label)
     return shape, _Flag(flags), data[HEADER_BYTES:]
-
-
-def _decompress(payload: memoryview, most: int, label: str) -> memoryview:
-    """At most ``most`` bytes, however much the stream would give."""
-    stream = zlib.decompressobj()
-    try:
-        raw = stream.decompress(payload, most + 1)
-    except (zlib.error, OverflowError) as error:
-        raise TraceError(f"{label}: the compressed payload cannot be read ({error}): the data is damaged") from error
-    if len(raw) > most or not stream.eof or stream.unused_data:
-        raise TraceError(
-            f"{label}: the compressed payload is not one stream of at most {most} bytes: the data is damaged"
-        )
-    return memoryview(raw)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megarl.core.routing.rows import find_doubled
 from megarl.errors import TraceError
 
 
@@ -53,10 +54,18 @@ class RoutingTrace:
         if present is not None and not present.all():
             experts = np.where(present[:, None, None], experts, 0)
         self._check_range(experts)
-        narrow = experts.astype(narrow_dtype(self.num_experts))
+        narrow = experts.astype(narrow_dtype(self.num_experts), order="C")
         self._check_duplicates(narrow, present)
         object.__setattr__(self, "experts", narrow)
         object.__setattr__(self, "present", present)
+
+    @classmethod
+    def of_sets(cls, experts: np.ndarray, num_experts: int, present: np.ndarray | None, label: str) -> "RoutingTrace":
+        """A trace whose rows are known to be sets of experts, in the narrow dtype; nothing is checked."""
+        trace = object.__new__(cls)
+        for name, value in (("experts", experts), ("num_experts", num_experts), ("present", present), ("label", label)):
+            object.__setattr__(trace, name, value)
+        return trace
 
     @property
     def num_missing(self) -> int:
@@ -73,14 +82,15 @@ class RoutingTrace:
         )
 
     def _check_duplicates(self, experts: np.ndarray, present: np.ndarray | None) -> None:
-        ordered = np.sort(experts if present is None else experts[present], axis=2)
-        doubled = (ordered[:, :, 1:] == ordered[:, :, :-1]).any(axis=2)
-        if not doubled.any():
+        _, num_layers, top_k = experts.shape
+        recorded = experts if present is None else experts[present]
+        doubled = find_doubled(recorded.reshape(len(recorded) * num_layers, top_k))
+        if not len(doubled):
             return
-        row, layer = np.argwhere(doubled)[0]
+        row, layer = divmod(int(doubled[0]), num_layers)
         row = row if present is None else np.flatnonzero(present)[row]
         raise TraceError(
             f"{self.label}: row {row}, layer {layer} names an expert twice: {experts[row, layer].tolist()}; "
-            f"{np.count_nonzero(doubled)} such rows. Zero or constant padding looks like this: mark rows that the "
+            f"{len(doubled)} such rows. Zero or constant padding looks like this: mark rows that the "
             f"engine did not record as not present, and leave dense layers out"
         )

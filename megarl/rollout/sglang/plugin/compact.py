@@ -25,7 +25,7 @@ from megarl.models.shapes import MoeShape
 
 HEADER = "megarl-routes"
 SEAL = "megarl_seal"
-VERSION = 2  # of the trace
+VERSION = 3  # of the trace
 _COUNTS = ("num_layers", "num_experts", "topk")
 
 
