@@ -288,6 +288,15 @@ def transformers_release(version: str, *others: str) -> Path:
     return cached
 
 
+def trl_release(version: str) -> Path:
+    """A folder with this release of TRL alone; what it needs is among megarl's packages."""
+    cached = cache_folder() / f"trl-{version}-{key()}"
+    with installation(cached) as is_missing:
+        if is_missing:
+            pip(Path(sys.executable), "--no-deps", "--target", cached, f"trl=={version}")
+    return cached
+
+
 def _triton() -> Path:
     cached = cache_folder() / f"triton-{TRITON}-{key()}"
     with installation(cached) as is_missing:

@@ -65,6 +65,7 @@ def main(model_path: str, prompts: str, steps: int) -> None:
         temperature=1.0,
         beta=0.0,
         loss_type="grpo",
+        router_aux_loss_coef=0.0,
         learning_rate=1e-4,
         max_grad_norm=1.0,
         max_steps=steps * UPDATES,

@@ -233,7 +233,8 @@ class _Normalized(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        wide, gradient = x.float(), gradients[0].float()
+        exact = torch.promote_types(x.dtype, torch.float32)
+        wide, gradient = x.to(exact), gradients[0].to(exact)
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + ctx.eps)
         unit, inner = wide * scale, gradient * weight
         along = (inner * unit).mean(-1, keepdim=True)

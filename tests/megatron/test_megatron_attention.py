@@ -8,14 +8,29 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megarl.megatron  # noqa: F401
 from megarl.errors import ConfigError
 from megarl.megatron.attention import PackedAttention, PackedSequences, RMSNorm
+from megarl.megatron.versions import takes
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
+MLA = takes(rope_utils._apply_rotary_pos_emb_bshd, "mla_rotary_interleaved")
+LATENT = "mla_rotary_interleaved" if MLA else "multi_latent_attention"
+
+
+class _Alone:
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+CP_GROUP = {"cp_group": _Alone()} if takes(rope_utils.apply_rotary_pos_emb, "cp_group") else {}
 
 
 def settings(**changes: object) -> TransformerConfig:
@@ -129,6 +144,79 @@ def test_rms_norm_is_the_formula_and_marks_its_weight() -> None:
     assert norm.weight.sequence_parallel is False  # type: ignore[attr-defined]
     parallel = settings(sequence_parallel=True, tensor_model_parallel_size=2)
     assert RMSNorm(parallel, 16).weight.sequence_parallel is True  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("shape", [(5, 16), (5, 2, 3, 16), (0, 16)])
+def test_gradients_of_rms_norm_are_those_of_the_formula(
+    dtype: torch.dtype, error: float, shape: tuple[int, ...]
+) -> None:
+    norm = RMSNorm(settings(params_dtype=dtype), 16, eps=0.1)
+    generator = torch.Generator().manual_seed(3)
+    values, weights = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(16, generator=generator))
+    values.requires_grad_()
+    found = torch.autograd.grad((norm(values) * weights).sum(), (values, norm.weight))
+    wide, weight = values.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
+    by_formula = wide / (wide.square().mean(-1, keepdim=True) + 0.1).sqrt() * weight
+    wanted = torch.autograd.grad((by_formula * weights.double()).sum(), (wide, weight))
+    for gradient, want in zip(found, wanted, strict=True):
+        assert gradient.dtype == dtype
+        torch.testing.assert_close(gradient.double(), want, rtol=error, atol=error)
+
+
+def rotated(tokens: torch.Tensor, lengths: list[int], angles: torch.Tensor, scale: float) -> torch.Tensor:
+    """Pair i of a token at position p is turned by ``angles[p, i]``; one token and one pair at a time."""
+    out = torch.zeros_like(tokens)
+    half = angles.size(1)
+    row = 0
+    for length in lengths:
+        for position in range(length):
+            for pair in range(half):
+                low, high = tokens[row, :, pair], tokens[row, :, pair + half]
+                cos, sin = angles[position, pair].cos() * scale, angles[position, pair].sin() * scale
+                out[row, :, pair], out[row, :, pair + half] = low * cos - high * sin, high * cos + low * sin
+            row += 1
+    return out
+
+
+@pytest.mark.parametrize("lengths", [[1], [3], [2, 1, 4], [5, 5], [1, 1, 1]])
+@pytest.mark.parametrize("longest", [5, 9])
+@pytest.mark.parametrize("scale", [1.0, 1.5])
+def test_packed_sequences_are_rotated_by_the_position_in_their_own(
+    lengths: list[int], longest: int, scale: float
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+    angles = torch.rand(longest, WIDTH // 2, generator=generator, dtype=torch.float64)
+    frequencies = torch.cat((angles, angles), -1)[:, None, None]
+    tokens, weights = (
+        torch.randn(sum(lengths), HEADS, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
+    tokens.requires_grad_()
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    found = rope_utils._apply_rotary_pos_emb_thd(
+        tokens, bounds, frequencies, rotary_interleaved=False, mscale=scale, **CP_GROUP
+    )
+    expected = rotated(tokens, lengths, angles, scale)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    gradients = [torch.autograd.grad((out * weights).sum(), tokens)[0] for out in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("option", [{"rotary_interleaved": True}, {LATENT: True}, {"width": WIDTH // 2}])
+def test_other_rotations_are_megatrons_for_each_sequence(option: dict[str, int]) -> None:
+    lengths, width = [2, 1, 4], option.pop("width", WIDTH)
+    generator = torch.Generator().manual_seed(4)
+    frequencies = torch.rand(6, 1, 1, width, generator=generator)
+    tokens = torch.randn(sum(lengths), HEADS, WIDTH, generator=generator)
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    found = rope_utils._apply_rotary_pos_emb_thd(tokens, bounds, frequencies, **option, **CP_GROUP)
+    each = [
+        rope_utils._apply_rotary_pos_emb_bshd(part[:, None], frequencies[: len(part)], **option)[:, 0]
+        for part in tokens.split(lengths)
+    ]
+    assert torch.equal(found, torch.cat(each))
 
 
 def test_other_norms_are_refused() -> None:

@@ -62,3 +62,43 @@ found = cases_training.fixed_batch_steps({{}})
 print(found["losses"][0] != found["losses"][1])
 """
     assert "True" in run_python(code)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [0, 2, 1, 3], [3, 2, 1, 0], [1, 2, 3, 0]])
+@pytest.mark.parametrize("with_probs", [False, True])
+def test_chunks_are_sorted_as_asked_and_left_where_they_are_sorted(order: list[int], with_probs: bool) -> None:
+    import torch
+    from megatron.core.transformer.moe import token_dispatcher
+
+    import megarl.megatron  # noqa: F401
+
+    sizes = [2, 0, 3, 1]
+    tokens, probs = torch.randn(6, 3), torch.rand(6) if with_probs else None
+    sort = token_dispatcher.sort_chunks_by_idxs
+    found, found_probs = sort(tokens, torch.tensor(sizes), torch.tensor(order), probs=probs)
+    assert torch.equal(found, torch.cat([tokens.split(sizes)[chunk] for chunk in order]))
+    if probs is None:
+        assert found_probs is None
+    else:
+        assert torch.equal(found_probs, torch.cat([probs.split(sizes)[chunk] for chunk in order]))
+    assert (found is tokens) is (order == sorted(order))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", ["dist_all_gather_func", "dist_reduce_scatter_func"])
+def test_a_rank_alone_copies_only_what_is_elsewhere(name: str) -> None:
+    import torch
+    import torch.distributed as dist
+    from megatron.core.distributed import param_and_grad_buffer
+    from tiny_world import config, join
+
+    join(config(Path("unused")))
+    exchange, group = getattr(param_and_grad_buffer, name), dist.group.WORLD
+    buffer, other = torch.arange(5.0), torch.zeros(5)
+    exchange(buffer.view(5), buffer, group=group, async_op=False)
+    assert buffer.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    exchange(other, buffer, group=group, async_op=False)
+    assert other.tolist() == buffer.tolist()
+    other.zero_()
+    exchange(other, buffer, group=group, async_op=True).wait()
+    assert other.tolist() == buffer.tolist()
