@@ -1,0 +1,261 @@
+"""Costs of a run that must grow no faster than their work: 512 ranks and 1e6 prompts, simulated in one process.
+
+    python tools/bench_scale.py [--repeats 3] [--scale 1.0] [--json FILE]
+
+Each cost is measured at three sizes, of which each is four times the one before. The exponent is that of the power law
+through them; 1 is linear. Times are CPU seconds, the least of the repetitions, which visit the sizes in turn. The last
+column is the cost of a million units at the rate of the largest size. Ends with 1 if an exponent is above its budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.core.choices.credit import Credit
+from megarl.core.choices.stopping import Uniform
+from megarl.core.metrics import Stat, flatten, join_layouts, layout_of, unflatten
+from megarl.core.packing import partition, select
+from megarl.core.routing import RoutingTrace
+from megarl.core.sampling.collector import Rewards
+from megarl.core.sampling.credit_assignment import assign
+from megarl.core.types import TrainBatch
+from megarl.data import prompt_table
+from megarl.data.prompts import PromptOrder, load_prompts
+from megarl.run.audit import Audit
+from megarl.run.metrics_log import MetricsLog
+from megarl.train.sampling.assignment import PromptAssignment, RankCoordinates, Refill
+
+RANKS, GROUP = 512, 8
+FACTOR = 4
+LINEAR, FLAT = 1.15, 0.35
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    name: str
+    unit: str
+    largest: int
+    prepare: Callable[[int, Path], Run]
+    """(size, scratch folder) -> what is timed."""
+    budget: float = LINEAR
+
+
+def rewards_of(number: int) -> Rewards:
+    """8 samples of each prompt, half of the prompts with contrast."""
+    draws = np.random.default_rng(0).random((number // GROUP, GROUP))
+    rates = np.random.default_rng(1).choice([0.0, 0.5, 1.0], (number // GROUP, 1), p=[0.2, 0.6, 0.2])
+    prompts, samples = np.repeat(np.arange(number // GROUP), GROUP), np.tile(np.arange(GROUP), number // GROUP)
+    return Rewards.of(prompts, samples, (draws < rates).astype(float).ravel(), np.ones(number, bool))
+
+
+def assignment_of(number: int, ranks: int) -> PromptAssignment:
+    at = RankCoordinates(1, ranks // 2, 1, 2)
+    prompts = number // GROUP
+    return PromptAssignment(Uniform(GROUP), prompts // 2, 4, at, refill=Refill(prompts, 0))
+
+
+def selection(number: int, _: Path, ranks: int = RANKS) -> Run:
+    rewards = rewards_of(number)
+
+    def run() -> object:
+        assignment = assignment_of(number, ranks)
+        return assignment.own_keys(assignment.select(rewards))
+
+    return run
+
+
+def selection_by_ranks(ranks: int, folder: Path) -> Run:
+    return selection(GROUP * 16384, folder, ranks)
+
+
+def credit(number: int, _: Path) -> Run:
+    selected = assignment_of(number, RANKS).select(rewards_of(number))
+    return lambda: assign(Credit(weigh="prompt"), selected)
+
+
+def audit(number: int, folder: Path) -> Run:
+    prompts, samples = np.divmod(np.arange(number), GROUP)
+    keys = list(zip(prompts.tolist(), samples.tolist(), strict=True))
+    return lambda: Audit(folder).record_step(1, 0, keys, {})
+
+
+def packing(number: int, _: Path) -> Run:
+    lengths = np.random.default_rng(0).integers(1, 8193, number).tolist()
+    return lambda: partition(lengths, 16384)
+
+
+def splitting(number: int, _: Path) -> Run:
+    """A mini-batch of short sequences, taken apart into micro-batches of 64."""
+    tokens = torch.zeros(4 * number)
+    batch = TrainBatch(
+        tokens.long(), torch.arange(number + 1) * 4, tokens.bool(), tokens, tokens, None, None, tokens.int()
+    )
+    bins = [list(range(first, first + 64)) for first in range(0, number, 64)]
+    return lambda: [select(batch, indices) for indices in bins]
+
+
+def prompt_file(number: int, folder: Path) -> Callable[[], object]:
+    """A file of prompts of about 90 characters, and the call that a rank makes."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(
+        models.BPE(vocab={letter: index for index, letter in enumerate([*letters, "<e>"])}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    path = folder / f"{number}.jsonl"
+    if not path.exists():
+        words = np.random.default_rng(0).choice(["find", "all", "integers", "below", "that", "divide"], (number, 15))
+        lines = (
+            json.dumps({"prompt": " ".join(row), "answer": str(index)}) for index, row in enumerate(words.tolist())
+        )
+        path.write_text("\n".join(lines) + "\n")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>")
+    names = {"prompt_field": "prompt", "answer_field": "answer", "chat_template": False, "max_prompt_tokens": 999}
+    return lambda: load_prompts(path, tokenizer=fast, **names)  # type: ignore[arg-type]
+
+
+def tokenizing(number: int, folder: Path) -> Run:
+    load = prompt_file(number, folder)
+
+    def run() -> object:
+        for found in (folder / "megarl").rglob("*.prompts"):
+            found.unlink()
+        return load()
+
+    return run
+
+
+def mapping(number: int, folder: Path) -> Run:
+    load = prompt_file(number, folder)
+    load()
+    return load
+
+
+def ordering(number: int, _: Path) -> Run:
+    """A hundred steps of one epoch of a data set."""
+    seeds = iter(range(1000))
+
+    def run() -> object:
+        order = PromptOrder(number, next(seeds))
+        return [order.take(step * 64, 64) for step in range(100)]
+
+    return run
+
+
+def metrics(number: int, _: Path) -> Run:
+    """What a rank does for its part of the metrics, and the main rank with the whole."""
+    values = torch.rand(64)
+    stats = {f"layer/{index}": Stat.spread(values, values > 0.5) for index in range(number)}
+
+    def run() -> object:
+        layout = join_layouts([layout_of(stats)])
+        repr(layout)
+        return unflatten(*flatten(stats, layout), layout)
+
+    return run
+
+
+def resuming(number: int, folder: Path) -> Run:
+    """Open the log of a long run, and drop its last step."""
+    path = folder / f"run-{number}" / "metrics.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    record: dict[str, Any] = {"kind": "step", "step": 0, "minibatch": None, "wall_s": 1.0}
+    record |= {f"metric/{index}": 0.5 for index in range(40)}
+    path.write_text("".join(json.dumps(record | {"step": step}) + "\n" for step in range(number)))
+    last = iter(range(number - 2, 0, -1))
+
+    def run() -> object:
+        with MetricsLog(path.parent, tensorboard=False) as log:
+            return log.truncate_after(next(last))
+
+    return run
+
+
+def checking(number: int, _: Path) -> Run:
+    """Routes of one sequence in 48 layers, 8 of 128 experts."""
+    rows = np.random.default_rng(0).random((number // 48, 48, 128), np.float32).argsort(2)[:, :, :8].astype(np.uint8)
+    return lambda: RoutingTrace(rows, 128)
+
+
+COSTS = (
+    Cost("selection, 512 ranks", "rewards", 1 << 20, selection),
+    Cost("selection, 131072 rewards", "ranks", RANKS, selection_by_ranks, 1.0),
+    Cost("weights per prompt", "responses", 1 << 20, credit),
+    Cost("record of what trained", "responses", 1 << 18, audit),
+    Cost("packing", "sequences", 1 << 17, packing),
+    Cost("taking micro-batches", "sequences", 1 << 16, splitting),
+    Cost("tokenizing, one process of a node", "prompts", 1 << 15, tokenizing),
+    Cost("mapping, every other process", "prompts", 1 << 17, mapping),
+    Cost("order of 100 steps", "prompts", 1 << 20, ordering),
+    Cost("metrics", "statistics", 32_768, metrics),
+    Cost("resuming", "records", 65_536, resuming, FLAT),
+    Cost("checking routes", "rows", 196_608, checking),
+)
+
+
+def measure(repeats: int, scale: float) -> Iterator[tuple[Cost, list[int], list[list[float]]]]:
+    """Yield for each cost its sizes, and by repetition the seconds at each."""
+    with tempfile.TemporaryDirectory() as name:
+        os.environ["XDG_CACHE_HOME"], prompt_table.SHARED_FROM_BYTES = name, 0
+        for cost in COSTS:
+            largest = cost.largest if cost.unit == "ranks" else max(int(cost.largest * scale) // 1024, 1) * 1024
+            sizes = [largest // FACTOR**power for power in (2, 1, 0)]
+            runs = [cost.prepare(size, Path(name)) for size in sizes]
+            yield cost, sizes, [[seconds(run) for run in runs] for _ in range(repeats)]
+
+
+def seconds(run: Run) -> float:
+    started = time.process_time()
+    run()
+    return time.process_time() - started
+
+
+def exponent(sizes: list[int], times: np.ndarray) -> float:
+    return float(np.polyfit(np.log(sizes), np.log(np.maximum(times, 1e-6)), 1)[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--scale", type=float, default=1.0, help="of the sizes")
+    parser.add_argument("--json", type=Path, help="write the rows into this file")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    print(f"{'':>34} {'sizes':>28} {'CPU seconds':>24} {'exponent':>9} {'budget':>7}  seconds per 1e6")
+    for cost, sizes, times in measure(args.repeats, args.scale):
+        best = np.min(times, axis=0)
+        power, rate = exponent(sizes, best), best[-1] / sizes[-1] * 1e6
+        spread = [exponent(sizes, np.array(each)) for each in times]
+        row = {"name": f"scale: {cost.name}", "low": min(spread), "high": max(spread)}
+        what = f"{cost.name}: exponent of {cost.unit}, {sizes[0]:,} to {sizes[-1]:,}"
+        rows.append(row | {"what": what, "value": power, "unit": "", "budget": cost.budget, "kind": "at_most"})
+        per_million = {"name": f"scale: {cost.name}, cost", "what": f"{cost.name}, of 1e6 {cost.unit}", "value": rate}
+        low, high = (float(each) / sizes[-1] * 1e6 for each in (min(t[-1] for t in times), max(t[-1] for t in times)))
+        rows.append(per_million | {"unit": "CPU s", "low": low, "high": high, "budget": None, "kind": None})
+        listed = " ".join(f"{second:7.3f}" for second in best)
+        print(f"{cost.name:>34} {' '.join(map(str, sizes)):>28} {listed:>24} {power:9.2f} {cost.budget:7.2f}", end="  ")
+        print(f"{rate:.3g} ({cost.unit})", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+    if broken := [row["what"] for row in rows if row["budget"] is not None and row["value"] > row["budget"]]:
+        sys.exit(f"grows faster than its budget: {'; '.join(broken)}")
+
+
+if __name__ == "__main__":
+    main()
