@@ -37,6 +37,7 @@ from megarl.rollout.sglang.fleet import Fleet, FleetSettings
 from megarl.rollout.sglang.member import Member
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec, free_port
+from megarl.rollout.sglang.weights.payload import payload_of
 from megarl.rollout.weights import WeightForm, checkpoint_shapes
 
 STAND_IN = Path(__file__).with_name("sglang_stand_in.py")
@@ -402,7 +403,7 @@ def test_weights_that_somebody_else_changes_are_found_named_and_sent_again(world
         ("continue_generation", {}),
     ):
         bucket = sglang_fleet.Bucket(weights(world.model, 1.5))
-        httpx.post(f"{url}/{path}", json={"serialized_named_tensors": [bucket.payload]} if body is None else body)
+        httpx.post(f"{url}/{path}", json={"serialized_named_tensors": [payload_of(bucket)]} if body is None else body)
     assert world.ask(fleet._members[1]) == ["1", [1.5]]  # the version says nothing of it
     assert fleet.prove()
     found = [line for line in world.told if "does not compute with the weights that it was sent" in line]
