@@ -187,10 +187,11 @@ def export_hf(
     alone may be views of its weights: copy what must outlast the next step.
     """
     rules, dense, expert = rules_of(shape), *_routes(receive)
+    numbers = {rule.megatron: number for number, rule in enumerate(rules)}
     local: dict[tuple[int, int], list[_Placed]] = {}
     for entry in _place(chunks, shape):
-        if entry.rule in rules:
-            local.setdefault((entry.layer, rules.index(entry.rule)), []).append(entry)
+        if entry.rule.megatron in numbers:
+            local.setdefault((entry.layer, numbers[entry.rule.megatron]), []).append(entry)
     for piece in _all_pieces(local):
         layer, number = piece.order
         rule, entries = rules[number], sorted(local.get(piece.order, []), key=lambda entry: entry.expert)

@@ -25,8 +25,8 @@ Allocate = Callable[[int, torch.device], torch.Tensor]
 
 FUSED = ("q_a_proj", "kv_a_proj_with_mqa")
 """Halves of a projection that SGLang's models with latent attention keep as one parameter."""
-_CONVERT_BYTES = 32 << 20
-"""Of the tensors that are stacked and converted at once, unless one is more."""
+_CONVERT_BYTES, _CACHE_BYTES = 32 << 20, 1 << 20
+"""Of the tensors that are stacked, converted and checked at once on a GPU and on a CPU, unless one is more."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AS_IT_IS = WeightForm()
@@ -45,6 +45,8 @@ class Stack:
     shape: tuple[int, ...]
     start: int = 0
     """First byte."""
+    sums: list[torch.Tensor] = field(default_factory=list)
+    finite: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def row_bytes(self) -> int:
@@ -77,10 +79,14 @@ class Bucket:
         self.flat = allocate(total, device)
         """uint8 [bytes], a copy of the tensors, on their device."""
         for is_fp8, sources, stacks in made:
-            step = max(1, _CONVERT_BYTES // max(1, sources[0].nbytes))
+            step = max(1, (_CONVERT_BYTES if self.flat.is_cuda else _CACHE_BYTES) // max(1, sources[0].nbytes))
             for first in range(0, len(sources), step):
                 part = slice(first, first + step)
-                form.fill(sources[part], is_fp8, *(self.rows(stack)[part] for stack in stacks))
+                places = [self.rows(stack)[part] for stack in stacks]
+                form.fill(sources[part], is_fp8, *places)
+                for stack, place in zip(stacks, places, strict=True):  # as long as it is in the cache
+                    stack.sums.append(_add_bits(place, stack))
+                    stack.finite.append(_are_finite(place))
         self.ready = torch.cuda.Event() if self.flat.is_cuda else None
         """Of the work that fills a bucket on a GPU; None: it is filled."""
         if self.ready is not None:
@@ -108,25 +114,14 @@ class Bucket:
 
     def sums(self) -> torch.Tensor:
         """int64 [tensors], of the bits of each one: they tell whether two updates are the same."""
-        found = []
-        for stack in self.stacks:
-            width = math.gcd(stack.row_bytes, stack.start, 8) or 8
-            bits = self.flat[stack.start : stack.end].view(_INTEGERS[width])
-            found.append(bits.view(len(stack.names), stack.row_bytes // width).sum(1, dtype=torch.int64))
-        return torch.cat(found)
+        return torch.cat([part for stack in self.stacks for part in stack.sums])
 
-    def are_finite(self) -> Iterator[tuple[Sequence[str], torch.Tensor]]:
-        """Yields (names, bool [n]) of the tensors of each shape, without the device being waited for.
+    def finite(self) -> torch.Tensor:
+        """bool [tensors], whether all values of each one are finite; the host does not wait for a GPU.
 
         A weight in FP8 has a scale, which is not finite if the weight is not.
         """
-        for stack in self.stacks:
-            if stack.dtype == torch.float8_e4m3fn:
-                continue
-            rows = self.rows(stack).reshape(len(stack.names), -1)
-            # A CPU adds up much faster than it looks at each value. Large values may have an infinite sum.
-            finite = None if rows.is_cuda else rows.sum(1).isfinite()
-            yield stack.names, finite if finite is not None and finite.all() else rows.isfinite().all(1)
+        return torch.cat([part for stack in self.stacks for part in stack.finite])
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -176,6 +171,23 @@ class Staging:
             oldest = self._allocate(max(num_bytes, self._least), device)
         self._held.append(oldest)
         return oldest[:num_bytes]
+
+
+def _add_bits(rows: torch.Tensor, stack: Stack) -> torch.Tensor:
+    """int64 [n], sums of the integers that the bytes of each row are."""
+    width = math.gcd(stack.row_bytes, stack.start, 8)
+    bits = rows.view(-1).view(torch.uint8).view(_INTEGERS[width])
+    return bits.view(len(rows), -1).sum(1, dtype=torch.int64)
+
+
+def _are_finite(rows: torch.Tensor) -> torch.Tensor:
+    """bool [n], of each row."""
+    if rows.dtype == torch.float8_e4m3fn:
+        return rows.new_ones(len(rows), dtype=torch.bool)
+    rows = rows.reshape(len(rows), -1)
+    # A CPU adds up much faster than it looks at each value. Large values may have an infinite sum.
+    finite = None if rows.is_cuda else rows.sum(1).isfinite()
+    return finite if finite is not None and finite.all() else rows.isfinite().all(1)
 
 
 def _stacks(form: WeightForm, key: tuple[bool, torch.dtype, tuple[int, ...]], names: Sequence[str]) -> list[Stack]:
@@ -256,14 +268,14 @@ class Intake:
         return self.making.over(self._buckets(tensors))
 
     def _buckets(self, tensors: Iterable[Named]) -> Iterator[Bucket]:
-        finite: list[tuple[Sequence[str], torch.Tensor]] = []
+        finite, names = [torch.ones(0, dtype=torch.bool)], list[str]()
         checked = self._check(self.gathering.over(tensors))
         for bucket in split_into_buckets(checked, self.max_bytes, self.shapes, self.allocate, self.form):
-            finite.extend(bucket.are_finite())
+            names += bucket.names
+            finite.append(bucket.finite())
             self._sums.append(bucket.sums())
             yield bucket
-        whole = torch.cat([flags for _, flags in finite]).tolist() if finite else []
-        names = [name for of_stack, _ in finite for name in of_stack]
+        whole = torch.cat([flags.to(finite[-1].device) for flags in finite]).tolist()
         if bad := [name.removesuffix(SCALE) for name, is_finite in zip(names, whole, strict=True) if not is_finite]:
             raise WeightSyncError(
                 f"{len(bad)} of {len(self.shapes)} tensors hold NaN or infinite values, for example {bad[0]}: "

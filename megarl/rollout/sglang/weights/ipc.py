@@ -153,8 +153,7 @@ def empty_shared(num_bytes: int, device: torch.device) -> torch.Tensor:
             f"{SHARED_MEMORY} has {free >> 20} MiB left, a bucket of weights takes {num_bytes >> 20} MiB: make it "
             'larger, or set another sglang.sync than "ipc"'
         )
-    storage = torch.UntypedStorage(num_bytes)
-    storage._share_filename_cpu_()
+    storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)
     for _ in range(MOST_READERS):  # torch counts readers, the last one removes the file, and a killed one stays counted
         storage._shared_incref()
     flat = torch.empty(0, dtype=torch.uint8).set_(storage)
