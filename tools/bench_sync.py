@@ -1,101 +1,215 @@
-"""How long new weights take from a sharded Megatron model to an SGLang server, by way and by part.
+"""What an update of an engine's weights costs, against a plain copy of the same bytes, by way and by part.
 
-    torchrun --nproc-per-node 2 tools/bench_sync.py --python .venv-sglang/bin/python [--rounds 5] [--hidden 256]
+    python tools/bench_sync.py [--json FILE] [--rounds 5] [--python .venv-sglang/bin/python]
 
-Starts one server of a random Qwen3-MoE in fp32. Every round measures all ways in turn.
+One rank of real Megatron sends a random Qwen3-MoE in fp32 to a server on this machine, and to the local engine. The
+server is the stand-in of the tests, a process of its own that reads every byte and loads none. With ``--python`` it is a
+real SGLang server, whose own loading then rules. A plain copy of the weights is measured in every round.
 
-- gather: from the ranks of the trainer
-- quantise: rounding through FP8 blocks, and casting
-- send: what involves the server (pause, transfer, flush, verification)
+- gather: from the model
+- quantise: into buckets, with casts, checks, and rounding through FP8 where it is on
+- send: what waits for the server (pause, transfer, flush, verification)
+- hidden: share of the transfer that other work hides
 
-Prints medians with minimum and maximum, in seconds.
+Ratios are medians over rounds, with minimum and maximum; the small model shows fixed costs. Peak memory is the growth of
+this process over its size before an update, in units of the largest bucket.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
+import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+import httpx
+import torch
+from transformers import AutoConfig
 
 from megarl.config.file import parse
 from megarl.data.tiny import write_tiny_model
 from megarl.megatron import distributed
 from megarl.megatron.policy import Policy, schedule_of
+from megarl.rollout.local.engine import LocalEngine
+from megarl.rollout.sglang.fleet import Fleet
 from megarl.rollout.sglang.server import Server
-from megarl.rollout.sglang.spec import ServerSpec
+from megarl.rollout.sglang.spec import ServerSpec, free_port
 from megarl.rollout.sglang.weights.ipc import Exchange
-from megarl.train.engines import make_engine
+from megarl.rollout.weights import WeightForm
 
-WAYS = ("tensor", "distributed", "ipc", "disk")
+STAND_IN = Path(__file__).parents[1] / "tests/rollout/sglang_stand_in.py"
+FP32, BF16 = torch.float32, torch.bfloat16
+SIZES = {"small": {"hidden_size": 64, "num_experts": 32}, "large": {"hidden_size": 256, "num_experts": 64}}
+BUDGET = 3.0
+"""At most, for the whole update of a large model by the best way, in plain copies."""
 PARTS = ("gather", "quantise", "send")
 
 
-def main() -> None:
-    flags = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
-    table: dict[str, Any] = {
-        "run": {"steps": 1},
-        "model": {"path": "", "dtype": "fp32"},
-        "parallel": {"ep": 2},
+def measure(rounds: int, python: str | None) -> Iterator[dict[str, Any]]:
+    """Yields the rows."""
+    for size, fields in SIZES.items():
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            model = write_tiny_model(folder / "model", num_layers=4, expert_width=fields["hidden_size"], **fields)
+            policy = stack.enter_context(_policy(model, folder))
+            url = stack.enter_context(_real(model, python, folder) if python else _stand_in(folder))
+            yield from _measure(size, policy, model, folder, url, rounds, real=python is not None)
+
+
+def _measure(
+    size: str, policy: Policy, model: Path, folder: Path, url: str, rounds: int, real: bool
+) -> Iterator[dict[str, Any]]:
+    ways: dict[str, tuple[Fleet, WeightForm]] = {}
+
+    def add(name: str, form: WeightForm, **fields: Any) -> None:
+        ways[name] = Fleet(urls=[url], source=model, tell=lambda _: None, **fields), form
+
+    add("ipc", WeightForm(FP32), exchange=Exchange(), keeps_copy=False)
+    add("ipc, spare copy", WeightForm(FP32), exchange=Exchange())
+    add("ipc, bf16", WeightForm(BF16), exchange=Exchange(), keeps_copy=False)
+    add("ipc, FP8 rounded", WeightForm(FP32, "rounded"), exchange=Exchange(), keeps_copy=False)
+    add("disk", WeightForm(FP32), folder=folder / "weights")
+    if real:
+        add("distributed", WeightForm(FP32), broadcast=True)
+    else:
+        add("ipc, FP8 blocks", WeightForm(FP32, "blocks"), exchange=Exchange(), keeps_copy=False)
+    if real or size == "small":
+        add("tensor over HTTP", WeightForm(FP32))
+    num_bytes = sum(4 * tensor.numel() for _, tensor in policy.export())
+    source, target = (torch.zeros(num_bytes // 4) for _ in range(2))
+    largest = 1 << 20
+    local = {f"local engine{name}": _local(model, on) for name, on in (("", False), (", FP8 rounded", True))}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in (*ways, *local)}
+    for fleet, _ in ways.values():
+        fleet.start()
+    for version in range(1, rounds + 3):  # the first two open groups and fill caches
+        for name in found:
+            copy_s = statistics.median(_seconds(lambda: target.copy_(source))[0] for _ in range(5))
+            parts: dict[str, float] = {}
+            with _peak() as grown:
+                if name in ways:
+                    fleet, form = ways[name]
+                    cpu_s, wall_s, parts = _seconds(lambda: fleet.update(policy.export(), version, form))
+                else:
+                    cpu_s, wall_s, parts = _seconds(lambda: local[name].update_weights(policy.export(), version) or {})
+            parts = {**parts, "update": cpu_s, "wall": wall_s}
+            parts = {part: seconds / copy_s for part, seconds in parts.items()} | {"memory": grown[0]}
+            found[name] += [parts] if version > 2 else []
+    for fleet, _ in ways.values():
+        fleet.close()
+    most = buckets_of(num_bytes)
+    for name, runs in found.items():
+        best = size == "large" and name == "ipc" and not real
+        yield _row(f"{size}: {name}", "update / plain copy", [run["update"] for run in runs], BUDGET if best else None)
+        yield _row(f"{size}: {name}", "time of day / plain copy", [run["wall"] for run in runs])
+        for part in PARTS if name in ways else ():
+            yield _row(f"{size}: {name}", f"{part} / plain copy", [run[part] for run in runs])
+        if name in ways and size == "large":
+            shares = [run["hidden"] / max(1e-9, run["hidden"] + run["send"]) for run in runs]
+            yield _row(f"{size}: {name}", "hidden share of sending", shares)
+        if size == "large":
+            yield _row(f"{size}: {name}", "peak memory / largest bucket", [run["memory"] / most for run in runs])
+
+
+def buckets_of(num_bytes: int) -> int:
+    from megarl.models.hf_files import bucket_bytes
+
+    return bucket_bytes(num_bytes // 4, 256 << 20)
+
+
+def _row(name: str, what: str, values: list[float], budget: float | None = None) -> dict[str, Any]:
+    found = {"value": statistics.median(values), "unit": "x", "low": min(values), "high": max(values)}
+    return {"name": name, "what": what, **found, "budget": budget, "kind": "at_most" if budget else None}
+
+
+def _seconds(work: Callable[[], Any]) -> tuple[float, float, Any]:
+    """(CPU seconds of this process, seconds of the clock, what ``work`` returns)."""
+    started, cpu = time.perf_counter(), time.process_time()
+    found = work()
+    return time.process_time() - cpu, time.perf_counter() - started, found
+
+
+@contextmanager
+def _peak() -> Iterator[list[float]]:
+    """Gives the bytes by which this process grew inside at most."""
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is what is used now
+    before, grown = _status("VmRSS"), [0.0]
+    yield grown
+    grown[0] = _status("VmHWM") - before
+
+
+def _status(name: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024.0 * int(next(line for line in lines if line.startswith(name)).split()[1])
+
+
+def _local(model: Path, fp8: bool) -> LocalEngine:
+    return LocalEngine(AutoConfig.from_pretrained(model), fp8_rounding=fp8)
+
+
+@contextmanager
+def _policy(model: Path, folder: Path) -> Iterator[Policy]:
+    table: Mapping[str, Any] = {
+        "run": {"steps": 1, "dir": str(folder / "run")},
+        "model": {"path": str(model), "dtype": "fp32"},
         "data": {"train": "none", "max_prompt_tokens": 16},
-        "rollout": {
-            "prompts_per_step": 8,
-            "group_size": 4,
-            "max_response_tokens": 8,
-            "dtype": "fp32",
-            "fp8_rounding": True,
-            "engine": "sglang",
-        },
+        "rollout": {"prompts_per_step": 8, "group_size": 4, "max_response_tokens": 8, "dtype": "fp32"},
         "train": {"micro_batch_tokens": 64},
         "optim": {"lr": 1e-6},
     }
-    with ExitStack() as stack:
-        table["model"]["path"] = model = stack.enter_context(tempfile.TemporaryDirectory()) + "/model"
-        hidden = int(flags.get("--hidden", "256"))
-        write_tiny_model(model, hidden_size=hidden, num_layers=4, num_experts=64, expert_width=hidden)
-        table["run"]["dir"] = f"{model}-run"
-        distributed.initialize(parse(table))
-        urls: list[Any] = [None, f"{model}-run"]
-        if dist.get_rank() == 0:
-            spec = ServerSpec(model, flags["--python"], "float32", f"{model}-log", max_total_tokens=4096)
-            server = stack.enter_context(Server(spec))
-            server.wait_ready(300.0)
-            urls[0] = server.url
-        dist.broadcast_object_list(urls)
-        table["sglang"], table["run"]["dir"] = {"urls": urls[:1]}, urls[1]
-        # The configuration refuses "ipc" for servers at urls, which may be on another machine. This one is not.
-        configs = {way: parse(table, {"sglang.sync": "distributed" if way == "ipc" else way}) for way in WAYS}
-        policy = Policy(configs["tensor"], schedule_of(configs["tensor"]))
-        engines = {way: make_engine(config, print) for way, config in configs.items()}
-        if (fleet := engines["ipc"]._fleet) is not None:
-            fleet.exchange = Exchange()
-        found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-        for version in range(1 + int(flags.get("--rounds", "5"))):
-            for way, engine in engines.items():
-                engine.update_weights(policy.export(), version)
-                found[way] += [dict(engine.sync_seconds)] if version else []  # the first one opens groups and caches
-        num_bytes = sum(4 * tensor.numel() for _, tensor in policy.export())
-        if dist.get_rank() == 0:
-            _print(found, num_bytes)
-        for engine in engines.values():
-            engine.close()
-    distributed.shutdown()
+    config = parse(table)
+    distributed.initialize(config)
+    try:
+        yield Policy(config, schedule_of(config))
+    finally:
+        distributed.shutdown()
 
 
-def _print(found: dict[str, list[dict[str, float]]], num_bytes: int) -> None:
-    print(f"{num_bytes / 2**20:.0f} MiB of weights, {dist.get_world_size()} ranks")
-    print(f"{'way':>12}" + "".join(f"{part:>28}" for part in PARTS))
-    for way, rounds in found.items():
-        cells = ""
-        for part in PARTS:
-            seconds = [one[part] for one in rounds]
-            middle = statistics.median(seconds)
-            cells += f"{f'{middle:.2f} ({min(seconds):.2f} to {max(seconds):.2f})':>28}"
-        print(f"{way:>12}{cells}")
+@contextmanager
+def _stand_in(folder: Path) -> Iterator[str]:
+    port = free_port("127.0.0.1")
+    process = subprocess.Popen([sys.executable, str(STAND_IN), str(port), str(folder)])
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while True:
+            try:
+                httpx.get(f"{url}/health", trust_env=False).raise_for_status()
+                break
+            except httpx.HTTPError:
+                time.sleep(0.1)
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def _real(model: Path, python: str, folder: Path) -> Iterator[str]:
+    spec = ServerSpec(model, python, "float32", folder / "log", max_total_tokens=4096)
+    with Server(spec) as server:
+        server.wait_ready(300.0)
+        yield server.url
+
+
+def main() -> int:
+    flags = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
+    torch.set_num_threads(1)
+    rows = []
+    for row in measure(int(flags.get("--rounds", "5")), flags.get("--python")):
+        rows.append(row)
+        budget = f"  at most {row['budget']:.1f}" if row["budget"] else ""
+        span = f"{row['value']:8.2f} {row['unit']}  ({row['low']:.2f} to {row['high']:.2f})"
+        print(f"{row['name']:32} {row['what']:32} {span}{budget}", flush=True)
+    if "--json" in flags:
+        Path(flags["--json"]).write_text(json.dumps(rows, indent=1))
+    return int(any(row["budget"] and row["value"] > row["budget"] for row in rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -183,13 +183,15 @@ def export_hf(
     """Yield every Hugging Face tensor of the live model, whole, in one order, on the ranks that ``receive``.
 
     A collective call: exhaust the iterator, also on the other ranks, which only give their shards and get nothing. One
-    parameter, or ``GATHER_BYTES`` of one layer's experts of one kind, is whole at a time.
+    parameter, or ``GATHER_BYTES`` of one layer's experts of one kind, is whole at a time. Tensors that one rank holds
+    alone may be views of its weights: copy what must outlast the next step.
     """
     rules, dense, expert = rules_of(shape), *_routes(receive)
+    numbers = {rule.megatron: number for number, rule in enumerate(rules)}
     local: dict[tuple[int, int], list[_Placed]] = {}
     for entry in _place(chunks, shape):
-        if entry.rule in rules:
-            local.setdefault((entry.layer, rules.index(entry.rule)), []).append(entry)
+        if entry.rule.megatron in numbers:
+            local.setdefault((entry.layer, numbers[entry.rule.megatron]), []).append(entry)
     for piece in _all_pieces(local):
         layer, number = piece.order
         rule, entries = rules[number], sorted(local.get(piece.order, []), key=lambda entry: entry.expert)
@@ -229,6 +231,9 @@ def _gather(piece: _Piece, entries: list[_Placed], route: list[_Hop]) -> Iterato
     *inner, pipeline = route
     sizes = [hop.group.size() for hop in reversed(inner)]  # [expert-parallel ranks if experts, tensor-parallel ranks]
     num_local, *of_one = piece.shape
+    if math.prod(sizes) * pipeline.group.size() == 1:  # nothing to gather, and so nothing to copy
+        yield from ((place, [entry.tensor.detach()]) for place, entry in enumerate(entries) if pipeline.receivers)
+        return
     step = max(1, GATHER_BYTES // (math.prod(sizes) * math.prod(of_one) * piece.dtype.itemsize))
     for first in range(0, num_local, step):
         num = min(step, num_local - first)

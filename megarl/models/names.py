@@ -74,20 +74,23 @@ def _cut_qkv(tensors: Sequence[torch.Tensor], rank: int, size: int, shape: Model
 def _join_qkv(shards: Sequence[torch.Tensor], shape: ModelShape) -> list[torch.Tensor]:
     fields, width = shape.fields, shape.fields["kv_channels"]
     heads = fields["num_attention_heads"] // fields["num_query_groups"]
-    full = torch.cat(list(shards))
-    grouped = full.unflatten(0, (fields["num_query_groups"], (heads + 2) * width))
+    grouped = _joined(shards).unflatten(0, (fields["num_query_groups"], (heads + 2) * width))
     return [part.flatten(0, 1) for part in grouped.split([heads * width, width, width], 1)]
+
+
+def _joined(shards: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    return torch.cat(list(shards), dim) if len(shards) > 1 else shards[0]
 
 
 LAYOUTS: Mapping[str, Layout] = {
     "replicated": Layout(lambda t, *_: t[0], lambda s, _: [s[0]]),
-    "column": Layout(lambda t, rank, size, _: _chunk(t[0], rank, size, 0), lambda s, _: [torch.cat(list(s))]),
-    "row": Layout(lambda t, rank, size, _: _chunk(t[0], rank, size, 1), lambda s, _: [torch.cat(list(s), 1)]),
-    "vocab": Layout(_cut_vocab, lambda s, shape: [torch.cat(list(s))[: shape.vocab_size]]),
+    "column": Layout(lambda t, rank, size, _: _chunk(t[0], rank, size, 0), lambda s, _: [_joined(s)]),
+    "row": Layout(lambda t, rank, size, _: _chunk(t[0], rank, size, 1), lambda s, _: [_joined(s, 1)]),
+    "vocab": Layout(_cut_vocab, lambda s, shape: [_joined(s)[: shape.vocab_size]]),
     "qkv": Layout(_cut_qkv, _join_qkv),
     "gate_up": Layout(
         lambda t, rank, size, _: torch.cat([_chunk(half, rank, size, 0) for half in t]),
-        lambda s, _: [torch.cat(halves) for halves in zip(*(shard.chunk(2) for shard in s), strict=True)],
+        lambda s, _: [_joined(halves) for halves in zip(*(shard.chunk(2) for shard in s), strict=True)],
     ),
 }
 

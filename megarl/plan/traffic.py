@@ -10,6 +10,7 @@ from megarl.config import Config, Layout
 from megarl.config.gpu_defaults import settings
 from megarl.core.rollout_codec import num_encoded_bytes
 from megarl.models.fit import wants_routes
+from megarl.models.hf_files import bucket_bytes
 from megarl.models.names import rules_of
 from megarl.models.shapes import ModelShape
 from megarl.plan.engine_memory import cache_bytes_per_token, weight_bytes
@@ -61,7 +62,7 @@ class SyncTraffic:
     gathered: int  # what a rank receives until every tensor has been whole on it
     sent: int  # what the leader sends to each server: the weights in the engine's form
     tensors_at_once: int  # the largest thing that is gathered whole
-    buckets: int  # at most, of 256 MiB
+    buckets: int  # at most
 
 
 def trace_of(shape: ModelShape) -> Trace:
@@ -151,7 +152,7 @@ def sync_traffic(config: Config, shape: ModelShape, count: RankCount) -> SyncTra
         gathered=max(0, element * (count_model(shape).total - count.total)),
         sent=sent if config.rollout.engine_kind.server else 0,
         tensors_at_once=max(whole_bytes(rule, shape, element, config.parallel.ep) for rule in rules_of(shape)),
-        buckets=-(-2 * sent // BUCKET_BYTES),
+        buckets=-(-2 * sent // bucket_bytes(count_model(shape).total, BUCKET_BYTES)),
     )
 
 

@@ -36,7 +36,7 @@ class RankMemory:
     reference: int  # weights of the reference policy; 0 unless the objective reads one
     activations: int  # what the micro-batches in flight keep for their backward passes
     working: int  # held for a moment: a recomputed unit and rows on their way, or what the output layer needs
-    sync: int  # what gathering for the engine takes at most, and two buckets
+    sync: int  # what gathering for the engine takes at most, a bucket's tensors, and two buckets
     exchange: int  # routes of a mini-batch, sent and received, while ranks exchange them
     recorded: int  # routes that the old-log-prob pass recorded (r2), of all mini-batches of the step
     compared: int  # hidden states of a mini-batch, routed natively, with which the update compares its own
@@ -72,7 +72,7 @@ def rank_memory(config: Config, shape: ModelShape, layout: Layout, stage: Stage,
         reference=element * count.total if config.train.resolved_objective.needs_ref_logprobs else 0,
         activations=kept,
         working=moment,
-        sync=gathered_bytes(shape, element, layout.ep) + (2 * BUCKET_BYTES if config.rollout.engine_kind.server else 0),
+        sync=gathered_bytes(shape, element, layout.ep) + (3 * BUCKET_BYTES if config.rollout.engine_kind.server else 0),
         exchange=2 * routes if routed and is_exchanged else 0,
         recorded=of_step if config.train.replay == "r2" else 0,
         compared=element * shape.fields["hidden_size"] * rows if compares and stage.is_last else 0,

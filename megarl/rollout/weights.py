@@ -1,9 +1,9 @@
 """The tensors of a weight update: which ones an engine expects, in what form it holds them.
 
-Every engine takes an update through ``require_each_once`` and ``WeightForm.convert``.
+Every engine takes an update through ``buckets.Intake``.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,12 +13,11 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from megarl.core.fp8 import SCALE, is_fp8_weight, quantize_fp8, round_through_fp8
+from megarl.core.fp8 import BLOCK, grid_of, is_fp8_weight, quantize_fp8, round_through_fp8
 from megarl.errors import WeightSyncError
 
 Named = tuple[str, torch.Tensor]
 FP8Form = Literal["off", "rounded", "blocks"]
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,51 +31,25 @@ class WeightForm:
     blocks: as ``weight`` float8_e4m3fn and ``weight_scale_inv`` float32, as in FP8 checkpoints. Routers, norms,
     embeddings and the head stay as they are."""
 
-    def convert(self, tensors: Iterable[Named]) -> Iterator[Named]:
-        """Yields the tensors in this form and in their order; a scale follows its weight."""
-        for name, tensor in tensors:
-            held = tensor.detach()
-            if self.fp8 == "blocks" and is_fp8_weight(name):
-                quantized, scale = quantize_fp8(held)
-                yield name, quantized
-                yield f"{name}{SCALE}", scale
-                continue
-            if self.fp8 == "rounded" and is_fp8_weight(name):
-                held = round_through_fp8(held.float())
-            yield name, held.to(self.dtype or held.dtype)
+    def held_bytes(self, name: str, tensor: torch.Tensor) -> int:
+        """Bytes of a tensor in this form, with its scales."""
+        if self.fp8 == "blocks" and is_fp8_weight(name):
+            return tensor.numel() + torch.float32.itemsize * math.prod(grid_of(tensor.shape, BLOCK))
+        return tensor.numel() * (self.dtype or tensor.dtype).itemsize
 
-
-def require_each_once(tensors: Iterable[Named], shapes: Mapping[str, tuple[int, ...]], version: int) -> Iterator[Named]:
-    """Yields the tensors as they come; WeightSyncError unless they are those of ``shapes``, each once and finite.
-
-    Missing and non-finite ones are reported after the last one, so that the host waits for the device once. SGLang
-    itself reports success for unknown names and incomplete updates, and a wrong shape ends the server, so names and
-    shapes are checked before anything is sent.
-    """
-    outstanding, finite = set(shapes), dict[str, torch.Tensor]()
-    for name, tensor in tensors:
-        if name not in shapes:
-            raise WeightSyncError(f"{name} is unknown to the engine's model: send the names of its HF checkpoint")
-        if name not in outstanding:
-            raise WeightSyncError(f"{name} arrived twice in one update (version {version})")
-        if tuple(tensor.shape) != shapes[name]:
-            raise WeightSyncError(f"{name} has shape {tuple(tensor.shape)}, expected {shapes[name]}")
-        if tensor.dtype not in _DTYPES:
-            raise WeightSyncError(f"{name} is {tensor.dtype}, expected one of {_DTYPES}")
-        finite[name] = torch.isfinite(tensor).all()
-        outstanding.remove(name)
-        yield name, tensor
-    if outstanding:
-        raise WeightSyncError(
-            f"{len(outstanding)} of {len(shapes)} tensors are missing from the update to version {version}, for "
-            f"example {', '.join(sorted(outstanding)[:3])}: send every tensor of the checkpoint"
-        )
-    whole = torch.stack([*finite.values()]).tolist() if finite else []
-    if bad := [name for name, is_finite in zip(finite, whole, strict=True) if not is_finite]:
-        raise WeightSyncError(
-            f"{len(bad)} of {len(finite)} tensors hold NaN or infinite values, the first is {bad[0]}: look at the "
-            "trainer's weights"
-        )
+    def fill(
+        self, tensors: list[torch.Tensor], is_fp8: bool, held: torch.Tensor, scales: torch.Tensor | None = None
+    ) -> None:
+        """Writes tensors of one shape into ``held`` [n, *shape] in this form, and their scales into ``scales``."""
+        if scales is not None:
+            quantized, scale = quantize_fp8(torch.stack(tensors))
+            held.copy_(quantized)
+            scales.copy_(scale)
+        elif is_fp8:
+            stacked = torch.stack(tensors, out=held if held.dtype == tensors[0].dtype else None)
+            round_through_fp8(stacked, out=held)
+        else:
+            torch.stack(tensors, out=held)
 
 
 class _WithoutCopies(TorchFunctionMode):

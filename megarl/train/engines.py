@@ -193,6 +193,7 @@ def _make_fleet(
         broadcast=config.weight_sync == "distributed",
         exchange=exchange,
         checksums=settings.checksums,
+        keeps_copy=settings.spare_weights != "none",
         spare=folder / "spare" if settings.spare_weights == "disk" else None,
         source=source,
         served=_served_model(config, folder),

@@ -34,8 +34,9 @@ from megarl.megatron.hf_weights import save_hf
 from megarl.megatron.passes.forward import MicroOutput, run
 from megarl.megatron.passes.micro_batches import MicroBatch
 from megarl.megatron.policy import Policy
-from megarl.rollout.sglang.weights.buckets import Rebuilt, split_into_buckets
+from megarl.rollout.buckets import split_into_buckets
 from megarl.rollout.sglang.weights.ipc import empty_shared
+from megarl.rollout.sglang.weights.payload import Rebuilt
 from megarl.train.engines import make_exchange
 
 Layout = dict[str, int]

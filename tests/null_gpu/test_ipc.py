@@ -15,8 +15,9 @@ import torch
 import torch.multiprocessing as mp
 from torch.multiprocessing import reductions
 
-from megarl.rollout.sglang.weights.buckets import Bucket, Rebuilt
+from megarl.rollout.buckets import Bucket
 from megarl.rollout.sglang.weights.ipc import empty_shared, make_handle, withdraw
+from megarl.rollout.sglang.weights.payload import Rebuilt, payload_of
 
 WEIGHTS = [("a", torch.arange(1000, dtype=torch.float32)), ("b", torch.arange(50).bfloat16())]
 EXPANDABLE = "expandable_segments:True"
@@ -96,7 +97,7 @@ def test_a_server_reads_buckets_where_they_lie(computing: None, monkeypatch: pyt
                     if 0 <= bucket.flat.data_ptr() - segment["address"] < segment["total_size"]
                 )
                 assert not mine["is_expandable"]
-                orders.put(bucket.payload_of(Rebuilt(make_handle(bucket.flat))))
+                orders.put(payload_of(bucket, Rebuilt(make_handle(bucket.flat))))
                 device, found = answers.get(timeout=60)
                 assert device == "cuda:0"
                 assert found == {name: tensor.float().tolist() for name, tensor in WEIGHTS}
@@ -120,7 +121,7 @@ def test_memory_is_free_when_a_handle_is_withdrawn(computing: None, fate: str) -
     handle = make_handle(bucket.flat)
     if fate == "server killed":
         with _server() as (orders, answers, process):
-            orders.put(bucket.payload_of(Rebuilt(handle)))
+            orders.put(payload_of(bucket, Rebuilt(handle)))
             answers.get(timeout=60)
             orders.put("die")
             process.join(60)

@@ -20,8 +20,8 @@ from megarl.plan.engine_memory import cache_bytes_per_token, engine_memory, weig
 from megarl.plan.layout import count_rank, divide_step, numel, stages_of
 from megarl.plan.traffic import step_traffic, sync_traffic, trace_of
 from megarl.plan.trainer_memory import BUCKET_BYTES, whole_bytes
+from megarl.rollout.buckets import split_into_buckets
 from megarl.rollout.sglang import fleet as sglang_fleet
-from megarl.rollout.sglang.weights.buckets import split_into_buckets
 from megarl.rollout.sglang.weights.folder import WeightFolder
 from megarl.rollout.weights import WeightForm
 
@@ -36,7 +36,7 @@ def tensors_of(shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
 def test_an_update_is_as_large_as_its_buckets(family: str, fp8: bool, tmp_path: Path) -> None:
     shape = read_shape(write_config(tmp_path, family, hidden_size=192))
     form = WeightForm(torch.bfloat16, "blocks" if fp8 else "off")
-    sent = [bucket.flat.numel() for bucket in split_into_buckets(form.convert(tensors_of(shape)), 1 << 18)]
+    sent = [bucket.flat.numel() for bucket in split_into_buckets(tensors_of(shape), 1 << 18, form=form)]
     assert sum(sent) == weight_bytes(shape, 2, fp8=fp8)
 
 
@@ -45,7 +45,7 @@ def test_an_fp8_folder_is_as_large_as_planned(tmp_path: Path) -> None:
     source = write_config(tmp_path / "model", "qwen3_moe", hidden_size=256, moe_intermediate_size=192)
     shape = read_shape(source)
     folder = WeightFolder(tmp_path / "weights", source, 0)
-    for bucket in split_into_buckets(WeightForm(torch.bfloat16, "blocks").convert(tensors_of(shape)), 1 << 20):
+    for bucket in split_into_buckets(tensors_of(shape), 1 << 20, form=WeightForm(torch.bfloat16, "blocks")):
         folder.add(bucket)
     stored = sum(file.stat().st_size for file in folder.finish().glob("*.safetensors"))
     assert stored == pytest.approx(weight_bytes(shape, 2, fp8=True), rel=0.02)

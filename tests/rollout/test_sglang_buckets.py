@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 from sglang_fixtures import SGLANG_PYTHON
 from tiny_families import write_family
 
-from megarl.core.fp8 import dequantize_fp8, round_through_fp8
+from megarl.core.fp8 import dequantize_fp8, is_fp8_weight, quantize_fp8, round_through_fp8
 from megarl.errors import WeightSyncError
+from megarl.rollout import buckets
+from megarl.rollout.buckets import Bucket, Intake, Staging, Stopwatch, split_into_buckets
 from megarl.rollout.sglang.spec import CPU_SHIM
-from megarl.rollout.sglang.weights.buckets import Bucket, Stopwatch, split_into_buckets
-from megarl.rollout.weights import WeightForm, checkpoint_shapes, require_each_once
+from megarl.rollout.sglang.weights.payload import payload_of
+from megarl.rollout.weights import WeightForm, checkpoint_shapes
 
 SHAPES = {"a.weight": (2, 3), "b.weight": (4,), "c.weight": (1, 5)}
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
@@ -32,18 +34,22 @@ def tensors(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
     return [(name, torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()]
 
 
+def intake() -> Intake:
+    return Intake(SHAPES, 3, WeightForm(), 32)
+
+
 @given(st.lists(st.integers(0, 20), max_size=12), st.integers(1, 100))
-def test_buckets_keep_order_and_are_as_large_as_allowed(sizes: list[int], max_bytes: int):
-    given_ = [(f"t{i}", torch.zeros(size)) for i, size in enumerate(sizes)]
+def test_buckets_are_in_order_and_as_large_as_allowed(sizes: list[int], max_bytes: int):
+    """Within a bucket, tensors of one shape are neighbours."""
+    given_ = [(f"t{i:02}", torch.zeros(size)) for i, size in enumerate(sizes)]
     found = list(split_into_buckets(iter(given_), max_bytes))
-    assert [name for bucket in found for name in bucket.names] == [name for name, _ in given_]
-    given_names = [name for name, _ in given_]
+    assert [name for bucket in found for name in sorted(bucket.names)] == [name for name, _ in given_]
     weight = [bucket.flat.numel() for bucket in found]
-    assert all(bucket.names for bucket in found)
     for i, bucket in enumerate(found):
+        assert len(bucket.stacks) == len({sizes[int(name[1:])] for name in bucket.names})
         assert weight[i] <= max_bytes or len(bucket.names) == 1
         if i + 1 < len(found):  # the next tensor would not have fitted
-            assert weight[i] + 4 * sizes[given_names.index(found[i + 1].names[0])] > max_bytes
+            assert weight[i] + 4 * sizes[int(min(found[i + 1].names)[1:])] > max_bytes
 
 
 def test_buckets_are_made_one_at_a_time():
@@ -66,16 +72,18 @@ def test_the_halves_of_a_fused_projection_are_in_one_bucket(tmp_path: Path, fami
     shapes = checkpoint_shapes(write_family(tmp_path / "model", family))
     names = {"exported": list(shapes), "sorted": sorted(shapes), "backwards": sorted(shapes, reverse=True)}[order]
     form = WeightForm(torch.bfloat16, fp8)  # type: ignore[arg-type]
-    sent = list(form.convert((name, torch.ones(shapes[name])) for name in names))
-    buckets = [set(bucket.names) for bucket in split_into_buckets(iter(sent), 1, shapes)]
-    assert sorted(name for bucket in buckets for name in bucket) == sorted(name for name, _ in sent)
+    given_ = ((name, torch.ones(shapes[name])) for name in names)
+    made = [set(bucket.names) for bucket in split_into_buckets(given_, 1, shapes, form=form)]
+    scales = [f"{name}_scale_inv" for name in names if fp8 == "blocks" and is_fp8_weight(name)]
+    assert sorted(name for bucket in made for name in bucket) == sorted([*names, *scales])
     halves = [name for name in shapes if "q_a_proj" in name]
     assert bool(halves) == (family != "moonlight")
     for name in halves:
         for end in ("", "_scale_inv") if fp8 == "blocks" else ("",):
             both = {f"{name}{end}", f"{name}{end}".replace("q_a_proj", "kv_a_proj_with_mqa")}
-            assert both in buckets
-    assert sum(len(bucket) > 1 for bucket in buckets) == len(halves) * (2 if fp8 == "blocks" else 1)
+            assert any(both <= bucket for bucket in made)
+    whole = [bucket for bucket in made if len({name.removesuffix("_scale_inv") for name in bucket}) > 1]
+    assert len(whole) == len(halves)
 
 
 @pytest.mark.sglang
@@ -101,9 +109,9 @@ def test_sglangs_own_loader_drops_a_half_that_comes_alone_and_takes_the_buckets(
 
 
 def test_a_whole_update_passes_unchanged():
-    found = list(require_each_once(tensors(), SHAPES, 3))
-    assert [name for name, _ in found] == list(SHAPES)
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(found, tensors(), strict=True))
+    found = {name: tensor.clone() for bucket in intake().buckets(tensors()) for name, tensor in bucket.tensors()}
+    assert list(found) == list(SHAPES)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors())
 
 
 @pytest.mark.parametrize(
@@ -116,18 +124,18 @@ def test_a_whole_update_passes_unchanged():
         (lambda t: [("a.weight", torch.zeros(3, 2)), *t[1:]], r"a\.weight has shape \(3, 2\), expected \(2, 3\)"),
         (
             lambda t: [("a.weight", torch.full((2, 3), torch.nan)), *t[1:]],
-            r"1 of 3 tensors hold NaN or infinite values, the first is a\.weight",
+            r"1 of 3 tensors hold NaN or infinite values, for example a\.weight",
         ),
         (
             lambda t: [("a.weight", torch.full((2, 3), torch.inf)), *t[1:]],
-            r"1 of 3 tensors hold NaN or infinite values, the first is a\.weight",
+            r"1 of 3 tensors hold NaN or infinite values, for example a\.weight",
         ),
     ],
     ids=["lacks one", "lacks all", "unknown", "twice", "shape", "nan", "inf"],
 )
 def test_an_update_that_is_not_the_checkpoint_is_an_error(change, message: str):
     with pytest.raises(WeightSyncError, match=message):
-        list(require_each_once(change(tensors()), SHAPES, 3))
+        list(intake().buckets(change(tensors())))
 
 
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(1, 4), min_size=1, max_size=3)), min_size=1))
@@ -149,23 +157,21 @@ def test_a_bucket_is_a_copy_and_its_payload_names_every_place():
     bucket = Bucket(given_)
     before = given_[0][1].clone()
     given_[0][1].zero_()
-    content = pickle.loads(base64.b64decode(bucket.payload))
+    content = pickle.loads(base64.b64decode(payload_of(bucket)))
     (place,) = [place for place in content["metadata"] if place.name == "a.weight"]
     found = content["flattened_tensor"][place.start_idx : place.end_idx].view(place.dtype).view(place.shape)
     assert torch.equal(found, before)
     assert sum(place.numel for place in content["metadata"]) == bucket.flat.numel() == 4 * (6 + 4 + 5)
-    assert bucket.payload is bucket.payload  # made once for all servers
-    bucket.forget_payload()
-    assert "payload" not in vars(bucket)
 
 
 @pytest.mark.parametrize("fp8", ["rounded", "blocks"])
 def test_linear_weights_are_held_in_fp8_and_the_rest_as_it_is(fp8: str):
     weight = torch.randn(130, 200, generator=torch.Generator().manual_seed(1))
     linear, kept = "model.layers.0.self_attn.q_proj.weight", ("model.layers.0.mlp.gate.weight", "lm_head.weight")
-    found = dict(WeightForm(torch.float32, fp8).convert([(name, weight) for name in (linear, *kept)]))  # type: ignore[arg-type]
+    form = WeightForm(torch.float32, fp8)  # type: ignore[arg-type]
+    found = dict(Bucket([(name, weight) for name in (linear, *kept)], form=form).tensors())
     if fp8 == "blocks":
-        assert list(found) == [linear, f"{linear}_scale_inv", *kept]
+        assert found.keys() == {linear, f"{linear}_scale_inv", *kept}
         assert found[linear].dtype == torch.float8_e4m3fn
         assert found[f"{linear}_scale_inv"].shape == (2, 2)
         assert found[f"{linear}_scale_inv"].dtype == torch.float32
@@ -177,7 +183,7 @@ def test_linear_weights_are_held_in_fp8_and_the_rest_as_it_is(fp8: str):
 
 
 def test_without_fp8_everything_has_the_dtype_of_the_engine():
-    found = dict(WeightForm(torch.bfloat16).convert(tensors()))
+    found = dict(Bucket(tensors(), form=WeightForm(torch.bfloat16)).tensors())
     assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in tensors())
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
 
@@ -192,3 +198,81 @@ def test_a_stopwatch_counts_the_time_of_the_iterator_alone():
     for _ in watch.over(slow()):
         time.sleep(0.1)
     assert 0.06 <= watch.seconds <= time.monotonic() - started - 0.29
+
+
+def bits_by_loops(tensor: torch.Tensor) -> int:
+    """The little-endian integers of 8 bytes, or of as many as divide the tensor and its place, added modulo 2^64."""
+    raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    width = next(width for width in (8, 4, 2, 1) if len(raw) % width == 0)
+    total = sum(int.from_bytes(raw[at : at + width], "little", signed=True) for at in range(0, len(raw), width))
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def test_sums_are_those_of_the_bits_of_each_tensor():
+    given_ = {"a": torch.randn(4, 6), "b": torch.randn(2, 2).double(), "c": torch.randn(4, 6), "d": torch.randn(8)}
+    bucket = Bucket(given_.items())
+    assert bucket.names == ["b", "a", "c", "d"]
+    assert bucket.sums().tolist() == [bits_by_loops(given_[name]) for name in bucket.names]
+    odd = Bucket([("x", torch.randn(3).bfloat16()), ("y", torch.randn(5).bfloat16())])
+    assert odd.sums().tolist() == [bits_by_loops(tensor) for _, tensor in odd.tensors()]
+    given_["c"][3, 5] = given_["c"][3, 5].nextafter(torch.tensor(9.0))
+    changed = Bucket(given_.items()).sums() != bucket.sums()
+    assert changed.tolist() == [False, False, True, False]
+
+
+@pytest.mark.parametrize("fp8", ["off", "rounded", "blocks"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("bad", ["model.layers.0.mlp.experts.1.up_proj.weight", "model.norm.weight"])
+def test_a_value_that_is_not_finite_is_named_in_every_form(fp8: str, value: float, bad: str):
+    names = [f"model.layers.0.mlp.experts.{expert}.up_proj.weight" for expert in range(3)]
+    given_ = {name: torch.randn(130, 60) for name in names} | {"model.norm.weight": torch.randn(60)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in given_.items()}
+    form = WeightForm(torch.bfloat16, fp8)  # type: ignore[arg-type]
+    given_[names[0]][:2] = 3e38  # finite, but for their sum
+    assert list(Intake(shapes, 1, form, 1 << 20).buckets(given_.items()))
+    given_[bad].view(-1)[-1] = value
+    with pytest.raises(WeightSyncError, match=f"1 of 4 tensors hold NaN or infinite values, for example {bad}:"):
+        list(Intake(shapes, 1, form, 1 << 20).buckets(given_.items()))
+
+
+@pytest.mark.parametrize("fp8", ["off", "rounded", "blocks"])
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, None)]
+)
+def test_many_tensors_at_once_are_what_each_is_alone(
+    fp8: str, dtypes: tuple[torch.dtype, torch.dtype | None], monkeypatch: pytest.MonkeyPatch
+):
+    """Bit for bit, also where a bucket is converted in several parts, and from views that are not contiguous."""
+    monkeypatch.setattr(buckets, "_CONVERT_BYTES", 1 << 16)
+    source, held = dtypes
+    shapes = {f"layers.{i}.{part}_proj.weight": (130, 40 + 20 * (i % 2)) for i in range(5) for part in ("up", "down")}
+    given_ = {name: torch.randn(shape[::-1]).to(source).t() for name, shape in shapes.items()}
+    given_["layers.0.mlp.gate.weight"] = torch.randn(40, 130).to(source).t()
+    found = dict(Bucket(given_.items(), form=WeightForm(held, fp8)).tensors())  # type: ignore[arg-type]
+    assert len(found) == len(given_) + len(shapes) * (fp8 == "blocks")
+    for name, tensor in given_.items():
+        if name in shapes and fp8 == "blocks":
+            codes, scale = quantize_fp8(tensor)
+            assert torch.equal(found[name].view(torch.uint8), codes.view(torch.uint8))
+            assert torch.equal(found[f"{name}_scale_inv"], scale)
+            continue
+        if name in shapes and fp8 == "rounded":
+            tensor = round_through_fp8(tensor.float())
+        assert torch.equal(found[name], tensor.to(held or source))
+        assert found[name].dtype == (held or source)
+
+
+def test_staging_gives_the_memory_of_the_second_bucket_before():
+    made: list[int] = []
+
+    def allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
+        made.append(num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    staging, cpu = Staging(100, allocate), torch.device("cpu")
+    first, second, third, fourth = (staging(size, cpu) for size in (60, 90, 100, 80))
+    assert [len(one) for one in (first, second, third, fourth)] == [60, 90, 100, 80]
+    assert first.data_ptr() == third.data_ptr() != second.data_ptr() == fourth.data_ptr()
+    assert made == [100, 100]
+    staging(300, cpu)  # a tensor that is larger than a bucket
+    assert made == [100, 100, 300]

@@ -22,6 +22,7 @@ from sglang_oracle import CLOSE, Weights, check_nuclei, logprob_gap, noisy, orac
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import MegarlError, RolloutError, WeightSyncError
+from megarl.rollout.buckets import Bucket
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.local.distribution import sampling_logprobs
 from megarl.rollout.sglang import member as sglang_member
@@ -31,7 +32,6 @@ from megarl.rollout.sglang.fleet import Fleet
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec
 from megarl.rollout.sglang.versions import parse_version
-from megarl.rollout.sglang.weights.buckets import Bucket
 from megarl.rollout.sglang.weights.ipc import Exchange
 from megarl.rollout.sglang.weights.sender import WeightSender
 from megarl.rollout.weights import WeightForm

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import math
+import os
 import random
 import subprocess
 import sys
@@ -37,6 +39,9 @@ from megarl.rollout.sglang.fleet import Fleet, FleetSettings
 from megarl.rollout.sglang.member import Member
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec, free_port
+from megarl.rollout.sglang.weights import ipc
+from megarl.rollout.sglang.weights.ipc import Exchange
+from megarl.rollout.sglang.weights.payload import payload_of
 from megarl.rollout.weights import WeightForm, checkpoint_shapes
 
 STAND_IN = Path(__file__).with_name("sglang_stand_in.py")
@@ -402,7 +407,7 @@ def test_weights_that_somebody_else_changes_are_found_named_and_sent_again(world
         ("continue_generation", {}),
     ):
         bucket = sglang_fleet.Bucket(weights(world.model, 1.5))
-        httpx.post(f"{url}/{path}", json={"serialized_named_tensors": [bucket.payload]} if body is None else body)
+        httpx.post(f"{url}/{path}", json={"serialized_named_tensors": [payload_of(bucket)]} if body is None else body)
     assert world.ask(fleet._members[1]) == ["1", [1.5]]  # the version says nothing of it
     assert fleet.prove()
     found = [line for line in world.told if "does not compute with the weights that it was sent" in line]
@@ -519,3 +524,98 @@ def test_a_keeper_that_asks_during_a_proof_is_not_cut_off_and_sends_nothing_agai
         look.result(WAIT_S)
     assert len(world.events(0, "update_weights_from_tensor")) == before
     assert member.ready
+
+
+@pytest.mark.parametrize("way", ["tensor", "ipc"])
+def test_a_bucket_is_sent_while_the_next_one_is_made(world: World, way: str):
+    """The server keeps the first one until half of the third is gathered: it would wait for ever otherwise."""
+    path = "update_weights_from_tensor"
+    world.control(0, hold=path)
+    fleet = world.start(1, exchange=Exchange() if way == "ipc" else None)
+    alive, gathered = [0], [0]
+    sizes = [4 * math.prod(shape) for shape in shapes_of(world.model).values()]
+
+    def slow() -> Iterator[tuple[str, torch.Tensor]]:
+        for item in weights(world.model, 1):
+            yield item
+            gathered[0] += item[1].nbytes
+            if gathered[0] > 1.5 * (1 << 14) and not alive[0]:
+                world.until(lambda: world.events(0, path))
+                assert not world.events(0, "received")
+                alive[0] = len(world.events(0, path))
+                world.control(0)
+
+    fleet.update(slow(), 1, FORM)
+    assert alive == [1]
+    received = world.events(0, "received")
+    assert len(received) > 4
+    assert sum(event["bytes"] for event in received) == sum(sizes)
+    assert {event["shared"] for event in received} == {way == "ipc"}
+    order = [event["event"] for event in world.events(0) if event["event"] in (path, "received", "flush_cache")]
+    assert order == [path, "received"] * len(received) + ["flush_cache"]  # one after the other
+    assert world.ask(fleet._members[0]) == ["1", [1.0]]
+    assert not list(ipc.SHARED_MEMORY.glob(f"torch_{os.getpid()}_*"))
+
+
+def test_an_error_of_a_bucket_ends_the_update_before_the_next_one_is_sent(world: World):
+    fleet = world.start(1)
+    world.control(0, refuse="update_weights_from_tensor")
+    with pytest.raises(WeightSyncError, match="the server stays paused"):
+        world.update(fleet, 1)
+    assert len(world.events(0, "update_weights_from_tensor")) == 1
+    assert not world.events(0, "flush_cache")
+    world.control(0)
+    world.update(fleet, 2)
+    assert world.ask(fleet._members[0]) == ["2", [2.0]]
+
+
+def test_without_a_copy_a_server_that_was_lost_gets_no_requests_until_the_next_update(world: World):
+    fleet = world.start(2, keeps_copy=False)
+    world.update(fleet, 1)
+    assert fleet._state.last is not None
+    assert fleet._state.last.copy is None
+    world.kill(fleet, 1)
+    world.until(lambda: fleet._members[1].ready)
+    time.sleep(0.2)  # looks of its keeper
+    assert world.ask(fleet._members[1]) == ["default", [0.0]]  # which no rollout accepts
+    assert not fleet.prove()
+    world.update(fleet, 2)
+    assert [world.ask(member) for member in fleet._members] == [["2", [2.0]]] * 2
+
+
+def test_the_memory_of_an_update_does_not_grow_with_the_number_of_buckets(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    """It is used in turn."""
+    made: list[int] = []
+    empty = torch.empty
+
+    def counting(*sizes: Any, **options: Any) -> torch.Tensor:
+        made.extend(sizes[:1] if options.get("dtype") == torch.uint8 else [])
+        return empty(*sizes, **options)
+
+    fleet = world.start(1, keeps_copy=False)
+    monkeypatch.setattr(torch, "empty", counting)
+    world.update(fleet, 1)
+    monkeypatch.undo()
+    received = [event["bytes"] for event in world.events(0, "received")]
+    assert len(received) > 4
+    largest = max(4 * math.prod(shape) for shape in shapes_of(world.model).values())
+    assert sum(made) <= 2 * max(largest, 1 << 14) + 2 * (1 << 14)
+
+
+def test_the_seconds_of_an_update_are_those_of_its_parts(world: World):
+    world.control(0, update_weights_from_tensor=0.05)
+    fleet = world.start(1)
+
+    def slow() -> Iterator[tuple[str, torch.Tensor]]:
+        for item in weights(world.model, 1):
+            time.sleep(0.02)
+            yield item
+
+    started = time.perf_counter()
+    parts = fleet.update(slow(), 1, FORM)
+    whole = time.perf_counter() - started
+    assert 0.02 * len(shapes_of(world.model)) <= parts["gather"]
+    assert parts["gather"] + parts["quantise"] + parts["send"] == pytest.approx(whole, abs=0.05)
+    assert 0 < parts["hidden"] <= parts["gather"] + parts["quantise"]

@@ -16,6 +16,7 @@ from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_se
 
 from megarl.data.tiny import write_tiny_model
 from megarl.errors import ConfigError
+from megarl.rollout.buckets import Bucket
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.sglang import fleet as sglang_fleet
 from megarl.rollout.sglang.engine import SGLangEngine
@@ -57,7 +58,7 @@ def server(sglang_spec: ServerSpec, model: Path, tmp_path_factory: pytest.TempPa
 
 
 def rounded(weights: Weights) -> Weights:
-    return dict(WeightForm(torch.float32, "rounded").convert(weights.items()))
+    return dict(Bucket(weights.items(), form=WeightForm(torch.float32, "rounded")).tensors())
 
 
 @pytest.mark.sglang

@@ -19,6 +19,7 @@ from sglang_fixtures import START_DEADLINE_S
 from sglang_oracle import CLOSE, logprob_gap, noisy, oracle_of, same_sets
 
 from megarl.errors import WeightSyncError
+from megarl.rollout.buckets import Bucket
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.sglang import fleet as sglang_fleet
 from megarl.rollout.sglang import member as sglang_member
@@ -28,7 +29,6 @@ from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec
 from megarl.rollout.sglang.versions import parse_version
 from megarl.rollout.sglang.weights import sender as sglang_sync
-from megarl.rollout.sglang.weights.buckets import Bucket
 from megarl.rollout.sglang.weights.process_group import BroadcastGroup
 from megarl.rollout.sglang.weights.sender import WeightSender
 from megarl.rollout.weights import WeightForm
@@ -193,7 +193,7 @@ def test_an_update_that_is_confirmed_and_not_made_is_an_error(
     fleet.update(weights.items(), 1, WeightForm(torch.float32))
     fleet.update(weights.items(), 2, WeightForm(torch.float32))
     fleet.update(noisy(hostile_model, 2).items(), 3, WeightForm(torch.float32))
-    monkeypatch.setattr(WeightSender, "send", lambda self, bucket: None)
+    monkeypatch.setattr(WeightSender, "send", lambda self, *what: None)
     last = noisy(hostile_model, 2)
     last["model.norm.weight"] += 1.0
     fleet.update(last.items(), 4, WeightForm(torch.float32))

@@ -23,14 +23,15 @@ from sglang_fixtures import SGLANG_PYTHON, START_DEADLINE_S
 from sglang_oracle import CLOSE, logprob_gap, noisy, oracle_of
 
 from megarl.errors import MegarlError, WeightSyncError
+from megarl.rollout.buckets import Bucket, split_into_buckets
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.sglang import fleet as sglang_fleet
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet, FleetSettings
 from megarl.rollout.sglang.spec import CPU_SHIM, ServerSpec
 from megarl.rollout.sglang.weights import ipc
-from megarl.rollout.sglang.weights.buckets import Bucket, Rebuilt, split_into_buckets
 from megarl.rollout.sglang.weights.ipc import Exchange, empty_shared, make_handle
+from megarl.rollout.sglang.weights.payload import Rebuilt, payload_of
 from megarl.rollout.weights import WeightForm
 
 TENSORS = [(f"t{number}", torch.full((4,), float(number))) for number in range(6)]
@@ -84,7 +85,7 @@ def run(num_ranks: int, work: Callable[[int, Exchange, Iterator[Bucket]], Any]) 
 
 def opened(handle: Any, bucket: Bucket) -> dict[str, torch.Tensor]:
     """The tensors that a payload gives where it is unpickled."""
-    content = pickle.loads(base64.b64decode(bucket.payload_of(Rebuilt(handle))))
+    content = pickle.loads(base64.b64decode(payload_of(bucket, Rebuilt(handle))))
     flat = content["flattened_tensor"]
     return {
         place.name: flat[place.start_idx : place.end_idx].view(place.dtype).clone() for place in content["metadata"]
@@ -181,7 +182,7 @@ def test_sglang_unpickles_what_handles_name(tmp_path: Path):
     rebuild = (torch.Tensor, torch.Size([96]), (1,), 0, torch.storage.TypedStorage, torch.uint8, uuid)
     of_gpu = (torch.multiprocessing.reductions.rebuild_cuda_tensor, (*rebuild, b"h", 96, 0, False, b"c", 0, b"e", True))
     for name, handle in (("cpu", make_handle(bucket.flat)), ("gpu", of_gpu)):
-        (tmp_path / name).write_text(bucket.payload_of(Rebuilt(handle)))  # type: ignore[arg-type]
+        (tmp_path / name).write_text(payload_of(bucket, Rebuilt(handle)))  # type: ignore[arg-type]
     words = [
         str(SGLANG_PYTHON),
         str(Path(__file__).with_name("sglang_unpickler.py")),

@@ -26,6 +26,7 @@ from sglang_oracle import CLOSE, Weights, check_nuclei, logprob_gap, noisy, orac
 from megarl.core.types import SampleRequest
 from megarl.errors import ConfigError, RolloutError, WeightSyncError
 from megarl.models.shapes import MoeShape
+from megarl.rollout.buckets import Bucket
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.sglang import member as sglang_member
 from megarl.rollout.sglang.answers import parse_answer
@@ -37,7 +38,6 @@ from megarl.rollout.sglang.plugin.compact import SEAL, make_header, seal
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec
 from megarl.rollout.sglang.versions import NEWEST, can, parse_version
-from megarl.rollout.sglang.weights.buckets import Bucket
 from megarl.rollout.sglang.weights.sender import WeightSender
 from megarl.rollout.weights import WeightForm
 
@@ -166,7 +166,7 @@ def test_a_dropped_sync_is_seen(
 ):
     served.engine.update_weights(weights[1].items(), 1)
     with monkeypatch.context() as patch:
-        patch.setattr(WeightSender, "send", lambda self, bucket: None)
+        patch.setattr(WeightSender, "send", lambda self, *what: None)
         patch.setattr(sglang_member, "DEATH_WAIT_S", 0.5)
         with pytest.raises(WeightSyncError, match="confirmed the update to weights 2 and did not make it"):
             served.engine.update_weights(weights[2].items(), 2)

@@ -18,12 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 from megarl.data.tiny import write_tiny_model
 from megarl.errors import ConfigError, RolloutError, WeightSyncError
+from megarl.rollout.buckets import Bucket, split_into_buckets
 from megarl.rollout.sglang import server as sglang_server
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet, FleetSettings
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec
-from megarl.rollout.sglang.weights.buckets import Bucket, split_into_buckets
 from megarl.rollout.sglang.weights.folder import WeightFolder
 from megarl.rollout.sglang.weights.sender import WeightSender
 from megarl.rollout.weights import WeightForm, checkpoint_shapes

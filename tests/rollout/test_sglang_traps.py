@@ -20,12 +20,13 @@ from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_se
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.models.shapes import MoeShape
+from megarl.rollout.buckets import Bucket
 from megarl.rollout.sglang import spec as server_spec
 from megarl.rollout.sglang.answers import parse_answer
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec
 from megarl.rollout.sglang.versions import parse_version
-from megarl.rollout.sglang.weights.buckets import Bucket
+from megarl.rollout.sglang.weights.payload import payload_of
 from megarl.rollout.sglang.weights.sender import WeightSender
 
 pytestmark = pytest.mark.sglang
@@ -188,7 +189,7 @@ def test_an_update_that_flushes_by_itself_says_failure_although_the_weights_have
 ):
     """The reason why megarl asks for no flush in an update, flushes afterwards, and looks at the answer."""
     bucket = Bucket(weights[NEW].items())
-    body = {"serialized_named_tensors": [bucket.payload], "load_format": "flattened_bucket", "flush_cache": True}
+    body = {"serialized_named_tensors": [payload_of(bucket)], "load_format": "flattened_bucket", "flush_cache": True}
     with ThreadPoolExecutor(NUM_UNDER_WAY + 1) as pool:
         answers = under_way(updated_server, pool)
         sender._post("pause_generation", {"mode": "in_place"})

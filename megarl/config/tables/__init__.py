@@ -95,7 +95,9 @@ class Tables(Table):
 
     @property
     def weight_sync(self) -> Literal["ipc", "distributed", "tensor", "disk"]:
-        """sglang.sync with "auto" resolved."""
+        """sglang.sync with "auto" resolved. Servers on this machine's CPUs take tensors from shared memory, too."""
+        if self.sglang.sync in ("auto", "tensor") and not (self.sglang.urls or self.sglang.gpus or self.launch.apart):
+            return "ipc"
         if self.sglang.sync != "auto":
             return self.sglang.sync
         return "ipc" if self.servers_share_gpus else "distributed"

@@ -167,9 +167,9 @@ class SGLangConfig(Table):
     """How weights reach the servers. ipc: servers on the trainer's GPUs read them there; distributed: a process group
     with each server, NCCL from GPUs and gloo from CPUs; tensor: HTTP, slow; disk: a folder below run.dir that the
     servers can read. auto: ipc for servers on the trainer's GPUs, distributed for others."""
-    spare_weights: Literal["memory", "disk"] = "memory"
+    spare_weights: Literal["memory", "disk", "none"] = "memory"
     """Where a copy of the weights is kept for a server that is restarted: in the memory of the node's first rank, or
-    below run.dir."""
+    below run.dir. none: it gets no weights, and no requests, before the next update."""
     release_memory: bool = False
     """For servers on the trainer's GPUs: they release their memory while the trainer trains, and the trainer releases
     gradients and optimizer state while they sample."""

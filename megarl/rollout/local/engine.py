@@ -21,12 +21,14 @@ from transformers.initialization import no_init_weights
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError, WeightSyncError
+from megarl.rollout.buckets import Intake, Staging
 from megarl.rollout.engine import Begin, Engine, OnFinish, SamplingParams, Session, limit_response, run_session
 from megarl.rollout.local.decode import decode
 from megarl.rollout.local.fp8 import FP8Cache, FP8Products, hold_in_fp32, require_known_precision
 from megarl.rollout.local.recorder import RouteRecorder
-from megarl.rollout.weights import WeightForm, checkpoint_views, require_each_once
+from megarl.rollout.weights import WeightForm, checkpoint_views
 
+BUCKET_BYTES = 32 << 20
 PROVED_TENSORS = 8
 """Tensors of which ``prove_weights`` compares some numbers."""
 
@@ -108,16 +110,17 @@ class LocalEngine(Engine):
 
     @torch.no_grad()
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See ``Engine.update_weights``. Tensors may be on any device; they are read one at a time."""
+        """See ``Engine.update_weights``. Tensors may be on any device; ``BUCKET_BYTES`` of them are read at a time."""
         self._require_open()
         self._missing = "the last weight update failed"
         shapes = {name: tuple(view.shape) for name, view in self._views.items()}
         proved = set(list(shapes)[:: -(-len(shapes) // PROVED_TENSORS)])
         self._sent = {}
-        for name, tensor in self._form.convert(require_each_once(tensors, shapes, version)):
-            self._views[name].copy_(tensor)
-            if name in proved:
-                self._sent[name] = _some_of(tensor).to(self._views[name], copy=True)
+        for bucket in Intake(shapes, version, self._form, BUCKET_BYTES, Staging(BUCKET_BYTES)).buckets(tensors):
+            for name, tensor in bucket.tensors():
+                self._views[name].copy_(tensor)
+                if name in proved:
+                    self._sent[name] = _some_of(tensor).to(self._views[name], copy=True)
         self._version = version
         self._missing = None
 

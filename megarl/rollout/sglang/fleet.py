@@ -9,24 +9,27 @@ A server that is away keeps no other one waiting: an update takes along those th
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 
 from megarl.errors import ConfigError, MegarlError
+from megarl.models.hf_files import bucket_bytes
+from megarl.rollout.buckets import Bucket, Intake, Staging
 from megarl.rollout.sglang.keeper import FleetSettings, FleetState, Keeper
 from megarl.rollout.sglang.member import Member, Update
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec
-from megarl.rollout.sglang.weights.buckets import Bucket, Handle, Stopwatch, split_into_buckets, wait_for_copies
 from megarl.rollout.sglang.weights.folder import WeightFolder
 from megarl.rollout.sglang.weights.ipc import Exchange, empty_shared
-from megarl.rollout.sglang.weights.proof import Checksums, Sums, make_prompt
-from megarl.rollout.weights import Named, WeightForm, checkpoint_shapes, require_each_once
+from megarl.rollout.sglang.weights.payload import Handle, payload_of
+from megarl.rollout.sglang.weights.proof import Checksums, make_prompt
+from megarl.rollout.weights import Named, WeightForm, checkpoint_shapes
 
 BUCKET_BYTES = 256 << 20
 YIELD_S = 5.0
@@ -56,8 +59,10 @@ class Fleet:
     """Through memory of this machine that the servers open, instead."""
     checksums: bool = False
     """Whether the servers' own checksums of their weights are compared after every update, and in every proof."""
+    keeps_copy: bool = True
+    """Whether restarted servers get a copy of the weights; else the next update takes them along."""
     spare: Path | None = None
-    """Folder for the copy of the weights that restarted servers get; None: in memory."""
+    """Folder for this copy; None: in memory."""
     source: Path | None = None
     """Checkpoint folder with the model's config and tokenizer; None: that of the first of ``specs``."""
     served: Path | None = None
@@ -109,23 +114,26 @@ class Fleet:
         return [member.url for member in self._members]
 
     def update(self, tensors: Iterable[Named], version: int, form: WeightForm) -> dict[str, float]:
-        """Give all servers new weights in this form; returns the seconds spent on "gather", "quantise" and "send".
+        """Give all servers new weights in this form, each bucket while the next one is made.
 
-        WeightSyncError if a server refuses them, or if ``tensors`` are not those of the checkpoint. A server that is
-        away, or is lost during the update, gets them when it is back.
+        Returns the seconds that "gather", "quantise" and "send" took of the whole, and those of sending that were
+        "hidden". WeightSyncError if a server refuses them, or if ``tensors`` are not those of the checkpoint. A server
+        that is away, or is lost during the update, gets them when it is back.
         """
-        gathering, converting, sums = Stopwatch(), Stopwatch(), Sums()
-        started = time.perf_counter()
-        checked = require_each_once(gathering.over(tensors), self._shapes, version)
-        rounds = self._rounds(sums.over(converting.over(form.convert(checked))))
+        started, sending = time.perf_counter(), Line()
+        most = bucket_bytes(sum(map(math.prod, self._shapes.values())), BUCKET_BYTES)
+        most = most if self.exchange is None else self.exchange.fit(most)
+        staging = Staging(most, empty_shared) if self.exchange is not None else Staging(most)
+        intake = Intake(self._shapes, version, form, most, staging)
+        rounds = self._rounds(intake.buckets(tensors), sending)
         self._state.no_starts.clear()
         try:
             with self._pause_keepers():
                 self._each(lambda member: member.sender.take_memory("weights"), self._resting)
                 self._each(lambda member: member.sender.begin())
-                copy = self._deliver(rounds, version)
+                copy = self._deliver(rounds, version, sending)
                 self._each(lambda member: member.sender.finish(version))
-                last = Update(version, copy, self._compare_checksums(), sums.read())
+                last = Update(version, copy, self._compare_checksums(), intake.sums())
                 self._each(lambda member: member.sender.take_memory("kv_cache"), self._resting)
                 self._resting = []
                 self._each(lambda member: member.sender.resume())
@@ -137,8 +145,9 @@ class Fleet:
             raise
         finally:
             self._state.updating.clear()
-        gather, quantise = gathering.seconds, converting.seconds - gathering.seconds
-        return {"gather": gather, "quantise": quantise, "send": time.perf_counter() - started - gather - quantise}
+        gather, made = intake.gathering.seconds, intake.making.seconds
+        send = time.perf_counter() - started - made
+        return {"gather": gather, "quantise": made - gather, "send": send, "hidden": sending.busy_s - sending.awaited_s}
 
     def prove(self) -> bool:
         """Ask all servers whether they have the weights of the last update; nothing may be sampled meanwhile.
@@ -264,41 +273,56 @@ class Fleet:
         self._taken.remove(member)
         member.lock.release()
 
-    def _rounds(self, tensors: Iterable[Named]) -> Iterator[tuple[Bucket, dict[int, Handle]]]:
+    def _rounds(self, buckets: Iterator[Bucket], sending: "Line") -> Iterator[tuple[Bucket, dict[int, Handle]]]:
         """Yields the buckets, each with the handles of its memory by GPU if the servers open it."""
         if self.exchange is None:
-            return ((bucket, {}) for bucket in split_into_buckets(tensors, BUCKET_BYTES, self._shapes))
-        return self.exchange.rounds(split_into_buckets(tensors, BUCKET_BYTES, self._shapes, empty_shared))
+            return ((bucket, {}) for bucket in buckets)
+        self.exchange.settle = sending.wait
+        return self.exchange.rounds(buckets)
 
-    def _deliver(self, rounds: Iterable[tuple[Bucket, dict[int, Handle]]], version: int) -> list[Bucket] | Path:
-        """Send every bucket to all; returns a copy of them, or the folder that holds them."""
+    def _deliver(
+        self, rounds: Iterable[tuple[Bucket, dict[int, Handle]]], version: int, sending: "Line"
+    ) -> list[Bucket] | Path | None:
+        """Send every bucket to all; returns a copy of them if one is kept, or the folder that holds them."""
         assert self.source is not None
         place = self.folder or self.spare
         folder = WeightFolder(place, self.served or self.source, version) if place else None
         copies: list[Bucket] = []
-        for bucket, handles in rounds:
+
+        def pass_on(bucket: Bucket, handles: dict[int, Handle]) -> None:
             if folder:
                 folder.add(bucket)
-            else:
+            elif self.keeps_copy:
                 copies.append(bucket.spare())
             if not self.folder:
-                self._each(partial(self._send, bucket=bucket, handles=handles))
-                bucket.forget_payload()
+                self._send(bucket, handles)
+
+        with sending:
+            for bucket, handles in rounds:
+                sending.put(partial(pass_on, bucket, handles))
+            sending.wait()
         if folder is None:
-            wait_for_copies()
-            return copies
+            return copies if self.keeps_copy else None
         path = folder.finish().absolute()
         if self.folder:
             self._each(lambda member: member.sender.load_from_disk(str(path)))
         return path
 
-    def _send(self, member: Member, bucket: Bucket, handles: Mapping[int, Handle]) -> None:
-        assert member.sender is not None
-        if self.exchange is not None:
-            member.sender.share(bucket, [handles[gpu] for gpu in member.gpus])
-            self.exchange.taken.update(member.gpus)
+    def _send(self, bucket: Bucket, handles: Mapping[int, Handle]) -> None:
+        """Send a bucket to all servers."""
+        exchange = self.exchange
+        if exchange is not None:
+
+            def share(member: Member) -> None:
+                member.sender.share(bucket, [handles[gpu] for gpu in member.gpus])
+                exchange.taken.update(member.gpus)
+
+            self._each(share)
+        elif self.broadcast:
+            self._each(lambda member: member.sender.broadcast(bucket))
         else:
-            (member.sender.broadcast if self.broadcast else member.sender.send)(bucket)
+            payload = payload_of(bucket)
+            self._each(lambda member: member.sender.send(bucket, payload))
 
     def _compare_checksums(self) -> Checksums | None:
         """Returns the checksums of all servers, None unless wanted; WeightSyncError if those of one are others."""
@@ -309,3 +333,43 @@ class Fleet:
         for member in self._taken if first else ():
             member.compare_checksums(found[member.url], first)
         return first
+
+
+class Line:
+    """Runs one step at a time in a thread, while its caller prepares the next."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "weight-sending")
+        self._running: Future[None] | None = None
+        self.busy_s = 0.0
+        """Seconds that the steps took."""
+        self.awaited_s = 0.0
+        """Those of them that the caller waited."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+
+    def put(self, step: Callable[[], None]) -> None:
+        """Start a step when the one before has ended; raises the error of that one."""
+        self.wait()
+        self._running = self._thread.submit(self._measure, step)
+
+    def wait(self) -> None:
+        """Wait for the step that runs, if one does; raises its error."""
+        running, self._running = self._running, None
+        if running is not None:
+            started = time.perf_counter()
+            try:
+                running.result()
+            finally:
+                self.awaited_s += time.perf_counter() - started
+
+    def _measure(self, step: Callable[[], None]) -> None:
+        started = time.perf_counter()
+        try:
+            step()
+        finally:
+            self.busy_s += time.perf_counter() - started

@@ -51,6 +51,11 @@ class FleetState:
     """The trainer needs the servers' memory, or the fleet is closed."""
     ended: threading.Event = field(default_factory=threading.Event)
 
+    @property
+    def kept(self) -> Update | None:
+        """This update, if there is a copy of it."""
+        return self.last if self.last is not None and self.last.copy is not None else None
+
 
 class Keeper(threading.Thread):
     """Looks after one server until the fleet has ended."""
@@ -121,7 +126,7 @@ class Keeper(threading.Thread):
             self._rejoin()
 
     def _rejoin(self) -> None:
-        member, last = self.member, self._state.last
+        member, last = self.member, self._state.kept
         member.leave()
         member.connect()
         assert member.sender is not None
@@ -143,11 +148,10 @@ class Keeper(threading.Thread):
         if isinstance(last.copy, Path):
             member.sender.load_from_disk(str(last.copy))
         else:
-            for bucket in last.copy:
+            for bucket in last.copy or ():
                 if self._state.last is not last:
                     return
                 member.sender.send(bucket)
-                bucket.forget_payload()
         member.sender.finish(last.version)
         if last.checksums is not None:
             member.compare_checksums(member.sender.checksums(), last.checksums)
@@ -156,14 +160,14 @@ class Keeper(threading.Thread):
             member.settle(last, self._state.prompt())
 
     def _is_behind(self) -> bool:
-        return self._state.last is not None and self.member.ready and self.member.holds is not self._state.last
+        return self._state.kept is not None and self.member.ready and self.member.holds is not self._state.kept
 
     def _look_at_stranger(self) -> None:
         """Send somebody else's server the weights if it lacks them; asked less often than processes are looked at.
 
         Weights under any other name were sent by somebody else, and stay.
         """
-        member, last = self.member, self._state.last
+        member, last = self.member, self._state.kept
         if self._state.updating.is_set() or time.monotonic() - member.checked_at < 4 * self._state.settings.poll_s:
             return
         member.checked_at = time.monotonic()
@@ -175,7 +179,7 @@ class Keeper(threading.Thread):
         elif last is not None or not member.ready:
             with member.lock:  # perhaps of an update or a proof, which has sent the weights itself
                 sent = last is not None and member.holds is last and member.find_version() != FRESH
-                if self._state.last is last and not sent:
+                if self._state.kept is last and not sent:
                     self.send_copy()
 
     @contextmanager

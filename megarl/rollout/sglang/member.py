@@ -10,10 +10,10 @@ from pathlib import Path
 import httpx
 
 from megarl.errors import WeightSyncError
+from megarl.rollout.buckets import Bucket
 from megarl.rollout.sglang.http import server_info
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.versions import check_server
-from megarl.rollout.sglang.weights.buckets import Bucket
 from megarl.rollout.sglang.weights.ipc import CPU
 from megarl.rollout.sglang.weights.process_group import GroupError
 from megarl.rollout.sglang.weights.proof import Checksums, Proof, differing
@@ -28,7 +28,8 @@ class Update:
     """A complete weight update, kept for servers that come back."""
 
     version: int
-    copy: Sequence[Bucket] | Path
+    copy: Sequence[Bucket] | Path | None
+    """None: none is kept, and the next update brings them up to date."""
     checksums: Checksums | None = None
     """Of every server; None if they are not compared, or no server was there."""
     sums: Sequence[int] = ()

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from megarl.core.fp8 import fp8_config
 from megarl.data.files import model_files
 from megarl.errors import ConfigError, WeightSyncError
-from megarl.rollout.sglang.weights.buckets import Bucket, wait_for_copies
+from megarl.rollout.buckets import Bucket
 
 
 class WeightFolder:
@@ -37,10 +37,9 @@ class WeightFolder:
     def add(self, bucket: Bucket) -> None:
         """Write one more shard."""
         name = f"model-{self._shards:05d}.safetensors"
-        spare = bucket.spare()
-        wait_for_copies()
+        host = bucket.on_host()
         with self._errors():
-            save_file(dict(spare.tensors()), self._part / name, metadata={"format": "pt"})
+            save_file(dict(host.tensors()), self._part / name, metadata={"format": "pt"})
         self._where |= dict.fromkeys(bucket.names, name)
         self._shards += 1
         self._bytes += bucket.flat.numel()

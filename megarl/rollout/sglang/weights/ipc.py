@@ -3,11 +3,12 @@
 A server's rank opens memory of its own GPU alone, so each rank of the trainer that shares a GPU with one makes the
 handles for it. These ranks and the main one, which talks to the servers, go through the buckets of an update in step:
 
-    gather a bucket -> meet: exchange handles -> the main rank sends them -> gather the next -> meet: free the last
+    gather a bucket -> meet: exchange handles -> gather the next, while the main rank sends them -> meet: free the last
 
 Servers on a CPU open shared memory of the main rank in the same way.
 """
 
+import math
 import os
 import shutil
 import weakref
@@ -23,8 +24,10 @@ from torch.multiprocessing import reductions
 
 from megarl.config.process_environment import ALLOCATOR_VARIABLES, without_expandable_segments
 from megarl.errors import MegarlError, WeightSyncError
-from megarl.rollout.sglang.weights.buckets import Bucket, Handle, Rebuilt, split_into_buckets
-from megarl.rollout.weights import Named, WeightForm, checkpoint_shapes, require_each_once
+from megarl.models.hf_files import bucket_bytes
+from megarl.rollout.buckets import Bucket, Intake, Staging
+from megarl.rollout.sglang.weights.payload import Handle, Rebuilt
+from megarl.rollout.weights import Named, WeightForm, checkpoint_shapes
 
 CPU = -1
 """Stands for the GPU of servers that have none."""
@@ -56,6 +59,12 @@ class Exchange:
     """Returns what every rank gives: a collective call, which must raise if one of them is gone."""
     taken: set[int] = field(default_factory=set)
     """The main rank notes here which GPUs' servers have confirmed a bucket."""
+    settle: Callable[[], None] = lambda: None
+    """On the main rank: waits for these servers, before each meeting."""
+
+    def fit(self, num_bytes: int) -> int:
+        """Returns the bytes of a bucket, or fewer so that two of them leave half of the shared memory free."""
+        return num_bytes if self.gpu != CPU else min(num_bytes, shutil.disk_usage(SHARED_MEMORY).free // 4)
 
     def rounds(self, buckets: Iterable[Bucket]) -> Iterator[tuple[Bucket, dict[int, Handle]]]:
         """Yields each bucket with its handles, by GPU. WeightSyncError on all ranks where one has failed."""
@@ -68,9 +77,11 @@ class Exchange:
         kept = bucket = None
         try:
             for bucket in buckets:
+                self._settle()
                 handles = self._meet(bucket)
                 kept = bucket  # until the next meeting, before which the servers have not all confirmed
                 yield bucket, handles
+            self._settle()
             self._meet(None)
         finally:  # the traceback of an error keeps the tensors
             for made in {kept, bucket} - {None}:
@@ -81,6 +92,12 @@ class Exchange:
         self._failure = error
         with suppress(MegarlError):
             next(rounds, None)
+
+    def _settle(self) -> None:
+        try:
+            self.settle()
+        except MegarlError as error:  # the meeting tells the others
+            self._failure = error
 
     def _meet(self, bucket: Bucket | None) -> dict[int, Handle]:
         handle = None
@@ -116,8 +133,8 @@ class Helper:
 
     def update(self, tensors: Iterable[Named], version: int, form: WeightForm) -> dict[str, float]:
         """Takes part in ``Fleet.update`` of the main rank; WeightSyncError if it fails there."""
-        converted = form.convert(require_each_once(tensors, self._shapes, version))
-        buckets = split_into_buckets(converted, self.bucket_bytes, self._shapes, empty_shared)
+        most = bucket_bytes(sum(map(math.prod, self._shapes.values())), self.bucket_bytes)
+        buckets = Intake(self._shapes, version, form, most, Staging(most, empty_shared)).buckets(tensors)
         deque(self.exchange.rounds(buckets), maxlen=0)
         return {}
 
@@ -136,8 +153,7 @@ def empty_shared(num_bytes: int, device: torch.device) -> torch.Tensor:
             f"{SHARED_MEMORY} has {free >> 20} MiB left, a bucket of weights takes {num_bytes >> 20} MiB: make it "
             'larger, or set another sglang.sync than "ipc"'
         )
-    storage = torch.UntypedStorage(num_bytes)
-    storage._share_filename_cpu_()
+    storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)
     for _ in range(MOST_READERS):  # torch counts readers, the last one removes the file, and a killed one stays counted
         storage._shared_incref()
     flat = torch.empty(0, dtype=torch.uint8).set_(storage)

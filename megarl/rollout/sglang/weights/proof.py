@@ -4,21 +4,18 @@ Anybody who reaches a server can change them and leave the name of their version
 update that it has not made.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from megarl.rollout.sglang.weights.sender import WeightSender
-from megarl.rollout.weights import Named
 
 Checksums = list[dict[str, str]]
 """Of each tensor-parallel rank: name -> checksum."""
 PROMPT_TOKENS = 32
 LEAST_CHANGE, NOISES = 1e-3, 4.0
 """A change is a mean difference of log-probabilities by more than this many nats, and this many times their noise."""
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def make_prompt(config: Mapping[str, Any]) -> list[int]:
@@ -32,23 +29,6 @@ def differing(found: Checksums, expected: Checksums) -> list[str]:
     """Returns the names of tensors whose checksums differ on some rank."""
     ranks = zip(found, expected, strict=False)
     return sorted({name for mine, other in ranks for name, _ in mine.items() ^ other.items()})
-
-
-class Sums:
-    """Sums of the bits of the tensors of an update, one each: they tell whether two updates are the same."""
-
-    def __init__(self) -> None:
-        self._sums: list[torch.Tensor] = []
-
-    def over(self, tensors: Iterable[Named]) -> Iterator[Named]:
-        """Yields the tensors unchanged; the host does not wait for the sums."""
-        for name, tensor in tensors:
-            bits = tensor.contiguous().view(_INTEGERS[tensor.element_size()])
-            self._sums.append(bits.sum(dtype=torch.int64))
-            yield name, tensor
-
-    def read(self) -> tuple[int, ...]:
-        return tuple(torch.stack(self._sums).tolist()) if self._sums else ()
 
 
 class Proof:

@@ -17,9 +17,10 @@ import httpx
 import numpy as np
 
 from megarl.errors import WeightSyncError
+from megarl.rollout.buckets import Bucket
 from megarl.rollout.sglang.http import MODEL_INFO, authorization
 from megarl.rollout.sglang.versions import Version, can
-from megarl.rollout.sglang.weights.buckets import Bucket, Handle, Rebuilt
+from megarl.rollout.sglang.weights.payload import Handle, Rebuilt, payload_of
 from megarl.rollout.sglang.weights.process_group import BroadcastGroup, in_thread
 
 BEGIN_TIMEOUT_S = 60.0
@@ -64,13 +65,13 @@ class WeightSender:
         if self._group is not None and self.weight_version() != self._named:
             self.leave_group()  # the server was restarted, and is in no group
 
-    def send(self, bucket: Bucket) -> None:
-        """Send the tensors of a bucket over HTTP."""
-        self._send([bucket.payload] * self._tp)
+    def send(self, bucket: Bucket, payload: str | None = None) -> None:
+        """Send the tensors of a bucket over HTTP. ``payload``: its ``payload_of``, if it is made already."""
+        self._send([payload or payload_of(bucket)] * self._tp)
 
     def share(self, bucket: Bucket, handles: Sequence[Handle]) -> None:
         """Have the server read a bucket from memory that it opens by these handles, one for each of its ranks."""
-        self._send([bucket.payload_of(Rebuilt(handle)) for handle in handles])
+        self._send([payload_of(bucket, Rebuilt(handle)) for handle in handles])
 
     def _send(self, by_rank: list[str]) -> None:
         self._open_session()
@@ -80,11 +81,14 @@ class WeightSender:
     def broadcast(self, bucket: Bucket) -> None:
         """Send the tensors of a bucket through a process group, which the server joins with the first one."""
         self._open_session()
-        names = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes}
+        places = [(name, str(dtype).removeprefix("torch."), list(shape)) for name, dtype, shape, *_ in bucket.places()]
+        names = dict(zip(("names", "dtypes", "shapes"), zip(*places, strict=True), strict=True))
         try:
             group = self._group or self._new_group(bucket)
             body = {**names, "group_name": group.name, "load_format": "flattened_bucket", "flush_cache": False}
-            group.broadcast(bucket.flat, in_thread(lambda: self._post("update_weights_from_distributed", body)))
+            receives = in_thread(lambda: self._post("update_weights_from_distributed", body))
+            with bucket.beside():
+                group.broadcast(bucket.flat, receives)
         except WeightSyncError:
             self.leave_group()
             raise
