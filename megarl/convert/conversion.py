@@ -4,8 +4,6 @@ Memory: one parameter at a time towards Megatron, one file of ``shard_bytes`` to
 ranks divide the files.
 """
 
-from __future__ import annotations
-
 import math
 from argparse import Namespace
 from dataclasses import asdict, dataclass, field

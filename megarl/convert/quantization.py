@@ -3,8 +3,6 @@
 Memory: one file of ``shard_bytes``, and one parameter. Under torchrun the ranks divide the files.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator

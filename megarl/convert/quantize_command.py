@@ -1,7 +1,5 @@
 """``megarl quantize``: write a checkpoint with FP8 weights, and print the tensors that lost most (docs/fp8.md)."""
 
-from __future__ import annotations
-
 import statistics
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The format is torch's distributed checkpoint: tensors whole or in chunks of a global one, so any layout can load it.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

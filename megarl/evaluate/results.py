@@ -8,8 +8,6 @@
 Every file appears whole or not at all.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import platform

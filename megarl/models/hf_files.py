@@ -1,13 +1,11 @@
 """Hugging Face checkpoint folders: read by name, one file open at a time, and written."""
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -49,7 +47,7 @@ class HFCheckpoint:
         scales = {name + SCALE for name in self._where} if self._block else set()
         self._names = {name: None for name in self._where if name not in scales}
 
-    def __enter__(self) -> HFCheckpoint:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

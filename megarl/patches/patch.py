@@ -9,8 +9,6 @@ the file that the patch was made from. What fits in neither way is refused, nami
 before the first is written, each is replaced by a rename, and an error puts back those that were replaced.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib.util
 import os
