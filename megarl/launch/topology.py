@@ -51,12 +51,10 @@ class Topology:
         return len(self.server_ports) // max(1, len(self.servers))
 
     def server_node(self, index: int) -> Node:
-        """The node of a server."""
         return self.servers[index // self.per_node]
 
     @property
     def urls(self) -> list[str]:
-        """The addresses of all servers on nodes of their own."""
         hosts = [self.server_node(index).address for index in range(len(self.server_ports))]
         hosts = [f"[{host}]" if ":" in host else host for host in hosts]  # IPv6
         return [f"http://{host}:{port}" for host, port in zip(hosts, self.server_ports, strict=True)]

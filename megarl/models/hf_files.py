@@ -141,15 +141,13 @@ class HFCheckpoint:
                 if name in where:
                     raise CheckpointError(f"{name} is both in {where[name]} and in {file.name}, expected it once")
                 where[name] = file
-        if listed is not None:
-            self._compare(listed, where)
-        return where
-
-    def _compare(self, listed: dict[str, str], where: dict[str, Path]) -> None:
+        if listed is None:
+            return where
         if absent := [name for name, file in listed.items() if name not in where or where[name].name != file]:
             raise CheckpointError(f"{self.path}: {INDEX} names {some(absent)}, which are not in the file that it says")
         if unlisted := [name for name in where if name not in listed]:
             raise CheckpointError(f"{self.path}: the files hold {some(unlisted)}, which {INDEX} does not name")
+        return where
 
 
 def _opened(file: Path) -> Any:

@@ -146,14 +146,11 @@ def _state(file: Path, text: str, patch: FilePatch, reverting: bool) -> tuple[st
     if merged is not None:
         return (*merged, ["merged 3-way: lines that a hunk expects have been edited"])
     lines = text.split("\n")
-    is_in, is_out = (sum(bool(find_places(lines, block)) for block in side) for side in _sides(patch))
+    is_in = sum(bool(find_places(lines, hunk.new)) for hunk in patch.hunks)
+    is_out = sum(bool(find_places(lines, hunk.old)) for hunk in patch.hunks)
     wrong = explain_misfits(text, patch.reverse() if is_in > is_out or (is_in == is_out and reverting) else patch)
     part = f"; {is_in} of its {len(patch.hunks)} hunks are in already" if is_in and is_out else ""
     return "unfit", text, [f"{place} ({reason}{part})" for place in wrong]
-
-
-def _sides(patch: FilePatch) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-    return [hunk.new for hunk in patch.hunks], [hunk.old for hunk in patch.hunks]
 
 
 def three_way(file: Path, text: str, patch: FilePatch) -> tuple[tuple[str, str] | None, str]:
