@@ -68,8 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Complains with one line, as everything does here."""
-
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
 

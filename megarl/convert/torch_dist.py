@@ -64,7 +64,6 @@ class Chunk:
 
 
 def _make_data(chunks: Mapping[MetadataIndex, Chunk], item: WriteItem) -> torch.Tensor | io.BytesIO:
-    """The data of one item."""
     if item.type == WriteItemType.BYTE_IO:
         buffer = io.BytesIO()
         torch.save([None], buffer)

@@ -20,8 +20,6 @@ Ask = Callable[[Sequence[str]], str]  # runs a command and returns what it print
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine of the job."""
-
     name: str
     """Slurm's name."""
     address: str
@@ -30,8 +28,6 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """What runs on which node."""
-
     trainers: tuple[Node, ...]
     servers: tuple[Node, ...]
     """Nodes with servers and nothing else."""

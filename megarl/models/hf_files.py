@@ -54,7 +54,6 @@ class HFCheckpoint:
         self._open = None  # nothing else refers to the handle: the file is unmapped
 
     def names(self) -> KeysView[str]:
-        """Those of one file after those of another."""
         return self._names.keys()
 
     def files(self) -> list[Path]:

@@ -15,8 +15,6 @@ from megarl.models.rope import latent_rope, llama3_factor, read_rope
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The architecture of a model."""
-
     family: str  # key of ``names.FAMILIES``
     fields: Mapping[str, Any]
     """Values for ``TransformerConfig``, or ``MLATransformerConfig`` with ``multi_latent_attention``."""

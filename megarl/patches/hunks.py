@@ -39,8 +39,6 @@ class Hunk:
 
 @dataclass(frozen=True, slots=True)
 class FilePatch:
-    """All hunks of one file."""
-
     path: str
     blob: str
     """Git's id of the file that the patch was made from."""

@@ -58,7 +58,6 @@ class FileState:
 
 
 def list_versions() -> list[str]:
-    """The releases that have a patch."""
     return sorted((path.stem for path in PATCHES.glob("*.patch")), key=_position)
 
 
@@ -77,7 +76,6 @@ def find_installed() -> Path:
 
 
 def read_version(root: Path) -> str:
-    """The version that a Megatron-Core says it is."""
     info = root / "megatron" / "core" / "package_info.py"
     if not info.is_file():
         raise PatchError(f"{info} is missing: expected the folder that contains megatron/core")

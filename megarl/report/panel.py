@@ -50,12 +50,10 @@ class Panel:
 
 
 def render(panel: Panel, curves: Curves) -> bytes:
-    """Return the panel as a PNG."""
     return plots.render_png((10.4, 3.9) if panel.wide else (6.2, 3.5), lambda figure: _plot(figure, panel, curves))
 
 
 def _plot(figure: Figure, panel: Panel, curves: Curves) -> None:
-    """Plot its curves, and set the axes."""
     axes = figure.add_subplot()
     if panel.plot is not None:
         panel.plot(axes, curves)

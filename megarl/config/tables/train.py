@@ -108,7 +108,6 @@ class TrainConfig(Table):
 
 
 def _load_part(part: str, path: str) -> Any:
-    """The user's function for a part of an objective."""
     return check_function(part, path, load_plug(part, path), OWN_PARTS[part])
 
 
