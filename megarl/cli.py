@@ -68,34 +68,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Complains with one line, as everything does here."""
-
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
 
 
-class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        print(f"megarl {__version__}")
-        parser.exit()
-
-
 def _parse_command(arguments: list[str]) -> Command:
     parser = _Parser(prog="megarl", description=_DESCRIPTION, allow_abbrev=False)
-    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    parser.add_argument(
+        "--version", action="version", version=f"megarl {__version__}", help="show the version and exit"
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, command in COMMANDS.items():
         what = " ".join((command.__doc__ or "").split())
-        _add_arguments(
-            commands.add_parser(
-                name,
-                help=what,
-                description=what,
-                allow_abbrev=False,
-                argument_default=argparse.SUPPRESS,
-            ),
-            command,
-        )
+        options = {"help": what, "description": what, "allow_abbrev": False}
+        _add_arguments(commands.add_parser(name, argument_default=argparse.SUPPRESS, **options), command)
     first = arguments[0] if arguments else ""
     if first not in COMMANDS and not first.startswith("-"):
         close = difflib.get_close_matches(first, COMMANDS, n=1)

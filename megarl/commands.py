@@ -19,18 +19,10 @@ from megarl.text_table import text_table
 Overrides = Mapping[str, Any]
 """Dotted key -> value, which win over the configuration file."""
 
-
 POSITIONAL = "positional"
 """Marks an argument that is given without a flag."""
 _T = TypeVar("_T")
 Positional = Annotated[_T, POSITIONAL]
-
-
-@dataclass_transform(frozen_default=True)
-def command(cls: type[_T]) -> type[_T]:
-    """Make a record whose values are checked, and whose fields' docstrings can be read."""
-    config = pydantic.ConfigDict(use_attribute_docstrings=True)
-    return pydantic.dataclasses.dataclass(frozen=True, config=config)(cls)
 
 
 class Command(Protocol):
@@ -39,6 +31,20 @@ class Command(Protocol):
     def run(self, overrides: Overrides) -> int | None:
         """Do it; return the exit code, None for 0."""
         ...
+
+
+COMMANDS: dict[str, type[Command]] = {}
+"""By the name on the command line, in the order of the help text."""
+
+
+@dataclass_transform(frozen_default=True)
+def command(cls: type[_T]) -> type[_T]:
+    """Make a record whose values are checked, and whose fields' docstrings can be read; a command if it can run."""
+    config = pydantic.ConfigDict(use_attribute_docstrings=True)
+    record: Any = pydantic.dataclasses.dataclass(frozen=True, config=config)(cls)
+    if hasattr(record, "run"):
+        COMMANDS[cls.__name__.lower()] = record
+    return record
 
 
 @command
@@ -267,14 +273,12 @@ class Convert:
     """Globs of tensors that the model does not have and that may be left out (prediction layers)."""
     verify: Literal["none", "checksums", "logits"] = "checksums"
     """Read everything back and compare bits; logits also builds both models and compares their logits."""
-    shard_gib: float = 2.0
+    shard_gib: float = pydantic.Field(2.0, gt=0, allow_inf_nan=False)
     """Size of a safetensors file."""
     overwrite: bool = False
     """Replace OUT if it exists, at the end and in one step."""
 
     def run(self, overrides: Overrides) -> None:
-        if not 0 < self.shard_gib < float("inf"):
-            raise ConfigError(f"--shard-gib: found {self.shard_gib}, expected more than 0")
         from megarl.convert.command import DTYPES, convert, installed_layers
         from megarl.convert.conversion import Options
 
@@ -380,27 +384,6 @@ class Quickstart:
         from megarl.quickstart import quickstart
 
         quickstart(self.out, self.family)
-
-
-_ALL: tuple[type[Command], ...] = (
-    Train,
-    Launch,
-    Sft,
-    Eval,
-    Plan,
-    Doctor,
-    Report,
-    Status,
-    Trace,
-    Simulate,
-    Convert,
-    Quantize,
-    Patch,
-    Recipes,
-    Quickstart,
-)
-COMMANDS: Mapping[str, type[Command]] = {each.__name__.lower(): each for each in _ALL}
-"""By the name on the command line."""
 
 
 def _world_size() -> int:

@@ -208,7 +208,6 @@ def _ratio(value: float, base: float) -> str:
 
 
 def _plot(figure: Figure, compared: list[Arm], rates: np.ndarray) -> None:
-    """Samples drawn and chance of contrast, by pass rate."""
     left, right = figure.subplots(1, 2, sharex=True)
     values, counts = np.unique(rates, return_counts=True)
     right.bar(values, counts / rates.size, 0.03, color=GREY, alpha=0.35, label="share of the prompts")

@@ -136,19 +136,16 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """
     rest: list[str] = []
     overrides: dict[str, Any] = {}
-    position = 0
-    while position < len(words):
-        name, equals, text = words[position].partition("=")
-        position += 1
+    left = [*words]
+    while left:
+        word = left.pop(0)
+        name, equals, text = word.partition("=")
         if not name.startswith("--") or "." not in name:
-            rest.append(words[position - 1])
+            rest.append(word)
             continue
         if not equals:
-            has_value = position < len(words) and not words[position].startswith("--")
-            text = words[position] if has_value else "true"
-            position += has_value
-        key = name[2:]
-        overrides[key] = _typed(key, text)
+            text = left.pop(0) if left and not left[0].startswith("--") else "true"
+        overrides[name[2:]] = _typed(name[2:], text)
     return rest, overrides
 
 

@@ -35,11 +35,12 @@ def switches(config: Tables, *, on_gpu: bool, has_te: bool) -> tuple[Switch, ...
         ("moe_router_fusion", _router(config), ""),
     )
     found = []
+    known = {field for fields in megatron_fields.fields().values() for field in fields}
     for field, obstacle, meaning in decided:
         reason = obstacle or ("only on GPUs" if not on_gpu else meaning)
         if field in config.megatron:
             found.append(Switch(field, bool(config.megatron[field]), "set in [megatron]"))
-        elif any(field in known for known in megatron_fields.fields().values()):
+        elif field in known:
             found.append(Switch(field, on_gpu and obstacle is None, reason))
     return tuple(found)
 

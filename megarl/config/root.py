@@ -68,17 +68,10 @@ class Config(Tables):
             )
         if self.sft is not None and self.sft.batch_size % dp:
             raise ConfigError(f"sft.batch_size: found {self.sft.batch_size}, expected a multiple of dp = {dp}")
+        same = {name: getattr(p, name) for name in ("tp", "pp", "vpp", "cp", "ep")}
+        sequences = self.responses_per_step // (n * dp)
         return Layout(
-            world_size=world_size,
-            tp=p.tp,
-            pp=p.pp,
-            vpp=p.vpp,
-            cp=p.cp,
-            dp=dp,
-            ep=p.ep,
-            etp=p.expert_tp,
-            edp=world_size // expert,
-            sequences_per_rank=self.responses_per_step // (n * dp),
+            world_size, **same, dp=dp, etp=p.expert_tp, edp=world_size // expert, sequences_per_rank=sequences
         )
 
     def to_toml(self) -> str:

@@ -1,7 +1,5 @@
 """``megarl convert``: chooses the direction, converts, checks, and prints a summary."""
 
-from __future__ import annotations
-
 import resource
 import time
 from dataclasses import replace

@@ -4,8 +4,6 @@ Memory: one parameter at a time towards Megatron, one file of ``shard_bytes`` to
 ranks divide the files.
 """
 
-from __future__ import annotations
-
 import math
 from argparse import Namespace
 from dataclasses import asdict, dataclass, field
@@ -40,8 +38,6 @@ _KEEP_DTYPE = ("decoder.layers.{layer}.mlp.router.expert_bias",)
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to convert."""
-
     dtype: torch.dtype | None = None
     """Of the output; None keeps each tensor's own. Expert biases always keep theirs: Megatron needs them in fp32."""
     layers: Layers = "te"  # whose names a Megatron checkpoint gets; a source's names are recognised
@@ -64,8 +60,6 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What a conversion did."""
-
     out: Path
     num_parameters: int
     num_bytes: int

@@ -8,8 +8,6 @@ Both treat every linear module as FP8 unless ``modules_to_not_convert`` names it
 Both hold the experts of a layer as one module, and SGLang also joins some projections.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import math
 import re

@@ -4,8 +4,6 @@ Until every unit is written and verified, the folder is called ``OUT.partial``. 
 there, and another start with the same source and settings continues after these units.
 """
 
-from __future__ import annotations
-
 import atexit
 import fcntl
 import json
@@ -15,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -121,7 +119,7 @@ class ConversionJob:
         self._lock: Any = None
         self.kept = 0  # units that an earlier start had finished
 
-    def __enter__(self) -> ConversionJob:
+    def __enter__(self) -> Self:
         if self.out.exists() and not self._overwrite:
             raise CheckpointError(f"{self.out} exists; remove it, choose another folder, or ask for --overwrite")
         if self.out.exists() and not self.out.is_dir():

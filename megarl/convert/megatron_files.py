@@ -1,7 +1,5 @@
 """Finds the parameters of a whole model in a ``torch_dist`` checkpoint, whatever wrote it."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,13 +57,13 @@ class Keys:
     """One key per expert, and gate and up apart (``singleton_local_shards``); else one axis for the experts."""
 
     @staticmethod
-    def all_of(shape: ModelShape) -> list[Keys]:
+    def all_of(shape: ModelShape) -> "list[Keys]":
         one_kind = len(shape.moe_layers) in (0, shape.num_layers)
         plain = [Keys(layers, stacked) for stacked in ([False, True] if one_kind else [False]) for layers in _LAYERS]
         return [*plain, *(Keys(layers, False, single_experts=True) for layers in _LAYERS)]
 
     @staticmethod
-    def of_megatron(shape: ModelShape, layers: Layers, stacked: bool = False) -> Keys:
+    def of_megatron(shape: ModelShape, layers: Layers, stacked: bool = False) -> "Keys":
         """The keys that Megatron asks for: it stacks layers unless ``moe_layer_freq`` is a list, as in a MoE model."""
         return Keys("local" if shape.norm_over_heads else layers, stacked or not shape.moe_layers)
 

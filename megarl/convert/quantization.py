@@ -3,8 +3,6 @@
 Memory: one file of ``shard_bytes``, and one parameter. Under torchrun the ranks divide the files.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -31,8 +29,6 @@ from megarl.models.shapes import read_shape
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to quantise."""
-
     block: tuple[int, int] = BLOCK  # rows and columns
     keep: tuple[str, ...] = ()  # globs of further tensors that stay in high precision
     shard_bytes: int = 2 << 30  # largest safetensors file, unless one parameter is larger
@@ -42,8 +38,6 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """The result of a quantisation."""
-
     out: Path
     errors: dict[str, BlockErrors]  # of each quantised tensor
     shapes: dict[str, tuple[int, ...]]  # of all tensors
@@ -111,7 +105,6 @@ def quantize(source: Path, out: Path, model: Path | None, options: Options, rank
 
 
 def read_errors(folder: Path) -> dict[str, BlockErrors]:
-    """The errors of each quantised tensor, from the output of ``quantize``."""
     return {name: BlockErrors(**one) for name, one in json.loads((folder / FP8_ERRORS).read_text())["tensors"].items()}
 
 

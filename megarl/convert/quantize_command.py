@@ -1,7 +1,5 @@
 """``megarl quantize``: write a checkpoint with FP8 weights, and print the tensors that lost most (docs/fp8.md)."""
 
-from __future__ import annotations
-
 import statistics
 from pathlib import Path
 
@@ -9,24 +7,19 @@ from rich.filesize import decimal
 
 from megarl.convert.fp8_selection import is_misread
 from megarl.convert.job import Ranks
-from megarl.convert.quantization import Options, Quantized, quantize
+from megarl.convert.quantization import Options, quantize
 from megarl.models.hf_files import FP8_ERRORS, some
 
 NUM_WORST = 5
 HEADER = ("rel. error", "max error", "of block", "underflow", "zero blocks", "saturated")
-_COUNTS = ("num_zero_blocks", "num_saturated")
 
 
 def quantize_and_show(source: Path, out: Path, model: Path | None, options: Options) -> None:
-    """``quantize`` on all ranks; the first prints what was written."""
+    """``quantize`` on all ranks; the first prints what was written, and the tensors that lost most."""
     ranks = Ranks()
     found = quantize(source, out, model, options, ranks)
-    if ranks.rank == 0:
-        _show(found, options)
-
-
-def _show(found: Quantized, options: Options) -> None:
-    """What was written, and the tensors that lost most."""
+    if ranks.rank != 0:
+        return
     files = f"{found.num_files} file" + "s" * (found.num_files > 1)
     if found.num_resumed:
         files += f", {found.num_resumed} of them from an interrupted start"
@@ -38,15 +31,13 @@ def _show(found: Quantized, options: Options) -> None:
     worst = sorted(found.errors.items(), key=lambda item: -item[1].relative_error)
     print(*(f"{word:>11}" for word in HEADER), " tensor")
     for name, one in worst[:NUM_WORST]:
-        figures = (
-            f"{one.relative_error:11.5f} {one.max_error:11.3g} {one.max_error_of_block:11.5f} {one.underflow:11.3g}"
-        )
-        print(f"{figures} {one.num_zero_blocks:11d} {one.num_saturated:11d}  {name}")
+        figures = f"{one.relative_error:11.5f} {one.max_error:11.3g} {one.max_error_of_block:11.5f}"
+        print(f"{figures} {one.underflow:11.3g} {one.num_zero_blocks:11d} {one.num_saturated:11d}  {name}")
     median = statistics.median(one.relative_error for one in found.errors.values())
-    zeros, saturated = (sum(getattr(one, key) for one in found.errors.values()) for key in _COUNTS)
-    print(
-        f"{median:11.5f} median; {zeros} blocks of zeros, {saturated} saturated values; all in {found.out / FP8_ERRORS}"
-    )
+    zeros = sum(one.num_zero_blocks for one in found.errors.values())
+    saturated = sum(one.num_saturated for one in found.errors.values())
+    totals = f"{zeros} blocks of zeros, {saturated} saturated values"
+    print(f"{median:11.5f} median; {totals}; all in {found.out / FP8_ERRORS}")
     ragged = [name for name in found.errors if is_misread(found.shapes[name], options.block)]
     if ragged:
         print(

@@ -3,8 +3,6 @@
 The format is torch's distributed checkpoint: tensors whole or in chunks of a global one, so any layout can load it.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import pickle
@@ -66,7 +64,6 @@ class Chunk:
 
 
 def _make_data(chunks: Mapping[MetadataIndex, Chunk], item: WriteItem) -> torch.Tensor | io.BytesIO:
-    """The data of one item."""
     if item.type == WriteItemType.BYTE_IO:
         buffer = io.BytesIO()
         torch.save([None], buffer)

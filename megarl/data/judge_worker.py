@@ -55,7 +55,6 @@ class WorkerContext(multiprocessing.context.SpawnContext):
 
 
 def kill_group(pid: int) -> None:
-    """Kill the process group of a worker, if it exists."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 

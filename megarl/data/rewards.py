@@ -36,8 +36,6 @@ MATH_VERIFY_MEMORY_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class StepReward:
-    """The reward of one step of a response."""
-
     end: int
     """Characters of the response up to the end of the step, exclusive: 1..len(response)."""
     reward: float
@@ -55,8 +53,6 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The judgement of one response."""
-
     reward: float | None
     """None: the reward function failed."""
     steps: tuple[StepReward, ...] = ()

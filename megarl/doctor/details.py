@@ -12,13 +12,11 @@ from megarl.rollout.sglang.versions import CAPABILITIES, FAULTS, NEWEST, OLDEST,
 
 
 def blockers() -> Table:
-    """Keys that bypass the replay hook."""
     title = 'Keys of [megatron] that prevent routing replay (refused unless train.replay = "none")'
     return Table(title, ("key", "because"), [(blocker.setting, blocker.reason) for blocker in REPLAY_BLOCKERS])
 
 
 def releases() -> Table:
-    """What SGLang's releases can do, and what is refused."""
     rows = [(f"from {dotted(entry.since)}", entry.name, entry.meaning) for entry in CAPABILITIES]
     for fault in FAULTS:
         rows.append((f"to {dotted(fault.last)}" if fault.last else "all", fault.name, f"refused: {fault.meaning}"))
@@ -48,7 +46,6 @@ def layout_of(config: Config) -> Layout:
 
 
 def resolved(config: Config, layout: Layout, shape: ModelShape | None) -> Table:
-    """The configuration with its defaults."""
     vpp = f" (vpp {layout.vpp})" if layout.vpp else ""
     able = ", ".join(config.rollout.engine_kind.capabilities) or "nothing that is optional"
     rows = {
@@ -86,7 +83,6 @@ def resolved(config: Config, layout: Layout, shape: ModelShape | None) -> Table:
 
 
 def switches(config: Config, has_te: bool) -> Table:
-    """Megatron's switches for speed."""
     found = gpu_defaults.switches(config, on_gpu=True, has_te=has_te)
     rows = [(each.field, "on" if each.on else "off", each.reason) for each in found]
     return Table("Keys of [megatron] for speed", ("key", "on GPUs", "because"), rows)

@@ -91,9 +91,8 @@ def _check_source(key: str, source: str, split: str | None, fields: tuple[str, .
         for field in fields:
             get_field(record, field, place)
     except ImportError as error:
-        return Check(
-            key, "failed", f"{source} cannot be read without {error.name}", advice="pip install 'megarl[train]'"
-        )
+        what = f"{source} cannot be read without {error.name}"
+        return Check(key, "failed", what, advice="pip install 'megarl[train]'")
     except (MegarlError, OSError) as error:
         return Check(key, "failed", str(error))
     return Check(key, "ok", f"{source}, first record has {', '.join(fields) or 'fields'}")
@@ -126,17 +125,17 @@ def _check_disk(config: Config, shape: ModelShape | None) -> Check:
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         return Check("run.dir", "failed", f"{existing} cannot be written", "a folder that you can write")
     free = shutil.disk_usage(existing).free
+    found = f"{free / 2**30:.1f} GiB free in {existing}"
     parameters = _count_parameters(shape) if shape else None
     if parameters is None:
-        return Check(
-            "run.dir", "ok", f"{free / 2**30:.1f} GiB free in {existing}; the size of a checkpoint is not known"
-        )
-    one, number = _checkpoint_bytes(config, parameters), 1 + config.checkpoint.keep if config.checkpoint.every else 1
+        return Check("run.dir", "ok", f"{found}; the size of a checkpoint is not known")
     element = 4 if config.model.dtype == "fp32" else 2
+    # Adam keeps two moments in fp32 for each weight, and a main weight unless the weights are fp32.
+    one = parameters * (element + (8 if element == 4 else 12))
+    number = 1 + config.checkpoint.keep if config.checkpoint.every else 1
     on_disk = (config.weight_sync == "disk") + (config.sglang.spare_weights == "disk")
     copies = 2 * on_disk * element * parameters if config.rollout.engine_kind.server else 0
     needed = one * number + copies
-    found = f"{free / 2**30:.1f} GiB free in {existing}"
     expected = f"{needed / 2**30:.1f} GiB: {number} checkpoints of {one / 2**30:.1f} GiB"
     expected += f", {copies / 2**30:.1f} GiB of weights for servers" if copies else ""
     if free < needed:
@@ -151,11 +150,6 @@ def _count_parameters(shape: ModelShape) -> int | None:
     except ImportError:
         return None
     return count_model(shape).total
-
-
-def _checkpoint_bytes(config: Config, parameters: int) -> int:
-    """Weights, and what Adam keeps for each: two moments in fp32, and main weights unless the weights are fp32."""
-    return parameters * (4 + 8 if config.model.dtype == "fp32" else 2 + 12)
 
 
 def _check_urls(config: Config) -> Iterator[Check]:
@@ -197,13 +191,10 @@ def _check_launch(config: Config) -> Iterator[Check]:
     except ConfigError as error:
         yield Check("launch", "failed", str(error))
         return
-    nodes = f" --nodes {launch.nodes + launch.server_nodes}" if launch.layout != "heterogeneous" else ""
-    submit = (
-        ""
-        if "SLURM_JOB_ID" in os.environ
-        else f"; `sbatch{nodes} {launch.layout}.sbatch CONFIG` (`megarl recipes copy` gives the script)"
-    )
-    yield Check("launch", "ok", f"{found}{submit}")
+    if "SLURM_JOB_ID" not in os.environ:
+        nodes = f" --nodes {launch.nodes + launch.server_nodes}" if launch.layout != "heterogeneous" else ""
+        found += f"; `sbatch{nodes} {launch.layout}.sbatch CONFIG` (`megarl recipes copy` gives the script)"
+    yield Check("launch", "ok", found)
 
 
 def check_gpus(config: Config, gpus: int) -> Iterator[Check]:

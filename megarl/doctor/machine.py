@@ -22,15 +22,7 @@ _TRAIN = (
 )
 """What the extra ``train`` installs, beside Megatron-Core."""
 _OPTIONAL = (
-    "numpy",
-    "pydantic",
-    "megatron-core",
-    "triton",
-    "transformer-engine",
-    "apex",
-    "grouped_gemm",
-    "wandb",
-    "sglang",
+    *("numpy", "pydantic", "megatron-core", "triton", "transformer-engine", "apex", "grouped_gemm", "wandb", "sglang"),
 )
 _TE_FITS_0_16 = r"2\.(9|10|11)\b"
 
@@ -59,10 +51,8 @@ def check_machine(config: Config | None, found: dict[str, str | None]) -> tuple[
     checks += _check_megatron(found["megatron-core"], config is None or config.train.replay != "none")
     facts: dict[str, Any] = {}
     if "torch" not in missing:
-        absent = {name.replace("-", "_") for name in missing} | {
-            check.name for check in checks if check.status == "failed"
-        }
-        tried, facts = run_trial(config, absent | ({"megatron"} if "megatron-core" in absent else set()))
+        absent = {name.replace("-", "_") for name in (*missing, *(c.name for c in checks if c.status == "failed"))}
+        tried, facts = run_trial(config, absent | ({"megatron"} if "megatron_core" in absent else set()))
         checks += tried
     if "torch" in facts:
         checks += [_check_devices(facts), *(check_gpus(config, facts["gpus"]) if config else ())]

@@ -39,8 +39,6 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that was found."""
-
     config: str | None
     """Path of the configuration; None: the machine alone was examined."""
     checks: Sequence[Check]
@@ -61,7 +59,6 @@ class Report:
         return found
 
     def to_text(self) -> str:
-        """The verdict, its reasons, then the details."""
         failed = self._lines("failed")
         names = ", ".join(name for group in failed.values() for name in group)
         subject = f"for {self.config}" if self.config else "to train on this machine"

@@ -5,8 +5,6 @@
 Every rank samples its share of the responses. Each response has its own seed, so results do not depend on the ranks.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Sequence

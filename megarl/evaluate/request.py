@@ -1,7 +1,5 @@
 """The request of ``megarl eval``, checked before torch is imported."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

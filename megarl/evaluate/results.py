@@ -8,8 +8,6 @@
 Every file appears whole or not at all.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import platform
@@ -83,7 +81,6 @@ def _weights_time(folder: Path) -> str:
 
 
 def complete_results(out: Path) -> dict[str, Json]:
-    """Return the result of every complete benchmark in a folder, by name."""
     return {path.parent.name: _read_json(path) for path in sorted(out.glob("*/result.json"))}
 
 
@@ -106,7 +103,6 @@ def refuse_other_settings(out: Path, results: Mapping[str, Json], shared: Json, 
 def write_benchmark(
     out: Path, request: EvalRequest, name: str, prompts: Sequence[Prompt], responses: Sequence[Json]
 ) -> Samples:
-    """Write the responses of a benchmark, and return them as arrays."""
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
     write_jsonl(folder / "responses.jsonl", responses)

@@ -5,8 +5,6 @@ function or the environment failed, does not count: its prompt counts with the s
 where they are too few.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

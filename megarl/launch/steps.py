@@ -35,14 +35,8 @@ class Step:
         self.name = name
         with nullcontext() if log is None else log.open("ab") as output:
             try:
-                self._process = subprocess.Popen(
-                    words,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env=safe_environment(),
-                    start_new_session=True,
-                )
+                streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+                self._process = subprocess.Popen(words, **streams, env=safe_environment(), start_new_session=True)
             except OSError as error:
                 raise ConfigError(f"{name}: {words[0]} could not be started: {error}") from error
 
@@ -99,14 +93,12 @@ class ServerSteps:
         self._restarts: list[int] = []
 
     def start(self, topology: Topology) -> None:
-        """Start a step for each server."""
         self._topology = topology
         self._restarts = [0] * len(topology.server_ports)
         self._steps = [self._start_step(index) for index in range(len(topology.server_ports))]
 
     @property
     def num_restarts(self) -> int:
-        """Restarts of all servers."""
         return sum(self._restarts)
 
     def find(self) -> tuple[list[int], list[int]]:

@@ -20,8 +20,6 @@ Ask = Callable[[Sequence[str]], str]  # runs a command and returns what it print
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine of the job."""
-
     name: str
     """Slurm's name."""
     address: str
@@ -30,8 +28,6 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """What runs on which node."""
-
     trainers: tuple[Node, ...]
     servers: tuple[Node, ...]
     """Nodes with servers and nothing else."""
@@ -51,12 +47,10 @@ class Topology:
         return len(self.server_ports) // max(1, len(self.servers))
 
     def server_node(self, index: int) -> Node:
-        """The node of a server."""
         return self.servers[index // self.per_node]
 
     @property
     def urls(self) -> list[str]:
-        """The addresses of all servers on nodes of their own."""
         hosts = [self.server_node(index).address for index in range(len(self.server_ports))]
         hosts = [f"[{host}]" if ":" in host else host for host in hosts]  # IPv6
         return [f"http://{host}:{port}" for host, port in zip(hosts, self.server_ports, strict=True)]

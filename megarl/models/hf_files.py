@@ -1,13 +1,11 @@
 """Hugging Face checkpoint folders: read by name, one file open at a time, and written."""
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -49,14 +47,13 @@ class HFCheckpoint:
         scales = {name + SCALE for name in self._where} if self._block else set()
         self._names = {name: None for name in self._where if name not in scales}
 
-    def __enter__(self) -> HFCheckpoint:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open = None  # nothing else refers to the handle: the file is unmapped
 
     def names(self) -> KeysView[str]:
-        """Those of one file after those of another."""
         return self._names.keys()
 
     def files(self) -> list[Path]:
@@ -143,15 +140,13 @@ class HFCheckpoint:
                 if name in where:
                     raise CheckpointError(f"{name} is both in {where[name]} and in {file.name}, expected it once")
                 where[name] = file
-        if listed is not None:
-            self._compare(listed, where)
-        return where
-
-    def _compare(self, listed: dict[str, str], where: dict[str, Path]) -> None:
+        if listed is None:
+            return where
         if absent := [name for name, file in listed.items() if name not in where or where[name].name != file]:
             raise CheckpointError(f"{self.path}: {INDEX} names {some(absent)}, which are not in the file that it says")
         if unlisted := [name for name in where if name not in listed]:
             raise CheckpointError(f"{self.path}: the files hold {some(unlisted)}, which {INDEX} does not name")
+        return where
 
 
 def _opened(file: Path) -> Any:

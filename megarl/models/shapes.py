@@ -3,8 +3,6 @@
 Light on purpose, without torch or pydantic: SGLang's processes and ``megarl plan`` read shapes too.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,8 +15,6 @@ from megarl.models.rope import latent_rope, llama3_factor, read_rope
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The architecture of a model."""
-
     family: str  # key of ``names.FAMILIES``
     fields: Mapping[str, Any]
     """Values for ``TransformerConfig``, or ``MLATransformerConfig`` with ``multi_latent_attention``."""
@@ -67,7 +63,7 @@ class MoeShape:
         return tuple(sorted(set(range(self.num_layers)) - set(self.moe_layers)))
 
     @staticmethod
-    def of(hf: Mapping[str, Any]) -> MoeShape:
+    def of(hf: Mapping[str, Any]) -> "MoeShape":
         """Read any config with the names of the families below, of a dense model (``DENSE``) too.
 
         ConfigError if it is of neither.

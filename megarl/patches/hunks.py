@@ -4,8 +4,6 @@ A hunk goes in where all the lines stand that it expects, and only there, on whi
 guess is how a patch ends up in the wrong function.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,20 +33,18 @@ class Hunk:
     old: tuple[str, ...]
     new: tuple[str, ...]
 
-    def reverse(self) -> Hunk:
+    def reverse(self) -> "Hunk":
         return Hunk(self.number, self.line_alone, self.line, self.new, self.old)
 
 
 @dataclass(frozen=True, slots=True)
 class FilePatch:
-    """All hunks of one file."""
-
     path: str
     blob: str
     """Git's id of the file that the patch was made from."""
     hunks: tuple[Hunk, ...]
 
-    def reverse(self) -> FilePatch:
+    def reverse(self) -> "FilePatch":
         return replace(self, hunks=tuple(hunk.reverse() for hunk in self.hunks))
 
 

@@ -9,8 +9,6 @@ the file that the patch was made from. What fits in neither way is refused, nami
 before the first is written, each is replaced by a rename, and an error puts back those that were replaced.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib.util
 import os
@@ -60,7 +58,6 @@ class FileState:
 
 
 def list_versions() -> list[str]:
-    """The releases that have a patch."""
     return sorted((path.stem for path in PATCHES.glob("*.patch")), key=_position)
 
 
@@ -79,7 +76,6 @@ def find_installed() -> Path:
 
 
 def read_version(root: Path) -> str:
-    """The version that a Megatron-Core says it is."""
     info = root / "megatron" / "core" / "package_info.py"
     if not info.is_file():
         raise PatchError(f"{info} is missing: expected the folder that contains megatron/core")
@@ -148,14 +144,11 @@ def _state(file: Path, text: str, patch: FilePatch, reverting: bool) -> tuple[st
     if merged is not None:
         return (*merged, ["merged 3-way: lines that a hunk expects have been edited"])
     lines = text.split("\n")
-    is_in, is_out = (sum(bool(find_places(lines, block)) for block in side) for side in _sides(patch))
+    is_in = sum(bool(find_places(lines, hunk.new)) for hunk in patch.hunks)
+    is_out = sum(bool(find_places(lines, hunk.old)) for hunk in patch.hunks)
     wrong = explain_misfits(text, patch.reverse() if is_in > is_out or (is_in == is_out and reverting) else patch)
     part = f"; {is_in} of its {len(patch.hunks)} hunks are in already" if is_in and is_out else ""
     return "unfit", text, [f"{place} ({reason}{part})" for place in wrong]
-
-
-def _sides(patch: FilePatch) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-    return [hunk.new for hunk in patch.hunks], [hunk.old for hunk in patch.hunks]
 
 
 def three_way(file: Path, text: str, patch: FilePatch) -> tuple[tuple[str, str] | None, str]:

@@ -79,7 +79,6 @@ def _require_divisor(name: str, size: int, key: str, parts: int) -> None:
 
 
 def check_engine(engine: EngineMemory, longest: int) -> None:
-    """Refuse a server whose cache does not hold one sequence."""
     if engine.sequences < 1:
         raise ConfigError(
             f"sglang.mem_fraction: a server's GPU holds {engine.weights / 2**30:.1f} GiB of weights and then "

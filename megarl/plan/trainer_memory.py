@@ -27,8 +27,6 @@ _OPTIMIZER = {"optimizer": "adam", "use_precision_aware_optimizer": False, "opti
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes on one rank of a pipeline stage."""
-
     stage: int
     weights: int
     gradients: int

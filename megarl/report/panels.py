@@ -28,10 +28,7 @@ PANELS = {
         "What sampling costs",
         "Responses drawn per prompt, and the number of rounds. An adaptive rule draws more responses to hard prompts.",
         "responses, rounds",
-        (
-            Line("sampling/samples_per_prompt", "drawn, per prompt"),
-            Line("sampling/rounds", "rounds", ORANGE),
-        ),
+        (Line("sampling/samples_per_prompt", "drawn, per prompt"), Line("sampling/rounds", "rounds", ORANGE)),
         "zero",
     ),
     "frontier": Panel(
@@ -58,10 +55,7 @@ PANELS = {
         "Episodes",
         "Turns of the model per response; failed are those whose environment raised, or that took too long.",
         "turns, share",
-        (
-            Line("episode/turns_mean", "turns"),
-            Line("episode/failed_fraction", "share that failed", ORANGE),
-        ),
+        (Line("episode/turns_mean", "turns"), Line("episode/failed_fraction", "share that failed", ORANGE)),
         "zero",
         optional=True,
     ),
@@ -87,10 +81,7 @@ PANELS = {
         "Entropy",
         "Mean over generated tokens, full vocabulary. A fast fall to zero is a collapse; a rise, a loss of control.",
         "entropy (nats per token)",
-        (
-            Line("entropy", "training engine"),
-            Line("rollout/entropy", "start of the step", ORANGE),
-        ),
+        (Line("entropy", "training engine"), Line("rollout/entropy", "start of the step", ORANGE)),
         "zero",
     ),
     "kl": Panel(
@@ -118,10 +109,7 @@ PANELS = {
         "Their spread over the tokens of a mini-batch, with the range over the mini-batches of a step. Replay and more "
         "precise engines close the gap; fewer mini-batches and a smaller learning rate lower the staleness.",
         "standard deviation",
-        (
-            Line("gap/ratio/std", "gap: old / rollout", ORANGE),
-            Line("ratio/std", "staleness: new / old"),
-        ),
+        (Line("gap/ratio/std", "gap: old / rollout", ORANGE), Line("ratio/std", "staleness: new / old")),
         "log",
     ),
     "by_index": Panel(
@@ -142,18 +130,15 @@ PANELS = {
         "Extreme tokens",
         "Tokens of which a factor of the importance weight is above 2 or below 1/2.",
         "share of tokens, F(2)",
-        (
-            Line("rollout/extreme_2", "gap: old / rollout", RED),
-            Line("ratio/extreme_2", "staleness: new / old"),
-        ),
+        (Line("rollout/extreme_2", "gap: old / rollout", RED), Line("ratio/extreme_2", "staleness: new / old")),
         "percent",
     ),
     "ess": Panel(
         "Effective sample size",
         "(sum w)² / (n sum w²): 100 % if all importance weights are alike.",
         "effective sample size (share)",
-        plot=plots.plot_ess,
-        plotted=("rollout/ess/fraction", "tis/ess/fraction"),
+        (Line("rollout/ess/fraction", "old against rollout"), Line("tis/ess/fraction", "weights of the loss", PURPLE)),
+        "percent to 100",
     ),
     "router": Panel(
         "Router disagreement",

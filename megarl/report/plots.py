@@ -7,10 +7,11 @@ import io
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Literal
 
-import matplotlib as mpl
 import numpy as np
+from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -32,35 +33,14 @@ PHASES = {
     "verify": "#b8b8b8",
 }
 """Colour of each phase that the trainer times, in the order of a step. The last three lie outside the step."""
-INK, MUTED, GRID = "#1f2933", "#5b6673", "#e3e7ec"
+INK, MUTED = "#1f2933", "#5b6673"
 _SMOOTHED_FROM = 40
 """Number of steps from which a curve is plotted as its moving average."""
 _MAX_BARS = 100
-STYLE: dict[str, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9.5,
-    "axes.edgecolor": "#b6bec8",
-    "axes.labelcolor": MUTED,
-    "axes.linewidth": 0.8,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "text.color": INK,
-    "lines.linewidth": 1.7,
-    "lines.solid_capstyle": "round",
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-    "figure.facecolor": "white",
-    "savefig.facecolor": "white",
-}
+_STYLE = str(Path(__file__).with_name("report.mplstyle"))
 
-Scale = Literal["free", "zero", "log", "percent", "whole percent"]
-"""The y axis: as matplotlib chooses; from zero up; decades; percent from zero up; percent from 0 to 100."""
+Scale = Literal["free", "zero", "log", "percent", "whole percent", "percent to 100"]
+"""The y axis: as matplotlib likes; from zero up; decades; percent from zero up, from 0 to 100, from anywhere to 100."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +56,7 @@ class Line:
 
 def render_png(size: tuple[float, float], plot: Callable[[Figure], None], dpi: int = 144) -> bytes:
     """Return a PNG of ``size`` inches that ``plot`` fills, in the report's style."""
-    with mpl.rc_context(STYLE):
+    with style.context(_STYLE):
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(figure)
         plot(figure)
@@ -133,6 +113,8 @@ def scale_y(axes: Axes, scale: Scale) -> None:
         axes.set_ylim(bottom=0.0)
     elif scale == "whole percent":
         axes.set_ylim(-0.02, 1.02)
+    elif scale == "percent to 100":
+        axes.set_ylim(top=1.0 + 0.02 * (1.0 - axes.get_ylim()[0]))
     elif scale == "percent" and top > 0:
         axes.set_ylim(-0.015 * top, 1.08 * top)
     elif scale == "log" and top > 0:
@@ -187,14 +169,6 @@ def plot_kl(axes: Axes, curves: Curves) -> None:
     # With perfect replay all values may be zero, which has no logarithm.
     if any(curve is not None and (curve.finite > 0).any() for curve in (k1, k3)):
         axes.set_yscale("log", nonpositive="mask")
-
-
-def plot_ess(axes: Axes, curves: Curves) -> None:
-    """Plot effective sample sizes: percent up to 100, from wherever the curves begin."""
-    weights = Line("tis/ess/fraction", "weights of the loss", PURPLE)
-    plot_lines(axes, curves, [Line("rollout/ess/fraction", "old against rollout"), weights])
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-    axes.set_ylim(top=1.0 + 0.02 * (1.0 - axes.get_ylim()[0]))
 
 
 def plot_ratio(axes: Axes, curves: Curves) -> None:

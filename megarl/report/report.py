@@ -7,6 +7,7 @@ import base64
 import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import numpy as np
@@ -21,39 +22,9 @@ from megarl.run.metrics_log import read_metrics
 from megarl.run.status import format_duration
 
 NOT_RECORDED = "not recorded"
-HOW_TO_READ = (
-    "Bands show the range over the mini-batches of a step. In runs of 40 steps and more, bold lines are centred moving "
-    "averages, and pale lines are the values. Dots (held-out) are never averaged."
-)
+_PAGE = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 TILES = ("Held-out pass rate, first", "Held-out pass rate, last", "Steps", "Wall time", "Tokens per second (median)")
 """Rows of the headline that are also shown as large tiles."""
-
-CSS = """
-:root { color-scheme: light; --ink: #1f2933; --muted: #5b6673; --line: #e3e7ec; --accent: #2563a8; }
-* { box-sizing: border-box; }
-body { margin: 0; background: #f5f6f8; color: var(--ink);
-  font: 15px/1.5 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
-main { max-width: 1180px; margin: 0 auto; padding: 32px 20px 56px; }
-h1 { margin: 0; font-size: 26px; letter-spacing: -0.01em; }
-.sub { margin: 2px 0 22px; color: var(--muted); overflow-wrap: anywhere; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(168px, 1fr)); gap: 12px; margin-bottom: 14px; }
-.tile, .card, table { background: #fff; border: 1px solid var(--line); border-radius: 10px; }
-.tile { padding: 12px 16px; }
-.tile .value { font-size: 24px; font-weight: 650; font-variant-numeric: tabular-nums; }
-.tile .label { color: var(--muted); font-size: 13px; }
-table { width: 100%; border-spacing: 0; margin-bottom: 26px; overflow: hidden; }
-th, td { padding: 7px 16px; text-align: left; border-top: 1px solid var(--line); font-variant-numeric: tabular-nums; }
-tr:first-child th, tr:first-child td { border-top: 0; }
-th { width: 34%; color: var(--muted); font-weight: 500; }
-.panels { display: grid; grid-template-columns: 1fr 1fr; gap: 16px; grid-auto-flow: dense; }
-.card { padding: 14px 16px 10px; margin: 0; display: flex; flex-direction: column; }
-.card.wide { grid-column: 1 / -1; }
-.card h2 { margin: 0; font-size: 16px; }
-.card figcaption { margin: 0 0 8px; color: var(--muted); font-size: 13px; }
-.card img { width: 100%; height: auto; display: block; margin-top: auto; }
-.absent { margin-top: 22px; color: var(--muted); font-size: 14px; }
-@media (max-width: 820px) { .panels { grid-template-columns: 1fr; } }
-"""
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -144,15 +115,8 @@ def _render_page(name: str, run_dir: Path, rows: dict[str, str], images: dict[st
     absent = [panel for key, panel in PANELS.items() if key not in images and not panel.optional]
     missing = ", ".join(f"{panel.title.lower()} ({', '.join(panel.needs)})" for panel in absent)
     note = f'<p class="absent">Not recorded in this run: {html.escape(missing)}.</p>' if absent else ""
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(name)} - megarl report</title><style>{CSS}</style></head><body><main>"
-        f'<h1>{html.escape(name)}</h1><p class="sub">{html.escape(str(run_dir))}</p>'
-        f'<div class="tiles">{tiles}</div><table>{table}</table><div class="panels">{cards}</div>'
-        f'<p class="absent">{HOW_TO_READ}</p>{note}'
-        f"</main></body></html>\n"
-    )
+    texts = {"name": html.escape(name), "run_dir": html.escape(str(run_dir))}
+    return _PAGE.substitute(texts, tiles=tiles, table=table, cards=cards, note=note)
 
 
 def _render_card(key: str, png: bytes) -> str:

@@ -40,8 +40,6 @@ _LINE = {
 
 
 class StepProgress:
-    """Bars and lines of one run."""
-
     def __init__(self, enabled: bool = True, stream: TextIO | None = None) -> None:
         """enabled: whether this rank shows anything; stream: standard output if None."""
         self._enabled = enabled

@@ -130,7 +130,6 @@ class Vitals:
         self._write()
 
     def end(self, state: State, error: BaseException | None = None) -> None:
-        """Record how the run ends."""
         self.status.state = state
         if error is not None:
             self.status.last_error = " ".join(str(error).split())[:2000] or type(error).__name__

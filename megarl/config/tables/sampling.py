@@ -8,15 +8,7 @@ from megarl.config.plugs import check_function, load_plug
 from megarl.config.tables.base import Count, NonNegative, Table
 from megarl.core.choices.credit import Combination, Credit, Statistics, Weigh, parse_allocation
 from megarl.core.choices.parts import PoolScale
-from megarl.core.choices.stopping import (
-    POSITIVE,
-    Own,
-    SamplingRule,
-    Uniform,
-    ada_seq_balance,
-    ada_seq_pos,
-    pass_tiers,
-)
+from megarl.core.choices.stopping import POSITIVE, Own, SamplingRule, Uniform, ada_seq_balance, ada_seq_pos, pass_tiers
 from megarl.errors import ConfigError
 
 Rule = Literal["uniform", "ada_seq_pos", "ada_seq_balance", "tiers", "ada_est", "gvm"]
@@ -85,10 +77,10 @@ class SamplingConfig(Table):
         ConfigError if sizes do not go together."""
         train_size = group_size if self.train_size is None else self.train_size
         limits: Any = {"round_size": self.round_size, "max_samples": self.max_samples, "threshold": threshold}
+        positives = 1 if self.positives is None else self.positives
         if self.rule == "ada_seq_pos":
-            return ada_seq_pos(train_size, positives=1 if self.positives is None else self.positives, **limits)
+            return ada_seq_pos(train_size, positives=positives, **limits)
         if self.rule == "tiers":
-            positives = 1 if self.positives is None else self.positives
             return pass_tiers(train_size, tiers=self.tiers, positives=positives, threshold=threshold)
         if self.rule == "ada_seq_balance":
             return ada_seq_balance(train_size, positives=self.positives, negatives=self.negatives, **limits)
@@ -98,9 +90,7 @@ class SamplingConfig(Table):
             check_function("rule", self.rule, found, "asked, positives, negatives")
             return Own(found, self.max_samples, self.train_size, keep, threshold)
         assert self.rule == "uniform", "counts of the other rules are made for each step"
-        if self.train_size is None:
-            return Uniform(group_size, threshold=threshold)
-        return Uniform(group_size, self.train_size, keep, threshold=threshold)
+        return Uniform(group_size, self.train_size, "any" if self.train_size is None else keep, threshold)
 
     def check_credit(self, credit: Credit, group_size: int) -> None:
         """ConfigError if [credit] is set but not used, or needs a class that may be missing in what trains."""

@@ -80,10 +80,8 @@ class TrainConfig(Table):
     def resolved_objective(self) -> Objective:
         """The objective with its parts replaced; of a function what it does not compute. ConfigError if parts do not
         go together."""
-        named = self._named
-        return override(
-            named if isinstance(named, Objective) else _AROUND_A_FUNCTION, self.objective_overrides, _load_part
-        )
+        whole = self._named if self.objective_function is None else _AROUND_A_FUNCTION
+        return override(whole, self.objective_overrides, _load_part)
 
     @property
     def objective_function(self) -> Callable[[Any], Any] | None:
@@ -110,7 +108,6 @@ class TrainConfig(Table):
 
 
 def _load_part(part: str, path: str) -> Any:
-    """The user's function for a part of an objective."""
     return check_function(part, path, load_plug(part, path), OWN_PARTS[part])
 
 

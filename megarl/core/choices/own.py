@@ -8,7 +8,6 @@ from megarl.errors import ConfigError, MegarlError, describe
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return "package.module:function"."""
     return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
 
 

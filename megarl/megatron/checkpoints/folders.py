@@ -4,8 +4,6 @@ A checkpoint is a folder ``step_<n>``. It is written as ``step_<n>.partial``, an
 manifest are on disk, so a folder under its final name was once complete.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

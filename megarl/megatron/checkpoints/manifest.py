@@ -4,8 +4,6 @@ It is written last and compared before loading. So a checkpoint is what one save
 damaged: a changed, truncated, missing or additional file, a file of another step, a renamed folder.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -1,7 +1,5 @@
 """Writes checkpoints, also while training continues."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,7 +1,5 @@
 """What a checkpoint of a run holds, in Megatron's sharded form: model, optimizer, schedule, random states, loop."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Differences between checkpoints of Megatron-Core 0.12 to 0.19, found by what a release accepts, not by its number."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

@@ -22,8 +22,6 @@ ToolExit = Literal["ok", "error", "timeout", "memory", "output_limit", "killed"]
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The result of one call of a tool."""
-
     output: str
     """What the tool wrote, errors included; cut at its limit, and a last line then says so."""
     exit: ToolExit
@@ -46,8 +44,6 @@ class Tool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelTurn:
-    """What the model generated in one turn."""
-
     index: int
     tokens: np.ndarray
     """int32 [T], as they were sampled, the stop token included. Not to be made from the text again."""
@@ -59,8 +55,6 @@ class ModelTurn:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an environment answers to a turn."""
-
     text: str
     """Appended to the sequence exactly as it is, chat markup included; "" appends nothing."""
     done: bool
