@@ -8,6 +8,7 @@ parameters of their own, so checkpoints have the same names.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +38,7 @@ def _forward(
     experts: SequentialMLP, one_by_one: Any, adds: bool, hidden: Tensor, counts: Tensor, probs: Tensor, **named: Any
 ) -> Any:
     """``SequentialMLP.forward``: hidden [T, H] and probs [T] in the order of the experts, counts [E] on the host."""
-    mlps: list[MLP] = list(experts.local_experts)  # type: ignore[arg-type]
+    mlps: list[Any] = list(experts.local_experts)
     # Megatron's hooks gather the weights of a module when it is called, so then each is called.
     if any(part._forward_pre_hooks for mlp in mlps for part in (mlp, mlp.linear_fc1, mlp.linear_fc2)):
         return one_by_one(hidden, counts, probs, **named)
@@ -68,15 +69,16 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         rows, *weights = ctx.saved_tensors
         of_outputs = gradients[0].split(ctx.sizes)
-        of_rows, of_weights = None, [None] * len(weights)
+        of_rows: Tensor | None = None
+        of_weights: Sequence[Tensor | None] = [None] * len(weights)
         if ctx.needs_input_grad[0]:
             of_rows = torch.empty_like(rows)
             for given, weight, into in zip(of_outputs, weights, of_rows.split(ctx.sizes), strict=True):
                 torch.mm(given, weight, out=into)
         if any(ctx.needs_input_grad[3:]):
-            sums = [getattr(weight, "main_grad", None) for weight in weights] if ctx.adds else [None]
-            adds = all(into is not None and into.dtype == rows.dtype for into in sums)
-            if not adds:
+            sums: Sequence[Any] = [getattr(weight, "main_grad", None) for weight in weights]
+            # Else autograd adds them: there is no buffer, or one of another precision.
+            if not (ctx.adds and all(into is not None and into.dtype == rows.dtype for into in sums)):
                 sums = of_weights = rows.new_zeros(len(weights), *weights[0].shape).unbind()
             for given, mine, into in zip(of_outputs, rows.split(ctx.sizes), sums, strict=True):
                 into.addmm_(given.t(), mine)
