@@ -3,8 +3,8 @@
     python tools/bench_trl.py [--json FILE] [--rounds 12]
 
 megarl and TRL train the same model on the same prompts, from the same cold start, with one process and one thread each:
-32 prompts x 8 responses of at most 10 tokens, two optimizer steps, fp32, one micro-batch each. The processes take turns,
-step by step, so that other load on the machine affects both. Costs are CPU seconds of a process.
+32 prompts x 8 responses of at most 10 tokens, two optimizer steps, fp32, one micro-batch each. The processes take
+turns, step by step, so that other load on the machine affects both. Costs are CPU seconds of a process.
 
 - megarl is the quickstart's configuration on one rank: R3, weights rounded through FP8, tripwires, all metrics, and the
   log of each step. It computes old log-probabilities for the second mini-batch alone.
@@ -12,10 +12,10 @@ step by step, so that other load on the machine affects both. Costs are CPU seco
   log-probabilities for both mini-batches, and logs after the clock has stopped. It has no replay, no second copy of the
   weights, and no gap between two engines to watch. Its balancing loss is off, as megarl's.
 
-The loop's overhead is the rest of a megarl step: all but the passes of the model (the engine's, Megatron's forward with
-log-probabilities, its backward) and the optimizer. Models 4 and 16 times as large are wider. They have no cold start,
-so their responses have 10 tokens and rewards of 0; neither changes the work per token. Their engine takes the weights
-as they are: rounding through FP8 emulates other hardware, and would be most of the overhead.
+The loop's overhead is the rest of a megarl step: all but the passes of the model (the engine's with its cache,
+Megatron's forward with log-probabilities, its backward) and the optimizer. Models 4 and 16 times as large are wider.
+They have no cold start, so their responses have 10 tokens and rewards of 0; neither changes the work per token. Their
+engine takes the weights as they are: rounding through FP8 emulates other hardware, and would be most of the overhead.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Worker:
 
     def __init__(self, words: Sequence[str], **environment: str) -> None:
         own = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **environment}
+        self._words = " ".join(words)
         self._process = subprocess.Popen(
             [sys.executable, *words],
             env={**os.environ, **own},
@@ -60,12 +61,13 @@ class Worker:
         )
 
     def step(self) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            sys.exit(f"{' '.join(map(str, self._process.args))}: ended with {self._process.wait()}, expected an answer")  # type: ignore[arg-type]
+            sys.exit(f"{self._words}: ended with {self._process.wait()}, expected an answer")
         return json.loads(answer)
 
     def __enter__(self) -> Worker:
@@ -103,11 +105,11 @@ class _Clock:
             self.spent[name] = self.spent.get(name, 0.0) + seconds - self._inner.pop()
             self._inner[-1] += seconds
 
-    def watch(self, owner: Any, function: str, name: str | Callable[[], str]) -> None:
+    def watch(self, owner: Any, function: str, name: str | Callable[..., str]) -> None:
         original = getattr(owner, function)
 
         def timed(*arguments: Any, **named: Any) -> Any:
-            with self.phase(name if isinstance(name, str) else name()):
+            with self.phase(name if isinstance(name, str) else name(*arguments)):
                 return original(*arguments, **named)
 
         setattr(owner, function, timed)
@@ -120,6 +122,7 @@ def run_megarl(model: str, task: str, steps: int, fp8: bool) -> None:
     from megarl.config.file import parse
     from megarl.megatron import distributed
     from megarl.megatron.passes import forward
+    from megarl.rollout.local import decode
     from megarl.run.metrics_log import MetricsLog
     from megarl.run.stop_request import StopRequest
     from megarl.run.vitals import Vitals
@@ -142,22 +145,9 @@ def run_megarl(model: str, task: str, steps: int, fp8: bool) -> None:
             clock.spent["other"] = seconds - sum(clock.spent.values())
             print(json.dumps({"seconds": seconds, "phases": clock.spent}), file=answers, flush=True)
 
-    passing: list[str] = []
-
-    @contextmanager
-    def old_pass(original: Any, *arguments: Any) -> Iterator[None]:
-        passing.append("old pass")
-        yield original(*arguments)
-        passing.clear()
-
-    old_logprobs = training.TrainStep.old_logprobs
-
-    def compare_old(self: Any, mini: Any) -> None:
-        with clock.phase("comparison"), old_pass(old_logprobs, self, mini):
-            pass
-
-    training.TrainStep.old_logprobs = compare_old  # type: ignore[method-assign]
-    clock.watch(forward, "_run_schedule", lambda: passing[0] if passing else "forward")
+    # Megarl's passes without gradients are those for old log-probabilities.
+    clock.watch(forward, "_run_schedule", lambda *arguments: "forward" if arguments[2] else "old pass")
+    clock.watch(training.TrainStep, "old_logprobs", "comparison")
     clock.watch(schedules, "backward_step", "backward")
     for name in ("coefficients", "surrogate_metrics"):
         clock.watch(training, name, "coefficients")
@@ -172,6 +162,7 @@ def run_megarl(model: str, task: str, steps: int, fp8: bool) -> None:
         for name in ("optimizer_step", "zero_grad"):
             clock.watch(trainer.policy, name, "optimizer")
         clock.watch(trainer.engine._model, "forward", "sampling passes")  # type: ignore[attr-defined]
+        clock.watch(decode._Reader, "select", "sampling passes")  # the cache of responses that go on
         trainer.run()
 
 
@@ -227,14 +218,11 @@ def _write_wider(path: Path, factor: int) -> Path:
 
 
 def _row(name: str, what: str, values: Sequence[float], budget: float | None, unit: str = "ratio") -> dict[str, Any]:
+    """The median, and what is left of the values without a tenth at each end."""
     ordered, cut = sorted(values), len(values) // 10
-    low, high = ordered[cut], ordered[-1 - cut]
-    kind = None if budget is None else "at_most"
-    value = statistics.median(values)
-    return {"name": name, "what": what, "value": value, "unit": unit, "low": low, "high": high} | {
-        "budget": budget,
-        "kind": kind,
-    }
+    row = {"name": name, "what": what, "value": statistics.median(values), "unit": unit}
+    row |= {"low": ordered[cut], "high": ordered[-1 - cut]}
+    return row | {"budget": budget, "kind": None if budget is None else "at_most"}
 
 
 def _overhead(told: Sequence[dict[str, Any]]) -> list[float]:
@@ -249,7 +237,8 @@ def measure(rounds: int) -> list[dict[str, Any]]:
         pairs = [(ours.step(), theirs.step()) for _ in range(rounds + WARM_UP)][WARM_UP:]
     mine, others = ([one["seconds"] for one in told] for told in zip(*pairs, strict=True))
     told = [one for one, _ in pairs]
-    rows.append(_row("step / TRL", "quickstart's step, megarl's CPU time by TRL's", [a / b for a, b in zip(mine, others)], 0.9))  # fmt: skip
+    ratios = [ours / theirs for ours, theirs in zip(mine, others, strict=True)]
+    rows.append(_row("step / TRL", "quickstart's step, megarl's CPU time by TRL's", ratios, 0.9))
     rows.append(_row("step megarl", "quickstart's step on one rank", mine, None, "CPU s"))
     rows.append(_row("step TRL", f"the same with TRL {TRL}", others, None, "CPU s"))
     rows.append(_row("loop 1x", "share of the loop's overhead, quickstart", _overhead(told), 0.08))
@@ -276,9 +265,9 @@ def main() -> None:
     asked = parser.parse_args()
     rows = measure(asked.rounds)
     for row in rows:
-        limit = f"budget {row['budget']:.2f}" if row["budget"] is not None else ""
-        verdict = "  BROKEN" if is_broken(row) else ""
-        print(f"{row['name']:>24} {row['value']:7.3f}  {row['low']:.3f} to {row['high']:.3f} {row['unit']:>6}  {limit}{verdict}")  # fmt: skip
+        limit = "" if row["budget"] is None else f"budget {row['budget']:.2f}"
+        spread = f"{row['low']:.3f} to {row['high']:.3f} {row['unit']:>6}"
+        print(f"{row['name']:>24} {row['value']:7.3f}  {spread}  {limit}{'  BROKEN' if is_broken(row) else ''}")
     if asked.json:
         asked.json.write_text(json.dumps(rows, indent=1) + "\n")
     sys.exit(any(map(is_broken, rows)))

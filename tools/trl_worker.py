@@ -12,6 +12,7 @@ import logging
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def main(model_path: str, prompts: str, steps: int) -> None:
     logging.disable(logging.WARNING)
     torch.manual_seed(0)
     turns = _Turns()
-    rows = [json.loads(line) for line in open(prompts, encoding="utf-8")]
+    rows = [json.loads(line) for line in Path(prompts).read_text(encoding="utf-8").splitlines()]
 
     def reward(completions: list[str], answer: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         turns.tokens = sum(map(len, completion_ids))

@@ -7,7 +7,6 @@ tensor parallelism needs.
 from __future__ import annotations
 
 import math
-import types
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,44 +164,6 @@ class PackedAttention(torch.nn.Module):
         return out.transpose(1, 2)
 
 
-def rotate_packed(rope: types.ModuleType) -> Any:
-    """The rotation of packed sequences for Megatron's ``rope_utils``: as its own, but of all sequences at once.
-
-    The result takes tokens [T, heads, d], their bounds [N + 1], and frequencies [longest, 1, 1, d] by position.
-    """
-    one_by_one = rope._apply_rotary_pos_emb_thd
-
-    def rotate(tokens: Tensor, bounds: Tensor, frequencies: Tensor, *rest: Any, **named: Any) -> Tensor:
-        # Left to Megatron: the share of a context-parallel rank; frequencies by place in the packed batch.
-        if len(tokens) != int(bounds[-1]) or len(frequencies) == len(tokens):
-            return one_by_one(tokens, bounds, frequencies, *rest, **named)
-        named.pop("cp_group", None)  # not in 0.12
-        position = torch.arange(len(tokens)) - bounds[:-1].repeat_interleave(bounds.diff())
-        if rest or any(named[name] for name in named.keys() - {"mscale"}) or frequencies.size(-1) < tokens.size(-1):
-            return rope._apply_rotary_pos_emb_bshd(tokens[:, None], frequencies[position], *rest, **named)[:, 0]
-        table = frequencies[:, 0]
-        waves = ((wave(table) * named.get("mscale", 1.0)).to(tokens.dtype)[position] for wave in (torch.cos, torch.sin))
-        return _Rotation.apply(tokens, *waves)
-
-    return rotate
-
-
-class _Rotation(torch.autograd.Function):
-    """``x cos + h(x) sin``, where h takes the halves (a, b) of the last dimension to (-b, a)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        low, high = x.chunk(2, dim=-1)
-        return x * cos + torch.cat((-high, low), dim=-1) * sin
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        low, high = (gradients[0] * sin).chunk(2, dim=-1)
-        return gradients[0] * cos + torch.cat((high, -low), dim=-1), None, None
-
-
 class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm, whose gradient Megatron sums over a sequence-parallel group; ``own_eps`` is of latent norms."""
 
@@ -218,11 +179,11 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[union-attr]
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Normalized.apply(x, self.weight, self.eps or 0.0)
+        return super().forward(x) if x.is_cuda else _Normalized.apply(x, self.weight, self.eps or 0.0)
 
 
 class _Normalized(torch.autograd.Function):
-    """``x / rms(x) * weight``, whose backward pass takes half of the operations, and time, of torch's on a CPU."""
+    """``x / rms(x) * weight``, whose backward pass takes half the time of torch's on a CPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -197,7 +197,13 @@ def _keep_in_place(buffers: types.ModuleType) -> None:
         exchange = getattr(buffers, name)
 
         def exchange_if_needed(
-            to: torch.Tensor, given: torch.Tensor, *, group: Any, async_op: bool = False, exchange: Any = exchange, **of: Any
+            to: torch.Tensor,
+            given: torch.Tensor,
+            *,
+            group: Any,
+            async_op: bool = False,
+            exchange: Any = exchange,
+            **of: Any,
         ) -> Any:
             if group.size() == 1 and not async_op and to.data_ptr() == given.data_ptr():
                 return None
@@ -219,6 +225,8 @@ def _keep_in_order(dispatcher: types.ModuleType) -> None:
 
 def _replace_helpers() -> None:
     """Remedies 1 (generator of the tensor-parallel tracker), 4, 6 and 7."""
+    from megarl.megatron.rotation import rotate_packed  # the package, being imported, calls this
+
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state, random._set_cuda_rng_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
@@ -228,5 +236,5 @@ def _replace_helpers() -> None:
     _keep_in_order(dispatcher)
     _allow_unequal_shares(importlib.import_module("megatron.core.tensor_parallel.mappings"))
     rope = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
-    rope._apply_rotary_pos_emb_thd = importlib.import_module("megarl.megatron.attention").rotate_packed(rope)
+    rope._apply_rotary_pos_emb_thd = rotate_packed(rope)
     _keep_in_place(importlib.import_module("megatron.core.distributed.param_and_grad_buffer"))

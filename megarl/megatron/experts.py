@@ -8,6 +8,7 @@ parameters of their own, so checkpoints have the same names.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,9 @@ def join_experts(model: torch.nn.Module, adds_gradients: bool) -> None:
     """
     for module in model.modules():
         if isinstance(module, SequentialMLP) and len(module.local_experts) > 1 and _is_plain(module.config):
-            module.forward = partial(_forward, module, module.forward, adds_gradients)  # type: ignore[method-assign]
+            layers = {name: _Layer(module, name, adds_gradients) for name in ("linear_fc1", "linear_fc2")}
+            shared = {name: getattr(module.local_experts[0], name) for name in ("config", "activation_func")}
+            module.forward = partial(_forward, module.forward, SimpleNamespace(**shared, **layers))  # type: ignore[method-assign]
 
 
 def _is_plain(config: Any) -> bool:
@@ -33,23 +36,27 @@ def _is_plain(config: Any) -> bool:
     return not any(getattr(config, name, None) for name in special)  # fp4 is a field from 0.15 on
 
 
-def _forward(
-    experts: SequentialMLP, one_by_one: Any, adds: bool, hidden: Tensor, counts: Tensor, probs: Tensor, **named: Any
-) -> Any:
+def _forward(one_by_one: Any, mlp: Any, hidden: Tensor, counts: Tensor, probs: Tensor, **named: Any) -> Any:
     """``SequentialMLP.forward``: hidden [T, H] and probs [T] in the order of the experts, counts [E] on the host."""
-    mlps: list[MLP] = list(experts.local_experts)  # type: ignore[arg-type]
+    layers: tuple[_Layer, ...] = (mlp.linear_fc1, mlp.linear_fc2)
     # Megatron's hooks gather the weights of a module when it is called, so then each is called.
-    if any(part._forward_pre_hooks for mlp in mlps for part in (mlp, mlp.linear_fc1, mlp.linear_fc2)):
+    if any(part._forward_pre_hooks for layer in layers for part in layer.parts):
         return one_by_one(hidden, counts, probs, **named)
-    sizes = counts.tolist()
+    for layer in layers:
+        layer.sizes = counts.tolist()
+    return MLP.forward(mlp, hidden, probs)
 
-    def product(layer: str) -> Any:
-        weights = [getattr(mlp, layer).weight for mlp in mlps]
-        return lambda rows: (_Products.apply(rows, sizes, adds, *weights), None)
 
-    shared = {name: getattr(mlps[0], name) for name in ("config", "activation_func")}
-    layers = {name: product(name) for name in ("linear_fc1", "linear_fc2")}
-    return MLP.forward(SimpleNamespace(**shared, **layers), hidden, probs)  # type: ignore[arg-type]
+class _Layer(torch.nn.Module):
+    """One of the two linear layers, of all experts. It owns none of their weights."""
+
+    def __init__(self, experts: SequentialMLP, name: str, adds: bool) -> None:
+        super().__init__()
+        self.parts = tuple(getattr(expert, name) for expert in experts.local_experts)  # torch registers no tuples
+        self.adds, self.sizes = adds, [0]
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, None]:
+        return _Products.apply(rows, self.sizes, self.adds, *(part.weight for part in self.parts)), None
 
 
 class _Products(torch.autograd.Function):
@@ -68,15 +75,16 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         rows, *weights = ctx.saved_tensors
         of_outputs = gradients[0].split(ctx.sizes)
-        of_rows, of_weights = None, [None] * len(weights)
+        of_rows: Tensor | None = None
+        of_weights: Sequence[Tensor | None] = [None] * len(weights)
         if ctx.needs_input_grad[0]:
             of_rows = torch.empty_like(rows)
             for given, weight, into in zip(of_outputs, weights, of_rows.split(ctx.sizes), strict=True):
                 torch.mm(given, weight, out=into)
         if any(ctx.needs_input_grad[3:]):
-            sums = [getattr(weight, "main_grad", None) for weight in weights] if ctx.adds else [None]
-            adds = all(into is not None and into.dtype == rows.dtype for into in sums)
-            if not adds:
+            sums: Sequence[Any] = [getattr(weight, "main_grad", None) for weight in weights]
+            # Else autograd adds them: there is no buffer, or one of another precision.
+            if not (ctx.adds and all(into is not None and into.dtype == rows.dtype for into in sums)):
                 sums = of_weights = rows.new_zeros(len(weights), *weights[0].shape).unbind()
             for given, mine, into in zip(of_outputs, rows.split(ctx.sizes), sums, strict=True):
                 into.addmm_(given.t(), mine)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -67,7 +67,8 @@ class Policy:
                 for index, chunk in enumerate(chunks)
             ]
             self.optimizer = get_megatron_optimizer(_optimizer_config(config, schedule), self.chunks)
-            _fuse_steps(self._adams())
+            for group in () if torch.cuda.is_available() else (g for adam in self._adams() for g in adam.param_groups):
+                group["fused"] = True  # torch's Adam steps in one call; a loaded checkpoint brings its own setting
             self.scheduler = _scheduler(self.optimizer, schedule)
         # How Megatron's schedules reduce gradients, and when they skip the reduction.
         no_sync: list[Any] = [chunk.no_sync for chunk in self.chunks]
@@ -173,7 +174,8 @@ def build_chunks(config: Config, shape: ModelShape) -> tuple[TransformerConfig, 
     overlapped = _configure(DistributedDataParallelConfig, config).overlap_grad_reduce
     for chunk in chunks:
         release_after_use(chunk)
-        join_experts(chunk, adds_gradients=not overlapped)
+        if not torch.cuda.is_available():
+            join_experts(chunk, adds_gradients=not overlapped)
     if config.model.dtype != "fp32":
         chunks = [Float16Module(megatron_config, chunk) for chunk in chunks]
     return megatron_config, chunks
@@ -220,12 +222,6 @@ def _optimizer_config(config: Config, schedule: Schedule) -> OptimizerConfig:
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
     )
-
-
-def _fuse_steps(adams: Sequence[Any]) -> None:
-    """Let torch's Adam, Megatron's choice on a CPU, step in one call. A loaded checkpoint brings its own setting."""
-    for group in (group for adam in adams for group in adam.param_groups if not torch.cuda.is_available()):
-        group["fused"] = True
 
 
 def _scheduler(optimizer: Any, schedule: Schedule) -> OptimizerParamScheduler:

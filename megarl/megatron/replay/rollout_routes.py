@@ -103,8 +103,10 @@ def exchange(have: Placement, rows: torch.Tensor, want: Placement, group: dist.P
     mine, wanted = have.rows(), want.rows()
     if len(mine) != len(rows) or rows.size(1) != len(have.layers):
         raise TraceError(f"routes are {list(rows.shape)}, expected {len(mine)} rows of {len(have.layers)} layers")
-    # As tensors: no pickled object travels in a step.
-    has, wants = ([Placement.decode(d) for d in gather_bytes(p.encode(), group)] for p in (have, want))
+    if group.size() == 1:
+        has, wants = [have], [want]
+    else:  # as tensors: no pickled object travels in a step
+        has, wants = ([Placement.decode(d) for d in gather_bytes(p.encode(), group)] for p in (have, want))
     placements = list(zip(has, wants, strict=True))
     order = np.argsort(mine, kind="stable")
     parcels = []
