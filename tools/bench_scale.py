@@ -127,7 +127,7 @@ def prompt_file(number: int, folder: Path) -> Callable[[], object]:
         path.write_text("\n".join(lines) + "\n")
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>")
     names = {"prompt_field": "prompt", "answer_field": "answer", "chat_template": False, "max_prompt_tokens": 999}
-    return lambda: load_prompts(path, tokenizer=fast, **names)  # type: ignore[arg-type]
+    return lambda: load_prompts(path, tokenizer=fast, **names)
 
 
 def tokenizing(number: int, folder: Path) -> Run:

@@ -122,7 +122,7 @@ def exchange(have: Placement, rows: torch.Tensor, want: Placement, group: dist.P
             filled[at.numpy()] = True
         elif columns:
             result[at[:, None], torch.tensor(columns)] = part
-            filled[np.ix_(at.numpy(), columns)] = True
+            filled[at.numpy()[:, None], columns] = True
     lacking = ~filled & (wanted >= 0)[:, None]
     if lacking.any():
         row, column = np.argwhere(lacking)[0]
