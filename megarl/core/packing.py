@@ -243,9 +243,8 @@ def _first_fit_decreasing(lengths: Sequence[int], order: Sequence[int], max_toke
             node = 2 * node if room[2 * node] >= length else 2 * node + 1
         bin_of[sequence] = node
         room[node] -= length
-        while node > 1:
-            node //= 2
-            room[node] = max(room[2 * node], room[2 * node + 1])
+        while (node := node // 2) and room[node] != (most := max(room[2 * node], room[2 * node + 1])):
+            room[node] = most
     return _gather_bins(bin_of)
 
 

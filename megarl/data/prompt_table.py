@@ -121,7 +121,7 @@ def share(
                 return table
             table = build()
             head = np.array([_MAGIC, len(table), len(table.tokens), len(table.letters), 0, 0, 0, 0])
-            write_atomically(path, b"".join([head, *_arrays(table)]), durable=False)
+            write_atomically(path, b"".join(part.tobytes() for part in (head, *_arrays(table))), durable=False)
         return _map(path, prefix) or table
     except OSError as error:
         warnings.warn(f"{source}: every process keeps its own prompts in memory ({error})", stacklevel=2)

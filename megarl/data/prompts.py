@@ -274,9 +274,9 @@ def _encode_prompts(
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], special: bool) -> list[list[int]]:
     """What the tokenizer's own call gives, in half its time where that only calls the backend."""
-    if getattr(type(tokenizer), "_encode_plus", None) is not PreTrainedTokenizerFast._encode_plus:
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or type(tokenizer)._encode_plus is not PreTrainedTokenizerFast._encode_plus:
         return tokenizer(texts, add_special_tokens=special)["input_ids"]
-    backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
     return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=special)]

@@ -11,8 +11,10 @@ response. ``read_used`` replays the file; ``check`` finds steps that are missing
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from megarl.errors import DataError
 
@@ -26,14 +28,20 @@ class Audit:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "samples.jsonl"
 
-    def record_step(self, step: int, weights: int, keys: Iterable[Key], dropped: Mapping[Key, str]) -> None:
+    def record_step(
+        self, step: int, weights: int, keys: np.ndarray | Sequence[Key], dropped: Mapping[Key, str]
+    ) -> None:
         """Step ``step`` (from 1) has trained on these samples, drawn with the weights of so many steps.
 
-        dropped: those of the samples that a tripwire has dropped, with the reason.
+        keys: int64 [n, 2]. dropped: those of the samples that a tripwire has dropped, with the reason.
         """
-        prompts: dict[str, list[int]] = {}
-        for prompt, sample in sorted(set(keys) - set(dropped)):
-            prompts.setdefault(str(prompt), []).append(sample)
+        rows = np.asarray(keys, np.int64).reshape(-1, 2)
+        if dropped:
+            rows = rows[[key not in dropped for key in map(tuple, rows.tolist())]]
+        rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
+        numbers, begins = np.unique(rows[:, 0], return_index=True)
+        samples = np.split(rows[:, 1], begins[1:])
+        prompts = {str(prompt): each.tolist() for prompt, each in zip(numbers.tolist(), samples, strict=False)}
         reasons = {f"{prompt}/{sample}": why for (prompt, sample), why in sorted(dropped.items())}
         told = {"dropped": reasons} if reasons else {}
         self._append({"step": step, "weights": weights, "prompts": prompts, **told})

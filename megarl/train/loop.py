@@ -219,7 +219,7 @@ class Trainer:
             oldest = min(int(r.weight_versions.min()) for part in rollouts.mini_batches for r in part)
             reasons = {} if self.tripwires.verdict is None else self.tripwires.verdict.reasons()
             dropped = {(rollouts.first_prompt + prompt, sample): why for (prompt, sample), why in reasons.items()}
-            self.audit.record_step(done, oldest, map(tuple, rollouts.trained.tolist()), dropped)
+            self.audit.record_step(done, oldest, rollouts.trained, dropped)
 
     @contextmanager
     def _log_step(

@@ -10,7 +10,7 @@ from sampling_driver import drive, table
 
 from megarl.core.choices.stopping import Allotted, Sequential, Uniform, ada_seq_balance, ada_seq_pos
 from megarl.core.metrics import finalize
-from megarl.core.sampling.collector import Ask, Collector
+from megarl.core.sampling.collector import Ask, Collector, Rewards, find_rows
 from megarl.core.sampling.stopping_law import stopping_law
 from megarl.errors import ConfigError, NumericsError
 
@@ -302,3 +302,26 @@ def test_refusals():
     for options in ({"num_prompts": 3}, {"num_prompts": 2, "refill": True, "max_prompts": 4}):
         with pytest.raises(ConfigError, match="2 prompts were allotted"):
             Collector(Allotted((2, 2)), **options)
+
+
+@given(
+    keys=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), unique=True, max_size=20),
+    wanted=st.lists(st.tuples(st.integers(-1, 8), st.integers(0, 9)), max_size=20),
+)
+def test_rows_are_found_by_prompt_and_sample(keys, wanted):
+    keys = sorted(keys)
+    columns, asked = (np.array(each, np.int64).reshape(-1, 2).T for each in (keys, wanted))
+    row_of = {key: row for row, key in enumerate(keys)}
+    assert find_rows(*columns, *asked).tolist() == [row_of.get(key, len(keys)) for key in wanted]
+
+
+def test_rewards_of_what_was_asked_for_as_far_as_it_was_drawn():
+    prompts, samples = np.array([2, 2, 2, 7]), np.array([0, 2, 3, 1])
+    values, judged = np.array([0.5, math.nan, 1.0, 0.0]), np.array([True, False, True, True])
+    rewards = Rewards.of(prompts, samples, values, judged)
+    assert rewards.of_ask(Ask(2, range(4))) == {0: 0.5, 2: None, 3: 1.0}
+    assert rewards.of_ask(Ask(2, range(1, 3))) == {2: None}
+    assert rewards.of_ask(Ask(7, range(2))) == {1: 0.0}
+    assert rewards.of_ask(Ask(7, range(1))) == rewards.of_ask(Ask(3, range(9))) == {}
+    with pytest.raises(NumericsError, match="prompt 2 sample 2: the reward is nan"):
+        Rewards.of(prompts, samples, values, np.ones(4, bool))

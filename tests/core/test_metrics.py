@@ -8,7 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.core.metrics import MOST_IN_HISTOGRAM, Stat, finalize, merge, to_host
+from megarl.core.metrics import (
+    MOST_IN_HISTOGRAM,
+    Stat,
+    finalize,
+    flatten,
+    join_layouts,
+    layout_of,
+    merge,
+    to_host,
+    unflatten,
+)
 from megarl.errors import NumericsError
 
 BUILDERS = {
@@ -138,3 +148,20 @@ def test_at_the_ends():
     assert finalize({"m": Stat.max(torch.empty(0, dtype=torch.int64))}) == {}
     flags, mask = torch.tensor([True, True, False, True]), torch.tensor([True, True, True, False])
     assert float(Stat.mean(flags, mask)) == pytest.approx(2 / 3)
+
+
+def test_flat_columns_of_several_ranks_add_up_to_their_merge():
+    left = {"a": Stat.total(-0.0), "b": Stat.summary(torch.tensor([1.0, 3.0]))}
+    right = {"c": Stat.max(torch.tensor([math.nan])), "b": Stat.summary(torch.tensor([5.0])), "a": Stat.total(-0.0)}
+    layout = join_layouts([layout_of(left), layout_of(right)])
+    assert [name for name, *_ in layout] == ["a", "b", "c"]
+    (sums, maxima), (more, larger) = flatten(left, layout), flatten(right, layout)
+    found = unflatten(sums + more, torch.maximum(maxima, larger), layout)
+    expected = merge([left, right])
+    for name in ("a", "b"):
+        assert str(found[name].sums.tolist()) == str(expected[name].sums.tolist()), "-0 stays -0"
+        assert found[name].maxima.tolist() == expected[name].maxima.tolist()
+    assert found["c"].maxima.tolist() == [math.inf], "a maximum of a collective may lose a NaN"
+    assert unflatten(*flatten({}, ()), ()) == {}
+    with pytest.raises(ValueError, match="two uses of one name"):
+        join_layouts([layout_of({"a": Stat.total(1.0)}), layout_of({"a": Stat.max([1.0])})])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from oracles import reference
 
 from megarl.core import packing
-from megarl.core.packing import TOKEN_COLUMNS, drop_routes, pack, partition, partition_into, select
+from megarl.core.packing import TOKEN_COLUMNS, drop_routes, pack, partition, partition_into, select, spread
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import NumericsError, RolloutError, TraceError
 
@@ -83,6 +83,33 @@ class TestPartition:
         best = reference.fewest_bins(lengths, max_tokens)
         assert best <= len(unforced) <= math.floor(11 * best / 9 + 6 / 9)
 
+    @settings(max_examples=150, deadline=None)
+    @given(
+        lengths=st.lists(st.integers(1, 60), min_size=1, max_size=60),
+        room=st.integers(0, 60),
+        min_bins=st.integers(1, 60),
+    )
+    def test_bins_are_those_of_a_search_through_all_of_them(self, lengths, room, min_bins):
+        max_tokens, min_bins = max(lengths) + room, min(min_bins, len(lengths))
+        slow = _slow_partition(lengths, max_tokens)
+        bins = partition(lengths, max_tokens)
+        assert bins == slow
+        assert spread(bins, lengths, max_tokens, min_bins) == partition(lengths, max_tokens, min_bins)
+        assert partition_into(lengths, min_bins) == _slow_placement(lengths, min_bins)
+        # No number of bins below the bound can hold them.
+        assert packing._least_bins(lengths, max_tokens) <= len(slow)
+
+    @pytest.mark.parametrize(("low", "high", "max_tokens"), [(2000, 8193, 24000), (30, 60, 200), (30, 40, 100)])
+    def test_far_above_the_bound_a_bisection_finds_as_few_bins(self, low, high, max_tokens, monkeypatch):
+        lengths = np.random.default_rng(3).integers(low, high, 1000).tolist()
+        monkeypatch.setattr(packing, "_TRIES", 1000)
+        slow = partition(lengths, max_tokens)
+        monkeypatch.setattr(packing, "_TRIES", 0)
+        bins = partition(lengths, max_tokens)
+        assert packing._least_bins(lengths, max_tokens) < len(bins) == len(slow)
+        assert sorted(i for part in bins for i in part) == list(range(1000))
+        assert all(sum(lengths[i] for i in part) <= max_tokens for part in bins)
+
     @settings(max_examples=60, deadline=None)
     @given(lengths=sizes, num_bins=st.integers(1, 7))
     def test_exact_number_of_bins_is_balanced(self, lengths, num_bins):
@@ -118,6 +145,27 @@ class TestPartition:
     def test_refusals(self, call, message):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def _slow_placement(lengths: list[int], num_bins: int) -> list[list[int]]:
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    for sequence in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        min(bins, key=lambda part: sum(lengths[i] for i in part)).append(sequence)
+    return sorted(sorted(part) for part in bins)
+
+
+def _slow_partition(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    first_fit: list[list[int]] = []
+    for sequence in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        room = (part for part in first_fit if sum(lengths[i] for i in part) + lengths[sequence] <= max_tokens)
+        if (part := next(room, None)) is None:
+            first_fit.append(part := [])
+        part.append(sequence)
+    for num_bins in range(1, len(first_fit) + 1):
+        bins = _slow_placement(lengths, num_bins)
+        if all(sum(lengths[i] for i in part) <= max_tokens for part in bins):
+            return bins
+    return sorted(sorted(part) for part in first_fit)
 
 
 class TestPack:

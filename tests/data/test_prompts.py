@@ -224,6 +224,7 @@ def test_order_is_a_function_of_the_position(num_prompts: int, seed: int, cuts: 
 def test_order_differs_by_epoch_and_seed_and_never_changes() -> None:
     order = PromptOrder(100, seed=0)
     assert order.epoch(0).tolist() != order.epoch(1).tolist()
+    assert not order.epoch(0).flags.writeable, "the next step takes from the same"
     assert order.epoch(0).tolist() != PromptOrder(100, seed=1).epoch(0).tolist()
     # (seed 0, epoch 1) is not (seed 1, epoch 0): the two are separate words of the key.
     assert order.epoch(1).tolist() != PromptOrder(100, seed=1).epoch(0).tolist()

@@ -104,11 +104,12 @@ class Rewards:
     def of(cls, prompts: np.ndarray, samples: np.ndarray, values: np.ndarray, judged: np.ndarray) -> Self:
         """Return the rewards of columns [S] in this order; NumericsError if a judged one is not finite."""
         if (wrong := np.flatnonzero(judged & ~np.isfinite(values))).size:
-            raise _not_finite(prompts[wrong[0]], samples[wrong[0]], values[wrong[0]])
+            raise _not_finite(int(prompts[wrong[0]]), int(samples[wrong[0]]), float(values[wrong[0]]))
         numbers, begins = np.unique(prompts, return_index=True)
         bounds = [*begins.tolist(), len(prompts)]
         rows_of = dict(zip(numbers.tolist(), pairwise(bounds), strict=True))
-        return cls(prompts.tolist(), samples.tolist(), np.where(judged, values.astype(object), None).tolist(), rows_of)
+        found = [value if there else None for value, there in zip(values.tolist(), judged.tolist(), strict=True)]
+        return cls(prompts.tolist(), samples.tolist(), found, rows_of)
 
     def of_ask(self, ask: Ask) -> dict[int, float | None]:
         """Return by sample the rewards of what was asked for, as far as it was drawn."""
@@ -256,20 +257,35 @@ class Collector:
         placed = tuple(pool for pool in tried if pool.fits)
         ended = [pool for pool in self._pools if pool.ended]  # the placed ones among them
         rows, classes = _Rows.of(ended), [pool.classes(self.rule.threshold) for pool in ended]
+        index_of = {pool.prompt: index for index, pool in enumerate(ended)}
+        places = [index_of[pool.prompt] for pool in placed]
+        chosen = self._choose(rows, tried, places, classes)
         asked, judged = [pool.num_asked for pool in ended], np.diff(rows.bounds)
-        place_of = {pool.prompt: index for index, pool in enumerate(ended)}
-        places = [place_of[pool.prompt] for pool in placed]
-        chosen = self._choose(rows, tried, places, [classes[place] for place in places])
-        counts = [[pool.prompt for pool in ended], asked, judged.tolist(), [positives for positives, _ in classes]]
-        short = int((judged[places] < (self.rule.train_size or 0)).sum())
+        numbers = np.array([pool.prompt for pool in ended], np.int64)
+        size = self.rule.train_size or 0
+        per_prompt = {
+            "samples_per_prompt": list(map(float, asked)),
+            "rounds": [float(len(pool.asked)) for pool in ended],
+            "contrast_fraction": [float(pool.has_contrast()) for pool in ended],
+            "resolved_fraction": [float(self.rule.resolved(*of_class)) for of_class in classes],
+        }
+        totals = {
+            "samples": sum(pool.num_asked for pool in self._pools),
+            "failed": sum(reward is None for pool in self._pools for reward in pool.rewards.values()),
+            "trained": len(chosen),
+            "short_prompts": np.count_nonzero(judged[places] < size),
+            "replaced_prompts": self._front - len(placed),
+            "missing_prompts": self._num_prompts - len(placed),
+        }
+        means = {f"sampling/{name}": Stat.mean(values) for name, values in per_prompt.items()}
         return Selection(
-            prompts=np.array(counts[0], np.int64)[rows.pool[chosen]],
+            prompts=numbers[rows.pool[chosen]],
             samples=rows.sample[chosen],
             rewards=rows.value[chosen],
             pools=placed,
             rule=self.rule,
-            drawn=np.array(counts, dtype=np.int64),
-            metrics=self._metrics(ended, asked, classes, len(placed), len(chosen), short),
+            drawn=np.array([numbers, asked, judged, [positives for positives, _ in classes]], dtype=np.int64),
+            metrics=means | {f"sampling/{name}": Stat.total(float(value)) for name, value in totals.items()},
         )
 
     def _take(self, pool: Pool, rewards: Mapping[int, float | None]) -> list[Ask]:
@@ -308,43 +324,18 @@ class Collector:
         self, rows: "_Rows", tried: Sequence[Pool], places: Sequence[int], classes: Sequence[tuple[int, int]]
     ) -> np.ndarray:
         """int64 [N]: the rows that train, of the placed pools."""
-        size, threshold = self.rule.train_size, self.rule.threshold
-        begins, ends = rows.bounds[:-1][places].tolist(), rows.bounds[1:][places].tolist()
+        size = self.rule.train_size
         if size is None:
             return np.flatnonzero(np.isin(rows.pool, places))
         chosen = [np.zeros(0, np.int64)]
-        indices = (index for index, pool in enumerate(tried) if pool.fits)  # as number what it was begun
-        for index, begin, end, of_class in zip(indices, begins, ends, classes, strict=True):
+        begun_as = (index for index, pool in enumerate(tried) if pool.fits)
+        for index, place in zip(begun_as, places, strict=True):
+            begin, end = rows.bounds[place : place + 2].tolist()
             seed = None if self.seed is None else (self.seed, index)
-            values, keep = rows.value[begin:end], self.rule.keeps(*of_class)
-            chosen.append(begin + subsample(values, size, keep, threshold=threshold, seed=seed))
+            keep = self.rule.keeps(*classes[place])
+            taken = subsample(rows.value[begin:end], size, keep, threshold=self.rule.threshold, seed=seed)
+            chosen.append(begin + taken)
         return np.concatenate(chosen)
-
-    def _metrics(
-        self,
-        ended: Sequence[Pool],
-        asked: Sequence[int],
-        classes: Sequence[tuple[int, int]],
-        placed: int,
-        trained: int,
-        short: int,
-    ) -> dict[str, Stat]:
-        per_prompt = {
-            "sampling/samples_per_prompt": list(map(float, asked)),
-            "sampling/rounds": [float(len(pool.asked)) for pool in ended],
-            "sampling/contrast_fraction": [float(pool.has_contrast()) for pool in ended],
-            "sampling/resolved_fraction": [float(self.rule.resolved(*of_class)) for of_class in classes],
-        }
-        totals = {
-            "sampling/samples": sum(pool.num_asked for pool in self._pools),
-            "sampling/failed": sum(reward is None for pool in self._pools for reward in pool.rewards.values()),
-            "sampling/trained": trained,
-            "sampling/short_prompts": short,
-            "sampling/replaced_prompts": self._front - placed,
-            "sampling/missing_prompts": self._num_prompts - placed,
-        }
-        means = {name: Stat.mean(values) for name, values in per_prompt.items()}
-        return means | {name: Stat.total(float(value)) for name, value in totals.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

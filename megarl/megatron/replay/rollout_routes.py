@@ -98,7 +98,7 @@ class Placement:
 def exchange(have: Placement, rows: torch.Tensor, want: Placement, group: dist.ProcessGroup) -> torch.Tensor:
     """Send each rank of a group the rows that it wants: [R_have, L_have, K] -> [R_want, L_want, K]; a collective call.
 
-    Padding rows are 0. TraceError names the sequence if no rank has a wanted row.
+    The result is stored layer by layer. Padding rows are 0. TraceError names the sequence if no rank has a wanted row.
     """
     mine, wanted = have.rows(), want.rows()
     if len(mine) != len(rows) or rows.size(1) != len(have.layers):
@@ -107,23 +107,24 @@ def exchange(have: Placement, rows: torch.Tensor, want: Placement, group: dist.P
         has, wants = [have], [want]
     else:  # as tensors: no pickled object travels in a step
         has, wants = ([Placement.decode(d) for d in gather_bytes(p.encode(), group)] for p in (have, want))
-    placements = list(zip(has, wants, strict=True))
-    order = np.argsort(mine, kind="stable")
     parcels = []
-    for _, theirs in placements:
-        _, names, columns = _find_common(have, theirs)
-        rows_sent = torch.from_numpy(order[np.searchsorted(mine, names, sorter=order)])
-        columns_sent = [have.layers.index(theirs.layers[column]) for column in columns]
-        parcels.append(rows[rows_sent][:, columns_sent].flatten())
+    for theirs in wants:
+        columns, _, sent = _find_common(have, mine, theirs, theirs.rows())
+        layers = [have.layers.index(theirs.layers[column]) for column in columns]
+        part = rows.index_select(0, sent)
+        parcels.append((part if layers == [*range(rows.size(1))] else part[:, layers]).flatten())
     result = rows.new_zeros(len(wanted), len(want.layers), rows.size(2))
     filled = np.zeros((len(wanted), len(want.layers)), bool)
-    slots = [_find_common(theirs, want) for theirs, _ in placements]
-    sizes = [len(at) * len(columns) * rows.size(2) for at, _, columns in slots]
-    for (at, _, columns), parcel in zip(slots, _all_to_all(parcels, sizes, group), strict=True):
-        if len(at) and columns:
-            grid = np.ix_(at, columns)
-            result[grid] = parcel.view(len(at), len(columns), rows.size(2))
-            filled[grid] = True
+    slots = [_find_common(theirs, theirs.rows(), want, wanted)[:2] for theirs in has]
+    sizes = [len(columns) * len(at) * rows.size(2) for columns, at in slots]
+    for (columns, at), parcel in zip(slots, _all_to_all(parcels, sizes, group), strict=True):
+        part = parcel.view(len(at), len(columns), rows.size(2))
+        if len(columns) == len(want.layers):
+            result.index_copy_(0, at, part)
+            filled[at.numpy()] = True
+        elif columns:
+            result[at[:, None], torch.tensor(columns)] = part
+            filled[at.numpy()[:, None], columns] = True
     lacking = ~filled & (wanted >= 0)[:, None]
     if lacking.any():
         row, column = np.argwhere(lacking)[0]
@@ -132,18 +133,30 @@ def exchange(have: Placement, rows: torch.Tensor, want: Placement, group: dist.P
             f"sequence {sequence}, token {position}: no rank has its route in layer {want.layers[column]} "
             f"({np.count_nonzero(lacking)} such rows); the rank that sampled or recorded the sequence must pass it"
         )
-    return result
+    return _by_layer(result)
 
 
-def _find_common(have: Placement, want: Placement) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Which wanted rows another placement has: int64 indices and names; and which columns."""
+def _by_layer(experts: torch.Tensor) -> torch.Tensor:
+    """Return [T, L, K] stored layer by layer, because each replay of it reads one layer at a time."""
+    return experts.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def _find_common(
+    have: Placement, rows: np.ndarray, want: Placement, wanted: np.ndarray
+) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+    """Which wanted columns and rows (int64) another placement has, and where these rows are in it.
+
+    ``rows`` and ``wanted`` are those of the placements.
+    """
+    nothing = torch.empty(0, dtype=torch.int64)
     columns = [column for column, layer in enumerate(want.layers) if layer in have.layers]
     mine, theirs = ({name for piece in one.pieces for name in piece.sequences.tolist()} for one in (have, want))
     if not columns or mine.isdisjoint(theirs):  # a cheap test that most pairs of ranks fail
-        return np.empty(0, np.int64), np.empty(0, np.int64), []
-    wanted = want.rows()
-    at = np.flatnonzero(np.isin(wanted, have.rows()) & (wanted >= 0))
-    return at, wanted[at], columns
+        return [], nothing, nothing
+    order = np.argsort(rows, kind="stable")
+    place = order[np.searchsorted(rows, wanted, sorter=order).clip(max=len(rows) - 1)]
+    at = np.flatnonzero((rows[place] == wanted) & (wanted >= 0))
+    return columns, torch.from_numpy(at), torch.from_numpy(place[at])
 
 
 def _all_to_all(parcels: Sequence[torch.Tensor], sizes: Sequence[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
@@ -221,7 +234,7 @@ def reshard(
         return [MicroRoutes(part) for part in found]
     present = [part[:, 0, -1] > 0 for part in found]  # exchange leaves padding at 0
     return [
-        MicroRoutes(part[:, :, :-1].contiguous(), None if bool(there.all()) else there)
+        MicroRoutes(_by_layer(part[:, :, :-1]), None if bool(there.all()) else there)
         for part, there in zip(found, present, strict=True)
     ]
 
