@@ -33,6 +33,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 from environments import ROOT, cache_folder, installation, key, trl_release
 
 TRL = "1.16.0"
@@ -246,7 +248,7 @@ def measure(rounds: int) -> list[dict[str, Any]]:
         shares = [one["phases"].get(name, 0.0) / one["seconds"] for one in told]
         rows.append(_row(f"share {name}", "of the quickstart's step", shares, None))
     with tempfile.TemporaryDirectory() as folder, ExitStack() as workers:
-        for factor, budget, number in ((2, None, rounds // 2), (4, 0.03, rounds // 3)):
+        for factor, budget, number in ((2, None, max(2, rounds // 2)), (4, 0.03, max(2, rounds // 3))):
             wider = _write_wider(Path(folder, str(factor)), factor)
             worker = workers.enter_context(_megarl(wider, task, number + WARM_UP, fp8=False))
             told = [worker.step() for _ in range(number + WARM_UP)][WARM_UP:]

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
 
 UPDATES = 2
 
@@ -43,6 +42,8 @@ class _Turns(TrainerCallback):
 
 
 def main(model_path: str, prompts: str, steps: int) -> None:
+    from trl import GRPOConfig, GRPOTrainer  # in a folder of its own, see tools/environments.py
+
     logging.disable(logging.WARNING)
     torch.manual_seed(0)
     turns = _Turns()
