@@ -40,8 +40,8 @@ def make_requests(
     """Return the function from (number of the prompt, sample) to its request, which has a seed of its own."""
 
     def request_of(number: int, sample: int) -> tuple[SampleRequest, Prompt]:
-        seed = sampling_seed(run_seed, purpose, step, number, sample)
-        return SampleRequest(prompts[number].tokens, group=number, sample=sample, seed=seed), prompts[number]
+        prompt, seed = prompts[number], sampling_seed(run_seed, purpose, step, number, sample)
+        return SampleRequest(prompt.tokens, group=number, sample=sample, seed=seed), prompt
 
     return request_of
 
