@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 
-from megarl.errors import ConfigError, MegarlError
+from megarl.errors import ConfigError, MegarlError, WeightSyncError
 from megarl.models.hf_files import bucket_bytes
 from megarl.rollout.buckets import Bucket, Intake, Staging
 from megarl.rollout.sglang.keeper import FleetSettings, FleetState, Keeper
@@ -28,6 +28,7 @@ from megarl.rollout.sglang.spec import ServerSpec
 from megarl.rollout.sglang.weights.folder import WeightFolder
 from megarl.rollout.sglang.weights.ipc import Exchange, empty_shared
 from megarl.rollout.sglang.weights.payload import Handle, payload_of
+from megarl.rollout.sglang.weights.process_group import own_address
 from megarl.rollout.sglang.weights.proof import Checksums, make_prompt
 from megarl.rollout.weights import Named, WeightForm, checkpoint_shapes
 
@@ -84,6 +85,8 @@ class Fleet:
         self._taken: list[Member] = []
         """The members whose locks this fleet holds: those of the update in progress."""
         self._resting: list[Member] = []
+        self._apart = False
+        """Whether each server gets the rest of the update through a group of its own."""
         self.failure: Exception | None = None
         """Why no server answered at the start."""
 
@@ -127,6 +130,7 @@ class Fleet:
         intake = Intake(self._shapes, version, form, most, staging)
         rounds = self._rounds(intake.buckets(tensors), sending)
         self._state.no_starts.clear()
+        self._apart = False
         try:
             with self._pause_keepers():
                 self._each(lambda member: member.sender.take_memory("weights"), self._resting)
@@ -319,10 +323,27 @@ class Fleet:
 
             self._each(share)
         elif self.broadcast:
-            self._each(lambda member: member.sender.broadcast(bucket))
+            if not self._broadcast_to_all(bucket):
+                self._each(lambda member: member.sender.broadcast(bucket))
         else:
             payload = payload_of(bucket)
             self._each(lambda member: member.sender.send(bucket, payload))
+
+    def _broadcast_to_all(self, bucket: Bucket) -> bool:
+        """Send a bucket once, through one group of all servers; returns whether all have received it.
+
+        One that does not spoils it for all, and nobody knows which one that was. The rest of the update then goes
+        through a group for each server, where it fails alone.
+        """
+        if self._apart or len(self._taken) < 2 or len({own_address(member.url) for member in self._taken}) > 1:
+            return False
+        first, *others = [member.sender for member in self._taken if member.sender is not None]
+        try:
+            first.broadcast(bucket, others)
+        except WeightSyncError as error:
+            self._apart = True
+            self.tell(f"warning: a broadcast of weights to all servers failed, each gets them by itself: {error}")
+        return not self._apart
 
     def _compare_checksums(self) -> Checksums | None:
         """Returns the checksums of all servers, None unless wanted; WeightSyncError if those of one are others."""
