@@ -12,7 +12,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -27,6 +27,7 @@ from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec
 from megarl.rollout.sglang.weights.folder import WeightFolder
 from megarl.rollout.sglang.weights.ipc import Exchange, empty_shared
+from megarl.rollout.sglang.weights.line import Line
 from megarl.rollout.sglang.weights.payload import Handle, payload_of
 from megarl.rollout.sglang.weights.process_group import own_address
 from megarl.rollout.sglang.weights.proof import Checksums, make_prompt
@@ -277,7 +278,7 @@ class Fleet:
         self._taken.remove(member)
         member.lock.release()
 
-    def _rounds(self, buckets: Iterator[Bucket], sending: "Line") -> Iterator[tuple[Bucket, dict[int, Handle]]]:
+    def _rounds(self, buckets: Iterator[Bucket], sending: Line) -> Iterator[tuple[Bucket, dict[int, Handle]]]:
         """Yields the buckets, each with the handles of its memory by GPU if the servers open it."""
         if self.exchange is None:
             return ((bucket, {}) for bucket in buckets)
@@ -285,7 +286,7 @@ class Fleet:
         return self.exchange.rounds(buckets)
 
     def _deliver(
-        self, rounds: Iterable[tuple[Bucket, dict[int, Handle]]], version: int, sending: "Line"
+        self, rounds: Iterable[tuple[Bucket, dict[int, Handle]]], version: int, sending: Line
     ) -> list[Bucket] | Path | None:
         """Send every bucket to all; returns a copy of them if one is kept, or the folder that holds them."""
         assert self.source is not None
@@ -354,43 +355,3 @@ class Fleet:
         for member in self._taken if first else ():
             member.compare_checksums(found[member.url], first)
         return first
-
-
-class Line:
-    """Runs one step at a time in a thread, while its caller prepares the next."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "weight-sending")
-        self._running: Future[None] | None = None
-        self.busy_s = 0.0
-        """Seconds that the steps took."""
-        self.awaited_s = 0.0
-        """Those of them that the caller waited."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.shutdown()
-
-    def put(self, step: Callable[[], None]) -> None:
-        """Start a step when the one before has ended; raises the error of that one."""
-        self.wait()
-        self._running = self._thread.submit(self._measure, step)
-
-    def wait(self) -> None:
-        """Wait for the step that runs, if one does; raises its error."""
-        running, self._running = self._running, None
-        if running is not None:
-            started = time.perf_counter()
-            try:
-                running.result()
-            finally:
-                self.awaited_s += time.perf_counter() - started
-
-    def _measure(self, step: Callable[[], None]) -> None:
-        started = time.perf_counter()
-        try:
-            step()
-        finally:
-            self.busy_s += time.perf_counter() - started
