@@ -451,7 +451,7 @@ def test_ranks_wait_longer_for_each_other_than_for_a_server():
 @pytest.mark.parametrize(
     ("recipe", "expected"),
     [
-        ("cpu-quickstart", "distributed"),
+        ("cpu-quickstart", "ipc"),
         ("deepseek-v3", "distributed"),
         ("glm-4.5-air", "distributed"),
         ("moonlight-16b-a3b", "ipc"),
@@ -479,7 +479,10 @@ def test_every_recipe_says_how_weights_reach_its_servers():
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, "distributed"),  # servers on the CPU
+        ({}, "ipc"),  # servers on the CPU
+        ({"sglang__sync": "tensor"}, "ipc"),
+        ({"sglang__sync": "tensor", "sglang__urls": ["http://a:1"]}, "tensor"),
+        ({"sglang__sync": "distributed"}, "distributed"),
         ({"sglang__gpus": [0]}, "ipc"),
         ({"sglang__gpus": [4, 5], "sglang__tp": 2, "launch__ranks_per_node": 4}, "distributed"),  # beside the trainer's
         (

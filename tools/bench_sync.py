@@ -3,16 +3,19 @@
     python tools/bench_sync.py [--json FILE] [--rounds 5] [--python .venv-sglang/bin/python]
 
 One rank of real Megatron sends a random Qwen3-MoE in fp32 to a server on this machine, and to the local engine. The
-server is the stand-in of the tests, a process of its own that reads every byte and loads none. With ``--python`` it is a
-real SGLang server, whose own loading then rules. A plain copy of the weights is measured in every round.
+server is the stand-in of the tests, a process of its own that reads every byte and loads none. With ``--python`` it is
+a real SGLang server, whose own loading then rules.
+
+A plain copy puts the weights into new memory (``clone``); it is measured beside every update. Updates are in CPU
+seconds of this process, all threads. The parts are seconds of the clock, which other load on the machine stretches:
 
 - gather: from the model
 - quantise: into buckets, with casts, checks, and rounding through FP8 where it is on
 - send: what waits for the server (pause, transfer, flush, verification)
 - hidden: share of the transfer that other work hides
 
-Ratios are medians over rounds, with minimum and maximum; the small model shows fixed costs. Peak memory is the growth of
-this process over its size before an update, in units of the largest bucket.
+Ratios are medians over rounds, with minimum and maximum. The small model shows fixed costs. Peak memory is the growth
+of this process over its size before an update, in units of the largest bucket.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +40,9 @@ from megarl.config.file import parse
 from megarl.data.tiny import write_tiny_model
 from megarl.megatron import distributed
 from megarl.megatron.policy import Policy, schedule_of
+from megarl.models.hf_files import bucket_bytes
 from megarl.rollout.local.engine import LocalEngine
-from megarl.rollout.sglang.fleet import Fleet
+from megarl.rollout.sglang.fleet import BUCKET_BYTES, Fleet
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec, free_port
 from megarl.rollout.sglang.weights.ipc import Exchange
@@ -82,45 +87,46 @@ def _measure(
     if real or size == "small":
         add("tensor over HTTP", WeightForm(FP32))
     num_bytes = sum(4 * tensor.numel() for _, tensor in policy.export())
-    source, target = (torch.zeros(num_bytes // 4) for _ in range(2))
-    largest = 1 << 20
+    source, target = (torch.ones(num_bytes // 4) for _ in range(2))
     local = {f"local engine{name}": _local(model, on) for name, on in (("", False), (", FP8 rounded", True))}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in (*ways, *local)}
     for fleet, _ in ways.values():
         fleet.start()
+
+    def update(name: str, version: int) -> Any:
+        if name in local:
+            return local[name].update_weights(policy.export(), version)
+        fleet, form = ways[name]
+        return fleet.update(policy.export(), version, form)
+
     for version in range(1, rounds + 3):  # the first two open groups and fill caches
         for name in found:
-            copy_s = statistics.median(_seconds(lambda: target.copy_(source))[0] for _ in range(5))
-            parts: dict[str, float] = {}
+            copy_s, _, _ = _seconds(source.clone)
+            warm_s, _, _ = _seconds(lambda: target.copy_(source))
             with _peak() as grown:
-                if name in ways:
-                    fleet, form = ways[name]
-                    cpu_s, wall_s, parts = _seconds(lambda: fleet.update(policy.export(), version, form))
-                else:
-                    cpu_s, wall_s, parts = _seconds(lambda: local[name].update_weights(policy.export(), version) or {})
-            parts = {**parts, "update": cpu_s, "wall": wall_s}
-            parts = {part: seconds / copy_s for part, seconds in parts.items()} | {"memory": grown[0]}
+                cpu_s, clock_s, parts = _seconds(partial(update, name, version))
+            parts = {"update": cpu_s, "clock": clock_s, **(parts or {})}
+            parts = {part: seconds / copy_s for part, seconds in parts.items()}
+            parts |= {"memory": grown[0], "warm": cpu_s / warm_s}
             found[name] += [parts] if version > 2 else []
     for fleet, _ in ways.values():
         fleet.close()
-    most = buckets_of(num_bytes)
+    largest = bucket_bytes(num_bytes // 4, BUCKET_BYTES)
     for name, runs in found.items():
         best = size == "large" and name == "ipc" and not real
-        yield _row(f"{size}: {name}", "update / plain copy", [run["update"] for run in runs], BUDGET if best else None)
-        yield _row(f"{size}: {name}", "time of day / plain copy", [run["wall"] for run in runs])
-        for part in PARTS if name in ways else ():
-            yield _row(f"{size}: {name}", f"{part} / plain copy", [run[part] for run in runs])
-        if name in ways and size == "large":
+        columns = {
+            "update / plain copy": "update",
+            "update / copy into memory in use": "warm",
+            "clock / plain copy": "clock",
+        }
+        columns |= {f"{part} / plain copy": part for part in PARTS if name in ways}
+        for what, part in columns.items():
+            budget = BUDGET if best and part == "update" else None
+            yield _row(f"{size}: {name}", what, [run[part] for run in runs], budget)
+        if name in ways:
             shares = [run["hidden"] / max(1e-9, run["hidden"] + run["send"]) for run in runs]
             yield _row(f"{size}: {name}", "hidden share of sending", shares)
-        if size == "large":
-            yield _row(f"{size}: {name}", "peak memory / largest bucket", [run["memory"] / most for run in runs])
-
-
-def buckets_of(num_bytes: int) -> int:
-    from megarl.models.hf_files import bucket_bytes
-
-    return bucket_bytes(num_bytes // 4, 256 << 20)
+        yield _row(f"{size}: {name}", "peak memory / largest bucket", [run["memory"] / largest for run in runs])
 
 
 def _row(name: str, what: str, values: list[float], budget: float | None = None) -> dict[str, Any]:

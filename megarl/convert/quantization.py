@@ -19,7 +19,7 @@ from megarl.convert.conversion import hf_tensors
 from megarl.convert.fp8_selection import Tensor, select_tensors
 from megarl.convert.job import ConversionJob, Ranks, fingerprint, require_apart, require_unchanged, same_bits
 from megarl.convert.megatron_files import MegatronCheckpoint, Piece, model_folder, torch_dist_folder, units_of
-from megarl.core.fp8 import BLOCK, SCALE, BlockErrors, ErrorSum, grid_of, quantize_fp8
+from megarl.core.fp8 import BLOCK, SCALE, BlockErrors, ErrorSum, grid_of, quantize_by_stripes
 from megarl.data.files import write_atomically
 from megarl.errors import CheckpointError, ConfigError, NumericsError
 from megarl.models.hf_files import FP8_ERRORS, HFCheckpoint, copy_model_files, pack_shards, read_json
@@ -165,7 +165,7 @@ def _encode(
             made[name] = content.contiguous()
             continue
         total = ErrorSum(block) if measure else None
-        made[name], made[name + SCALE] = quantize_fp8(content, block, total)
+        made[name], made[name + SCALE] = quantize_by_stripes(content, block, total)
         if total is not None:
             errors[name] = asdict(total.total())
     return made, errors

@@ -6,7 +6,7 @@ upper left corner; those at the right and lower edge are smaller.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ _SMALLEST_ABSMAX = 1e-12
 
 _HALF_STEP = 16.0
 """Half the distance between e4m3's largest values: what lies further beyond 448 was cut off, not rounded."""
-_PIECE_VALUES = 1 << 18
+_STRIPE_VALUES = 1 << 20
 _EXPONENT_BITS = 0x7F800000
 
 _LINEAR = re.compile(r"\.(?!eh_proj\.)(\w+_proj|kv_a_proj_with_mqa|w[123])\.weight$")
@@ -65,26 +65,15 @@ def grid_of(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
     return rows, columns
 
 
-def quantize_fp8(
-    weight: torch.Tensor, block: tuple[int, int] = BLOCK, errors: "ErrorSum | None" = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_fp8(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantises weights block by block: ``scale = max|w| / 448`` and ``q = e4m3(w / scale)``, computed in fp32.
 
     ``weight`` is [out, in], or a stack [..., out, in], of any floating dtype. Returns ``q`` float8_e4m3fn of its shape
     and ``scale`` float32 [..., ceil(out / block[0]), ceil(in / block[1])], named ``weight_scale_inv`` in checkpoints. A
-    block of zeros gives zeros. ``errors`` are added up on the way. Raises ValueError if the weight is no matrix.
+    block of zeros gives zeros. Raises ValueError if the weight is no matrix.
     """
-    _check_blocks(weight, block)
-    quantized = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
-    grid = grid_of(weight.shape[-2:], block)
-    scale = torch.empty(*weight.shape[:-2], *grid, device=weight.device)
-    for of_weight, of_scale in _pieces(weight, block):
-        part = _stack(weight)[of_weight]
-        scaled, _stack(scale)[of_scale] = _scale_blocks(part, block)
-        _stack(quantized)[of_weight] = _as_matrix(scaled, part.shape)
-        if errors is not None:
-            errors.add(part, _stack(quantized)[of_weight], _stack(scale)[of_scale])
-    return quantized, scale
+    scaled, scale = _scale_blocks(weight, block)
+    return _as_matrix(scaled.to(torch.float8_e4m3fn), weight.shape).contiguous(), scale
 
 
 def dequantize_fp8(quantized: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] = BLOCK) -> torch.Tensor:
@@ -92,19 +81,12 @@ def dequantize_fp8(quantized: torch.Tensor, scale: torch.Tensor, block: tuple[in
     return _as_matrix(as_blocks(quantized.float(), block) * _spread(scale), quantized.shape)
 
 
-def round_through_fp8(
-    weight: torch.Tensor, block: tuple[int, int] = BLOCK, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def round_through_fp8(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> torch.Tensor:
     """The values that an FP8 engine computes with: [..., out, in] quantised and dequantised, in its own dtype.
 
-    Normally distributed weights come out with a relative error (Frobenius norm) of about 0.026. ``out``, contiguous,
-    may be the weight.
+    Normally distributed weights come out with a relative error (Frobenius norm) of about 0.026.
     """
-    _check_blocks(weight, block)
-    rounded = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if out is None else out
-    for of_weight, _ in _pieces(weight, block):
-        _stack(rounded)[of_weight] = _round_blocks(_stack(weight)[of_weight], block)
-    return rounded
+    return _round_blocks(weight, block).to(weight.dtype)
 
 
 def round_activations(activations: torch.Tensor, group: int = BLOCK[1]) -> torch.Tensor:
@@ -125,27 +107,6 @@ def round_to_e4m3(values: torch.Tensor) -> torch.Tensor:
     return _round_codes(values.float().clamp(-E4M3_MAX, E4M3_MAX)).to(values.dtype)
 
 
-def _check_blocks(weight: torch.Tensor, block: tuple[int, int]) -> None:
-    if weight.dim() < 2 or min(block) < 1:
-        raise ValueError(f"FP8 blocks need a matrix and sizes >= 1, found shape {tuple(weight.shape)}, block {block}")
-
-
-def _pieces(weight: torch.Tensor, block: tuple[int, int]) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
-    """Yields parts of whole blocks that fit in a CPU's cache: of ``_stack(weight)`` and of the scales' stack."""
-    rows, columns = weight.shape[-2:]
-    most = weight.numel() if weight.is_cuda else _PIECE_VALUES
-    many, height = max(1, most // (rows * columns)), max(1, most // (block[0] * columns))
-    for first in range(0, weight.numel() // (rows * columns), many):
-        matrices = slice(first, first + many)
-        for top in range(0, -(-rows // block[0]), height):
-            yield (matrices, slice(top * block[0], (top + height) * block[0])), (matrices, slice(top, top + height))
-
-
-def _stack(weight: torch.Tensor) -> torch.Tensor:
-    """[..., out, in] -> [matrices, out, in]."""
-    return weight.reshape(-1, *weight.shape[-2:])
-
-
 def _spread(scale: torch.Tensor) -> torch.Tensor:
     """[..., block rows, block columns] -> the shape of ``as_blocks``."""
     return scale[..., :, None, :, None]
@@ -155,6 +116,8 @@ def _scale_blocks(
     weight: torch.Tensor, block: tuple[int, int], smallest: float = _SMALLEST_ABSMAX
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(``w / scale`` within e4m3's range, ``scale``), float32, as blocks."""
+    if weight.dim() < 2 or min(block) < 1:
+        raise ValueError(f"FP8 blocks need a matrix and sizes >= 1, found shape {tuple(weight.shape)}, block {block}")
     blocks = as_blocks(weight.float(), block)
     scale = blocks.abs().amax(dim=(-3, -1)).clamp_(min=smallest).div_(E4M3_MAX)
     # The quotient of the maximum may come out one rounding above 448; e4m3 has no infinity, so it must not pass it.
@@ -217,7 +180,7 @@ class BlockErrors:
 
 
 class ErrorSum:
-    """Adds up the errors of a weight's parts."""
+    """Adds up the errors of a weight's stripes."""
 
     def __init__(self, block: tuple[int, int] = BLOCK) -> None:
         self._block = block
@@ -225,13 +188,13 @@ class ErrorSum:
         self._maxima = torch.zeros(2, dtype=torch.float64)
 
     def add(self, weight: torch.Tensor, quantized: torch.Tensor, scale: torch.Tensor) -> None:
-        """One more part: ``weight`` [..., rows, in] of any floating dtype, and what ``quantize_fp8`` made of it."""
+        """One more stripe: ``weight`` [rows, in] of any floating dtype, and what ``quantize_fp8`` made of it."""
         before = as_blocks(weight.float(), self._block)
         codes = as_blocks(quantized.float(), self._block)
         spread = _spread(scale)
         error = (codes * spread).sub_(before).abs_()
         size = before.abs()
-        largest, largest_error = size.amax((-3, -1)), error.amax((-3, -1))
+        largest, largest_error = size.amax((1, 3)), error.amax((1, 3))
         of_block = torch.where(largest > 0, largest_error / largest, 0.0)
         squares = [torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in (before, error)]
         flushed, saturated = (codes == 0) & (before != 0), size > spread * (E4M3_MAX + _HALF_STEP)
@@ -244,3 +207,21 @@ class ErrorSum:
         relative_error = (squared_errors / squares) ** 0.5 if squares else 0.0
         underflow, (largest, of_block) = flushed / max(values, 1), self._maxima.tolist()
         return BlockErrors(relative_error, largest, of_block, underflow, int(zero_blocks), int(saturated))
+
+
+def quantize_by_stripes(
+    weight: torch.Tensor, block: tuple[int, int] = BLOCK, errors: ErrorSum | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``quantize_fp8`` returns, with intermediate values of about a million elements at a time instead of all;
+    ``errors`` are added up on the way."""
+    rows, columns = weight.shape
+    height = max(1, _STRIPE_VALUES // (block[0] * max(1, columns)))  # in blocks
+    quantized = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
+    scale = torch.empty(grid_of(weight.shape, block))
+    for top in range(0, len(scale), height):
+        stripe = slice(top * block[0], (top + height) * block[0])
+        part = quantize_fp8(weight[stripe], block)
+        if errors is not None:
+            errors.add(weight[stripe], *part)
+        quantized[stripe], scale[top : top + height] = part
+    return quantized, scale

@@ -219,12 +219,13 @@ def split_by_size(items: Iterable[T], size_of: Callable[[T], int], most: int) ->
     group: list[T] = []
     total = 0
     for item in items:
-        if group and total + size_of(item) > most:
+        size = size_of(item)
+        if group and total + size > most:
             yield group
             group.clear()
             total = 0
         group.append(item)
-        total += size_of(item)
+        total += size
     if group:
         yield group
 

@@ -45,8 +45,8 @@ class Stack:
     shape: tuple[int, ...]
     start: int = 0
     """First byte."""
-    sums: list[torch.Tensor] = field(default_factory=list)
-    finite: list[torch.Tensor] = field(default_factory=list)
+    checks: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Sums of bits and finiteness of its tensors, in parts."""
 
     @property
     def row_bytes(self) -> int:
@@ -79,18 +79,24 @@ class Bucket:
         self.flat = allocate(total, device)
         """uint8 [bytes], a copy of the tensors, on their device."""
         for is_fp8, sources, stacks in made:
-            step = max(1, (_CONVERT_BYTES if self.flat.is_cuda else _CACHE_BYTES) // max(1, sources[0].nbytes))
-            for first in range(0, len(sources), step):
-                part = slice(first, first + step)
-                places = [self.rows(stack)[part] for stack in stacks]
-                form.fill(sources[part], is_fp8, *places)
-                for stack, place in zip(stacks, places, strict=True):  # as long as it is in the cache
-                    stack.sums.append(_add_bits(place, stack))
-                    stack.finite.append(_are_finite(place))
+            self._fill(form, is_fp8, sources, stacks)
+        checks = [checked for stack in self.stacks for checked in stack.checks]
+        self.sums, self.finite = (torch.cat(parts) for parts in zip(*checks, strict=True))
+        """int64 [tensors], of the bits of each one: they tell whether two updates are the same. bool [tensors], whether
+        all values of each one are finite."""
         self.ready = torch.cuda.Event() if self.flat.is_cuda else None
         """Of the work that fills a bucket on a GPU; None: it is filled."""
         if self.ready is not None:
             self.ready.record()
+
+    def _fill(self, form: WeightForm, is_fp8: bool, sources: list[torch.Tensor], stacks: list[Stack]) -> None:
+        step = max(1, (_CONVERT_BYTES if self.flat.is_cuda else _CACHE_BYTES) // max(1, sources[0].nbytes))
+        for first in range(0, len(sources), step):
+            part = slice(first, first + step)
+            places = [self.rows(stack)[part] for stack in stacks]
+            form.fill(sources[part], is_fp8, *places)
+            for stack, place in zip(stacks, places, strict=True):  # while it is in the cache
+                stack.checks.append((_add_bits(place, stack), _are_finite(place)))
 
     def rows(self, stack: Stack) -> torch.Tensor:
         """[n, *shape], the memory of its tensors."""
@@ -111,17 +117,6 @@ class Bucket:
         """Yields the tensors as views of the flat memory."""
         for stack in self.stacks:
             yield from zip(stack.names, self.rows(stack).unbind(), strict=True)
-
-    def sums(self) -> torch.Tensor:
-        """int64 [tensors], of the bits of each one: they tell whether two updates are the same."""
-        return torch.cat([part for stack in self.stacks for part in stack.sums])
-
-    def finite(self) -> torch.Tensor:
-        """bool [tensors], whether all values of each one are finite; the host does not wait for a GPU.
-
-        A weight in FP8 has a scale, which is not finite if the weight is not.
-        """
-        return torch.cat([part for stack in self.stacks for part in stack.finite])
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -181,7 +176,7 @@ def _add_bits(rows: torch.Tensor, stack: Stack) -> torch.Tensor:
 
 
 def _are_finite(rows: torch.Tensor) -> torch.Tensor:
-    """bool [n], of each row."""
+    """bool [n], of each row. A weight in FP8 has a scale, which is not finite if the weight is not."""
     if rows.dtype == torch.float8_e4m3fn:
         return rows.new_ones(len(rows), dtype=torch.bool)
     rows = rows.reshape(len(rows), -1)
@@ -217,8 +212,9 @@ def _units(tensors: Iterable[Named], names: Container[str]) -> Iterator[list[Nam
     """
     waiting: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
-        other = next((name.replace(*halves) for halves in itertools.permutations(FUSED) if halves[0] in name), None)
-        if other is None or other not in names:
+        half = next((half for half in FUSED if half in name), None)
+        other = name.replace(half, FUSED[1 - FUSED.index(half)]) if half else ""
+        if other not in names:
             yield [(name, tensor)]
         elif other in waiting:
             yield [(other, waiting.pop(other)), (name, tensor)]
@@ -272,8 +268,8 @@ class Intake:
         checked = self._check(self.gathering.over(tensors))
         for bucket in split_into_buckets(checked, self.max_bytes, self.shapes, self.allocate, self.form):
             names += bucket.names
-            finite.append(bucket.finite())
-            self._sums.append(bucket.sums())
+            finite.append(bucket.finite)
+            self._sums.append(bucket.sums)
             yield bucket
         whole = torch.cat([flags.to(finite[-1].device) for flags in finite]).tolist()
         if bad := [name.removesuffix(SCALE) for name, is_finite in zip(names, whole, strict=True) if not is_finite]:

@@ -46,8 +46,7 @@ class WeightForm:
             held.copy_(quantized)
             scales.copy_(scale)
         elif is_fp8:
-            stacked = torch.stack(tensors, out=held if held.dtype == tensors[0].dtype else None)
-            round_through_fp8(stacked, out=held)
+            held.copy_(round_through_fp8(torch.stack(tensors).float()))
         else:
             torch.stack(tensors, out=held)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.core import fp8
-from megarl.core.fp8 import ErrorSum, fp8_config, is_fp8_weight, quantize_fp8
+from megarl.core.fp8 import ErrorSum, fp8_config, is_fp8_weight, quantize_by_stripes, quantize_fp8
 
 
 def some_weight(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -46,9 +46,9 @@ def errors_by_loops(weight: torch.Tensor, block: tuple[int, int]) -> dict[str, f
 def test_stripes_are_the_whole_and_errors_are_those_of_loops(
     shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fp8, "_PIECE_VALUES", 1500)  # one block row each, or all rows
+    monkeypatch.setattr(fp8, "_STRIPE_VALUES", 1500)  # one block row each, or all rows
     weight, block, errors = some_weight(shape, dtype), (16, 32), ErrorSum((16, 32))
-    quantized, scale = quantize_fp8(weight, block, errors)
+    quantized, scale = quantize_by_stripes(weight, block, errors)
     wanted, wanted_scale = quantize_fp8(weight, block)
     assert torch.equal(quantized.view(torch.uint8), wanted.view(torch.uint8))
     assert torch.equal(scale, wanted_scale)

@@ -37,9 +37,10 @@ def test_states_without_the_distributed_optimizer(dtype: str, one_rank: None) ->
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3", "mixtral", "qwen3"])
-def test_an_update_of_the_engine_takes_no_more_than_planned(model: str, one_rank: None) -> None:
+def test_weights_that_one_rank_holds_are_hardly_copied(model: str, one_rank: None) -> None:
+    """Queries, keys and values are, whose rows Megatron mixes."""
     ((measured, planned),) = cases_plan.export_peak({}, model)
-    assert planned / 2 < measured < planned * (1 + WITHIN)
+    assert measured < planned / 2
 
 
 @pytest.mark.slow

@@ -114,7 +114,10 @@ def test_a_server_that_is_lost_in_the_middle_of_a_broadcast_gets_the_weights_whe
     try:
         both = SGLangEngine(urls, config, fleet=fleet, form=WeightForm(torch.float32))
         both.update_weights(noisy(hostile_model, 3).items(), 1)
+        first, second = [member.sender._group for member in fleet._members if member.sender is not None]
+        assert first is second is not None  # one broadcast reaches both
         both.update_weights(dying(), 2)
+        assert any("a broadcast of weights to all servers failed" in line for line in told)
         until = time.monotonic() + START_DEADLINE_S
         while not any("is back with weights 2" in line for line in told) and time.monotonic() < until:
             time.sleep(0.2)

@@ -164,9 +164,10 @@ class SGLangConfig(Table):
     """Name of the environment variable with the API key of the servers. Without it, servers that megarl starts get a
     random key."""
     sync: Literal["auto", "ipc", "distributed", "tensor", "disk"] = "auto"
-    """How weights reach the servers. ipc: servers on the trainer's GPUs read them there; distributed: a process group
-    with each server, NCCL from GPUs and gloo from CPUs; tensor: HTTP, slow; disk: a folder below run.dir that the
-    servers can read. auto: ipc for servers on the trainer's GPUs, distributed for others."""
+    """How weights reach the servers. ipc: servers on the trainer's GPUs, or on this machine's CPUs, read them in its
+    memory; distributed: one process group with all servers, NCCL from GPUs and gloo from CPUs; tensor: HTTP, slow, and
+    ipc for servers on this machine's CPUs; disk: a folder below run.dir that the servers can read. auto: ipc where
+    servers share GPUs or CPUs with the trainer, distributed for others."""
     spare_weights: Literal["memory", "disk", "none"] = "memory"
     """Where a copy of the weights is kept for a server that is restarted: in the memory of the node's first rank, or
     below run.dir. none: it gets no weights, and no requests, before the next update."""

@@ -78,7 +78,7 @@ class SGLangEngine(Engine):
 
     @property
     def sync_seconds(self) -> Mapping[str, float]:
-        """Of gather, quantise, send; empty on ranks that send nothing."""
+        """Of gather, quantise and send, and those of sending that were hidden; empty on ranks that send nothing."""
         return self._sync_seconds
 
     @property

@@ -12,13 +12,13 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 
-from megarl.errors import ConfigError, MegarlError
+from megarl.errors import ConfigError, MegarlError, WeightSyncError
 from megarl.models.hf_files import bucket_bytes
 from megarl.rollout.buckets import Bucket, Intake, Staging
 from megarl.rollout.sglang.keeper import FleetSettings, FleetState, Keeper
@@ -27,7 +27,9 @@ from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec
 from megarl.rollout.sglang.weights.folder import WeightFolder
 from megarl.rollout.sglang.weights.ipc import Exchange, empty_shared
+from megarl.rollout.sglang.weights.line import Line
 from megarl.rollout.sglang.weights.payload import Handle, payload_of
+from megarl.rollout.sglang.weights.process_group import own_address
 from megarl.rollout.sglang.weights.proof import Checksums, make_prompt
 from megarl.rollout.weights import Named, WeightForm, checkpoint_shapes
 
@@ -84,6 +86,8 @@ class Fleet:
         self._taken: list[Member] = []
         """The members whose locks this fleet holds: those of the update in progress."""
         self._resting: list[Member] = []
+        self._apart = False
+        """Whether each server gets the rest of the update through a group of its own."""
         self.failure: Exception | None = None
         """Why no server answered at the start."""
 
@@ -127,6 +131,7 @@ class Fleet:
         intake = Intake(self._shapes, version, form, most, staging)
         rounds = self._rounds(intake.buckets(tensors), sending)
         self._state.no_starts.clear()
+        self._apart = False
         try:
             with self._pause_keepers():
                 self._each(lambda member: member.sender.take_memory("weights"), self._resting)
@@ -273,7 +278,7 @@ class Fleet:
         self._taken.remove(member)
         member.lock.release()
 
-    def _rounds(self, buckets: Iterator[Bucket], sending: "Line") -> Iterator[tuple[Bucket, dict[int, Handle]]]:
+    def _rounds(self, buckets: Iterator[Bucket], sending: Line) -> Iterator[tuple[Bucket, dict[int, Handle]]]:
         """Yields the buckets, each with the handles of its memory by GPU if the servers open it."""
         if self.exchange is None:
             return ((bucket, {}) for bucket in buckets)
@@ -281,7 +286,7 @@ class Fleet:
         return self.exchange.rounds(buckets)
 
     def _deliver(
-        self, rounds: Iterable[tuple[Bucket, dict[int, Handle]]], version: int, sending: "Line"
+        self, rounds: Iterable[tuple[Bucket, dict[int, Handle]]], version: int, sending: Line
     ) -> list[Bucket] | Path | None:
         """Send every bucket to all; returns a copy of them if one is kept, or the folder that holds them."""
         assert self.source is not None
@@ -319,10 +324,27 @@ class Fleet:
 
             self._each(share)
         elif self.broadcast:
-            self._each(lambda member: member.sender.broadcast(bucket))
+            if not self._broadcast_to_all(bucket):
+                self._each(lambda member: member.sender.broadcast(bucket))
         else:
             payload = payload_of(bucket)
             self._each(lambda member: member.sender.send(bucket, payload))
+
+    def _broadcast_to_all(self, bucket: Bucket) -> bool:
+        """Send a bucket once, through one group of all servers; returns whether all have received it.
+
+        One that does not spoils it for all, and nobody knows which one that was. The rest of the update then goes
+        through a group for each server, where it fails alone.
+        """
+        if self._apart or len(self._taken) < 2 or len({own_address(member.url) for member in self._taken}) > 1:
+            return False
+        first, *others = [member.sender for member in self._taken if member.sender is not None]
+        try:
+            first.broadcast(bucket, others)
+        except WeightSyncError as error:
+            self._apart = True
+            self.tell(f"warning: a broadcast of weights to all servers failed, each gets them by itself: {error}")
+        return not self._apart
 
     def _compare_checksums(self) -> Checksums | None:
         """Returns the checksums of all servers, None unless wanted; WeightSyncError if those of one are others."""
@@ -333,43 +355,3 @@ class Fleet:
         for member in self._taken if first else ():
             member.compare_checksums(found[member.url], first)
         return first
-
-
-class Line:
-    """Runs one step at a time in a thread, while its caller prepares the next."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "weight-sending")
-        self._running: Future[None] | None = None
-        self.busy_s = 0.0
-        """Seconds that the steps took."""
-        self.awaited_s = 0.0
-        """Those of them that the caller waited."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.shutdown()
-
-    def put(self, step: Callable[[], None]) -> None:
-        """Start a step when the one before has ended; raises the error of that one."""
-        self.wait()
-        self._running = self._thread.submit(self._measure, step)
-
-    def wait(self) -> None:
-        """Wait for the step that runs, if one does; raises its error."""
-        running, self._running = self._running, None
-        if running is not None:
-            started = time.perf_counter()
-            try:
-                running.result()
-            finally:
-                self.awaited_s += time.perf_counter() - started
-
-    def _measure(self, step: Callable[[], None]) -> None:
-        started = time.perf_counter()
-        try:
-            step()
-        finally:
-            self.busy_s += time.perf_counter() - started

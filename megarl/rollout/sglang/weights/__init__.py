@@ -1,8 +1,9 @@
 """New weights on their way into SGLang servers.
 
-buckets         groups of tensors in one flat piece of memory
+payload         what a server reads a bucket from (`megarl.rollout.buckets`)
+line            a thread that sends one bucket while the next one is made
 sender          one update of one server: pause, receive, verify, resume
 ipc             transfer through memory that servers on this machine open
-process_group   transfer by broadcast: the trainer's end of a gloo or NCCL group with one server
+process_group   transfer by broadcast: the trainer's end of a gloo or NCCL group with servers
 folder          transfer through a shared folder, and the config-only folder of an FP8 model
 """

@@ -1,7 +1,4 @@
-"""The process group through which one server receives weights. The trainer is rank 0; the server's ranks follow.
-
-Each server has a group of its own, so that the death of one does not block a broadcast to the others.
-"""
+"""The process group through which servers receive weights. The trainer is rank 0; the ranks of the servers follow."""
 
 import contextlib
 import socket
@@ -33,7 +30,10 @@ class BroadcastGroup:
     """A gloo group for weights on the CPU, or an NCCL group for weights on a GPU."""
 
     def __init__(self, url: str, tp: int, device: torch.device, timeout_s: float) -> None:
-        """Opens the port that the server will connect to. ``device`` is that of the tensors to send."""
+        """Opens the port that the servers connect to, of which one is at ``url``. ``tp``: ranks of all servers.
+
+        ``device`` is that of the tensors to send.
+        """
         self.name = f"megarl-{uuid.uuid4().hex}"
         self.address = own_address(url)
         self.world_size = 1 + tp
@@ -48,16 +48,18 @@ class BroadcastGroup:
         self._store: dist.Store | None = store
         self._group: dist.ProcessGroup | None = None
 
-    def join(self, server_joins: Future[None]) -> None:
-        """Wait until the server, which has been asked to join, is in the group; WeightSyncError if it refuses.
+    def join(self, *servers_join: Future[None]) -> None:
+        """Wait until the servers, which have been asked to join, are in the group; WeightSyncError if one refuses.
 
-        Watches the server's answer meanwhile, because a server that refuses never connects.
+        Watches their answers meanwhile, because a server that refuses never connects.
         """
-        ours = in_thread(self._rendezvous, daemon=False)
-        while not (ours.done() and server_joins.done()):
-            self._raise_failure(server_joins, ours)
+        self._await(in_thread(self._rendezvous, daemon=False), *servers_join)
+
+    def _await(self, *sides: Future[None]) -> None:
+        while not all(side.done() for side in sides):
+            self._raise_failure(*sides)
             time.sleep(POLL_S)
-        self._raise_failure(server_joins, ours)
+        self._raise_failure(*sides)
 
     def _rendezvous(self) -> None:
         self._use_device()
@@ -74,8 +76,8 @@ class BroadcastGroup:
         )
         _world.pg_group_ranks[self._group] = {member: member for member in range(self.world_size)}
 
-    def broadcast(self, flat: torch.Tensor, server_receives: Future[None]) -> None:
-        """Send ``flat`` to the server, which has been asked to receive it; WeightSyncError if it does not."""
+    def broadcast(self, flat: torch.Tensor, *servers_receive: Future[None]) -> None:
+        """Send ``flat`` to the servers, which have been asked to receive it; WeightSyncError if one does not."""
         assert self._group is not None, "join first"
         self._use_device()
         failure = None  # as text: an exception's frames would keep the group alive
@@ -83,16 +85,14 @@ class BroadcastGroup:
             work = dist.broadcast(flat, group_src=0, group=self._group, async_op=True)
             assert work is not None
             while not work.is_completed():
-                self._raise_failure(server_receives)
+                self._raise_failure(*servers_receive)
                 time.sleep(POLL_S)
             work.wait()
         except RuntimeError as error:  # from gloo or NCCL
             failure = str(error)
         if failure is not None:
             raise self._failure(failure)
-        while not server_receives.done():
-            time.sleep(POLL_S)
-        self._raise_failure(server_receives)
+        self._await(*servers_receive)
 
     def close(self) -> None:
         """Leave the group. A broadcast in progress ends with the group's timeout."""

@@ -11,10 +11,12 @@ with the routes of another. A server that refuses any step stays paused, because
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import httpx
 import numpy as np
+import torch
 
 from megarl.errors import WeightSyncError
 from megarl.rollout.buckets import Bucket
@@ -44,6 +46,8 @@ class WeightSender:
         self._in_session = False
         self._named: str | None = None
         self._group: BroadcastGroup | None = None
+        self._grouped = 0
+        """Servers in this group."""
         headers = authorization(api_key)
         # The server may close a kept connection just when a request is sent.
         limits = httpx.Limits(max_keepalive_connections=0)
@@ -78,33 +82,29 @@ class WeightSender:
         body = {"serialized_named_tensors": by_rank, "load_format": "flattened_bucket", "flush_cache": False}
         self._post("update_weights_from_tensor", body)
 
-    def broadcast(self, bucket: Bucket) -> None:
-        """Send the tensors of a bucket through a process group, which the server joins with the first one."""
-        self._open_session()
-        places = [(name, str(dtype).removeprefix("torch."), list(shape)) for name, dtype, shape, *_ in bucket.places()]
-        names = dict(zip(("names", "dtypes", "shapes"), zip(*places, strict=True), strict=True))
-        try:
-            group = self._group or self._new_group(bucket)
-            body = {**names, "group_name": group.name, "load_format": "flattened_bucket", "flush_cache": False}
-            receives = in_thread(lambda: self._post("update_weights_from_distributed", body))
-            with bucket.beside():
-                group.broadcast(bucket.flat, receives)
-        except WeightSyncError:
-            self.leave_group()
-            raise
+    def broadcast(self, bucket: Bucket, others: "Sequence[WeightSender]" = ()) -> None:
+        """Send the tensors of a bucket through a process group, which the servers join with the first one.
 
-    def _new_group(self, bucket: Bucket) -> BroadcastGroup:
-        self._group = group = BroadcastGroup(self.url, self._tp, bucket.flat.device, GROUP_TIMEOUT_S)
-        body = {
-            "master_address": group.address,
-            "master_port": group.port,
-            "rank_offset": 1,
-            "world_size": group.world_size,
-            "group_name": group.name,
-            "backend": group.backend,
-        }
-        group.join(in_thread(lambda: self._post("init_weights_update_group", body)))
-        return group
+        Those of the ``others`` are in the same group. After an error all must have joined another one.
+        """
+        senders = [self, *others]
+        places = [(name, str(dtype).removeprefix("torch."), list(shape)) for name, dtype, shape, *_ in bucket.places()]
+        body = dict(zip(("names", "dtypes", "shapes"), zip(*places, strict=True), strict=True))
+        body |= {"load_format": "flattened_bucket", "flush_cache": False}
+        for sender in senders:
+            sender._open_session()
+        try:
+            group = self._group
+            if group is None or any(sender._group is not group for sender in senders) or self._grouped != len(senders):
+                group = _new_group(senders, bucket.flat.device)
+            told = body | {"group_name": group.name}
+            receive = [in_thread(partial(one._post, "update_weights_from_distributed", told)) for one in senders]
+            with bucket.beside():
+                group.broadcast(bucket.flat, *receive)
+        except WeightSyncError:
+            for sender in senders:
+                sender.leave_group()
+            raise
 
     def leave_group(self) -> None:
         """Close the process group with the server, if there is one."""
@@ -208,3 +208,25 @@ class WeightSender:
             return self._http.request(method, f"/{path}", json=body, timeout=timeout)
         except httpx.HTTPError as error:
             raise WeightSyncError(f"{self.url}/{path}: {type(error).__name__}: {error}") from error
+
+
+def _new_group(senders: Sequence[WeightSender], device: torch.device) -> BroadcastGroup:
+    """The group of these servers, which leave those that they are in."""
+    for sender in senders:
+        sender.leave_group()
+    group = BroadcastGroup(senders[0].url, sum(sender._tp for sender in senders), device, GROUP_TIMEOUT_S)
+    joins, first = [], 1
+    for sender in senders:
+        sender._group, sender._grouped = group, len(senders)
+        body = {
+            "master_address": group.address,
+            "master_port": group.port,
+            "rank_offset": first,
+            "world_size": group.world_size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        joins.append(in_thread(partial(sender._post, "init_weights_update_group", body)))
+        first += sender._tp
+    group.join(*joins)
+    return group
