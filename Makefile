@@ -20,12 +20,13 @@ PYTEST = $(BIN)/python -m pytest -q --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup sglang-cpu quickstart null-gpu test test-all test-fast test-null-gpu test-pythons test-sglang check mutation format clean clean-cache
+.PHONY: help setup sglang-cpu quickstart bench null-gpu test test-all test-fast test-null-gpu test-pythons test-sglang check mutation format clean clean-cache
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make setup       create .venv and install megarl with pinned versions (CPU build of torch)"
 	@echo "make quickstart  train a tiny MoE with RL on the CPU and write a report to $(QUICKSTART_DIR)"
+	@echo "make bench       measure speed and memory side by side, write docs/benchmarks.md, fail where a budget is broken"
 	@echo "make sglang-cpu  create .venv-sglang with SGLang $(SGLANG_VERSION) for the CPU (3.2 GB; SGLANG_VERSION= takes another)"
 	@echo "make null-gpu    create .venv-null-gpu with CUDA torch and Transformer Engine, for a GPU that computes nothing (6 GB)"
 	@echo "make test        the tests in minutes; skips what needs a program that is absent, and says so at the end"
@@ -46,6 +47,10 @@ setup:
 # A real SGLang server for the CPU, in an environment of its own: it pins other versions than megarl.
 sglang-cpu:
 	$(SETUP) sglang $(SGLANG_VERSION)
+
+# Takes the machine for itself: close other programs.
+bench: setup sglang-cpu
+	@$(BIN)/python tools/bench.py
 
 # CUDA torch, Transformer Engine and a device that computes nothing (tests/null_gpu). The device is built when it is first used.
 null-gpu: setup

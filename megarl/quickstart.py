@@ -1,15 +1,19 @@
-"""``megarl quickstart``: from nothing to a report in a few minutes on two cores.
+"""``megarl quickstart``: from nothing to a report in a minute on two cores.
 
 It makes a tiny Qwen3-MoE, or a dense model, and the task of sorting six digits. Demonstrations, of which 55 % are
-sorted in the wrong order, teach the format. RL selects the right order. Both are ordinary megarl commands under
-torchrun.
+sorted in the wrong order, teach the format. RL selects the right order. Both are ordinary megarl commands. Their ranks
+are forks of one process, so that torch and Megatron are imported once.
 """
 
 import os
-import subprocess
 import sys
 import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from megarl.config import Config
 from megarl.config.file import load
@@ -18,6 +22,7 @@ from megarl.data.tiny import Family, write_sort_task, write_tiny_model
 from megarl.errors import MegarlError, RolloutError
 from megarl.models.shapes import read_shape
 from megarl.report.report import write_report
+from megarl.rollout.sglang.spec import free_port
 from megarl.run.metrics_log import read_metrics
 
 RANKS = 2
@@ -45,7 +50,6 @@ def config_text(family: Family, **paths: Path) -> str:
 
 def quickstart(out: Path, family: Family = "qwen3_moe") -> None:
     """Make model and task in ``out``, run cold start, RL and report, and print the result; skip finished steps."""
-    started = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     run, model, task = out / "run", out / "model", out / "task"
     path = out / "quickstart.toml"
@@ -58,43 +62,82 @@ def quickstart(out: Path, family: Family = "qwen3_moe") -> None:
     if (untrained / "config.json").exists() and (found := read_shape(untrained).family) != family:
         raise MegarlError(f"{out} holds a model of the family {found}: add --family {found}, or choose another --out")
     write_atomically(path, text.encode())
-    config = load(path)
-    if not (untrained / "config.json").exists():
-        _say(f"making a tiny {family} model and 4096 sorting problems")
-        write_tiny_model(untrained, seed=config.run.seed, family=family)
-    if not (task / "demonstrations.jsonl").exists():
-        write_sort_task(task, seed=config.run.seed)
+    # The ranks inherit this. Quickstarts are for a CPU; with more threads than cores, training is up to a hundred times
+    # slower.
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+    seconds: dict[str, float] = {}
+    with _timed(seconds, "start"):
+        config = load(path)
+        if not (untrained / "config.json").exists():
+            _say(f"making a tiny {family} model and 4096 sorting problems")
+            write_tiny_model(untrained, seed=config.run.seed, family=family)
+        if not (task / "demonstrations.jsonl").exists():
+            write_sort_task(task, seed=config.run.seed)
+        import megarl.train.loop
+        import megarl.train.sft  # noqa: F401
     if not (model / "config.json").exists():
-        _say("cold start: Megatron learns the format from demonstrations, 55 % of them sorted the wrong way")
-        _torchrun("sft", path, "--model.path", str(untrained))
+        with _timed(seconds, "cold start"):
+            _say("cold start: Megatron learns the format from demonstrations, 55 % of them sorted the wrong way")
+            _start_ranks("sft", path, "--model.path", str(untrained))
     replay, ep = config.train.replay, config.parallel.ep
-    _say(f"RL: MiniRL, replay {replay}, FP8-rounded rollout weights, {RANKS} ranks, ep {ep}")
-    _torchrun("train", path)
-    report = write_report(run)
-    _print_summary(config, report, time.monotonic() - started)
+    with _timed(seconds, "RL"):
+        _say(f"RL: MiniRL, replay {replay}, FP8-rounded rollout weights, {RANKS} ranks, ep {ep}")
+        _start_ranks("train", path)
+    with _timed(seconds, "report"):
+        report = write_report(run)
+    _print_summary(config, report, seconds)
 
 
-def _torchrun(command: str, config: Path, *overrides: str) -> None:
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    words += ["-m", "megarl.cli", command, str(config), *overrides]
-    # One thread per rank. With more threads than cores, training is up to a hundred times slower.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    with subprocess.Popen(words, env=environment) as process:
-        try:
-            code = process.wait()
-        except KeyboardInterrupt:
-            process.wait()  # the ranks also got the signal, and are saving
-            raise
-    if code:
-        raise RolloutError(f"`megarl {command}` ended with exit code {code}; its messages are above")
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    started = time.monotonic()
+    yield
+    seconds[name] = time.monotonic() - started
 
 
-def _print_summary(config: Config, report: Path, seconds: float) -> None:
+def _start_ranks(command: str, config: Path, *overrides: str) -> None:
+    """Run ``megarl COMMAND`` on the ranks, with the environment that torchrun would give them. Fork, do not import."""
+    from torch.multiprocessing.spawn import ProcessExitedException, start_processes
+
+    words = (command, str(config), *overrides)
+    arguments = free_port("127.0.0.1"), words
+    ranks: Any = start_processes(_be_rank, arguments, nprocs=RANKS, join=False, start_method="fork")
+    try:
+        while not ranks.join():
+            pass
+    except KeyboardInterrupt:
+        for process in ranks.processes:
+            process.join()  # the ranks also got the signal, and are saving
+        raise
+    except ProcessExitedException as error:
+        code = error.exit_code
+        raise RolloutError(f"`megarl {command}` ended with exit code {code}; its messages are above") from None
+
+
+def _be_rank(rank: int, port: int, words: tuple[str, ...]) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS), "RANK": str(rank)}
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(RANKS)}
+    try:
+        code = import_module("megarl.cli").main(words)  # by its name, as torchrun would: this floor lies below it
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.exit(code)
+
+
+def _print_summary(config: Config, report: Path, seconds: dict[str, float]) -> None:
     metrics = read_metrics(config.run_dir / "metrics.jsonl")
     rates = [record["eval/pass_rate"] for record in metrics if record["kind"] == "eval"]
+    totals = {
+        part: sum(record.get(f"time/{part}_s", 0.0) for record in metrics if record["kind"] in ("step", "eval"))
+        for part in ("rollout", "old_logprobs", "train", "sync", "eval")
+    }
+    parts = ", ".join(f"{name} {value:.0f}" for name, value in seconds.items())
+    inside = ", ".join(f"{name} {value:.1f}" for name, value in totals.items())
     _say(
-        f"done in {seconds:.0f} s: held-out pass rate {rates[0]:.1%} -> {rates[-1]:.1%} "
+        f"done in {sum(seconds.values()):.0f} s: held-out pass rate {rates[0]:.1%} -> {rates[-1]:.1%} "
         f"(best {max(rates):.1%})\n"
+        f"  seconds  {parts}; of the RL: {inside}, the rest to begin and to end\n"
         f"  report   {report}\n"
         f"  curves   tensorboard --logdir {config.run_dir / 'tensorboard'}\n"
         "  next     the comments in quickstart.toml beside the run: other objectives, replay off, other layouts\n"

@@ -221,7 +221,7 @@ def test_acceptance_quickstart_learns_and_leaves_a_report(
     assert rates[0] <= 0.5
     assert rates[-1] >= 0.85
     steps = records(out / "run", "step")
-    assert len(steps) == 60
+    assert len(steps) == 30
     assert all(record["router/flip"] == 0.0 for record in steps)
     assert max(record["router/native/flip"] for record in steps) > 0.0
     assert (out / "run" / "report" / "index.html").is_file()

@@ -1,19 +1,20 @@
 """Log-probabilities from hidden states: blocks of logits against whole logits, forward and backward, in one run.
 
     python tools/bench_logprobs.py [--tokens 512] [--hidden 1024] [--vocab 151936] [--repeats 3] [--dtype fp32]
-                                   [--kept 50] [--variants blocks entropy]
+                                   [--kept 50] [--variants blocks entropy] [--json FILE]
 
 "whole" is what a straightforward loss does: logits [S, V], log_softmax in fp32, gather, and the entropy of the same
 distribution. "entropy" is "blocks" with a gradient of the entropies, "kept" with log-probabilities over ``--kept`` ids
 of each row, "both" with both. Extra memory is the peak above what hidden states, weight and their gradients need; time
-is the median of paired repetitions. On a CPU the peak is that of the process (Linux), on a GPU that of torch's
-allocator.
+is the median of paired repetitions. On a CPU, time and peak are those of the process (Linux); on a GPU the peak is that
+of torch's allocator.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,9 @@ from pathlib import Path
 import torch
 
 from megarl.megatron.passes.logprobs import linear_logprobs
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bench_rows import add_json, finish, ratio_row
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -76,13 +80,14 @@ def _status(key: str) -> int:
 
 def once(loss: Loss, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[int, float]:
     """Return (peak bytes above the start, seconds). Gradient buffers exist before, so they do not count."""
-    before, started = reset_peak(hidden.device.type), time.perf_counter()
+    clock = time.perf_counter if hidden.is_cuda else time.process_time
+    before, started = reset_peak(hidden.device.type), clock()
     logprobs, _ = loss(hidden, weight, labels)
     logprobs.sum().backward()
-    return peak(hidden.device.type) - before, time.perf_counter() - started
+    return peak(hidden.device.type) - before, clock() - started
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--hidden", type=int, default=1024)
@@ -92,6 +97,7 @@ def main() -> None:
     parser.add_argument("--kept", type=int, default=50)
     names = ("whole", "blocks", "entropy", "kept", "both")
     parser.add_argument("--variants", nargs="+", choices=names, default=["whole", "blocks"])
+    add_json(parser)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
@@ -114,11 +120,17 @@ def main() -> None:
         memory, seconds = (statistics.median(column) for column in zip(*rows, strict=True))
         print(f"{name:>7}: {seconds:8.3f} s  {memory / 2**20:9.0f} MiB extra")
     first, *others = results
+    rows = []
     for name in others:
-        ratios = [(b[1] / w[1], b[0] / w[0]) for w, b in zip(results[first], results[name], strict=True)]
-        time_ratio, memory_ratio = (statistics.median(column) for column in zip(*ratios, strict=True))
-        print(f"{name} / {first}: time {time_ratio:.3f}, extra memory {memory_ratio:.3f}")
+        pairs = list(zip(results[first], results[name], strict=True))
+        what = f"log-probabilities of {args.tokens} tokens, vocabulary {args.vocab}, forward and backward"
+        times, memory = ([other[place] / one[place] for one, other in pairs] for place in (1, 0))
+        rows.append(ratio_row(f"{name} / {first}, time", what, times, 1.1 if name == "blocks" else None))
+        rows.append(ratio_row(f"{name} / {first}, extra memory", what, memory, 0.2 if name == "blocks" else None))
+    for row in rows:
+        print(f"{row.name}: {row.value:.3f}")
+    return finish(rows, args.json)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

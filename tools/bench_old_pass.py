@@ -1,6 +1,7 @@
 """What the old-log-prob pass costs: a step with it over all mini-batches, over all but the first, and over none.
 
-    python tools/bench_old_pass.py --model MODEL --prompts FILE.jsonl [--repeats 10] [any --table.key value]
+    python tools/bench_old_pass.py --model MODEL --prompts FILE.jsonl [--repeats 10] [--json FILE]
+                                   [any --table.key value]
 
 For N = 1, 2 and 4 mini-batches, on the same rollouts with the same model object. The three variants alternate, and the
 clock is the process's own, so that other load on the machine affects them alike. A step is everything after sampling;
@@ -25,7 +26,8 @@ from megarl.train.sampling.step_rollouts import StepRollouts
 from megarl.train.step import TrainStep
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bench_step import configuration, interval_of_median
+from bench_rows import finish, ratio_row, take_json
+from bench_step import configuration
 
 VARIANTS = ("all", "all but first", "rollout")
 
@@ -50,13 +52,15 @@ def take_step(step: TrainStep, rollouts: StepRollouts, over_all: bool) -> float:
     return time.process_time() - started
 
 
-def main() -> None:
-    config, repeats = configuration(sys.argv[1:])
+def main() -> int:
+    words, file = take_json(sys.argv[1:])
+    config, repeats = configuration(words)
     distributed.initialize(config)
     policy, objective = Policy(config, schedule_of(config)), config.train.resolved_objective
     dtype, fp8 = DTYPES[config.rollout.dtype], config.rollout.fp8_rounding
     engine = LocalEngine(AutoConfig.from_pretrained(config.model.path), dtype=dtype, fp8_rounding=fp8)
     engine.update_weights(policy.export(), version=0)
+    rows = []
     lines = [f"{'N':>2} {'pass over':>14}{'step ms':>10}{'step / all':>12}{'95 % interval':>18}"]
     for mini_batches in (1, 2, 4):
         rollouts = Sampler(of(config, mini_batches, "all"), engine, objective).sample_step(0)
@@ -70,15 +74,22 @@ def main() -> None:
                     seconds[name].append(spent)
         for name in VARIANTS:
             ratios = [a / b for a, b in zip(seconds[name], seconds["all"], strict=True)]
-            low, high = interval_of_median(ratios)
             shown = "none (rollout)" if name == "rollout" else name
+            if name == "all":
+                continue
+            row = ratio_row(
+                f"old pass over {shown}, N = {mini_batches}", "a step / one with the pass over all", ratios, 1.02
+            )
+            rows.append(row)
             lines.append(
                 f"{mini_batches:2} {shown:>14}{statistics.median(seconds[name]) * 1e3:10.1f}"
-                f"{statistics.median(ratios):12.3f}{f'{low:.3f} to {high:.3f}':>18}"
+                f"{row.value:12.3f}{f'{row.low:.3f} to {row.high:.3f}':>18}"
             )
-    if distributed.is_main_rank():
-        print("\n".join(lines))
+    if not distributed.is_main_rank():
+        return 0
+    print("\n".join(lines))
+    return finish(rows, file)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
