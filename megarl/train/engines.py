@@ -73,6 +73,7 @@ def make_sglang_engine(config: Config, tell: Callable[[str], None]) -> SGLangEng
     fp8: FP8Form = "blocks" if settings.fp8 else "rounded" if config.rollout.fp8_rounding else "off"
     client = ClientSettings(
         concurrency=settings.concurrency,
+        clients=dist.get_world_size(),
         deadline_s=settings.deadline_s,
         attempts=settings.attempts,
         api_key=key,

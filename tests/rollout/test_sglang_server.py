@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.errors import ConfigError, RolloutError
 from megarl.rollout.sglang import server as sglang_server
+from megarl.rollout.sglang.http import Places, server_info
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import CPU_SHIM, PLUGIN, ServerSpec, command, environment, free_port, write_config
 
@@ -186,6 +187,27 @@ time.sleep(600)
     parent.wait()
     assert psutil.wait_procs(members, timeout=30.0)[1] == []
     assert not Path(config_file).exists()
+
+
+def forward_passes(server: Server) -> int:
+    """Those of prompts, by the server's log."""
+    return Path(server.spec.log_file).read_text().count("Prefill batch")
+
+
+@pytest.mark.sglang
+@pytest.mark.quick
+def test_a_real_server_responds_without_a_forward_pass_and_says_what_it_can_run(sglang_server: Server):
+    httpx.post(f"{sglang_server.url}/flush_cache", timeout=60.0)
+    before = forward_passes(sglang_server)
+    assert sglang_server.responds()
+    assert sglang_server.responds()
+    assert forward_passes(sglang_server) == before
+    assert sglang_server.healthy()
+    assert forward_passes(sglang_server) == before + 1
+    places = Places.of(server_info(sglang_server.url, None))
+    assert places is not None
+    assert places.requests >= 64
+    assert places.tokens >= 1024
 
 
 @pytest.mark.sglang

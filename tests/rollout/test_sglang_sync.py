@@ -231,17 +231,20 @@ class TestAServerThatIsStuck:
         assert told == [f"{member.url} has not answered for 0 s: killed"]
 
     def test_one_that_has_answered_is_left_in_peace_for_a_while(self, fleet: Fleet, monkeypatch: pytest.MonkeyPatch):
-        """A health check generates a token; that the process lives is seen without."""
-        checks: list[float] = []
-        monkeypatch.setattr(Server, "healthy", lambda self: checks.append(time.monotonic()) is None)
-        fleet._state.settings = replace(fleet.settings, health_s=0.3)
+        """That the process lives is seen without a check, and that its scheduler does without a token."""
+        checks: list[str] = []
+        monkeypatch.setattr(Server, "healthy", lambda self: checks.append("generates") is None)
+        monkeypatch.setattr(Server, "responds", lambda self: checks.append("responds") is None)
+        fleet._state.settings = replace(fleet.settings, health_s=0.1, generate_s=0.5)
         (member,) = fleet._members
         assert member.process is not None
         started = time.monotonic()
         while time.monotonic() < started + 1.0:
             assert not fleet._keepers[0].needs_restart()
             time.sleep(0.02)
-        assert 2 <= len(checks) <= 4
+        assert checks[0] == "generates"
+        assert checks.count("generates") == 2  # at 0.0 and 0.5 s
+        assert 4 <= checks.count("responds") <= 8
         member.process.kill()
         assert fleet._keepers[0].needs_restart()  # at once
 

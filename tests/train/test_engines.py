@@ -47,5 +47,8 @@ def test_servers_on_a_cpu_read_the_memory_of_the_first_rank_alone(tmp_path: Path
     """Another rank has no part in an update, and no tensors of it."""
     monkeypatch.setattr(engines, "_api_key", lambda config: "key")
     monkeypatch.setattr(engines, "_start_servers", lambda *given: (None, ["http://127.0.0.1:9"]))
-    made = config({"sync": "ipc"}, str(write_family(tmp_path, "mixtral")))
-    assert not engines.make_sglang_engine(made, print).receives_weights
+    monkeypatch.setattr(engines.dist, "get_world_size", lambda: 4)
+    made = engines.make_sglang_engine(config({"sync": "ipc"}, str(write_family(tmp_path, "mixtral"))), print)
+    assert not made.receives_weights
+    settings = made._client.settings  # every rank samples with the same servers, and has its part of their room
+    assert (settings.concurrency, settings.clients) == (None, 4)

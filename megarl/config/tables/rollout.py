@@ -180,8 +180,9 @@ class SGLangConfig(Table):
     """Compute in FP8 on the servers, with weights in blocks of 128 x 128; needs GPUs with FP8."""
     compact_routes: bool = True
     """Ask for routes in a compact form. Only servers that megarl starts have it; others send the long form."""
-    concurrency: PositiveInt = 64
-    """Most requests of a rank that are in flight at one server."""
+    concurrency: PositiveInt | None = None
+    """Most requests of a rank that are in flight at one server; default: the rank's part of what the server says it can
+    run, at most 64 of one that does not say."""
     deadline_s: PositiveFloat = 600.0
     """Longest time for one response; seconds."""
     attempts: PositiveInt = 4

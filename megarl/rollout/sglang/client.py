@@ -1,7 +1,7 @@
 """Requests to SGLang servers: balanced, bounded, with a deadline, and repeated where the server was at fault.
 
-- **Balance.** A group's samples go to one server, whose prefix cache then serves them. Each server has at most
-  ``concurrency`` requests at a time. The others wait here, and go to another server only if their own is full or away.
+- **Balance.** A group's samples go to one server, whose prefix cache then serves them. Each server has no
+  more requests than ``Places`` at once. The others wait here, and go to another server only if theirs is full or away.
 - **Repeats.** A request waits again after a failure that may pass: the connection, an HTTP 5xx, a truncated or wrong
   answer, the deadline. An answer counts only once it has been checked.
 - **Ids.** Each attempt has an id of its own, which the answer must repeat: a late, repeated or exchanged answer has
@@ -21,7 +21,7 @@ import aiohttp
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError, TraceError
 from megarl.rollout.engine import Begin, OnFinish, Session, run_session
-from megarl.rollout.sglang.http import authorization, is_ready
+from megarl.rollout.sglang.http import Places, authorization, find_places, is_ready
 
 KEEP_CONNECTION_S = 3.0
 """SGLang closes a connection that was idle for five seconds, even while a request is on its way."""
@@ -31,7 +31,9 @@ TICK_S = 1.0
 RETURN_POLL_S = 0.5
 """Time between two questions whether a server is back."""
 OPEN_S = 2.0
-"""How long a session waits at its beginning for a server that does not say which weights it has."""
+"""How long a session waits at its beginning for a server that does not say which weights, or places, it has."""
+UNKNOWN = Places(64)
+"""Of a server that does not say how much it has room for."""
 
 Decode = Callable[[SampleRequest, Any, str, str], Rollout]
 """(request, answer, URL of the server, id of the attempt) -> rollout; RolloutError or TraceError for a wrong answer."""
@@ -43,8 +45,10 @@ Body = Callable[[SampleRequest], dict[str, Any]]
 class ClientSettings:
     """Load on the servers, and how long they may take."""
 
-    concurrency: int = 64
-    """Requests that one server has at a time."""
+    concurrency: int | None = None
+    """Requests that one server has at a time; None: as many as it says it has room for."""
+    clients: int = 1
+    """Clients like this one, which share the servers' room."""
     deadline_s: float = 600.0
     """Longest time from sending a request to the whole answer."""
     attempts: int = 4
@@ -72,6 +76,8 @@ class _Job:
     request: SampleRequest
     answer: asyncio.Future[Rollout]
     """Cancelled if its episode does not wait any more."""
+    tokens: int
+    """That it is expected to take in a server's cache."""
     failures: int = 0
     losses: int = 0
 
@@ -85,6 +91,8 @@ class _Server:
     queue: deque[_Job] = field(default_factory=deque)
     """Requests of its own groups."""
     busy: int = 0
+    tokens: int = 0
+    """Of the requests that it has."""
     away: bool = False
     """Does not answer at the moment, and gets no requests."""
     down: bool = False
@@ -106,13 +114,21 @@ class SGLangClient:
         self.tell = tell
         self.wrong_answers = 0
         """Answers that were refused, and asked for again, in the last ``converse``."""
+        self.places: dict[str, Places] = {}
+        """By URL, of the servers that have said it."""
 
     def converse(
-        self, begin: Begin, body: Body, decode: Decode, on_finish: OnFinish = None, version: str | None = None
+        self,
+        begin: Begin,
+        body: Body,
+        decode: Decode,
+        on_finish: OnFinish = None,
+        version: str | None = None,
+        limit: int = 0,
     ) -> None:
         """See ``Engine.converse``; RolloutError if a request keeps failing, naming the last failure.
 
-        A server gets no requests while its weights are not called ``version`` (None: any).
+        A server gets no requests while its weights are not called ``version`` (None: any). ``limit``: longest response.
         """
 
         self.wrong_answers = 0
@@ -126,7 +142,7 @@ class SGLangClient:
                 read_bufsize=BUFFER_BYTES,
                 trust_env=False,
             ) as http:
-                await _RequestSession(self, http, body, decode, on_finish, version).run_episodes(begin)
+                await _RequestSession(self, http, body, decode, on_finish, version, limit).run_episodes(begin)
 
         run_session(run())
 
@@ -140,12 +156,14 @@ class _RequestSession(Session):
         decode: Decode,
         on_finish: OnFinish,
         version: str | None,
+        limit: int,
     ) -> None:
         super().__init__()
         self._servers = [_Server(url) for url in client.urls]
         self._client, self._settings, self._http = client, client.settings, http
         self._body, self._decode, self._on_finish, self._version = body, decode, on_finish, version
-        self._is_open = version is None
+        self._limit = limit
+        self._is_open = version is None and self._settings.concurrency is not None
         self._helpers: list[asyncio.Task[None]] = []
         """Tasks that end with the last episode: the ticks, and waits for servers that are away."""
         self._serving: dict[asyncio.Future[Rollout], asyncio.Task[None]] = {}
@@ -165,15 +183,23 @@ class _RequestSession(Session):
         """Begin with the servers that have the weights of this session; one that is fresh or behind is awaited."""
         version, servers = self._version, self._servers if not self._is_open else ()
         asked = (is_ready(self._http, server.url, version, timeout_s=OPEN_S, asks_health=False) for server in servers)
-        for server, ready in zip(servers, await asyncio.gather(*asked), strict=True):
+        answers, _ = await asyncio.gather(asyncio.gather(*asked), asyncio.gather(*map(self._learn_places, servers)))
+        for server, ready in zip(servers, answers, strict=True):
             if not ready:
                 self._lose(server, AwayError(f"{server.url} does not answer with weights {version}"))
         self._is_open = True
         self._assign()
 
+    async def _learn_places(self, server: _Server) -> None:
+        if self._settings.concurrency is None and server.url not in self._client.places:
+            found = await find_places(self._http, server.url, self._settings.clients, OPEN_S)
+            self._client.places |= {} if found is None else {server.url: found}
+
     async def sample(self, request: SampleRequest) -> Rollout:
         answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
-        queue, job = self._servers[request.group % len(self._servers)].queue, _Job(request, answer)
+        queue = self._servers[request.group % len(self._servers)].queue
+        # A response is expected to take half of its limit, and on its way there half of that on average.
+        job = _Job(request, answer, len(request.prompt_tokens) + self._limit // 4)
         # A later turn goes first: the prefix of its episode is still in the server's cache.
         queue.appendleft(job) if request.known_rows else queue.append(job)
         # Defer, so that a request does not take another group's preferred server.
@@ -195,12 +221,15 @@ class _RequestSession(Session):
         for server in self._servers if self._is_open else ():
             while not self._is_blocked(server) and (job := self._next(server)) is not None:
                 server.busy += 1
+                server.tokens += job.tokens
                 serving = self._tasks.create_task(self._serve(server, job))
                 self._serving[job.answer] = serving
                 serving.add_done_callback(lambda task, server=server, job=job: self._release(server, job, task))
 
     def _is_blocked(self, server: _Server) -> bool:
-        return server.away or server.busy >= self._settings.concurrency
+        number = self._settings.concurrency
+        places = Places(number) if number is not None else self._client.places.get(server.url, UNKNOWN)
+        return server.away or server.busy >= places.requests or (server.busy > 0 and server.tokens >= places.tokens)
 
     def _next(self, server: _Server) -> _Job | None:
         """Take a request of the server's own groups, else the newest of the longest queue of a blocked server."""
@@ -254,6 +283,7 @@ class _RequestSession(Session):
     def _release(self, server: _Server, job: _Job, task: asyncio.Task[None]) -> None:
         """Called when a request was answered, queued again or cancelled."""
         server.busy -= 1
+        server.tokens -= job.tokens
         if self._serving.get(job.answer) is task:  # else it was sent again already
             del self._serving[job.answer]
         if task.cancelled() or task.exception() is None:
@@ -288,6 +318,7 @@ class _RequestSession(Session):
         while asyncio.get_running_loop().time() < until:
             await asyncio.sleep(RETURN_POLL_S)
             if await is_ready(self._http, server.url, self._version):
+                await self._learn_places(server)
                 server.away = False
                 self._assign()
                 return

@@ -110,7 +110,12 @@ class SGLangEngine(Engine):
         self._sampling = True
         try:
             self._client.converse(
-                begin, lambda request: self._make_body(request, params), decode, on_finish, version=str(self._version)
+                begin,
+                lambda request: self._make_body(request, params),
+                decode,
+                on_finish,
+                version=str(self._version),
+                limit=params.max_response_tokens,
             )
         finally:
             self._sampling = False

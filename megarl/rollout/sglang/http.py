@@ -1,7 +1,10 @@
 """What all requests to SGLang servers share: the API key, and paths that differ between releases."""
 
 import asyncio
+import math
 import os
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -40,6 +43,39 @@ def server_info(url: str, api_key: str | None, timeout_s: float = 60.0) -> dict[
         return {**found, "version": str(found["version"])}
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
         raise RolloutError(f"no SGLang server answers at {url} ({error!r}); start it, or correct the URL") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """How much a server has room for at a time, or the part of it that one of several clients may take."""
+
+    requests: int
+    tokens: float = math.inf
+    """Of prompts and responses in its cache."""
+
+    @classmethod
+    def of(cls, info: Any, clients: int = 1) -> "Places | None":
+        """Read what ``/server_info`` says, and divide it by ``clients``; None if it does not say."""
+        try:
+            states = info["internal_states"]  # one of each replica
+            running = [int(state["effective_max_running_requests_per_dp"]) for state in states]
+            tokens = int(info["max_total_num_tokens"]) * len(running)
+        except (KeyError, TypeError, ValueError):
+            return None
+        if not running or min(*running, tokens) < 1:
+            return None
+        return cls(max(1, sum(running) // clients), tokens / clients)
+
+
+async def find_places(http: aiohttp.ClientSession, url: str, clients: int, timeout_s: float) -> Places | None:
+    """Ask a server how much it has room for; None if it does not say in time."""
+    with suppress(aiohttp.ClientError, TimeoutError, ValueError):
+        async with asyncio.timeout(timeout_s):
+            for path in SERVER_INFO:
+                async with http.get(f"{url}/{path}") as response:
+                    if response.status == 200:
+                        return Places.of(await response.json(), clients)
+    return None
 
 
 async def is_ready(

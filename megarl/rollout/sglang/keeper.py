@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megarl.errors import RolloutError, WeightSyncError
 from megarl.rollout.sglang.member import Member, Update
+from megarl.rollout.sglang.server import Server
 
 FRESH = "default"
 """SGLang's name for the weights of a server that has not been given any."""
@@ -33,7 +34,9 @@ class FleetSettings:
     poll_s: float = 0.5
     """Time between two looks at the processes."""
     health_s: float = 10.0
-    """Time between a passed health check and the next one; each generates a token."""
+    """Time between a passed check and the next one, in which the scheduler tells its state."""
+    generate_s: float = 300.0
+    """Time between two checks in which an idle server generates a token."""
 
 
 @dataclass
@@ -91,7 +94,7 @@ class Keeper(threading.Thread):
         if not dead and time.monotonic() - member.checked_at >= settings.health_s:
             if self._state.updating.is_set():
                 member.silent_since = None
-            elif member.process.healthy():
+            elif self._passes_check(member.process):
                 member.silent_since, member.checked_at = None, time.monotonic()
             else:
                 member.silent_since = member.silent_since or time.monotonic()
@@ -99,6 +102,15 @@ class Keeper(threading.Thread):
                     member.tell(f"{member.url} has not answered for {settings.hang_s:.0f} s: killed")
                     member.process.kill()
         return dead and member.restarts <= settings.max_restarts
+
+    def _passes_check(self, process: Server) -> bool:
+        """A scheduler that is stuck does not tell its state; one that runs and generates nothing is found later."""
+        if time.monotonic() - self.member.generated_at < self._state.settings.generate_s:
+            return process.responds()
+        passed = process.healthy()
+        if passed:
+            self.member.generated_at = time.monotonic()
+        return passed
 
     def restart(self) -> None:
         """Start the server again and send it the weights; tell it if that fails."""

@@ -62,7 +62,9 @@ class Member:
     away_since: float | None = None
     restarts: int = 0
     checked_at: float = -math.inf
-    """When the server last passed a health check; somebody else's server: when it was last asked for its weights."""
+    """When the server last passed a check; somebody else's server: when it was last asked for its weights."""
+    generated_at: float = -math.inf
+    """When it last passed a check that generates."""
     silent_since: float | None = None
     said: str = ""
     """The last failure that was told."""

@@ -25,7 +25,7 @@ import httpx
 import psutil
 
 from megarl.errors import RolloutError
-from megarl.rollout.sglang.http import authorization, server_info
+from megarl.rollout.sglang.http import SERVER_INFO, authorization, server_info
 from megarl.rollout.sglang.spec import ServerSpec, command, environment, free_port, write_config
 from megarl.rollout.sglang.versions import require_own
 
@@ -129,12 +129,20 @@ class Server:
 
     def healthy(self, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
         """Whether the server answers its health check (one generated token, unless it is busy generating) in time."""
+        return self._get("health", timeout_s) == 200
+
+    def responds(self, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
+        """Whether the scheduler tells its state in time, which it does between two forward passes, and needs none."""
+        statuses = (self._get(path, timeout_s) for path in SERVER_INFO)
+        return next((status for status in statuses if status != 404), 404) == 200
+
+    def _get(self, path: str, timeout_s: float) -> int | None:
         headers = authorization(self.spec.api_key)
         try:  # verify: loading certificates takes longer than the request, which is plain HTTP
-            answer = httpx.get(f"{self.url}/health", headers=headers, timeout=timeout_s, trust_env=False, verify=False)
+            answer = httpx.get(f"{self.url}/{path}", headers=headers, timeout=timeout_s, trust_env=False, verify=False)
         except httpx.HTTPError:
-            return False
-        return answer.status_code == 200
+            return None
+        return answer.status_code
 
     @property
     def version(self) -> str:
