@@ -4,6 +4,7 @@ Maximising ``E[f(p)]`` has the gradient ``E[f'(p) grad p]``, and a prompt with n
 to its variance, which is least, for a given total, if ``n ~ f'(p) sqrt(p (1 - p))``.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -143,14 +144,9 @@ def clamp_rates(pass_rates: Numbers, num_samples: int | None, default: int = 1) 
 def _scale_into_box(values: np.ndarray, total: float, low: float, high: float) -> np.ndarray:
     """clip(s * values, low, high) with the sum ``total``: the sum is linear in s between neighbouring kinks."""
     kinks = np.unique(np.concatenate([low / values, high / values]))
-    first, last = 0, kinks.size - 1
-    while last - first > 1:  # bisection: the sum grows with s
-        middle = (first + last) // 2
-        if np.clip(kinks[middle] * values, low, high).sum() <= total:
-            first = middle
-        else:
-            last = middle
-    below, above = (np.clip(kinks[i] * values, low, high) for i in (first, last))
+    # The sum grows with s: the kinks on both sides of the total.
+    last = bisect_right(kinks, total, 1, max(kinks.size - 1, 1), key=lambda s: np.clip(s * values, low, high).sum())
+    below, above = (np.clip(s * values, low, high) for s in (kinks[last - 1], kinks[min(last, kinks.size - 1)]))
     rise = above.sum() - below.sum()
     part = 0.0 if rise == 0 else min(max((total - below.sum()) / rise, 0.0), 1.0)
     return below + part * (above - below)
