@@ -14,27 +14,19 @@ from megarl.core.choices.credit import parse_allocation, parse_objective
 Numbers = Sequence[float] | np.ndarray
 
 
-def allocate(
-    pass_rates: Numbers,
-    total: int,
-    objective: str,
-    low: int = 1,
-    high: int | None = None,
-    *,
-    num_samples: int | None = None,
-) -> np.ndarray:
+def allocate(pass_rates: Numbers, total: int, objective: str, low: int = 1, high: int | None = None) -> np.ndarray:
     """Return how many samples each prompt gets: ``n ~ f'(p) sqrt(p (1 - p))``, of least variance, in whole numbers.
 
     objective: "linear" f = p; "log" f = ln p; "raft" the same without a baseline, whose noise is p, so ``n ~ 1 /
     sqrt(p)``; "power:A" f = p^A; "arcsin" f = 2 arcsin sqrt(p), the same n for all. pass_rates: [B], 0 to 1; low, high:
-    bounds of each count; total: the exact sum of the counts; num_samples: see ``clamp_rates``, None for the mean count.
-    result: int64 [B]. Raises ValueError if the bounds cannot hold, ConfigError for an unknown objective.
+    bounds of each count; total: the exact sum of the counts; result: int64 [B]. Rates of 0 and 1 are moved (``clamp_rates``).
+    Raises ValueError if the bounds cannot hold, ConfigError for an unknown objective.
 
     A post prints sqrt((1 - p) / p) for both "log" and "raft", and says that p = 0.01 then gets ten times as many as
     p = 1. That holds for "raft", 1 / sqrt(p); under "log" a solved prompt gets the least of all. "power:A" favours hard
     prompts (p to 0) only for A below 1/2; its f' does so for A below 1.
     """
-    rates = clamp_rates(pass_rates, num_samples, default=max(1, -(-total // max(len(pass_rates), 1))))
+    rates = clamp_rates(pass_rates, None, default=max(1, -(-total // max(len(pass_rates), 1))))
     return allocate_by_weights(budget_weights(rates, objective), total, low, high)
 
 
