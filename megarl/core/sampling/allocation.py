@@ -19,7 +19,7 @@ def allocate(pass_rates: Numbers, total: int, objective: str, low: int = 1, high
 
     objective: "linear" f = p; "log" f = ln p; "raft" the same without a baseline, whose noise is p, so ``n ~ 1 /
     sqrt(p)``; "power:A" f = p^A; "arcsin" f = 2 arcsin sqrt(p), the same n for all. pass_rates: [B], 0 to 1; low, high:
-    bounds of each count; total: the exact sum of the counts; result: int64 [B]. Rates of 0 and 1 are moved (``clamp_rates``).
+    bounds of each count; total: the exact sum of the counts; result: int64 [B]. Rates: ``clamp_rates``.
     Raises ValueError if the bounds cannot hold, ConfigError for an unknown objective.
 
     A post prints sqrt((1 - p) / p) for both "log" and "raft", and says that p = 0.01 then gets ten times as many as
