@@ -28,11 +28,12 @@ def check_fit(config: Config, shape: ModelShape) -> None:
             )
         return
     replay, flip, every, ep = train.replay, train.max_native_flip, config.log.traces_every, config.parallel.ep
+    watched = "no routers to watch; remove it (train.max_k3 watches the engines)"
     for is_wrong, found, lacking in (
         (replay != "none", f'train.replay: found "{replay}", expected "none"', "no routes to replay"),
-        (isinstance(flip, float), f'train.max_native_flip: found {flip}, expected "off"', "no routers to watch"),
+        (isinstance(flip, float), f"train.max_native_flip: found {flip}", watched),
         (every, f"log.traces_every: found {every}, expected 0", "no routes to write"),
-        (ep > 1, f"parallel.ep: found {ep}, expected 1", "no experts"),
+        (ep > 1, f"parallel.ep: found {ep}, expected 1", "no experts; remove it"),
     ):
         if is_wrong:
             raise ConfigError(f"{found}: the {shape.family} model in model.path is dense, and has {lacking}")
