@@ -315,8 +315,7 @@ class Quantize:
     """Do not read everything back."""
 
     def run(self, overrides: Overrides) -> None:
-        from megarl.convert.quantization import Options
-        from megarl.convert.quantize_command import quantize_and_show
+        from megarl.convert.quantization import Options, quantize_and_show
 
         options = Options(
             block=self.block,

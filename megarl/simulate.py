@@ -1,9 +1,4 @@
-"""``megarl simulate``: what each sampling rule costs and gives on prompts with given pass rates, in one table and one
-picture.
-
-Nothing is sampled. A prompt with pass rate p has independent rewards, 1 with probability p and else 0, so the law of
-each rule (``stopping_law``) gives every number exactly. What the columns mean: docs/simulate.md.
-"""
+"""``megarl simulate``: the exact cost and gain of each sampling rule at given pass rates (docs/simulate.md)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,8 +20,7 @@ DEFAULT_RATES = (
     *("0:19", "0.05:7", "0.15:10", "0.25:11", "0.35:11", "0.45:10"),
     *("0.55:9", "0.65:8", "0.75:7", "0.85:5", "0.95:3"),
 )
-"""100 prompts with pass@4 = 0.632, pass@32 = 0.796 and pass@256 = 0.810. A post on adaptive sampling reports 0.627,
-0.796 and 0.813 for Qwen2.5-Math-1.5B."""
+"""100 prompts like those of a post on adaptive sampling: docs/simulate.md."""
 _MAX_SAMPLES = 256
 _MAX_PROMPTS = 100_000
 _COLORS = (BLUE, TEAL, RED, ORANGE, PURPLE, INK, "#c8b560")

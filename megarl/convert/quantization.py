@@ -1,10 +1,11 @@
-"""Quantises checkpoints of Hugging Face or Megatron into Hugging Face folders with FP8 blocks, file by file.
+"""``megarl quantize``: writes a Hugging Face or Megatron checkpoint as a Hugging Face folder with FP8 blocks.
 
 Memory: one file of ``shard_bytes``, and one parameter. Under torchrun the ranks divide the files.
 """
 
 import json
 import math
+import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -13,18 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.filesize import decimal
 
 from megarl.convert import conversion
 from megarl.convert.conversion import hf_tensors
-from megarl.convert.fp8_selection import Tensor, select_tensors
+from megarl.convert.fp8_selection import Tensor, is_misread, select_tensors
 from megarl.convert.job import ConversionJob, Ranks, fingerprint, require_apart, require_unchanged, same_bits
 from megarl.convert.megatron_files import MegatronCheckpoint, Piece, model_folder, torch_dist_folder, units_of
 from megarl.core.fp8 import BLOCK, SCALE, BlockErrors, ErrorSum, grid_of, quantize_by_stripes
 from megarl.data.files import write_atomically
 from megarl.errors import CheckpointError, ConfigError, NumericsError
-from megarl.models.hf_files import FP8_ERRORS, HFCheckpoint, copy_model_files, pack_shards, read_json
+from megarl.models.hf_files import FP8_ERRORS, HFCheckpoint, copy_model_files, pack_shards, read_json, some
 from megarl.models.names import hf_shapes
 from megarl.models.shapes import read_shape
+
+NUM_WORST = 5
+HEADER = ("rel. error", "max error", "of block", "underflow", "zero blocks", "saturated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,3 +174,35 @@ def _encode(
         if total is not None:
             errors[name] = asdict(total.total())
     return made, errors
+
+
+def quantize_and_show(source: Path, out: Path, model: Path | None, options: Options) -> None:
+    """``quantize`` on all ranks; the first prints what was written, and the tensors that lost most."""
+    ranks = Ranks()
+    found = quantize(source, out, model, options, ranks)
+    if ranks.rank != 0:
+        return
+    files = f"{found.num_files} file" + "s" * (found.num_files > 1)
+    if found.num_resumed:
+        files += f", {found.num_resumed} of them from an interrupted start"
+    before, after = (decimal(number) for number in (found.bytes_before, found.bytes_after))
+    print(
+        f"{len(found.errors)} of {len(found.shapes)} tensors in FP8, blocks of {options.block[0]} x "
+        f"{options.block[1]}; {before} -> {after} in {files}; {'verified' if options.verify else 'not verified'}"
+    )
+    worst = sorted(found.errors.items(), key=lambda item: -item[1].relative_error)
+    print(*(f"{word:>11}" for word in HEADER), " tensor")
+    for name, one in worst[:NUM_WORST]:
+        figures = f"{one.relative_error:11.5f} {one.max_error:11.3g} {one.max_error_of_block:11.5f}"
+        print(f"{figures} {one.underflow:11.3g} {one.num_zero_blocks:11d} {one.num_saturated:11d}  {name}")
+    median = statistics.median(one.relative_error for one in found.errors.values())
+    zeros = sum(one.num_zero_blocks for one in found.errors.values())
+    saturated = sum(one.num_saturated for one in found.errors.values())
+    totals = f"{zeros} blocks of zeros, {saturated} saturated values"
+    print(f"{median:11.5f} median; {totals}; all in {found.out / FP8_ERRORS}")
+    ragged = [name for name in found.errors if is_misread(found.shapes[name], options.block)]
+    if ragged:
+        print(
+            f"note: {some(ragged)} are no whole number of blocks; transformers 5.12 refuses or misreads such weights "
+            "where it dequantises, and SGLang refuses some of them"
+        )

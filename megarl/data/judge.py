@@ -69,9 +69,9 @@ class Judge:
         self._weights = dict(weights or {})
         self._is_checked = hasattr(self._reward, "check_answer")
         self._max_characters = max_characters if self._is_checked else None
-        self._async = any(map(inspect.iscoroutinefunction, (self._reward, type(self._reward).__call__)))
-        self._here = not self._async and bool(getattr(self._reward, "instantaneous", False))
-        if function.startswith("__main__:") and not (self._async or self._here):
+        self._is_async = any(map(inspect.iscoroutinefunction, (self._reward, type(self._reward).__call__)))
+        self._here = self._is_async or bool(getattr(self._reward, "instantaneous", False))
+        if function.startswith("__main__:") and not self._here:
             raise ConfigError(
                 f"reward.function {function!r}: workers do not run the main module; put it in another one"
             )
@@ -98,16 +98,8 @@ class Judge:
             raise RuntimeError("the judge is closed")
         if self._max_characters is not None:
             response = response[-self._max_characters :]
-        if self._async:
-            return await self._score_in_loop(prompt, response, answer)
         if self._here:
-            try:
-                returned = self._reward(prompt=prompt, response=response, answer=answer)
-                return read_verdict(returned, response, self._weights)
-            except ConfigError:
-                raise
-            except Exception as error:  # foreign code may raise anything
-                return describe_failure(error)
+            return await self._score_here(prompt, response, answer)
         async with self._slot():
             verdict = await self._run(call_in_worker, (self.function, prompt, response, answer, self._weights))
             if self._is_checked and verdict.timed_out and verdict.reward is None:
@@ -132,11 +124,13 @@ class Judge:
             self._slots = loop, asyncio.Semaphore(self._workers)
         return self._slots[1]
 
-    async def _score_in_loop(self, prompt: str, response: str, answer: str) -> Verdict:
+    async def _score_here(self, prompt: str, response: str, answer: str) -> Verdict:
         deadline = asyncio.timeout(None if getattr(self._reward, "limits_itself", False) else self.timeout_s)
         try:
             async with deadline:
-                returned = await self._reward(prompt=prompt, response=response, answer=answer)  # type: ignore[misc]
+                returned = self._reward(prompt=prompt, response=response, answer=answer)
+                if self._is_async:
+                    returned = await returned
             return read_verdict(returned, response, self._weights)
         except ConfigError:
             raise

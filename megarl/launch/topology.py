@@ -7,6 +7,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -129,15 +130,11 @@ def _resolve(name: str, address: str) -> str:
 def free_ports(count: int, job: int, attempt: int = 0) -> list[int]:
     """Ports on which nothing listens here. Each job, and each attempt, begins its search at another port."""
     span = LAST_PORT - FIRST_PORT
-    start = (job * 61 + attempt * 997) % span
-    found: list[int] = []
-    for offset in range(span):
-        port = FIRST_PORT + (start + offset) % span
-        if _is_free(port):
-            found.append(port)
-        if len(found) == count:
-            return found
-    raise ConfigError(f"found {len(found)} free ports from {FIRST_PORT} to {LAST_PORT}, expected {count}")
+    start = job * 61 + attempt * 997
+    found = list(islice(filter(_is_free, (FIRST_PORT + (start + offset) % span for offset in range(span))), count))
+    if len(found) < count:
+        raise ConfigError(f"found {len(found)} free ports from {FIRST_PORT} to {LAST_PORT}, expected {count}")
+    return found
 
 
 def _is_free(port: int) -> bool:

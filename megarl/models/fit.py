@@ -27,22 +27,16 @@ def check_fit(config: Config, shape: ModelShape) -> None:
                 "hides the routers (see `megarl doctor`); remove it"
             )
         return
-    why = f"the {shape.family} model in model.path is dense"
-    if train.replay != "none":
-        raise ConfigError(
-            f'train.replay: found "{train.replay}", expected "none": {why}, and there are no routes to replay'
-        )
-    if isinstance(train.max_native_flip, float):
-        raise ConfigError(
-            f"train.max_native_flip: found {train.max_native_flip:g}: {why}, and has no routers to watch; remove it "
-            "(train.max_k3 watches the engines)"
-        )
-    if config.log.traces_every:
-        raise ConfigError(
-            f"log.traces_every: found {config.log.traces_every}, expected 0: {why}, and has no routes to write"
-        )
-    if config.parallel.ep > 1:
-        raise ConfigError(f"parallel.ep: found {config.parallel.ep}, expected 1: {why}, and has no experts; remove it")
+    replay, flip, every, ep = train.replay, train.max_native_flip, config.log.traces_every, config.parallel.ep
+    watched = "no routers to watch; remove it (train.max_k3 watches the engines)"
+    for is_wrong, found, lacking in (
+        (replay != "none", f'train.replay: found "{replay}", expected "none"', "no routes to replay"),
+        (isinstance(flip, float), f"train.max_native_flip: found {flip}", watched),
+        (every, f"log.traces_every: found {every}, expected 0", "no routes to write"),
+        (ep > 1, f"parallel.ep: found {ep}, expected 1", "no experts; remove it"),
+    ):
+        if is_wrong:
+            raise ConfigError(f"{found}: the {shape.family} model in model.path is dense, and has {lacking}")
 
 
 def watches_routes(config: Config, shape: ModelShape) -> bool:

@@ -167,10 +167,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def some(names: Sequence[str], most: int = 3) -> str:
-    """The first names of a list that may be long, and how many more there are."""
-    told = ", ".join(sorted(names)[:most])
-    return told if len(names) <= most else f"{told} and {len(names) - most} more"
+def some(names: Sequence[str]) -> str:
+    """The first three names of a list that may be long, and how many more there are."""
+    told = ", ".join(sorted(names)[:3])
+    return told if len(names) <= 3 else f"{told} and {len(names) - 3} more"
 
 
 def check_tensors(found: HFCheckpoint, expected: dict[str, tuple[int, ...]], drop: Iterable[str] = ()) -> list[str]:

@@ -1,12 +1,7 @@
-"""``megarl patch``: put a patch into a Megatron-Core, or take it out again.
-
-The target is a folder that contains megatron/core: a site-packages, a source tree, or a git checkout of a fork. Without
-one, the megatron-core of this Python is meant; it is found, not imported. A release gets the patch of its own; any
-other version gets the nearest one that fits and leaves a tree with the hook.
+"""``megarl patch``: put a patch into a Megatron-Core, or take it out again: all files or none (docs/patches.md).
 
 Where somebody has edited the lines that a hunk expects, the file is merged 3-way, if the target's git repository has
-the file that the patch was made from. What fits in neither way is refused, naming the line. All files are computed
-before the first is written, each is replaced by a rename, and an error puts back those that were replaced.
+the file that the patch was made from. What fits in neither way is refused, naming the line.
 """
 
 import difflib

@@ -48,6 +48,18 @@ class Panel:
             return bool(layer_curves(curves, self.layers))
         return any(name in curves for name in self.needs)
 
+    def fill(self, axes: Axes, curves: Curves) -> None:
+        """Plot its curves, and set the axes."""
+        if self.plot is not None:
+            self.plot(axes, curves)
+        elif self.layers:
+            maps.plot_layers(axes, curves, self.layers)
+        else:
+            (plots.plot_by_index if self.by_index else plots.plot_lines)(axes, curves, self.lines)
+        plots.scale_y(axes, self.scale)
+        axes.set_ylabel(axes.get_ylabel() or self.y_label)
+        axes.set_xlabel(axes.get_xlabel() or "global step")
+
 
 def render(panel: Panel, curves: Curves) -> bytes:
     return plots.render_png((10.4, 3.9) if panel.wide else (6.2, 3.5), lambda figure: _plot(figure, panel, curves))
@@ -55,15 +67,7 @@ def render(panel: Panel, curves: Curves) -> bytes:
 
 def _plot(figure: Figure, panel: Panel, curves: Curves) -> None:
     axes = figure.add_subplot()
-    if panel.plot is not None:
-        panel.plot(axes, curves)
-    elif panel.layers:
-        maps.plot_layers(axes, curves, panel.layers)
-    else:
-        (plots.plot_by_index if panel.by_index else plots.plot_lines)(axes, curves, panel.lines)
-    plots.scale_y(axes, panel.scale)
-    axes.set_ylabel(axes.get_ylabel() or panel.y_label)
-    axes.set_xlabel(axes.get_xlabel() or "global step")
+    panel.fill(axes, curves)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10, steps=[1, 2, 5, 10]))
     axes.margins(x=0.012)
     handles = sorted(

@@ -577,7 +577,7 @@ class TestCommand:
             (["{tmp}", "{tmp}/out"], "is neither a Hugging Face folder"),
             (["{source}", "{tmp}/out", "--model", "{source}"], "--model belongs to a Megatron source"),
             (["{source}", "{tmp}/out", "--stack-layers"], "--stack-layers needs layers of one kind"),
-            (["{source}", "{tmp}/out", "--shard-gib", "0"], "--shard-gib: found 0.0"),
+            (["{source}", "{tmp}/out", "--shard-gib", "0"], "--shard-gib: found"),
             (["{source}", "{tmp}/out", "--train.replay", "r3"], "reads no configuration"),
             (["{source}", "{source}", "--overwrite"], "would replace its own source"),
             (["{source}", "{tmp}/out", "--layers", "te", "--verify", "logits"], "logits cannot be compared here"),

@@ -4,6 +4,7 @@ Maximising ``E[f(p)]`` has the gradient ``E[f'(p) grad p]``, and a prompt with n
 to its variance, which is least, for a given total, if ``n ~ f'(p) sqrt(p (1 - p))``.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,27 +14,19 @@ from megarl.core.choices.credit import parse_allocation, parse_objective
 Numbers = Sequence[float] | np.ndarray
 
 
-def allocate(
-    pass_rates: Numbers,
-    total: int,
-    objective: str,
-    low: int = 1,
-    high: int | None = None,
-    *,
-    num_samples: int | None = None,
-) -> np.ndarray:
+def allocate(pass_rates: Numbers, total: int, objective: str, low: int = 1, high: int | None = None) -> np.ndarray:
     """Return how many samples each prompt gets: ``n ~ f'(p) sqrt(p (1 - p))``, of least variance, in whole numbers.
 
     objective: "linear" f = p; "log" f = ln p; "raft" the same without a baseline, whose noise is p, so ``n ~ 1 /
     sqrt(p)``; "power:A" f = p^A; "arcsin" f = 2 arcsin sqrt(p), the same n for all. pass_rates: [B], 0 to 1; low, high:
-    bounds of each count; total: the exact sum of the counts; num_samples: see ``clamp_rates``, None for the mean count.
-    result: int64 [B]. Raises ValueError if the bounds cannot hold, ConfigError for an unknown objective.
+    bounds of each count; total: the exact sum of the counts; result: int64 [B]. Rates: ``clamp_rates``.
+    Raises ValueError if the bounds cannot hold, ConfigError for an unknown objective.
 
     A post prints sqrt((1 - p) / p) for both "log" and "raft", and says that p = 0.01 then gets ten times as many as
     p = 1. That holds for "raft", 1 / sqrt(p); under "log" a solved prompt gets the least of all. "power:A" favours hard
     prompts (p to 0) only for A below 1/2; its f' does so for A below 1.
     """
-    rates = clamp_rates(pass_rates, num_samples, default=max(1, -(-total // max(len(pass_rates), 1))))
+    rates = clamp_rates(pass_rates, None, default=max(1, -(-total // max(len(pass_rates), 1))))
     return allocate_by_weights(budget_weights(rates, objective), total, low, high)
 
 
@@ -143,14 +136,9 @@ def clamp_rates(pass_rates: Numbers, num_samples: int | None, default: int = 1) 
 def _scale_into_box(values: np.ndarray, total: float, low: float, high: float) -> np.ndarray:
     """clip(s * values, low, high) with the sum ``total``: the sum is linear in s between neighbouring kinks."""
     kinks = np.unique(np.concatenate([low / values, high / values]))
-    first, last = 0, kinks.size - 1
-    while last - first > 1:  # bisection: the sum grows with s
-        middle = (first + last) // 2
-        if np.clip(kinks[middle] * values, low, high).sum() <= total:
-            first = middle
-        else:
-            last = middle
-    below, above = (np.clip(kinks[i] * values, low, high) for i in (first, last))
+    # The sum grows with s: the kinks on both sides of the total.
+    last = bisect_right(kinks, total, 1, max(kinks.size - 1, 1), key=lambda s: np.clip(s * values, low, high).sum())
+    below, above = (np.clip(s * values, low, high) for s in (kinks[last - 1], kinks[min(last, kinks.size - 1)]))
     rise = above.sum() - below.sum()
     part = 0.0 if rise == 0 else min(max((total - below.sum()) / rise, 0.0), 1.0)
     return below + part * (above - below)

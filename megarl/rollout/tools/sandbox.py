@@ -4,10 +4,8 @@ In the sandbox the code has its own processes, network (only a loopback), host n
 interpreter and the system's libraries, and write one small folder in memory, /tmp. It gets no environment variables of
 this process. All its processes end with the first one, and that one ends with the process that started it.
 
-The kernel's limits hold per process: one call can use ``num_processes + 1`` times ``memory_bytes`` and its scratch
-folder, and as many cores for ``wall_s`` seconds. For each process, the kernel may also hold about 60 MB in buffers of
-sockets and terminals. Where a control group can be made, the whole call has ``memory_bytes`` and its scratch folder,
-and the kernel's memory counts.
+The kernel's limits hold per process; where a control group can be made, that of memory holds for the whole call
+(docs/environments.md).
 """
 
 import contextlib
