@@ -19,7 +19,7 @@ def row_sources(rollout: Rollout) -> np.ndarray:
     if rollout.route_sources is not None:
         return rollout.route_sources
     present = np.zeros(rollout.num_tokens, bool) if rollout.routed_mask is None else rollout.routed_mask
-    return RowSource.CAPTURED * present.astype(np.uint8)  # else MISSING, which is 0
+    return present * np.uint8(RowSource.CAPTURED)  # else MISSING, which is 0
 
 
 def row_versions(rollout: Rollout) -> np.ndarray:
