@@ -44,9 +44,18 @@ BENCHES: dict[str, Bench] = {
     "quickstart": Bench(
         "bench_quickstart.py", (), "The quickstart", "On two free cores, from nothing to a report: least to largest.",
     ),
+    "trl": Bench(
+        "bench_trl.py", (), "A step of the quickstart beside TRL, and the share of the loop",
+        "CPU seconds of one process with one thread each, turn by turn: median, least to largest. The overhead is all\n"
+        "of a step but the model's passes and the optimizer.",
+    ),
     "plain": Bench(
         "bench_plain.py", (*TINY, "--repeats", "12"), "One update: plain Megatron, transformers",
         "Forward, backward and optimizer step of all responses of a step of the quickstart, CPU seconds.",
+    ),
+    "step": Bench(
+        "bench_step.py", (*TINY, "--repeats", "8"), "Replay and tripwires",
+        "A step after sampling, CPU seconds; `unhooked` has no hook of megarl on Megatron's routers.",
     ),
     "old_pass": Bench(
         "bench_old_pass.py", (*TINY, "--repeats", "8"), "The old-log-prob pass",
@@ -59,6 +68,24 @@ BENCHES: dict[str, Bench] = {
     "logprobs": Bench(
         "bench_logprobs.py", ("--tokens", "2048", "--hidden", "256"), "Log-probabilities without logits",
         "Blocks of logits against whole logits, forward and backward.",
+    ),
+    "sync": Bench(
+        "bench_sync.py", (), "The weight update",
+        "From one rank of Megatron to a stand-in server on this machine, and to the local engine: CPU seconds of the\n"
+        "trainer against a copy of the same bytes into new memory. Least to largest.",
+    ),
+    "scale": Bench(
+        "bench_scale.py", (), "Costs that grow with the run",
+        "512 ranks and up to 1e6 prompts in one process. The exponent is that of the power law through three sizes.",
+    ),
+    "traces": Bench(
+        "bench_traces.py", (), "Routing traces",
+        "48 layers, top-8 of 128 experts, one thread, checks included: the fastest of the repetitions, because a busy\n"
+        "machine only slows them; the interval is that of the median.",
+    ),
+    "sglang": Bench(
+        "bench_sglang.py", (), "SGLang as it is used",
+        "A real server of a tiny model on this machine.",
     ),
 }  # fmt: skip
 

@@ -1,6 +1,6 @@
 """What routing replay and the tripwires cost: training steps with and without them, paired in one run.
 
-    python tools/bench_step.py --model MODEL --prompts FILE.jsonl [--repeats 10] [any --table.key value]
+    python tools/bench_step.py --model MODEL --prompts FILE.jsonl [--repeats 10] [--json FILE] [any --table.key value]
     torchrun --nproc-per-node 2 tools/bench_step.py ... --parallel.ep 2
 
 Both variants train on the same rollouts with the same model object, alternating, so that other load on the machine
@@ -13,16 +13,17 @@ samples (GVM) with a training pass over them: preparation, forward and backward 
 from __future__ import annotations
 
 import functools
-import random
 import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import AutoConfig
 
 from megarl.config import Config
@@ -37,7 +38,12 @@ from megarl.train.sampling.sampler import Sampler
 from megarl.train.sampling.step_rollouts import StepRollouts
 from megarl.train.step import TrainStep
 
+sys.path.insert(0, str(Path(__file__).parent))
+from bench_rows import Row, finish, interval_of_median, ratio_row, take_json
+
 VARIANTS = ("r3", "unwatched", "r2", "none", "unhooked")
+_clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+"""On a CPU the time of this process, so that others do not count."""
 PHASES = ("prepare", "old_logprobs", "train")
 PARTS = ("optimizer", "routers")
 """Shares of the phases: the optimizer's step, and the time inside the replay hook (top-k included)."""
@@ -84,9 +90,9 @@ class Bench:
     def _measured(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
+            started = _clock()
             result = function(*args, **kwargs)
-            self.parts[part] += time.perf_counter() - started
+            self.parts[part] += _clock() - started
             return result
 
         return timed
@@ -132,9 +138,7 @@ class Bench:
         return f"gradient norms of {len(rollouts)} samples / a training pass over them: {', '.join(found)}"
 
     def report(self) -> str:
-        totals = {
-            v: [sum(parts) for parts in zip(*(self.seconds[v, p] for p in PHASES), strict=True)] for v in VARIANTS
-        }
+        totals = self.totals()
         columns = "".join(f"{name + ' ms':>17}" for name in (*PHASES, *PARTS))
         lines = [f"{'variant':>9} {columns}{'step ms':>12}{'step / none':>13}{'95 % interval':>18}"]
         for variant in VARIANTS:
@@ -147,24 +151,24 @@ class Bench:
                 + "".join(f"{m:17.1f}" for m in medians)
                 + f"{total:12.1f}{statistics.median(ratios):13.3f}{f'{low:.3f} to {high:.3f}':>18}"
             )
-        ratios = [a / b for a, b in zip(totals["r3"], totals["unwatched"], strict=True)]
-        low, high = interval_of_median(ratios)
-        lines.append(f"tripwires: r3 / unwatched {statistics.median(ratios):.3f}, 95 % {low:.3f} to {high:.3f}")
+        lines += [f"{row.name}: {row.value:.3f}, 95 % {row.low:.3f} to {row.high:.3f}" for row in self.rows(totals)]
         return "\n".join(lines)
 
+    def totals(self) -> dict[str, list[float]]:
+        """Seconds of each step, by variant."""
+        return {v: [sum(parts) for parts in zip(*(self.seconds[v, p] for p in PHASES), strict=True)] for v in VARIANTS}
 
-def interval_of_median(values: Sequence[float], draws: int = 2000) -> tuple[float, float]:
-    """95 % of the medians of samples drawn from the sample, with replacement."""
-    rng = random.Random(0)
-    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(draws))
-    return medians[int(0.025 * draws)], medians[int(0.975 * draws)]
+    def rows(self, totals: dict[str, list[float]]) -> list[Row]:
+        pairs = (("r3", "none", 1.1), ("r2", "none", 1.1), ("r3", "unwatched", 1.05), ("none", "unhooked", 1.05))
+        ratios = {(a, b): [x / y for x, y in zip(totals[a], totals[b], strict=True)] for a, b, _ in pairs}
+        return [ratio_row(f"{a} / {b}", "a step after sampling", ratios[a, b], limit) for a, b, limit in pairs]
 
 
 @contextmanager
 def _timed(spent: dict[str, float], phase: str) -> Iterator[None]:
-    started = time.perf_counter()
+    started = _clock()
     yield
-    spent[phase] = time.perf_counter() - started
+    spent[phase] = _clock() - started
 
 
 def _of_variant(config: Config, variant: str) -> Config:
@@ -174,8 +178,9 @@ def _of_variant(config: Config, variant: str) -> Config:
     return config.model_copy(update={"train": config.train.model_copy(update=changed)})
 
 
-def main() -> None:
-    config, repeats = configuration(sys.argv[1:])
+def main() -> int:
+    words, file = take_json(sys.argv[1:])
+    config, repeats = configuration(words)
     distributed.initialize(config)
     bench = Bench(config)
     for repeat in range(-2, repeats):  # two rounds to warm up
@@ -184,13 +189,13 @@ def main() -> None:
             bench.once(VARIANTS[(repeat + shift) % len(VARIANTS)], keep=repeat >= 0)
     norms = bench.norms(repeats)
     tokens = sum(len(r.tokens) for part in bench.rollouts.mini_batches for r in part)
-    if distributed.is_main_rank():
-        print(
-            f"{tokens} tokens on this rank, {config.train.mini_batches} mini-batches, median of {repeats} paired steps"
-        )
-        print(bench.report())
-        print(norms)
+    if not distributed.is_main_rank():
+        return 0
+    print(f"{tokens} tokens on this rank, {config.train.mini_batches} mini-batches, median of {repeats} paired steps")
+    print(bench.report())
+    print(norms)
+    return finish(bench.rows(bench.totals()), file)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
