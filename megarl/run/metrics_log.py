@@ -142,12 +142,15 @@ class MetricsLog:
         """Mini-batches get a curve per index (minibatch_0/..., minibatch_1/...): staleness grows with the index."""
         prefix = "" if minibatch is None else f"minibatch_{minibatch}/"
         if self._use_tensorboard:
-            if self._tensorboard is None:
-                from torch.utils.tensorboard import SummaryWriter
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from torch.utils.tensorboard import SummaryWriter
 
+            if self._tensorboard is None:
                 self._tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=self._purge_from)
-            for name, value in values.items():
-                self._tensorboard.add_scalar(prefix + name, value, step)
+            scalars = [Summary.Value(tag=prefix + name, simple_value=value) for name, value in values.items()]
+            events = self._tensorboard.file_writer
+            assert events is not None, "it is open from the start"
+            events.add_summary(Summary(value=scalars), step)  # one event for all: add_scalar would write one for each
             if kind != "minibatch":
                 self._tensorboard.flush()
         if self._wandb is not None:
