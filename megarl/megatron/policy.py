@@ -70,6 +70,8 @@ class Policy:
             for group in () if torch.cuda.is_available() else (g for adam in self._adams() for g in adam.param_groups):
                 group["fused"] = True  # torch's Adam steps in one call; a loaded checkpoint brings its own setting
             self.scheduler = _scheduler(self.optimizer, schedule)
+        modules = [module for chunk in self.chunks for module in chunk.modules()]
+        self._biased_routers: list[Any] = [m for m in modules if getattr(m, "expert_bias", None) is not None]
         # How Megatron's schedules reduce gradients, and when they skip the reduction.
         no_sync: list[Any] = [chunk.no_sync for chunk in self.chunks]
         self.megatron_config.finalize_model_grads_func = finalize_model_grads
@@ -88,8 +90,7 @@ class Policy:
 
     def expert_biases(self) -> list[torch.Tensor]:
         """The buffers of the routers that a backward pass may move."""
-        modules = (module for chunk in self.chunks for module in chunk.modules())
-        return [module.expert_bias for module in modules if getattr(module, "expert_bias", None) is not None]
+        return [router.expert_bias for router in self._biased_routers]
 
     def optimizer_step(self, more_follow: bool = False) -> tuple[float, float]:
         """Clip, step, advance the schedule; returns (gradient norm before clipping, learning rate used).

@@ -173,18 +173,31 @@ def _all_to_all(parcels: Sequence[torch.Tensor], sizes: Sequence[int], group: di
 def check_rollouts(rollouts: Sequence[Rollout], shape: ModelShape) -> None:
     """TraceError naming the first rollout whose routes cannot be of this model. Called before a step."""
     expected = (len(shape.moe_layers), shape.topk)
+    held: list[tuple[np.ndarray, np.ndarray, str]] = []
     for rollout in rollouts:
+        experts, present = rollout.routed_experts, rollout.routed_mask
         label = f"group {rollout.group} sample {rollout.sample}"
-        if rollout.routed_experts is None and rollout.routed_mask is not None:
-            continue  # its routes are on another rank, which checks them
-        if rollout.routed_experts is None:
+        if experts is None:
+            if present is not None:
+                continue  # its routes are on another rank, which checks them
             raise TraceError(f"{label}: no routed experts, but replay needs them: was the engine asked for routes?")
-        trace = RoutingTrace(rollout.routed_experts, shape.num_experts, rollout.routed_mask, label)
-        if trace.experts.shape[1:] != expected:
+        fits = present is None or present.shape == experts.shape[:1]
+        if not fits or experts.ndim != 3 or experts.shape[1:] != expected:
+            RoutingTrace(experts, shape.num_experts, present, label)
             raise TraceError(
-                f"{label}: routes of {trace.experts.shape[1]} layers and top-{trace.experts.shape[2]}, but the model "
+                f"{label}: routes of {experts.shape[1]} layers and top-{experts.shape[2]}, but the model "
                 f"has {expected[0]} MoE layers and top-{expected[1]}: engine and trainer run different models"
             )
+        held.append((experts, np.ones(len(experts), bool) if present is None else present, label))
+    if not held:
+        return
+    try:  # all at once: most of the cost of a short response is not its rows
+        together = (np.concatenate(column) for column in zip(*(each[:2] for each in held), strict=True))
+        RoutingTrace(next(together), shape.num_experts, next(together))
+    except (TraceError, ValueError):
+        for experts, present, label in held:
+            RoutingTrace(experts, shape.num_experts, present, label)
+        raise
 
 
 def deliver_routes(
