@@ -36,7 +36,7 @@ GATHER_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Placed:
+class Placed:
     """A local parameter, its rule, and its layer and expert in the whole model."""
 
     tensor: torch.Tensor
@@ -62,7 +62,7 @@ def _matchers(shape: ModelShape) -> list[tuple[re.Pattern[str], Rule]]:
     ]
 
 
-def _place(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> list[_Placed]:
+def place_parameters(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> list[Placed]:
     """All parameters of this rank with their rules; CheckpointError if no rule covers one."""
     matchers = _matchers(shape)
     local_experts = shape.num_experts // parallel_state.get_expert_model_parallel_world_size()
@@ -77,7 +77,7 @@ def _place(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> list[_Placed
                 raise CheckpointError(f"no rule of family {shape.family!r} covers the Megatron parameter {name!r}")
             parts = match.groupdict()
             layer = chunk.decoder.layers[int(parts["layer"])].layer_number - 1 if "layer" in parts else 0
-            placed.append(_Placed(tensor, rule, layer, first_expert + int(parts.get("expert", 0))))
+            placed.append(Placed(tensor, rule, layer, first_expert + int(parts.get("expert", 0))))
     return placed
 
 
@@ -88,11 +88,11 @@ def load_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, path: str | Pa
     """
     with HFCheckpoint(path) as checkpoint:
         check_tensors(checkpoint, hf_shapes(shape))
-        for entry in _place(chunks, shape):
+        for entry in place_parameters(chunks, shape):
             _load_one(entry, checkpoint, shape)
 
 
-def _load_one(entry: _Placed, checkpoint: HFCheckpoint, shape: ModelShape) -> None:
+def _load_one(entry: Placed, checkpoint: HFCheckpoint, shape: ModelShape) -> None:
     group = _tensor_group(entry.rule)
     names = entry.rule.hf_names(entry.layer, entry.expert)
     tensors = [checkpoint.read(name) for name in names]
@@ -178,18 +178,19 @@ class _Hop:
 
 
 def export_hf(
-    chunks: Sequence[torch.nn.Module], shape: ModelShape, receive: bool = True
+    chunks: Sequence[torch.nn.Module], shape: ModelShape, receive: bool = True, placed: Sequence[Placed] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every Hugging Face tensor of the live model, whole, in one order, on the ranks that ``receive``.
 
     A collective call: exhaust the iterator, also on the other ranks, which only give their shards and get nothing. One
     parameter, or ``GATHER_BYTES`` of one layer's experts of one kind, is whole at a time. Tensors that one rank holds
-    alone may be views of its weights: copy what must outlast the next step.
+    alone may be views of its weights: copy what must outlast the next step. placed: what ``place_parameters`` found for
+    these chunks; to walk through all modules again takes longer than to copy a small model.
     """
     rules, dense, expert = rules_of(shape), *_routes(receive)
     numbers = {rule.megatron: number for number, rule in enumerate(rules)}
-    local: dict[tuple[int, int], list[_Placed]] = {}
-    for entry in _place(chunks, shape):
+    local: dict[tuple[int, int], list[Placed]] = {}
+    for entry in place_parameters(chunks, shape) if placed is None else placed:
         if entry.rule.megatron in numbers:
             local.setdefault((entry.layer, numbers[entry.rule.megatron]), []).append(entry)
     for piece in _all_pieces(local):
@@ -215,7 +216,7 @@ def _routes(receive: bool) -> tuple[list[_Hop], list[_Hop]]:
     return routes[0], routes[1]
 
 
-def _all_pieces(local: dict[tuple[int, int], list[_Placed]]) -> list[_Piece]:
+def _all_pieces(local: dict[tuple[int, int], list[Placed]]) -> list[_Piece]:
     """The pieces of all pipeline stages, in canonical order, the same list on every rank."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     mine = [
@@ -226,7 +227,7 @@ def _all_pieces(local: dict[tuple[int, int], list[_Placed]]) -> list[_Piece]:
     return sorted(itertools.chain(*gather_objects(mine, group)), key=lambda piece: piece.order)
 
 
-def _gather(piece: _Piece, entries: list[_Placed], route: list[_Hop]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+def _gather(piece: _Piece, entries: list[Placed], route: list[_Hop]) -> Iterator[tuple[int, list[torch.Tensor]]]:
     """(expert or 0, shards of all tensor-parallel ranks), on the ranks that receive."""
     *inner, pipeline = route
     sizes = [hop.group.size() for hop in reversed(inner)]  # [expert-parallel ranks if experts, tensor-parallel ranks]

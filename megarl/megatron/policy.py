@@ -20,7 +20,7 @@ from megarl.core.megatron_facts import replay_blockers
 from megarl.errors import NumericsError
 from megarl.megatron.config_errors import as_config_error
 from megarl.megatron.experts import join_experts
-from megarl.megatron.hf_weights import export_hf, load_hf
+from megarl.megatron.hf_weights import export_hf, load_hf, place_parameters
 from megarl.megatron.model import build_model, transformer_config
 from megarl.megatron.passes.dispatchers import release_after_use
 from megarl.megatron.replay import RoutingReplay
@@ -70,6 +70,7 @@ class Policy:
             for group in () if torch.cuda.is_available() else (g for adam in self._adams() for g in adam.param_groups):
                 group["fused"] = True  # torch's Adam steps in one call; a loaded checkpoint brings its own setting
             self.scheduler = _scheduler(self.optimizer, schedule)
+        self._placed = place_parameters(self.chunks, self.shape)
         modules = [module for chunk in self.chunks for module in chunk.modules()]
         self._biased_routers: list[Any] = [m for m in modules if getattr(m, "expert_bias", None) is not None]
         # How Megatron's schedules reduce gradients, and when they skip the reduction.
@@ -122,7 +123,7 @@ class Policy:
 
     def export(self, receive: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights under their Hugging Face names, on the ranks that ``receive``; a collective call."""
-        return export_hf(self.chunks, self.shape, receive)
+        return export_hf(self.chunks, self.shape, receive, self._placed)
 
     def offload(self) -> int:
         """Free memory for servers on the same GPUs while they sample; returns the bytes of the device. Then ``reload``.
