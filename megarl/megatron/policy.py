@@ -173,7 +173,7 @@ def build_chunks(config: Config, shape: ModelShape) -> tuple[TransformerConfig, 
         fields = {**layout_fields(config), **_overrides(config, TransformerConfig, uses_te(shape))}
         megatron_config = transformer_config(shape, fields, DTYPES[config.model.dtype])
         chunks: list[torch.nn.Module] = [*build_model(shape, megatron_config)]
-    overlapped = _configure(DistributedDataParallelConfig, config).overlap_grad_reduce
+    overlapped = _overrides(config, DistributedDataParallelConfig).get("overlap_grad_reduce", False)
     for chunk in chunks:
         release_after_use(chunk)
         if not torch.cuda.is_available():
