@@ -117,6 +117,9 @@ def _start_ranks(command: str, config: Path, *overrides: str) -> None:
 def _be_rank(rank: int, port: int, words: tuple[str, ...]) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS), "RANK": str(rank)}
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(RANKS)}
+    import torch
+
+    torch.set_num_threads(1)  # a fork has none of the threads that its parent may have begun, and would wait for them
     try:
         code = import_module("megarl.cli").main(words)  # by its name, as torchrun would: this floor lies below it
     except Exception:

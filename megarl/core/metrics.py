@@ -6,6 +6,7 @@ A ``Stat`` holds only sums and maxima; a minimum is a negated maximum.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -31,6 +32,7 @@ HISTOGRAM_EDGES = torch.cat([-_EDGES.flip(0), _EDGES])
 good to 7.5 % from 1e-4 to 20, and anything nearer to 0 counts as exactly 0."""
 SPREAD_EDGES = torch.logspace(-12, 12, 385, dtype=torch.float64)
 """Float64 [385], edges of the histogram of values from 0 up: good to 7.5 % from 1e-12, below which all counts as 0."""
+_LARGEST_EXPONENT = math.log(sys.float_info.max)
 MOST_IN_HISTOGRAM = 1 << 16
 """Larger batches put every second entry, every third and so on into a histogram, with as much weight."""
 
@@ -259,7 +261,7 @@ def _summary(sums: list[float], maxima: list[float]) -> dict[str, float]:
 
 
 def _exp(values: dict[str, float]) -> dict[str, float]:
-    return {name: math.exp(value) for name, value in values.items()}
+    return {name: math.inf if value > _LARGEST_EXPONENT else math.exp(value) for name, value in values.items()}
 
 
 def _quantiles(counts: list[float], all_edges: Tensor) -> dict[str, float]:

@@ -19,11 +19,12 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from megarl import __version__
 from megarl.data.files import sha256_of, write_atomically
 from megarl.data.records import place_prefix
 
@@ -87,7 +88,9 @@ class PromptTable(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self.numbers if self.rows is None else self.rows)
 
-    def __getitem__(self, index: int) -> Prompt:  # type: ignore[override]
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.take(np.arange(len(self))[index])
         row = range(len(self))[index]
         row = row if self.rows is None else int(self.rows[row])
         begins, ends = self.bounds[:, row].tolist(), self.bounds[:, row + 1].tolist()
@@ -96,8 +99,8 @@ class PromptTable(Sequence[Prompt]):
         return Prompt(row, tokens, text, answer, f"{self.prefix}{self.numbers[row]}")
 
     def take(self, rows: np.ndarray) -> Self:
-        """Return the prompts of these rows, int64 [N], of a whole table."""
-        return replace(self, rows=rows)
+        """Return the prompts of these rows, int64 [N], of this table."""
+        return replace(self, rows=rows if self.rows is None else self.rows[rows])
 
 
 def share(
@@ -108,9 +111,14 @@ def share(
     settings: what the table depends on besides the file and the tokenizer. Without a place to write, each process
     builds its own, and a warning says so.
     """
-    key = _key(source, tokenizer, settings)
-    if key is None:
+    # Other classes have code of their own, which may change; some templates write today's date.
+    is_known = getattr(tokenizer, "backend_tokenizer", None) is not None and type(tokenizer).__module__.startswith(
+        "transformers."
+    )
+    if not is_known or "strftime" in str(tokenizer.chat_template) or source.stat().st_size < SHARED_FROM_BYTES:
         return build()
+    digest = sha256_of(source)
+    key = _key(digest, source.suffix, tokenizer, settings)
     prefix = place_prefix(source)
     try:
         path = _folder() / f"{key}.prompts"
@@ -120,6 +128,8 @@ def share(
             if (table := _map(path, prefix)) is not None:  # another process has built it meanwhile
                 return table
             table = build()
+            if sha256_of(source) != digest:  # somebody has written it meanwhile
+                return table
             head = np.array([_MAGIC, len(table), len(table.tokens), len(table.letters), 0, 0, 0, 0])
             write_atomically(path, b"".join(part.tobytes() for part in (head, *_arrays(table))), durable=False)
         return _map(path, prefix) or table
@@ -132,16 +142,13 @@ def _arrays(table: PromptTable) -> tuple[np.ndarray, ...]:
     return table.bounds, table.numbers, table.tokens, table.letters
 
 
-def _key(source: Path, tokenizer: PreTrainedTokenizerBase, settings: Sequence[object]) -> str | None:
-    """A hash of all that the table depends on; None if that cannot be told, or the file is small."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    template = tokenizer.chat_template
-    # Some templates write today's date.
-    if backend is None or "strftime" in str(template) or source.stat().st_size < SHARED_FROM_BYTES:
-        return None
-    versions = [version("transformers"), version("tokenizers")]
-    ends = [tokenizer.eos_token, type(tokenizer).__name__, tokenizer.special_tokens_map]
-    known = [sha256_of(source), source.suffix, backend.to_str(), template, ends, versions, list(settings)]
+def _key(digest: str, suffix: str, tokenizer: PreTrainedTokenizerBase, settings: Sequence[object]) -> str:
+    """A hash of all that the table of a file depends on."""
+    backend: Any = tokenizer.backend_tokenizer
+    versions = [__version__, version("transformers"), version("tokenizers")]
+    apart = [tokenizer.eos_token, tokenizer.special_tokens_map, tokenizer.split_special_tokens]  # not in to_str
+    kind = [type(tokenizer).__name__, tokenizer.chat_template]
+    known = [digest, suffix, backend.to_str(), *kind, *apart, *versions, *settings]
     return hashlib.sha256(json.dumps(known, default=str).encode()).hexdigest()
 
 

@@ -120,7 +120,7 @@ def load_demonstrations(
     demonstrations: list[Demonstration] = []
     for rows in _batches(read_records(path), read):
         prompts = _encode_prompts(tokenizer, [text for text, _ in rows], prompt_field, max_prompt_tokens)
-        responses = _tokenize(tokenizer, [response for _, response in rows], special=False)
+        responses = _encode_responses(tokenizer, rows, response_field)
         for (text, _), prompt, ids in zip(rows, prompts, responses, strict=True):
             place = text.place
             if not ids or ids[-1] != end_token:
@@ -272,6 +272,19 @@ def _encode_prompts(
     return [found[index] for index in range(len(texts))]
 
 
+def _encode_responses(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[tuple[_Text, str]], field: str
+) -> list[list[int]]:
+    """Tokenize the responses of a batch; DataError names the first that cannot be."""
+    try:
+        return _tokenize(tokenizer, [response for _, response in rows], special=False)
+    except Exception as error:
+        if len(rows) > 1:
+            return [_encode_responses(tokenizer, [row], field)[0] for row in rows]
+        place = rows[0][0].place
+        raise DataError(f"{place}: the tokenizer cannot read the response ({field!r}): {error}") from error
+
+
 def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], special: bool) -> list[list[int]]:
     """What the tokenizer's own call gives, in half its time where that only calls the backend."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
@@ -279,6 +292,7 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], special: boo
         return tokenizer(texts, add_special_tokens=special)["input_ids"]
     backend.no_truncation()
     backend.no_padding()
+    backend.encode_special_tokens = tokenizer.split_special_tokens  # a call with another setting leaves it there
     return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=special)]
 
 

@@ -86,6 +86,8 @@ class _Products(torch.autograd.Function):
             # Else autograd adds them: there is no buffer, or one of another precision.
             if not (ctx.adds and all(into is not None and into.dtype == rows.dtype for into in sums)):
                 sums = of_weights = rows.new_zeros(len(weights), *weights[0].shape).unbind()
-            for given, mine, into in zip(of_outputs, rows.split(ctx.sizes), sums, strict=True):
-                into.addmm_(given.t(), mine)
+            trains = ctx.needs_input_grad[3:]
+            for given, mine, into, is_wanted in zip(of_outputs, rows.split(ctx.sizes), sums, trains, strict=True):
+                if is_wanted:
+                    into.addmm_(given.t(), mine)
         return of_rows, None, None, *of_weights

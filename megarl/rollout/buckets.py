@@ -169,9 +169,10 @@ class Staging:
 
 
 def _add_bits(rows: torch.Tensor, stack: Stack) -> torch.Tensor:
-    """int64 [n], sums of the integers that the bytes of each row are."""
-    width = math.gcd(stack.row_bytes, stack.start, 8)
-    bits = rows.view(-1).view(torch.uint8).view(_INTEGERS[width])
+    """int64 [n], sums of the integers that the bytes of each row are, wherever the row lies."""
+    width = math.gcd(stack.row_bytes, 8)
+    octets = rows.view(-1).view(torch.uint8)
+    bits = (octets.clone() if stack.start % width else octets).view(_INTEGERS[width])
     return bits.view(len(rows), -1).sum(1, dtype=torch.int64)
 
 
@@ -260,19 +261,22 @@ class Intake:
         incomplete updates, and a wrong shape ends the server. Missing and non-finite ones are reported after the last
         one, so that the host waits for the device once.
         """
+        self._names: list[str] = []
         self._sums: list[torch.Tensor] = []
         return self.making.over(self._buckets(tensors))
 
     def _buckets(self, tensors: Iterable[Named]) -> Iterator[Bucket]:
-        finite, names = [torch.ones(0, dtype=torch.bool)], list[str]()
+        finite = [torch.ones(0, dtype=torch.bool)]
         checked = self._check(self.gathering.over(tensors))
         for bucket in split_into_buckets(checked, self.max_bytes, self.shapes, self.allocate, self.form):
-            names += bucket.names
+            self._names += bucket.names
             finite.append(bucket.finite)
             self._sums.append(bucket.sums)
             yield bucket
         whole = torch.cat([flags.to(finite[-1].device) for flags in finite]).tolist()
-        if bad := [name.removesuffix(SCALE) for name, is_finite in zip(names, whole, strict=True) if not is_finite]:
+        if bad := [
+            name.removesuffix(SCALE) for name, is_finite in zip(self._names, whole, strict=True) if not is_finite
+        ]:
             raise WeightSyncError(
                 f"{len(bad)} of {len(self.shapes)} tensors hold NaN or infinite values, for example {bad[0]}: "
                 "look at the trainer's weights"
@@ -298,5 +302,6 @@ class Intake:
             )
 
     def sums(self) -> tuple[int, ...]:
-        """``Bucket.sums`` of all buckets; the host waits for the device."""
-        return tuple(torch.cat(self._sums).tolist()) if self._sums else ()
+        """``Bucket.sums`` in the order of the names, whatever the buckets are; the host waits for the device."""
+        found = zip(self._names, torch.cat(self._sums).tolist(), strict=True) if self._sums else ()
+        return tuple(total for _, total in sorted(found))

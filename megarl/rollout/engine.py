@@ -143,9 +143,10 @@ class Engine(Protocol):
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replaces all weights; ``tensors`` are (name, tensor) as in a Hugging Face checkpoint, each exactly once.
 
-        There is one tensor per expert, and none for a tensor that the checkpoint ties to another one. A missing,
-        unknown, repeated or mis-shaped name raises WeightSyncError; the engine then refuses to sample until a whole
-        update has arrived.
+        Copy what you keep: a tensor may be a view of the trainer's own weights, which the next step changes. There is
+        one tensor per expert, and none for a tensor that the checkpoint ties to another one. A missing, unknown,
+        repeated or mis-shaped name raises WeightSyncError; the engine then refuses to sample until a whole update has
+        arrived.
         """
 
     def prove_weights(self) -> bool:

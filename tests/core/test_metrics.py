@@ -107,6 +107,13 @@ def test_a_metric_that_is_not_finite_is_an_error():
         finalize({"loss": Stat.total(math.nan)})
 
 
+def test_a_geometric_mean_beyond_all_floats_is_infinite():
+    assert Stat.exp_mean([709.0]).values()[""] == math.exp(709)
+    assert Stat.exp_mean([710.0]).values()[""] == math.inf
+    with pytest.raises(NumericsError, match="ppl"):
+        finalize({"ppl": Stat.exp_mean([1e9])})
+
+
 def test_two_uses_of_one_name_are_an_error():
     with pytest.raises(ValueError, match="two uses of one name"):
         Stat.total(1.0).merge(Stat.mean(torch.ones(2)))

@@ -100,11 +100,29 @@ def test_prompts_are_a_sequence_that_can_be_taken_from(write_jsonl: Write, make_
     taken = found.take(np.array([3, 0, 3]))
     assert [each.index for each in taken] == [3, 0, 3]
     assert (len(taken), taken[-1].answer) == (3, "9")
+    assert [each.index for each in found[1:-1:2]] == [1, 3]
+    assert [each.index for each in taken[:2]] == [3, 0]
+    assert [each.index for each in taken[1:].take(np.array([1, 0]))] == [3, 0]
     for sequence, index in ((found, 5), (found, -6), (taken, 3)):
         with pytest.raises(IndexError):
             sequence[index]
     found[0].tokens[0] = 99
     assert found[0].tokens[0] != 99, "a prompt is nobody else's"
+
+
+def test_a_response_that_cannot_be_tokenized_is_named(write_jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [{"prompt": "1", "response": response} for response in ("2", "\ud800", "3")]
+    with pytest.raises(DataError, match=r"train\.jsonl:2: the tokenizer cannot read the response \('response'\)"):
+        load_demonstrations(write_jsonl(*rows), tokenizer)
+
+
+def test_special_tokens_in_a_text_are_split_as_the_tokenizer_says(write_jsonl: Write, make_tokenizer: Make) -> None:
+    path, tokenizer = write_jsonl({"prompt": "1<s>", "answer": "1"}), make_tokenizer()
+    whole = tokenizer("1<s>")["input_ids"]
+    tokenizer("1", split_special_tokens=True)  # stays in its backend
+    assert load(path, tokenizer)[0].tokens.tolist() == whole
+    tokenizer.split_special_tokens = True
+    assert load(path, tokenizer)[0].tokens.tolist() == tokenizer("1<s>")["input_ids"] != whole
 
 
 class TestSharing:
@@ -132,6 +150,36 @@ class TestSharing:
         path.write_text(path.read_text().replace("21=", "22="))
         with pytest.raises(pytest.fail.Exception):
             load(path, tokenizer)
+
+    def test_what_the_backend_does_not_tell_is_told_apart(
+        self, write_jsonl: Write, make_tokenizer: Make, shares: Path
+    ) -> None:
+        path, tokenizer = write_jsonl({"prompt": "1<s>", "answer": "1"}), make_tokenizer()
+        whole = load(path, tokenizer)[0].tokens.tolist()
+        tokenizer.split_special_tokens = True
+        assert load(path, tokenizer)[0].tokens.tolist() != whole
+
+        class Own(PreTrainedTokenizerFast):
+            pass
+
+        load(path, Own(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<e>"))
+        assert len(list(shares.glob("*.prompts"))) == 2, "the code of another class may change"
+
+    def test_a_file_that_is_written_meanwhile_is_not_kept(
+        self, write_jsonl: Write, tokenizer: PreTrainedTokenizerFast, shares: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        before, after = ({"prompt": each, "answer": "1"} for each in ("1", "2"))
+        path, read = write_jsonl(before), prompts.read_records
+
+        def write_first(*given: Any, **options: Any) -> Any:
+            write_jsonl(after)
+            return read(*given, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(prompts, "read_records", write_first)
+            assert load(path, tokenizer)[0].text == "2"
+        write_jsonl(before)
+        assert load(path, tokenizer)[0].text == "1"
 
     @pytest.mark.parametrize("left", [0, 10, 63, 64, 200, -1])
     def test_a_file_that_is_not_complete_is_written_again(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -144,3 +146,25 @@ def test_a_folder_of_another_family_is_refused_and_left_as_it_is(tmp_path: Path)
     with pytest.raises(MegarlError, match="family qwen3: add --family qwen3"):
         quickstart(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["model-untrained"]
+
+
+_THREADED = """
+import torch
+import megarl.cli
+from pathlib import Path
+from megarl.quickstart import _start_ranks
+
+def work(words):
+    torch.randn(1 << 21).sum()
+    return int(torch.get_num_threads() != 1)
+
+torch.set_num_threads(2)
+torch.randn(1 << 21).sum()
+megarl.cli.main = work
+_start_ranks("train", Path("none"))
+"""
+
+
+def test_ranks_are_forks_also_of_a_process_whose_torch_has_threads() -> None:
+    """A fork that waits for its parent's threads waits for ever."""
+    subprocess.run([sys.executable, "-c", _THREADED], check=True, timeout=120)

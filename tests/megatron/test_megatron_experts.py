@@ -103,6 +103,18 @@ def test_frozen_experts_get_no_gradient(models: dict[str, Path]) -> None:
     assert not any(weight.main_grad.any() for weight in weights_of(layer))  # type: ignore[attr-defined]
 
 
+def test_one_frozen_expert_gets_no_gradient_beside_others(models: dict[str, Path]) -> None:
+    _, (layer, *_) = layers_of(models["base"])
+    given = inputs(layer, [2] * len(layer.local_experts))
+    frozen, trained = (layer.local_experts[index].linear_fc1.weight for index in (0, 1))
+    frozen.requires_grad_(False)
+    for weight in (frozen, trained):
+        weight.main_grad.zero_()  # type: ignore[attr-defined]
+    layer(*given)[0].sum().backward()
+    assert not frozen.main_grad.any(), "the optimizer would train it"  # type: ignore[attr-defined]
+    assert trained.main_grad.any()  # type: ignore[attr-defined]
+
+
 def test_modules_with_a_hook_are_called_one_by_one(models: dict[str, Path]) -> None:
     _, (layer, *_) = layers_of(models["base"])
     given = inputs(layer, [2] * len(layer.local_experts))
