@@ -26,6 +26,7 @@ from bench_rows import Row
 
 HERE = Path(__file__).parent
 MODEL, PROMPTS = "{work}/model", "{work}/task/train.jsonl"
+ROWS = ("grpo", "minirl", "dapo", "gspo", "ctpo", "dppo_kl", "geo_rs", "deepseek_v32")
 TINY = ("--model", MODEL, "--prompts", PROMPTS)
 
 
@@ -42,7 +43,7 @@ class Bench:
 
 BENCHES: dict[str, Bench] = {
     "quickstart": Bench(
-        "bench_quickstart.py", (), "The quickstart", "On two free cores, from nothing to a report: least to largest.",
+        "bench_quickstart.py", ("--repeats", "2"), "The quickstart", "On two free cores, from nothing to a report: least to largest.",
     ),
     "trl": Bench(
         "bench_trl.py", (), "A step of the quickstart beside TRL, and the share of the loop",
@@ -62,8 +63,8 @@ BENCHES: dict[str, Bench] = {
         "A step after sampling, without a part of the pass or without all of it, for N mini-batches.",
     ),
     "coefficients": Bench(
-        "bench_coefficients.py", ("--tokens", "3000000", "--repeats", "3"), "Objectives",
-        "Every row of the table of objectives, statistics included, on one thread.",
+        "bench_coefficients.py", ("--rows", *ROWS), "Objectives",
+        "Coefficients and statistics of ten million tokens, on one thread; without --rows the script measures all.",
     ),
     "logprobs": Bench(
         "bench_logprobs.py", ("--tokens", "2048", "--hidden", "256"), "Log-probabilities without logits",
