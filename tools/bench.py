@@ -43,7 +43,8 @@ class Bench:
 
 BENCHES: dict[str, Bench] = {
     "quickstart": Bench(
-        "bench_quickstart.py", ("--repeats", "2"), "The quickstart", "On two free cores, from nothing to a report: least to largest.",
+        "bench_quickstart.py", ("--repeats", "2"), "The quickstart",
+        "On two free cores, from nothing to a report: least to largest.",
     ),
     "trl": Bench(
         "bench_trl.py", (), "A step of the quickstart beside TRL, and the share of the loop",
