@@ -37,6 +37,9 @@ from megarl.run.audit import Audit
 from megarl.run.metrics_log import MetricsLog
 from megarl.train.sampling.assignment import PromptAssignment, RankCoordinates, Refill
 
+sys.path.insert(0, str(Path(__file__).parent))
+from bench_rows import Row, add_json, finish
+
 RANKS, GROUP = 512, 8
 FACTOR = 4
 LINEAR, FLAT = 1.15, 0.35
@@ -230,11 +233,11 @@ def exponent(sizes: list[int], times: np.ndarray) -> float:
     return float(np.polyfit(np.log(sizes), np.log(np.maximum(times, 1e-6)), 1)[0])
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help="of the sizes")
-    parser.add_argument("--json", type=Path, help="write the rows into this file")
+    add_json(parser)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     print(f"{'':>34} {'sizes':>28} {'CPU seconds':>24} {'exponent':>9} {'budget':>7}  seconds per 1e6")
@@ -251,11 +254,8 @@ def main() -> None:
         listed = " ".join(f"{second:7.3f}" for second in best)
         print(f"{cost.name:>34} {' '.join(map(str, sizes)):>28} {listed:>24} {power:9.2f} {cost.budget:7.2f}", end="  ")
         print(f"{rate:.3g} ({cost.unit})", flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1))
-    if broken := [row["what"] for row in rows if row["budget"] is not None and row["value"] > row["budget"]]:
-        sys.exit(f"grows faster than its budget: {'; '.join(broken)}")
+    return finish([Row(**row) for row in rows], args.json)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

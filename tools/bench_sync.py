@@ -20,7 +20,6 @@ of this process over its size before an update, in units of the largest bucket.
 
 from __future__ import annotations
 
-import json
 import statistics
 import subprocess
 import sys
@@ -47,6 +46,9 @@ from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec, free_port
 from megarl.rollout.sglang.weights.ipc import Exchange
 from megarl.rollout.weights import WeightForm
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bench_rows import Row, finish
 
 STAND_IN = Path(__file__).parents[1] / "tests/rollout/sglang_stand_in.py"
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -212,9 +214,7 @@ def main() -> int:
         budget = f"  at most {row['budget']:.1f}" if row["budget"] else ""
         span = f"{row['value']:8.2f} {row['unit']}  ({row['low']:.2f} to {row['high']:.2f})"
         print(f"{row['name']:32} {row['what']:32} {span}{budget}", flush=True)
-    if "--json" in flags:
-        Path(flags["--json"]).write_text(json.dumps(rows, indent=1))
-    return int(any(row["budget"] and row["value"] > row["budget"] for row in rows))
+    return finish([Row(**row) for row in rows], Path(flags["--json"]) if "--json" in flags else None)
 
 
 if __name__ == "__main__":
