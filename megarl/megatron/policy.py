@@ -71,8 +71,6 @@ class Policy:
                 group["fused"] = True  # torch's Adam steps in one call; a loaded checkpoint brings its own setting
             self.scheduler = _scheduler(self.optimizer, schedule)
         self._placed = place_parameters(self.chunks, self.shape)
-        modules = [module for chunk in self.chunks for module in chunk.modules()]
-        self._biased_routers: list[Any] = [m for m in modules if getattr(m, "expert_bias", None) is not None]
         # How Megatron's schedules reduce gradients, and when they skip the reduction.
         no_sync: list[Any] = [chunk.no_sync for chunk in self.chunks]
         self.megatron_config.finalize_model_grads_func = finalize_model_grads
@@ -91,7 +89,8 @@ class Policy:
 
     def expert_biases(self) -> list[torch.Tensor]:
         """The buffers of the routers that a backward pass may move."""
-        return [router.expert_bias for router in self._biased_routers]
+        buffers = [named for chunk in self.chunks for named in chunk.named_buffers()]
+        return [buffer for name, buffer in buffers if name.rpartition(".")[2] == "expert_bias"]
 
     def optimizer_step(self, more_follow: bool = False) -> tuple[float, float]:
         """Clip, step, advance the schedule; returns (gradient norm before clipping, learning rate used).
