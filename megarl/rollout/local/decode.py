@@ -113,7 +113,7 @@ def decode(
             num_kept[alive] += kept_steps[-1][0]
             if (most := num_kept.max()) > params.max_kept_ids:
                 raise too_many_kept(requests[num_kept.argmax()], most, params.max_kept_ids, step + 1)
-        at_stop = np.isin(drawn, stop_ids)
+        at_stop = (drawn[:, None] == stop_ids).any(1)
         finished = at_stop | (step + 1 >= limits[alive])
         stopped[alive[at_stop]] = True
         if on_finish is not None and finished.any():
