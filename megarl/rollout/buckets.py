@@ -18,15 +18,13 @@ import torch
 from megarl.core.fp8 import BLOCK, SCALE, grid_of, is_fp8_weight
 from megarl.errors import WeightSyncError
 from megarl.models.hf_files import split_by_size
-from megarl.rollout.weights import Named, WeightForm
+from megarl.rollout.weights import CACHE_BYTES, CONVERT_BYTES, Named, WeightForm
 
 Item = TypeVar("Item")
 Allocate = Callable[[int, torch.device], torch.Tensor]
 
 FUSED = ("q_a_proj", "kv_a_proj_with_mqa")
 """Halves of a projection that SGLang's models with latent attention keep as one parameter."""
-_CONVERT_BYTES, _CACHE_BYTES = 32 << 20, 1 << 20
-"""Of the tensors that are stacked, converted and checked at once on a GPU and on a CPU, unless one is more."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AS_IT_IS = WeightForm()
@@ -66,10 +64,7 @@ class Bucket:
     """
 
     def __init__(self, tensors: Iterable[Named], allocate: Allocate = _empty, form: WeightForm = _AS_IT_IS) -> None:
-        groups: dict[tuple[bool, torch.dtype, tuple[int, ...]], dict[str, torch.Tensor]] = {}
-        for name, tensor in tensors:
-            key = form.fp8 != "off" and is_fp8_weight(name), tensor.dtype, tuple(tensor.shape)
-            groups.setdefault(key, {})[name] = tensor.detach()
+        groups = _group(tensors, form)
         made = [(key[0], [*group.values()], _stacks(form, key, [*group])) for key, group in groups.items()]
         self.stacks = sorted(itertools.chain(*(stacks for *_, stacks in made)), key=lambda s: -s.dtype.itemsize)
         total = 0
@@ -90,7 +85,7 @@ class Bucket:
             self.ready.record()
 
     def _fill(self, form: WeightForm, is_fp8: bool, sources: list[torch.Tensor], stacks: list[Stack]) -> None:
-        step = max(1, (_CONVERT_BYTES if self.flat.is_cuda else _CACHE_BYTES) // max(1, sources[0].nbytes))
+        step = max(1, (CONVERT_BYTES if self.flat.is_cuda else CACHE_BYTES) // max(1, sources[0].nbytes))
         for first in range(0, len(sources), step):
             part = slice(first, first + step)
             places = [self.rows(stack)[part] for stack in stacks]
@@ -186,6 +181,25 @@ def _are_finite(rows: torch.Tensor) -> torch.Tensor:
     return finite if finite is not None and finite.all() else rows.isfinite().all(1)
 
 
+def _check_each(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """bool [n], whether all values of each tensor are finite. The host does not wait for a device."""
+    if tensors[0].is_cuda:
+        return torch.stack([tensor.isfinite().all() for tensor in tensors])
+    finite = torch.stack(torch._foreach_norm(tensors)).isfinite()  # reads each value once; large ones may overflow
+    return finite if finite.all() else torch.stack([tensor.isfinite().all() for tensor in tensors])
+
+
+def _group(
+    tensors: Iterable[Named], form: WeightForm
+) -> dict[tuple[bool, torch.dtype, tuple[int, ...]], dict[str, torch.Tensor]]:
+    """The tensors by name; together those that are converted in one call."""
+    groups: dict[tuple[bool, torch.dtype, tuple[int, ...]], dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors:
+        key = form.fp8 != "off" and is_fp8_weight(name), tensor.dtype, tuple(tensor.shape)
+        groups.setdefault(key, {})[name] = tensor.detach()
+    return groups
+
+
 def _stacks(form: WeightForm, key: tuple[bool, torch.dtype, tuple[int, ...]], names: Sequence[str]) -> list[Stack]:
     is_fp8, dtype, shape = key
     if not (is_fp8 and form.fp8 == "blocks"):
@@ -273,10 +287,25 @@ class Intake:
             finite.append(bucket.finite)
             self._sums.append(bucket.sums)
             yield bucket
+        self._require_finite(self._names, finite)
+
+    def write(self, tensors: Iterable[Named], places: Mapping[str, torch.Tensor]) -> None:
+        """Write the tensors into the memory of an engine in this process, each into its place; errors as ``buckets``.
+
+        What is written before an error stays.
+        """
+        names, finite = [], [torch.ones(0, dtype=torch.bool)]
+        for unit in split_by_size(self._check(tensors), lambda named: named[1].nbytes, self.max_bytes):
+            for (is_fp8, *_), group in _group(unit, self.form).items():
+                names += group
+                sources, targets = [*group.values()], [places[name] for name in group]
+                finite.append(_check_each(sources))
+                self.form.write(sources, is_fp8, targets)
+        self._require_finite(names, finite)
+
+    def _require_finite(self, names: Sequence[str], finite: Sequence[torch.Tensor]) -> None:
         whole = torch.cat([flags.to(finite[-1].device) for flags in finite]).tolist()
-        if bad := [
-            name.removesuffix(SCALE) for name, is_finite in zip(self._names, whole, strict=True) if not is_finite
-        ]:
+        if bad := [name.removesuffix(SCALE) for name, is_finite in zip(names, whole, strict=True) if not is_finite]:
             raise WeightSyncError(
                 f"{len(bad)} of {len(self.shapes)} tensors hold NaN or infinite values, for example {bad[0]}: "
                 "look at the trainer's weights"

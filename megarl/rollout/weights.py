@@ -4,6 +4,7 @@ Every engine takes an update through ``buckets.Intake``.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,8 @@ from megarl.core.fp8 import BLOCK, grid_of, is_fp8_weight, quantize_fp8, round_t
 from megarl.errors import WeightSyncError
 
 Named = tuple[str, torch.Tensor]
+CONVERT_BYTES, CACHE_BYTES = 32 << 20, 1 << 20
+"""Of the tensors that are stacked, converted and checked at once on a GPU and on a CPU, unless one is more."""
 FP8Form = Literal["off", "rounded", "blocks"]
 
 
@@ -49,6 +52,17 @@ class WeightForm:
             held.copy_(round_through_fp8(torch.stack(tensors).float()))
         else:
             torch.stack(tensors, out=held)
+
+    def write(self, tensors: Sequence[torch.Tensor], is_fp8: bool, places: Sequence[torch.Tensor]) -> None:
+        """Write tensors of one shape into places of any dtype and device, as they are or rounded through FP8."""
+        assert self.fp8 != "blocks", "scales need places of their own"
+        if not is_fp8:
+            torch._foreach_copy_([*places], [*tensors])
+            return
+        step = max(1, (CONVERT_BYTES if tensors[0].is_cuda else CACHE_BYTES) // max(1, tensors[0].nbytes))
+        for first in range(0, len(tensors), step):
+            rounded = round_through_fp8(torch.stack([*tensors[first : first + step]]).float())
+            torch._foreach_copy_([*places[first : first + step]], rounded.unbind())
 
 
 class _WithoutCopies(TorchFunctionMode):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import math
 import os
 import pickle
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -257,7 +259,7 @@ def test_many_tensors_at_once_are_what_each_is_alone(
     fp8: str, dtypes: tuple[torch.dtype, torch.dtype | None], monkeypatch: pytest.MonkeyPatch
 ):
     """Bit for bit, also where a bucket is converted in several parts, and from views that are not contiguous."""
-    monkeypatch.setattr(buckets, "_CONVERT_BYTES", 1 << 16)
+    monkeypatch.setattr(buckets, "CONVERT_BYTES", 1 << 16)
     source, held = dtypes
     shapes = {f"layers.{i}.{part}_proj.weight": (130, 40 + 20 * (i % 2)) for i in range(5) for part in ("up", "down")}
     given_ = {name: torch.randn(shape[::-1]).to(source).t() for name, shape in shapes.items()}
@@ -290,3 +292,33 @@ def test_staging_gives_the_memory_of_the_second_bucket_before():
     assert made == [100, 100]
     staging(300, cpu)  # a tensor that is larger than a bucket
     assert made == [100, 100, 300]
+
+
+@pytest.mark.parametrize("fp8", ["off", "rounded"])
+@pytest.mark.parametrize("max_bytes", [1, 300, 1 << 20])
+def test_tensors_are_written_into_their_places(
+    monkeypatch: pytest.MonkeyPatch, fp8: Literal["off", "rounded"], max_bytes: int
+) -> None:
+    monkeypatch.setattr("megarl.rollout.weights.CACHE_BYTES", 600)  # two of four
+    names = [f"model.layers.0.mlp.experts.{index}.up_proj.weight" for index in range(4)] + ["model.norm.weight"]
+    tensors = [(name, torch.randn(8, 8, dtype=torch.float64)) for name in names]
+    places = {name: torch.zeros(8, 8, dtype=torch.float32) for name in names}
+    intake = Intake({name: (8, 8) for name in names}, 1, WeightForm(fp8=fp8), max_bytes)
+    intake.write(iter(tensors), places)
+    for name, tensor in tensors:
+        is_rounded = fp8 == "rounded" and name != "model.norm.weight"
+        expected = round_through_fp8(tensor.float()) if is_rounded else tensor.float()
+        assert torch.equal(places[name], expected)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_is_found_where_it_is_written(bad: float) -> None:
+    shapes = {name: (4,) for name in "abc"}
+    large = torch.full((4,), 3e38)  # their norm is infinite, they are not
+    wrong = torch.tensor([1.0, bad, 1.0, 1.0])
+    places = {name: torch.zeros(4) for name in shapes}
+    Intake(shapes, 1, WeightForm(), 1 << 20).write([(name, large) for name in shapes], places)
+    with pytest.raises(WeightSyncError, match="1 of 3 tensors hold NaN or infinite values, for example b"):
+        Intake(shapes, 1, WeightForm(), 1 << 20).write([("a", large), ("b", wrong), ("c", large)], places)
+    with pytest.raises(WeightSyncError, match="missing"):
+        Intake(shapes, 1, WeightForm(), 1 << 20).write([("a", large)], places)

@@ -21,7 +21,7 @@ from transformers.initialization import no_init_weights
 
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError, WeightSyncError
-from megarl.rollout.buckets import Intake, Staging
+from megarl.rollout.buckets import Intake
 from megarl.rollout.engine import (
     Begin,
     Engine,
@@ -119,17 +119,13 @@ class LocalEngine(Engine):
 
     @torch.no_grad()
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See ``Engine.update_weights``. Tensors may be on any device; ``BUCKET_BYTES`` of them are read at a time."""
+        """See ``Engine.update_weights``. Tensors may be on any device; ``BUCKET_BYTES`` of them are held at a time."""
         self._require_open()
         self._missing = "the last weight update failed"
         shapes = {name: tuple(view.shape) for name, view in self._views.items()}
         proved = set(list(shapes)[:: -(-len(shapes) // PROVED_TENSORS)])
-        self._sent = {}
-        for bucket in Intake(shapes, version, self._form, BUCKET_BYTES, Staging(BUCKET_BYTES)).buckets(tensors):
-            for name, tensor in bucket.tensors():
-                self._views[name].copy_(tensor)
-                if name in proved:
-                    self._sent[name] = _some_of(tensor).to(self._views[name], copy=True)
+        Intake(shapes, version, self._form, BUCKET_BYTES).write(tensors, self._views)
+        self._sent = {name: _some_of(self._views[name]).clone() for name in proved}
         self._version = version
         self._missing = None
 
