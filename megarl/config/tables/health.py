@@ -7,7 +7,7 @@ from pydantic import PositiveInt, model_validator
 from megarl.config.tables.base import Table
 
 Limits = Literal["off"] | list[float]
-FALLING = ("contrast_share", "solved_share", "entropy_fall_ratio", "ess_share")
+FALLING = ("contrast_share", "solved_share", "pass_rate_ratio", "entropy_fall_ratio", "ess_share")
 """Checks of what must not become small; all others are of what must not become large."""
 
 
@@ -29,6 +29,8 @@ class HealthConfig(Table):
     """The same share from a pass rate of 90 % on."""
     reward_error_share: Limits = [0.05, 0.3]
     """Share of responses without a reward, or of episodes that failed."""
+    pass_rate_ratio: Limits = [0.5, 0.2]
+    """Mean pass rate of the latest start_steps steps over the best such mean, if noise does not explain the fall."""
     entropy_fall_ratio: Limits = [0.2, 0.05]
     """Entropy over that of the start, while less than 90 % of the responses pass."""
     entropy_rise_ratio: Limits = [3.0, 10.0]

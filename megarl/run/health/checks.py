@@ -81,9 +81,15 @@ class Check:
     read: Callable[[Step], float | None] = _largest
     """Gets those of its metrics that a step has; returns None if they say nothing."""
     form: str = "{:.1%}"
-    against: Literal["limits", "start", "calm", "spikes", "streak"] = "limits"
-    """What is compared with the limits: the value itself; the value over its median at the start of the run, or in
-    recent steps within the limits (calm; spikes: one step is enough); steps in a row in which it is not 0."""
+    against: Literal["limits", "start", "calm", "spikes", "best", "streak"] = "limits"
+    """What is compared with the limits.
+
+    - limits: the value itself;
+    - start: the value over its median in the first steps;
+    - calm, spikes: the value over its median in recent steps within the limits; of spikes, one step is enough;
+    - best: the mean of the latest steps over the best such mean, if noise does not explain the difference;
+    - streak: the number of steps in a row in which the value is not 0.
+    """
     least: float = 0.0
     """The smallest median that counts."""
 
@@ -128,6 +134,16 @@ CHECKS = (
         lambda step: _contrast(step, solved=True),
     ),
     Check(
+        "pass_rate_ratio",
+        ("reward/pass_rate",),
+        "pass rate",
+        "the policy forgets: learning rate too high, too many updates per step, engines that differ; or prompts have "
+        "become harder",
+        "look at held-out figures and responses; begin from an earlier checkpoint with a smaller optim.lr or fewer "
+        "train.mini_batches",
+        against="best",
+    ),
+    Check(
         "reward_error_share",
         ("reward/error_fraction", "episode/failed_fraction"),
         "share of responses without a reward, or of episodes that failed:",
@@ -141,7 +157,7 @@ CHECKS = (
         "the policy has become nearly deterministic before it solves the task: learning rate too high, too many "
         "updates per step, or clipping that stops rare tokens first",
         "try a smaller optim.lr, fewer train.mini_batches, a wider upper clip (objective dapo) or an entropy bonus "
-        "(entropy_coef); begin from an earlier checkpoint",
+        "(train.objective_overrides, entropy_coef); begin from an earlier checkpoint",
         _unsolved_entropy,
         _NATS,
         "start",

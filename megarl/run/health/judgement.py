@@ -14,6 +14,8 @@ Level = Literal["ok", "warning", "alarm"]
 _LEVELS: tuple[Level, ...] = ("ok", "warning", "alarm")
 _RECENT_STEPS = 50
 _SPIKE_STEPS = 20
+_NOISE = 6.0
+"""Standard deviations: the best of many noisy means is too good by three of them, and the latest may be as bad."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,11 @@ class Verdict:
     """What usually causes it."""
     advice: str
     """What to try."""
+
+    def lines(self) -> list[str]:
+        """Return it for a terminal."""
+        since = "" if self.since is None else f" since step {self.since}"
+        return [f"{self.level}{since}, {self.check}: {self.found}", f"  cause: {self.cause}", f"  try:   {self.advice}"]
 
 
 def judge_run(records: Sequence[Mapping[str, Any]], limits: HealthConfig | None = None) -> list[Verdict]:
@@ -84,7 +91,8 @@ class _Judge:
         self._fall = {"streak": 1, "spikes": _SPIKE_STEPS}.get(check.against, limits.patience_steps)
         self._levels: deque[int] = deque(maxlen=max(self._rise, self._fall))
         self._reference: deque[float] = deque(maxlen=_RECENT_STEPS)
-        self._streak = 0
+        self._latest: deque[float] = deque(maxlen=limits.start_steps)
+        self._best, self._streak = 0.0, 0
         self._since: int | None = None
         self._found = ""
 
@@ -125,6 +133,8 @@ class _Judge:
             case "streak":
                 self._streak = self._streak + 1 if value else 0
                 return self._streak
+            case "best":
+                return self._over_best(value)
             case against:
                 known = self._reference
                 if len(known) < self._start_steps:
@@ -133,6 +143,20 @@ class _Judge:
                     return None
                 reference = max(median(known), self._check.least)
                 return value / reference if reference > 0 else None
+
+    def _over_best(self, value: float) -> float | None:
+        """Return the mean of the latest values over the best one; 1 if the difference may be noise."""
+        if self._latest:
+            self._reference.append(abs(value - self._latest[-1]))
+        self._latest.append(value)
+        if len(self._latest) < self._start_steps or not self._reference:
+            return None
+        mean = sum(self._latest) / len(self._latest)
+        self._best = max(self._best, mean)
+        # The median distance of two independent normal values is 0.95 standard deviations.
+        noise = median(self._reference) / math.sqrt(len(self._latest))
+        is_lower = mean < self._best - _NOISE * noise
+        return mean / self._best if is_lower else 1.0
 
     def _grade(self, score: float) -> int:
         falling = self._check.name in FALLING
@@ -151,5 +175,6 @@ class _Judge:
             "limits": shown,
             "streak": f"{shown} in a row",
             "start": f"{check.form.format(value)}, {shown} the start",
+            "best": f"{check.form.format(value)}; lately {shown} the best",
         }.get(check.against, f"{check.form.format(value)}, {shown} the usual")
         return f"{check.what} {told} ({limits})"
