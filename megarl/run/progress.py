@@ -126,8 +126,9 @@ class Monitor:
         self._health.add({"kind": "step", "step": done, **metrics})
         verdicts = {verdict.check: verdict for verdict in self._health.verdicts()}
         for check, verdict in verdicts.items():
-            if check not in self._told or (verdict.level, self._told[check].level) == ("alarm", "warning"):
-                for line in verdict.lines():
+            before = self._told.get(check)
+            if before is None or before.level != "alarm" == verdict.level:
+                for line in verdict.lines() if before is None else verdict.lines()[:1]:
                     self.say(f"health: {line}")
         for check in self._told.keys() - verdicts.keys():
             self.say(f"health: {check}: within its limits again")

@@ -21,7 +21,7 @@ class HealthConfig(Table):
     """Steps in a row that must be beyond a limit until there is a verdict, and within it until the verdict ends."""
     start_steps: PositiveInt = 5
     """Steps whose median is the run's own start. Checks named *_ratio say nothing before; spikes wait as long."""
-    zero_reward_steps: Limits = [3, 8]
+    zero_reward_steps: Literal["off"] | list[PositiveInt] = [3, 8]
     """Steps in a row in which every reward is 0."""
     contrast_share: Limits = [0.05, 0.0]
     """Share of prompts whose responses differ in reward, while less than 90 % of the responses pass."""

@@ -108,10 +108,10 @@ CHECKS = (
         "zero_reward_steps",
         _REWARDS,
         "every reward is 0:",
-        "the reward function never matches (answer column, answer format, chat template), the token limit cuts answers "
-        "off, or the task is too hard for the model",
-        "judge a few responses by hand with the reward function; try easier prompts, a cold start (megarl sft), more "
-        "rollout.max_response_tokens or a larger rollout.group_size",
+        "since the first step: the reward function never matches (answer column or format, chat template), the token "
+        "limit cuts answers off, or the task is too hard; since later: the policy has collapsed",
+        "judge a few responses by hand with the reward function; more rollout.max_response_tokens, easier prompts, a "
+        "cold start (megarl sft); after a collapse, an earlier checkpoint with a smaller optim.lr",
         _are_zero,
         against="streak",
     ),

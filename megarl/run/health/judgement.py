@@ -37,7 +37,11 @@ class Verdict:
     def lines(self) -> list[str]:
         """Return it for a terminal."""
         since = "" if self.since is None else f" since step {self.since}"
-        return [f"{self.level}{since}, {self.check}: {self.found}", f"  cause: {self.cause}", f"  try:   {self.advice}"]
+        return [
+            f"{self.level}{since}, {self.check}: {self.found}",
+            f"  cause:  {self.cause}",
+            f"  advice: {self.advice}",
+        ]
 
 
 def judge_run(records: Sequence[Mapping[str, Any]], limits: HealthConfig | None = None) -> list[Verdict]:
