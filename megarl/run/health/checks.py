@@ -100,6 +100,7 @@ class Check:
 
 
 _REWARDS = ("reward/mean", "reward/pass_rate", "prompts/effective_ratio")
+_SAMPLES = ("sampling/samples", "sampling/samples_per_prompt")
 _NATS = "{:.2g} nats"
 _COMPUTES = tuple(f"time/{phase}_s" for phase in ("prepare", "old_logprobs", "ref_logprobs", "advantages", "train"))
 
@@ -117,7 +118,7 @@ CHECKS = (
     ),
     Check(
         "contrast_share",
-        (*_REWARDS, "sampling/samples_per_prompt"),
+        (*_REWARDS, *_SAMPLES),
         "share of prompts whose responses differ in reward:",
         "all responses to a prompt get the same reward: prompts are too hard or too easy, the policy has collapsed to "
         "one answer, or the reward does not tell answers apart",
@@ -127,7 +128,7 @@ CHECKS = (
     ),
     Check(
         "solved_share",
-        (*_REWARDS, "sampling/samples_per_prompt"),
+        (*_REWARDS, *_SAMPLES),
         "nearly every response passes; share of prompts whose responses still differ in reward:",
         "the prompts are solved, and teach nothing more",
         "end the run, or go on with harder prompts",
