@@ -63,8 +63,10 @@ def _missing_rows(step: Step) -> float | None:
 
 
 def _idle(step: Step) -> float | None:
-    whole, computes = step.get("time/step_s", 0.0), [value for name, value in step.items() if name != "time/step_s"]
-    return 1.0 - sum(computes) / whole if computes and whole > 0 else None
+    whole = step.get("time/step_s", 0.0)
+    if "time/train_s" not in step or whole <= 0:
+        return None
+    return 1.0 - sum(value for name, value in step.items() if name != "time/step_s") / whole
 
 
 @dataclass(frozen=True, slots=True)

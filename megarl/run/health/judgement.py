@@ -64,6 +64,7 @@ class Health:
     def __init__(self, limits: HealthConfig) -> None:
         self._judges = [_Judge(check, limits) for check in CHECKS if getattr(limits, check.name) != "off"]
         self._of_minis: dict[str, list[float]] = {}
+        self._told: dict[str, Verdict] = {}
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Judge the next record. A step is judged when its own record comes, after those of its mini-batches."""
@@ -83,6 +84,17 @@ class Health:
         """Return warnings and alarms, worst first, then those that began first."""
         found = [judge.verdict() for judge in self._judges if judge.level]
         return sorted(found, key=lambda verdict: (verdict.level != "alarm", verdict.since))
+
+    def news(self) -> list[str]:
+        """Return lines about verdicts that have appeared, become alarms or ended since the last call."""
+        verdicts, told = {verdict.check: verdict for verdict in self.verdicts()}, self._told
+        self._told, lines = verdicts, list[str]()
+        for check, verdict in verdicts.items():
+            if check not in told:
+                lines += verdict.lines()
+            elif told[check].level != "alarm" == verdict.level:
+                lines += verdict.lines()[:1]
+        return lines + [f"{check}: within its limits again" for check in told if check not in verdicts]
 
 
 class _Judge:
