@@ -182,15 +182,17 @@ class Doctor:
 
 @command
 class Report:
-    """Plot the curves of a run into PNGs and one HTML page."""
+    """Write one HTML page about a run, or one that overlays the curves of several: docs/report.md."""
 
-    run_dir: Positional[Path]
-    """The folder of the run."""
+    run_dirs: Positional[tuple[Path, ...]]
+    """The folder of the run, or of each run."""
+    out: Path | None = None
+    """The page; default RUN_DIR/report/index.html, of several runs compare.html here."""
 
     def run(self, overrides: Overrides) -> None:
         from megarl.report.report import write_report
 
-        print(printable(f"report: {write_report(self.run_dir)}"))
+        print(printable(f"report: {write_report(*self.run_dirs, out=self.out)}"))
 
 
 @command
