@@ -196,6 +196,32 @@ class Report:
 
 
 @command
+class Samples:
+    """Print prompts, responses and rewards that a run has stored, by default of its newest step: docs/report.md."""
+
+    run_dir: Positional[Path]
+    """The folder of the run."""
+    step: int | None = None
+    """Only this step's, from 1."""
+    sort: Literal["reward", "length", "gap"] | None = None
+    """From the best on: the highest reward, the smallest length or gap between the engines."""
+    worst: pydantic.PositiveInt | None = None
+    """Only so many, from the worst on; by reward unless --sort says otherwise."""
+    best: pydantic.PositiveInt | None = None
+    """Only so many, from the best on."""
+    search: str | None = None
+    """Only those with this text in prompt, response or error, in upper or lower case."""
+    json: bool = False
+    """Print JSON lines."""
+
+    def run(self, overrides: Overrides) -> None:
+        from megarl.report import samples
+
+        options = {name: getattr(self, name) for name in ("step", "sort", "worst", "best", "search")}
+        samples.show(self.run_dir, **options, as_json=self.json)
+
+
+@command
 class Status:
     """Show how far a run is: step, phase, speed, time to go, last error, and where its ranks are."""
 

@@ -151,7 +151,7 @@ def _plot_lines(panel: Panel, run: Run, place: int, layout: Figure) -> Iterator[
 def _style(run: Run, line: Line, place: int, index: int) -> Figure:
     """What the traces of one line share. Hiding it in the legend hides its band and its pale values too."""
     prefix = "" if run.color is None else f"{run.name}: "
-    width = max(1.4, 3.4 - 0.7 * (index if run.color is None else place))
+    width = (3.6, 2.2, 1.5)[min(index if run.color is None else place, 2)]
     name = html_name(prefix + line.label)
     return {
         "type": "scatter",
@@ -177,7 +177,7 @@ def _plot_curve(curve: Curve, style: Figure, run: Run) -> Iterator[Figure]:
         yield {**style, "mode": "lines", "line": line, "opacity": 0.35, "showlegend": False,
                "hoverinfo": "skip", "x": numbers(pale.x), "y": numbers(pale.y)}  # fmt: skip
     shown = thin(replace(mean, y=smooth(mean.y, max(5, len(mean.y) // 25)))) if is_long else mean
-    mode = "lines" if len(shown.x) > 30 else "lines+markers"
+    mode = "lines" if len(shown.x) > 12 else "lines+markers"
     yield {**style, "mode": mode, "marker": {"size": 4}, "x": numbers(shown.x), "y": numbers(shown.y)}
 
 

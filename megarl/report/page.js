@@ -33,8 +33,9 @@ function withTheme(figure, width) {
     hoverlabel: { bgcolor: card, bordercolor: line, font: { color: ink } },
     hovermode: given.hovermode || (figure.data.some((trace) => trace.type === "heatmap") ? "closest" : "x unified"),
     dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
-    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", maxheight: 0.6 },
-    margin: { l: 56, r: 12, t: given.title ? 34 : 12, b: 40 },
+    legend: { orientation: "h", x: 0, xref: "container", y: 0, yref: "container", yanchor: "bottom", maxheight: 0.6 },
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: muted, activecolor: ink },
+    margin: { l: 56, r: 12, t: 30, b: 40 },
     showlegend: names.length > 0 && figure.data.every((trace) => trace.type !== "heatmap"),
     height: (given.height || 300) + 19 * (figure.data[0].type === "heatmap" ? 1 : rows),
   };
@@ -50,7 +51,7 @@ async function loadPlotly() {
 async function showFigures() {
   const figures = read("figures");
   await loadPlotly();
-  const config = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
+  const config = { responsive: true, displaylogo: false, showSendToCloud: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
   const draw = (div) => {
     const figure = figures[div.dataset.figure];
     Plotly.react(div, figure.data, withTheme(figure, div.clientWidth), config);

@@ -16,6 +16,17 @@ from megarl.report.figures import Figure
 from megarl.report.panels import Panel, read_glossary
 
 
+_ORDERS = {
+    "step down": "newest step first",
+    "step up": "oldest step first",
+    "reward down": "highest reward first",
+    "reward up": "lowest reward first",
+    "length down": "longest first",
+    "length up": "shortest first",
+    "gap down": "largest gap first",
+}
+
+
 def make_page(
     title: str, subtitle: str, body: str, figures: Sequence[Figure], samples: Sequence[Mapping[str, Any]] = ()
 ) -> bytes:
@@ -45,6 +56,20 @@ def render_glossary() -> str:
         for name, text in sorted(read_glossary().items())
     )
     return f'<section id="glossary"><h2>Glossary</h2><dl>{entries}</dl></section>'
+
+
+def render_samples(notes: Sequence[str], has_any: bool) -> str:
+    """Return the place where page.js lists the samples, with its controls; notes: what the page holds of each run."""
+    texts = "".join(f'<p class="note">{html.escape(note)}</p>' for note in notes)
+    orders = "".join(f'<option value="{value}">{label}</option>' for value, label in _ORDERS.items())
+    controls = (
+        '<div class="controls"><input id="sample-query" type="search" placeholder="Search prompts and responses" '
+        f'aria-label="Search"><select id="sample-order" aria-label="Order">{orders}</select></div>'
+        '<p class="note" id="sample-count"></p><div id="sample-list"></div>'
+        '<button id="sample-more" type="button">More</button>'
+    )
+    heading = '<section id="responses"><h2>What the model wrote</h2>'
+    return f"{heading}{texts}{controls if has_any else ''}</section>"
 
 
 def render_tiles(rows: Mapping[str, str]) -> str:

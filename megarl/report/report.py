@@ -16,6 +16,7 @@ from megarl.errors import ConfigError, DataError
 from megarl.report import page
 from megarl.report.figures import COLORS, Figure, Run, make_figures
 from megarl.report.panels import Panel, read_panels
+from megarl.report.samples import for_page
 from megarl.report.series import Curve, Curves, benchmarks, make_curves
 from megarl.run.metrics_log import Record, read_metrics
 from megarl.run.status import format_duration
@@ -60,20 +61,24 @@ def write_report(*run_dirs: str | Path, out: Path | None = None) -> Path:
 
 
 def name_runs(folders: Sequence[Path]) -> list[str]:
-    """Return the name of each run's folder, with as many of its parents as tell it from the others."""
+    """Return the name of each run's folder, with as many of its parents as tell it from the others.
+
+    Last parts that all paths share tell nothing: a/run and b/run are "a" and "b".
+    """
     paths = [folder.resolve() for folder in folders]
     if len(paths) > len(_RUN_COLORS):
         raise ConfigError(f"megarl report: found {len(paths)} runs, expected at most {len(_RUN_COLORS)}: a colour each")
     for path in paths:
         if paths.count(path) > 1:
             raise ConfigError(f"megarl report: {path} is given twice")
-    names = []
-    for path in paths:
-        length = 1
-        while sum(other.parts[-length:] == path.parts[-length:] for other in paths) > 1:
-            length += 1
-        names.append("/".join(path.parts[-length:]))
-    return names
+    while len(paths) > 1 and len({path.name for path in paths}) == 1:
+        paths = [path.parent for path in paths]
+
+    def unique_part(path: Path) -> str:
+        ends = (path.parts[-length:] for length in range(1, len(path.parts) + 1))
+        return "/".join(next(end for end in ends if [other.parts[-len(end) :] for other in paths].count(end) == 1))
+
+    return [unique_part(path) for path in paths]
 
 
 def _read_run(folder: Path, name: str) -> _Source:
@@ -99,13 +104,16 @@ def _make_page(sources: Sequence[_Source]) -> bytes:
     tiles = {label: value for label, value in tiles.items() if value != NOT_RECORDED}
     labels = dict.fromkeys(label for headline in headlines for label in headline)
     rows = [[label, *(headline.get(label, NOT_RECORDED) for headline in headlines)] for label in labels]
+    stored = [for_page(source.folder, "" if alone else source.name) for source in sources]
+    samples, notes = [one for found, _ in stored for one in found], [note for _, note in stored]
     body = (
         f'<div class="tiles">{page.render_tiles(tiles)}</div>'
         f"{page.render_table(rows if alone else [['', *(source.name for source in sources)], *rows])}"
-        f'<p class="note">{_NOTE}</p><div class="panels">{cards}</div>{_render_absent(runs)}{page.render_glossary()}'
+        f'<p class="note">{_NOTE}</p><div class="panels">{cards}</div>{_render_absent(runs)}'
+        f"{page.render_samples(notes, bool(samples))}{page.render_glossary()}"
     )
     title = _get_setting(first.config, "run", "name", first.name) if alone else " against ".join(r.name for r in runs)
-    return page.make_page(title, ", ".join(str(source.folder.resolve()) for source in sources), body, figures)
+    return page.make_page(title, ", ".join(str(each.folder.resolve()) for each in sources), body, figures, samples)
 
 
 def _render_absent(runs: Sequence[Run]) -> str:
