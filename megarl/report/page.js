@@ -1,7 +1,7 @@
 "use strict";
 // The page of a report: unpacks plotly.js, plots each figure when it comes into view, and lists samples.
 const byId = (id) => document.getElementById(id);
-const read = (id) => JSON.parse(byId(id).textContent);
+const read = (id) => JSON.parse(byId(`data-${id}`).textContent);
 const make = (tag, text = "", name = "") => Object.assign(document.createElement(tag), { textContent: text, className: name });
 const root = document.documentElement;
 
@@ -43,7 +43,7 @@ function withTheme(figure, width) {
 
 async function loadPlotly() {
   // The library is compressed: 2 MB instead of 5. A script element of the page itself runs it.
-  const packed = Uint8Array.from(atob(byId("plotly").textContent), (letter) => letter.charCodeAt(0));
+  const packed = Uint8Array.from(atob(byId("data-plotly").textContent), (letter) => letter.charCodeAt(0));
   const plain = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
   document.head.append(make("script", await new Response(plain).text()));
 }
