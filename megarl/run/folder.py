@@ -13,7 +13,7 @@ from megarl.errors import ConfigError
 from megarl.megatron.checkpoints.folders import complete_checkpoints
 from megarl.megatron.checkpoints.manifest import MANIFEST
 
-_FREE = {"checkpoint", "launch", "log", "eval", "sft", "recompute"}
+_FREE = {"checkpoint", "launch", "log", "health", "eval", "sft", "recompute"}
 """Tables that may change between a run and its resumption."""
 _FREE_KEYS = {("run", "dir"), ("run", "steps"), ("run", "collective_timeout_s"), ("train", "micro_batch_tokens")}
 _FREE_KEYS |= {("reward_model", key) for key in ("urls", "batch_size", "concurrency", "timeout_s", "attempts")}

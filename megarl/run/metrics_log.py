@@ -163,23 +163,25 @@ def read_metrics(path: str | Path, begin: int = 0) -> list[Record]:
     A broken last line is what a kill leaves behind and is passed over. Any other broken line raises DataError with
     file and line.
     """
-    path = Path(path)
+    return [*iterate_metrics(path, begin)]
+
+
+def iterate_metrics(path: str | Path, begin: int = 0) -> Iterator[Record]:
+    """Yield what ``read_metrics`` returns; one record is in memory."""
+    path, broken = Path(path), None
     if not path.is_file():
         raise DataError(f"{path}: there is no such file; a run writes it into its run folder")
     with path.open("rb") as file:
         file.seek(begin)
-        lines = file.read().split(b"\n")
-    while lines and not lines[-1].strip():
-        lines.pop()
-    records: list[Record] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(_from_json(line))
-        except ValueError as error:
-            if number == len(lines):
-                break
-            raise _broken(f"{path}:{number}", error) from error
-    return records
+        for number, line in enumerate(file, start=1):
+            if broken is not None and line.strip():
+                raise broken
+            try:
+                record = _from_json(line)
+            except ValueError as error:
+                broken = broken or _broken(f"{path}:{number}", error)
+            else:
+                yield record
 
 
 def _lines_from_the_end(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TextIO
 
 from rich.console import Console
@@ -16,9 +17,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megarl.config import Config
 from megarl.core.metrics import Stat, finalize
-from megarl.errors import printable
+from megarl.errors import DataError, printable
 from megarl.megatron import distributed
-from megarl.run.metrics_log import MetricsLog
+from megarl.run.health import Health, Verdict
+from megarl.run.metrics_log import MetricsLog, iterate_metrics
 from megarl.run.vitals import Vitals
 
 Advance = Callable[[int], None]
@@ -81,6 +83,8 @@ class Monitor:
         self.progress = StepProgress(enabled=distributed.is_main_rank())
         self.say: Callable[[str], None] = self.progress.line
         self._num_steps = config.run.steps
+        self._health = Health(config.health)
+        self._told: dict[str, Verdict] = {}
         self.seconds: dict[str, float] = {}
         """Of each phase since the last record of a step."""
 
@@ -103,6 +107,33 @@ class Monitor:
 
         return watched
 
+    def recall(self) -> None:
+        """After a resumption, judge the steps before it again: checks compare with the start of the run."""
+        if distributed.is_main_rank() and self.log.path.is_file():
+            try:
+                for record in iterate_metrics(self.log.path):
+                    self._health.add(record)
+            except DataError as error:
+                self.say(f"warning: checks of the run's health do not know all earlier steps: {error}")
+
+    def log_update(self, done: int, index: int, metrics: Mapping[str, float]) -> None:
+        """Write the record of a mini-batch; on the main rank."""
+        self.log.write("minibatch", done, metrics, minibatch=index)
+        self._health.add({"kind": "minibatch", "step": done, **metrics})
+
+    def _judge(self, done: int, metrics: Mapping[str, float]) -> None:
+        """Say which verdicts on the run's health are new, worse, or have ended; show all in ``megarl status``."""
+        self._health.add({"kind": "step", "step": done, **metrics})
+        verdicts = {verdict.check: verdict for verdict in self._health.verdicts()}
+        for check, verdict in verdicts.items():
+            if check not in self._told or (verdict.level, self._told[check].level) == ("alarm", "warning"):
+                for line in verdict.lines():
+                    self.say(f"health: {line}")
+        for check in self._told.keys() - verdicts.keys():
+            self.say(f"health: {check}: within its limits again")
+        self._told = verdicts
+        self.vitals.status.health = [asdict(verdict) for verdict in verdicts.values()]
+
     def log_step(
         self, done: int, step_s: float, statistics: dict[str, Stat] | None, last_update: Mapping[str, float]
     ) -> None:
@@ -119,4 +150,5 @@ class Monitor:
             status.dropped = metrics.get("tripwires/dropped")
             shown = {name: last_update[name] for name in ("loss", "grad_norm") if name in last_update}
             self.say(format_step(done, self._num_steps, metrics | shown))
+            self._judge(done, metrics)
         self.vitals.finish_step(done)

@@ -16,6 +16,7 @@ from typing import Any
 
 from megarl.data.files import read_record
 from megarl.errors import ConfigError, MegarlError, printable
+from megarl.run.health import Verdict
 from megarl.run.lock import is_held, read_holder
 
 FAILURE_VARIABLE = "MEGARL_FAILURE"
@@ -34,6 +35,7 @@ _STATUS: _Fields = (
 _SIGN: _Fields = {"host": (str,), "phase": (str,), "pid": (int,), "step": (int,)} | dict.fromkeys(
     ("beat", "beat_s"), (int, float)
 )
+_VERDICT: _Fields = dict.fromkeys(("check", "level", "found", "cause", "advice"), (str,)) | {"since": (int, None)}
 _LARGEST = 1e12
 _MOST_RANKS = 1 << 20
 
@@ -54,6 +56,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(path.read_text())
         _require_fields(found, _STATUS)
+        _require_verdicts(found.get("health"))
     except (FileNotFoundError, NotADirectoryError):
         begun = _read_launch(run_dir)
         if begun:
@@ -84,6 +87,14 @@ def _require_fields(found: Any, fields: _Fields) -> None:
         raise ValueError(f"ranks is {found['ranks']}")
 
 
+def _require_verdicts(found: Any) -> None:
+    """Raise ValueError unless it is a list of verdicts, or None: no step is judged."""
+    for entry in [] if found is None else found if isinstance(found, list) else [found]:
+        _require_fields(entry, _VERDICT)
+        if len(entry) != len(_VERDICT):
+            raise ValueError(f"a verdict has the fields {[*entry]!r:.80}")
+
+
 def _read_launch(run_dir: Path) -> dict[str, Any] | None:
     """launch.json; None if there is none. If the launcher is gone, "says" tells so and what it wrote last."""
     found = read_record(run_dir / "launch.json")
@@ -104,7 +115,7 @@ def newest_checkpoint(run_dir: Path) -> str | None:
 
 def _lines(found: dict[str, Any]) -> list[str]:
     state, job, launch = found["state"], found["job"], found["launch"]
-    runs = state == "running"
+    runs, verdicts = state == "running", [Verdict(**each) for each in found.get("health") or ()]
     tokens = f", {found['tokens_per_s']:.0f} tokens/s" if found["tokens_per_s"] is not None else ""
     gaps = {"k3": "k3 {:.1e}", "native_flip": "native flip {:.2%}", "dropped": "{:.0f} responses dropped"}
     engines = [text.format(found[name]) for name, text in gaps.items() if isinstance(found.get(name), float)]
@@ -115,6 +126,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
         "speed": found["step_s"] is not None and f"{found['step_s']:.1f} s per step{tokens}",
         "to go": runs and found["eta_s"] is not None and format_duration(found["eta_s"]),
         "engines": ", ".join(engines),
+        "health": ("\n" + " " * 12).join(line for each in verdicts for line in each.lines())
+        or (found.get("health") is not None and "no warnings"),
         "checkpoint": found["checkpoint"] or "none",
         "job": job and (f"{job}, restart {found['restart']}" if found["restart"] else job),
         "main rank": f"process {found['pid']} on {found['host']}",

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from megarl.data.files import write_atomically
 from megarl.errors import ConfigError
@@ -56,6 +56,8 @@ class RunStatus:
     native_flip: float | None = None
     dropped: float | None = None
     """Responses of the latest step that the tripwires have dropped; None if they are off."""
+    health: list[dict[str, Any]] | None = None
+    """The verdicts after the latest step, worst first; None before the first one."""
     ranks: int = 1
     last_error: str | None = None
     error_kind: str | None = None

@@ -147,7 +147,7 @@ class Trainer:
                 statistics = collect([self.train_step.update(mini, self.monitor.watch(advance), following)])
                 if statistics is not None:
                     last_update = finalize(statistics)
-                    self.log.write("minibatch", done, last_update, minibatch=index)
+                    self.monitor.log_update(done, index, last_update)
         self._record_samples(done, rollouts, minis)
         self._eval_is_due = self._is_due(done, self.config.eval.every, at_end=bool(self.config.eval.every))
         statistics = collect([rollouts.metrics, *(mini.metrics for mini in minis)])
@@ -307,6 +307,7 @@ class Trainer:
             self.audit.record_resume(done)
             self.texts.truncate_after(done)
         dropped = self.log.truncate_after(done)
+        self.monitor.recall()
         self.monitor.say(f"resumed from {newest[1]} after step {done}; dropped {dropped} later records")
         if state["layout"] != (layout := describe_layout(self.policy)):
             self.monitor.say(f"the layout was {state['layout']} and is {layout}; random generators begin with run.seed")

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from megarl.config.tables.base import Table
 from megarl.config.tables.data import DataConfig, RewardConfig, RewardModelConfig, SftConfig
+from megarl.config.tables.health import HealthConfig
 from megarl.config.tables.model import ModelConfig, ParallelConfig, RecomputeConfig
 from megarl.config.tables.rollout import EnvironmentConfig, RolloutConfig, SGLangConfig
 from megarl.config.tables.run import CheckpointConfig, EvalConfig, LaunchConfig, LogConfig, RunConfig
@@ -40,6 +41,7 @@ class Tables(Table):
     checkpoint: CheckpointConfig = CheckpointConfig()
     launch: LaunchConfig = LaunchConfig()
     log: LogConfig = LogConfig()
+    health: HealthConfig = HealthConfig()
     sft: SftConfig | None = None
     megatron: dict[str, Any] = {}
     """Any other field of Megatron's TransformerConfig, DistributedDataParallelConfig or OptimizerConfig."""
