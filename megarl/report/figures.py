@@ -124,7 +124,10 @@ def _reward_lines(curves: Curves) -> list[Line]:
     if reward is not None and passed is not None and np.array_equal(reward.y, passed.y, equal_nan=True):
         lines = [Line("reward/pass_rate", "pass rate = mean reward (training)")]
     else:
-        lines = [Line("reward/pass_rate", "pass rate (training)"), Line("reward/mean", "mean reward (training)", "grey")]
+        lines = [
+            Line("reward/pass_rate", "pass rate (training)"),
+            Line("reward/mean", "mean reward (training)", "grey"),
+        ]
     if curves.get("eval/pass_rate") is not None:
         lines.append(Line("eval/pass_rate", "pass rate (held-out)", "orange", "dots"))
     else:
@@ -144,8 +147,9 @@ def _plot_lines(panel: Panel, run: Run, place: int, layout: Figure) -> Iterator[
         yield from _plot_curve(Curve(k1.x, np.abs(k1.y)), style, run)
         below = k1.y < 0
         if len(k1.x) < 2 * _SMOOTHED_FROM and below.any():
-            yield {**style, "x": numbers(k1.x[below]), "y": numbers(-k1.y[below]), "mode": "markers",
-                   "marker": {"symbol": "circle-open", "size": 7}, "name": style["name"].replace("|k1|", "k1 < 0")}  # fmt: skip
+            points = {"mode": "markers", "marker": {"symbol": "circle-open", "size": 7}}
+            name = style["name"].replace("|k1|", "k1 &lt; 0")
+            yield {**style, **points, "name": name, "x": numbers(k1.x[below]), "y": numbers(-k1.y[below])}
 
 
 def _style(run: Run, line: Line, place: int, index: int) -> Figure:
@@ -282,7 +286,9 @@ def _plot_time(panel: Panel, run: Run) -> Figure:
         known = np.add.reduceat(np.isin(steps, total.x[np.isfinite(total.y)]).astype(np.float64), starts)
         whole = np.add.reduceat(_align_to(total, steps), starts) / np.where(known > 0, known, np.nan)
         look = {"type": "scatter", "mode": "lines+markers", "marker": {"size": 4}, "name": "whole step"}
-        data.append({**look, "line": {"color": COLORS["red"], "width": 1.4}, "x": numbers(middles), "y": numbers(whole)})
+        data.append(
+            {**look, "line": {"color": COLORS["red"], "width": 1.4}, "x": numbers(middles), "y": numbers(whole)}
+        )
     label = panel.y_label if stride == 1 else f"{panel.y_label} (mean of {stride})"
     bars = {"barmode": "stack", "bargap": 0.08 if stride == 1 else 0.0}
     return {"data": data, "layout": {"xaxis": _axis("global step"), "yaxis": _axis(label), **bars}}

@@ -119,4 +119,4 @@ showFigures().then((redraw) => button.addEventListener("click", () => {
   root.dataset.theme = isDark() ? "light" : "dark";
   label();
   redraw();
-}));
+})).catch((error) => byId("theme").after(make("p", `The figures cannot be shown: ${error}`, "note")));

@@ -15,7 +15,6 @@ from plotly.offline import get_plotlyjs
 from megarl.report.figures import Figure
 from megarl.report.panels import Panel, read_glossary
 
-
 _ORDERS = {
     "step down": "newest step first",
     "step up": "oldest step first",

@@ -37,7 +37,7 @@ class Panel:
     y_label: str
     lines: tuple[Line, ...] = ()
     metrics: tuple[str, ...] = ()
-    """Those of a panel that is not lines alone; for layers, the prefixes, of which the first that has metrics counts."""
+    """Those of a panel that is not lines alone; for layers, prefixes, of which the first that has metrics counts."""
     kind: Kind = "lines"
     scale: Scale = "free"
     wide: bool = False

@@ -18,6 +18,7 @@ from megarl.report.figures import COLORS, Figure, Run, make_figures
 from megarl.report.panels import Panel, read_panels
 from megarl.report.samples import for_page
 from megarl.report.series import Curve, Curves, benchmarks, make_curves
+from megarl.report.verdicts import render_verdicts
 from megarl.run.metrics_log import Record, read_metrics
 from megarl.run.status import format_duration
 
@@ -26,9 +27,9 @@ TILES = ("Held-out pass rate, first", "Held-out pass rate, last", "Steps", "Wall
 """Rows of the headline that are also shown as large tiles."""
 _RUN_COLORS = ("blue", "orange", "teal", "red", "purple", "yellow", "cyan", "brown")
 _NOTE = """Drag over a figure to zoom, double-click to go back; a click on a name in the legend hides its line, a
-double-click shows it alone. Bands show the range over the mini-batches of a step. In runs of 40 steps and more, bold lines
-are centred moving averages, and pale lines are the values, of long runs the smallest and largest ones. Dots (held-out) are
-never averaged."""
+double-click shows it alone. Bands show the range over the mini-batches of a step. In runs of 40 steps and more, bold
+lines are centred moving averages, and pale lines are the values, of long runs the smallest and largest ones. Dots
+(held-out) are never averaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +105,12 @@ def _make_page(sources: Sequence[_Source]) -> bytes:
     tiles = {label: value for label, value in tiles.items() if value != NOT_RECORDED}
     labels = dict.fromkeys(label for headline in headlines for label in headline)
     rows = [[label, *(headline.get(label, NOT_RECORDED) for headline in headlines)] for label in labels]
-    stored = [for_page(source.folder, "" if alone else source.name) for source in sources]
+    named = [(source, "" if alone else source.name) for source in sources]
+    verdicts = [render_verdicts(each.records, each.curves, each.config, name) for each, name in named]
+    stored = [for_page(each.folder, name) for each, name in named]
     samples, notes = [one for found, _ in stored for one in found], [note for _, note in stored]
     body = (
-        f'<div class="tiles">{page.render_tiles(tiles)}</div>'
+        f'<section id="health">{"".join(verdicts)}</section><div class="tiles">{page.render_tiles(tiles)}</div>'
         f"{page.render_table(rows if alone else [['', *(source.name for source in sources)], *rows])}"
         f'<p class="note">{_NOTE}</p><div class="panels">{cards}</div>{_render_absent(runs)}'
         f"{page.render_samples(notes, bool(samples))}{page.render_glossary()}"
@@ -120,7 +123,9 @@ def _render_absent(runs: Sequence[Run]) -> str:
     def is_absent(panel: Panel) -> bool:
         return not panel.optional and not any(panel.is_recorded(run.curves) for run in runs)
 
-    absent = [f"{panel.title.lower()} ({', '.join(panel.needs)})" for panel in read_panels().values() if is_absent(panel)]
+    absent = [
+        f"{panel.title.lower()} ({', '.join(panel.needs)})" for panel in read_panels().values() if is_absent(panel)
+    ]
     return f'<p class="note">Not recorded: {"; ".join(absent)}.</p>' if absent else ""
 
 

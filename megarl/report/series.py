@@ -99,6 +99,8 @@ def thin(curve: Curve, most: int = 1000) -> Curve:
     kept: list[int] = []
     for part in parts:
         known = part[np.isfinite(curve.y[part])]
-        ends = {int(known[curve.y[known].argmin()]), int(known[curve.y[known].argmax()])} if known.size else {int(part[0])}
+        ends = (
+            {int(known[curve.y[known].argmin()]), int(known[curve.y[known].argmax()])} if known.size else {int(part[0])}
+        )
         kept += sorted(ends)
     return Curve(curve.x[kept], curve.y[kept])

@@ -1,7 +1,7 @@
 """responses.jsonl.gz: what the model wrote, a few responses of each step or all of them; zcat reads it too.
 
-A step is one or more gzip members of JSON lines, appended in one write; each line is a response (``FIELDS``). A kill can
-only leave a part of the last member: readers stop before it, and the next start cuts it off, with the steps that a
+A step is one or more gzip members of JSON lines, appended in one write; each line is a response (``FIELDS``). A kill
+can only leave a part of the last member: readers stop before it, and the next start cuts it off, with the steps that a
 resumption has undone.
 """
 
@@ -30,7 +30,11 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "length": (int,),  # tokens that the model generated
     "prompt_tokens": (int,),
     "tool_calls": (int,),  # answers of the environment
-    "gap": (float, int, type(None)),  # mean k3 per generated token, each at most 1; null if the engines were not compared
+    "gap": (
+        float,
+        int,
+        type(None),
+    ),  # mean k3 per generated token, each at most 1; null if the engines were not compared
     "finish": (str,),  # stop, length or abort
     "truncated": (bool,),  # it reached the length limit
     "trained": (bool,),

@@ -1,6 +1,7 @@
 """What the model wrote, as responses.jsonl.gz stores it: a few of a rank's samples, or all, decoded."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -64,7 +65,7 @@ def _split(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> list[list[st
     tokens = rollout.response_tokens
     return [
         ["model" if mask[begin] else "environment", tokenizer.decode(tokens[begin:end].tolist())]
-        for begin, end in zip(bounds, bounds[1:], strict=False)
+        for begin, end in pairwise(bounds)
     ]
 
 
