@@ -238,14 +238,14 @@ class Status:
 
 @command
 class Trace:
-    """Look into files of routing traces: inspect FILE, stats FILE, or diff A B [--out heatmap.png]."""
+    """Look into files of routing traces: inspect FILE, stats FILE, or diff A B [--out heatmap.html]."""
 
     action: Positional[Literal["inspect", "stats", "diff"]]
     """What to do."""
     files: Positional[tuple[Path, ...]]
     """One file, or two for diff."""
     out: Path | None = None
-    """A picture of the difference, a PNG file."""
+    """A map of the difference, an HTML page."""
 
     def run(self, overrides: Overrides) -> None:
         expected = 2 if self.action == "diff" else 1
@@ -272,8 +272,8 @@ class Simulate:
     """Samples of a round of Ada-Seq."""
     max_samples: int = 32
     """Most samples of a prompt under Ada-Seq."""
-    out: Path = Path("runs/simulate.png")
-    """The picture, a PNG file."""
+    out: Path = Path("runs/simulate.html")
+    """The figure, an HTML page."""
 
     def run(self, overrides: Overrides) -> None:
         from megarl.simulate import Budget, simulate

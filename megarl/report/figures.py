@@ -108,6 +108,35 @@ def map_trace(grid: np.ndarray, x: np.ndarray, layers: Sequence[int], **more: An
     }
 
 
+def plot_trace_difference(flips: np.ndarray, per_layer: np.ndarray, layers: Sequence[int], bin_tokens: int) -> Figure:
+    """Plot how two trace files differ: layers against token positions, and the share of each layer beside it.
+
+    flips: float [L, bins], share of tokens that are routed differently; NaN where no token was compared. per_layer:
+    float [L], the same over all positions.
+    """
+    positions = np.arange(flips.shape[1]) * bin_tokens + (bin_tokens - 1) / 2
+    share = {"type": "bar", "orientation": "h", "x": numbers(per_layer), "y": [str(layer) for layer in layers]}
+    share |= {
+        "xaxis": "x2",
+        "marker": {"color": COLORS["blue"]},
+        "hovertemplate": "layer %{y}: %{x:.3~%}<extra></extra>",
+    }
+    layout: Figure = {
+        "xaxis": _axis("token position" + ("" if bin_tokens == 1 else f", {bin_tokens} to a column"), domain=[0, 0.82]),
+        "xaxis2": _axis("all positions", domain=[0.86, 1], tickformat=".3~%", nticks=3, rangemode="tozero"),
+        "yaxis": _axis("layer of the model", type="category", autorange="reversed"),
+        "height": max(320, min(900, 220 + 14 * len(layers))),
+        "showlegend": False,
+    }
+    if not np.nan_to_num(flips).any():
+        layout["annotations"] = [_middle("no token differs")]
+    return {"data": [map_trace(flips, positions, layers), share], "layout": layout}
+
+
+def _middle(text: str) -> Figure:
+    return {"text": text, "showarrow": False, "xref": "paper", "yref": "paper", "x": 0.5, "y": 0.5}
+
+
 def _axis(title: str, **more: Any) -> Figure:
     return {"title": {"text": title}, **more}
 
@@ -290,7 +319,7 @@ def _plot_time(panel: Panel, run: Run) -> Figure:
             {**look, "line": {"color": COLORS["red"], "width": 1.4}, "x": numbers(middles), "y": numbers(whole)}
         )
     label = panel.y_label if stride == 1 else f"{panel.y_label} (mean of {stride})"
-    bars = {"barmode": "stack", "bargap": 0.08 if stride == 1 else 0.0}
+    bars = {"barmode": "stack", "bargap": 0.08 if stride == 1 else 0.0, "legend": {"traceorder": "normal"}}
     return {"data": data, "layout": {"xaxis": _axis("global step"), "yaxis": _axis(label), **bars}}
 
 
@@ -315,9 +344,12 @@ def _scale_y(layout: Figure, panel: Panel, data: Sequence[Figure]) -> None:
         axis["autorangeoptions"] = {"include": 1.0}
     elif (scale == "log" or panel.kind == "kl") and top > 0:
         axis |= {"type": "log", "exponentformat": "power", "hoverformat": ".3g"}
+        least = min(value for value in values if value > 0)
+        for trace in data:  # zero has no logarithm: a line has a gap there, a band ends at the least value
+            none = least if "fill" in trace else None
+            trace["y"] = [value if value is None or value > 0 else none for value in trace["y"]]
     elif scale in ("percent", "log") and top <= 0:
         axis["range"] = [-0.0005, 0.0105]
-        layout["annotations"] = [{"text": "zero in every step", "showarrow": False, "xref": "paper", "yref": "paper",
-                                  "x": 0.5, "y": 0.5}]  # fmt: skip
+        layout["annotations"] = [_middle("zero in every step")]
     elif scale in ("zero", "percent"):
         axis["rangemode"] = "tozero"

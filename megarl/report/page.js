@@ -26,6 +26,7 @@ function withTheme(figure, width) {
     xaxis: { ...axis, ...given.xaxis },
     yaxis: { ...axis, ...given.yaxis },
     ...(given.xaxis2 && { xaxis2: { ...axis, ...given.xaxis2 } }),
+    ...(given.yaxis2 && { yaxis2: { ...axis, ...given.yaxis2 } }),
     font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: ink },
     title: given.title && { ...given.title, font: { size: 13 }, x: 0, xref: "paper" },
     paper_bgcolor: "rgba(0,0,0,0)",
@@ -33,10 +34,10 @@ function withTheme(figure, width) {
     hoverlabel: { bgcolor: card, bordercolor: line, font: { color: ink } },
     hovermode: given.hovermode || (figure.data.some((trace) => trace.type === "heatmap") ? "closest" : "x unified"),
     dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
-    legend: { orientation: "h", x: 0, xref: "container", y: 0, yref: "container", yanchor: "bottom", maxheight: 0.6 },
+    legend: { ...given.legend, orientation: "h", x: 0, xref: "container", y: 0, yref: "container", yanchor: "bottom", maxheight: 0.6 },
     modebar: { bgcolor: "rgba(0,0,0,0)", color: muted, activecolor: ink },
     margin: { l: 56, r: 12, t: 30, b: 40 },
-    showlegend: names.length > 0 && figure.data.every((trace) => trace.type !== "heatmap"),
+    showlegend: names.length > 0 && given.showlegend !== false && figure.data[0].type !== "heatmap",
     height: (given.height || 300) + 19 * (figure.data[0].type === "heatmap" ? 1 : rows),
   };
 }

@@ -15,6 +15,8 @@ from plotly.offline import get_plotlyjs
 from megarl.report.figures import Figure
 from megarl.report.panels import Panel, read_glossary
 
+PLOT = '<div class="plot" data-figure="0"></div>'
+"""The body of a page with one figure."""
 _ORDERS = {
     "step down": "newest step first",
     "step up": "oldest step first",
