@@ -19,7 +19,7 @@ from megarl.config import Config
 from megarl.core.metrics import Stat, finalize
 from megarl.errors import DataError, printable
 from megarl.megatron import distributed
-from megarl.run.health import Health, Verdict
+from megarl.run.health import Health
 from megarl.run.metrics_log import MetricsLog, iterate_metrics
 from megarl.run.vitals import Vitals
 
@@ -84,7 +84,6 @@ class Monitor:
         self.say: Callable[[str], None] = self.progress.line
         self._num_steps = config.run.steps
         self._health = Health(config.health)
-        self._told: dict[str, Verdict] = {}
         self.seconds: dict[str, float] = {}
         """Of each phase since the last record of a step."""
 
@@ -124,15 +123,9 @@ class Monitor:
     def _judge(self, done: int, metrics: Mapping[str, float]) -> None:
         """Say which verdicts on the run's health are new, worse, or have ended; show all in ``megarl status``."""
         self._health.add({"kind": "step", "step": done, **metrics})
-        verdicts = {verdict.check: verdict for verdict in self._health.verdicts()}
-        for check, verdict in verdicts.items():
-            if check not in self._told or (verdict.level, self._told[check].level) == ("alarm", "warning"):
-                for line in verdict.lines():
-                    self.say(f"health: {line}")
-        for check in self._told.keys() - verdicts.keys():
-            self.say(f"health: {check}: within its limits again")
-        self._told = verdicts
-        self.vitals.status.health = [asdict(verdict) for verdict in verdicts.values()]
+        for line in self._health.news():
+            self.say(f"health: {line}")
+        self.vitals.status.health = [asdict(verdict) for verdict in self._health.verdicts()]
 
     def log_step(
         self, done: int, step_s: float, statistics: dict[str, Stat] | None, last_update: Mapping[str, float]

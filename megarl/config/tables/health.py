@@ -21,10 +21,11 @@ class HealthConfig(Table):
     """Steps in a row that must be beyond a limit until there is a verdict, and within it until the verdict ends."""
     start_steps: PositiveInt = 5
     """Steps whose median is the run's own start. Checks named *_ratio say nothing before; spikes wait as long."""
-    zero_reward_steps: Limits = [3, 8]
+    zero_reward_steps: Literal["off"] | list[PositiveInt] = [3, 8]
     """Steps in a row in which every reward is 0."""
     contrast_share: Limits = [0.05, 0.0]
-    """Share of prompts whose responses differ in reward, while less than 90 % of the responses pass."""
+    """Share of prompts whose responses differ in reward, while less than 90 % of the responses pass; of 48 prompts at
+    least, in as many steps as they take."""
     solved_share: Limits = [0.02]
     """The same share from a pass rate of 90 % on."""
     reward_error_share: Limits = [0.05, 0.3]
@@ -41,7 +42,7 @@ class HealthConfig(Table):
     """k3 over that of the start, or over 0.002 nats per token if that is larger."""
     ess_share: Limits = [0.5, 0.2]
     """Effective sample size of the weights between the engines, or of the loss, over the number of tokens."""
-    clipped_share: Limits = [0.3, 0.6]
+    clipped_share: Limits = [0.6, 0.9]
     """Share of tokens that masks stop (clip/*), mean of a step's mini-batches."""
     capped_share: Limits = [0.2, 0.5]
     """Share of tokens whose importance weight is cut off (tis/truncated), mean of a step's mini-batches."""

@@ -63,8 +63,10 @@ def _missing_rows(step: Step) -> float | None:
 
 
 def _idle(step: Step) -> float | None:
-    whole, computes = step.get("time/step_s", 0.0), [value for name, value in step.items() if name != "time/step_s"]
-    return 1.0 - sum(computes) / whole if computes and whole > 0 else None
+    whole = step.get("time/step_s", 0.0)
+    if "time/train_s" not in step or whole <= 0:
+        return None
+    return 1.0 - sum(value for name, value in step.items() if name != "time/step_s") / whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ class Check:
 
 
 _REWARDS = ("reward/mean", "reward/pass_rate", "prompts/effective_ratio")
+_SAMPLES = ("sampling/samples", "sampling/samples_per_prompt")
 _NATS = "{:.2g} nats"
 _COMPUTES = tuple(f"time/{phase}_s" for phase in ("prepare", "old_logprobs", "ref_logprobs", "advantages", "train"))
 
@@ -108,16 +111,16 @@ CHECKS = (
         "zero_reward_steps",
         _REWARDS,
         "every reward is 0:",
-        "the reward function never matches (answer column, answer format, chat template), the token limit cuts answers "
-        "off, or the task is too hard for the model",
-        "judge a few responses by hand with the reward function; try easier prompts, a cold start (megarl sft), more "
-        "rollout.max_response_tokens or a larger rollout.group_size",
+        "since the first step: the reward function never matches (answer column or format, chat template), the token "
+        "limit cuts answers off, or the task is too hard; since later: the policy has collapsed",
+        "judge a few responses by hand with the reward function; more rollout.max_response_tokens, easier prompts, a "
+        "cold start (megarl sft); after a collapse, an earlier checkpoint with a smaller optim.lr",
         _are_zero,
         against="streak",
     ),
     Check(
         "contrast_share",
-        (*_REWARDS, "sampling/samples_per_prompt"),
+        (*_REWARDS, *_SAMPLES),
         "share of prompts whose responses differ in reward:",
         "all responses to a prompt get the same reward: prompts are too hard or too easy, the policy has collapsed to "
         "one answer, or the reward does not tell answers apart",
@@ -127,7 +130,7 @@ CHECKS = (
     ),
     Check(
         "solved_share",
-        (*_REWARDS, "sampling/samples_per_prompt"),
+        (*_REWARDS, *_SAMPLES),
         "nearly every response passes; share of prompts whose responses still differ in reward:",
         "the prompts are solved, and teach nothing more",
         "end the run, or go on with harder prompts",

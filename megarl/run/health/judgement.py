@@ -14,6 +14,8 @@ Level = Literal["ok", "warning", "alarm"]
 _LEVELS: tuple[Level, ...] = ("ok", "warning", "alarm")
 _RECENT_STEPS = 50
 _SPIKE_STEPS = 20
+_FEWEST_PROMPTS = 48
+"""Of fewer, none may have contrast by chance."""
 _NOISE = 6.0
 """Standard deviations: the best of many noisy means is too good by three of them, and the latest may be as bad."""
 
@@ -37,7 +39,11 @@ class Verdict:
     def lines(self) -> list[str]:
         """Return it for a terminal."""
         since = "" if self.since is None else f" since step {self.since}"
-        return [f"{self.level}{since}, {self.check}: {self.found}", f"  cause: {self.cause}", f"  try:   {self.advice}"]
+        return [
+            f"{self.level}{since}, {self.check}: {self.found}",
+            f"  cause:  {self.cause}",
+            f"  advice: {self.advice}",
+        ]
 
 
 def judge_run(records: Sequence[Mapping[str, Any]], limits: HealthConfig | None = None) -> list[Verdict]:
@@ -58,6 +64,7 @@ class Health:
     def __init__(self, limits: HealthConfig) -> None:
         self._judges = [_Judge(check, limits) for check in CHECKS if getattr(limits, check.name) != "off"]
         self._of_minis: dict[str, list[float]] = {}
+        self._told: dict[str, Verdict] = {}
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Judge the next record. A step is judged when its own record comes, after those of its mini-batches."""
@@ -78,6 +85,17 @@ class Health:
         found = [judge.verdict() for judge in self._judges if judge.level]
         return sorted(found, key=lambda verdict: (verdict.level != "alarm", verdict.since))
 
+    def news(self) -> list[str]:
+        """Return lines about verdicts that have appeared, become alarms or ended since the last call."""
+        verdicts, told = {verdict.check: verdict for verdict in self.verdicts()}, self._told
+        self._told, lines = verdicts, list[str]()
+        for check, verdict in verdicts.items():
+            if check not in told:
+                lines += verdict.lines()
+            elif told[check].level != "alarm" == verdict.level:
+                lines += verdict.lines()[:1]
+        return lines + [f"{check}: within its limits again" for check in told if check not in verdicts]
+
 
 class _Judge:
     """One check, and what it remembers."""
@@ -89,7 +107,7 @@ class _Judge:
         at_once = check.against in ("streak", "spikes")
         self._rise = 1 if at_once else limits.patience_steps
         self._fall = {"streak": 1, "spikes": _SPIKE_STEPS}.get(check.against, limits.patience_steps)
-        self._levels: deque[int] = deque(maxlen=max(self._rise, self._fall))
+        self._levels: deque[int] = deque(maxlen=max(self._rise, self._fall, _FEWEST_PROMPTS))
         self._reference: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._latest: deque[float] = deque(maxlen=limits.start_steps)
         self._best, self._streak = 0.0, 0
@@ -111,7 +129,7 @@ class _Judge:
             self._reference.append(value)
         self._levels.append(level)
         latest = [*self._levels]
-        rise = self._rise if is_number else 1
+        rise = max(self._rise, _steps_of_enough_prompts(given)) if is_number else 1
         certain = min(latest[-rise:]) if len(latest) >= rise else 0
         self.level = max(certain, min(self.level, max(latest[-self._fall :])))
         if level:
@@ -178,3 +196,11 @@ class _Judge:
             "best": f"{check.form.format(value)}; lately {shown} the best",
         }.get(check.against, f"{check.form.format(value)}, {shown} the usual")
         return f"{check.what} {told} ({limits})"
+
+
+def _steps_of_enough_prompts(given: Mapping[str, float]) -> int:
+    """Return the steps that have _FEWEST_PROMPTS; 1 for a check that does not count prompts."""
+    samples, of_prompt = given.get("sampling/samples", 0.0), given.get("sampling/samples_per_prompt", 0.0)
+    if not (math.isfinite(samples) and 0.0 < of_prompt <= samples):
+        return 1
+    return math.ceil(min(_FEWEST_PROMPTS, _FEWEST_PROMPTS * of_prompt / samples))
