@@ -106,7 +106,7 @@ def _make_page(sources: Sequence[_Source]) -> bytes:
     labels = dict.fromkeys(label for headline in headlines for label in headline)
     rows = [[label, *(headline.get(label, NOT_RECORDED) for headline in headlines)] for label in labels]
     named = [(source, "" if alone else source.name) for source in sources]
-    verdicts = [render_verdicts(each.records, each.curves, each.config, name) for each, name in named]
+    verdicts = [render_verdicts(each.records, each.config, name) for each, name in named]
     stored = [for_page(each.folder, name) for each, name in named]
     samples, notes = [one for found, _ in stored for one in found], [note for _, note in stored]
     body = (

@@ -8,14 +8,11 @@ import pydantic
 
 from megarl.config.tables.health import HealthConfig
 from megarl.errors import DataError
-from megarl.report.series import Curves
 from megarl.run.health import judge_run
-from megarl.run.health.checks import CHECKS
+from megarl.run.health.checks import CHECKS, Check
 
 
-def render_verdicts(
-    records: Sequence[Mapping[str, Any]], curves: Curves, config: Mapping[str, Any], name: str = ""
-) -> str:
+def render_verdicts(records: Sequence[Mapping[str, Any]], config: Mapping[str, Any], name: str = "") -> str:
     """Return the warnings and alarms of a run as HTML, and which checks looked; "no alarm" only if some did.
 
     config: the run's own, whose table [health] has the limits; DataError if it is broken. name: of one run of several.
@@ -26,10 +23,10 @@ def render_verdicts(
     except (TypeError, pydantic.ValidationError) as error:
         raise DataError(f"config.toml: the table [health] is broken: {' '.join(str(error).split())}") from error
     on = [check for check in CHECKS if getattr(settings, check.name) != "off"]
-    ran = [check.name for check in on if any(metric in curves for metric in check.metrics)]
+    ran = [check.name for check in on if any(_has_value(check, record) for record in records)]
     unknown = [check.name for check in on if check.name not in ran]
     off = [check.name for check in CHECKS if check not in on]
-    parts = [("Checks that looked", ran), ("without their metrics", unknown), ("switched off", off)]
+    parts = [("Checks that looked", ran), ("found nothing to judge", unknown), ("switched off", off)]
     looked = "; ".join(f"{title}: {', '.join(names)}" for title, names in parts if names) + "."
     of = f"{name}: " if name else ""
     found = judge_run(records, settings)
@@ -42,6 +39,11 @@ def render_verdicts(
     elif not any(each.level == "alarm" for each in found):
         cards.insert(0, _card("warning" if found else "ok", f"{of}no alarm", "" if found else "no warning either"))
     return f'{"".join(cards)}<p class="note">{html.escape(of + looked)}</p>'
+
+
+def _has_value(check: Check, record: Mapping[str, Any]) -> bool:
+    given = {name: record[name] for name in check.metrics if name in record}
+    return bool(given) and check.read(given) is not None
 
 
 def _since(step: int | None) -> str:

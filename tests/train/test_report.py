@@ -251,31 +251,35 @@ def records_of(num_steps: int, **values: float) -> list[dict[str, Any]]:
 
 
 def test_a_run_with_reward_0_is_not_calm() -> None:
-    records = records_of(20, reward__mean=0.0, reward__pass_rate=0.0)
-    shown = render_verdicts(records, make_curves(records), {})
+    records = records_of(20, reward__mean=0.0, reward__pass_rate=0.0, prompts__effective_ratio=0.0)
+    shown = render_verdicts(records, {})
     assert '<div class="verdict alarm"><strong class="level">Alarm</strong>' in shown
     assert "since step 1, zero_reward_steps" in shown
     assert "no alarm" not in shown.lower()
-    calm = render_verdicts(records, make_curves(records), {"health": {"zero_reward_steps": "off"}})
+    calm = render_verdicts(records, {"health": {"zero_reward_steps": "off"}})
     assert "switched off: zero_reward_steps" in calm
 
 
 def test_no_alarm_is_said_with_the_checks_that_looked() -> None:
-    records = records_of(20, reward__mean=0.5, reward__pass_rate=0.5, entropy=0.7)
-    shown = render_verdicts(records, make_curves(records), {}, "r<3")
+    records = records_of(
+        20, reward__mean=0.5, reward__pass_rate=0.5, prompts__effective_ratio=0.8, rollout__entropy=0.7
+    )
+    shown = render_verdicts(records, {}, "r<3")
     assert '<div class="verdict ok"><strong class="level">R&lt;3: no alarm</strong>' in shown
-    (looked,) = re.findall(r"Checks that looked: (.*?); without their metrics: (.*?)\.</p>", shown)
+    (looked,) = re.findall(r"Checks that looked: (.*?); found nothing to judge: (.*?)\.</p>", shown)
     assert "zero_reward_steps" in looked[0]
     assert "entropy_fall_ratio" in looked[0]
     assert "k3_nats" in looked[1]
+    partly = records_of(20, reward__mean=0.0)  # not enough to know that every reward is 0
+    assert "Checks that looked: zero_reward_steps" not in render_verdicts(partly, {})
     unknown = records_of(3, loss=1.0)
-    assert "Not judged" in render_verdicts(unknown, make_curves(unknown), {})
+    assert "Not judged" in render_verdicts(unknown, {})
 
 
 @pytest.mark.parametrize("table", [{"zero_reward_steps": "often"}, {"unknown": 1}, "text"])
 def test_broken_limits_are_a_clear_error(table: object) -> None:
     with pytest.raises(DataError, match=r"the table \[health\] is broken"):
-        render_verdicts(records_of(1, loss=1.0), {}, {"health": table})
+        render_verdicts(records_of(1, loss=1.0), {"health": table})
 
 
 def test_no_metrics_is_a_clear_error(tmp_path: Path) -> None:
