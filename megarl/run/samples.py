@@ -58,8 +58,8 @@ class SampleFile:
         self.path = folder / NAME
 
     def append(self, members: bytes) -> None:
-        """Append the members of a step in one write."""
-        with self.path.open("ab", buffering=0) as file:
+        """Append the members of a step in one write. OSError if they cannot be written."""
+        with self.path.open("ab") as file:
             file.write(members)
 
     def truncate_after(self, step: int) -> None:
