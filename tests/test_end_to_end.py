@@ -15,7 +15,9 @@ import preloaded
 import pytest
 import tomli_w
 
+from megarl.config.tables.health import HealthConfig
 from megarl.data.tiny import write_sort_task, write_tiny_model
+from megarl.run.health import judge_run
 from megarl.run.metrics_log import read_metrics
 
 pytestmark = pytest.mark.multirank
@@ -224,6 +226,8 @@ def test_acceptance_quickstart_learns_and_leaves_a_report(
     assert len(steps) == 30
     assert all(record["router/flip"] == 0.0 for record in steps)
     assert max(record["router/native/flip"] for record in steps) > 0.0
+    calm = HealthConfig(idle_share="off")  # how fast this machine is says nothing about the run
+    assert judge_run(read_metrics(out / "run" / "metrics.jsonl"), calm) == []
     assert (out / "run" / "report" / "index.html").is_file()
     assert str(out / "run" / "report" / "index.html") in result.stdout
 

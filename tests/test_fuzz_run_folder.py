@@ -24,7 +24,7 @@ CONTROL = "\x1b]0;owned\x07\x1b[31m\x08\r\u202e\ud800"
 STATUS: dict[str, Any] = {
     **{"state": "failed", "step": 3, "steps": 9, "phase": "train", "phase_since": 1.0, "started": 1.0, "updated": 2.0},
     **{"step_s": 1.5, "tokens_per_s": None, "eta_s": 3.0, "ranks": 2, "last_error": "boom", "error_kind": "X"},
-    **{"host": "h", "pid": 1, "job": None, "restart": None, "attempt": None},
+    **{"host": "h", "pid": 1, "job": None, "restart": None, "attempt": None, "health": []},
 }
 RECORD = {"kind": "step", "step": 1, "minibatch": None, "wall_s": 1.0, "reward/mean": 0.5}
 SIGN = {"rank": 0, "host": socket.gethostname(), "pid": 1, "step": 2, "phase": "train", "beat": 1.0, "beat_s": 2.0}

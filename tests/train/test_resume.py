@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import signal
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import pytest
 from forks import Ended, Job, run_jobs
 from train_world import World
 
+from megarl.config.tables.health import HealthConfig
 from megarl.megatron.checkpoints.folders import complete_checkpoints
+from megarl.run.health import judge_run
 from megarl.run.metrics_log import read_metrics, without_timing
 
 KILLS: dict[str, tuple[str, int, int | None]] = {
@@ -30,6 +34,7 @@ def overrides(folder: Path, name: str, **more: Any) -> dict[str, Any]:
         "train__replay": "r3",
         "optim__warmup_steps": 2,
         "optim__decay_style": "linear",
+        "health__truncated_share": [0.0],  # every step is beyond it
         **more,
     }
 
@@ -84,6 +89,16 @@ def test_acceptance_a_killed_run_resumes_bit_for_bit(runs: tuple[Path, dict[str,
         assert "resumed from" in ended[f"{name} resumed"].output
         assert "after step 2" in ended[f"{name} resumed"].output
     assert records(folder / name) == records(folder / "whole")
+
+
+@pytest.mark.parametrize("name", [*KILLS, "saving", "ep2"])
+def test_verdicts_know_the_steps_before_a_resumption(runs: tuple[Path, dict[str, Ended]], name: str) -> None:
+    folder, ended = runs
+    ended[f"{name} resumed"].checked()
+    verdicts = judge_run(read_metrics(folder / name / "metrics.jsonl"), HealthConfig(truncated_share=[0.0]))
+    assert ("truncated_share", 1) in [(verdict.check, verdict.since) for verdict in verdicts]
+    found = json.loads((folder / name / "status.json").read_text())["health"]
+    assert found == [asdict(verdict) for verdict in verdicts]
 
 
 def test_a_killed_run_on_two_ranks_resumes(runs: tuple[Path, dict[str, Ended]]) -> None:
