@@ -70,6 +70,11 @@ def make_figures(panel: Panel, runs: Sequence[Run]) -> list[Figure]:
         if runs[0].color is not None:  # several are compared
             for run, figure in zip(runs, figures, strict=True):
                 figure["layout"]["title"] = {"text": html_name(run.name)}
+        if panel.kind == "layers":
+            maps = [figure["data"][0] for figure in figures]
+            top = max(one["zmax"] for one in maps)  # one scale, so that colours can be compared
+            for one in maps:
+                one["zmax"] = top
         return figures
     layout: Figure = {"xaxis": _axis("global step"), "yaxis": _axis(panel.y_label)}
     plot = {"frontier": _plot_frontier, "by_index": _plot_by_index, "ratio": _plot_ratio}.get(panel.kind, _plot_lines)

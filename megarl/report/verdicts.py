@@ -29,15 +29,18 @@ def render_verdicts(records: Sequence[Mapping[str, Any]], config: Mapping[str, A
     parts = [("Checks that looked", ran), ("found nothing to judge", unknown), ("switched off", off)]
     looked = "; ".join(f"{title}: {', '.join(names)}" for title, names in parts if names) + "."
     of = f"{name}: " if name else ""
+    say = str if name else str.capitalize
     found = judge_run(records, settings)
     cards = [
-        _card(each.level, of + each.level, f"{_since(each.since)}{each.check}: {each.found}", each.cause, each.advice)
+        _card(
+            each.level, of + say(each.level), f"{_since(each.since)}{each.check}: {each.found}", each.cause, each.advice
+        )
         for each in found
     ]
     if not ran:
-        cards.append(_card("warning", f"{of}not judged", "the run has recorded nothing that a check reads"))
+        cards.append(_card("warning", of + say("not judged"), "the run has recorded nothing that a check reads"))
     elif not any(each.level == "alarm" for each in found):
-        cards.insert(0, _card("warning" if found else "ok", f"{of}no alarm", "" if found else "no warning either"))
+        cards.insert(0, _card("warning" if found else "ok", of + say("no alarm"), "" if found else "no warning either"))
     return f'{"".join(cards)}<p class="note">{html.escape(of + looked)}</p>'
 
 
@@ -53,5 +56,5 @@ def _since(step: int | None) -> str:
 def _card(level: str, title: str, found: str, cause: str = "", advice: str = "") -> str:
     more = [f"<p><b>{head}</b> {html.escape(text)}</p>" for head, text in (("Cause:", cause), ("Try:", advice)) if text]
     said = f" &nbsp; {html.escape(found)}" if found else ""
-    heading = f'<strong class="level">{html.escape(title[:1].upper() + title[1:])}</strong>{said}'
+    heading = f'<strong class="level">{html.escape(title)}</strong>{said}'
     return f'<div class="verdict {level}">{heading}{"".join(more)}</div>'

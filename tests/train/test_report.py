@@ -165,6 +165,8 @@ def overlaid(tmp_path: Path) -> str:
     folders = [tmp_path / name / "run" for name in ("r3", "none", "o<i>ther")]
     for folder, steps in zip(folders[:2], (12, 5), strict=True):
         write_run(folder, steps)
+    with MetricsLog(folders[1], tensorboard=False) as log:
+        log.write("step", 9, {"router/flip/layer_01": 0.9})
     with MetricsLog(folders[2], tensorboard=False) as log:
         log.write("step", 3, {"entropy": 0.5, "reward/mean": 1.0})
     out = write_report(*folders, out=tmp_path / "page.html")
@@ -194,10 +196,11 @@ def test_runs_are_overlaid_with_a_colour_each_and_a_dash_per_series(tmp_path: Pa
     widths = [trace["line"]["width"] for trace in figure["data"]]
     assert widths[0] > widths[2] > widths[4]  # a later run does not hide an earlier one that coincides
     assert [one["layout"]["title"]["text"] for one in of("router_layers")] == ["r3", "none"]
+    assert len({one["data"][0]["zmax"] for one in of("router_layers")}) == 1
     assert [one["layout"]["title"]["text"] for one in of("time")] == ["r3", "none"]
     rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", page)]
     assert rows[0] == ["r3", "none", "o&lt;i&gt;ther"]
-    assert ["12", "5", "1"] in rows
+    assert ["12", "6", "1"] in rows
     assert "<h1>r3 against none against o&lt;i&gt;ther</h1>" in page
 
 
@@ -265,7 +268,7 @@ def test_no_alarm_is_said_with_the_checks_that_looked() -> None:
         20, reward__mean=0.5, reward__pass_rate=0.5, prompts__effective_ratio=0.8, rollout__entropy=0.7
     )
     shown = render_verdicts(records, {}, "r<3")
-    assert '<div class="verdict ok"><strong class="level">R&lt;3: no alarm</strong>' in shown
+    assert '<div class="verdict ok"><strong class="level">r&lt;3: no alarm</strong>' in shown
     (looked,) = re.findall(r"Checks that looked: (.*?); found nothing to judge: (.*?)\.</p>", shown)
     assert "zero_reward_steps" in looked[0]
     assert "entropy_fall_ratio" in looked[0]
