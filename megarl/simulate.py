@@ -5,15 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 
 from megarl.core.choices.stopping import Allotted, SamplingRule, Uniform, ada_seq_balance, ada_seq_pos
 from megarl.core.sampling import allocate, allocate_by_weights, budget_weights, gvm_allocate, stopping_law
 from megarl.core.sampling.subsampling import positives_to_keep
 from megarl.data.files import write_atomically
 from megarl.errors import ConfigError, printable
-from megarl.report.plots import BLUE, GREY, INK, ORANGE, PURPLE, RED, TEAL, render_png
+from megarl.report.figures import COLORS, Figure, numbers
+from megarl.report.page import PLOT, make_page
 from megarl.text_table import text_table
 
 DEFAULT_RATES = (
@@ -23,7 +22,6 @@ DEFAULT_RATES = (
 """100 prompts like those of a post on adaptive sampling: docs/simulate.md."""
 _MAX_SAMPLES = 256
 _MAX_PROMPTS = 100_000
-_COLORS = (BLUE, TEAL, RED, ORANGE, PURPLE, INK, "#c8b560")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +82,20 @@ class Result:
 
 
 def simulate(words: Sequence[str], budget: Budget, out: Path) -> list[Result]:
-    """Print a table for pass rates (``P`` or ``P:PROMPTS``, none for the default); write a PNG. Raises ConfigError."""
+    """Print a table for pass rates (``P`` or ``P:PROMPTS``, none for the default); write a page. Raises ConfigError."""
     rates = parse_rates(words or DEFAULT_RATES)
-    if out.suffix != ".png" or out.is_dir():
-        raise ConfigError(f"--out {out}: expected the name of a .png file")
+    if out.suffix != ".html" or out.is_dir():
+        raise ConfigError(f"--out {out}: expected the name of a .html file")
     compared = arms(rates, budget)
     results = [evaluate(arm, rates) for arm in compared]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(out, render_png((10.4, 4.2), lambda figure: _plot(figure, compared, rates)))
+        subtitle = f"{rates.size} prompts, mean pass rate {rates.mean():.3f}"
+        write_atomically(out, make_page("Sampling rules", subtitle, PLOT, [_plot(compared, rates)]))
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot write the file ({error.strerror}); choose another one") from error
     print(f"{rates.size} prompts, mean pass rate {rates.mean():.3f}\n")
-    print(_table(results, f"uniform {budget.samples}"), printable(f"\npicture: {out}"), sep="\n")
+    print(_table(results, f"uniform {budget.samples}"), printable(f"\nfigure: {out}"), sep="\n")
     return results
 
 
@@ -201,11 +200,11 @@ def _ratio(value: float, base: float) -> str:
     return f"{value / base:.2f}" if base else "-"
 
 
-def _plot(figure: Figure, compared: list[Arm], rates: np.ndarray) -> None:
-    left, right = figure.subplots(1, 2, sharex=True)
+def _plot(compared: list[Arm], rates: np.ndarray) -> Figure:
     values, counts = np.unique(rates, return_counts=True)
-    right.bar(values, counts / rates.size, 0.03, color=GREY, alpha=0.35, label="share of the prompts")
-    colors = iter(_COLORS)
+    bars = {"type": "bar", "x": numbers(values), "y": numbers(counts / rates.size), "name": "share of the prompts"}
+    data: list[Figure] = [{**bars, "xaxis": "x2", "yaxis": "y2", "width": 0.03, "marker": {"color": COLORS["grey"]}}]
+    colors = iter(COLORS.values())
     for arm in compared:
         if not arm.plotted:
             continue
@@ -213,13 +212,20 @@ def _plot(figure: Figure, compared: list[Arm], rates: np.ndarray) -> None:
         # One rule for all prompts is a curve over pass rates. A divided budget has counts at the given ones only.
         points = np.linspace(0, 1, 51) if same else values
         ends = np.array([_mean_law(arm, rates, point, same) for point in points.tolist()])
-        style = {"color": next(colors)} | ({} if same else {"linestyle": ":", "linewidth": 1.0, "marker": "o", "ms": 4})
-        left.plot(points, ends[:, 0], label=arm.name, **style)
-        right.plot(points, ends[:, 1], **style)
-    left.set(xlabel="pass rate p", ylabel="samples drawn", ylim=(0, None))
-    right.set(xlabel="pass rate p", ylabel="chance of contrast")
-    right.yaxis.set_major_formatter(PercentFormatter(1.0))
-    figure.legend(loc="outside upper left", ncols=8, handlelength=1.4, columnspacing=1.2)
+        line = {"color": next(colors), "width": 2.2 if same else 1.2, "dash": "solid" if same else "dot"}
+        look = {"type": "scatter", "mode": "lines" if same else "lines+markers", "line": line, "x": numbers(points)}
+        look |= {"name": arm.name, "legendgroup": arm.name}
+        right = {"xaxis": "x2", "yaxis": "y2", "showlegend": False}
+        data += [{**look, "y": numbers(ends[:, 0])}, {**look, **right, "y": numbers(ends[:, 1])}]
+    across = {"title": {"text": "pass rate p"}, "range": [-0.02, 1.02]}
+    layout = {
+        "xaxis": {**across, "domain": [0, 0.45]},
+        "xaxis2": {**across, "domain": [0.55, 1], "anchor": "y2"},
+        "yaxis": {"title": {"text": "samples drawn"}, "rangemode": "tozero"},
+        "yaxis2": {"title": {"text": "chance of contrast"}, "tickformat": ".0%", "anchor": "x2"},
+        "height": 420,
+    }
+    return {"data": data, "layout": layout}
 
 
 def _mean_law(arm: Arm, rates: np.ndarray, rate: float, same: bool) -> np.ndarray:

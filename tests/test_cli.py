@@ -27,7 +27,7 @@ max_response_tokens = 10
 [optim]
 lr = 1e-4
 """
-HEAVY = ("torch", "megatron.core", "transformers", "matplotlib", "datasets")
+HEAVY = ("torch", "megatron.core", "transformers", "plotly", "datasets")
 
 
 @pytest.fixture

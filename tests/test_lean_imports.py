@@ -77,9 +77,9 @@ def test_there_is_no_megatron_to_patch(lean):
 @pytest.mark.parametrize(
     ("words", "package"),
     [
-        (("simulate",), "matplotlib"),
-        (("trace", "diff", "a", "b", "--out", "p.png"), "matplotlib"),
-        (("quickstart",), "matplotlib"),
+        (("simulate",), "plotly"),
+        (("trace", "diff", "a", "b", "--out", "p.html"), "plotly"),
+        (("quickstart",), "plotly"),
     ],
 )
 def test_what_is_missing_is_named_with_its_extra(lean, words, package):

@@ -104,7 +104,7 @@ def test_rates_that_are_none(word):
 
 
 def test_prompts_that_are_never_solved_have_no_gradient(tmp_path, capsys):
-    results = {row.name: row for row in simulate(["0:6"], Budget(), tmp_path / "out.png")}
+    results = {row.name: row for row in simulate(["0:6"], Budget(), tmp_path / "out.html")}
     assert all(row.contrast == row.precision == 0 for row in results.values())
     assert results["ada-seq-pos"].samples == 32
     assert results["dapo 8"].cost == math.inf
@@ -121,28 +121,28 @@ def test_prompts_that_are_never_solved_have_no_gradient(tmp_path, capsys):
         (["--round-size", "0"], "--round-size 0"),
         (["--samples", "many"], "many"),
         (["--run.steps", "3"], "megarl simulate reads no configuration"),
-        (["--out", "table.txt"], "expected the name of a .png file"),
+        (["--out", "table.txt"], "expected the name of a .html file"),
     ],
 )
 def test_a_wrong_command_line_costs_one_line(capsys, tmp_path, words, expected):
-    assert cli.main(["simulate", "--out", str(tmp_path / "out.png"), *words]) == 2
+    assert cli.main(["simulate", "--out", str(tmp_path / "out.html"), *words]) == 2
     seen = capsys.readouterr().err.splitlines()
     assert len(seen) == 1
     assert expected in seen[0]
-    assert not (tmp_path / "out.png").exists()
+    assert not (tmp_path / "out.html").exists()
 
 
 def test_an_output_that_cannot_be_written(capsys, tmp_path):
     (tmp_path / "file").write_text("")
-    assert cli.main(["simulate", "--rates", "0.5", "--out", str(tmp_path / "file" / "out.png")]) == 2
+    assert cli.main(["simulate", "--rates", "0.5", "--out", str(tmp_path / "file" / "out.html")]) == 2
     assert "cannot write the file" in capsys.readouterr().err
 
 
 def test_from_the_command_line(capsys, tmp_path):
     words = ["simulate", "--rates", "0.1:3", "0.5", "--samples", "4", "--max-samples", "8"]
-    assert cli.main([*words, "--out", str(tmp_path / "deep" / "out.png")]) == 0
+    assert cli.main([*words, "--out", str(tmp_path / "deep" / "out.html")]) == 0
     shown = capsys.readouterr().out
     assert "4 prompts, mean pass rate 0.200" in shown
     assert all(name in shown for name in ("ada-seq-balance", "dapo 4", "gvm"))
     assert "…" not in shown
-    assert (tmp_path / "deep" / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "deep" / "out.html").read_text().count('"name":"uniform 4"') == 2

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 
-import matplotlib.image
 import numpy as np
+import plotly.graph_objects
 import pytest
 
 from megarl import cli
@@ -88,16 +90,24 @@ def test_diff(files, capsys):
     assert "The models differ: tiny against tiny-fp8." in text
     assert "3 tokens of 1 sequences compared; only in the first file 1, only in the second 1." in text
     assert "66.667% of the tokens differ in at least one layer, 1.000 layers per token" in text
-    assert not list(files.glob("*.png"))
+    assert not list(files.glob("*.html"))
+
+
+def plotted(path):
+    """The figure of a page, checked by plotly."""
+    (text,) = re.findall(r'id="data-figures">(.*?)</script>', path.read_text())
+    (figure,) = json.loads(text)
+    return plotly.graph_objects.Figure(figure).to_dict()
 
 
 def test_diff_plots_a_heat_map(files, capsys):
-    lines = run(capsys, "diff", "a.safetensors", "b.safetensors", "--out", "h.png")
-    assert lines[-1] == ["heat", "map:", "h.png"]
-    picture = matplotlib.image.imread("h.png")
-    assert picture.shape[0] > 300
-    assert picture.shape[1] > 1000
-    assert sorted(path.name for path in files.iterdir()) == ["a.safetensors", "b.safetensors", "h.png"]
+    lines = run(capsys, "diff", "a.safetensors", "b.safetensors", "--out", "h.html")
+    assert lines[-1] == ["heat", "map:", "h.html"]
+    heat, bars = plotted(files / "h.html")["data"]
+    assert heat["z"] == [[1.0, 0.0, 1.0, None], [0.0, 0.0, 1.0, None]]
+    assert list(heat["x"]) == [0.0, 1.0, 2.0, 3.0]
+    assert list(bars["x"]) == pytest.approx([2 / 3, 1 / 3], abs=1e-6)
+    assert sorted(path.name for path in files.iterdir()) == ["a.safetensors", "b.safetensors", "h.html"]
 
 
 def test_the_map_counts_by_layer_and_position(files):
@@ -116,8 +126,8 @@ def test_the_map_counts_by_layer_and_position(files):
 
 
 def test_equal_files_can_be_plotted(files, capsys):
-    run(capsys, "diff", "a.safetensors", "a.safetensors", "--out", "h.png")
-    assert matplotlib.image.imread("h.png").any()
+    run(capsys, "diff", "a.safetensors", "a.safetensors", "--out", "h.html")
+    assert plotted(files / "h.html")["layout"]["annotations"][0]["text"] == "no token differs"
 
 
 @pytest.mark.parametrize(
@@ -135,9 +145,9 @@ def test_equal_files_can_be_plotted(files, capsys):
         (["diff", "a.safetensors", "text.safetensors"], "s0: token 0 is 0 in one file and 50 in the other"),
         (["diff", "a.safetensors", "long.safetensors"], "only traces of the same tokens and model compare"),
         (["diff", "a.safetensors", "holes.safetensors"], "no token has routes in both files"),
-        (["diff", "a.safetensors", "b.safetensors", "--out", "no/h.png"], "--out: found no/h.png"),
-        (["diff", "a.safetensors", "b.safetensors", "--out", "h.txt"], "expected a .png file"),
-        (["stats", "a.safetensors", "--out", "h.png"], "remove --out"),
+        (["diff", "a.safetensors", "b.safetensors", "--out", "no/h.html"], "--out: found no/h.html"),
+        (["diff", "a.safetensors", "b.safetensors", "--out", "h.txt"], "expected a .html file"),
+        (["stats", "a.safetensors", "--out", "h.html"], "remove --out"),
         (["stats", "a.safetensors", "--run.steps", "3"], "megarl trace reads no configuration"),
     ],
 )

@@ -5,29 +5,53 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
-from megarl.report.panels import PANELS
-from megarl.report.plots import render_png
-from megarl.report.series import Curves, make_curves
+from megarl.report.figures import Run, make_figures
+from megarl.report.panels import read_panels
+from megarl.report.series import make_curves
 from megarl.run.metrics_log import read_metrics
 
 PARTS = {"reward": "Pass rate", "kl": "Gap between sampling and training", "router": "Router disagreement"}
 """Title of each panel in the picture."""
+DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 
 
 def main() -> None:
     run_dir, out = Path(sys.argv[1]), Path(sys.argv[2])
-    curves = make_curves(read_metrics(run_dir / "metrics.jsonl"))
-    out.write_bytes(render_png((15, 4.2), lambda figure: plot_parts(figure, curves), dpi=110))
-
-
-def plot_parts(figure: Figure, curves: Curves) -> None:
-    """Plot the panels side by side."""
+    run = Run("", make_curves(read_metrics(run_dir / "metrics.jsonl")))
+    figure = Figure(figsize=(15, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
     for axes, (key, title) in zip(figure.subplots(1, len(PARTS)), PARTS.items(), strict=True):
-        PANELS[key].fill(axes, curves)
-        axes.set_title(title, loc="left", fontsize=12, pad=34)
-        axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=2, fontsize=8.5, borderpad=0.2)
+        plot(axes, make_figures(read_panels()[key], [run])[0])
+        axes.set_title(title, loc="left", fontsize=12, fontweight="bold", pad=34)
+        axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=2, fontsize=8.5, frameon=False)
+    figure.savefig(out, dpi=110)
+
+
+def plot(axes: Axes, figure: dict) -> None:
+    """Plot the lines of one of the report's figures."""
+    for trace in figure["data"]:
+        x, y = (np.array(trace[name], float) for name in "xy")
+        if "fill" in trace:
+            axes.fill(x, y, color=trace["line"]["color"], alpha=0.16, linewidth=0)
+            continue
+        look = {"alpha": trace.get("opacity", 1.0), "color": trace["line"]["color"], "linewidth": 1.7}
+        marker = "o" if "markers" in trace["mode"] else None
+        dash = DASHES[trace["line"]["dash"]] if "lines" in trace["mode"] else ""
+        label = trace["name"].replace("&lt;", "<") if trace.get("showlegend", True) else None
+        axes.plot(x, y, dash, marker=marker, markersize=5, label=label, **look)
+    vertical = figure["layout"]["yaxis"]
+    axes.set(xlabel=figure["layout"]["xaxis"]["title"]["text"], ylabel=vertical["title"]["text"])
+    axes.set_yscale(vertical.get("type", "linear"))
+    if "tickformat" in vertical:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+    axes.grid(color="#e3e7ec", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 if __name__ == "__main__":

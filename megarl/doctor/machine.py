@@ -17,7 +17,7 @@ from megarl.errors import ConfigError, MegarlError
 from megarl.rollout.sglang.versions import NEWEST, dotted, installed_release
 
 _TRAIN = (
-    *("torch", "accelerate", "aiohttp", "datasets", "einops", "httpx", "math-verify", "matplotlib", "pebble", "psutil"),
+    *("torch", "accelerate", "aiohttp", "datasets", "einops", "httpx", "math-verify", "pebble", "plotly", "psutil"),
     *("rich", "safetensors", "tensorboard", "tomli-w", "transformers"),
 )
 """What the extra ``train`` installs, beside Megatron-Core."""

@@ -1,13 +1,11 @@
-"""``megarl report RUN_DIR``: plot the curves of a run as PNGs, and write one HTML page with all of them.
+"""``megarl report RUN_DIR ...``: one HTML page with the curves, verdicts and samples of a run, or of several overlaid.
 
-The page needs no other file and no network: images and style sheet are embedded.
+The page needs no other file and no network (``megarl.report.page``).
 """
 
-import base64
-import html
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import numpy as np
@@ -15,44 +13,120 @@ import numpy as np
 from megarl.config.file import read_toml
 from megarl.data.files import write_atomically
 from megarl.errors import ConfigError, DataError
-from megarl.report.panel import render
-from megarl.report.panels import PANELS
+from megarl.report import page
+from megarl.report.figures import COLORS, Figure, Run, make_figures
+from megarl.report.panels import Panel, read_panels
+from megarl.report.samples import for_page
 from megarl.report.series import Curve, Curves, benchmarks, make_curves
-from megarl.run.metrics_log import read_metrics
+from megarl.report.verdicts import render_verdicts
+from megarl.run.metrics_log import Record, read_metrics
 from megarl.run.status import format_duration
 
 NOT_RECORDED = "not recorded"
-_PAGE = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 TILES = ("Held-out pass rate, first", "Held-out pass rate, last", "Steps", "Wall time", "Tokens per second (median)")
 """Rows of the headline that are also shown as large tiles."""
+_RUN_COLORS = ("blue", "orange", "teal", "red", "purple", "yellow", "cyan", "brown")
+_NOTE = """Drag over a figure to zoom, double-click to go back; a click on a name in the legend hides its line, a
+double-click shows it alone. Bands show the range over the mini-batches of a step. In runs of 40 steps and more, bold
+lines are centred moving averages, and pale lines are the values, of long runs the smallest and largest ones. Dots
+(held-out) are never averaged."""
 
 
-def write_report(run_dir: str | Path) -> Path:
-    """Plot run_dir/metrics.jsonl into run_dir/report/*.png, write run_dir/report/index.html, and return its path.
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What is read of one run."""
 
-    Each file appears complete or not at all. PNGs of an earlier report without metrics in this run are removed. Raises
-    DataError if metrics.jsonl is missing, empty or broken, or config.toml is broken. config.toml may be missing.
+    name: str
+    folder: Path
+    records: list[Record]
+    curves: Curves
+    config: dict[str, Any]
+
+
+def write_report(*run_dirs: str | Path, out: Path | None = None) -> Path:
+    """Write a page about one run, or one that compares several; return its path.
+
+    out: default RUN_DIR/report/index.html, of several runs compare.html in this folder. The file appears complete or
+    not at all. Raises DataError if a metrics.jsonl is missing, empty or broken, or a config.toml is broken (it may be
+    missing); ConfigError if there are too many runs, or one is given twice.
     """
-    run_dir = Path(run_dir)
-    records = read_metrics(run_dir / "metrics.jsonl")
+    folders = [Path(run_dir) for run_dir in run_dirs]
+    sources = [_read_run(*pair) for pair in zip(folders, name_runs(folders), strict=True)]
+    if out is None:
+        out = Path("compare.html") if len(sources) > 1 else folders[0] / "report" / "index.html"
+        out.parent.mkdir(exist_ok=True)
+    elif out.is_dir() or not out.parent.is_dir():
+        raise ConfigError(f"--out: found {out}, expected the name of a file in a folder that exists")
+    write_atomically(out, _make_page(sources))
+    return out
+
+
+def name_runs(folders: Sequence[Path]) -> list[str]:
+    """Return the name of each run's folder, with as many of its parents as tell it from the others.
+
+    Last parts that all paths share tell nothing: a/run and b/run are "a" and "b".
+    """
+    paths = [folder.resolve() for folder in folders]
+    if len(paths) > len(_RUN_COLORS):
+        raise ConfigError(f"megarl report: found {len(paths)} runs, expected at most {len(_RUN_COLORS)}: a colour each")
+    for path in paths:
+        if paths.count(path) > 1:
+            raise ConfigError(f"megarl report: {path} is given twice")
+    while len(paths) > 1 and len({path.name for path in paths}) == 1:
+        paths = [path.parent for path in paths]
+
+    def unique_part(path: Path) -> str:
+        ends = (path.parts[-length:] for length in range(1, len(path.parts) + 1))
+        return "/".join(next(end for end in ends if [other.parts[-len(end) :] for other in paths].count(end) == 1))
+
+    return [unique_part(path) for path in paths]
+
+
+def _read_run(folder: Path, name: str) -> _Source:
+    records = read_metrics(folder / "metrics.jsonl")
     if not records:
-        raise DataError(f"{run_dir / 'metrics.jsonl'}: the file is empty: the run has not finished its first step")
-    curves = make_curves(records)
-    config = _read_config(run_dir / "config.toml")
-    report_dir = run_dir / "report"
-    report_dir.mkdir(exist_ok=True)
-    images: dict[str, bytes] = {}
-    for key, panel in PANELS.items():
-        path = report_dir / f"{key}.png"
-        if panel.is_recorded(curves):
-            images[key] = render(panel, curves)
-            write_atomically(path, images[key])
-        else:
-            path.unlink(missing_ok=True)
-    name = _get_setting(config, "run", "name", run_dir.resolve().name)
-    page = _render_page(name, run_dir.resolve(), _make_headline(records, curves, config), images)
-    write_atomically(report_dir / "index.html", page.encode())
-    return report_dir / "index.html"
+        raise DataError(f"{folder / 'metrics.jsonl'}: the file is empty: the run has not finished its first step")
+    return _Source(name, folder, records, make_curves(records), _read_config(folder / "config.toml"))
+
+
+def _make_page(sources: Sequence[_Source]) -> bytes:
+    first, alone = sources[0], len(sources) == 1
+    colors = [None] if alone else [COLORS[name] for name in _RUN_COLORS[: len(sources)]]
+    runs = [Run(source.name, source.curves, color) for source, color in zip(sources, colors, strict=True)]
+    figures: list[Figure] = []
+    cards = ""
+    for key, panel in read_panels().items():
+        if any(panel.is_recorded(run.curves) for run in runs):
+            made = make_figures(panel, runs)
+            cards += page.render_card(key, panel, range(len(figures), len(figures) + len(made)))
+            figures += made
+    headlines = [_make_headline(source.records, source.curves, source.config) for source in sources]
+    tiles = {label: headlines[0].get(label, NOT_RECORDED) for label in TILES} if alone else {}
+    tiles = {label: value for label, value in tiles.items() if value != NOT_RECORDED}
+    labels = dict.fromkeys(label for headline in headlines for label in headline)
+    rows = [[label, *(headline.get(label, NOT_RECORDED) for headline in headlines)] for label in labels]
+    named = [(source, "" if alone else source.name) for source in sources]
+    verdicts = [render_verdicts(each.records, each.config, name) for each, name in named]
+    stored = [for_page(each.folder, name) for each, name in named]
+    samples, notes = [one for found, _ in stored for one in found], [note for _, note in stored]
+    body = (
+        f'<section id="health">{"".join(verdicts)}</section><div class="tiles">{page.render_tiles(tiles)}</div>'
+        f"{page.render_table(rows if alone else [['', *(source.name for source in sources)], *rows])}"
+        f'<p class="note">{_NOTE}</p><div class="panels">{cards}</div>{_render_absent(runs)}'
+        f"{page.render_samples(notes, bool(samples))}{page.render_glossary()}"
+    )
+    title = _get_setting(first.config, "run", "name", first.name) if alone else " against ".join(r.name for r in runs)
+    return page.make_page(title, ", ".join(str(each.folder.resolve()) for each in sources), body, figures, samples)
+
+
+def _render_absent(runs: Sequence[Run]) -> str:
+    def is_absent(panel: Panel) -> bool:
+        return not panel.optional and not any(panel.is_recorded(run.curves) for run in runs)
+
+    absent = [
+        f"{panel.title.lower()} ({', '.join(panel.needs)})" for panel in read_panels().values() if is_absent(panel)
+    ]
+    return f'<p class="note">Not recorded: {"; ".join(absent)}.</p>' if absent else ""
 
 
 def _make_headline(records: Sequence[Mapping[str, Any]], curves: Curves, config: dict[str, Any]) -> dict[str, str]:
@@ -99,30 +173,3 @@ def _format_share(curve: Curve | None) -> str:
         return NOT_RECORDED
     mean = float(curve.finite.mean())
     return f"{100.0 * mean:.3g}% of responses" if mean else "none"
-
-
-def _render_page(name: str, run_dir: Path, rows: dict[str, str], images: dict[str, bytes]) -> str:
-    tiles = "".join(
-        f'<div class="tile"><div class="value">{html.escape(value.split(" (")[0])}</div>'
-        f'<div class="label">{html.escape(label)}</div></div>'
-        for label, value in rows.items()
-        if value != NOT_RECORDED and label in TILES
-    )
-    table = "".join(
-        f"<tr><th>{html.escape(label)}</th><td>{html.escape(value)}</td></tr>" for label, value in rows.items()
-    )
-    cards = "".join(_render_card(key, png) for key, png in images.items())
-    absent = [panel for key, panel in PANELS.items() if key not in images and not panel.optional]
-    missing = ", ".join(f"{panel.title.lower()} ({', '.join(panel.needs)})" for panel in absent)
-    note = f'<p class="absent">Not recorded in this run: {html.escape(missing)}.</p>' if absent else ""
-    texts = {"name": html.escape(name), "run_dir": html.escape(str(run_dir))}
-    return _PAGE.substitute(texts, tiles=tiles, table=table, cards=cards, note=note)
-
-
-def _render_card(key: str, png: bytes) -> str:
-    panel, data = PANELS[key], base64.b64encode(png).decode("ascii")
-    return (
-        f'<figure class="card{" wide" if panel.wide else ""}" id="{key}"><h2>{html.escape(panel.title)}</h2>'
-        f"<figcaption>{html.escape(panel.caption)}</figcaption>"
-        f'<img alt="{html.escape(panel.title)}" src="data:image/png;base64,{data}"></figure>'
-    )

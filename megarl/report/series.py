@@ -86,3 +86,21 @@ def smooth(y: np.ndarray, window: int) -> np.ndarray:
     total = np.convolve(np.pad(np.where(finite, y, 0.0), half), kernel, mode="valid")
     count = np.convolve(np.pad(finite.astype(np.float64), half), kernel, mode="valid")
     return np.where(finite, total / np.maximum(count, 1.0), np.nan)
+
+
+def thin(curve: Curve, most: int = 1000) -> Curve:
+    """Return at most about ``most`` points of a curve: of each run of neighbours the smallest and the largest value.
+
+    So a spike of one step stays. Runs without a finite value keep one point, the gap.
+    """
+    if len(curve.x) <= most:
+        return curve
+    parts = np.array_split(np.arange(len(curve.x)), most // 2)
+    kept: list[int] = []
+    for part in parts:
+        known = part[np.isfinite(curve.y[part])]
+        ends = (
+            {int(known[curve.y[known].argmin()]), int(known[curve.y[known].argmax()])} if known.size else {int(part[0])}
+        )
+        kept += sorted(ends)
+    return Curve(curve.x[kept], curve.y[kept])

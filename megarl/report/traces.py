@@ -96,9 +96,9 @@ def stats(path: Path) -> None:
 
 
 def diff(first: Path, second: Path, out: Path | None = None) -> None:
-    """Print how far two files agree, by layer; plot layers against token positions into the PNG ``out``."""
-    if out is not None and (out.suffix != ".png" or not out.parent.is_dir()):
-        raise ConfigError(f"--out: found {out}, expected a .png file in a folder that exists")
+    """Print how far two files agree, by layer; plot layers against token positions into the page ``out``."""
+    if out is not None and (out.suffix != ".html" or not out.parent.is_dir()):
+        raise ConfigError(f"--out: found {out}, expected a .html file in a folder that exists")
     a, b = read_traces(first), read_traces(second)
     found = compare_files(a, b)
     rows = [
@@ -118,13 +118,14 @@ def diff(first: Path, second: Path, out: Path | None = None) -> None:
         notes.insert(0, f"The models differ: {one} against {other}.")
     _print(f"{first} against {second}", text_table(rows, ("layer", "flip", "overlap"), words=0), *notes)
     if out is not None:
-        from megarl.report.maps import plot_trace_difference  # matplotlib takes a second to import
-        from megarl.report.plots import render_png
+        from megarl.report.figures import plot_trace_difference
+        from megarl.report.page import PLOT, make_page
 
         share = np.where(found.counts > 0, found.flips / np.maximum(found.counts, 1), np.nan)
-        curve = (found.total.per_layer_flip, a.info.layers, found.bin_tokens, f"{first.name} against {second.name}")
-        size = (10.4, max(3.2, min(9.0, 2.2 + 0.14 * len(a.info.layers))))
-        write_atomically(out, render_png(size, lambda figure: plot_trace_difference(figure, share, *curve)))
+        figure = plot_trace_difference(share, found.total.per_layer_flip, a.info.layers, found.bin_tokens)
+        title = f"{found.total.flip:.2%} of (token, layer) pairs differ"
+        page = make_page(title, printable(f"{first} against {second}"), PLOT, [figure])
+        write_atomically(out, page)
         print(printable(f"heat map: {out}"))
 
 

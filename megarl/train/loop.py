@@ -39,10 +39,12 @@ from megarl.run.folder import claim
 from megarl.run.lock import RunLock
 from megarl.run.metrics_log import MetricsLog
 from megarl.run.progress import Monitor, StepProgress
+from megarl.run.samples import SampleFile, pack
 from megarl.run.stop_request import StopRequest
 from megarl.run.vitals import Vitals
 from megarl.train.engines import make_engine
 from megarl.train.mini_batch import MiniBatch
+from megarl.train.sampling.excerpts import complete
 from megarl.train.sampling.gradient_norms import gradient_variance
 from megarl.train.sampling.sampler import Sampler
 from megarl.train.sampling.step_rollouts import StepRollouts
@@ -89,6 +91,7 @@ class Trainer:
         self.config, self.log, self.vitals, self.stop = config, log, vitals, stop
         self.monitor = Monitor(config, log, vitals)
         self.audit = Audit(config.run_dir) if distributed.is_main_rank() else None
+        self.texts = SampleFile(config.run_dir)
         for warning in config.warnings:
             self.monitor.say(f"warning: {warning}")
         torch.use_deterministic_algorithms(config.run.deterministic, warn_only=True)
@@ -216,11 +219,26 @@ class Trainer:
         """Write the routes of a step if they are wanted, and which samples it trained on."""
         if self.traces is not None and self.train_step.keeps_native_routes:
             self.traces.write(done, rollouts.mini_batches, minis)
+        reasons = {} if self.tripwires.verdict is None else self.tripwires.verdict.reasons()
+        self._store_texts(done, rollouts, minis, reasons)
         if self.audit is not None:
             oldest = int(np.concatenate([r.weight_versions for part in rollouts.mini_batches for r in part]).min())
-            reasons = {} if self.tripwires.verdict is None else self.tripwires.verdict.reasons()
             dropped = {(rollouts.first_prompt + prompt, sample): why for (prompt, sample), why in reasons.items()}
             self.audit.record_step(done, oldest, rollouts.trained, dropped)
+
+    def _store_texts(
+        self, done: int, rollouts: StepRollouts, minis: list[MiniBatch], reasons: dict[tuple[int, int], str]
+    ) -> None:
+        """Store what the model wrote. If it is all, each rank decodes and packs its own, and the main rank writes."""
+        if not (count := self.config.log.samples_per_step):
+            return
+        gaps = [mini.gaps for mini in minis] if distributed.holds_outputs() else []
+        gaps += [] if self.tripwires.verdict is None else [self.tripwires.verdict.gaps]  # of all ranks
+        found = rollouts.excerpts, done, dist.get_rank(), rollouts.first_prompt, rollouts.trained, gaps, reasons
+        packed = pack(complete(*found))
+        parts = distributed.gather_on_main_rank(packed) if count == "all" else [packed]
+        if self.audit is not None and parts:
+            self.texts.append(b"".join(parts))
 
     @contextmanager
     def _log_step(
@@ -278,6 +296,7 @@ class Trainer:
             self._eval_is_due = bool(self.config.eval.every)
             if self.audit is not None:
                 self.audit.record_resume(0)
+                self.texts.truncate_after(0)
             return 0
         with self.monitor.phase("load"):
             state = checkpoint.load(newest[1], self.policy)
@@ -287,6 +306,7 @@ class Trainer:
         self.tripwires.state |= state.get("tripwires", {})  # of an earlier megarl: learn again
         if self.audit is not None:
             self.audit.record_resume(done)
+            self.texts.truncate_after(done)
         dropped = self.log.truncate_after(done)
         self.monitor.recall()
         self.monitor.say(f"resumed from {newest[1]} after step {done}; dropped {dropped} later records")

@@ -29,7 +29,7 @@ from megarl.rollout.engine import Engine, SamplingParams
 from megarl.rollout.player import Asker, Draw, Player, Sample
 from megarl.run.progress import Advance
 from megarl.train.environments import make_player, turn_ends
-from megarl.train.sampling import requests, seeds
+from megarl.train.sampling import excerpts, requests, seeds
 from megarl.train.sampling.allocators import AdaEst, Allocator, Gvm
 from megarl.train.sampling.assignment import (
     Assignment,
@@ -188,7 +188,15 @@ class Sampler:
             first_error,
             assigned.position,
             np.stack([assigned.position + selection.prompts, selection.samples], 1)[trains],
+            self._excerpts(step, samples),
         )
+
+    def _excerpts(self, step: int, samples: Mapping[Key, Sample]) -> dict[Key, excerpts.Excerpt]:
+        count = self.config.log.samples_per_step
+        if not count or not (count == "all" or distributed.is_main_rank()):
+            return {}
+        chosen = excerpts.choose([*samples], count, step)
+        return excerpts.describe(samples, chosen, self.tokenizer, tuple(self.config.reward.weights))
 
     def evaluate(self, step: int, on_finish: Advance | None = None) -> dict[str, float]:
         """Return mean reward, pass rate and length on every benchmark, and their averages; a collective call.

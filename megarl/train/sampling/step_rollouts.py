@@ -6,7 +6,7 @@ rank that drew them until the step is split into micro-batches.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
@@ -173,6 +173,8 @@ class StepRollouts:
     trained: np.ndarray
     """int64 [n, 2], all samples that train, on any rank: (place of the prompt in the run's order, sample). No two steps
     share one."""
+    excerpts: dict[Key, dict[str, Any]] = field(default_factory=dict)
+    """The texts to store (``megarl.train.sampling.excerpts``), of samples that this rank drew."""
 
 
 @dataclass(frozen=True, slots=True)
