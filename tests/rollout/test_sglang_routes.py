@@ -25,11 +25,11 @@ from megarl.core.types import SampleRequest
 from megarl.errors import RolloutError
 from megarl.models.shapes import MoeShape
 from megarl.rollout.engine import SamplingParams
-from megarl.rollout.sglang.answers import decode_routes
+from megarl.models.routes import decode_routes, is_compact
 from megarl.rollout.sglang.client import ClientSettings
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet
-from megarl.rollout.sglang.plugin.compact import is_compact, make_header
+from megarl.rollout.sglang.plugin.compact import make_header
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec, environment
 from megarl.rollout.weights import WeightForm
