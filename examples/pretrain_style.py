@@ -30,7 +30,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.core.megatron_facts import replay_blockers
-from megarl.megatron.plugin import OBJECTIVES, RoutingReplay, TokenColumns, policy_loss
+from megarl.megatron.plugin import OBJECTIVES, MicroRoutes, RoutingReplay, TokenColumns, policy_loss
 
 # ---- pretrain_gpt.py ----
 

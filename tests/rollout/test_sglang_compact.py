@@ -18,8 +18,8 @@ import pytest
 
 from megarl.core.routing import RoutingTrace, encode
 from megarl.errors import TraceError
-from megarl.models.shapes import MoeShape
 from megarl.models.routes import decode_routes, is_compact
+from megarl.models.shapes import MoeShape
 from megarl.rollout.sglang.plugin import megarl_routes_plugin
 from megarl.rollout.sglang.plugin.compact import HEADER, SEAL, compact, make_header, parse_header, seal
 from megarl.rollout.sglang.spec import PLUGIN

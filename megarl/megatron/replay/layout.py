@@ -50,7 +50,7 @@ def local_rows(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_padded: Tensor | None = None,
 ) -> MicroRoutes:
-    """``RoutingReplay.rows`` on any rank: of its global ``layers``, at tp (1, 0 without sequence parallelism) and cp."""
+    """``RoutingReplay.rows`` of any rank: its global layers, and its size and rank in tp (1, 0 without SP) and cp."""
     form = "[b, s, L, K]" if cu_seqlens is None else "[T, L, K] with cu_seqlens"
     lead = experts.dim() - 2
     if lead != (2 if cu_seqlens is None else 1):
