@@ -65,19 +65,19 @@ def partition_into(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
     return _place(lengths, _longest_first(lengths), num_bins) or []
 
 
-def pack(rollouts: Sequence[Rollout], advantages: Values | Sequence[np.ndarray]) -> TrainBatch:
+def pack(rollouts: Sequence[Rollout], advantages: Values | Sequence[np.ndarray], routes: bool = True) -> TrainBatch:
     """Put rollouts back to back, in the given order, with their advantages.
 
     advantages: [N], one per sequence; or a list of N arrays, [T_n], one per token. Routes of 16 bits become int16,
-    which torch can index on every device. Raises RolloutError or TraceError, naming group and sample, if a column does
-    not fit its tokens or only some rollouts carry routes or kept sets; NumericsError if the log-probability of a loss
-    token is NaN or above 0, or an advantage is not finite.
+    which torch can index on every device; without ``routes`` only their mask is packed. Raises RolloutError or
+    TraceError, naming group and sample, if a column does not fit its tokens or only some rollouts carry routes or kept
+    sets; NumericsError if the log-probability of a loss token is NaN or above 0, or an advantage is not finite.
     """
     if not rollouts:
         raise ValueError("there are no rollouts to pack, expected at least one")
     for rollout in rollouts:
         _check_rollout(rollout)
-    routed_experts, routed_mask = _pack_routes(rollouts)
+    routed_experts, routed_mask = _pack_routes(rollouts) if routes else (None, _pack_masks(rollouts))
     kept_ids, kept_offsets = pack_kept(rollouts)
     return TrainBatch(
         tokens=_concatenate([r.tokens for r in rollouts], np.int64),
@@ -110,6 +110,11 @@ def _per_token(advantages: Values | Sequence[np.ndarray], rollouts: Sequence[Rol
         if (bad := column[~np.isfinite(column)]).size:
             raise NumericsError(f"{_name(rollout)}: the advantage is {bad[0]}, expected a finite number")
     return _concatenate(columns, np.float32)
+
+
+def has_routes(rollout: Rollout) -> bool:
+    """Return whether there are routes, here or on another rank."""
+    return rollout.routed_experts is not None or rollout.routed_mask is not None
 
 
 def drop_routes(rollout: Rollout) -> Rollout:
@@ -263,8 +268,7 @@ def _concatenate(columns: Sequence[np.ndarray], dtype: type[np.generic]) -> Tens
 def _pack_routes(rollouts: Sequence[Rollout]) -> tuple[Tensor | None, Tensor | None]:
     with_routes = [r for r in rollouts if r.routed_experts is not None]
     if not with_routes:
-        masks = [r.routed_mask for r in rollouts if r.routed_mask is not None]
-        return None, _concatenate(masks, np.bool_) if len(masks) == len(rollouts) else None
+        return None, _pack_masks(rollouts)
     for rollout in rollouts:
         if rollout.routed_experts is None:
             raise TraceError(
@@ -279,8 +283,16 @@ def _pack_routes(rollouts: Sequence[Rollout]) -> tuple[Tensor | None, Tensor | N
         if experts.size and experts.max() > np.iinfo(np.int16).max:
             raise TraceError(f"expert {experts.max()} does not fit 16 signed bits: more than 32768 experts")
         experts = experts.astype(np.int16)
-    masks = [np.ones(r.num_tokens, bool) if r.routed_mask is None else r.routed_mask for r in rollouts]
-    return torch.from_numpy(experts), _concatenate(masks, np.bool_)
+    return torch.from_numpy(experts), _pack_masks(rollouts)
+
+
+def _pack_masks(rollouts: Sequence[Rollout]) -> Tensor | None:
+    """bool [T], where there are routes, or would be on another rank; None if some rollouts have none at all."""
+    if not all(map(has_routes, rollouts)):
+        return None
+    return _concatenate(
+        [np.ones(r.num_tokens, bool) if r.routed_mask is None else r.routed_mask for r in rollouts], np.bool_
+    )
 
 
 def _check_rollout(rollout: Rollout) -> None:
@@ -296,7 +308,7 @@ def _check_rollout(rollout: Rollout) -> None:
             f"prompts must not be empty"
         )
     wrong = rollout.loss_mask & ~(rollout.rollout_logprobs <= LOGPROB_TOLERANCE)  # NaN too
-    if wrong.any():
+    if np.count_nonzero(wrong):
         token = int(wrong.argmax())
         raise NumericsError(
             f"{_name(rollout)}: rollout_logprobs is {rollout.rollout_logprobs[token]:g} at token {token}, expected a "

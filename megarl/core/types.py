@@ -88,8 +88,9 @@ class Rollout:
     @property
     def prompt_length(self) -> int:
         """Tokens before the first generated one; all of them if nothing was generated."""
-        generated = np.flatnonzero(self.loss_mask)
-        return int(generated[0]) if generated.size else len(self.tokens)
+        mask = self.loss_mask
+        first = int(mask.argmax()) if len(mask) else 0
+        return first if len(mask) and mask[first] else len(self.tokens)
 
     @property
     def response_tokens(self) -> np.ndarray:

@@ -127,9 +127,9 @@ class Judge:
     async def _score_here(self, prompt: str, response: str, answer: str) -> Verdict:
         deadline = asyncio.timeout(None if getattr(self._reward, "limits_itself", False) else self.timeout_s)
         try:
-            async with deadline:
-                returned = self._reward(prompt=prompt, response=response, answer=answer)
-                if self._is_async:
+            returned = self._reward(prompt=prompt, response=response, answer=answer)
+            if self._is_async:
+                async with deadline:
                     returned = await returned
             return read_verdict(returned, response, self._weights)
         except ConfigError:

@@ -36,7 +36,8 @@ from megarl.run.progress import Advance, StepProgress
 from megarl.train.engines import make_engine
 from megarl.train.environments import make_environment, make_player, turn_ends
 from megarl.train.sampling.assignment import FixedSamples, Key
-from megarl.train.sampling.requests import EVALUATE, benchmark_number, eval_params, make_requests
+from megarl.train.sampling.requests import benchmark_number, eval_params, make_requests
+from megarl.train.sampling.seeds import EVALUATE
 
 _STEP_FOLDER = re.compile(r"step_\d+")
 

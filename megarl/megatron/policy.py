@@ -89,8 +89,8 @@ class Policy:
 
     def expert_biases(self) -> list[torch.Tensor]:
         """The buffers of the routers that a backward pass may move."""
-        buffers = [named for chunk in self.chunks for named in chunk.named_buffers()]
-        return [buffer for name, buffer in buffers if name.rpartition(".")[2] == "expert_bias"]
+        modules: list[Any] = [module for chunk in self.chunks for module in chunk.modules()]
+        return [module.expert_bias for module in modules if module._buffers.get("expert_bias") is not None]
 
     def optimizer_step(self, more_follow: bool = False) -> tuple[float, float]:
         """Clip, step, advance the schedule; returns (gradient norm before clipping, learning rate used).

@@ -164,11 +164,8 @@ class Engine(Protocol):
         """Frees what the engine holds. It cannot be used afterwards; closing twice does nothing."""
 
 
-def limit_response(request: SampleRequest, params: SamplingParams, vocabulary: int, positions: int) -> int:
-    """Returns the longest response to a request, in tokens; RolloutError for a request that cannot be served.
-
-    vocabulary, positions: how many tokens and positions the model has.
-    """
+def check_prompt(request: SampleRequest, params: SamplingParams, vocabulary: int) -> None:
+    """RolloutError for a prompt that is not of this vocabulary, or stop tokens that are not."""
     prompt, label = request.prompt_tokens, f"group {request.group} sample {request.sample}"
     if not prompt.size:
         raise RolloutError(f"{label}: the prompt is empty, expected at least one token")
@@ -178,12 +175,17 @@ def limit_response(request: SampleRequest, params: SamplingParams, vocabulary: i
         raise RolloutError(f"{label}: the prompt has a token outside of 0..{vocabulary - 1}")
     if any(token >= vocabulary for token in params.stop_token_ids):
         raise RolloutError(f"stop_token_ids {params.stop_token_ids} leave the vocabulary of {vocabulary} tokens")
-    asked = params.max_response_tokens if request.max_response_tokens is None else request.max_response_tokens
-    limit = min(asked, params.max_response_tokens, positions - len(prompt))
-    if asked < 1:
-        raise RolloutError(f"{label}: max_response_tokens is {asked}, expected at least 1")
-    if limit < 1:
-        raise RolloutError(f"{label}: a prompt of {len(prompt)} tokens leaves no room in {positions} positions")
+
+
+def limit_response(request: SampleRequest, params: SamplingParams, positions: int) -> int:
+    """Returns the longest response to a request in a model of so many positions, in tokens; RolloutError if none is."""
+    prompt_length, asked = len(request.prompt_tokens), request.max_response_tokens
+    limit = min(asked or params.max_response_tokens, params.max_response_tokens, positions - prompt_length)
+    if limit < 1 or asked == 0:
+        label = f"group {request.group} sample {request.sample}"
+        if asked is not None and asked < 1:
+            raise RolloutError(f"{label}: max_response_tokens is {asked}, expected at least 1")
+        raise RolloutError(f"{label}: a prompt of {prompt_length} tokens leaves no room in {positions} positions")
     return limit
 
 

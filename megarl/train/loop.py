@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -216,7 +217,7 @@ class Trainer:
         if self.traces is not None and self.train_step.keeps_native_routes:
             self.traces.write(done, rollouts.mini_batches, minis)
         if self.audit is not None:
-            oldest = min(int(r.weight_versions.min()) for part in rollouts.mini_batches for r in part)
+            oldest = int(np.concatenate([r.weight_versions for part in rollouts.mini_batches for r in part]).min())
             reasons = {} if self.tripwires.verdict is None else self.tripwires.verdict.reasons()
             dropped = {(rollouts.first_prompt + prompt, sample): why for (prompt, sample), why in reasons.items()}
             self.audit.record_step(done, oldest, rollouts.trained, dropped)

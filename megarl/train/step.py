@@ -20,7 +20,7 @@ from megarl.core.diagnostics.tripwires import count_flips, count_k3
 from megarl.core.metrics import Stat, merge
 from megarl.core.objectives import BatchFacts, Objective, coefficients, function_coefficients, gather_facts
 from megarl.core.objectives.columns import Denominators
-from megarl.core.packing import drop_routes, pack
+from megarl.core.packing import has_routes, pack
 from megarl.core.routing import Disagreement
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import AgreementError, MegarlError, ReplayError, RolloutError
@@ -72,8 +72,7 @@ class TrainStep:
         """
         config, replay, shape = self.config, self.policy.replay, self.policy.shape
         r3 = config.train.replay == "r3"
-        bare = [drop_routes(rollout) for rollout in rollouts]
-        recorded = all(rollout.routed_mask is not None for rollout in bare)
+        recorded = all(map(has_routes, rollouts))
 
         def check_and_pack() -> TrainBatch:
             if not rollouts:
@@ -83,7 +82,7 @@ class TrainStep:
                 )
             if r3 or recorded:
                 check_rollouts(rollouts, shape)
-            batch = pack(bare, advantages)
+            batch = pack(rollouts, advantages, routes=False)
             if r3:
                 check_missing_rows(batch, config.train.max_missing_rows)
             return batch

@@ -123,3 +123,11 @@ def test_noise_refuses_bad_use() -> None:
 def test_sampling_params_are_checked(bad: dict) -> None:
     with pytest.raises(ConfigError, match=next(iter(bad))):
         SamplingParams(**bad)
+
+
+@pytest.mark.parametrize("steps", [1, 4, 7, 600])
+def test_noise_is_that_of_numpys_philox(steps: int) -> None:
+    seeds = [0, 1, 2**64 - 1, 2**64, 2**128 - 1, 0x0123456789ABCDEF_FEDCBA9876543210]
+    noise, rows = Noise(seeds, steps), np.arange(len(seeds))
+    found = np.stack([noise.at(step, rows).numpy() for step in range(steps)], axis=1)
+    assert np.array_equal(found, [np.random.Generator(np.random.Philox(key=seed)).random(steps) for seed in seeds])

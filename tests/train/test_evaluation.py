@@ -21,7 +21,8 @@ from megarl import cli
 from megarl.core.sampling.pass_at_k import pass_at_k
 from megarl.evaluate.evaluation import _run_of
 from megarl.run.metrics_log import read_metrics
-from megarl.train.sampling.requests import EVALUATE, benchmark_number, sampling_seed
+from megarl.train.sampling.requests import benchmark_number
+from megarl.train.sampling.seeds import EVALUATE, sampling_seed
 
 Megarl = Callable[..., int]
 

@@ -25,8 +25,8 @@ from megarl.core.types import Rollout
 from megarl.data.tiny import EOS_ID
 from megarl.errors import ConfigError, DataError, RolloutError, StopError
 from megarl.train.environments import stop_tokens
-from megarl.train.sampling.requests import EVALUATE, TRAIN, sampling_seed
 from megarl.train.sampling.sampler import Sampler
+from megarl.train.sampling.seeds import EVALUATE, TRAIN, sampling_seed
 
 
 def test_sampling_seeds_are_all_different() -> None:

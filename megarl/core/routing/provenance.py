@@ -39,7 +39,9 @@ def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dic
 
     sources = np.concatenate([row_sources(rollout) for rollout in rollouts])
     stale = np.concatenate([_stale(rollout) for rollout in rollouts])
-    mixed = np.array([_is_mixed(rollout) for rollout in rollouts])
+    versions = np.concatenate([rollout.weight_versions for rollout in rollouts])
+    starts = np.cumsum([0, *(rollout.num_tokens for rollout in rollouts[:-1])])
+    mixed = np.minimum.reduceat(versions, starts) != np.maximum.reduceat(versions, starts)
     shares = {"rollout/mixed_versions_fraction": mixed}
     if any(rollout.routed_mask is not None for rollout in rollouts):
         shares |= {
@@ -48,7 +50,7 @@ def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dic
             "routes/native_fraction": sources == RowSource.NATIVE,
             "routes/stale_rows_fraction": stale,
         }
-    ages = trainer_version - np.concatenate([rollout.weight_versions[rollout.loss_mask] for rollout in rollouts])
+    ages = trainer_version - versions[np.concatenate([rollout.loss_mask for rollout in rollouts])]
     return {
         **{name: Stat.mean(share) for name, share in shares.items()},
         "rollout/staleness_mean": Stat.mean(ages),
@@ -67,7 +69,7 @@ def refuse_mixed_versions(rollouts: Sequence[Rollout]) -> None:
                 'when weights change, or allow it with train.mixed_versions = "allow"'
             )
         stale = _stale(rollout)
-        if stale.any():
+        if np.count_nonzero(stale):
             token = int(stale.argmax())
             raise RolloutError(
                 f"{label}: the experts of token {token} were chosen by weight version {row_versions(rollout)[token]}, "
@@ -78,7 +80,7 @@ def refuse_mixed_versions(rollouts: Sequence[Rollout]) -> None:
 
 def _is_mixed(rollout: Rollout) -> bool:
     versions = rollout.weight_versions
-    return bool((versions != versions[:1]).any())
+    return np.count_nonzero(versions != versions[:1]) > 0
 
 
 def _stale(rollout: Rollout) -> np.ndarray:

@@ -197,7 +197,8 @@ def _run_schedule(
 
     iterators = [enumerate(micro_batches) for _ in chunks]
     for chunk in chunks:
-        chunk.train(training)
+        if chunk.training != training:  # a walk through all modules
+            chunk.train(training)
     with torch.set_grad_enabled(training):
         outputs = get_forward_backward_func()(
             forward_step_func=forward_step,

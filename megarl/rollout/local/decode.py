@@ -19,7 +19,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from megarl.core.types import Rollout, SampleRequest
-from megarl.rollout.engine import OnFinish, SamplingParams, make_rollout, too_many_kept
+from megarl.rollout.engine import OnFinish, SamplingParams, too_many_kept
 from megarl.rollout.local.distribution import Noise, draw, sampling_logprobs
 from megarl.rollout.local.recorder import RouteRecorder
 
@@ -113,7 +113,7 @@ def decode(
             num_kept[alive] += kept_steps[-1][0]
             if (most := num_kept.max()) > params.max_kept_ids:
                 raise too_many_kept(requests[num_kept.argmax()], most, params.max_kept_ids, step + 1)
-        at_stop = np.isin(drawn, stop_ids)
+        at_stop = (drawn[:, None] == stop_ids).any(1)
         finished = at_stop | (step + 1 >= limits[alive])
         stopped[alive[at_stop]] = True
         if on_finish is not None and finished.any():
@@ -132,31 +132,54 @@ def decode(
         if recorder is None:
             logits, _ = reader.read_tokens(tokens)
 
-    owners, *columns = (np.concatenate(column) for column in zip(*steps, strict=True))
-    order, ends = np.argsort(owners, kind="stable"), np.cumsum(np.bincount(owners))[:-1]
-    responses = zip(*(np.split(column[order], ends) for column in columns), strict=True)
-    kept_of = _sort_kept(kept_steps, owners, order, ends) if kept_steps else [None] * len(requests)
-    rollouts = []
-    for i, (request, (response, logprobs_of, *routes_of)) in enumerate(zip(requests, responses, strict=True)):
-        num_tokens = len(request.prompt_tokens) + len(response)
-        experts = mask = None
-        if prompt_routes is not None:  # the last rows: the prompt is padded on the left
-            experts = np.concatenate([prompt_routes[prompt_of_request[i], -len(request.prompt_tokens) :], *routes_of])
-            mask = np.ones(num_tokens, dtype=bool)
-        versions, end = np.full(num_tokens, version), "stop" if stopped[i] else "length"
-        rollouts.append(make_rollout(request, response, logprobs_of, experts, mask, versions, end, kept_of[i]))
-    return rollouts
+    # Sequence after sequence, each the prompt and then the response. What is below are views of these columns.
+    owners, drawn, logprobs_of, *routes_of = (np.concatenate(column) for column in zip(*steps, strict=True))
+    order, sizes = np.argsort(owners, kind="stable"), np.bincount(owners)
+    parts = np.stack([[len(request.prompt_tokens) for request in requests], sizes], 1)
+    generated = np.repeat(np.tile([False, True], len(requests)), parts.ravel())
+    rollout_logprobs = np.zeros(len(generated), np.float32)
+    rollout_logprobs[generated] = logprobs_of[order]
+    tokens = np.empty(len(generated), np.int32)
+    tokens[generated] = drawn[order]
+    tokens[~generated] = np.concatenate([request.prompt_tokens for request in requests])
+    versions, present = np.full(len(generated), version, np.int32), np.ones(len(generated), bool)
+    experts = None
+    if prompt_routes is not None:
+        experts = np.empty((len(generated), *prompt_routes.shape[2:]), prompt_routes.dtype)
+        experts[generated] = routes_of[0][order]
+        read = [prompt_routes[prompt, -length:] for prompt, (length, _) in zip(prompt_of_request, parts, strict=True)]
+        experts[~generated] = np.concatenate(read)  # the last rows: prompts are padded on the left
+    kept = _sort_kept(kept_steps, owners, order, generated) if kept_steps else None
+    ends = parts.sum(1).cumsum()
+    id_ends = None if kept is None else [0, *kept[0].cumsum()[ends - 1].tolist()]
+    return [
+        Rollout(
+            request.group,
+            request.sample,
+            tokens[start:end],
+            generated[start:end],
+            rollout_logprobs[start:end],
+            None if experts is None else experts[start:end],
+            None if experts is None else present[start:end],
+            versions[start:end],
+            "stop" if is_stopped else "length",
+            kept_counts=None if kept is None else kept[0][start:end],
+            kept_ids=None if kept is None or id_ends is None else kept[1][id_ends[index] : id_ends[index + 1]],
+        )
+        for index, (request, start, end, is_stopped) in enumerate(
+            zip(requests, [0, *ends[:-1].tolist()], ends.tolist(), stopped.tolist(), strict=True)
+        )
+    ]
 
 
 def _sort_kept(
-    steps: Sequence[tuple[np.ndarray, np.ndarray]], owners: np.ndarray, order: np.ndarray, ends: np.ndarray
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The counts and ids of each response, from those of all steps; the rest as ``decode`` has it."""
+    steps: Sequence[tuple[np.ndarray, np.ndarray]], owners: np.ndarray, order: np.ndarray, generated: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The counts int32 [T] and the ids int32 [M] of all sequences, from those of all steps; else as in ``decode``."""
     counts, ids = (np.concatenate(column) for column in zip(*steps, strict=True))
-    counts_of = np.split(counts[order], ends)
-    ids = ids[np.argsort(np.repeat(owners, counts), kind="stable")]
-    ids_of = np.split(ids, np.cumsum([of_one.sum() for of_one in counts_of])[:-1])
-    return list(zip(counts_of, ids_of, strict=True))
+    whole = np.zeros(len(generated), np.int32)
+    whole[generated] = counts[order]
+    return whole, ids[np.argsort(np.repeat(owners, counts), kind="stable")].astype(np.int32)
 
 
 def _sample(

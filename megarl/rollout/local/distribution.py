@@ -9,6 +9,9 @@ import torch
 
 from megarl.errors import NumericsError, RolloutError
 
+_PHILOX_MULTIPLIERS = np.array([0xD2E7470EE14C6C93, 0xCA5A826395121157], np.uint64)[:, None, None]
+_PHILOX_STEPS = np.array([0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B], np.uint64)[:, None, None]
+
 
 def sampling_logprobs(logits: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
     """Log-probabilities of the distribution that tokens are drawn from.
@@ -56,17 +59,18 @@ class Noise:
     """Uniform numbers for a batch of requests: number ``t`` of a request is a function of its seed and ``t`` alone.
 
     Philox is a counter-based generator, so that the seeds 0, 1, 2, ... give independent streams (Salmon et al. 2011).
+    The numbers are those of ``np.random.Generator(np.random.Philox(key=seed)).random()``, for all requests at once.
     """
 
     _MAX_CHUNK = 256
-    """Numbers drawn per request at a time; bounds the memory of long responses."""
+    """Numbers drawn per request at a time; bounds the memory of long responses. A multiple of 4, Philox's block."""
 
     def __init__(self, seeds: Sequence[int], num_steps: int) -> None:
         for seed in seeds:
             if not 0 <= seed < 2**128:
                 raise RolloutError(f"seed of a request is {seed}, expected 0 <= seed < 2**128")
-        self._streams = [np.random.Generator(np.random.Philox(key=seed)) for seed in seeds]
-        self._chunk = min(num_steps, self._MAX_CHUNK)
+        self._keys = np.array([divmod(seed, 2**64)[::-1] for seed in seeds], np.uint64).reshape(-1, 2).T[:, :, None]
+        self._chunk = min(-(-num_steps // 4) * 4, self._MAX_CHUNK)
         self._numbers = np.empty((len(seeds), self._chunk))
         self._first_step = -self._chunk
 
@@ -75,7 +79,28 @@ class Noise:
         if step < self._first_step:
             raise ValueError(f"noise for step {step} asked for after step {self._first_step}")
         while step >= self._first_step + self._chunk:
-            for stream, row in zip(self._streams, self._numbers, strict=True):
-                stream.random(out=row)
             self._first_step += self._chunk
+            self._numbers = _philox(self._keys, self._first_step // 4, self._chunk // 4)
         return torch.from_numpy(self._numbers[rows, step - self._first_step])
+
+
+def _philox(keys: np.ndarray, first_block: int, num_blocks: int) -> np.ndarray:
+    """float64 [B, 4 * num_blocks] in [0, 1): Philox 4x64 with 10 rounds; keys: uint64 [2, B, 1], low half first."""
+    even = np.zeros((2, keys.shape[1], num_blocks), np.uint64)  # words 0 and 2 of the counters; numpy counts from 1
+    even[0] = np.arange(first_block + 1, first_block + num_blocks + 1, dtype=np.uint64)
+    odd, keys = np.zeros_like(even), keys.copy()
+    for _ in range(10):
+        high = _high_product(even, _PHILOX_MULTIPLIERS)
+        even, odd = high[::-1] ^ odd ^ keys, (even * _PHILOX_MULTIPLIERS)[::-1]
+        keys += _PHILOX_STEPS
+    words = np.stack([even[0], odd[0], even[1], odd[1]], axis=-1).reshape(keys.shape[1], -1)
+    return (words >> np.uint64(11)) * 2.0**-53
+
+
+def _high_product(values: np.ndarray, factors: np.ndarray) -> np.ndarray:
+    """The upper 64 of the 128 bits of each product of uint64."""
+    half, mask = np.uint64(32), np.uint64(2**32 - 1)
+    low, high, factor_low, factor_high = values & mask, values >> half, factors & mask, factors >> half
+    across = low * factor_high
+    middle = (low * factor_low >> half) + (across & mask) + high * factor_low
+    return high * factor_high + (across >> half) + (middle >> half)

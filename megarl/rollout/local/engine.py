@@ -22,7 +22,16 @@ from transformers.initialization import no_init_weights
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import RolloutError, WeightSyncError
 from megarl.rollout.buckets import Intake, Staging
-from megarl.rollout.engine import Begin, Engine, OnFinish, SamplingParams, Session, limit_response, run_session
+from megarl.rollout.engine import (
+    Begin,
+    Engine,
+    OnFinish,
+    SamplingParams,
+    Session,
+    check_prompt,
+    limit_response,
+    run_session,
+)
 from megarl.rollout.local.decode import decode
 from megarl.rollout.local.fp8 import FP8Cache, FP8Products, hold_in_fp32, require_known_precision
 from megarl.rollout.local.recorder import RouteRecorder
@@ -149,7 +158,9 @@ class LocalEngine(Engine):
     def _sample(self, requests: Sequence[SampleRequest], params: SamplingParams, on_finish: OnFinish) -> list[Rollout]:
         config = self._model.config.get_text_config()
         positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
-        limits = np.array([limit_response(request, params, config.vocab_size, positions) for request in requests])
+        for request in {id(request.prompt_tokens): request for request in requests}.values():  # samples share prompts
+            check_prompt(request, params, config.vocab_size)
+        limits = np.array([limit_response(request, params, positions) for request in requests])
         recorder = self._recorder if params.return_routed_experts else None
         # Requests of similar length share a batch, so that little of it is padding.
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_tokens))

@@ -11,7 +11,7 @@ import torch
 from megarl.core.types import Rollout, SampleRequest
 from megarl.errors import ConfigError, MegarlError, RolloutError, WeightSyncError
 from megarl.models.shapes import MoeShape
-from megarl.rollout.engine import Begin, Engine, OnFinish, SamplingParams, limit_response
+from megarl.rollout.engine import Begin, Engine, OnFinish, SamplingParams, check_prompt, limit_response
 from megarl.rollout.sglang.answers import is_sealed, parse_answer
 from megarl.rollout.sglang.client import ClientSettings, SGLangClient, Tell
 from megarl.rollout.sglang.fleet import Fleet
@@ -163,7 +163,8 @@ class SGLangEngine(Engine):
 
     def _make_body(self, request: SampleRequest, params: SamplingParams) -> dict[str, Any]:
         # The last position stays free: a server refuses a request that could fill it.
-        limit = limit_response(request, params, self._vocabulary, self._positions - 1)
+        check_prompt(request, params, self._vocabulary)
+        limit = limit_response(request, params, self._positions - 1)
         if not 0 <= request.known_rows <= len(request.prompt_tokens):
             raise RolloutError(
                 f"group {request.group} sample {request.sample}: known_rows is {request.known_rows}, expected "

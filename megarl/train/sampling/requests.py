@@ -21,26 +21,32 @@ from megarl.megatron import distributed
 from megarl.rollout.engine import Engine, SamplingParams
 from megarl.rollout.player import Sample
 from megarl.run.progress import Advance
+from megarl.train.sampling.seeds import sampling_seeds
 
 MOST_DRAWS = 3
 """Draws of the same samples until nobody changes the engine's weights meanwhile."""
-TRAIN, EVALUATE, PRESAMPLE, KEEP = 0, 1, 2, 3
-"""Purposes of a seed. They differ so that evaluation, for example, never repeats the noise of training."""
-
-
-def sampling_seed(run_seed: int, purpose: int, step: int, group: int, sample: int) -> int:
-    """Return the seed of one response of a run. It does not depend on the rank that draws it."""
-    words = np.random.SeedSequence([run_seed, purpose, step, group, sample]).generate_state(1, np.uint64)
-    return int(words[0])
+_SEEDS_AT_ONCE = 1024, 16
+"""Prompts and samples whose seeds are computed together."""
 
 
 def make_requests(
     run_seed: int, purpose: int, step: int, prompts: Sequence[Prompt]
 ) -> Callable[[int, int], tuple[SampleRequest, Prompt]]:
     """Return the function from (number of the prompt, sample) to its request, which has a seed of its own."""
+    taken: dict[int, Prompt] = {}
+    blocks: dict[tuple[int, int], np.ndarray] = {}
 
     def request_of(number: int, sample: int) -> tuple[SampleRequest, Prompt]:
-        prompt, seed = prompts[number], sampling_seed(run_seed, purpose, step, number, sample)
+        if (prompt := taken.get(number)) is None:
+            prompt = taken[number] = prompts[number]
+        height, width = _SEEDS_AT_ONCE
+        key = number // height, sample // width
+        if (seeds := blocks.get(key)) is None:
+            numbers = (
+                np.arange(size * block, size * (block + 1)) for size, block in zip(_SEEDS_AT_ONCE, key, strict=True)
+            )
+            seeds = blocks[key] = sampling_seeds(run_seed, purpose, step, *numbers)
+        seed = int(seeds[number % height, sample % width])
         return SampleRequest(prompt.tokens, group=number, sample=sample, seed=seed), prompt
 
     return request_of

@@ -29,7 +29,7 @@ from megarl.rollout.engine import Engine, SamplingParams
 from megarl.rollout.player import Asker, Draw, Player, Sample
 from megarl.run.progress import Advance
 from megarl.train.environments import make_player, turn_ends
-from megarl.train.sampling import requests
+from megarl.train.sampling import requests, seeds
 from megarl.train.sampling.allocators import AdaEst, Allocator, Gvm
 from megarl.train.sampling.assignment import (
     Assignment,
@@ -202,7 +202,7 @@ class Sampler:
         for name, benchmark in self.benchmarks.items():
             keys = range(dist.get_rank(), len(benchmark.prompts) * per_prompt, dist.get_world_size())
             mine = FixedSamples([divmod(key, per_prompt) for key in keys])
-            where = benchmark.prompts, requests.EVALUATE, requests.benchmark_number(name), benchmark.player
+            where = benchmark.prompts, seeds.EVALUATE, requests.benchmark_number(name), benchmark.player
             table = SampleTable.gather(self._draw(partial(self._make_draw, mine, *where), params, on_finish))
             found[name] = score(name, table, benchmark.threshold)
         return pool(found, [len(benchmark.prompts) for benchmark in self.benchmarks.values()])
@@ -213,7 +213,7 @@ class Sampler:
         position = self._position if sampling.refill else step * number
         mini_batches, threshold, group = config.train.mini_batches, config.reward.threshold, distributed.model_group()
         at = RankCoordinates(distributed.dp_rank(), distributed.dp_size(), group.rank(), group.size())
-        seed = requests.sampling_seed(config.run.seed, requests.KEEP, step, 0, 0) if sampling.keep == "random" else None
+        seed = seeds.sampling_seed(config.run.seed, seeds.KEEP, step, 0, 0) if sampling.keep == "random" else None
         if self._allocator is not None:
             allotted = self._allocator.allot(step, self._step_prompts(step))
             if isinstance(self._allocator, Gvm):  # counted now, for checkpoints hold its estimates from now on
@@ -229,7 +229,7 @@ class Sampler:
 
     def _presample(self, step: int, keys: Sequence[Key]) -> dict[Key, Sample]:
         """Draw given samples of a step's prompts, with seeds of their own."""
-        make_draw = partial(self._make_draw, FixedSamples(keys), self._step_prompts(step), requests.PRESAMPLE, step)
+        make_draw = partial(self._make_draw, FixedSamples(keys), self._step_prompts(step), seeds.PRESAMPLE, step)
         replayed = self.config.train.replay == "r3"  # nothing else is done with their routes
         params = requests.train_params(self.config, self._stop_tokens, routes=replayed)
         return self._draw(make_draw, params, self._while_waiting)
@@ -246,7 +246,7 @@ class Sampler:
     def _make_step_draw(self, assigned: _AssignedStep) -> Draw:
         most = self.config.prompts_per_step_at_most
         prompts = self.prompts.take(self.order.take(assigned.position, most))
-        return self._make_draw(assigned.assignment.asker(), prompts, requests.TRAIN, assigned.step)
+        return self._make_draw(assigned.assignment.asker(), prompts, seeds.TRAIN, assigned.step)
 
     def _make_draw(
         self, asker: Asker, prompts: Sequence[Prompt], purpose: int, step: int, player: Player | None = None

@@ -109,8 +109,8 @@ def _row(key: Key, sample: Sample) -> list[float]:
     rollout = sample.rollout
     tokens, appended, generated = 0, 0, 0
     if rollout is not None:
-        generated = int(rollout.loss_mask.sum())
-        tokens, appended = rollout.num_tokens, int((~rollout.loss_mask[rollout.prompt_length :]).sum())
+        tokens, generated = rollout.num_tokens, int(np.count_nonzero(rollout.loss_mask))
+        appended = tokens - rollout.prompt_length - generated
     return [
         *key,
         sample.reward or 0.0,
