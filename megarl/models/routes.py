@@ -151,12 +151,12 @@ def _place(
 
 def _read_array(given: Any, shape: MoeShape, label: str) -> np.ndarray:
     """int64 [rows, L, K] of the MoE layers from any form of vLLM."""
-    if isinstance(given, str):
-        try:
+    try:
+        if isinstance(given, str):
             given = np.load(io.BytesIO(base64.b64decode(given, validate=True)), allow_pickle=False)
-        except (binascii.Error, ValueError, EOFError) as error:
-            raise TraceError(f"{label}: routed_experts are no base64 of a .npy file ({error})") from error
-    rows = np.asarray(given)
+        rows = np.asarray(given)
+    except (binascii.Error, ValueError, EOFError) as error:
+        raise TraceError(f"{label}: routed_experts are no array, and no base64 of a .npy file ({error})") from error
     if rows.size == 0:
         return np.empty((0, len(shape.moe_layers), shape.topk), np.int64)
     layers = (len(shape.moe_layers), shape.num_layers)
