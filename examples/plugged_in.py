@@ -83,7 +83,7 @@ def main() -> int:
     for step in range(args.steps):
         mini_batches = toy.sample(step)
         for micros in mini_batches:
-            given = []
+            given = []  # megarl; stays empty for R2
             if args.replay == "r3":
                 given = [replay.rows(b["routed_experts"], b["routed_mask"], b["tokens"]) for b in micros]  # megarl
             with replay.replay(given) if given else replay.record() as recording:  # megarl
