@@ -44,10 +44,11 @@ def routes_from_sglang(
             "--enable-return-routed-experts (SGLang 0.5.7 or later)"
         )
     counts = [meta.get(name) for name in ("prompt_tokens", "completion_tokens")]
-    if not all(isinstance(count, int) and count >= 0 for count in counts) or not sum(counts):
+    if not all(isinstance(count, int) and count >= 0 for count in counts) or counts == [0, 0]:
         raise TraceError(f"{label}: prompt_tokens and completion_tokens are {counts}, expected two counts above 0")
-    start = _find_start(label, sum(counts), shape, start, earlier)
-    return _place(decode_routes(text, sum(counts) - 1, shape, label, start), start, sum(counts), shape, label, earlier)
+    total = sum(map(int, counts))
+    start = _find_start(label, total, shape, start, earlier)
+    return _place(decode_routes(text, total - 1, shape, label, start), start, total, shape, label, earlier)
 
 
 def routes_from_vllm(
