@@ -26,8 +26,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.core.objectives import OBJECTIVES, TokenColumns, policy_loss  # megarl
-from megarl.megatron.replay import MicroRoutes, RoutingReplay  # megarl
+from megarl.megatron.plugin import OBJECTIVES, RoutingReplay, StepLoss, TokenColumns, reduce_metrics  # megarl
 
 
 def build(args: argparse.Namespace) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:
@@ -53,7 +52,7 @@ def build(args: argparse.Namespace) -> tuple[list[DistributedDataParallel], Mega
     return chunks, optimizer
 
 
-def forward_step(data: Iterator[toy.Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+def forward_step(data: Iterator[toy.Batch], model: torch.nn.Module, step_loss: Any = None) -> tuple[torch.Tensor, Any]:
     batch = next(data)
     output = model(
         input_ids=batch["tokens"],
@@ -61,28 +60,16 @@ def forward_step(data: Iterator[toy.Batch], model: torch.nn.Module) -> tuple[tor
         attention_mask=None,
         labels=batch["labels"],
     )
-    return output, partial(loss_func, batch)
+    return output, partial(loss_func, batch, step_loss)
 
 
-def loss_func(batch: toy.Batch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def loss_func(batch: toy.Batch, step_loss: Any, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
     logprobs = -output  # [b, s]: with labels, the model returns their negative log-probabilities
-    if "old_logprobs" not in batch:
+    if step_loss is None:
         return logprobs.sum(), {"logprobs": logprobs.detach()}
-    names = ("old_logprobs", "rollout_logprobs", "advantages", "loss_mask")
-    cu_seqlens = torch.arange(0, logprobs.numel() + 1, logprobs.size(1), device=logprobs.device)
-    columns = TokenColumns(logprobs.flatten(), *(batch[name].flatten() for name in names), cu_seqlens)  # megarl
-    loss, _ = policy_loss(OBJECTIVES["minirl"], columns)  # megarl
-    return loss, {"loss": loss.detach().clone()}
-
-
-def rollout_routes(batch: toy.Batch, layers: tuple[int, ...]) -> MicroRoutes:  # megarl
-    # Routers see [s, b, h] flattened, and with sequence parallelism a tensor-parallel rank's contiguous share of s.
-    size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-    experts, present, token_ids = (
-        batch[name].transpose(0, 1).chunk(size)[rank].flatten(0, 1)
-        for name in ("routed_experts", "routed_mask", "tokens")
-    )
-    return MicroRoutes(experts[:, [toy.MOE_LAYERS.index(layer) for layer in layers]], present, token_ids)
+    columns = TokenColumns.of_padded(logprobs, batch)  # megarl
+    loss, statistics = step_loss(columns)  # megarl
+    return loss, {"statistics": statistics}
 
 
 def main() -> int:
@@ -96,10 +83,12 @@ def main() -> int:
     for step in range(args.steps):
         mini_batches = toy.sample(step)
         for micros in mini_batches:
-            given = [rollout_routes(batch, replay.layers) for batch in micros] if args.replay == "r3" else None
+            given = []  # megarl; stays empty for R2
+            if args.replay == "r3":
+                given = [replay.rows(b["routed_experts"], b["routed_mask"], b["tokens"]) for b in micros]  # megarl
             with replay.replay(given) if given else replay.record() as recording:  # megarl
                 outputs = toy.forward_backward(forward_step, chunks, micros, forward_only=True)
-            routes.append(given or recording.routes)
+            routes.append(given or recording.routes)  # megarl
             for batch, output in zip(micros, outputs, strict=False):  # only the last pipeline stage has outputs
                 batch["old_logprobs"] = output["logprobs"]
             batches += micros
@@ -107,13 +96,14 @@ def main() -> int:
             for chunk in chunks:
                 chunk.zero_grad_buffer()
             optimizer.zero_grad()
-            native = args.replay == "none"
-            with nullcontext() if native else replay.replay(routes.pop(0)):  # megarl; forward and backward
-                losses = toy.forward_backward(forward_step, chunks, micros, forward_only=False)
+            step_loss = StepLoss.of(OBJECTIVES["minirl"], [batch["loss_mask"] for batch in micros])  # megarl
+            weighted = partial(forward_step, step_loss=step_loss)  # megarl
+            with nullcontext() if args.replay == "none" else replay.replay(routes.pop(0)):  # megarl; also backward
+                losses = toy.forward_backward(weighted, chunks, micros, forward_only=False)
             _, grad_norm, _ = optimizer.step()
-            if dist.get_rank() == dist.get_world_size() - 1:
-                loss = torch.stack([one["loss"] for one in losses]).mean()
-                print(f"step {step}: loss {loss:+.4f}, gradient norm {grad_norm:.4f}", flush=True)
+            metrics = reduce_metrics([one["statistics"] for one in losses])  # megarl
+            if dist.get_rank() == 0:
+                print(f"step {step}: loss {metrics['loss']:+.4f}, gradient norm {grad_norm:.4f}", flush=True)
     status = watch.report(batches, must_hold=None if args.replay == "none" else args.replay)
     toy.leave()
     return status

@@ -30,8 +30,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.core.megatron_facts import replay_blockers
-from megarl.core.objectives import OBJECTIVES, TokenColumns, policy_loss
-from megarl.megatron.replay import MicroRoutes, RoutingReplay
+from megarl.megatron.plugin import OBJECTIVES, MicroRoutes, RoutingReplay, TokenColumns, policy_loss
 
 # ---- pretrain_gpt.py ----
 
@@ -67,7 +66,7 @@ def loss_func(batch: toy.Batch, output_tensor: torch.Tensor) -> tuple[torch.Tens
     logprobs = -output_tensor  # [b, s]
     if "old_logprobs" not in batch:
         return logprobs.sum(), {"logprobs": logprobs.detach()}
-    columns = token_columns(batch, logprobs)
+    columns = TokenColumns.of_padded(logprobs, batch)
     loss, _ = policy_loss(OBJECTIVES[get_args().policy_objective], columns)  # megarl 3
     return loss, {"policy loss": loss.detach().clone()}
 
@@ -81,22 +80,6 @@ def forward_step(data_iterator: Iterator[toy.Batch], model: torch.nn.Module) -> 
         labels=batch["labels"],
     )
     return output_tensor, partial(loss_func, batch)
-
-
-def token_columns(batch: toy.Batch, logprobs: torch.Tensor) -> TokenColumns:
-    names = ("old_logprobs", "rollout_logprobs", "advantages", "loss_mask")
-    cu_seqlens = torch.arange(0, logprobs.numel() + 1, logprobs.size(1), device=logprobs.device)
-    return TokenColumns(logprobs.flatten(), *(batch[name].flatten() for name in names), cu_seqlens)
-
-
-def rollout_routes(batch: toy.Batch, layers: tuple[int, ...]) -> MicroRoutes:
-    """The engine's experts as the routers of this rank see their rows: docs/plugin.md, "Which rows"."""
-    size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-    experts, present, token_ids = (
-        batch[name].transpose(0, 1).chunk(size)[rank].flatten(0, 1)
-        for name in ("routed_experts", "routed_mask", "tokens")
-    )
-    return MicroRoutes(experts[:, [toy.MOE_LAYERS.index(layer) for layer in layers]], present, token_ids)
 
 
 # ---- megatron/training/arguments.py ----
@@ -222,7 +205,8 @@ def compute_old_logprobs(
     """
     routes = None
     if replay is not None and get_args().routing_replay == "r3":
-        routes = [rollout_routes(batch, replay.layers) for batch in batches]
+        columns = ("routed_experts", "routed_mask", "tokens")
+        routes = [replay.rows(*(batch[name] for name in columns)) for batch in batches]
     alone = nullcontext() if replay is None else replay.record()
     with replay.replay(routes) if routes else alone as recording:  # megarl 2, for the pass of old_logprobs
         outputs = toy.forward_backward(step, model, batches, forward_only=True)

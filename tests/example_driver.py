@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 
-from megarl.megatron import replay
+from megarl.megatron import plugin, replay
 from megarl.megatron.replay import MicroRoutes, Recording
 
 
@@ -46,5 +46,5 @@ if __name__ == "__main__":
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(EXAMPLE.parent))
     register_module_forward_hook(verify_order, with_kwargs=True)
-    replay.RoutingReplay = TamperedReplay  # type: ignore[misc]
+    plugin.RoutingReplay = TamperedReplay  # type: ignore[misc]
     runpy.run_path(str(EXAMPLE), run_name="__main__")

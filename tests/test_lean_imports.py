@@ -16,6 +16,7 @@ from megarl.data.traces import TracedSequence, TraceInfo, write_traces
 
 ROOT = Path(__file__).parents[1]
 REPLAY = "import megarl.megatron.replay"
+PLUGIN = "import megarl.megatron.plugin"
 MEGATRON = "import torch, megatron.core.models.gpt, megatron.core.transformer.moe.moe_layer"
 CORE = "import " + ", ".join(
     f"megarl.core.{name}" for name in ("objectives", "advantages", "ratios", "sampling", "routing")
@@ -31,8 +32,8 @@ def third_party(statement: str) -> set[str]:
 
 @pytest.mark.parametrize(
     ("statement", "peers"),
-    [(REPLAY, MEGATRON), (CORE, "import torch, numpy")],
-    ids=["replay", "core"],
+    [(REPLAY, MEGATRON), (PLUGIN, MEGATRON), (CORE, "import torch, numpy")],
+    ids=["replay", "plugin", "core"],
 )
 def test_nothing_comes_along_but_torch_and_megatron(statement, peers):
     assert third_party(statement) - third_party(peers) == {"megarl"}

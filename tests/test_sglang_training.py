@@ -96,29 +96,19 @@ def test_fp32_agrees_natively_after_every_sync(home: Path, fp32_server: Server, 
     assert all(mini["grad_norm"] > 0 for mini in logged)  # there was something to follow
 
 
-def test_bf16_disagrees_natively_and_not_under_replay(home: Path, bf16_server: Server) -> None:
-    """On the same rollouts; the tool prints them one below the other."""
-    tool = Path(__file__).parents[1] / "tools" / "replay_gap.py"
-    words = ["--model", home / "model", "--prompts", home / "task" / "train.jsonl", "--steps", "2"]
-    words += ["--server", bf16_server.url, "--server-dtype", "bf16"]
-    result = subprocess.run(
-        [sys.executable, tool, *map(str, words)], capture_output=True, text=True, timeout=1800.0, check=False
+def test_bf16_disagrees_natively_and_less_under_replay(home: Path, bf16_server: Server) -> None:
+    """``megarl gap`` on the same rollouts of a running server."""
+    (home / "gap.toml").write_text(
+        (home / "run.toml").read_text().replace("[sglang]", f'[sglang]\nurls = ["{bf16_server.url}"]')
     )
+    words = ["--config", home / "gap.toml", "--responses", "256", "--json", "--model.dtype", "bf16"]
+    words += ["--rollout.dtype", "bf16"]
+    result = call(home, "gap", home / "model", *words, ranks=1)
     assert result.returncode == 0, result.stderr[-3000:]
-    head, *lines = [line for line in result.stdout.splitlines() if " bf16 " in f" {line} " or "rollout/k3" in line]
-    print(result.stdout)
-    names = head.split()[3:]
-    found = {}
-    for line in lines:
-        if line.lstrip().startswith("bf16 fp8"):
-            continue
-        _, _, replay, *numbers = line.split()
-        found[replay] = dict(zip(names, numbers, strict=True))
-    none, r3 = found["none"], found["r3"]
-    assert float(none["router/flip"]) > 0.0
-    assert float(r3["router/flip"]) == 0.0
-    assert float(r3["router/native/flip"]) > 0.0
-    assert 0.0 < float(r3["rollout/k3"]) < float(none["rollout/k3"])
+    (row,) = json.loads(result.stdout[result.stdout.index("{") :])["gaps"]
+    assert (row["rollout"], row["training"]) == ("bf16", "bf16")
+    assert row["flip"] > 0.0
+    assert 0.0 < row["replayed"]["k3"] < row["native"]["k3"]
 
 
 def test_one_step_off_samples_with_the_weights_of_the_step_before(home: Path, fp32_server: Server) -> None:

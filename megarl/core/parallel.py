@@ -74,6 +74,19 @@ def sequence_parallel_slice(num_tokens: int, tp_size: int, tp_rank: int) -> slic
     return slice(tp_rank * share, (tp_rank + 1) * share)
 
 
+def held_tokens(cu_seqlens: Tensor, padded: Tensor, tp: tuple[int, int], cp: tuple[int, int]) -> Tensor:
+    """Return int64 [T_local]: the packed token at each slot that a rank's routers see, -1 for padding.
+
+    cu_seqlens, padded: int64 [N+1], without and with padding; ``padded`` may have one more sequence of padding alone.
+    tp (1, 0 without sequence parallelism), cp: size and rank.
+    """
+    token_at = torch.full((int(padded[-1]),), -1)
+    places = find_padded_positions(cu_seqlens, padded[: cu_seqlens.numel()])
+    token_at[places] = torch.arange(places.numel())
+    held = zigzag_indices(padded, *cp)
+    return token_at[held[sequence_parallel_slice(held.numel(), *tp)]]
+
+
 def _check_rank(size: int, rank: int, name: str) -> None:
     if size < 1 or not 0 <= rank < size:
         raise ValueError(f"{name}_rank is {rank} of {name}_size {size}, expected 0 <= rank < size")

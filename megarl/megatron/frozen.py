@@ -21,15 +21,21 @@ from megarl.models.shapes import ModelShape, read_shape
 class FrozenModel:
     """The model of a checkpoint in this run's layout, without optimizer, gradients or routing replay.
 
-    ``model.path`` gives the architecture, ``checkpoint_path`` (a step folder) the weights, whatever layout wrote them.
-    Construction is a collective call. CheckpointError for a damaged checkpoint or one of another model.
+    ``model.path`` gives the architecture, ``checkpoint_path`` (a step folder) the weights, whatever layout wrote them;
+    None takes those of ``model.path``. Construction is a collective call. CheckpointError for a damaged checkpoint or
+    one of another model.
     """
 
-    def __init__(self, config: Config, checkpoint_path: Path) -> None:
+    def __init__(self, config: Config, checkpoint_path: Path | None) -> None:
         self.shape = read_shape(config.model.path)
         self.chunks = _build_frozen(config, self.shape)
-        self.step = checkpoint.load_weights(checkpoint_path, self.chunks, self.shape, config.checkpoint.verify_gib)
+        self.step = 0
         """Global steps that the weights have seen."""
+        if checkpoint_path is None:
+            load_hf(self.chunks, self.shape, config.model.path)
+        else:
+            verify = config.checkpoint.verify_gib
+            self.step = checkpoint.load_weights(checkpoint_path, self.chunks, self.shape, verify)
 
     def export(self, receive: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights under their Hugging Face names, on the ranks that ``receive``; a collective call."""

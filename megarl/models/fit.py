@@ -21,7 +21,7 @@ def check_fit(config: Config, shape: ModelShape) -> None:
             "train.max_native_flip": isinstance(train.max_native_flip, float),
             "log.traces_every": config.log.traces_every,
         }
-        for key in (key for key, is_set in wishes.items() if is_set and not _can_compare(config, shape)):
+        for key in (key for key, is_set in wishes.items() if is_set and not can_compare(config, shape)):
             raise ConfigError(
                 f"{key}: found without routes to compare or write: the engine returns none, or a setting in [megatron] "
                 "hides the routers (see `megarl doctor`); remove it"
@@ -41,10 +41,11 @@ def check_fit(config: Config, shape: ModelShape) -> None:
 
 def watches_routes(config: Config, shape: ModelShape) -> bool:
     """Whether training compares its routers with the engine's routes: the tripwire of native flip."""
-    return _can_compare(config, shape) and config.train.max_native_flip != "off"
+    return can_compare(config, shape) and config.train.max_native_flip != "off"
 
 
-def _can_compare(config: Config, shape: ModelShape) -> bool:
+def can_compare(config: Config, shape: ModelShape) -> bool:
+    """Whether the routers of training can be compared with the engine's routes."""
     return bool(shape.moe_layers) and config.rollout.engine_kind.routes and not replay_blockers(config.megatron)
 
 

@@ -85,6 +85,14 @@ class MoeShape:
         layers = (i for i in range(first, num_layers) if i not in dense and (i + offset) % step == 0)
         return MoeShape(num_layers, tuple(layers), experts, topk)
 
+    @staticmethod
+    def of_megatron(config: Any) -> "MoeShape":
+        """Read Megatron's ``TransformerConfig``; without experts it has no MoE layers."""
+        count, frequency = config.num_layers, config.moe_layer_freq
+        is_moe = frequency if isinstance(frequency, list) else [index % frequency == 0 for index in range(count)]
+        layers = tuple(index for index, moe in enumerate(is_moe) if moe) if config.num_moe_experts else ()
+        return MoeShape(count, layers, config.num_moe_experts or 0, config.moe_router_topk if layers else 0)
+
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """E under the names of Qwen and OLMoE, of Mixtral, and of DeepSeek and GLM-4."""

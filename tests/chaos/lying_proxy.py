@@ -23,6 +23,7 @@ import numpy as np
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
 from megarl.core.routing import RoutingTrace, decode, encode
+from megarl.models.routes import is_compact
 from megarl.rollout.sglang.plugin import compact
 
 Pair = tuple[dict[str, Any], dict[str, Any]]
@@ -84,7 +85,7 @@ def _routes(answer: dict[str, Any]) -> Any:
 def _routes_late(pair: Pair, earlier: list[Pair], rng: random.Random) -> dict[str, Any] | None:
     """Each token has the experts of the one before."""
     raw = base64.b64decode(_routes(pair[1]))
-    if compact.is_compact(raw):
+    if is_compact(raw):
         trace = decode(raw)
         shifted = encode(RoutingTrace(np.roll(trace.experts, 1, axis=0), trace.num_experts))
     else:
@@ -119,7 +120,7 @@ def _truncated(pair: Pair, earlier: list[Pair], rng: random.Random) -> dict[str,
     if len(answer["output_ids"]) < 2:
         return None
     raw = base64.b64decode(_routes(answer))
-    if compact.is_compact(raw):
+    if is_compact(raw):
         trace = decode(raw)
         raw = encode(RoutingTrace(trace.experts[:-1], trace.num_experts))
     else:

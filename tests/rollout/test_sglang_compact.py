@@ -18,10 +18,10 @@ import pytest
 
 from megarl.core.routing import RoutingTrace, encode
 from megarl.errors import TraceError
+from megarl.models.routes import decode_routes, is_compact
 from megarl.models.shapes import MoeShape
-from megarl.rollout.sglang.answers import decode_routes
 from megarl.rollout.sglang.plugin import megarl_routes_plugin
-from megarl.rollout.sglang.plugin.compact import HEADER, SEAL, compact, is_compact, make_header, parse_header, seal
+from megarl.rollout.sglang.plugin.compact import HEADER, SEAL, compact, make_header, parse_header, seal
 from megarl.rollout.sglang.spec import PLUGIN
 
 SHAPE = MoeShape(num_layers=4, moe_layers=(1, 3), num_experts=16, topk=3)

@@ -23,13 +23,13 @@ from sglang_oracle import CLOSE, Weights, logprob_gap, noisy, oracle_of, same_se
 from megarl.core.turns import join, known_rows
 from megarl.core.types import SampleRequest
 from megarl.errors import RolloutError
+from megarl.models.routes import decode_routes, is_compact
 from megarl.models.shapes import MoeShape
 from megarl.rollout.engine import SamplingParams
-from megarl.rollout.sglang.answers import decode_routes
 from megarl.rollout.sglang.client import ClientSettings
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.fleet import Fleet
-from megarl.rollout.sglang.plugin.compact import is_compact, make_header
+from megarl.rollout.sglang.plugin.compact import make_header
 from megarl.rollout.sglang.server import Server
 from megarl.rollout.sglang.spec import ServerSpec, environment
 from megarl.rollout.weights import WeightForm

@@ -5,7 +5,7 @@ Functions of the user that stand for a part of an objective get copies, and what
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
@@ -76,6 +76,26 @@ class TokenColumns:
             raise ValueError(f"topk has other shapes than [T, K] and [T], with T = {self.logprobs.numel()}")
         if not self.cu_seqlens.is_cuda:  # else ``prepare`` checks it with the values, so that the host waits once
             check_cu_seqlens(self.cu_seqlens, self.logprobs.numel())
+
+    @classmethod
+    def of_padded(cls, logprobs: Tensor, batch: Mapping[str, Any]) -> TokenColumns:
+        """Flatten a padded batch: logprobs [b, s], and the other columns from ``batch`` under their names here.
+
+        Each of the b rows is a sequence; ``loss_mask`` is False on its padding. ``ref_logprobs`` may be absent.
+        """
+        if logprobs.dim() != 2:
+            raise ValueError(f"logprobs is {list(logprobs.shape)}, expected [b, s]; packed columns need no of_padded")
+        names = ["old_logprobs", "rollout_logprobs", "advantages", "loss_mask", "ref_logprobs"]
+        if missing := [name for name in names[:4] if name not in batch]:
+            raise ValueError(
+                f"the batch has no {missing[0]}, expected {', '.join(names[:4])}, each {list(logprobs.shape)}"
+            )
+        for name in names:
+            if name in batch and batch[name].shape != logprobs.shape:
+                raise ValueError(f"{name} is {list(batch[name].shape)}, expected {list(logprobs.shape)} like logprobs")
+        bounds = torch.arange(0, logprobs.numel() + 1, logprobs.size(1), device=logprobs.device)
+        given = {name: batch[name].flatten() for name in names if name in batch}
+        return cls(logprobs.flatten(), **given, cu_seqlens=bounds)
 
     def float_columns(self) -> dict[str, Tensor]:
         """Return the floating-point columns by name."""

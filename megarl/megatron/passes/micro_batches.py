@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megarl.core.devices import to_device
 from megarl.core.packing import partition, select, spread, take_segments
-from megarl.core.parallel import find_padded_positions, pad_cu_seqlens, sequence_parallel_slice, zigzag_indices
+from megarl.core.parallel import find_padded_positions, held_tokens, pad_cu_seqlens, zigzag_indices
 from megarl.core.ratios import segment_lengths
 from megarl.core.types import TrainBatch
 from megarl.errors import ConfigError
@@ -165,11 +165,7 @@ def router_tokens(cu_seqlens: Tensor, num_slots: int, tp: tuple[int, int], cp: t
 
     ``cu_seqlens`` [N+1] of the micro-batch without padding; ``tp`` and ``cp`` are (size, rank).
     """
-    padded, slots = _lay_out(cu_seqlens, num_slots, cp[0])
-    token_at = torch.full((num_slots,), -1)
-    token_at[slots] = torch.arange(int(cu_seqlens[-1]))
-    held = zigzag_indices(padded, *cp)
-    return token_at[held[sequence_parallel_slice(held.numel(), *tp)]]
+    return held_tokens(cu_seqlens, _lay_out(cu_seqlens, num_slots, cp[0])[0], tp, cp)
 
 
 def to_tokens(output: Tensor, micro: MicroBatch) -> Tensor:

@@ -17,12 +17,15 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megarl.errors import ReplayError
+from megarl.megatron.distributed import cp_position, tp_position
 from megarl.megatron.replay.checks import check_chunks, check_routers, check_routes, find_routers, find_untraced_routers
 from megarl.megatron.replay.hooks import AuxLoss, Bystander, Hook, count_dispatched, count_natively, tap_inputs
+from megarl.megatron.replay.layout import local_rows
 from megarl.megatron.replay.pass_log import Block
 from megarl.megatron.replay.records import MicroRoutes, Recording
 from megarl.megatron.replay.sessions import Recorder, Replayer
 from megarl.megatron.versions import unwrap
+from megarl.models.shapes import MoeShape
 
 MIN_AGREEMENT = 0.5
 """Of replayed experts with the routers' own choice, beyond chance; engines that run one model agree in about 0.9."""
@@ -66,6 +69,9 @@ class RoutingReplay:
         chunks = [unwrap(chunk) for chunk in given]
         routers = [find_routers(chunk) for chunk in chunks]
         check_chunks(chunks)
+        self._config = chunks[0].config
+        self.shape = MoeShape.of_megatron(self._config)
+        """Of the whole model's routes."""
         check_routers([router for of_chunk in routers for router in of_chunk])
         for chunk, of_chunk in zip(chunks, routers, strict=True):
             hooks = [self._attach(router, aux_loss) for router in of_chunk]
@@ -89,6 +95,25 @@ class RoutingReplay:
     def layers(self) -> tuple[int, ...]:
         """0-based global layers of this rank's routers, in the order of the columns of ``MicroRoutes``."""
         return tuple(hook.layer for hook in self._hooks)
+
+    def rows(
+        self,
+        experts: torch.Tensor,
+        present: torch.Tensor | None = None,
+        token_ids: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        cu_seqlens_padded: torch.Tensor | None = None,
+    ) -> MicroRoutes:
+        """Return the routes of one micro-batch as this rank's routers see them (TP with SP, CP, PP, VPP).
+
+        Give the whole micro-batch on every rank, with all MoE layers of the model in layer order: experts [b, s, L, K],
+        present bool [b, s], token_ids [b, s]; or packed [T, L, K], [T] and [T] with ``cu_seqlens`` int64 [N+1].
+        ``cu_seqlens_padded``: those with padding, as in Megatron's PackedSeqParams; one more sequence may stand for
+        padding at the end. ReplayError if shapes do not fit.
+        """
+        tp = tp_position() if self._config.sequence_parallel else (1, 0)
+        given = experts, present, token_ids, cu_seqlens, cu_seqlens_padded
+        return local_rows(self.shape, self.layers, tp, cp_position(), *given)
 
     def detach(self) -> None:
         """Remove this object's hooks, when no autograd graph of a block is left; those of a newer object stay."""

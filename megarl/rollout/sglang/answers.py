@@ -5,58 +5,20 @@ layer, dense layers included. Servers with megarl's ``plugin`` send a short form
 generated token was never processed, so it has no row.
 """
 
-import base64
-import binascii
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from megarl.core.routing import RoutingTrace, decode
 from megarl.core.types import FinishReason, Rollout, SampleRequest
 from megarl.errors import RolloutError, TraceError
+from megarl.models.routes import decode_routes
 from megarl.models.shapes import MoeShape
 from megarl.rollout.engine import SamplingParams, make_rollout, too_many_kept
-from megarl.rollout.sglang.plugin.compact import SEAL, is_compact, read_routes, seal
+from megarl.rollout.sglang.plugin.compact import SEAL, seal
 
 _FINISH: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
-
-
-def decode_routes(text: str, num_rows: int, shape: MoeShape, label: str, known_rows: int = 0) -> np.ndarray:
-    """Returns the routes of the MoE layers without the known rows, uint8 (E <= 256) or uint16 [rows, L, K].
-
-    ``text`` is base64 of int32 [rows, all layers, K], or of the plugin's short form. Servers before 0.5.12 send the
-    known rows too, which are cut off. Raises TraceError for damaged text, for another number of rows, layers or
-    experts, and for routes in a dense layer.
-    """
-    try:
-        raw = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise TraceError(f"{label}: routed_experts are no base64 ({error}); the answer was cut short") from error
-    if is_compact(raw):
-        experts = _decode_short(raw, shape, label)
-    else:
-        experts = RoutingTrace(read_routes(raw, shape, label), shape.num_experts, label=label).experts
-    expected = num_rows - known_rows
-    if len(experts) not in (num_rows, expected):
-        raise TraceError(
-            f"{label}: routes of {len(experts)} rows, expected {expected} rows of {shape.num_layers} layers with "
-            f"top-{shape.topk}: the server runs another model, or lost part of the routes"
-        )
-    return experts[len(experts) - expected :]
-
-
-def _decode_short(raw: bytes, shape: MoeShape, label: str) -> np.ndarray:
-    trace = decode(raw, label)
-    found = (*trace.experts.shape[1:], trace.num_experts)
-    expected = (len(shape.moe_layers), shape.topk, shape.num_experts)
-    if found != expected or trace.present is not None:
-        raise TraceError(
-            f"{label}: routes of {found[0]} layers, top-{found[1]} of {found[2]} experts, expected {expected[0]} "
-            f"layers, top-{expected[1]} of {expected[2]} and every row: the server's plugin is not megarl's"
-        )
-    return trace.experts
 
 
 def parse_answer(

@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from megarl.core.routing.codec import MAGIC, encode
+from megarl.core.routing.codec import encode
 from megarl.core.routing.trace import RoutingTrace
 from megarl.errors import TraceError
+from megarl.models.routes import read_routes
 from megarl.models.shapes import MoeShape
 
 HEADER = "megarl-routes"
@@ -65,21 +66,6 @@ def compact(raw: bytes, shape: MoeShape) -> bytes | None:
     return short if raw and len(short) < len(raw) else None
 
 
-def read_routes(raw: bytes, shape: MoeShape, label: str = "routes") -> np.ndarray:
-    """Returns SGLang's int32 [rows, layers, K] without the dense layers; TraceError if it is of another shape."""
-    per_row = 4 * shape.num_layers * shape.topk
-    if len(raw) % per_row:
-        raise TraceError(
-            f"{label}: routes of {len(raw)} bytes, no whole number of rows of {shape.num_layers} layers with "
-            f"top-{shape.topk}: the server runs another model"
-        )
-    whole = np.frombuffer(raw, "<i4").reshape(-1, shape.num_layers, shape.topk)
-    for layer in shape.dense_layers:
-        if whole[:, layer].any():
-            raise TraceError(f"{label}: the dense layer {layer} has routes: the server runs another model")
-    return whole[:, list(shape.moe_layers)] if shape.dense_layers else whole
-
-
 def seal(prompt: Sequence[int], answer: Mapping[str, Any]) -> str:
     """Returns the digest of an answer, and of the prompt that the server was given.
 
@@ -107,8 +93,3 @@ def _parts_of_sets(sets: Sequence[Sequence[int]], meta: Mapping[str, Any]) -> tu
     ids = np.fromiter(chain.from_iterable(sets), "<i4")
     logprobs = np.asarray(meta.get("output_token_sampling_logprobs") or (), "<f4")
     return np.fromiter(map(len, sets), "<i4").tobytes(), ids.tobytes(), logprobs.tobytes()
-
-
-def is_compact(raw: bytes) -> bool:
-    """Whether decoded bytes are the short form."""
-    return raw[: len(MAGIC)] == MAGIC
