@@ -420,6 +420,42 @@ class Recipes:
 
 
 @command
+class Init:
+    """Write a configuration, from the recipe that fits; asks in a terminal for what no flag says."""
+
+    out: Positional[Path] = Path("megarl.toml")
+    """The file to write; its name names the run."""
+    model: str | None = None
+    """Folder of the model, in Hugging Face format."""
+    data: str | None = None
+    """Prompts: a .jsonl or .parquet file, a dataset folder or a hub name; default data/train.jsonl."""
+    heldout: str | None = None
+    """The same for evaluation, every 20 steps; default none."""
+    engine: Literal["local", "sglang"] | None = None
+    """What samples; default sglang on GPUs."""
+    gpus: pydantic.NonNegativeInt | None = None
+    """GPUs on each node, 0 for none; default 8."""
+    nodes: pydantic.PositiveInt | None = None
+    """Nodes, those of servers too; default 1."""
+    gpu_memory_gib: pydantic.PositiveFloat | None = None
+    """Memory of a GPU, for megarl plan; default the recipe's."""
+    objective: str | None = None
+    """A row of docs/objectives.md; default minirl."""
+    replay: Literal["none", "r2", "r3"] | None = None
+    """Routing replay; default none, which suits one mini-batch per step."""
+    mini_batches: pydantic.PositiveInt | None = None
+    """Updates of a step; default 1, with r2 2, with r3 4. Prompts per step grow with it."""
+    force: bool = False
+    """Replace OUT if it exists."""
+
+    def run(self, overrides: Overrides) -> None:
+        from megarl.starter import Answers, init
+
+        names = Answers.__dataclass_fields__.keys() - {"name"}
+        init(self.out, Answers(**{name: getattr(self, name) for name in names}), self.force)
+
+
+@command
 class Quickstart:
     """Make a tiny model and a task, train it with RL on the CPU, write a report to OUT/report."""
 
