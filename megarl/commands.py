@@ -402,7 +402,7 @@ class Recipes:
     action: Positional[Literal["list", "copy", "path"]] = "list"
     """copy: the recipe, its scripts and its model's config.json, nothing is overwritten. path: where the file is."""
     name: Positional[str | None] = None
-    """A recipe, or a script such as colocated.sbatch."""
+    """A recipe, a script such as colocated.sbatch, or Containerfile with the requirements on GPUs."""
     folder: Positional[Path] = Path()
     """Where to copy to; default this folder."""
 
