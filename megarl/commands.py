@@ -152,7 +152,7 @@ class Data:
     action: Positional[Literal["prepare"]]
     """What to do."""
     source: Positional[str]
-    """A .jsonl or .parquet file, a dataset folder, or a name on the Hugging Face hub, OWNER/NAME or OWNER/NAME:CONFIG."""
+    """A .jsonl or .parquet file, a dataset folder, or a hub name: OWNER/NAME or OWNER/NAME:CONFIG."""
     out: Positional[Path]
     """The folder for train.jsonl and heldout.jsonl."""
     prompt_field: str = "prompt"
@@ -181,16 +181,8 @@ class Data:
     def run(self, overrides: Overrides) -> None:
         from megarl.data.prepare import Recipe, prepare_and_show
 
-        recipe = Recipe(
-            prompt_field=self.prompt_field,
-            answer_field=self.answer_field,
-            answer_after=self.answer_after,
-            system=self.system,
-            template=self.template,
-            max_prompt_tokens=self.max_prompt_tokens,
-            model=self.model,
-        )
-        options = {"split": self.split, "limit": self.limit, "heldout": self.heldout, "overwrite": self.overwrite}
+        recipe = Recipe(**{name: getattr(self, name) for name in Recipe.__dataclass_fields__})
+        options = {name: getattr(self, name) for name in ("split", "limit", "heldout", "overwrite")}
         prepare_and_show(self.source, self.out, recipe, **options)
 
 

@@ -1,6 +1,5 @@
 """``megarl init``: a configuration from a few answers, from the recipe that fits or from ``starter.toml``."""
 
-import json
 import math
 import re
 import shlex
@@ -51,7 +50,7 @@ _QUESTIONS = {
 
 
 def ask(answers: Answers) -> Answers:
-    """Ask on the terminal for what no flag has said. Without a terminal: the defaults, and ConfigError for the model."""
+    """Ask on the terminal for what no flag says. Without one: the defaults, and ConfigError for the model."""
     for name, (question, default) in _QUESTIONS.items():
         if getattr(answers, name) is not None:
             continue
@@ -94,7 +93,7 @@ def make_config(answers: Answers) -> tuple[str, Config, str | None]:
 def set_key(text: str, dotted: str, value: Any) -> str:
     """Set a key of a TOML text whose tables have one key a line. Comments stay; a missing key or table is added."""
     table, _, key = dotted.partition(".")
-    line = f"{key} = {config_file.as_flag(value) if not isinstance(value, str) else json.dumps(value)}"
+    line = f"{key} = {config_file.as_toml(value)}"
     section = re.search(rf"^\[{table}\]\n(?:(?!\[).*(?:\n|\Z))*", text, re.MULTILINE)
     if section is None:
         return f"{text.rstrip()}\n\n[{table}]\n{line}\n"

@@ -1,6 +1,6 @@
 """Write docs/config.md: every key of the configuration, its type, default and meaning, from the tables' docstrings.
 
-    .venv/bin/python tools/config_doc.py [--out FILE]
+.venv/bin/python tools/config_doc.py [--out FILE]
 """
 
 import argparse
@@ -20,9 +20,9 @@ from megarl.config.tables.base import Table
 PAGE = Path(__file__).parents[1] / "docs" / "config.md"
 HEAD = """# Every key of the configuration
 
-A configuration is one TOML file. Each key is also a flag of `megarl train`, `sft`, `eval`, `plan`, `doctor` and `launch`:
-`--rollout.temperature 0.7`. Defaults < file < flags. `none` as a flag means no value. A wrong key, value or combination is one
-line and exit code 2, before torch is imported. `tools/config_doc.py` writes this page from the code.
+A configuration is one TOML file. Each key is also a flag of `megarl train`, `sft`, `eval`, `plan`, `doctor` and
+`launch`: `--rollout.temperature 0.7`. Defaults < file < flags. `none` as a flag means no value. A wrong key, value or
+combination is one line and exit code 2, before torch is imported. `tools/config_doc.py` writes this page from the code.
 """
 
 
@@ -72,7 +72,7 @@ def _default(info: FieldInfo) -> str:
     if info.is_required():
         return "**needed**"
     value = info.get_default(call_default_factory=True)
-    return "none" if value is None else f"`{config_file.as_flag(value) if not isinstance(value, str) else json.dumps(value)}`"
+    return "none" if value is None else f"`{config_file.as_toml(value)}`"
 
 
 def _cell(text: str) -> str:

@@ -24,5 +24,6 @@ def metrics() -> str:
     """A table of what `metrics.jsonl` holds, from the file that the report reads too."""
     if not GLOSSARY.is_file():
         return ""
-    rows = (f"| `{name}` | {' '.join(str(meaning).split())} |" for name, meaning in tomllib.loads(GLOSSARY.read_text()).items())
+    meanings = tomllib.loads(GLOSSARY.read_text())
+    rows = (f"| `{name}` | {' '.join(str(meaning).split())} |" for name, meaning in meanings.items())
     return "\n".join(["| metric | meaning |", "|---|---|", *rows])

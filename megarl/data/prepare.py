@@ -89,7 +89,7 @@ def prepare(
     if not rows[False] or (heldout and not rows[True]):
         raise DataError(
             f"{source}: {counts['train']} prompts to train and {counts['heldout']} held out are left of "
-            f"{counts['read']} ({describe_left_out(counts)}), expected at least one of each; change --heldout or the data"
+            f"{counts['read']} ({describe_left_out(counts)}), expected at least one of each; change --heldout"
         )
     _write(targets, rows, heldout > 0)
     return counts

@@ -247,7 +247,7 @@ def prompt_text(
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[_Text], field: str, limit: int | None
 ) -> list[list[int]]:
-    """Tokenize a batch to ids without padding; DataError names the first text that cannot be a prompt of at most ``limit`` tokens."""
+    """Tokenize a batch; DataError names the first text that cannot be a prompt of at most ``limit`` tokens."""
     found: dict[int, list[int]] = {}
     for templated in (False, True):
         chosen = [index for index, text in enumerate(texts) if text.templated == templated]

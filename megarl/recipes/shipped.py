@@ -28,7 +28,9 @@ def list_recipes() -> dict[str, str]:
 
 def find(name: str) -> Path:
     """The file of a recipe or of a script; ConfigError if there is none of this name."""
-    files = {path.name: path for path in (*SCRIPTS.iterdir(), *GPU.iterdir())} | {path.stem: path for path in HERE.glob("*.toml")}
+    files = {path.name: path for path in (*SCRIPTS.iterdir(), *GPU.iterdir())} | {
+        path.stem: path for path in HERE.glob("*.toml")
+    }
     if name not in files:
         close = difflib.get_close_matches(name, files, n=1)
         hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(sorted(files))}"
