@@ -64,7 +64,7 @@ test: setup
 	@$(PYTEST) -n $(TEST_WORKERS) -m "not gpu and not null_gpu and not slow and (quick or not sglang)" $(PYTEST_ARGS)
 
 # One after the other.
-test-all: test-fast test-null-gpu test-pythons test-sglang
+test-all: docs test-fast test-null-gpu test-pythons test-sglang
 
 test-fast: setup
 	@$(PYTEST) -n $(TEST_WORKERS) -m "not gpu and not null_gpu and not sglang" $(PYTEST_ARGS)
@@ -88,9 +88,10 @@ check: setup
 	@$(BIN)/lint-imports >.venv/lint-imports.log 2>&1 && echo "check: floors ok" || { cat .venv/lint-imports.log; exit 1; }
 
 # In an environment of its own, which does not have megarl: mkdocstrings reads the code without importing it.
+# With --quiet, warnings would not be counted, and --strict would let broken links pass.
 docs: setup
 	$(SETUP) docs
-	@$(BIN)/python tools/config_doc.py && NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict && echo "docs: build/site/index.html"
+	@$(BIN)/python tools/config_doc.py && NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict && echo "docs: build/site/index.html"
 
 mutation: setup
 	@$(BIN)/python tools/mutate.py

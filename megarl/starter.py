@@ -116,30 +116,30 @@ def _find_recipe(answers: Answers) -> str | None:
 
 
 def _starter_keys(answers: Answers) -> dict[str, Any]:
-    """What ``starter.toml`` does not know: ranks, experts and servers."""
+    """What ``starter.toml`` does not know: ranks, experts, servers, lengths and the chat template."""
     gpus, nodes = answers.gpus or 0, answers.nodes or 1
-    ranks = max(gpus, 1)
+    ranks, model = max(gpus, 1), Path(answers.model or "")
     engine = answers.engine or ("sglang" if gpus else "local")
-    found: dict[str, Any] = {
-        "rollout.engine": engine,
-        "parallel.ep": math.gcd(_num_experts(answers.model or ""), ranks * nodes),
-        "launch.ranks_per_node": ranks,
-    }
+    found: dict[str, Any] = {"rollout.engine": engine, "launch.ranks_per_node": ranks}
     if nodes > 1:
         found |= {"launch.layout": "colocated", "launch.nodes": nodes}
     if engine == "sglang" and gpus:
         found |= {"sglang.gpus": list(range(gpus)), "sglang.servers": gpus, "sglang.release_memory": True}
     if not gpus:
         found |= {"rollout.prompts_per_step": 8, "rollout.max_response_tokens": 256}
-    return found
-
-
-def _num_experts(model: str) -> int:
-    """Experts of the model where a config.json says so; 1 for a dense or an unknown one."""
-    for folder in (Path(model), shipped.MODELS / Path(model).name):
+    if (model / "tokenizer_config.json").is_file():
+        files = [model / "chat_template.jinja", model / "chat_template.json"]
+        has_template = '"chat_template"' in (model / "tokenizer_config.json").read_text(errors="replace")
+        found["data.chat_template"] = has_template or any(file.exists() for file in files)
+    for folder in (model, shipped.MODELS / model.name):
         if (folder / "config.json").is_file():
-            return read_shape(folder).num_experts or 1
-    return 1
+            shape = read_shape(folder)
+            found["parallel.ep"] = math.gcd(shape.num_experts or 1, ranks * nodes)
+            if shape.max_sequence_length < 4096:
+                half = shape.max_sequence_length // 2
+                found |= {"data.max_prompt_tokens": half, "rollout.max_response_tokens": half}
+            break
+    return found
 
 
 def _asked_keys(answers: Answers, prompts: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import pytest
 
 from megarl.cli import main
 from megarl.config import Config, file
+from megarl.data.tiny import write_tiny_model
 from megarl.plan.plan import plan
 from megarl.recipes import shipped
 from megarl.starter import set_key
@@ -68,6 +69,16 @@ def test_without_a_recipe_the_layout_divides_the_experts(words: list[str]) -> No
     assert found.rollout.engine == ("sglang" if words[1] == "4" else "local")
     assert found.sglang.gpus == (list(range(4)) if words[1] == "4" else [])
     assert plan(found).layout.world_size == ranks
+
+
+def test_without_a_recipe_the_model_says_its_lengths_and_whether_it_chats(folder: Path) -> None:
+    write_tiny_model(folder / "model", seed=0)
+    found = init("--model", "model", "--gpus", "0")
+    assert not found.data.chat_template
+    assert (found.data.max_prompt_tokens, found.rollout.max_response_tokens, found.parallel.ep) == (256, 256, 1)
+    plan(found)
+    (folder / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    assert init("--model", "model", "--gpus", "0", "--force").data.chat_template
 
 
 @pytest.mark.parametrize(
