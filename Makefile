@@ -20,7 +20,7 @@ PYTEST = $(BIN)/python -m pytest -q --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup sglang-cpu quickstart bench null-gpu test test-all test-fast test-null-gpu test-pythons test-sglang check mutation format clean clean-cache
+.PHONY: help setup docs sglang-cpu quickstart bench null-gpu test test-all test-fast test-null-gpu test-pythons test-sglang check mutation format clean clean-cache
 .DEFAULT_GOAL := help
 
 help:
@@ -35,10 +35,11 @@ help:
 	@echo "make test-null-gpu those of CUDA, NCCL and Transformer Engine, on the null GPU"
 	@echo "make test-pythons a fast part of the tests, with every other Python from 3.11 to 3.13 that the machine has"
 	@echo "make test-sglang those against real SGLang servers"
+	@echo "make docs        build the documentation into build/site; a broken link or anchor fails"
 	@echo "make check       lint, format, types, floors"
 	@echo "make mutation    whether the tests of core notice a changed operator or number (15 minutes)"
 	@echo "make format      let ruff put the code in order"
-	@echo "make clean       remove .venv, .venv-sglang, .venv-null-gpu, caches of tools and $(QUICKSTART_DIR)"
+	@echo "make clean       remove .venv, .venv-*, build/site, caches of tools and $(QUICKSTART_DIR)"
 	@echo "make clean-cache remove the packages that all clones share"
 
 setup:
@@ -63,7 +64,7 @@ test: setup
 	@$(PYTEST) -n $(TEST_WORKERS) -m "not gpu and not null_gpu and not slow and (quick or not sglang)" $(PYTEST_ARGS)
 
 # One after the other.
-test-all: test-fast test-null-gpu test-pythons test-sglang
+test-all: docs test-fast test-null-gpu test-pythons test-sglang
 
 test-fast: setup
 	@$(PYTEST) -n $(TEST_WORKERS) -m "not gpu and not null_gpu and not sglang" $(PYTEST_ARGS)
@@ -86,6 +87,12 @@ check: setup
 	@$(BIN)/pyright --warnings >.venv/pyright.log 2>&1 && echo "check: types ok" || { cat .venv/pyright.log; exit 1; }
 	@$(BIN)/lint-imports >.venv/lint-imports.log 2>&1 && echo "check: floors ok" || { cat .venv/lint-imports.log; exit 1; }
 
+# In an environment of its own, which does not have megarl: mkdocstrings reads the code without importing it.
+# With --quiet, warnings would not be counted, and --strict would let broken links pass.
+docs: setup
+	$(SETUP) docs
+	@$(BIN)/python tools/config_doc.py && NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict && echo "docs: build/site/index.html"
+
 mutation: setup
 	@$(BIN)/python tools/mutate.py
 
@@ -93,7 +100,7 @@ format: setup
 	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format --quiet .
 
 clean:
-	rm -rf .venv .venv-* .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info $(QUICKSTART_DIR)
+	rm -rf .venv .venv-* build/site .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info $(QUICKSTART_DIR)
 
 clean-cache:
-	$(FIND_PYTHON) && cd "$$("$$python" tools/environments.py cache)" && rm -rf megarl-* sglang-* null-gpu-* megatron-* transformers-* triton-* clones
+	$(FIND_PYTHON) && cd "$$("$$python" tools/environments.py cache)" && rm -rf megarl-* sglang-* null-gpu-* docs-* megatron-* transformers-* triton-* clones

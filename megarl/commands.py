@@ -184,6 +184,47 @@ class Gap:
 
 
 @command
+class Data:
+    """Write prompts for [data] from a data set: prepare SOURCE OUT; counts what it leaves out: docs/data.md."""
+
+    action: Positional[Literal["prepare"]]
+    """What to do."""
+    source: Positional[str]
+    """A .jsonl or .parquet file, a dataset folder, or a hub name: OWNER/NAME or OWNER/NAME:CONFIG."""
+    out: Positional[Path]
+    """The folder for train.jsonl and heldout.jsonl."""
+    prompt_field: str = "prompt"
+    """Field with the question, text or chat messages; dots reach into tables."""
+    answer_field: str = "answer"
+    """Field with the answer, text or a whole number."""
+    answer_after: str | None = None
+    """Take what follows the last such text of the answer, as #### in GSM8K."""
+    system: str | None = None
+    """A system message before each prompt."""
+    template: str | None = None
+    """Text with {prompt} in it, around each plain-text prompt."""
+    model: Path | None = None
+    """Folder of the model: prompts are written for its chat template and measured with its tokenizer."""
+    max_prompt_tokens: int = 2048
+    """Longer prompts are left out; needs --model."""
+    split: str | None = None
+    """Split of a folder or hub data set."""
+    limit: int | None = None
+    """Read only the first records."""
+    heldout: float = 0.0
+    """Share of prompts that go to heldout.jsonl, chosen by a hash of the prompt."""
+    overwrite: bool = False
+    """Replace the files of an earlier call."""
+
+    def run(self, overrides: Overrides) -> None:
+        from megarl.data.prepare import Recipe, prepare_and_show
+
+        recipe = Recipe(**{name: getattr(self, name) for name in Recipe.__dataclass_fields__})
+        options = {name: getattr(self, name) for name in ("split", "limit", "heldout", "overwrite")}
+        prepare_and_show(self.source, self.out, recipe, **options)
+
+
+@command
 class Plan(OnConfiguration):
     """Estimate memory, bytes moved and batches from the configuration alone; refuse what cannot fit or divide."""
 
@@ -419,7 +460,7 @@ class Recipes:
     action: Positional[Literal["list", "copy", "path"]] = "list"
     """copy: the recipe, its scripts and its model's config.json, nothing is overwritten. path: where the file is."""
     name: Positional[str | None] = None
-    """A recipe, or a script such as colocated.sbatch."""
+    """A recipe, a script such as colocated.sbatch, or Containerfile with the requirements on GPUs."""
     folder: Positional[Path] = Path()
     """Where to copy to; default this folder."""
 
@@ -434,6 +475,42 @@ class Recipes:
             print(shipped.find(self.name))
         else:
             print(*shipped.copy(self.name, self.folder), sep="\n")
+
+
+@command
+class Init:
+    """Write a configuration, from the recipe that fits; asks in a terminal for what no flag says."""
+
+    out: Positional[Path] = Path("megarl.toml")
+    """The file to write; its name names the run."""
+    model: str | None = None
+    """Folder of the model, in Hugging Face format."""
+    data: str | None = None
+    """Prompts: a .jsonl or .parquet file, a dataset folder or a hub name; default data/train.jsonl."""
+    heldout: str | None = None
+    """The same for evaluation, every 20 steps; default none."""
+    engine: Literal["local", "sglang"] | None = None
+    """What samples; default sglang on GPUs."""
+    gpus: pydantic.NonNegativeInt | None = None
+    """GPUs on each node, 0 for none; default 8."""
+    nodes: pydantic.PositiveInt | None = None
+    """Nodes, those of servers too; default 1."""
+    gpu_memory_gib: pydantic.PositiveFloat | None = None
+    """Memory of a GPU, for megarl plan; default the recipe's."""
+    objective: str | None = None
+    """A row of docs/objectives.md; default minirl."""
+    replay: Literal["none", "r2", "r3"] | None = None
+    """Routing replay; default none, which suits one mini-batch per step."""
+    mini_batches: pydantic.PositiveInt | None = None
+    """Updates of a step; default 1, with r2 2, with r3 4. Prompts per step grow with it."""
+    force: bool = False
+    """Replace OUT if it exists."""
+
+    def run(self, overrides: Overrides) -> None:
+        from megarl.starter import Answers, init
+
+        names = Answers.__dataclass_fields__.keys() - {"name"}
+        init(self.out, Answers(**{name: getattr(self, name) for name in names}), self.force)
 
 
 @command

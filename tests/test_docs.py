@@ -1,13 +1,19 @@
-"""The pages name files and pages that exist."""
+"""The pages name files, pages and commands that exist, and the site has every page."""
 
 from __future__ import annotations
 
 import re
+import runpy
+import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import preloaded
 import pytest
+
+from megarl.cli import main
+from megarl.commands import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -50,3 +56,86 @@ def test_named_files_exist(name: str) -> None:
             places = [folder / file for folder in folders if (folder / file).exists()]
             assert places or file in ELSEWHERE, f"{name} names {file}, which does not exist: {line.strip()}"
             folders |= {place if place.is_dir() else place.parent for place in places}
+
+
+def test_the_site_has_every_page_once() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    listed = re.findall(r"^ +- (?:[^:\n]+: )?(\S+\.md)$", nav, re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
+def test_every_key_is_documented_as_the_code_has_it() -> None:
+    page = runpy.run_path(str(ROOT / "tools" / "config_doc.py"))["page"]()
+    assert (ROOT / "docs" / "config.md").read_text() == page, "run .venv/bin/python tools/config_doc.py"
+
+
+PROGRAM = re.compile(r"\s*(?:\$ )?(?:\S*/)?(?:megarl|(?:torchrun|python)\S*(?: [^#]*)? -m megarl\.cli) (?P<words>.*)")
+Mention = tuple[int, str, bool]
+
+
+def mentions(text: str) -> Iterator[Mention]:
+    """Line, words and whether it is a whole command (in a block of code), of all that begins with megarl in a page."""
+    fenced = False
+    for number, line in enumerate(re.sub(r"\\\n *", lambda end: " " * len(end[0]), text).splitlines(), start=1):
+        fenced ^= line.startswith("```")
+        is_code = fenced or line.startswith("    ")
+        for part in re.split(r"; |&& ", line) if is_code else re.findall(r"`([^`]+)`", line):
+            if found := PROGRAM.fullmatch(part):
+                yield number, found["words"], is_code
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a command: what stands in brackets is given, of alternatives the first."""
+    text = re.sub(r"\[--table\.key value \.\.\.\]|\.\.\.", "", text)
+    text = re.sub(r"(?<=\w)( \| \w+)+", "", text)
+    return [word.strip("[]") for word in shlex.split(text, comments=True)]
+
+
+ALL_MENTIONS = [
+    pytest.param(words, is_code, id=f"{page.name}:{number}")
+    for page in PAGES
+    for number, words, is_code in mentions(page.read_text())
+]
+
+
+@pytest.mark.parametrize(("text", "is_code"), ALL_MENTIONS)
+def test_commands_are_those_of_the_command_line(
+    text: str, is_code: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The real command line reads every command of a block of code. One within a sentence may be a part of one."""
+    words = words_of(text)
+    for command in COMMANDS.values():
+        monkeypatch.setattr(command, "run", lambda self, overrides: 0)
+    if is_code:
+        assert main(words) == 0, capsys.readouterr().err
+        return
+    command = words[0]
+    assert command in COMMANDS or command in ("COMMAND", "--help", "--version"), f"there is no megarl {command}"
+    if command in COMMANDS:
+        known = {f"--{name.replace('_', '-')}" for name in COMMANDS[command].__pydantic_fields__} | {"--help"}
+        flags = {word for word in words if word.startswith("--") and "." not in word}
+        assert flags <= known, f"megarl {command} has no {flags - known}"
+
+
+@pytest.mark.parametrize("line", ["    megarl plann CONFIG", "    megarl plan CONFIG --jsn", "    megarl plan --json"])
+def test_a_wrong_command_in_a_page_is_found(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ((_, words, is_code),) = mentions(line)
+    assert is_code
+    assert main(words_of(words)) == 2
+
+
+def test_the_cluster_page_can_be_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its commands run in its order, as far as they need neither the model nor a network."""
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "cluster.md").read_text()
+    ran = [words_of(words) for _, words, _ in mentions(text) if words.startswith(("recipes copy ", "plan ", "init "))]
+    assert [words[0] for words in ran] == ["recipes", "recipes", "plan", "init"]
+    for words in ran:
+        assert main(words) == 0, capsys.readouterr().err
+    assert "45.52 GiB  of 79 GiB" in capsys.readouterr().out
+    submitted = re.search(r"^    sbatch .*--nodes (\d+) .*? (\S+\.sbatch) (\S+)$", text, re.MULTILINE)
+    assert submitted
+    assert int(submitted[1]) == 8
+    assert all((tmp_path / name).is_file() for name in submitted.groups()[1:])

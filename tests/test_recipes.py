@@ -40,6 +40,7 @@ def test_the_list_describes_every_recipe(capsys: pytest.CaptureFixture[str]) -> 
         ),
         ("cpu-quickstart", {"cpu-quickstart.toml", "local.sh"}),
         ("colocated.sbatch", {"colocated.sbatch"}),
+        ("Containerfile", {"Containerfile", "requirements-sglang.txt", "requirements-trainer.txt"}),
     ],
 )
 def test_a_copy_brings_what_the_recipe_needs(

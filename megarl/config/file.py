@@ -170,13 +170,13 @@ def as_flag(value: Any) -> str:
     """A value as ``split_overrides`` reads it."""
     if value is None:
         return "none"
-    return _inline(value) if isinstance(value, (bool, list, Mapping)) else str(value)
+    return as_toml(value) if isinstance(value, (bool, list, Mapping)) else str(value)
 
 
-def _inline(value: Any) -> str:
+def as_toml(value: Any) -> str:
     """A value of TOML on one line."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(key)} = {_inline(inner)}" for key, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{json.dumps(key)} = {as_toml(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list):
-        return f"[{', '.join(map(_inline, value))}]"
+        return f"[{', '.join(map(as_toml, value))}]"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, (bool, str)) else str(value)

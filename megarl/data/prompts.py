@@ -62,15 +62,15 @@ def load_prompts(
     _check_template(tokenizer, chat_template)
 
     def read(place: str, record: Record) -> tuple[_Text, str]:
-        text = _prompt_text(tokenizer, record, prompt_field, chat_template, place, template)
-        return text, _answer(get_field(record, answer_field, place), answer_field, place)
+        text = prompt_text(tokenizer, record, prompt_field, chat_template, place, template)
+        return text, answer_text(get_field(record, answer_field, place), answer_field, place)
 
     prefix = place_prefix(source)
 
     def tokenize() -> Iterator[tuple[list[int], list[list[int]], list[str], list[str]]]:
         for rows in _batches(read_records(source, split=split, limit=limit), read):
             texts, answers = [text for text, _ in rows], [answer for _, answer in rows]
-            tokens = _encode_prompts(tokenizer, texts, prompt_field, max_prompt_tokens)
+            tokens = encode_prompts(tokenizer, texts, prompt_field, max_prompt_tokens)
             numbers = [int(text.place.removeprefix(prefix)) for text in texts]
             yield numbers, tokens, [text.text for text in texts], answers
 
@@ -109,7 +109,7 @@ def load_demonstrations(
         raise ConfigError("the tokenizer has no eos_token: set one, otherwise the model never learns to stop")
 
     def read(place: str, record: Record) -> tuple[_Text, str]:
-        text = _prompt_text(tokenizer, record, prompt_field, chat_template, place)
+        text = prompt_text(tokenizer, record, prompt_field, chat_template, place)
         response = get_field(record, response_field, place)
         if not isinstance(response, str):
             raise DataError(f"{place}: {response_field!r} is {type_name(response)}, expected text")
@@ -119,7 +119,7 @@ def load_demonstrations(
 
     demonstrations: list[Demonstration] = []
     for rows in _batches(read_records(path), read):
-        prompts = _encode_prompts(tokenizer, [text for text, _ in rows], prompt_field, max_prompt_tokens)
+        prompts = encode_prompts(tokenizer, [text for text, _ in rows], prompt_field, max_prompt_tokens)
         responses = _encode_responses(tokenizer, rows, response_field)
         for (text, _), prompt, ids in zip(rows, prompts, responses, strict=True):
             place = text.place
@@ -218,7 +218,7 @@ def _batches(
         yield rows
 
 
-def _prompt_text(
+def prompt_text(
     tokenizer: PreTrainedTokenizerBase,
     record: Record,
     field: str,
@@ -230,7 +230,7 @@ def _prompt_text(
     prompt = get_field(record, field, place)
     templated = chat_template or isinstance(prompt, list)
     if isinstance(prompt, list) and template is None:
-        _check_messages(prompt, field, place)
+        check_messages(prompt, field, place)
         text = _render(tokenizer, prompt, place)
     elif not isinstance(prompt, str):
         wanted = "text or a list of chat messages" if template is None else "text for the prompt template"
@@ -244,7 +244,7 @@ def _prompt_text(
     return _Text(place, text, templated)
 
 
-def _encode_prompts(
+def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[_Text], field: str, limit: int | None
 ) -> list[list[int]]:
     """Tokenize a batch; DataError names the first text that cannot be a prompt of at most ``limit`` tokens."""
@@ -257,7 +257,7 @@ def _encode_prompts(
             ids = _tokenize(tokenizer, [texts[index].text for index in chosen], special=not templated)
         except Exception as error:  # tokenizers raises a bare Exception for a character without a token
             if len(texts) > 1:  # find it, and what else may be wrong before it
-                return [_encode_prompts(tokenizer, [text], field, limit)[0] for text in texts]
+                return [encode_prompts(tokenizer, [text], field, limit)[0] for text in texts]
             raise DataError(f"{texts[0].place}: the tokenizer cannot read the prompt ({field!r}): {error}") from error
         found.update(zip(chosen, ids, strict=True))
     end_token = tokenizer.eos_token
@@ -296,7 +296,8 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], special: boo
     return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=special)]
 
 
-def _check_messages(messages: list[Any], field: str, place: str) -> None:
+def check_messages(messages: list[Any], field: str, place: str) -> None:
+    """DataError unless these are chat messages with text."""
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise DataError(
@@ -318,7 +319,8 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], 
         raise DataError(f"{place}: the chat template refuses these messages ({error})") from error
 
 
-def _answer(answer: Any, field: str, place: str) -> str:
+def answer_text(answer: Any, field: str, place: str) -> str:
+    """An answer as text; DataError unless it is text or a whole number."""
     if isinstance(answer, str) and answer.strip():
         return answer
     if isinstance(answer, int) and not isinstance(answer, bool):

@@ -135,7 +135,9 @@ def _read_dataset(source: str, split: str | None) -> Iterator[tuple[str, Record]
     if isinstance(data, DatasetDict):
         if len(data) != 1:
             splits = ", ".join(map(str, data))
-            raise DataError(f"{source}: has the splits {splits}; choose one with data.split or data.heldout_split")
+            raise DataError(
+                f"{source}: has the splits {splits}; choose one with --split, data.split or data.heldout_split"
+            )
         (data,) = data.values()
     prefix = place_prefix(source)
     for row, record in enumerate(data):

@@ -11,6 +11,8 @@ from megarl.errors import ConfigError
 HERE = Path(__file__).parent
 MODELS = HERE / "models"
 SCRIPTS = HERE / "scripts"
+GPU = HERE / "gpu"
+"""A container recipe and the requirements of its two environments."""
 RUNS_ON = {
     "local": ("local.sh",),
     "colocated": ("colocated.sbatch",),
@@ -26,7 +28,9 @@ def list_recipes() -> dict[str, str]:
 
 def find(name: str) -> Path:
     """The file of a recipe or of a script; ConfigError if there is none of this name."""
-    files = {path.name: path for path in SCRIPTS.iterdir()} | {path.stem: path for path in HERE.glob("*.toml")}
+    files = {path.name: path for path in (*SCRIPTS.iterdir(), *GPU.iterdir())} | {
+        path.stem: path for path in HERE.glob("*.toml")
+    }
     if name not in files:
         close = difflib.get_close_matches(name, files, n=1)
         hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(sorted(files))}"
@@ -59,6 +63,8 @@ def _parts(name: str) -> dict[str, Path]:
     recipe = find(name)
     if recipe.parent == SCRIPTS:
         return {recipe.name: recipe}
+    if recipe.parent == GPU:
+        return {path.name: path for path in sorted(GPU.iterdir())}
     table = tomllib.loads(recipe.read_text())
     launch, model = table["launch"], Path(table["model"]["path"])
     one_node = launch.get("nodes", 1) == 1 and not launch.get("server_nodes")

@@ -1,0 +1,188 @@
+"""``megarl init``: a configuration from a few answers, from the recipe that fits or from ``starter.toml``."""
+
+import math
+import re
+import shlex
+import sys
+import tomllib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megarl.config import Config
+from megarl.config import file as config_file
+from megarl.data.files import write_atomically
+from megarl.errors import ConfigError, printable
+from megarl.models.shapes import read_shape
+from megarl.recipes import shipped
+
+_STARTER = Path(__file__).with_suffix(".toml")
+_MINI_BATCHES = {"none": 1, "r2": 2, "r3": 4}
+"""Mini-batches of a step for which arXiv 2512.01374 advises the replay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What is asked, or given by flags; None: as the recipe says."""
+
+    model: str | None = None
+    data: str | None = None
+    gpus: int | None = None
+    """On each node; 0: none, on the CPU."""
+    nodes: int | None = None
+    engine: str | None = None
+    objective: str | None = None
+    replay: str | None = None
+    mini_batches: int | None = None
+    heldout: str | None = None
+    gpu_memory_gib: float | None = None
+    name: str | None = None
+
+
+_QUESTIONS = {
+    "model": ("folder of the model (Hugging Face format)", None),
+    "data": ("prompts (.jsonl, .parquet, folder or hub name; megarl data prepare makes them)", "data/train.jsonl"),
+    "gpus": ("GPUs on each node, 0 for none", "8"),
+    "nodes": ("nodes", "1"),
+    "replay": ("routing replay: none, r2 or r3", "none"),
+}
+"""What is asked in a terminal, with the default answer."""
+
+
+def ask(answers: Answers) -> Answers:
+    """Ask on the terminal for what no flag says. Without one: the defaults, and ConfigError for the model."""
+    for name, (question, default) in _QUESTIONS.items():
+        if getattr(answers, name) is not None:
+            continue
+        said = default
+        if sys.stdin.isatty():
+            try:
+                said = input(f"{question}{f' [{default}]' if default else ''}: ").strip() or default
+            except EOFError:
+                said = default
+        if said is None:
+            raise ConfigError(f"--{name}: missing, expected the {question}")
+        if name in ("gpus", "nodes"):
+            least = int(name == "nodes")
+            if not said.isdecimal() or int(said) < least:
+                raise ConfigError(f"--{name}: found {said!r}, expected a whole number of at least {least}")
+            answers = replace(answers, **{name: int(said)})
+        else:
+            answers = replace(answers, **{name: said})
+    return answers
+
+
+def make_config(answers: Answers) -> tuple[str, Config, str | None]:
+    """The text of a configuration, checked, and the name of the recipe that it is from, if one fits.
+
+    ``answers`` has what ``ask`` asks for. A recipe fits if it has a model of this name, and as many nodes (the
+    servers' own too) with as many GPUs. Raises ConfigError if what comes out is no valid configuration.
+    """
+    recipe = _find_recipe(answers)
+    text = (_STARTER if recipe is None else shipped.find(recipe)).read_text()
+    for key, value in (_starter_keys(answers) if recipe is None else {}).items():
+        text = set_key(text, key, value)
+    prompts = tomllib.loads(text)["rollout"]["prompts_per_step"]
+    for key, value in _asked_keys(answers, prompts).items():
+        text = set_key(text, key, value)
+    config = config_file.parse(tomllib.loads(text), source="megarl init")
+    config.check_world_size(config.launch.ranks)
+    return text, config, recipe
+
+
+def set_key(text: str, dotted: str, value: Any) -> str:
+    """Set a key of a TOML text whose tables have one key a line. Comments stay; a missing key or table is added."""
+    table, _, key = dotted.partition(".")
+    line = f"{key} = {config_file.as_toml(value)}"
+    section = re.search(rf"^\[{table}\]\n(?:(?!\[).*(?:\n|\Z))*", text, re.MULTILINE)
+    if section is None:
+        return f"{text.rstrip()}\n\n[{table}]\n{line}\n"
+    old = section.group()
+    found = re.search(rf"^{key} = (?:\"[^\"]*\"|[^#\n]*[^#\s])", old, re.MULTILINE)
+    new = old.rstrip() + f"\n{line}\n\n" if found is None else old[: found.start()] + line + old[found.end() :]
+    return (text[: section.start()] + new + text[section.end() :]).rstrip() + "\n"
+
+
+def _find_recipe(answers: Answers) -> str | None:
+    for name in shipped.list_recipes():
+        table = tomllib.loads(shipped.find(name).read_text())
+        launch = table["launch"]
+        size = (launch["ranks_per_node"], launch.get("nodes", 1) + launch.get("server_nodes", 0))
+        is_model = Path(table["model"]["path"]).name.lower() == Path(answers.model or "").name.lower()
+        engine = table["rollout"].get("engine", "local")
+        if answers.gpus and is_model and size == (answers.gpus, answers.nodes) and answers.engine in (None, engine):
+            return name
+    return None
+
+
+def _starter_keys(answers: Answers) -> dict[str, Any]:
+    """What ``starter.toml`` does not know: ranks, experts, servers, lengths and the chat template."""
+    gpus, nodes = answers.gpus or 0, answers.nodes or 1
+    ranks, model = max(gpus, 1), Path(answers.model or "")
+    engine = answers.engine or ("sglang" if gpus else "local")
+    found: dict[str, Any] = {"rollout.engine": engine, "launch.ranks_per_node": ranks}
+    if nodes > 1:
+        found |= {"launch.layout": "colocated", "launch.nodes": nodes}
+    if engine == "sglang" and gpus:
+        found |= {"sglang.gpus": list(range(gpus)), "sglang.servers": gpus, "sglang.release_memory": True}
+    if not gpus:
+        found |= {"rollout.prompts_per_step": 8, "rollout.max_response_tokens": 256}
+    if (model / "tokenizer_config.json").is_file():
+        files = [model / "chat_template.jinja", model / "chat_template.json"]
+        has_template = '"chat_template"' in (model / "tokenizer_config.json").read_text(errors="replace")
+        found["data.chat_template"] = has_template or any(file.exists() for file in files)
+    for folder in (model, shipped.MODELS / model.name):
+        if (folder / "config.json").is_file():
+            shape = read_shape(folder)
+            found["parallel.ep"] = math.gcd(shape.num_experts or 1, ranks * nodes)
+            if shape.max_sequence_length < 4096:
+                half = shape.max_sequence_length // 2
+                found |= {"data.max_prompt_tokens": half, "rollout.max_response_tokens": half}
+            break
+    return found
+
+
+def _asked_keys(answers: Answers, prompts: int) -> dict[str, Any]:
+    """The keys that the answers set, in a recipe too."""
+    num = answers.mini_batches or _MINI_BATCHES.get(answers.replay or "none", 1)
+    found = {
+        "run.name": answers.name,
+        "model.path": answers.model,
+        "data.train": answers.data,
+        "data.heldout": answers.heldout,
+        "train.objective": answers.objective,
+        "train.replay": answers.replay,
+        "launch.gpu_memory_gib": answers.gpu_memory_gib,
+    }
+    if num > 1:
+        found |= {"train.mini_batches": num, "rollout.prompts_per_step": num * prompts}
+    if answers.heldout:
+        found["eval.every"] = 20
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def init(out: Path, answers: Answers, force: bool) -> None:
+    """Ask, check, write ``out``, and say what comes next. ConfigError if ``out`` exists, unless ``force``."""
+    if out.exists() and not force:
+        raise ConfigError(f"{out}: exists; pass --force to replace it, or another name")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"{out}: its folder does not exist; make it, or choose another")
+    answers = ask(answers)
+    text, config, recipe = make_config(replace(answers, name=answers.name or out.stem))
+    write_atomically(out, text.encode())
+    name = shlex.quote(str(out))
+    origin = f"the recipe {recipe}" if recipe else "no recipe has this model and these GPUs: sizes are guesses"
+    print(printable(f"{out}: {origin}"))
+    print(f"next:\n  megarl doctor {name}\n  megarl plan {name}\n  {_start_line(config, name)}")
+
+
+def _start_line(config: Config, name: str) -> str:
+    launch = config.launch
+    if launch.layout == "local":
+        return f"megarl launch {name}"
+    script = f"{launch.layout}.sbatch"
+    nodes = launch.nodes + launch.server_nodes
+    return (
+        f"megarl recipes copy {script} .\n  "
+        f"sbatch --nodes {nodes} --gpus-per-node {launch.ranks_per_node} {script} {name}"
+    )

@@ -1,0 +1,183 @@
+"""`megarl data prepare`: what it writes is what `[data]` reads, and all that is left out is counted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from megarl.cli import main
+from megarl.data.prepare import Recipe, prepare
+from megarl.data.prompts import load_prompts
+from megarl.errors import ConfigError, DataError
+
+Write = Callable[..., Path]
+Make = Callable[..., PreTrainedTokenizerFast]
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_what_is_left_out_is_counted(write_jsonl: Write, tmp_path: Path) -> None:
+    source = write_jsonl(
+        {"q": {"text": "1+1"}, "a": "#### so #### 2 "},
+        {"q": {"text": " 1+1\n"}, "a": "#### 2"},
+        {"q": {"text": "1+1"}, "a": "#### 3"},
+        {"q": {"text": "2"}, "a": "none"},
+        {"q": {"text": " "}, "a": "#### 1"},
+        {"q": {"text": None}, "a": "#### 1"},
+        {"q": {"text": "3"}, "a": None},
+        {"q": {"text": "4"}, "a": 7},
+    )
+    recipe = Recipe(prompt_field="q.text", answer_field="a", answer_after="####", template="{prompt} = {x}?")
+    counts = prepare(str(source), tmp_path / "out", recipe)
+    assert counts == {"read": 8, "train": 2, "duplicates": 2, "other answers": 1, "no answer": 2, "no prompt": 2}
+    assert rows(tmp_path / "out" / "train.jsonl") == [
+        {"prompt": "1+1 = {x}?", "answer": "2"},
+        {"prompt": "4 = {x}?", "answer": "7"},
+    ]
+    assert not (tmp_path / "out" / "heldout.jsonl").exists()
+
+
+def test_a_prompt_is_held_out_by_its_hash(tmp_path: Path, write_jsonl: Write) -> None:
+    prompts = [f"{number}+1" for number in range(200)]
+    held: list[list[str]] = []
+    for number, (order, recipe) in enumerate(((prompts, Recipe()), (prompts[::-1], Recipe(template="Q: {prompt}")))):
+        source = write_jsonl(*({"prompt": prompt, "answer": "1"} for prompt in order))
+        counts = prepare(str(source), tmp_path / str(number), recipe, heldout=0.25)
+        assert counts["train"] + counts["heldout"] == 200
+        found = [row["prompt"].removeprefix("Q: ") for row in rows(tmp_path / str(number) / "heldout.jsonl")]
+        assert not set(found) & {
+            row["prompt"].removeprefix("Q: ") for row in rows(tmp_path / str(number) / "train.jsonl")
+        }
+        held.append(sorted(found))
+    first_bytes = {prompt: hashlib.sha256(prompt.encode()).digest()[:8] for prompt in prompts}
+    expected = [prompt for prompt in prompts if int.from_bytes(first_bytes[prompt]) / 2**64 < 0.25]
+    assert held == [sorted(expected)] * 2
+
+
+def test_the_trainer_reads_what_the_models_chat_template_makes(
+    make_tokenizer: Make, write_jsonl: Write, tmp_path: Path
+) -> None:
+    tokenizer = make_tokenizer(chat=True)
+    tokenizer.save_pretrained(tmp_path / "model")
+    source = write_jsonl({"prompt": "1+1", "answer": 2}, {"prompt": "1+1+1+1", "answer": 4})
+    # <s>a<e><u>1+1<e><a> are 9 tokens: at the limit it stays, beyond it does not.
+    recipe = Recipe(system="a", model=tmp_path / "model", max_prompt_tokens=9)
+    assert prepare(str(source), tmp_path / "out", recipe) == {"read": 2, "train": 1, "too long": 1}
+    for chat_template in (False, True):
+        (prompt,) = load_prompts(
+            tmp_path / "out" / "train.jsonl",
+            tokenizer=tokenizer,
+            prompt_field="prompt",
+            answer_field="answer",
+            chat_template=chat_template,
+            max_prompt_tokens=9,
+        )
+        assert (prompt.text, prompt.answer, len(prompt.tokens)) == ("<s>a<e><u>1+1<e><a>", "2", 9)
+
+
+def test_parquet_messages_lose_what_is_no_message(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "1+1", "name": None}]
+    parquet.write_table(pa.Table.from_pylist([{"prompt": messages, "answer": "2"}]), tmp_path / "a.parquet")
+    prepare(str(tmp_path / "a.parquet"), tmp_path / "out", Recipe(system="Add."))
+    (row,) = rows(tmp_path / "out" / "train.jsonl")
+    assert row["prompt"] == [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
+
+
+def test_a_dataset_folder_has_splits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for split, prompt in (("train", "1"), ("test", "2")):
+        (folder / f"{split}.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "3"}) + "\n")
+    assert main(["data", "prepare", str(folder), str(tmp_path / "out"), "--split", "test"]) == 0
+    assert rows(tmp_path / "out" / "train.jsonl") == [{"prompt": "2", "answer": "3"}]
+    assert f'train = "{tmp_path}/out/train.jsonl"' in capsys.readouterr().out
+    assert main(["data", "prepare", str(folder), str(tmp_path / "out"), "--overwrite"]) == 2
+    assert "has the splits train, test; choose one with --split" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("record", "options", "told"),
+    [
+        ({"prompt": "1"}, {}, ":1: there is no field 'answer'"),
+        ({"prompt": "1", "answer": 0.5}, {}, ":1: the answer ('answer') is a number"),
+        ({"prompt": 1, "answer": "1"}, {}, ":1: the prompt ('prompt') is a whole number"),
+        ({"prompt": [{"role": "user"}], "answer": "1"}, {}, "expected role and content"),
+        ({"prompt": [{"role": "assistant", "content": "1"}], "answer": "1"}, {}, "is the assistant's"),
+        ({"prompt": [{"role": "system", "content": "1"}], "answer": "1"}, {"system": "x"}, "remove --system"),
+        ({"prompt": [{"role": "user", "content": "1"}], "answer": "1"}, {"template": "{prompt}"}, "remove --template"),
+        ({"prompt": "\ud800", "answer": "1"}, {}, "half a character"),
+        ({"prompt": "1", "answer": "\ud800"}, {}, "half a character"),
+        ({"prompt": "1", "answer": ""}, {}, "0 prompts to train and 0 held out are left of 1 (1 without an answer)"),
+    ],
+)
+def test_a_bad_record_is_named_and_nothing_is_written(
+    record: dict[str, Any], options: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
+    with pytest.raises(DataError) as caught:
+        prepare(str(tmp_path / "a.jsonl"), tmp_path / "out", Recipe(**options))
+    assert told in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_are_replaced_only_if_asked_and_both(write_jsonl: Write, tmp_path: Path) -> None:
+    source = str(write_jsonl(*({"prompt": str(number), "answer": "1"} for number in range(20))))
+    prepare(source, tmp_path / "out", Recipe(), heldout=0.5)
+    with pytest.raises(ConfigError, match=r"heldout.jsonl and .*train.jsonl: exists"):
+        prepare(source, tmp_path / "out", Recipe())
+    prepare(source, tmp_path / "out", Recipe(), overwrite=True)
+    with pytest.raises(ConfigError, match="found a file, expected a folder"):
+        prepare(source, Path(source), Recipe())
+    # An old held-out file would share prompts with the new training file.
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["train.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--heldout", "1"], "--heldout: found 1, expected a share from 0 to below 1"),
+        (["--heldout", "nan"], "--heldout: found nan"),
+        (["--heldout", "0.001"], "1 prompts to train and 0 held out"),
+        (["--template", "x"], "--template: found 'x'"),
+        (["--limit", "0"], "limit is 0"),
+        (["--split", "test"], "only folders and hub names have splits"),
+        (["--max-prompt-tokens", "0"], "--max-prompt-tokens: found 0"),
+        (["--model", "nowhere"], "--model: nowhere holds no tokenizer"),
+    ],
+)
+def test_mistakes_are_one_line(
+    words: list[str],
+    told: str,
+    write_jsonl: Write,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = write_jsonl({"prompt": "1", "answer": "1"})
+    assert main(["data", "prepare", str(source), "out", *words]) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1
+
+
+def test_a_system_message_needs_a_chat_template(make_tokenizer: Make, write_jsonl: Write, tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    source = str(write_jsonl({"prompt": "1+1", "answer": 2}))
+    with pytest.raises(ConfigError, match=r"--system: the tokenizer of .* has no chat template"):
+        prepare(source, tmp_path / "out", Recipe(system="a", model=tmp_path / "model"))
+    prepare(source, tmp_path / "out", Recipe(model=tmp_path / "model"))
+    assert rows(tmp_path / "out" / "train.jsonl") == [{"prompt": "1+1", "answer": "2"}]
