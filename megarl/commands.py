@@ -75,6 +75,7 @@ class Train(OnConfiguration):
 
     def run(self, overrides: Overrides) -> None:
         config = self.load_for_ranks(overrides)
+        _require_inputs(config)
         from megarl.train.loop import train
 
         train(config)
@@ -91,6 +92,8 @@ class Launch(OnConfiguration):
         trust = ["--trust"] if self.trust else []
         config = self.load(overrides)
         process_environment.process_environment(config, os.environ)  # contradictions are found before a rank starts
+        if config.launch.layout == "local":  # elsewhere, another node may have the files
+            _require_inputs(config)
         return launch(config, ["train", *trust, *words, str(self.config)])
 
 
@@ -104,6 +107,7 @@ class Sft(OnConfiguration):
             raise ConfigError(
                 f"{self.config}: found no [sft] table, expected one with data, steps, batch_size and lr; add it"
             )
+        _require_inputs(config, demonstrations=True)
         from megarl.train.sft import sft
 
         sft(config)
@@ -371,6 +375,32 @@ class Recipes:
 
 
 @command
+class Help:
+    """Explain the keys of the configuration: a table, a key, or all."""
+
+    topic: Positional[str | None] = None
+    """A table such as rollout, a key such as rollout.temperature, or all; default: the list of tables."""
+
+    def run(self, overrides: Overrides) -> None:
+        from megarl.config import key_help
+
+        print(key_help.describe_tables().strip() if self.topic is None else key_help.describe(self.topic))
+
+
+@command
+class Completion:
+    """Print a script that completes commands, flags and keys in a shell: docs/install.md."""
+
+    shell: Positional[Literal["bash", "zsh"]]
+    """The shell."""
+
+    def run(self, overrides: Overrides) -> None:
+        from megarl.completion import script
+
+        print(script(self.shell, COMMANDS))
+
+
+@command
 class Quickstart:
     """Make a tiny model and a task, train it with RL on the CPU, write a report to OUT/report."""
 
@@ -383,6 +413,12 @@ class Quickstart:
         from megarl.quickstart import quickstart
 
         quickstart(self.out, self.family)
+
+
+def _require_inputs(config: Config, *, demonstrations: bool = False) -> None:
+    from megarl.doctor.inputs import require_inputs
+
+    require_inputs(config, demonstrations=demonstrations)
 
 
 def _world_size() -> int:

@@ -32,13 +32,24 @@ def read_model(config: Config) -> tuple[list[Check], ModelShape | None]:
     try:
         shape = read_shape(folder)
     except (MegarlError, OSError, ValueError) as error:
-        return [Check("model.path", "failed", str(error))], None
+        return [Check("model.path", "failed", str(error), advice="" if ";" in str(error) else "mend the file")], None
     checks = [Check("model.path", "ok", shape.family)]
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         checks.append(Check("tokenizer", "failed", f"none in {folder}", f"one of {', '.join(_TOKENIZERS)}"))
     if what := _missing_weights(folder):
         checks.append(Check("weights", "failed", what, advice="download the rest of the checkpoint"))
     return checks, shape
+
+
+def require_inputs(config: Config, *, demonstrations: bool = False) -> None:
+    """ConfigError for what training cannot do without: model, data (or the demonstrations of [sft]), keys.
+
+    It takes less than a second, and comes before torch and Megatron are imported.
+    """
+    of_data = [check for check in _check_data(config) if (check.name == "sft.data") == demonstrations]
+    failed = [check for check in (*read_model(config)[0], *of_data, *_check_keys(config)) if check.status == "failed"]
+    if failed:
+        raise ConfigError("; ".join(f"{check.name}: {check.says()}" for check in failed))
 
 
 def _missing_weights(folder: Path) -> str | None:
