@@ -15,10 +15,15 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from megarl.config import Config
+from megarl.config.moved import follow
 from megarl.config.tables.base import Table
 from megarl.config.trust import require_trust
 from megarl.errors import ConfigError
 
+SAVED = "config.toml"
+"""The resolved configuration in a run folder."""
+RUN_ID = "run_id"
+"""The file beside it with the name that the run gave itself."""
 _MAX_BYTES = 1 << 18
 _MOST_PROBLEMS = 8
 
@@ -32,6 +37,8 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None, *, trust:
     table = read_toml(Path(path))
     try:
         folder = str(Path(path).absolute().parent)
+        if Path(path).name == SAVED and (Path(folder) / RUN_ID).is_file():
+            table = follow(table, Path(path).parent)
         if (trust or require_trust(Path(path), table, overrides or {})) and folder not in sys.path:
             sys.path.insert(0, folder)
         return parse(table, overrides, source=str(path))
@@ -66,6 +73,7 @@ def parse(table: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, 
         if not isinstance(node, dict):
             raise ConfigError(f"{source}: {dotted}: found a value where a table was expected, above this key")
         node[leaf] = value
+    _check_values(merged, source)
     try:
         config = Config.model_validate(merged)
     except ValidationError as error:
@@ -75,6 +83,20 @@ def parse(table: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, 
     if config.run.dir is None:  # resolved, so that the saved file says where the run lies
         config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(config.run_dir)})})
     return config
+
+
+def _check_values(value: Any, source: str, dotted: str = "") -> None:
+    """ConfigError for what no setting can be: an integer beyond 64 bits, which TOML does not have, or a NUL in text."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _check_values(inner, source, f"{dotted}.{key}" if dotted else str(key))
+    elif isinstance(value, list):
+        for inner in value:
+            _check_values(inner, source, dotted)
+    elif isinstance(value, int) and abs(value) >= 1 << 63:
+        raise ConfigError(f"{source}: {dotted}: found {value:.3g}, expected an integer of at most 64 bits; lower it")
+    elif isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"{source}: {dotted}: found {value!r}, expected text without NUL characters; remove them")
 
 
 def keys() -> dict[str, FieldInfo]:
