@@ -96,7 +96,7 @@ def _reader_is_gone() -> bool:
         return False
     poll = select.poll()
     poll.register(number, 0)
-    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
         return False
     os.dup2(os.open(os.devnull, os.O_WRONLY), number)  # or Python would complain when it flushes at exit
     return True

@@ -4,6 +4,7 @@ A command is a record that ``megarl.cli`` fills from the words of the command li
 ``run`` imports heavy packages only after the configuration has been checked.
 """
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -107,7 +108,7 @@ class Sft(OnConfiguration):
             raise ConfigError(
                 f"{self.config}: found no [sft] table, expected one with data, steps, batch_size and lr; add it"
             )
-        _require_inputs(config, demonstrations=True)
+        _require_inputs(config, "sft")
         from megarl.train.sft import sft
 
         sft(config)
@@ -129,6 +130,8 @@ class Eval(OnConfiguration):
     """Text with {prompt} in it, around every plain-text prompt; default that of the benchmark."""
     out: Path | None = None
     """Folder for figures and responses; default <run.dir>/eval/<checkpoint>."""
+    json: bool = False
+    """Print the results as JSON."""
 
     def run(self, overrides: Overrides) -> None:
         from megarl.evaluate.request import WITHOUT_TRAINING, eval_request
@@ -141,8 +144,10 @@ class Eval(OnConfiguration):
             template=self.template,
             checkpoint=self.checkpoint,
             out=self.out,
+            json=self.json,
         )
         request.layout(_world_size())
+        _require_inputs(request.config, "eval")
         process_environment.apply(request.config)
         from megarl.evaluate.evaluation import evaluate
 
@@ -222,6 +227,8 @@ class Trace:
     """One file, or two for diff."""
     out: Path | None = None
     """A picture of the difference, a PNG file."""
+    json: bool = False
+    """Print the results as JSON."""
 
     def run(self, overrides: Overrides) -> None:
         expected = 2 if self.action == "diff" else 1
@@ -231,7 +238,7 @@ class Trace:
             raise ConfigError(f"megarl trace {self.action} plots nothing: remove --out; only megarl trace diff has it")
         from megarl.report import traces
 
-        getattr(traces, self.action)(*self.files, *([self.out] if self.action == "diff" else []))
+        getattr(traces, self.action)(*self.files, *([self.out] if self.action == "diff" else []), as_json=self.json)
 
 
 @command
@@ -250,11 +257,14 @@ class Simulate:
     """Most samples of a prompt under Ada-Seq."""
     out: Path = Path("runs/simulate.png")
     """The picture, a PNG file."""
+    json: bool = False
+    """Print the results as JSON."""
 
     def run(self, overrides: Overrides) -> None:
         from megarl.simulate import Budget, simulate
 
-        simulate(self.rates, Budget(self.samples, self.train_size, self.round_size, self.max_samples), self.out)
+        budget = Budget(self.samples, self.train_size, self.round_size, self.max_samples)
+        simulate(self.rates, budget, self.out, self.json)
 
 
 @command
@@ -281,6 +291,8 @@ class Convert:
     """Size of a safetensors file."""
     overwrite: bool = False
     """Replace OUT if it exists, at the end and in one step."""
+    json: bool = False
+    """Print the results as JSON."""
 
     def run(self, overrides: Overrides) -> None:
         from megarl.convert.command import DTYPES, convert, installed_layers
@@ -294,7 +306,7 @@ class Convert:
             drop=self.drop,
             overwrite=self.overwrite,
         )
-        convert(self.source, self.out, self.model, options, self.verify)
+        convert(self.source, self.out, self.model, options, self.verify, self.json)
 
 
 @command
@@ -360,12 +372,15 @@ class Recipes:
     """A recipe, or a script such as colocated.sbatch."""
     folder: Positional[Path] = Path()
     """Where to copy to; default this folder."""
+    json: bool = False
+    """Print the results as JSON."""
 
     def run(self, overrides: Overrides) -> None:
         from megarl.recipes import shipped
 
         if self.action == "list":
-            print(text_table(shipped.list_recipes().items()))
+            found = shipped.list_recipes()
+            print(json.dumps(found) if self.json else text_table(found.items()))
         elif self.name is None:
             raise ConfigError(f"megarl recipes {self.action}: found no name; megarl recipes lists them")
         elif self.action == "path":
@@ -415,10 +430,10 @@ class Quickstart:
         quickstart(self.out, self.family)
 
 
-def _require_inputs(config: Config, *, demonstrations: bool = False) -> None:
+def _require_inputs(config: Config, stage: Literal["rl", "sft", "eval"] = "rl") -> None:
     from megarl.doctor.inputs import require_inputs
 
-    require_inputs(config, demonstrations=demonstrations)
+    require_inputs(config, stage)
 
 
 def _world_size() -> int:
