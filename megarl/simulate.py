@@ -85,7 +85,10 @@ class Result:
 
 
 def simulate(words: Sequence[str], budget: Budget, out: Path, as_json: bool = False) -> list[Result]:
-    """Print a table (or JSON) for pass rates (``P`` or ``P:PROMPTS``, none for the default); write a PNG. Raises ConfigError."""
+    """Print a table, or JSON, for pass rates (``P`` or ``P:PROMPTS``, none for the default); write a PNG.
+
+    Raises ConfigError.
+    """
     rates = parse_rates(words or DEFAULT_RATES)
     if out.suffix != ".png" or out.is_dir():
         raise ConfigError(f"--out {out}: expected the name of a .png file")

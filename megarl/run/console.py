@@ -53,7 +53,7 @@ def ending(config: Config, checkpoint: Path | None, first: int) -> list[str]:
     steps = config.run.steps
     title = f"done: {steps} of {steps} steps"
     if first >= steps:
-        title = f"nothing to do: the run has done {first} steps, and run.steps is {steps}; go on with --run.steps {2 * first}"
+        title = f"nothing to do: {first} steps are done, and run.steps is {steps}; go on with --run.steps {2 * first}"
     weights = str(checkpoint) if checkpoint else "none saved (checkpoint.every and at_end are off)"
     report = f"{program()} report {shlex.quote(str(config.run_dir))}"
     return [title, f"  {'weights':<12} {weights}", f"  {'report':<12} {report}"]
