@@ -130,8 +130,10 @@ def unknown_key(dotted: str) -> str:
 
 def _meant(dotted: str) -> list[str]:
     """The keys that may have been meant."""
-    same_name = [key for key in keys() if key.rpartition(".")[2] == dotted.rpartition(".")[2]]
-    return same_name or difflib.get_close_matches(dotted, keys(), n=1)
+    table, _, name = dotted.rpartition(".")
+    beside = [key for key in keys() if table and key.startswith(f"{table}.")]
+    same_name = [key for key in keys() if key.rpartition(".")[2] == name]
+    return difflib.get_close_matches(dotted, beside, n=1, cutoff=0.85) or same_name or difflib.get_close_matches(dotted, keys(), n=1)
 
 
 def _one_line(error: ValidationError, table: Mapping[str, Any]) -> str:
