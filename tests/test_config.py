@@ -182,7 +182,10 @@ def test_off_stands_for_none_in_objective_overrides():
         ({"rollout__temprature": 1.0}, ["rollout.temprature: unknown key", "did you mean rollout.temperature?"]),
         ({"temperature": 1.0}, ["temperature: unknown key", "rollout.temperature or eval.temperature"]),
         ({"optim": {}}, ["optim.lr: missing", "--optim.lr"]),
-        ({"parallel": {}, "data": 1, "reward": 2}, ["2 problems", "data: found 1", "a table [data]", "reward: found 2"]),
+        (
+            {"parallel": {}, "data": 1, "reward": 2},
+            ["2 problems", "data: found 1", "a table [data]", "reward: found 2"],
+        ),
         ({"rollout__temperature": "a"}, ["rollout.temperature: found 'a'", "number"]),
         ({"rollout__temperature": 0.0}, ["rollout.temperature: found 0.0"]),
         ({"rollout__temperature": "a", "run__steps": 0}, ["run.steps", "rollout.temperature", "2 problems"]),
@@ -385,7 +388,9 @@ def test_a_world_size_that_does_not_come_out_even_is_refused(overrides, world_si
 
 
 def test_a_missing_table_is_named():
-    with pytest.raises(ConfigError, match=r"config: run\.steps, model\.path, .*: missing, but needed; .* tables \[run\], "):
+    with pytest.raises(
+        ConfigError, match=r"config: run\.steps, model\.path, .*: missing, but needed; .* tables \[run\], "
+    ):
         config_file.parse({})
 
 

@@ -96,7 +96,8 @@ def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
     code = main([str(word) for word in words])
     found = capsys.readouterr()
     said = found.out + found.err
-    assert "unexpected" not in said  # nor a traceback in a file
+    assert "Traceback" not in said
+    assert "the traceback is in" not in said
     assert said == printable(said), said
     if code == 2:
         assert found.err.startswith("megarl: error: ")

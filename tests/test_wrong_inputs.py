@@ -160,7 +160,11 @@ CASES: dict[str, tuple[str, Callable[[], object], str]] = {
     "not a number": (TRAIN, config("lr = 1e-4", "lr = nan"), "optim.lr: found nan"),
     "below its range": (TRAIN, config("lr = 1e-4", "lr = -1.0"), "greater than 0"),
     "a count as 1e23": (TRAIN, config("group_size = 8", "group_size = 1e23"), "found 1e+23"),
-    "a count of 24 digits": (TRAIN, config("group_size = 8", f"group_size = 1{'0' * 23}"), "found 1e+23, expected"),
+    "a count of 24 digits": (
+        TRAIN,
+        config("group_size = 8", f"group_size = 1{'0' * 23}"),
+        "found an integer of 77 bits, expected at most 63",
+    ),
     "a NUL": (TRAIN, config('"model"', '"mo\\u0000del"'), "without NUL characters"),
     "one of two types": (TRAIN, config("[optim]", '[train]\nmax_k3 = "on"\n[optim]'), "'learn' or 'off', or input"),
     "a key of Megatron misspelt": (f"{TRAIN} --megatron.moe_z_loss_coef 1", nothing, "did you mean moe_z_loss_coeff"),

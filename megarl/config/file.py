@@ -94,7 +94,9 @@ def _check_values(value: Any, source: str, dotted: str = "") -> None:
         for inner in value:
             _check_values(inner, source, dotted)
     elif isinstance(value, int) and abs(value) >= 1 << 63:
-        raise ConfigError(f"{source}: {dotted}: found {value:.3g}, expected an integer of at most 64 bits; lower it")
+        raise ConfigError(
+            f"{source}: {dotted}: found an integer of {value.bit_length()} bits, expected at most 63; lower it"
+        )
     elif isinstance(value, str) and "\0" in value:
         raise ConfigError(f"{source}: {dotted}: found {value!r}, expected text without NUL characters; remove them")
 
@@ -133,7 +135,11 @@ def _meant(dotted: str) -> list[str]:
     table, _, name = dotted.rpartition(".")
     beside = [key for key in keys() if table and key.startswith(f"{table}.")]
     same_name = [key for key in keys() if key.rpartition(".")[2] == name]
-    return difflib.get_close_matches(dotted, beside, n=1, cutoff=0.85) or same_name or difflib.get_close_matches(dotted, keys(), n=1)
+    return (
+        difflib.get_close_matches(dotted, beside, n=1, cutoff=0.85)
+        or same_name
+        or difflib.get_close_matches(dotted, keys(), n=1)
+    )
 
 
 def _one_line(error: ValidationError, table: Mapping[str, Any]) -> str:
