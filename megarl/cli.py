@@ -7,10 +7,16 @@ user gives one line on stderr and exit code 2, before torch is imported. The com
 import argparse
 import difflib
 import errno
+import json
 import os
+import select
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from pydantic import ValidationError
@@ -18,15 +24,20 @@ from pydantic import ValidationError
 from megarl import __version__
 from megarl.commands import COMMANDS, POSITIONAL, Command, OnConfiguration
 from megarl.config import file as config_file
-from megarl.errors import ConfigError, DamageError, MegarlError, StopError, printable
+from megarl.config.key_help import describe_tables
+from megarl.errors import ConfigError, DamageError, MegarlError, StopError, describe, printable
 from megarl.run.status import write_failure
 
 DAMAGED = 1
+UNEXPECTED = 1
 USAGE_ERROR = 2
 INTERRUPTED = 130
+BROKEN_PIPE = 141
+"""As of a program that SIGPIPE has ended: whoever read the output has gone."""
 STOPPED = 75
 """The run was asked to stop and has saved itself (EX_TEMPFAIL): start it again to continue."""
-_NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+_PATH_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+_PATH_ERRORS += (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 _DESCRIPTION = "Stable reinforcement learning of Mixture-of-Experts language models on Megatron-Core."
 _FIRST_RANK_SPEAKS_S = 3.0
 
@@ -35,11 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, 1 (something is missing or lost), 2 (an error), 75 (asked to stop)."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        arguments, overrides = config_file.split_overrides(words)
-        command = _parse_command(arguments)
-        if overrides and getattr(command, "config", None) is None:
-            raise ConfigError(f"megarl {arguments[0]} reads no configuration: remove --{next(iter(overrides))}")
-        return command.run(overrides) or 0
+        return _run(words)
     except StopError as error:
         _complain(str(error), on_every_rank=False)
         return STOPPED
@@ -53,18 +60,78 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package in ("", "megarl"):
-            raise
+            return _fail_unexpectedly(error, words)
         missing = f"needs the package {package}, which is not installed: pip install 'megarl[train]'"
         return _fail(f"megarl {words[0]} {missing}", on_every_rank=False)
     except OSError as error:
-        if error.errno not in _NOT_WRITTEN:
-            raise
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+            return BROKEN_PIPE
+        if error.errno not in _PATH_ERRORS:
+            return _fail_unexpectedly(error, words)
         where = error.filename or "a file of the run"
         said = f"{where} cannot be read or written: {error.strerror}; mend that and start again"
         return _fail(said, on_every_rank=True)
     except KeyboardInterrupt:
         _complain("interrupted", on_every_rank=False)
         return INTERRUPTED
+    except Exception as error:
+        return _fail_unexpectedly(error, words)
+
+
+def _run(words: list[str]) -> int:
+    arguments, overrides = config_file.split_overrides(words)
+    command = _parse_command(arguments)
+    if overrides and getattr(command, "config", None) is None:
+        raise ConfigError(f"megarl {arguments[0]} reads no configuration: remove --{next(iter(overrides))}")
+    code = command.run(overrides) or 0
+    sys.stdout.flush()  # here, where a reader that has gone is no traceback
+    return code
+
+
+def _reader_is_gone() -> bool:
+    """Whether nobody reads standard output any more, as in ``megarl doctor | head``; then it leads nowhere."""
+    try:
+        number = sys.stdout.fileno()
+    except (OSError, ValueError):
+        return False
+    poll = select.poll()
+    poll.register(number, 0)
+    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), number)  # or Python would complain when it flushes at exit
+    return True
+
+
+def _fail_unexpectedly(error: Exception, words: list[str]) -> int:
+    """One line for an error that nobody foresaw; its traceback goes into a file, and the line says where."""
+    text = f"megarl {__version__}: {words}\n{''.join(traceback.format_exception(error))}"
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        folder = _run_folder(words)
+        if folder is None:
+            number, name = tempfile.mkstemp(prefix="megarl-", suffix=".error.txt")
+            path = Path(name)
+            os.close(number)
+        else:
+            path = folder / "ranks" / f"{rank:05d}.error.txt"
+            path.parent.mkdir(exist_ok=True)
+        path.write_text(text, errors="backslashreplace")
+        where = f"the traceback is in {path}"
+    except OSError as full:
+        print(text, file=sys.stderr)
+        where = f"its traceback could not be written ({full.strerror})"
+    _complain(f"unexpected {describe(error)}; {where}, please report it with the command", on_every_rank=True)
+    return UNEXPECTED
+
+
+def _run_folder(words: list[str]) -> Path | None:
+    """The folder of the run that the command was about, if there is one."""
+    with suppress(Exception):
+        arguments, overrides = config_file.split_overrides(words)
+        command = _parse_command(arguments)
+        folder = command.load(overrides).run_dir if isinstance(command, OnConfiguration) else None
+        return folder if folder and folder.is_dir() else None
+    return None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -91,7 +158,7 @@ def _parse_command(arguments: list[str]) -> Command:
         values = vars(parser.parse_args(arguments))
     except SystemExit:
         if issubclass(COMMANDS.get(first, object), OnConfiguration):
-            _print_keys()
+            print(describe_tables())
         raise
     command = COMMANDS[values.pop("command")]
     try:
@@ -126,15 +193,6 @@ def _add_arguments(parser: argparse.ArgumentParser, command: type[Command]) -> N
         parser.add_argument(f"--{name.replace('_', '-')}", dest=name, **options)
 
 
-def _print_keys() -> None:
-    """Every key with its default and meaning, below the other arguments."""
-    print("\nAny key of the configuration file is a flag too, and wins over the file (none for no value):\n")
-    for key, info in config_file.keys().items():
-        default = "needed" if info.is_required() else f"default {info.default}" if info.default is not None else ""
-        note = f" [{default}]" if default and not key.endswith("*") else ""
-        print(f"  --{key}{note}\n      {info.description or ''}")
-
-
 def _fail(message: str, *, on_every_rank: bool) -> int:
     """Write and print an error that Python raised; return the exit code."""
     write_failure(MegarlError(message))
@@ -145,12 +203,17 @@ def _fail(message: str, *, on_every_rank: bool) -> int:
 def _complain(message: str, *, on_every_rank: bool) -> None:
     """Print one line on stderr. An error that all ranks find is printed by the first one only."""
     rank = os.environ.get("RANK", "0")  # set by torchrun
+    line = " ".join(filter(None, map(str.strip, message.splitlines())))  # spaces inside may be what it is about
+    where = f" (rank {rank})" if "RANK" in os.environ and on_every_rank else ""
+    said = f"megarl: error{where}: {printable(line)}"
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun ends its own forty lines with what it finds there
+        with suppress(OSError):
+            record = {"message": said, "timestamp": int(time.time())}
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(record))
     if rank != "0" and not on_every_rank:
         time.sleep(_FIRST_RANK_SPEAKS_S)  # torchrun ends all ranks when one ends: let the first one print
         return
-    line = " ".join(filter(None, map(str.strip, message.splitlines())))  # spaces inside may be what it is about
-    where = f" (rank {rank})" if "RANK" in os.environ and on_every_rank else ""
-    print(f"megarl: error{where}: {printable(line)}", file=sys.stderr)
+    print(said, file=sys.stderr)
 
 
 if __name__ == "__main__":

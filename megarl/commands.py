@@ -4,6 +4,7 @@ A command is a record that ``megarl.cli`` fills from the words of the command li
 ``run`` imports heavy packages only after the configuration has been checked.
 """
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -75,6 +76,7 @@ class Train(OnConfiguration):
 
     def run(self, overrides: Overrides) -> None:
         config = self.load_for_ranks(overrides)
+        _require_inputs(config)
         from megarl.train.loop import train
 
         train(config)
@@ -91,6 +93,8 @@ class Launch(OnConfiguration):
         trust = ["--trust"] if self.trust else []
         config = self.load(overrides)
         process_environment.process_environment(config, os.environ)  # contradictions are found before a rank starts
+        if config.launch.layout == "local":  # elsewhere, another node may have the files
+            _require_inputs(config)
         return launch(config, ["train", *trust, *words, str(self.config)])
 
 
@@ -104,6 +108,7 @@ class Sft(OnConfiguration):
             raise ConfigError(
                 f"{self.config}: found no [sft] table, expected one with data, steps, batch_size and lr; add it"
             )
+        _require_inputs(config, "sft")
         from megarl.train.sft import sft
 
         sft(config)
@@ -125,6 +130,8 @@ class Eval(OnConfiguration):
     """Text with {prompt} in it, around every plain-text prompt; default that of the benchmark."""
     out: Path | None = None
     """Folder for figures and responses; default <run.dir>/eval/<checkpoint>."""
+    json: bool = False
+    """Print the results as JSON."""
 
     def run(self, overrides: Overrides) -> None:
         from megarl.evaluate.request import WITHOUT_TRAINING, eval_request
@@ -137,8 +144,10 @@ class Eval(OnConfiguration):
             template=self.template,
             checkpoint=self.checkpoint,
             out=self.out,
+            json=self.json,
         )
         request.layout(_world_size())
+        _require_inputs(request.config, "eval")
         process_environment.apply(request.config)
         from megarl.evaluate.evaluation import evaluate
 
@@ -325,6 +334,8 @@ class Trace:
     """One file, or two for diff."""
     out: Path | None = None
     """A map of the difference, an HTML page."""
+    json: bool = False
+    """Print the results as JSON."""
 
     def run(self, overrides: Overrides) -> None:
         expected = 2 if self.action == "diff" else 1
@@ -334,7 +345,7 @@ class Trace:
             raise ConfigError(f"megarl trace {self.action} plots nothing: remove --out; only megarl trace diff has it")
         from megarl.report import traces
 
-        getattr(traces, self.action)(*self.files, *([self.out] if self.action == "diff" else []))
+        getattr(traces, self.action)(*self.files, *([self.out] if self.action == "diff" else []), as_json=self.json)
 
 
 @command
@@ -353,11 +364,14 @@ class Simulate:
     """Most samples of a prompt under Ada-Seq."""
     out: Path = Path("runs/simulate.html")
     """The figure, an HTML page."""
+    json: bool = False
+    """Print the results as JSON."""
 
     def run(self, overrides: Overrides) -> None:
         from megarl.simulate import Budget, simulate
 
-        simulate(self.rates, Budget(self.samples, self.train_size, self.round_size, self.max_samples), self.out)
+        budget = Budget(self.samples, self.train_size, self.round_size, self.max_samples)
+        simulate(self.rates, budget, self.out, self.json)
 
 
 @command
@@ -384,6 +398,8 @@ class Convert:
     """Size of a safetensors file."""
     overwrite: bool = False
     """Replace OUT if it exists, at the end and in one step."""
+    json: bool = False
+    """Print the results as JSON."""
 
     def run(self, overrides: Overrides) -> None:
         from megarl.convert.command import DTYPES, convert, installed_layers
@@ -397,7 +413,7 @@ class Convert:
             drop=self.drop,
             overwrite=self.overwrite,
         )
-        convert(self.source, self.out, self.model, options, self.verify)
+        convert(self.source, self.out, self.model, options, self.verify, self.json)
 
 
 @command
@@ -463,12 +479,15 @@ class Recipes:
     """A recipe, a script such as colocated.sbatch, or Containerfile with the requirements on GPUs."""
     folder: Positional[Path] = Path()
     """Where to copy to; default this folder."""
+    json: bool = False
+    """Print the results as JSON."""
 
     def run(self, overrides: Overrides) -> None:
         from megarl.recipes import shipped
 
         if self.action == "list":
-            print(text_table(shipped.list_recipes().items()))
+            found = shipped.list_recipes()
+            print(json.dumps(found) if self.json else text_table(found.items()))
         elif self.name is None:
             raise ConfigError(f"megarl recipes {self.action}: found no name; megarl recipes lists them")
         elif self.action == "path":
@@ -514,6 +533,32 @@ class Init:
 
 
 @command
+class Help:
+    """Explain the keys of the configuration: a table, a key, or all."""
+
+    topic: Positional[str | None] = None
+    """A table such as rollout, a key such as rollout.temperature, or all; default: the list of tables."""
+
+    def run(self, overrides: Overrides) -> None:
+        from megarl.config import key_help
+
+        print(key_help.describe_tables().strip() if self.topic is None else key_help.describe(self.topic))
+
+
+@command
+class Completion:
+    """Print a script that completes commands, flags and keys in a shell: docs/install.md."""
+
+    shell: Positional[Literal["bash", "zsh"]]
+    """The shell."""
+
+    def run(self, overrides: Overrides) -> None:
+        from megarl.completion import script
+
+        print(script(self.shell, COMMANDS))
+
+
+@command
 class Quickstart:
     """Make a tiny model and a task, train it with RL on the CPU, write a report to OUT/report."""
 
@@ -526,6 +571,12 @@ class Quickstart:
         from megarl.quickstart import quickstart
 
         quickstart(self.out, self.family)
+
+
+def _require_inputs(config: Config, stage: Literal["rl", "sft", "eval"] = "rl") -> None:
+    from megarl.doctor.inputs import require_inputs
+
+    require_inputs(config, stage)
 
 
 def _world_size() -> int:

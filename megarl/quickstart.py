@@ -6,6 +6,7 @@ are forks of one process, so that torch and Megatron are imported once.
 """
 
 import os
+import shlex
 import sys
 import time
 import traceback
@@ -19,10 +20,11 @@ from megarl.config import Config
 from megarl.config.file import load
 from megarl.data.files import write_atomically
 from megarl.data.tiny import Family, write_sort_task, write_tiny_model
-from megarl.errors import MegarlError, RolloutError
+from megarl.errors import ConfigError, MegarlError, RolloutError
 from megarl.models.shapes import read_shape
 from megarl.report.report import write_report
 from megarl.rollout.sglang.spec import free_port
+from megarl.run.console import program
 from megarl.run.metrics_log import read_metrics
 
 RANKS = 2
@@ -34,7 +36,7 @@ _DENSE = {
     'replay = "r3"': 'replay = "none"',
     "MiniRL with R3 on a tiny MoE, expert-parallel on two": "MiniRL on a tiny dense model, data-parallel on two",
     ", routing included": "",
-    "--train.replay none | r2      ": "",
+    "--train.replay none | r2, or ": "",
     "--parallel.ep 1 --parallel.tp 2": "--parallel.tp 2",
 }
 """What is otherwise for a dense model."""
@@ -42,7 +44,7 @@ _DENSE = {
 
 def config_text(family: Family, **paths: Path) -> str:
     """The configuration for a model of this family."""
-    text = CONFIG.format(**paths)
+    text = CONFIG.format(**paths, megarl=program())
     for found, dense in _DENSE.items() if family != "qwen3_moe" else ():
         text = text.replace(found, dense)
     return text
@@ -50,18 +52,24 @@ def config_text(family: Family, **paths: Path) -> str:
 
 def quickstart(out: Path, family: Family = "qwen3_moe") -> None:
     """Make model and task in ``out``, run cold start, RL and report, and print the result; skip finished steps."""
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be made a folder ({error.strerror}); choose another one") from None
     run, model, task = out / "run", out / "model", out / "task"
     path = out / "quickstart.toml"
     text = config_text(family, config=path, run=run, model=model, task=task)
-    if (run / "report" / "index.html").exists():
-        raise MegarlError(
-            f"{out} holds a finished quickstart; look at {run / 'report' / 'index.html'}, or remove {out}"
-        )
+    finished = (run / "report" / "index.html").exists()
     untrained = out / "model-untrained"
     if (untrained / "config.json").exists() and (found := read_shape(untrained).family) != family:
         raise MegarlError(f"{out} holds a model of the family {found}: add --family {found}, or choose another --out")
     write_atomically(path, text.encode())
+    if finished:
+        raise MegarlError(
+            f"{out} holds a finished quickstart, see {run / 'report' / 'index.html'}; to train on, run "
+            f"`{program()} launch {_quoted(path)} --run.steps {_more_steps(run)}`; to begin anew, remove {out} or "
+            "choose another --out"
+        )
     # The ranks inherit this. Quickstarts are for a CPU; with more threads than cores, training is up to a hundred times
     # slower.
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
@@ -85,7 +93,7 @@ def quickstart(out: Path, family: Family = "qwen3_moe") -> None:
         _start_ranks("train", path)
     with _timed(seconds, "report"):
         report = write_report(run)
-    _print_summary(config, report, seconds)
+    _print_summary(out, config, report, seconds)
 
 
 @contextmanager
@@ -128,7 +136,7 @@ def _be_rank(rank: int, port: int, words: tuple[str, ...]) -> None:
     sys.exit(code)
 
 
-def _print_summary(config: Config, report: Path, seconds: dict[str, float]) -> None:
+def _print_summary(out: Path, config: Config, report: Path, seconds: dict[str, float]) -> None:
     metrics = read_metrics(config.run_dir / "metrics.jsonl")
     rates = [record["eval/pass_rate"] for record in metrics if record["kind"] == "eval"]
     totals = {
@@ -137,15 +145,31 @@ def _print_summary(config: Config, report: Path, seconds: dict[str, float]) -> N
     }
     parts = ", ".join(f"{name} {value:.0f}" for name, value in seconds.items())
     inside = ", ".join(f"{name} {value:.1f}" for name, value in totals.items())
+    run, path, megarl = _quoted(config.run_dir), _quoted(out / "quickstart.toml"), program()
+    more = _more_steps(config.run_dir)
     _say(
         f"done in {sum(seconds.values()):.0f} s: held-out pass rate {rates[0]:.1%} -> {rates[-1]:.1%} "
         f"(best {max(rates):.1%})\n"
         f"  seconds  {parts}; of the RL: {inside}, the rest to begin and to end\n"
         f"  report   {report}\n"
-        f"  curves   tensorboard --logdir {config.run_dir / 'tensorboard'}\n"
-        "  next     the comments in quickstart.toml beside the run: other objectives, replay off, other layouts\n"
+        f"  curves   {program('tensorboard')} --logdir {run}/tensorboard\n"
+        f"  status   {megarl} status {run}\n"
+        f"  memory   {megarl} plan {path}\n"
+        f"  evaluate {program('torchrun')} --nproc-per-node {RANKS} -m megarl.cli eval {path} --checkpoint {run}\n"
+        f"  go on    {megarl} launch {path} --run.steps {more}\n"
+        f"  vary     {megarl} launch {path} --run.dir {run}-grpo --train.objective grpo\n"
+        f"           more in the comments of {out / 'quickstart.toml'}\n"
         "  note     the task selects behaviour that the model already has, in seconds; a new skill takes longer"
     )
+
+
+def _more_steps(run: Path) -> int:
+    """Twice the steps that the run has made."""
+    return 2 * max((record["step"] for record in read_metrics(run / "metrics.jsonl")), default=30)
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))
 
 
 def _say(text: str) -> None:

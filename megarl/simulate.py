@@ -1,7 +1,8 @@
 """``megarl simulate``: the exact cost and gain of each sampling rule at given pass rates (docs/simulate.md)."""
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -81,8 +82,11 @@ class Result:
         return self.samples / self.contrast if self.contrast else float("inf")
 
 
-def simulate(words: Sequence[str], budget: Budget, out: Path) -> list[Result]:
-    """Print a table for pass rates (``P`` or ``P:PROMPTS``, none for the default); write a page. Raises ConfigError."""
+def simulate(words: Sequence[str], budget: Budget, out: Path, as_json: bool = False) -> list[Result]:
+    """Print a table, or JSON, for pass rates (``P`` or ``P:PROMPTS``, none for the default); write a page.
+
+    Raises ConfigError.
+    """
     rates = parse_rates(words or DEFAULT_RATES)
     if out.suffix != ".html" or out.is_dir():
         raise ConfigError(f"--out {out}: expected the name of a .html file")
@@ -94,6 +98,10 @@ def simulate(words: Sequence[str], budget: Budget, out: Path) -> list[Result]:
         write_atomically(out, make_page("Sampling rules", subtitle, PLOT, [_plot(compared, rates)]))
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot write the file ({error.strerror}); choose another one") from error
+    if as_json:
+        rules = [asdict(result) | {"cost": result.cost if result.contrast else None} for result in results]
+        print(json.dumps({"prompts": rates.size, "mean_pass_rate": rates.mean(), "rules": rules, "figure": str(out)}))
+        return results
     print(f"{rates.size} prompts, mean pass rate {rates.mean():.3f}\n")
     print(_table(results, f"uniform {budget.samples}"), printable(f"\nfigure: {out}"), sep="\n")
     return results

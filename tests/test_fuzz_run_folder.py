@@ -97,6 +97,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
     found = capsys.readouterr()
     said = found.out + found.err
     assert "Traceback" not in said
+    assert "the traceback is in" not in said
     assert said == printable(said), said
     if code == 2:
         assert found.err.startswith("megarl: error: ")

@@ -113,6 +113,7 @@ def test_it_does_when_the_user_says_so(folder: Path, command: str, capsys: pytes
 def test_the_ranks_of_a_launch_are_told_of_the_trust(folder: Path, monkeypatch: pytest.MonkeyPatch):
     launched: list[list[str]] = []
     monkeypatch.setattr("megarl.launch.supervisor.launch", lambda config, words: launched.append(words) or 0)
+    monkeypatch.setattr("megarl.doctor.inputs.require_inputs", lambda *_: None)  # there is no model
     path = write(folder, ENGINE)
     give_away(path)
     assert cli.main(["launch", "--trust", str(path), "--run.steps", "4"]) == 0

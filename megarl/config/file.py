@@ -15,11 +15,17 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from megarl.config import Config
+from megarl.config.moved import follow
 from megarl.config.tables.base import Table
 from megarl.config.trust import require_trust
 from megarl.errors import ConfigError
 
+SAVED = "config.toml"
+"""The resolved configuration in a run folder."""
+RUN_ID = "run_id"
+"""The file beside it with the name that the run gave itself."""
 _MAX_BYTES = 1 << 18
+_MOST_PROBLEMS = 8
 
 
 def load(path: str | Path, overrides: Mapping[str, Any] | None = None, *, trust: bool = False) -> Config:
@@ -31,6 +37,8 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None, *, trust:
     table = read_toml(Path(path))
     try:
         folder = str(Path(path).absolute().parent)
+        if Path(path).name == SAVED and (Path(folder) / RUN_ID).is_file():
+            table = follow(table, Path(path).parent)
         if (trust or require_trust(Path(path), table, overrides or {})) and folder not in sys.path:
             sys.path.insert(0, folder)
         return parse(table, overrides, source=str(path))
@@ -65,15 +73,32 @@ def parse(table: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, 
         if not isinstance(node, dict):
             raise ConfigError(f"{source}: {dotted}: found a value where a table was expected, above this key")
         node[leaf] = value
+    _check_values(merged, source)
     try:
         config = Config.model_validate(merged)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {_one_line(error)}") from error
+        raise ConfigError(f"{source}: {_one_line(error, merged)}") from error
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
     if config.run.dir is None:  # resolved, so that the saved file says where the run lies
         config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(config.run_dir)})})
     return config
+
+
+def _check_values(value: Any, source: str, dotted: str = "") -> None:
+    """ConfigError for what no setting can be: an integer beyond 64 bits, which TOML does not have, or a NUL in text."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _check_values(inner, source, f"{dotted}.{key}" if dotted else str(key))
+    elif isinstance(value, list):
+        for inner in value:
+            _check_values(inner, source, dotted)
+    elif isinstance(value, int) and abs(value) >= 1 << 63:
+        raise ConfigError(
+            f"{source}: {dotted}: found an integer of {value.bit_length()} bits, expected at most 63; lower it"
+        )
+    elif isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"{source}: {dotted}: found {value!r}, expected text without NUL characters; remove them")
 
 
 def keys() -> dict[str, FieldInfo]:
@@ -101,31 +126,82 @@ def annotation_of(dotted: str) -> Any:
 
 def unknown_key(dotted: str) -> str:
     """What to say about a dotted key that does not exist."""
-    same_name = [key for key in keys() if key.rpartition(".")[2] == dotted.rpartition(".")[2]]
-    close = same_name or difflib.get_close_matches(dotted, keys(), n=1)
+    close = _meant(dotted)
     return "unknown key; " + (f"did you mean {' or '.join(close)}?" if close else "remove it")
 
 
-def _one_line(error: ValidationError) -> str:
-    """The first problem, with its dotted key, and how many more there are."""
-    problems = error.errors(include_url=False)
-    first = problems[0]
-    dotted = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        text = f"{dotted}: {unknown_key(dotted)}"
-    elif first["type"] == "model_type":
-        text = f"{dotted}: found {first['input']!r}, expected a table [{dotted}]"
-    elif first["type"] == "missing":
-        what = f"pass --{dotted}" if "." in dotted else f"see megarl train --help for the keys of the table [{dotted}]"
-        text = f"{dotted}: missing, but needed; add it to the file or {what}"
-    elif first["type"] == "value_error":
-        message = str(first["ctx"]["error"]) if "ctx" in first else first["msg"]
-        text = f"{dotted}.{message}" if dotted else message
-    else:
-        text = f"{dotted}: found {first['input']!r}, expected: {first['msg'][0].lower()}{first['msg'][1:]}"
-    more = len(problems) - 1
-    text = " ".join(text.split())
-    return text + (f" (and {more} more problem{'s' if more > 1 else ''})" if more else "")
+def _meant(dotted: str) -> list[str]:
+    """The keys that may have been meant."""
+    table, _, name = dotted.rpartition(".")
+    beside = [key for key in keys() if table and key.startswith(f"{table}.")]
+    same_name = [key for key in keys() if key.rpartition(".")[2] == name]
+    return (
+        difflib.get_close_matches(dotted, beside, n=1, cutoff=0.85)
+        or same_name
+        or difflib.get_close_matches(dotted, keys(), n=1)
+    )
+
+
+def _one_line(error: ValidationError, table: Mapping[str, Any]) -> str:
+    """All problems, unknown keys first: they often explain what is missing."""
+    said: dict[str, str] = {}
+    meant: set[str] = set()
+    missing: list[str] = []
+    for problem in sorted(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden"):
+        dotted, kind = _place(problem, table), problem["type"]
+        if kind == "extra_forbidden" and isinstance(problem["input"], Mapping) and "." not in dotted:
+            close = difflib.get_close_matches(dotted, Config.model_fields, n=1)
+            said[dotted] = f"[{dotted}]: unknown table; " + (f"did you mean [{close[0]}]?" if close else "remove it")
+            meant.update(close)
+        elif kind == "extra_forbidden":
+            said[dotted] = f"{dotted}: {unknown_key(dotted)}"
+            meant.update(_meant(dotted))
+        elif kind == "missing":
+            missing += [dotted] if dotted not in meant else []
+        elif dotted in said:  # another type that the key may have
+            said[dotted] += f", or {_lowered(problem['msg'])}"
+        else:
+            said[dotted] = _describe(problem, dotted)
+    if missing:
+        said["missing"] = _describe_missing(missing)
+    first = [" ".join(text.split()) for text in said.values()][:_MOST_PROBLEMS]
+    if len(said) == 1:
+        return first[0]
+    more = f" (and {len(said) - len(first)} more)" if len(said) > len(first) else ""
+    return f"{len(said)} problems: " + " ".join(f"({at}) {text}" for at, text in enumerate(first, 1)) + more
+
+
+def _place(problem: Any, table: Mapping[str, Any]) -> str:
+    """The dotted key, without the name that pydantic gives to each type that the key may have."""
+    loc = [str(part) for part in problem["loc"]]
+    value: Any = table
+    for at, part in enumerate(loc):
+        value = value.get(part) if isinstance(value, Mapping) else None
+        if at == 1 and value is not None and value is problem["input"]:
+            return ".".join(loc[:2])
+    return ".".join(loc)
+
+
+def _describe(problem: Any, dotted: str) -> str:
+    if problem["type"] == "model_type":
+        return f"{dotted}: found {problem['input']!r}, expected a table [{dotted}]"
+    if problem["type"] == "value_error":
+        message = str(problem["ctx"]["error"]) if "ctx" in problem else problem["msg"]
+        return f"{dotted}.{message}" if dotted else message
+    return f"{dotted}: found {problem['input']!r}, expected: {_lowered(problem['msg'])}"
+
+
+def _describe_missing(dotted: Sequence[str]) -> str:
+    tables, names = [key for key in dotted if "." not in key], [key for key in dotted if "." in key]
+    for table in tables:
+        names += [key for key, info in keys().items() if key.startswith(f"{table}.") and info.is_required()]
+    where = f" in the table{'s' * (len(tables) > 1)} {', '.join(f'[{table}]' for table in tables)}" if tables else ""
+    flags = " ".join(f"--{key}" for key in names)
+    return f"{', '.join(names)}: missing, but needed; add to the file{where}, or pass {flags}"
+
+
+def _lowered(text: str) -> str:
+    return f"{text[0].lower()}{text[1:]}"
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:

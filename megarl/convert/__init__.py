@@ -11,3 +11,5 @@ The way through:
 
 May import models, megatron and what is below them.
 """
+
+import megarl.megatron  # noqa: F401 (before Megatron itself: it silences warnings that the user cannot act upon)

@@ -1,7 +1,10 @@
 """``megarl convert``: chooses the direction, converts, checks, and prints a summary."""
 
+import json
 import resource
+import sys
 import time
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -31,7 +34,9 @@ def installed_layers() -> Layers:
     return "te" if HAVE_TE else "local"
 
 
-def convert(source: Path, out: Path, model: Path | None, options: Options, verify: Verify) -> None:
+def convert(
+    source: Path, out: Path, model: Path | None, options: Options, verify: Verify, as_json: bool = False
+) -> None:
     """Convert a checkpoint into the other format, check it as asked, and print what was done; a collective call."""
     ranks = Ranks()
     if verify == "logits" and ranks.size > 1:
@@ -54,14 +59,15 @@ def convert(source: Path, out: Path, model: Path | None, options: Options, verif
             f"{source} is neither a Hugging Face folder (config.json) nor a torch_dist checkpoint (metadata.json)"
         )
     if ranks.rank == 0:
-        _print_summary(done, time.monotonic() - begun, options.verify)
+        (_print_json if as_json else _print_summary)(done, time.monotonic() - begun, options.verify)
     if verify == "logits":
         if done.keys != (wanted := Keys.of_megatron(done.shape, installed_layers())):
             raise ConfigError(
                 f"{done.out} is complete, but logits cannot be compared here: the Megatron checkpoint has the names "
                 f"{done.keys}, and a model built here needs {wanted}"
             )
-        compare_logits(*pair, done.shape)
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+            compare_logits(*pair, done.shape)
 
 
 def _print_summary(done: Converted, seconds: float, verified: bool) -> None:
@@ -82,6 +88,12 @@ def _print_summary(done: Converted, seconds: float, verified: bool) -> None:
     )
     if verified:
         print("read back, inverted and compared with the source: every bit is equal")
+
+
+def _print_json(done: Converted, seconds: float, verified: bool) -> None:
+    names = ("num_parameters", "num_bytes", "num_files", "num_kept", "num_padded_rows", "source_checksums")
+    found = {name: getattr(done, name) for name in names} | {"dropped": [*done.dropped], "family": done.shape.family}
+    print(json.dumps({"out": str(done.out), "seconds": seconds, "verified": verified, **found}, indent=1))
 
 
 def compare_logits(hf: Path, megatron: Path, shape: ModelShape) -> None:

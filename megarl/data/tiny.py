@@ -51,6 +51,7 @@ def write_tiny_model(
 
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
     experts = {
         "num_experts": num_experts,
@@ -87,6 +88,7 @@ def write_tiny_model(
             # norm is 1 / sqrt(eps), a thousand times larger. After clipping, only this row would be updated.
             with torch.no_grad():
                 model.get_input_embeddings().weight[PAD_ID].normal_(0.0, initializer_range)
+        logging.disable_progress_bar()  # it would show one file, written at once
         model.save_pretrained(staging)
         _save_tokenizer(staging, max_positions)
         staging.chmod(0o755)  # mkdtemp makes it private

@@ -6,11 +6,12 @@ import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from megarl.config import Config
 from megarl.data.records import get_field, read_records
+from megarl.data.rewards import load_reward
 from megarl.doctor.report import Check
 from megarl.errors import ConfigError, MegarlError
 from megarl.launch import steps, topology
@@ -19,7 +20,7 @@ from megarl.models.shapes import ModelShape, read_shape
 _WAIT_S = 5.0
 _SIGNAL_S = 300
 """--signal=B:USR1@300 in the scripts."""
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
 def read_model(config: Config) -> tuple[list[Check], ModelShape | None]:
@@ -32,13 +33,41 @@ def read_model(config: Config) -> tuple[list[Check], ModelShape | None]:
     try:
         shape = read_shape(folder)
     except (MegarlError, OSError, ValueError) as error:
-        return [Check("model.path", "failed", str(error))], None
+        return [Check("model.path", "failed", str(error), advice="" if ";" in str(error) else "mend the file")], None
     checks = [Check("model.path", "ok", shape.family)]
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         checks.append(Check("tokenizer", "failed", f"none in {folder}", f"one of {', '.join(_TOKENIZERS)}"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (folder / name).is_file() and (why := _not_json(folder / name)):
+            checks.append(
+                Check("tokenizer", "failed", f"{folder / name} is no JSON ({why})", advice="download it again")
+            )
     if what := _missing_weights(folder):
         checks.append(Check("weights", "failed", what, advice="download the rest of the checkpoint"))
     return checks, shape
+
+
+def require_inputs(config: Config, stage: Literal["rl", "sft", "eval"] = "rl") -> None:
+    """ConfigError for files, keys and functions without which a stage cannot begin.
+
+    It takes less than a second, and comes before torch and Megatron are imported. The data of an evaluation are
+    checked with its request.
+    """
+    checks = [*read_model(config)[0], *_check_keys(config)]
+    if stage != "eval":
+        checks += [check for check in _check_data(config) if (check.name == "sft.data") == (stage == "sft")]
+    if failed := [check for check in checks if check.status == "failed"]:
+        raise ConfigError("; ".join(f"{check.name}: {check.says()}" for check in failed))
+    if stage == "rl" and ":" in config.reward.function:
+        load_reward(config.reward.function, config.reward_model)
+
+
+def _not_json(path: Path) -> str | None:
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        return str(error)
+    return None
 
 
 def _missing_weights(folder: Path) -> str | None:

@@ -6,6 +6,7 @@ Every rank samples its share of the responses. Each response has its own seed, s
 """
 
 import re
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ def evaluate(request: EvalRequest, world_size: int) -> Path:
     """Evaluate, print the table, and return the folder with all results; a collective call."""
     config = request.layout(world_size)
     distributed.initialize(config)
-    progress = StepProgress(enabled=distributed.is_main_rank())
+    progress = StepProgress(distributed.is_main_rank(), sys.stderr if request.json else None)
     task = distributed.from_main_rank(lambda: _prepare(request))
     tokenizer = _tokenizer(config.model.path)
     missing = [benchmark for benchmark in request.benchmarks if benchmark.name not in task.complete]
@@ -240,6 +241,8 @@ def _conclude(request: EvalRequest, task: Task) -> None:
             task.out, benchmark, task.shared | task.own[name], known, samples, request.ks
         )
     results.write_summary(task.out, request, task.shared)
+    if request.json:
+        return print((task.out / "eval.json").read_text())
     weights = request.config.model.path if task.checkpoint is None else task.checkpoint
     engine, temperature = request.config.rollout.engine, request.config.eval.temperature
     print(printable(f"{weights}, engine {engine}, temperature {temperature:g}"), "", to_text(found), sep="\n")

@@ -26,6 +26,8 @@ class EvalRequest:
     """Step folder, or a folder of a run or of checkpoints, of which the newest is taken; None: model.path."""
     out: Path | None = None
     """Where results go; None: below run.dir."""
+    json: bool = False
+    """Print the results as JSON, and everything else on stderr."""
 
     def layout(self, world_size: int) -> Config:
         """Return the configuration for this number of ranks. Raises ConfigError if a checkpoint's layout does not fit.
@@ -51,6 +53,7 @@ def eval_request(
     template: str | None = None,
     checkpoint: Path | None = None,
     out: Path | None = None,
+    json: bool = False,
 ) -> EvalRequest:
     """Check a command line and its configuration. Raises ConfigError if they contradict each other.
 
@@ -69,4 +72,4 @@ def eval_request(
     if chosen[0] < 1 or chosen[-1] > number:
         wrong = chosen[0] if chosen[0] < 1 else chosen[-1]
         raise ConfigError(f"--k: found {wrong}, expected 1 to {flag} = {number}: pass@k needs k samples of a prompt")
-    return EvalRequest(config, choose(data, config, template), number, tuple(chosen), checkpoint, out)
+    return EvalRequest(config, choose(data, config, template), number, tuple(chosen), checkpoint, out, json)

@@ -80,6 +80,14 @@ def _weights_time(folder: Path) -> str:
     return datetime.fromtimestamp(newest, UTC).isoformat(timespec="milliseconds")
 
 
+def _has_moved(key: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Whether a place differs, but holds weights of the same name that were written at the same millisecond."""
+    before, now = found.get(key), wanted[key]
+    if key not in ("model.path", "checkpoint") or not (isinstance(before, str) and isinstance(now, str)):
+        return False
+    return Path(before).name == Path(now).name and found.get("weights written") == wanted["weights written"]
+
+
 def complete_results(out: Path) -> dict[str, Json]:
     return {path.parent.name: _read_json(path) for path in sorted(out.glob("*/result.json"))}
 
@@ -89,7 +97,7 @@ def refuse_other_settings(out: Path, results: Mapping[str, Json], shared: Json, 
     for name, result in results.items():
         wanted = shared | own.get(name, {})
         found = result["settings"]
-        differing = [key for key in wanted if found.get(key) != wanted[key]]
+        differing = [key for key in wanted if found.get(key) != wanted[key] and not _has_moved(key, found, wanted)]
         if differing:
             first, rest = differing[0], differing[1:]
             more = f" (and {len(rest)} more: {', '.join(rest)})" if rest else ""

@@ -1,7 +1,10 @@
 """``megarl trace inspect | stats | diff``: show what a file of routing traces holds, and how two files differ."""
 
+import json
 import math
+import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +40,7 @@ class FileDifference:
     """Number of sequences that are only in the first file, and only in the second."""
 
 
-def inspect(path: Path) -> None:
+def inspect(path: Path, as_json: bool = False) -> None:
     """Print what the file holds. Decodes every sequence, so a damaged one raises TraceError."""
     file = read_traces(path)
     info = file.info
@@ -59,10 +62,10 @@ def inspect(path: Path) -> None:
     if sources:
         rows["row sources"] = ", ".join(f"{sources[s]:,} {s.name.lower()}" for s in RowSource if sources[s])
     rows |= _describe_sizes(file)
-    _print(str(path), text_table(rows.items()))
+    _print(str(path), [*rows.items()], ("", "value"), as_json=as_json)
 
 
-def stats(path: Path) -> None:
+def stats(path: Path, as_json: bool = False) -> None:
     """Print how evenly each layer uses its experts."""
     file = read_traces(path)
     counts = np.zeros((len(file.info.layers), file.info.num_experts), dtype=np.int64)
@@ -88,14 +91,16 @@ def stats(path: Path) -> None:
     num_experts, top_k = file.info.num_experts, file.info.top_k
     _print(
         f"{path}: expert load by layer",
-        text_table(rows, headings, words=0),
+        rows,
+        headings,
         f"{tokens[0] // top_k:,} tokens, top-{top_k} of {num_experts} experts; even load has max / mean 1 and entropy "
         f"{math.log2(num_experts):.3f} bits.",
         "Last row: highest, lowest, sum, means.",
+        as_json=as_json,
     )
 
 
-def diff(first: Path, second: Path, out: Path | None = None) -> None:
+def diff(first: Path, second: Path, out: Path | None = None, as_json: bool = False) -> None:
     """Print how far two files agree, by layer; plot layers against token positions into the page ``out``."""
     if out is not None and (out.suffix != ".html" or not out.parent.is_dir()):
         raise ConfigError(f"--out: found {out}, expected a .html file in a folder that exists")
@@ -116,7 +121,7 @@ def diff(first: Path, second: Path, out: Path | None = None) -> None:
     one, other = (f"{info.model} ({info.fingerprint})" if info.fingerprint else info.model for info in (a.info, b.info))
     if one != other:
         notes.insert(0, f"The models differ: {one} against {other}.")
-    _print(f"{first} against {second}", text_table(rows, ("layer", "flip", "overlap"), words=0), *notes)
+    _print(f"{first} against {second}", rows, ("layer", "flip", "overlap"), *notes, as_json=as_json)
     if out is not None:
         from megarl.report.figures import plot_trace_difference
         from megarl.report.page import PLOT, make_page
@@ -126,7 +131,7 @@ def diff(first: Path, second: Path, out: Path | None = None) -> None:
         title = f"{found.total.flip:.2%} of (token, layer) pairs differ"
         page = make_page(title, printable(f"{first} against {second}"), PLOT, [figure])
         write_atomically(out, page)
-        print(printable(f"heat map: {out}"))
+        print(printable(f"heat map: {out}"), file=sys.stderr if as_json else None)
 
 
 def compare_files(a: TraceFile, b: TraceFile) -> FileDifference:
@@ -181,5 +186,13 @@ def _describe_sizes(file: TraceFile) -> dict[str, str]:
     return size
 
 
-def _print(title: str, table: str, *notes: str) -> None:
+def _print(
+    title: str, rows: Sequence[Sequence[str]], headings: Sequence[str], *notes: str, as_json: bool = False
+) -> None:
+    """Print a table under its title, with notes below it; without a first heading it has names and values."""
+    if as_json:
+        cells = [dict(zip(headings, row, strict=True)) for row in rows] if headings[0] else dict(rows)  # type: ignore[arg-type]
+        print(json.dumps({"title": title, "rows": cells, "notes": notes}, indent=1))
+        return
+    table = text_table(rows, headings, words=0) if headings[0] else text_table(rows)
     print(printable(title), "", table, "", *map(printable, notes), sep="\n")

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Config
-from megarl.config.file import read_toml
+from megarl.config.file import RUN_ID, SAVED, read_toml
+from megarl.config.moved import is_same_place
 from megarl.data.files import read_record, write_atomically
 from megarl.errors import ConfigError
 from megarl.megatron.checkpoints.folders import complete_checkpoints
@@ -30,7 +31,7 @@ def claim(config: Config) -> None:
     """
     folder = config.run_dir
     folder.mkdir(parents=True, exist_ok=True)
-    saved = folder / "config.toml"
+    saved = folder / SAVED
     if saved.exists() and (folder / "metrics.jsonl").exists():
         if not config.checkpoint.resume:
             raise ConfigError(
@@ -51,7 +52,7 @@ def claim(config: Config) -> None:
     checkpoints = complete_checkpoints(folder / "checkpoints")
     if not read_run_id(folder):
         known = [record["run"] for _, path in checkpoints if (record := read_record(path / MANIFEST)).get("run")]
-        write_atomically(folder / "run_id", (known[-1] if known else secrets.token_hex(8)).encode())
+        write_atomically(folder / RUN_ID, (known[-1] if known else secrets.token_hex(8)).encode())
     metrics = folder / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size and not checkpoints:
         # Without a checkpoint the run begins again, and its records with it: the earlier ones are kept beside them.
@@ -61,7 +62,7 @@ def claim(config: Config) -> None:
 
 def read_run_id(folder: Path) -> str:
     """The name that the run gave itself, which its checkpoints carry; empty for a folder without a run."""
-    file = folder / "run_id"
+    file = folder / RUN_ID
     return file.read_text(errors="replace").strip() if file.is_file() else ""
 
 
@@ -70,6 +71,7 @@ def _first_difference(before: dict[str, Any], now: dict[str, Any]) -> tuple[str,
         old, new = before.get(table, {}), now.get(table, {})
         for key in sorted({*old, *new}):
             is_free = (table, key) in _FREE_KEYS or _FIXED.get(table, key) != key
+            is_free = is_free or is_same_place(before, now, table, key)
             if not is_free and old.get(key) != new.get(key):
                 return f"{table}.{key}", old.get(key), new.get(key)
     return None

@@ -34,6 +34,7 @@ from megarl.megatron.config_errors import as_config_error
 from megarl.megatron.policy import Policy, schedule_of
 from megarl.models.fit import check_fit
 from megarl.models.shapes import read_shape
+from megarl.run import console
 from megarl.run.audit import Audit
 from megarl.run.folder import claim
 from megarl.run.lock import RunLock
@@ -92,6 +93,9 @@ class Trainer:
         self.monitor = Monitor(config, log, vitals)
         self.audit = Audit(config.run_dir) if distributed.is_main_rank() else None
         self.texts = SampleFile(config.run_dir)
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
+        for line in console.header(config, read_shape(config.model.path), dist.get_world_size(), device):
+            self.monitor.say(line)
         for warning in config.warnings:
             self.monitor.say(f"warning: {warning}")
         torch.use_deterministic_algorithms(config.run.deterministic, warn_only=True)
@@ -127,6 +131,9 @@ class Trainer:
                 self.checkpoints.poll()
                 self.checkpoints.end_if_asked(step + 1)
             self.checkpoints.poll(wait=True)
+            newest = self.checkpoints.newest()
+            for line in console.ending(self.config, newest[1] if newest else None, first):
+                self.monitor.say(line)
         finally:
             gc.unfreeze()
             self.checkpoints.saver.abandon()

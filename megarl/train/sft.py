@@ -9,6 +9,7 @@ from contextlib import nullcontext
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from transformers import AutoTokenizer
 
 from megarl.config import Config
@@ -62,6 +63,10 @@ def sft(config: Config) -> None:
     )
     policy = Policy(config, schedule)
     progress = StepProgress(enabled=distributed.is_main_rank())
+    progress.line(
+        f"cold start of {config.model.path}: {settings.steps} steps of {settings.batch_size} demonstrations from "
+        f"{settings.data}, on {dist.get_world_size()} ranks; the result goes to {out}"
+    )
     share = settings.batch_size // distributed.dp_size()
     own = slice(distributed.dp_rank() * share, (distributed.dp_rank() + 1) * share)
     said = time.monotonic()

@@ -1,0 +1,91 @@
+"""Help on the keys of the configuration, by table: type, choices, unit, default and meaning of each."""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.config import Config
+from megarl.config.plugs import ENGINES
+from megarl.core.choices.table import OBJECTIVES
+from megarl.errors import ConfigError
+from megarl.text_table import text_table
+
+_NAMES: dict[str, Mapping[str, Any]] = {
+    "train.objective": OBJECTIVES,
+    "rollout.engine": ENGINES,
+}
+"""Keys with named choices, which also take "package.module:name"."""
+_UNITS = {"_s": "seconds", "_gib": "GiB", "_mb": "MiB", "_kb": "KiB", "_tokens": "tokens"}
+_TYPES = {"integer": "whole number", "boolean": "true | false", "string": "text", "object": "table", "null": "none"}
+_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+
+
+def describe_tables() -> str:
+    """One line for each table, and how to see its keys."""
+    rows = [(f"  [{name}]", meaning.rstrip(".")) for name, (meaning, _) in _tables().items()]
+    return (
+        f"\nTables of the configuration:\n\n{text_table(rows)}\n\n"
+        "Any key is a flag too, and wins over the file: --rollout.temperature 0.7 (none for no value).\n"
+        "megarl help TABLE shows the keys of a table, megarl help all those of all tables."
+    )
+
+
+def describe(topic: str) -> str:
+    """Keys of a table ("rollout"), one key ("rollout.temperature" or "temperature"), or "all". ConfigError if none."""
+    tables = _tables()
+    if topic == "all":
+        return "\n\n".join(map(describe, tables))
+    name = topic.strip("[]")
+    if name in tables:
+        meaning, keys = tables[name]
+        return "\n\n".join([f"[{name}]  {meaning}", *(_describe(key, schema) for key, schema in keys.items())])
+    every = {key: schema for _, keys in tables.values() for key, schema in keys.items()}
+    if found := [key for key in every if name in (key, key.rpartition(".")[2])]:
+        return "\n\n".join(_describe(key, every[key]) for key in found)
+    close = difflib.get_close_matches(name, [*tables, *every], n=1)
+    hint = f"did you mean {close[0]}?" if close else f"expected a table, one of {', '.join(tables)}, a key, or all"
+    raise ConfigError(f"megarl help: found {topic!r}; {hint}")
+
+
+def _tables() -> dict[str, tuple[str, dict[str, dict[str, Any]]]]:
+    """Table -> its meaning, and key -> schema as pydantic writes it."""
+    schema = Config.model_json_schema()
+    found = {}
+    for name, field in schema["properties"].items():
+        options = [field, *field.get("anyOf", ())]
+        named = next((option["$ref"].rpartition("/")[2] for option in options if "$ref" in option), None)
+        table = schema["$defs"][named] if named else {"description": field["description"]}
+        required = table.get("required", ())
+        keys = {f"{name}.{key}": {**of, "required": key in required} for key, of in table.get("properties", {}).items()}
+        meaning = " ".join(table["description"].split()).removeprefix(f"[{name}]: ")
+        found[name] = meaning, keys or {f"{name}.*": {**field, "required": False}}
+    return found
+
+
+def _describe(key: str, schema: Mapping[str, Any]) -> str:
+    kind, default = _kind(schema), schema.get("default")
+    if key in _NAMES:
+        kind = f"{' | '.join(_NAMES[key])} | package.module:name"
+    unit = next((unit for suffix, unit in _UNITS.items() if key.endswith(suffix)), "")
+    about = ", ".join(filter(None, (kind, unit)))
+    says = " [needed]" if schema["required"] else f" [default {_plain(default)}]" if default not in (None, {}) else ""
+    meaning = " ".join(str(schema.get("description", "")).split())
+    lines = text_table([("    ", about), *([("    ", meaning)] if meaning else [])])
+    return f"  --{key}{says}\n{lines}"
+
+
+def _kind(schema: Mapping[str, Any]) -> str:
+    """The type with choices and bounds, such as ``whole number > 0``."""
+    if "anyOf" in schema:
+        return " | ".join(map(_kind, schema["anyOf"]))
+    if "enum" in schema or "const" in schema:
+        return " | ".join(_plain(choice) for choice in schema.get("enum", (schema.get("const"),)))
+    kind = schema.get("type")
+    if kind == "array":
+        return f"list of: {_kind(schema.get('items', {}))}"
+    bounds = [f"{sign} {schema[name]:g}" for name, sign in _BOUNDS.items() if name in schema]
+    return " ".join([_TYPES.get(str(kind), str(kind or "any value")), " and ".join(bounds)]).strip()
+
+
+def _plain(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

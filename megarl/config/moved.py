@@ -1,0 +1,48 @@
+"""A run folder that was moved or copied: the configuration inside it names places as they were."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+PATHS = (("model", "path"), ("model", "reference"), ("data", "train"), ("data", "heldout"), ("sft", "data"))
+PATHS += (("sft", "out"),)
+"""Keys that may name a file or folder."""
+
+
+def follow(table: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The configuration that the run in ``folder`` has saved, with its paths as they are now.
+
+    run.dir becomes the folder. A path that is gone is looked for where it was, relative to the run folder: a tree that
+    was moved as a whole is found again.
+    """
+    before = _run_dir(table)
+    if before is None or Path(before).resolve() == folder.resolve():
+        return table
+    found = {name: dict(inner) if isinstance(inner, Mapping) else inner for name, inner in table.items()}
+    found["run"]["dir"] = str(folder)
+    for name, key in PATHS:
+        value = _get(table, name, key)
+        if value is not None and not Path(value).exists():
+            now = os.path.normpath(folder / os.path.relpath(value, before))
+            found[name][key] = now if Path(now).exists() else value
+    return found
+
+
+def is_same_place(old: Mapping[str, Any], new: Mapping[str, Any], name: str, key: str) -> bool:
+    """Whether a key of two configurations names the same place, as seen from their run folders."""
+    places = [(_get(table, name, key), _run_dir(table)) for table in (old, new)]
+    if (name, key) not in PATHS or any(value is None or start is None for value, start in places):
+        return False
+    before, now = (os.path.relpath(value, start) for value, start in places if value is not None)
+    return before == now
+
+
+def _run_dir(table: Mapping[str, Any]) -> str | None:
+    return _get(table, "run", "dir")
+
+
+def _get(table: Mapping[str, Any], name: str, key: str) -> str | None:
+    inner = table.get(name)
+    value = inner.get(key) if isinstance(inner, Mapping) else None
+    return value if isinstance(value, str) and "\0" not in value else None

@@ -1,0 +1,59 @@
+"""What the console of a run begins and ends with: what runs where, and where its weights and its report are."""
+
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from megarl.config import Config
+from megarl.models.shapes import ModelShape
+
+
+def program(name: str = "megarl") -> str:
+    """How a shell calls this installation's megarl or torchrun from the current folder."""
+    beside = Path(sys.executable).with_name(name)
+    found = shutil.which(name)
+    if not beside.exists() or (found and Path(found).resolve() == beside.resolve()):
+        return name
+    nearer = os.path.relpath(beside)
+    return shlex.quote(str(beside) if nearer.startswith("..") else nearer)
+
+
+def header(config: Config, shape: ModelShape, ranks: int, device: str) -> list[str]:
+    """The lines that a training run begins with; ``device`` is the name of that of this rank."""
+    layout, train, rollout, saved = config.check_world_size(ranks), config.train, config.rollout, config.checkpoint
+    sizes = ", ".join(f"{name} {getattr(layout, name)}" for name in ("tp", "pp", "cp", "dp", "ep", "etp"))
+    rounded = "".join(
+        f", FP8 {part}"
+        for part, on in (
+            ("weights", rollout.fp8_rounding or config.sglang.fp8),
+            ("activations", rollout.fp8_activations),
+            ("cache", rollout.fp8_kv_cache),
+        )
+        if on
+    )
+    experts = f", {shape.num_experts} experts" if shape.num_experts else ""
+    saving = f"every {saved.every} steps" if saved.every else "at the end" if saved.at_end else "when asked to stop"
+    updates = f"{train.mini_batches} updates of {config.responses_per_step // train.mini_batches} responses per step"
+    rows = {
+        "where": f"{ranks} rank{'s' * (ranks > 1)} on {device}: {sizes}",
+        "model": f"{config.model.path} ({shape.family}, {shape.num_layers} layers{experts}, {config.model.dtype})",
+        "data": config.data.train,
+        "objective": f"{train.objective}, replay {train.replay}, {updates}",
+        "engine": f"{rollout.engine} ({rollout.dtype}{rounded})",
+        "checkpoints": f"{config.run_dir / 'checkpoints'}, {saving}",
+    }
+    title = f"run '{config.run.name}' in {config.run_dir}, {config.run.steps} steps"
+    return [title, *(f"  {name:<12} {text}" for name, text in rows.items())]
+
+
+def ending(config: Config, checkpoint: Path | None, first: int) -> list[str]:
+    """The lines that a run ends with; it began after ``first`` steps."""
+    steps = config.run.steps
+    title = f"done: {steps} of {steps} steps"
+    if first >= steps:
+        title = f"nothing to do: {first} steps are done, and run.steps is {steps}; go on with --run.steps {2 * first}"
+    weights = str(checkpoint) if checkpoint else "none saved (checkpoint.every and at_end are off)"
+    report = f"{program()} report {shlex.quote(str(config.run_dir))}"
+    return [title, f"  {'weights':<12} {weights}", f"  {'report':<12} {report}"]

@@ -1,0 +1,351 @@
+"""Sixty wrong inputs: each costs one line on stderr and exit code 2, which says what was found and what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl import cli
+from megarl.config.file import load
+from megarl.core.routing import RoutingTrace
+from megarl.data.tiny import write_sort_task, write_tiny_model
+from megarl.data.traces import TracedSequence, TraceInfo, write_traces
+from megarl.errors import ConfigError
+from megarl.run.folder import claim
+
+CONFIG = """\
+[run]
+steps = 3
+dir = "run"
+[model]
+path = "model"
+[data]
+train = "task/train.jsonl"
+max_prompt_tokens = 16
+[rollout]
+prompts_per_step = 32
+group_size = 8
+max_response_tokens = 10
+[optim]
+lr = 1e-4
+[sft]
+data = "task/demonstrations.jsonl"
+steps = 2
+batch_size = 4
+lr = 1e-3
+"""
+TRAIN = "train run.toml"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, its task and a configuration that could train."""
+    folder = tmp_path_factory.mktemp("made")
+    write_tiny_model(folder / "model", hidden_size=16, num_layers=1, num_experts=4, expert_width=8)
+    write_sort_task(folder / "task", num_train=8, num_heldout=4, num_demonstrations=8)
+    (folder / "run.toml").write_text(CONFIG)
+    return folder
+
+
+@pytest.fixture
+def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "here"
+    shutil.copytree(made, folder)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def text(name: str, old: str, new: str) -> Callable[[], None]:
+    """Change a part of a file."""
+
+    def change() -> None:
+        before = Path(name).read_text()
+        assert old in before
+        Path(name).write_text(before.replace(old, new, 1))
+
+    return change
+
+
+def whole(name: str, content: bytes) -> Callable[[], None]:
+    def write() -> None:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_bytes(content)
+
+    return write
+
+
+def config(old: str, new: str) -> Callable[[], None]:
+    return text("run.toml", old, new)
+
+
+def without(*names: str) -> Callable[[], object]:
+    return lambda: [Path(name).unlink() for name in names]
+
+
+def a_run(**status: Any) -> Callable[[], None]:
+    def write() -> None:
+        found = {"state": "finished", "phase": "", "host": "h", "step": 1, "steps": 3, "ranks": 1, "pid": 1}
+        whole("run/status.json", json.dumps(found | status).encode())()
+        whole("run/config.toml", CONFIG.encode())()
+        whole("run/metrics.jsonl", b"")()
+
+    return write
+
+
+def lines(*records: object) -> Callable[[], None]:
+    return whole("task/train.jsonl", b"".join(json.dumps(record).encode() + b"\n" for record in records))
+
+
+def nothing() -> None:
+    """The command alone is wrong."""
+
+
+CASES: dict[str, tuple[str, Callable[[], object], str]] = {
+    # name: command, what is done to the files before, what the line contains
+    "no command": ("", nothing, "expected one of train, launch"),
+    "a command misspelt": ("trian run.toml", nothing, "did you mean train?"),
+    "no configuration": ("train", nothing, "required: CONFIG"),
+    "a flag misspelt": (f"{TRAIN} --rollout.temprature 1", nothing, "did you mean rollout.temperature?"),
+    "a flag of another command": (f"{TRAIN} --json", nothing, "unrecognized arguments: --json"),
+    "a flag for no configuration": ("report run --run.steps 3", nothing, "remove --run.steps"),
+    "text for a number": (f"{TRAIN} --rollout.temperature hot", nothing, "found 'hot'"),
+    "a float for a count": (f"{TRAIN} --rollout.group_size 1e23", nothing, "--rollout.group_size: found '1e23'"),
+    "an unknown choice": (f"{TRAIN} --train.replay r4", nothing, "input should be 'none', 'r2' or 'r3'"),
+    "an unknown objective": (f"{TRAIN} --train.objective grop", nothing, "expected one of minirl"),
+    "an unknown table for help": ("help rolout", nothing, "did you mean rollout?"),
+    "an unknown shell": ("completion fish", nothing, "invalid choice: 'fish'"),
+    "an unknown family": ("quickstart --family gpt", nothing, "invalid choice: 'gpt'"),
+    "the quickstart into a file": ("quickstart --out run.toml", nothing, "cannot be made a folder"),
+    "pass@0": ("eval run.toml --data task/heldout.jsonl --k 0", nothing, "--k: found 0"),
+    "an unknown benchmark": ("eval run.toml --data aime99", nothing, "did you mean aime25?"),
+    "no such data": ("eval run.toml --data nowhere.jsonl", nothing, "nowhere.jsonl: there is no such file"),
+    "an evaluation without a model": (
+        "eval run.toml --data task/heldout.jsonl --model.path nowhere",
+        nothing,
+        "model.path: there is no folder nowhere, expected a Hugging Face checkpoint folder; download one",
+    ),
+    "one trace for diff": ("trace diff a", nothing, "found 1 files, expected 2"),
+    "no such trace": ("trace inspect nowhere", nothing, "nowhere: there is no such file"),
+    "rates that are none": ("simulate --rates 2", nothing, "--rates 2: expected P or P:PROMPTS"),
+    "no such recipe": ("recipes copy nowhere", nothing, "found no recipe or script 'nowhere'"),
+    "no Megatron there": ("patch status nowhere", nothing, "expected the folder that contains megatron/core"),
+    "no such configuration": ("train nowhere.toml", nothing, "No such file or directory"),
+    "a folder as a configuration": ("plan task", nothing, "Is a directory"),
+    "a name that is too long": (f"{TRAIN} --data.train {'a' * 300}.jsonl", nothing, "File name too long"),
+    "not UTF-8": (TRAIN, whole("run.toml", b"\xff\xfe"), "cannot be read as a configuration file"),
+    "not TOML": (TRAIN, whole("run.toml", b"{}"), "not valid TOML"),
+    "empty": (TRAIN, whole("run.toml", b""), "run.steps, model.path, data.train,"),
+    "a key misspelt": (
+        TRAIN,
+        config("steps = 3", "stps = 3"),
+        "run.toml: run.stps: unknown key; did you mean run.steps?",
+    ),
+    "a table misspelt": (TRAIN, config("[sft]", "[sfy]"), "[sfy]: unknown table; did you mean [sft]?"),
+    "two mistakes": (
+        TRAIN,
+        lambda: (config("steps = 3", "stps = 3")(), config("lr = 1e-4", "lr = 0.0")()),
+        "2 problems: (1) run.stps: unknown key; did you mean run.steps? (2) optim.lr: found 0.0",
+    ),
+    "a value for a table": (TRAIN, config("[run]", "log = 3\n[run]"), "log: found 3, expected a table [log]"),
+    "text in quotation marks": (TRAIN, config("steps = 3", 'steps = "3"'), "run.steps: found '3'"),
+    "not a number": (TRAIN, config("lr = 1e-4", "lr = nan"), "optim.lr: found nan"),
+    "below its range": (TRAIN, config("lr = 1e-4", "lr = -1.0"), "greater than 0"),
+    "a count as 1e23": (TRAIN, config("group_size = 8", "group_size = 1e23"), "found 1e+23"),
+    "a count of 24 digits": (
+        TRAIN,
+        config("group_size = 8", f"group_size = 1{'0' * 23}"),
+        "found an integer of 77 bits, expected at most 63",
+    ),
+    "a NUL": (TRAIN, config('"model"', '"mo\\u0000del"'), "without NUL characters"),
+    "one of two types": (TRAIN, config("[optim]", '[train]\nmax_k3 = "on"\n[optim]'), "'learn' or 'off', or input"),
+    "a key of Megatron misspelt": (f"{TRAIN} --megatron.moe_z_loss_coef 1", nothing, "did you mean moe_z_loss_coeff"),
+    "keys that do not go together": (f"{TRAIN} --parallel.vpp 2", nothing, "expected pp > 1"),
+    "a layout that does not divide": (f"{TRAIN} --parallel.tp 2", nothing, "found 1 ranks, expected a multiple of tp"),
+    "evaluation without data": (f"{TRAIN} --eval.every 1", nothing, "eval.every: found 1 without data.heldout"),
+    "a module that is not there": (f"{TRAIN} --reward.function lost:it", nothing, "cannot import 'lost'"),
+    "no model": ("sft run.toml --model.path nowhere", nothing, "model.path: there is no folder nowhere"),
+    "no config.json": (TRAIN, without("model/config.json"), "model has no config.json"),
+    "config.json is cut": (TRAIN, whole("model/config.json", b'{"model_type'), "is no JSON"),
+    "another architecture": (TRAIN, text("model/config.json", "qwen3_moe", "mamba"), "'mamba'"),
+    "no tokenizer": ("sft run.toml", without("model/tokenizer.json"), "tokenizer: none in model, expected one of tok"),
+    "tokenizer.json is cut": (TRAIN, whole("model/tokenizer.json", b"{"), "tokenizer.json is no JSON"),
+    "no weights": (TRAIN, lambda: [p.unlink() for p in Path("model").glob("*.safetensors")], "has no *.safe"),
+    "data is not there": (TRAIN, without("task/train.jsonl"), "data.train: task/train.jsonl: there is no such file"),
+    "data is empty": (TRAIN, whole("task/train.jsonl", b""), "expected at least one example"),
+    "data is no JSON": (TRAIN, whole("task/train.jsonl", b"{\n"), "task/train.jsonl:1"),
+    "data is not UTF-8": (TRAIN, whole("task/train.jsonl", b"\xff\xfe\n"), "task/train.jsonl"),
+    "data without answers": (TRAIN, lines({"prompt": "1="}), "task/train.jsonl:1"),
+    "a list for a record": (TRAIN, lines([1]), "task/train.jsonl:1"),
+    "data of an unknown kind": (f"{TRAIN} --data.train run.toml", nothing, "run.toml: cannot tell a format"),
+    "demonstrations without responses": (
+        "sft run.toml",
+        whole("task/demonstrations.jsonl", b'{"prompt": "1="}\n'),
+        "sft.data: task/demonstrations.jsonl:1",
+    ),
+    "a folder without a run": ("status task", nothing, "is no folder of a run that has begun"),
+    "a report of nothing": ("report task", nothing, "metrics.jsonl: there is no such file"),
+    "a status that is damaged": ("status run", a_run(step="one"), "status.json is damaged"),
+    "metrics that are none": (
+        "report run",
+        lambda: (a_run()(), whole("run/metrics.jsonl", b"{}\n")()),
+        "metrics.jsonl",
+    ),
+    "no such checkpoint": ("convert nowhere out", nothing, "nowhere does not exist"),
+    "a folder that is no checkpoint": ("convert task out", nothing, "neither a Hugging Face folder"),
+    "a checkpoint half written": (
+        "convert run/checkpoints/step_0000001 out",
+        whole("run/checkpoints/step_0000001/metadata.json", b"{}"),
+        "step_0000001",
+    ),
+    "weights of another shape": (
+        "convert model out",
+        text("model/config.json", '"moe_intermediate_size": 8', '"moe_intermediate_size": 16'),
+        "of another shape",
+    ),
+    "weights that are cut": (
+        "convert model out",
+        lambda: os.truncate(next(Path("model").glob("*.safetensors")), 1000),
+        "truncated, or no safetensors file",
+    ),
+    "a conversion onto its source": ("convert model model", nothing, "would replace its own source"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_wrong_input_costs_one_line_and_exit_code_2(
+    case: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, prepare, expected = CASES[case]
+    prepare()
+    capsys.readouterr()
+    code = cli.main(command.split())
+    found = capsys.readouterr()
+    assert (code, found.err.count("\n"), found.out) == (2, 1, ""), found
+    assert found.err.startswith("megarl: error: ")
+    assert expected in found.err
+
+
+def test_there_are_sixty() -> None:
+    assert len(CASES) >= 60
+
+
+def test_what_nobody_foresaw_costs_one_line_and_a_file(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("of a \x1b[31mkind")
+
+    monkeypatch.setattr("megarl.commands.OnConfiguration.load_for_ranks", fail)
+    for folder in (None, Path("run")):
+        if folder:
+            folder.mkdir()
+        assert cli.main(["train", "run.toml"]) == 1
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        assert "unexpected ZeroDivisionError: of a \\x1b[31mkind; the traceback is in " in said
+        file = Path(said.partition("traceback is in ")[2].partition(", please")[0])
+        assert "in fail" in file.read_text()
+        assert (file == Path("run/ranks/00000.error.txt")) == bool(folder)
+        file.unlink()
+
+
+def test_torchrun_is_told_the_line(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends its own report with it."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(here / "error.json"))
+    assert cli.main(["train", "run.toml", "--data.train", "nowhere.jsonl"]) == 2
+    record = json.loads((here / "error.json").read_text())
+    assert record["message"] == "megarl: error: data.train: nowhere.jsonl: there is no such file"
+    assert isinstance(record["timestamp"], int)
+
+
+def test_a_reader_that_goes_away_is_no_traceback() -> None:
+    """As in `megarl help all | head -1`."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    words = [sys.executable, "-m", "megarl.cli", "help", "all"]
+    done = subprocess.run(words, stdout=write_end, stderr=subprocess.PIPE, text=True)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_script_completes_commands_flags_and_keys(here: Path) -> None:
+    asked = {"megarl st": "status", "megarl train --optim.l": "--optim.lr", "megarl convert --ov": "--overwrite"}
+    for line, expected in asked.items():
+        ask = (
+            f'source <("{sys.executable}" -m megarl.cli completion bash); COMP_WORDS=({line}); '
+            'COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); _megarl; echo "${COMPREPLY[@]}"'
+        )
+        done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [expected], line
+
+
+def test_help_shows_choices_units_and_bounds(capsys: pytest.CaptureFixture[str]) -> None:
+    for topic, parts in {
+        "train": ["--train.replay [default r3]", "none | r2 | r3", "minirl | ", "learn | off | number > 0 and < 1"],
+        "rollout.group_size": ["--rollout.group_size [needed]", "whole number > 0"],
+        "hang_s": ["--log.hang_s [default 900.0]", "number > 0, seconds"],
+        "all": ["--megatron.*", "--sft.data [needed]"],
+    }.items():
+        assert cli.main(["help", topic]) == 0
+        shown = capsys.readouterr().out
+        assert [part for part in parts if part not in shown] == []
+
+
+def test_tables_are_json_for_programs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    experts = np.array([[[0, 1]], [[2, 3]]], np.int32)
+    for name in ("a", "b"):
+        write_traces(here / name, TraceInfo("tiny", (0,), 4, 2), [TracedSequence("s", RoutingTrace(experts, 4))])
+    found = {}
+    for words in (
+        "recipes",
+        "trace inspect a",
+        "trace stats a",
+        "trace diff a b",
+        "simulate --rates 0.5:4 --out p.png",
+        "convert model out",
+        "plan run.toml",
+    ):
+        assert cli.main([*words.split(), "--json"]) == 0
+        found[words.split()[-1]] = json.loads(capsys.readouterr().out)
+    assert "cpu-quickstart" in found["recipes"]
+    assert found["b"]["rows"][-1] == {"layer": "all", "flip": "0.000%", "overlap": "100.000%"}
+    assert found["p.png"]["rules"][0]["samples"] == 4
+    assert found["out"]["num_files"] > 0
+    assert found["out"]["verified"] is True
+
+
+def test_a_run_folder_may_be_moved_with_its_model_or_copied(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the folder was called from before, and whatever it is called from now."""
+    for paths in ("relative", "absolute"):
+        tree = here / paths
+        shutil.copytree(here / "model", tree / "model")
+        shutil.copytree(here / "task", tree / "task")
+        start = tree if paths == "absolute" else Path(paths)
+        places = {"run.dir": "run", "model.path": "model", "data.train": "task/train.jsonl"}
+        places["sft.data"] = "task/demonstrations.jsonl"
+        before = load("run.toml", {key: str(start / place) for key, place in places.items()})
+        claim(before)
+        saved = tree / "run" / "config.toml"
+        shutil.copytree(tree / "run", here / f"{paths}-copy")
+        (tree / "run" / "metrics.jsonl").touch()
+        copied = load(here / f"{paths}-copy" / "config.toml")
+        assert copied.run_dir == here / f"{paths}-copy"
+        assert Path(copied.model.path).samefile(tree / "model")
+        moved = tree.rename(here / f"{paths}-moved")
+        with monkeypatch.context() as elsewhere:
+            elsewhere.chdir("/")
+            found = load(moved / "run" / saved.name)
+            assert (found.run_dir, found.model.path) == (moved / "run", str(moved / "model"))
+            assert found.data.train == str(moved / "task" / "train.jsonl")
+            claim(found)  # it goes on
+            with pytest.raises(ConfigError, match=r"holds a run with model\.path"):
+                claim(load(moved / "run" / saved.name, {"model.path": str(here / "model")}))
