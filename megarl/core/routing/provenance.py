@@ -80,7 +80,7 @@ def refuse_mixed_versions(rollouts: Sequence[Rollout]) -> None:
 
 def _is_mixed(rollout: Rollout) -> bool:
     versions = rollout.weight_versions
-    return np.count_nonzero(versions != versions[:1]) > 0
+    return bool(np.count_nonzero(versions != versions[:1]))
 
 
 def _stale(rollout: Rollout) -> np.ndarray:
