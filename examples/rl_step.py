@@ -65,7 +65,7 @@ class MiniBatch:
 
 
 def configure(model: Path, steps: int) -> Config:
-    """The trainer's settings. They are the keys of a megarl configuration; see ``megarl train --help``."""
+    """The trainer's settings. They are the keys of a megarl configuration; see ``megarl help all``."""
     return parse(
         {
             "run": {"steps": steps},
