@@ -85,7 +85,8 @@ def mentions(text: str) -> Iterator[Mention]:
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a command: what stands in brackets is given, of alternatives the first."""
+    """The words of a command: what stands in brackets is given, of alternatives the first; no redirection."""
+    text = re.sub(r" >>? .*", "", text)
     text = re.sub(r"\[--table\.key value \.\.\.\]|\.\.\.", "", text)
     text = re.sub(r"(?<=\w)( \| \w+)+", "", text)
     return [word.strip("[]") for word in shlex.split(text, comments=True)]

@@ -310,7 +310,7 @@ def test_tables_are_json_for_programs(here: Path, capsys: pytest.CaptureFixture[
         "trace inspect a",
         "trace stats a",
         "trace diff a b",
-        "simulate --rates 0.5:4 --out p.png",
+        "simulate --rates 0.5:4 --out p.html",
         "convert model out",
         "plan run.toml",
     ):
@@ -318,7 +318,7 @@ def test_tables_are_json_for_programs(here: Path, capsys: pytest.CaptureFixture[
         found[words.split()[-1]] = json.loads(capsys.readouterr().out)
     assert "cpu-quickstart" in found["recipes"]
     assert found["b"]["rows"][-1] == {"layer": "all", "flip": "0.000%", "overlap": "100.000%"}
-    assert found["p.png"]["rules"][0]["samples"] == 4
+    assert found["p.html"]["rules"][0]["samples"] == 4
     assert found["out"]["num_files"] > 0
     assert found["out"]["verified"] is True
 
