@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     arguments, overrides = config_file.split_overrides(words)
     command = _parse_command(arguments)
-    if overrides and getattr(command, "config", None) is None:
+    if overrides and getattr(command, "config", None) is None and not getattr(command, "takes_keys", False):
         raise ConfigError(f"megarl {arguments[0]} reads no configuration: remove --{next(iter(overrides))}")
     code = command.run(overrides) or 0
     sys.stdout.flush()  # here, where a reader that has gone is no traceback

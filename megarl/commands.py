@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, TypeVar, dataclass_transform
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar, dataclass_transform
 
 import pydantic
 
@@ -158,10 +158,11 @@ class Eval(OnConfiguration):
 class Gap:
     """Compare rollout and training engine on the same responses before a run, and give a verdict: docs/gap.md."""
 
+    takes_keys: ClassVar[bool] = True
     checkpoint: Positional[Path]
     """A Hugging Face folder, a run's folder, or one of its checkpoints."""
     config: Path | None = None
-    """The configuration; default that of the run. Its keys are flags too if it is given."""
+    """The configuration; default that of the run. Its keys are flags."""
     prompts: str | None = None
     """A file or hub name in the place of data.train; needed for a model without a configuration."""
     responses: int = 32
@@ -510,9 +511,9 @@ class Init:
     """The same for evaluation, every 20 steps; default none."""
     engine: Literal["local", "sglang"] | None = None
     """What samples; default sglang on GPUs."""
-    gpus: pydantic.NonNegativeInt | None = None
+    gpus: int | None = pydantic.Field(None, ge=0, le=1024)
     """GPUs on each node, 0 for none; default 8."""
-    nodes: pydantic.PositiveInt | None = None
+    nodes: int | None = pydantic.Field(None, ge=1, le=100_000)
     """Nodes, those of servers too; default 1."""
     gpu_memory_gib: pydantic.PositiveFloat | None = None
     """Memory of a GPU, for megarl plan; default the recipe's."""

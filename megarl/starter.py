@@ -63,9 +63,9 @@ def ask(answers: Answers) -> Answers:
         if said is None:
             raise ConfigError(f"--{name}: missing, expected the {question}")
         if name in ("gpus", "nodes"):
-            least = int(name == "nodes")
-            if not said.isdecimal() or int(said) < least:
-                raise ConfigError(f"--{name}: found {said!r}, expected a whole number of at least {least}")
+            least, most = (1, 100_000) if name == "nodes" else (0, 1024)
+            if not (said.isdecimal() and len(said) < 9 and least <= int(said) <= most):
+                raise ConfigError(f"--{name}: found {said!r}, expected a whole number from {least} to {most}")
             answers = replace(answers, **{name: int(said)})
         else:
             answers = replace(answers, **{name: said})

@@ -106,6 +106,7 @@ def test_under_torchrun_the_layout_is_checked_and_only_the_first_rank_complains(
         (["train"], "megarl train: the following arguments are required: CONFIG"),
         (["report", "somewhere", "--run.steps", "3"], "megarl report reads no configuration: remove --run.steps"),
         (["doctor", "--run.steps", "3"], "reads no configuration"),
+        (["gap", "nowhere", "--rollout.dtype", "fp32"], "nowhere is not a folder; expected a Hugging Face folder"),
     ],
 )
 def test_a_wrong_command_line_costs_one_line(capsys, words, expected):

@@ -87,6 +87,8 @@ def test_without_a_recipe_the_model_says_its_lengths_and_whether_it_chats(folder
         ([], "--model: missing"),
         (["--model", "m", "--gpus", "-1"], "--gpus: found '-1'"),
         (["--model", "m", "--nodes", "0"], "--nodes: found '0'"),
+        (["--model", "m", "--gpus", str(10**9)], "--gpus: found '1000000000'"),
+        (["--model", "m", "--gpus", "8", "--nodes", str(10**9)], "--nodes: found '1000000000'"),
         (["--model", "m", "--objective", "gpro"], "train.objective: found 'gpro'"),
         (["--model", "m", "--replay", "r4"], "--replay: found 'r4'"),
         (["--model", "models/Qwen3-30B-A3B", "--data", ""], "data.train"),

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.data.prompts import answer_text, check_messages, encode_prompts, prompt_text
 from megarl.data.records import Record, get_field, read_records, type_name, write_jsonl
-from megarl.errors import ConfigError, DataError, describe
+from megarl.errors import ConfigError, DataError, describe, printable
 
 TRAIN, HELDOUT = "train.jsonl", "heldout.jsonl"
 
@@ -38,6 +38,8 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.template is not None and "{prompt}" not in self.template:
             raise ConfigError(f"--template: found {self.template!r}, expected {{prompt}} in it")
+        if self.answer_after == "":
+            raise ConfigError("--answer-after: found no text, expected what comes before the answer, such as ####")
         if self.max_prompt_tokens < 1:
             raise ConfigError(f"--max-prompt-tokens: found {self.max_prompt_tokens}, expected at least 1")
 
@@ -69,6 +71,8 @@ def prepare(
     targets = {True: out / HELDOUT, False: out / TRAIN}
     if not overwrite and (there := [str(path) for path in targets.values() if path.exists()]):
         raise ConfigError(f"{' and '.join(there)}: exists; pass --overwrite or choose another folder")
+    if Path(source).exists() and (same := [path for path in targets.values() if _is_file(path, source)]):
+        raise ConfigError(f"{same[0]} is the source itself, which would be replaced; choose another folder")
     tokenizer = _load_tokenizer(recipe)
     counts: Counter[str] = Counter()
     rows: dict[bool, list[Record]] = {True: [], False: []}
@@ -87,9 +91,11 @@ def prepare(
         rows[int.from_bytes(digest[:8]) < heldout * 2**64].append(row)
     counts |= Counter(train=len(rows[False]), heldout=len(rows[True]))
     if not rows[False] or (heldout and not rows[True]):
+        found = f"{counts['train']} prompts to train" + (f" and {counts['heldout']} held out" if heldout else "")
+        left = counts["train"] + counts["heldout"]
         raise DataError(
-            f"{source}: {counts['train']} prompts to train and {counts['heldout']} held out are left of "
-            f"{counts['read']} ({describe_left_out(counts)}), expected at least one of each; change --heldout"
+            f"{source}: {found} are left of {counts['read']} ({describe_left_out(counts)}), expected at least one"
+            + (" of each; change --heldout" if heldout and left > 1 else "")
         )
     _write(targets, rows, heldout > 0)
     return counts
@@ -104,6 +110,10 @@ def describe_left_out(counts: Counter[str]) -> str:
         "too long": "too long",
     }
     return ", ".join(f"{counts[key]} {words}" for key, words in names.items() if counts[key]) or "nothing left out"
+
+
+def _is_file(path: Path, source: str) -> bool:
+    return path.exists() and path.samefile(source)
 
 
 def _write(targets: dict[bool, Path], rows: dict[bool, list[Record]], heldout: bool) -> None:
@@ -121,6 +131,8 @@ def _write(targets: dict[bool, Path], rows: dict[bool, list[Record]], heldout: b
 def _load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase | None:
     if recipe.model is None:
         return None
+    if not recipe.model.is_dir():
+        raise ConfigError(f"--model: there is no folder {recipe.model}, expected a Hugging Face folder")
     try:
         tokenizer = AutoTokenizer.from_pretrained(recipe.model, local_files_only=True)
     except Exception as error:  # transformers and tokenizers raise many kinds
@@ -196,10 +208,10 @@ def _digest(prompt: Any, answer: str, place: str) -> bytes:
 def prepare_and_show(source: str, out: Path, recipe: Recipe, **options: Any) -> None:
     """``prepare``, and a summary with the lines for the configuration."""
     counts = prepare(source, out, recipe, **options)
-    print(f"{source}: read {counts['read']}; {describe_left_out(counts)}")
+    print(printable(f"{source}: read {counts['read']}; {describe_left_out(counts)}"))
     for name, key in ((TRAIN, "train"), (HELDOUT, "heldout")):
         if counts[key]:
-            print(f"{out / name}: {counts[key]} prompts")
+            print(printable(f"{out / name}: {counts[key]} prompts"))
     print("\n".join(_config_lines(out, recipe, counts)))
 
 

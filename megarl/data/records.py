@@ -98,7 +98,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Record]]:
                 record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except UnicodeDecodeError as error:
                 raise DataError(f"{place}: not UTF-8 text (byte {error.start} of the line)") from error
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:  # ValueError also for a number of 4300 digits
                 raise DataError(f"{place}: broken JSON ({error}): expected one JSON object per line") from error
             if not isinstance(record, dict):
                 raise DataError(f"{place}: {type_name(record)} instead of a JSON object with named fields")

@@ -122,6 +122,12 @@ def _parse(path: Path, line: bytes) -> dict[str, Any]:
         value = found.get(name) if isinstance(found, dict) else None
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             raise DataError(f"{path}: a response has {name} = {value!r:.60}, expected {types[0].__name__}")
+    parts_are_texts = all(
+        isinstance(part, list) and len(part) == 2 and all(isinstance(text, str) for text in part)
+        for part in found["parts"]
+    )
+    if not parts_are_texts or not all(isinstance(value, int | float) for value in found["rewards"].values()):
+        raise DataError(f"{path}: expected the parts of a response as pairs of texts, and its rewards as numbers")
     return found
 
 

@@ -120,7 +120,7 @@ def test_a_dataset_folder_has_splits(
         ({"prompt": [{"role": "user", "content": "1"}], "answer": "1"}, {"template": "{prompt}"}, "remove --template"),
         ({"prompt": "\ud800", "answer": "1"}, {}, "half a character"),
         ({"prompt": "1", "answer": "\ud800"}, {}, "half a character"),
-        ({"prompt": "1", "answer": ""}, {}, "0 prompts to train and 0 held out are left of 1 (1 without an answer)"),
+        ({"prompt": "1", "answer": ""}, {}, "0 prompts to train are left of 1 (1 without an answer), expected"),
     ],
 )
 def test_a_bad_record_is_named_and_nothing_is_written(
@@ -141,6 +141,11 @@ def test_files_are_replaced_only_if_asked_and_both(write_jsonl: Write, tmp_path:
     prepare(source, tmp_path / "out", Recipe(), overwrite=True)
     with pytest.raises(ConfigError, match="found a file, expected a folder"):
         prepare(source, Path(source), Recipe())
+    made = tmp_path / "out" / "train.jsonl"
+    before = made.read_bytes()
+    with pytest.raises(ConfigError, match="is the source itself"):
+        prepare(str(made), tmp_path / "out", Recipe(), limit=1, overwrite=True)
+    assert made.read_bytes() == before
     # An old held-out file would share prompts with the new training file.
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["train.jsonl"]
 
@@ -154,8 +159,9 @@ def test_files_are_replaced_only_if_asked_and_both(write_jsonl: Write, tmp_path:
         (["--template", "x"], "--template: found 'x'"),
         (["--limit", "0"], "limit is 0"),
         (["--split", "test"], "only folders and hub names have splits"),
+        (["--answer-after", ""], "--answer-after: found no text"),
         (["--max-prompt-tokens", "0"], "--max-prompt-tokens: found 0"),
-        (["--model", "nowhere"], "--model: nowhere holds no tokenizer"),
+        (["--model", "nowhere"], "--model: there is no folder nowhere"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -39,6 +39,7 @@ def test_jsonl_gives_tokens_text_answer_and_place(write_jsonl: Write, tokenizer:
     ("line", "told"),
     [
         ('{"prompt": "1=", "answer": ', "broken JSON"),
+        ('{"prompt": "1=", "answer": ' + "9" * 5000 + "}", "broken JSON"),
         ("[1, 2]", "a list instead of a JSON object"),
         ('{"question": "1=", "answer": "1"}', "no field 'prompt'; the fields are: question, answer"),
         ('{"prompt": "1="}', "no field 'answer'"),

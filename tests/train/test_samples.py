@@ -101,7 +101,14 @@ def test_damage_is_told_and_a_resumption_cuts_it_off(tmp_path: Path) -> None:
     assert steps_of(tmp_path) == [1, 1]
 
 
-@pytest.mark.parametrize("line", [b"[1]", b"{}", b"nonsense", b"[" * 100_000, json.dumps(response(True)).encode()])
+WRONG = [{"parts": [1]}, {"parts": [["model"]]}, {"rewards": {"a": None}}, {"rewards": {"a": "x"}}]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"[1]", b"{}", b"nonsense", b"[" * 100_000, json.dumps(response(True)).encode()]
+    + [json.dumps(response(1, **wrong)).encode() for wrong in WRONG],
+)
 def test_what_is_no_response_is_told(tmp_path: Path, line: bytes) -> None:
     (tmp_path / NAME).write_bytes(gzip.compress(line))
     with pytest.raises(DataError, match=NAME):

@@ -289,7 +289,7 @@ CHECKS = (
         ),
         "share of the time in which the trainer computes nothing:",
         "it waits for the engine: few or slow servers, a few very long responses, slow rewards; or for weights",
-        "try more servers or rollout.one_step_off; look at the report's figure of times and at megarl plan",
+        "try more servers, and with them rollout.one_step_off; look at the report's figure of times and megarl plan",
         _idle,
     ),
 )

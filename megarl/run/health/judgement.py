@@ -133,7 +133,8 @@ class _Judge:
         certain = min(latest[-rise:]) if len(latest) >= rise else 0
         self.level = max(certain, min(self.level, max(latest[-self._fall :])))
         if level:
-            self._found = self._describe(value, score)
+            wrong = ", ".join(f"{name}: found {one}" for name, one in given.items() if not math.isfinite(one))
+            self._found = self._describe(value, score) if is_number else wrong
             if self._since is None:
                 self._since = step - max(0, self._streak - 1)
         elif not self.level:
@@ -182,8 +183,6 @@ class _Judge:
 
     def _describe(self, value: float, score: float) -> str:
         check = self._check
-        if not math.isfinite(value):
-            return f"{check.what} is {value}"
         limits = ", ".join(
             f"{level} from {check.score_form.format(limit)}{' down' * (check.name in FALLING)}"
             for level, limit in zip(_LEVELS[1:], self._limits, strict=False)
