@@ -14,6 +14,7 @@ from megarl import cli
 from megarl.config import Config, process_environment
 from megarl.config.file import parse
 from megarl.config.process_environment import BLACKWELL, without_expandable_segments
+from megarl.data.tiny import write_sort_task, write_tiny_model
 from megarl.errors import ConfigError
 
 TABLES: dict[str, Any] = {
@@ -117,17 +118,31 @@ sys.exit(cli.main(sys.argv[2:]))
 """
 
 
+@pytest.fixture(scope="module")
+def model_and_task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what a command looks for before it imports torch."""
+    folder = tmp_path_factory.mktemp("environment")
+    write_tiny_model(folder / "models" / "tiny")
+    write_sort_task(folder, num_train=8, num_heldout=8, num_demonstrations=8)
+    return folder
+
+
 @pytest.mark.parametrize("command", ["train", "sft", "eval"])
-def test_ranks_set_them_before_torch_is_imported(command: str, tmp_path: Path):
+def test_ranks_set_them_before_torch_is_imported(command: str, tmp_path: Path, model_and_task: Path):
     path = tmp_path / "run.toml"
-    text = parse(TABLES | {"sft": {"data": "a.jsonl", "steps": 1, "batch_size": 2, "lr": 1.0}}).to_toml()
+    text = parse(TABLES | {"sft": {"data": "demonstrations.jsonl", "steps": 1, "batch_size": 2, "lr": 1.0}}).to_toml()
     path.write_text(text)
     expected = DETERMINISTIC | ALLOCATOR | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     clean = {name: value for name, value in os.environ.items() if name not in expected}
     words = [sys.executable, "-c", WATCHED, " ".join(expected), command, str(path)]
     words += ["--parallel.tp", "2", "--run.deterministic", *(["--data", "aime24"] if command == "eval" else [])]
     result = subprocess.run(
-        words, capture_output=True, text=True, env={**clean, "RANK": "0", "WORLD_SIZE": "2"}, timeout=300, cwd=tmp_path
+        words,
+        capture_output=True,
+        text=True,
+        env={**clean, "RANK": "0", "WORLD_SIZE": "2"},
+        timeout=300,
+        cwd=model_and_task,
     )
     assert result.stdout.splitlines()[:1] == [f"before torch: {expected}"], result.stderr
 

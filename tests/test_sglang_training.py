@@ -178,7 +178,7 @@ def test_acceptance_twenty_steps_of_the_quickstart_through_sglang(
     """The quickstart's model, task and layout; the engine is a server that megarl starts, with FP8-rounded weights."""
     path, untrained = tmp_path / "quickstart.toml", tmp_path / "untrained"
     path.write_text(
-        quickstart.CONFIG.format(config=path, run=tmp_path / "run", model=tmp_path / "model", task=tmp_path / "task")
+        quickstart.config_text("qwen3_moe", config=path, **{name: tmp_path / name for name in ("run", "model", "task")})
     )
     seed = load(path).run.seed
     write_tiny_model(untrained, seed=seed)

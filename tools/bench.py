@@ -97,11 +97,12 @@ def prepare(work: Path) -> None:
     if (work / "model" / "config.json").exists():
         return
     from megarl.data.tiny import write_sort_task, write_tiny_model
-    from megarl.quickstart import CONFIG
+    from megarl.quickstart import config_text
 
     work.mkdir(parents=True, exist_ok=True)
     config = work / "quickstart.toml"
-    config.write_text(CONFIG.format(config=config, run=work / "run", model=work / "model", task=work / "task"))
+    paths = {name: work / name for name in ("run", "model", "task")}
+    config.write_text(config_text("qwen3_moe", config=config, **paths))
     write_tiny_model(work / "untrained")
     write_sort_task(work / "task")
     words = ["sft", str(config), "--model.path", str(work / "untrained"), "--parallel.ep", "1"]

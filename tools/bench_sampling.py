@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from megarl.data.tiny import write_sort_task, write_tiny_model
-from megarl.quickstart import CONFIG
+from megarl.quickstart import config_text
 from megarl.run.metrics_log import read_metrics
 
 WRONG_SHARES = (0.02, 0.02, 0.5, 0.7, 0.9, 0.9, 0.95, 0.98, 0.98, 0.98)
@@ -63,7 +63,9 @@ def prepare(out: Path) -> None:
     if (out / "model" / "config.json").exists():
         return
     out.mkdir(parents=True, exist_ok=True)
-    config.write_text(CONFIG.format(config=config, run=out / "run", model=out / "model", task=out / "task"))
+    config.write_text(
+        config_text("qwen3_moe", config=config, **{name: out / name for name in ("run", "model", "task")})
+    )
     write_tiny_model(out / "untrained")
     write_sort_task(out / "task", wrong_share=WRONG_SHARES)
     megarl("sft", config, "--model.path", str(out / "untrained"), "--parallel.ep", "1")

@@ -15,7 +15,7 @@ from megarl.config import file as config_file
 from megarl.data.tiny import write_tiny_model
 from megarl.models.shapes import read_shape
 from megarl.plan.plan import plan
-from megarl.quickstart import CONFIG, RANKS
+from megarl.quickstart import RANKS, config_text
 from megarl.recipes.shipped import HERE as RECIPES
 from megarl.recipes.shipped import MODELS
 
@@ -78,10 +78,10 @@ def test_qwen3_30b_uses_the_gpus_of_its_name(name: str, gpus: int) -> None:
 
 def test_the_cpu_recipe_is_the_quickstart() -> None:
     folder = "runs/quickstart"
-    made = CONFIG.format(config="unused", run=f"{folder}/run", model=f"{folder}/model", task=f"{folder}/task")
+    paths = {name: Path(folder, name) for name in ("config", "run", "model", "task")}
     recipe = tomllib.loads((RECIPES / "cpu-quickstart.toml").read_text())
-    assert recipe.pop("launch") == {"ranks_per_node": RANKS}
-    assert recipe == tomllib.loads(made)
+    assert recipe == tomllib.loads(config_text("qwen3_moe", **paths))
+    assert recipe["launch"] == {"ranks_per_node": RANKS}
 
 
 def test_the_shipped_model_of_the_quickstart_is_the_one_that_it_makes(tmp_path: Path) -> None:

@@ -107,7 +107,9 @@ def test_held_out_prompts_have_a_split_of_their_own(
     of_files = _answers(world, {})
     assert _answers(world, train) == ({"train"}, of_files[1])  # a held-out file has no split
     assert _answers(world, heldout | own_split) == (of_files[0], {"test"})
-    with pytest.raises(DataError, match=r"splits train, test; choose one with data\.split or data\.heldout_split"):
+    with pytest.raises(
+        DataError, match=r"splits train, test; choose one with --split, data\.split or data\.heldout_split"
+    ):
         _answers(world, heldout)
 
 
