@@ -24,7 +24,7 @@ from megarl.config import Config, ParallelConfig
 from megarl.config import file as config_file
 from megarl.core.diagnostics.measures import mismatch_metrics
 from megarl.core.metrics import finalize
-from megarl.core.packing import drop_routes, pack, select
+from megarl.core.packing import pack, select
 from megarl.core.routing import Disagreement
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import ConfigError, RolloutError
@@ -214,8 +214,7 @@ class TrainingEngine:
 
     def compare(self, rollouts: Sequence[Rollout], name: str, is_configured: bool) -> Measured:
         """Compare rollouts with two passes over them. TraceError if their routes are not of this model."""
-        bare = [drop_routes(rollout) for rollout in rollouts]
-        whole = pack(bare, np.zeros(len(bare)))
+        whole = pack(rollouts, np.zeros(len(rollouts)), routes=False)
         micros = split(self.config, whole)
         order = [sequence for micro in micros for sequence in micro.sequences]
         batch = select(whole, order)

@@ -18,7 +18,7 @@ import torch
 from megarl.core.fp8 import BLOCK, SCALE, grid_of, is_fp8_weight
 from megarl.errors import WeightSyncError
 from megarl.models.hf_files import split_by_size
-from megarl.rollout.weights import CACHE_BYTES, CONVERT_BYTES, Named, WeightForm
+from megarl.rollout.weights import Named, WeightForm, parts_at_once
 
 Item = TypeVar("Item")
 Allocate = Callable[[int, torch.device], torch.Tensor]
@@ -85,9 +85,7 @@ class Bucket:
             self.ready.record()
 
     def _fill(self, form: WeightForm, is_fp8: bool, sources: list[torch.Tensor], stacks: list[Stack]) -> None:
-        step = max(1, (CONVERT_BYTES if self.flat.is_cuda else CACHE_BYTES) // max(1, sources[0].nbytes))
-        for first in range(0, len(sources), step):
-            part = slice(first, first + step)
+        for part in parts_at_once(sources):
             places = [self.rows(stack)[part] for stack in stacks]
             form.fill(sources[part], is_fp8, *places)
             for stack, place in zip(stacks, places, strict=True):  # while it is in the cache

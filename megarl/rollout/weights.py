@@ -4,7 +4,7 @@ Every engine takes an update through ``buckets.Intake``.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,12 @@ Named = tuple[str, torch.Tensor]
 CONVERT_BYTES, CACHE_BYTES = 32 << 20, 1 << 20
 """Of the tensors that are stacked, converted and checked at once on a GPU and on a CPU, unless one is more."""
 FP8Form = Literal["off", "rounded", "blocks"]
+
+
+def parts_at_once(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
+    """Yields the parts of tensors of one shape that are stacked and converted in one call."""
+    step = max(1, (CONVERT_BYTES if tensors[0].is_cuda else CACHE_BYTES) // max(1, tensors[0].nbytes))
+    return (slice(first, first + step) for first in range(0, len(tensors), step))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +65,9 @@ class WeightForm:
         if not is_fp8:
             torch._foreach_copy_([*places], [*tensors])
             return
-        step = max(1, (CONVERT_BYTES if tensors[0].is_cuda else CACHE_BYTES) // max(1, tensors[0].nbytes))
-        for first in range(0, len(tensors), step):
-            rounded = round_through_fp8(torch.stack([*tensors[first : first + step]]).float())
-            torch._foreach_copy_([*places[first : first + step]], rounded.unbind())
+        for part in parts_at_once(tensors):
+            rounded = round_through_fp8(torch.stack([*tensors[part]]).float())
+            torch._foreach_copy_([*places[part]], rounded.unbind())
 
 
 class _WithoutCopies(TorchFunctionMode):

@@ -30,11 +30,8 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "length": (int,),  # tokens that the model generated
     "prompt_tokens": (int,),
     "tool_calls": (int,),  # answers of the environment
-    "gap": (
-        float,
-        int,
-        type(None),
-    ),  # mean k3 per generated token, each at most 1; null if the engines were not compared
+    # mean k3 per generated token, each at most 1; null if the engines were not compared
+    "gap": (float, int, type(None)),
     "finish": (str,),  # stop, length or abort
     "truncated": (bool,),  # it reached the length limit
     "trained": (bool,),

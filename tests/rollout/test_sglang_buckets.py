@@ -21,7 +21,7 @@ from tiny_families import write_family
 
 from megarl.core.fp8 import dequantize_fp8, is_fp8_weight, quantize_fp8, round_through_fp8
 from megarl.errors import WeightSyncError
-from megarl.rollout import buckets
+from megarl.rollout import weights
 from megarl.rollout.buckets import Bucket, Intake, Staging, Stopwatch, split_into_buckets
 from megarl.rollout.sglang.spec import CPU_SHIM
 from megarl.rollout.sglang.weights.payload import payload_of
@@ -259,7 +259,7 @@ def test_many_tensors_at_once_are_what_each_is_alone(
     fp8: str, dtypes: tuple[torch.dtype, torch.dtype | None], monkeypatch: pytest.MonkeyPatch
 ):
     """Bit for bit, also where a bucket is converted in several parts, and from views that are not contiguous."""
-    monkeypatch.setattr(buckets, "CONVERT_BYTES", 1 << 16)
+    monkeypatch.setattr(weights, "CACHE_BYTES", 1 << 16)
     source, held = dtypes
     shapes = {f"layers.{i}.{part}_proj.weight": (130, 40 + 20 * (i % 2)) for i in range(5) for part in ("up", "down")}
     given_ = {name: torch.randn(shape[::-1]).to(source).t() for name, shape in shapes.items()}

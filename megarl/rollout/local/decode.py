@@ -132,7 +132,23 @@ def decode(
         if recorder is None:
             logits, _ = reader.read_tokens(tokens)
 
-    # Sequence after sequence, each the prompt and then the response. What is below are views of these columns.
+    routes = None if prompt_routes is None else [prompt_routes[prompt] for prompt in prompt_of_request]
+    return _cut_into_rollouts(requests, steps, kept_steps, stopped, version, routes)
+
+
+def _cut_into_rollouts(
+    requests: Sequence[SampleRequest],
+    steps: Sequence[Sequence[np.ndarray]],
+    kept_steps: Sequence[tuple[np.ndarray, np.ndarray]],
+    stopped: np.ndarray,
+    version: int,
+    prompt_routes: Sequence[np.ndarray] | None,
+) -> list[Rollout]:
+    """The rollouts of a batch, as views of its columns: sequence after sequence, each the prompt and then the response.
+
+    ``steps``, ``kept_steps`` and ``stopped`` are those of ``decode``. ``prompt_routes``: the experts of each request's
+    prompt, padded on the left.
+    """
     owners, drawn, logprobs_of, *routes_of = (np.concatenate(column) for column in zip(*steps, strict=True))
     order, sizes = np.argsort(owners, kind="stable"), np.bincount(owners)
     parts = np.stack([[len(request.prompt_tokens) for request in requests], sizes], 1)
@@ -145,13 +161,16 @@ def decode(
     versions, present = np.full(len(generated), version, np.int32), np.ones(len(generated), bool)
     experts = None
     if prompt_routes is not None:
-        experts = np.empty((len(generated), *prompt_routes.shape[2:]), prompt_routes.dtype)
+        experts = np.empty((len(generated), *routes_of[0].shape[1:]), routes_of[0].dtype)
         experts[generated] = routes_of[0][order]
-        read = [prompt_routes[prompt, -length:] for prompt, (length, _) in zip(prompt_of_request, parts, strict=True)]
-        experts[~generated] = np.concatenate(read)  # the last rows: prompts are padded on the left
-    kept = _sort_kept(kept_steps, owners, order, generated) if kept_steps else None
+        experts[~generated] = np.concatenate(
+            [routes[-length:] for routes, (length, _) in zip(prompt_routes, parts, strict=True)]
+        )
     ends = parts.sum(1).cumsum()
-    id_ends = None if kept is None else [0, *kept[0].cumsum()[ends - 1].tolist()]
+    kept_counts = kept_ids = None
+    if kept_steps:
+        kept_counts, ids = _sort_kept(kept_steps, owners, order, generated)
+        kept_ids = np.split(ids, kept_counts.cumsum()[ends[:-1] - 1])
     return [
         Rollout(
             request.group,
@@ -163,8 +182,8 @@ def decode(
             None if experts is None else present[start:end],
             versions[start:end],
             "stop" if is_stopped else "length",
-            kept_counts=None if kept is None else kept[0][start:end],
-            kept_ids=None if kept is None or id_ends is None else kept[1][id_ends[index] : id_ends[index + 1]],
+            kept_counts=None if kept_counts is None else kept_counts[start:end],
+            kept_ids=None if kept_ids is None else kept_ids[index],
         )
         for index, (request, start, end, is_stopped) in enumerate(
             zip(requests, [0, *ends[:-1].tolist()], ends.tolist(), stopped.tolist(), strict=True)
@@ -175,7 +194,7 @@ def decode(
 def _sort_kept(
     steps: Sequence[tuple[np.ndarray, np.ndarray]], owners: np.ndarray, order: np.ndarray, generated: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The counts int32 [T] and the ids int32 [M] of all sequences, from those of all steps; else as in ``decode``."""
+    """The counts int32 [T] and the ids int32 [M] of all sequences, from those of all steps."""
     counts, ids = (np.concatenate(column) for column in zip(*steps, strict=True))
     whole = np.zeros(len(generated), np.int32)
     whole[generated] = counts[order]
