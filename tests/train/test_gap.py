@@ -168,7 +168,7 @@ def test_a_run_brings_its_checkpoint_and_its_configuration(home: Path, capsys: p
         (("moe", "--prompts", "p.jsonl", "--responses", "0"), "--responses 0 --tokens 256: expected at least 1"),
         (("moe", "--config", "none.toml"), "none.toml: cannot be read"),
         (("moe", "--prompts", "p.jsonl", "--max-k3", "-1"), "--max-k3"),
-        (("moe", "--prompts", "p.jsonl", "--rollout.dtype", "fp32"), "reads no configuration"),
+        (("moe", "--prompts", "p.jsonl", "--rollout.dtype", "fp33"), "--rollout.dtype: found 'fp33'"),
     ],
 )
 def test_mistakes_are_one_line(
