@@ -321,7 +321,7 @@ def _check_values(rollouts: Sequence[Rollout], loss_mask: np.ndarray, logprobs: 
     """Check the columns [T] of all rollouts at once, because a call for each costs more than its few tokens."""
     if (first := loss_mask[bounds[:-1]]).any():
         raise RolloutError(
-            f"{_name(rollouts[first.argmax()])}: its first token is marked as generated, but nothing before it "
+            f"{_name(rollouts[int(first.argmax())])}: its first token is marked as generated, but nothing before it "
             "predicts it; prompts must not be empty"
         )
     wrong = loss_mask & ~(logprobs <= LOGPROB_TOLERANCE)  # NaN too
