@@ -1,6 +1,6 @@
 """The ground floor: what the algorithms compute, in plain torch and numpy.
 
-Nothing here reads a file (but its own table of objectives), talks to another process, or knows Megatron or a config
+Nothing here reads a file (but its own tables), talks to another process, or knows Megatron or a config
 object, so every formula can be called and tested with a handful of numbers. Core imports nothing of megarl but
 ``megarl.errors``.
 
