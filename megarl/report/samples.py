@@ -94,20 +94,27 @@ def flags(one: Mapping[str, Any]) -> list[str]:
 
 
 def for_page(run_dir: Path, name: str = "") -> tuple[list[dict[str, Any]], str]:
-    """Return the newest samples of a run that fit into a page, and a sentence about those that do not."""
+    """Return the newest samples of a run that fit into a page, and a sentence about those that do not.
+
+    Of a damaged file, what stands before the damage.
+    """
     kept: list[dict[str, Any]] = []
     size = total = 0
-    for one in read_samples(run_dir):  # in the order of the steps: the oldest go
-        total += 1
-        kept.append(_for_page(one, name))
-        size += _size(kept[-1])
-        while size > _PAGE_BYTES:
-            size -= _size(kept.pop(0))
+    damage, run = "", name or "The run"
+    try:
+        for one in read_samples(run_dir):  # in the order of the steps: the oldest go
+            total += 1
+            kept.append(_for_page(one, name))
+            size += _size(kept[-1])
+            while size > _PAGE_BYTES:
+                size -= _size(kept.pop(0))
+    except DataError as error:
+        damage = f" What follows cannot be read: {printable(str(error))}."
     if not kept:
-        return [], f"{name or 'The run'} has stored no samples (log.samples_per_step)."
+        return [], f"{run} has stored no samples{damage and ' that can be read'} (log.samples_per_step).{damage}"
     steps = f"of steps {kept[0]['step']} to {kept[-1]['step']}"
     left = f"; {total - len(kept)} older ones are left out, megarl samples shows them" if total > len(kept) else ""
-    return kept, f"{name or 'The run'}: {len(kept)} stored responses {steps}{left}."
+    return kept, f"{run}: {len(kept)} stored responses {steps}{left}.{damage}"
 
 
 def _for_page(one: Mapping[str, Any], name: str) -> dict[str, Any]:
