@@ -14,33 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from megarl.report.panels import Line, Panel
+from megarl.report.panels import Line, Panel, read_table
 from megarl.report.series import Curve, Curves, benchmarks, layer_curves, smooth, thin
 
 Figure = dict[str, Any]
-COLORS = {
-    "blue": "#3f86c9",
-    "orange": "#e0812f",
-    "teal": "#2b9f91",
-    "red": "#d3505a",
-    "purple": "#9a74cc",
-    "grey": "#8b95a3",
-    "yellow": "#b59a2f",
-    "cyan": "#45a9c9",
-    "brown": "#a6705a",
-}
-PHASES = {
-    "rollout": COLORS["blue"],
-    "prepare": "#8fb6dd",
-    "old_logprobs": COLORS["orange"],
-    "ref_logprobs": "#efc79f",
-    "advantages": "#c8b560",
-    "train": COLORS["teal"],
-    "sync": COLORS["purple"],
-    "eval": "#d9a5c0",
-    "checkpoint": "#b3bac4",
-    "verify": "#8c8c8c",
-}
+_THEME = read_table("colors.toml")
+COLORS: dict[str, str] = _THEME["series"]
+PHASES = {phase: COLORS.get(color, color) for phase, color in _THEME["phases"].items()}
 """Colour of each phase that the trainer times, in the order of a step. The last three lie outside the step."""
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _SMOOTHED_FROM = 40
