@@ -2,9 +2,9 @@
 
 import tomllib
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import Field, PositiveInt, create_model, model_validator
+from pydantic import Field, PositiveInt, create_model
 
 from megarl.config.tables.base import Table
 
@@ -19,8 +19,7 @@ class _Steps(Table):
     start_steps: PositiveInt = 5
     """Steps whose median is the run's own start. Checks named *_ratio say nothing before; spikes wait as long."""
 
-    @model_validator(mode="after")
-    def _are_limits(self) -> Self:
+    def check(self) -> None:
         for name in CHECKS:
             limits = getattr(self, name)
             if not isinstance(limits, list):
@@ -32,7 +31,6 @@ class _Steps(Table):
             if limits != sorted(limits, reverse=name in FALLING):
                 order = "at most" if name in FALLING else "at least"
                 raise ValueError(f"{name}: found {limits}, expected an alarm of {order} the warning")
-        return self
 
 
 def _key(check: dict[str, Any]) -> Any:
