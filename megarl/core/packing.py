@@ -106,9 +106,9 @@ def _per_token(advantages: Values | Sequence[np.ndarray], rollouts: Sequence[Rol
         columns = [np.full(rollout.num_tokens, value) for rollout, value in zip(rollouts, values, strict=True)]
     for rollout, column in zip(rollouts, columns, strict=True):
         if column.shape != (rollout.num_tokens,):
-            raise ValueError(f"{_name(rollout)}: advantages are {list(column.shape)}, expected one per token")
+            raise ValueError(f"{rollout.label}: advantages are {list(column.shape)}, expected one per token")
         if (bad := column[~np.isfinite(column)]).size:
-            raise NumericsError(f"{_name(rollout)}: the advantage is {bad[0]}, expected a finite number")
+            raise NumericsError(f"{rollout.label}: the advantage is {bad[0]}, expected a finite number")
     return _concatenate(columns, np.float32)
 
 
@@ -272,7 +272,7 @@ def _pack_routes(rollouts: Sequence[Rollout]) -> tuple[Tensor | None, Tensor | N
     for rollout in rollouts:
         if rollout.routed_experts is None:
             raise TraceError(
-                f"{_name(rollout)} has no routes, but others of the batch do: give it zero rows "
+                f"{rollout.label} has no routes, but others of the batch do: give it zero rows "
                 f"with routed_mask False if the engine lost its trace"
             )
     shapes = {r.routed_experts.shape[1:] for r in with_routes if r.routed_experts is not None}
@@ -297,30 +297,26 @@ def _pack_masks(rollouts: Sequence[Rollout]) -> Tensor | None:
 
 def _check_rollout(rollout: Rollout) -> None:
     if not rollout.num_tokens:
-        raise RolloutError(f"{_name(rollout)} has no tokens, not even a prompt")
+        raise RolloutError(f"{rollout.label} has no tokens, not even a prompt")
     for column in ("loss_mask", "rollout_logprobs", "weight_versions"):
         shape = getattr(rollout, column).shape
         if shape != (rollout.num_tokens,):
-            raise RolloutError(f"{_name(rollout)}: {column} is {list(shape)}, expected [{rollout.num_tokens}]")
+            raise RolloutError(f"{rollout.label}: {column} is {list(shape)}, expected [{rollout.num_tokens}]")
     if rollout.loss_mask[0]:
         raise RolloutError(
-            f"{_name(rollout)}: its first token is marked as generated, but nothing before it predicts it; "
+            f"{rollout.label}: its first token is marked as generated, but nothing before it predicts it; "
             f"prompts must not be empty"
         )
     wrong = rollout.loss_mask & ~(rollout.rollout_logprobs <= LOGPROB_TOLERANCE)  # NaN too
     if np.count_nonzero(wrong):
         token = int(wrong.argmax())
         raise NumericsError(
-            f"{_name(rollout)}: rollout_logprobs is {rollout.rollout_logprobs[token]:g} at token {token}, expected a "
+            f"{rollout.label}: rollout_logprobs is {rollout.rollout_logprobs[token]:g} at token {token}, expected a "
             "log-probability, which is at most 0: these may be raw logits, or probabilities"
         )
     check_kept(rollout)
     experts, mask = rollout.routed_experts, rollout.routed_mask
     if experts is not None and (experts.ndim != 3 or len(experts) != rollout.num_tokens):
-        raise TraceError(f"{_name(rollout)}: routes are {list(experts.shape)}, expected [{rollout.num_tokens}, L, K]")
+        raise TraceError(f"{rollout.label}: routes are {list(experts.shape)}, expected [{rollout.num_tokens}, L, K]")
     if mask is not None and mask.shape != (rollout.num_tokens,):
-        raise TraceError(f"{_name(rollout)}: routed_mask is {list(mask.shape)}, expected [{rollout.num_tokens}]")
-
-
-def _name(rollout: Rollout) -> str:
-    return f"group {rollout.group} sample {rollout.sample}"
+        raise TraceError(f"{rollout.label}: routed_mask is {list(mask.shape)}, expected [{rollout.num_tokens}]")
