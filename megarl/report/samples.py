@@ -76,7 +76,7 @@ def describe(one: Mapping[str, Any]) -> str:
     ]
     parts = one["parts"] or [["model", one["response"]]]
     texts = [("prompt", one["prompt"]), *(("response" if who == "model" else who, text) for who, text in parts)]
-    lines = [f"  {name}:\n" + _indent(text) for name, text in texts]
+    lines = [f"  {name}:\n    " + text.replace("\n", "\n    ") for name, text in texts]
     error = [f"  error: {one['error']}"] if one["error"] else []
     return printable("\n".join(["--- " + "  ".join(head), *lines, *error]))
 
@@ -120,13 +120,10 @@ def for_page(run_dir: Path, name: str = "") -> tuple[list[dict[str, Any]], str]:
 def _for_page(one: Mapping[str, Any], name: str) -> dict[str, Any]:
     keys = ("step", "group", "sample", "reward", "length", "gap", "finish", "tool_calls")
     rewards = ", ".join(f"{part} {value:.4g}" for part, value in one["rewards"].items())
-    texts = {"prompt": one["prompt"], "response": _by_author(one), "error": one["error"] or "", "rewards": rewards}
+    response = "\n".join(f"[{who}]\n{text}" for who, text in one["parts"]) or one["response"]
+    texts = {"prompt": one["prompt"], "response": response, "error": one["error"] or "", "rewards": rewards}
     shown = {key: _shorten(printable(text)) for key, text in texts.items()}
     return {key: one[key] for key in keys} | shown | {"run": name, "flags": [printable(flag) for flag in flags(one)]}
-
-
-def _by_author(one: Mapping[str, Any]) -> str:
-    return "\n".join(f"[{who}]\n{text}" for who, text in one["parts"]) or one["response"]
 
 
 def _shorten(text: str) -> str:
@@ -144,7 +141,3 @@ def _matches(one: Mapping[str, Any], search: str | None) -> bool:
 
 def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:.4g}"
-
-
-def _indent(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.split("\n"))

@@ -101,6 +101,11 @@ class Check:
     least: float = 0.0
     """The smallest median that counts."""
 
+    def look(self, step: Step) -> tuple[Step, float | None]:
+        """Return those of its metrics that a step has, and what they say; None for nothing."""
+        given = {name: step[name] for name in self.metrics if name in step}
+        return given, self.read(given) if given else None
+
     @property
     def score_form(self) -> str:
         """How a limit is written."""
