@@ -41,7 +41,9 @@ TRL = "1.16.0"
 WARM_UP = 2
 PASSES = ("sampling passes", "old pass", "forward", "backward", "optimizer")
 """What is not overhead; the phases below are."""
-PHASES = ("weight update", "rest of sampling", "prepare", "comparison", "coefficients", "log", "other")
+PHASES = (
+    "weight update", "choice of tokens", "rest of sampling", "prepare", "comparison", "coefficients", "log", "other",
+)  # fmt: skip
 
 
 # The processes
@@ -124,7 +126,7 @@ def run_megarl(model: str, task: str, steps: int, fp8: bool) -> None:
     from megarl.config.file import parse
     from megarl.megatron import distributed
     from megarl.megatron.passes import forward
-    from megarl.rollout.local import decode
+    from megarl.rollout.local import decode, engine
     from megarl.run.metrics_log import MetricsLog
     from megarl.run.stop_request import StopRequest
     from megarl.run.vitals import Vitals
@@ -155,6 +157,7 @@ def run_megarl(model: str, task: str, steps: int, fp8: bool) -> None:
         clock.watch(training, name, "coefficients")
     clock.watch(training.TrainStep, "_compare_engines", "comparison")
     clock.watch(training.TrainStep, "prepare", "prepare")
+    clock.watch(engine, "decode", "choice of tokens")
     clock.watch(Trainer, "_sample", "rest of sampling")
     clock.watch(Trainer, "_sync", "weight update")
     clock.watch(MetricsLog, "write", "log")

@@ -96,15 +96,33 @@ class Judge:
         """
         if self._closed:
             raise RuntimeError("the judge is closed")
+        if self.is_instant:
+            return self.score_now(prompt=prompt, response=response, answer=answer)
         if self._max_characters is not None:
             response = response[-self._max_characters :]
-        if self._here:
+        if self._is_async:
             return await self._score_here(prompt, response, answer)
         async with self._slot():
             verdict = await self._run(call_in_worker, (self.function, prompt, response, answer, self._weights))
             if self._is_checked and verdict.timed_out and verdict.reward is None:
                 return await self._run(check_in_worker, (self.function, answer))
             return verdict
+
+    @property
+    def is_instant(self) -> bool:
+        """Whether ``score_now`` works: the function runs in the caller, and awaits nothing."""
+        return self._here and not self._is_async
+
+    def score_now(self, *, prompt: str, response: str, answer: str) -> Verdict:
+        """Judge one response without waiting; the rest as in ``score``."""
+        if self._max_characters is not None:
+            response = response[-self._max_characters :]
+        try:
+            return read_verdict(self._reward(prompt=prompt, response=response, answer=answer), response, self._weights)
+        except ConfigError:
+            raise
+        except (Exception, asyncio.CancelledError) as error:  # foreign code may raise anything
+            return describe_failure(error)
 
     def close(self) -> None:
         """End all workers. Calls in progress in a live event loop raise RuntimeError."""
@@ -127,10 +145,8 @@ class Judge:
     async def _score_here(self, prompt: str, response: str, answer: str) -> Verdict:
         deadline = asyncio.timeout(None if getattr(self._reward, "limits_itself", False) else self.timeout_s)
         try:
-            returned = self._reward(prompt=prompt, response=response, answer=answer)
-            if self._is_async:
-                async with deadline:
-                    returned = await returned
+            async with deadline:
+                returned = await self._reward(prompt=prompt, response=response, answer=answer)
             return read_verdict(returned, response, self._weights)
         except ConfigError:
             raise

@@ -12,6 +12,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config import Config, gpu_defaults, megatron_fields
@@ -71,6 +72,8 @@ class Policy:
                 group["fused"] = True  # torch's Adam steps in one call; a loaded checkpoint brings its own setting
             self.scheduler = _scheduler(self.optimizer, schedule)
         self._placed = place_parameters(self.chunks, self.shape)
+        modules: list[Any] = [module for chunk in self.chunks for module in chunk.modules()]
+        self._routers = [module for module in modules if isinstance(module, Router)]
         # How Megatron's schedules reduce gradients, and when they skip the reduction.
         no_sync: list[Any] = [chunk.no_sync for chunk in self.chunks]
         self.megatron_config.finalize_model_grads_func = finalize_model_grads
@@ -89,8 +92,7 @@ class Policy:
 
     def expert_biases(self) -> list[torch.Tensor]:
         """The buffers of the routers that a backward pass may move."""
-        modules: list[Any] = [module for chunk in self.chunks for module in chunk.modules()]
-        return [module.expert_bias for module in modules if module._buffers.get("expert_bias") is not None]
+        return [router.expert_bias for router in self._routers if router._buffers.get("expert_bias") is not None]
 
     def optimizer_step(self, more_follow: bool = False) -> tuple[float, float]:
         """Clip, step, advance the schedule; returns (gradient norm before clipping, learning rate used).

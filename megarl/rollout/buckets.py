@@ -179,14 +179,6 @@ def _are_finite(rows: torch.Tensor) -> torch.Tensor:
     return finite if finite is not None and finite.all() else rows.isfinite().all(1)
 
 
-def _check_each(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """bool [n], whether all values of each tensor are finite. The host does not wait for a device."""
-    if tensors[0].is_cuda:
-        return torch.stack([tensor.isfinite().all() for tensor in tensors])
-    finite = torch.stack(torch._foreach_norm(tensors)).isfinite()  # reads each value once; large ones may overflow
-    return finite if finite.all() else torch.stack([tensor.isfinite().all() for tensor in tensors])
-
-
 def _group(
     tensors: Iterable[Named], form: WeightForm
 ) -> dict[tuple[bool, torch.dtype, tuple[int, ...]], dict[str, torch.Tensor]]:
@@ -296,9 +288,7 @@ class Intake:
         for unit in split_by_size(self._check(tensors), lambda named: named[1].nbytes, self.max_bytes):
             for (is_fp8, *_), group in _group(unit, self.form).items():
                 names += group
-                sources, targets = [*group.values()], [places[name] for name in group]
-                finite.append(_check_each(sources))
-                self.form.write(sources, is_fp8, targets)
+                finite.append(self.form.write([*group.values()], is_fp8, [places[name] for name in group]))
         self._require_finite(names, finite)
 
     def _require_finite(self, names: Sequence[str], finite: Sequence[torch.Tensor]) -> None:

@@ -59,6 +59,9 @@ class Session:
     not wait for each other, unless the engine can only compute in batches.
     """
 
+    in_batches = False
+    """Whether the engine samples only once all episodes wait, so that ``sample_all`` costs less than many episodes."""
+
     def __init__(self) -> None:
         self._episodes: set[asyncio.Task[None]] = set()
         self._tasks = asyncio.TaskGroup()
@@ -80,6 +83,10 @@ class Session:
 
     async def sample(self, request: SampleRequest) -> Rollout:
         """Samples one response."""
+        raise NotImplementedError
+
+    async def sample_all(self, requests: Sequence[SampleRequest]) -> list[Rollout]:
+        """Samples responses to requests in the order of (group, sample), for a session ``in_batches``."""
         raise NotImplementedError
 
     def _end_episode(self, task: asyncio.Task[None]) -> None:

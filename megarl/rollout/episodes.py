@@ -66,9 +66,8 @@ class EpisodeResult:
     """Why the episode failed, in one line; None if it did not."""
 
 
-async def play_turn(session: Session, request: SampleRequest) -> EpisodeResult:
-    """Plays one turn without an environment."""
-    rollout = await session.sample(request)
+def one_turn(rollout: Rollout) -> EpisodeResult:
+    """Returns the episode without an environment: this response."""
     return EpisodeResult(rollout, (rollout.num_tokens - 1,), (None,))
 
 

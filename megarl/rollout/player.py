@@ -1,7 +1,7 @@
 """Plays samples, an episode and its reward each, and draws those that a sampling rule asks for."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from megarl.data.prompts import Prompt
 from megarl.data.reasoning_steps import step_tokens
 from megarl.data.rewards import Verdict
 from megarl.rollout.engine import Session
-from megarl.rollout.episodes import EpisodeLimits, EpisodeResult, play, play_turn
+from megarl.rollout.episodes import EpisodeLimits, EpisodeResult, one_turn, play
 from megarl.rollout.tools.protocol import Environment
 
 
@@ -57,21 +57,40 @@ class Player:
     async def play(self, session: Session, request: SampleRequest, prompt: Prompt) -> Sample:
         """Draw and judge one sample. It names a failure of environment or reward; errors of the engine are raised."""
         if self._environment is None:
-            played = await play_turn(session, request)
+            played = one_turn(await session.sample(request))
         else:
             parts = self._environment, self._tokenizer, self._limits, self._semaphore()
             played = await play(session, request, prompt.text, *parts)
-        turns = len(played.turn_ends)
-        rollout = played.rollout
-        if rollout is None or played.failure is not None:
-            return Sample(rollout, None, turns=turns, episode_error=played.failure)
-        text = self._tokenizer.decode(rollout.response_tokens, skip_special_tokens=True)
+        if played.rollout is None or played.failure is not None:
+            return Sample(played.rollout, None, turns=len(played.turn_ends), episode_error=played.failure)
+        text = self._text_of(played.rollout)
         verdict = await self._judge.score(prompt=prompt.text, response=text, answer=prompt.answer)
+        return self._judged(played, played.rollout, verdict)
+
+    @property
+    def plays_together(self) -> bool:
+        """Whether ``play_together`` works: there is neither an environment nor a reward to wait for."""
+        return self._environment is None and self._judge.is_instant
+
+    async def play_together(self, session: Session, asked: Sequence[tuple[SampleRequest, Prompt]]) -> list[Sample]:
+        """Draw and judge samples as ``play`` does, all of them as one episode of a session ``in_batches``."""
+        found = []
+        rollouts = await session.sample_all([request for request, _ in asked])
+        for rollout, (_, prompt) in zip(rollouts, asked, strict=True):
+            text = self._text_of(rollout)
+            verdict = self._judge.score_now(prompt=prompt.text, response=text, answer=prompt.answer)
+            found.append(self._judged(one_turn(rollout), rollout, verdict))
+        return found
+
+    def _text_of(self, rollout: Rollout) -> str:
+        return self._tokenizer.decode(rollout.response_tokens.tolist(), skip_special_tokens=True)
+
+    def _judged(self, played: EpisodeResult, rollout: Rollout, verdict: Verdict) -> Sample:
         return Sample(
             rollout,
             verdict.reward,
             self._find_steps(played, rollout, verdict) if verdict.reward is not None else (),
-            turns,
+            len(played.turn_ends),
             verdict.error,
             verdict.timed_out,
             components=verdict.components,
@@ -103,6 +122,8 @@ class Player:
         return tuple(sorted(found))
 
 
+Key = tuple[int, int]
+"""(prompt, sample)."""
 RequestOf = Callable[[int, int], tuple[SampleRequest, Prompt]]
 """(prompt, sample) -> the request to the engine, and the problem."""
 
@@ -125,7 +146,7 @@ class Draw:
     """One rank's samples of a step; ``engine.converse(draw.begin, params)`` returns when they are complete."""
 
     def __init__(self, asker: Asker, request_of: RequestOf, player: Player) -> None:
-        self.samples: dict[tuple[int, int], Sample] = {}
+        self.samples: dict[Key, Sample] = {}
         """By (prompt, sample), as they arrive."""
         self._asker, self._request_of, self._player = asker, request_of, player
         self._in_flight: set[asyncio.Task[None]] = set()
@@ -135,18 +156,33 @@ class Draw:
         self._start(session, self._asker.start())
 
     def _start(self, session: Session, asks: Sequence[Ask]) -> None:
-        for ask in asks:
-            for sample in ask.samples:
-                task = session.start(self._play(session, ask.prompt, sample))
-                self._in_flight.add(task)
-                task.add_done_callback(self._in_flight.discard)
+        keys = [(ask.prompt, sample) for ask in asks for sample in ask.samples]
+        if getattr(session, "in_batches", False) and self._player.plays_together:  # a session need not be a Session
+            episodes = [self._play_together(session, sorted(keys))] if keys else []
+        else:
+            episodes = [self._play(session, key) for key in keys]
+        for episode in episodes:
+            task = session.start(episode)
+            self._in_flight.add(task)
+            task.add_done_callback(self._in_flight.discard)
 
-    async def _play(self, session: Session, prompt: int, sample: int) -> None:
-        drawn = await self._player.play(session, *self._request_of(prompt, sample))
-        if self._asker.done:
-            return  # another sample was enough in the meantime
-        self.samples[prompt, sample] = drawn
-        self._start(session, self._asker.add(prompt, sample, drawn.reward))
-        if self._asker.done:
+    async def _play(self, session: Session, key: Key) -> None:
+        self._take(session, {key: await self._player.play(session, *self._request_of(*key))})
+
+    async def _play_together(self, session: Session, keys: Sequence[Key]) -> None:
+        drawn = await self._player.play_together(session, [self._request_of(*key) for key in keys])
+        self._take(session, dict(zip(keys, drawn, strict=True)))
+
+    def _take(self, session: Session, drawn: Mapping[Key, Sample]) -> None:
+        """Keep samples until there are enough, and start those that their rewards call for."""
+        asks: list[Ask] = []
+        for key, sample in drawn.items():
+            if self._asker.done:
+                break  # other samples were enough in the meantime
+            self.samples[key] = sample
+            asks += self._asker.add(*key, sample.reward)
+        if not self._asker.done:
+            self._start(session, asks)
+        else:
             for task in self._in_flight - {asyncio.current_task()}:
                 task.cancel()

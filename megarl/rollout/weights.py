@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from megarl.core.fp8 import BLOCK, grid_of, is_fp8_weight, quantize_fp8, round_through_fp8
+from megarl.core.fp8 import BLOCK, grid_of, is_fp8_weight, quantize_fp8, round_through_fp8, round_with_scale
 from megarl.errors import WeightSyncError
 
 Named = tuple[str, torch.Tensor]
@@ -59,15 +59,28 @@ class WeightForm:
         else:
             torch.stack(tensors, out=held)
 
-    def write(self, tensors: Sequence[torch.Tensor], is_fp8: bool, places: Sequence[torch.Tensor]) -> None:
-        """Write tensors of one shape into places of any dtype and device, as they are or rounded through FP8."""
+    def write(self, tensors: Sequence[torch.Tensor], is_fp8: bool, places: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Write tensors of one shape into places of any dtype and device, as they are or rounded through FP8.
+
+        Return bool [n], whether all values of each are finite; the host does not wait for a device.
+        """
         assert self.fp8 != "blocks", "scales need places of their own"
         if not is_fp8:
             torch._foreach_copy_([*places], [*tensors])
-            return
+            return _are_finite(tensors)
+        finite = []
         for part in parts_at_once(tensors):
-            rounded = round_through_fp8(torch.stack([*tensors[part]]).float())
+            rounded, scales = round_with_scale(torch.stack([*tensors[part]]))
             torch._foreach_copy_([*places[part]], rounded.unbind())
+            finite.append(scales.flatten(1).isfinite().all(1))
+        return torch.cat(finite)
+
+
+def _are_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    if tensors[0].is_cuda:
+        return torch.stack([tensor.isfinite().all() for tensor in tensors])
+    finite = torch.stack(torch._foreach_norm(tensors)).isfinite()  # reads each value once; large ones may overflow
+    return finite if finite.all() else torch.stack([tensor.isfinite().all() for tensor in tensors])
 
 
 class _WithoutCopies(TorchFunctionMode):

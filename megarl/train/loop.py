@@ -19,14 +19,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from megarl.config import Config
 from megarl.core.metrics import Stat, finalize
 from megarl.core.objectives import try_functions
-from megarl.core.packing import drop_routes
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints import checkpoint
 from megarl.megatron.checkpoints.state import describe_layout
@@ -196,8 +194,8 @@ class Trainer:
             minis = [self.train_step.prepare(of_mini, advantages) for of_mini, advantages in parts]
         keep_routes = self.config.log.writes_traces(done)
         if not keep_routes:
-            for part in rollouts.mini_batches:  # every rank has its rows of the routes
-                part[:] = [drop_routes(rollout) for rollout in part]
+            for part in rollouts.mini_batches:
+                part.clear()  # frees the routes, of which every rank has its rows
         self.train_step.keeps_native_routes = keep_routes
         self.train_step.measures_objective = self._is_due(done, self.config.log.objective_every, at_end=True)
         self.train_step.measures_replay_bias = self._is_due(done, self.config.train.replay_bias_every, at_end=False)
@@ -229,7 +227,8 @@ class Trainer:
         reasons = {} if self.tripwires.verdict is None else self.tripwires.verdict.reasons()
         self._store_texts(done, rollouts, minis, reasons)
         if self.audit is not None:
-            oldest = int(np.concatenate([r.weight_versions for part in rollouts.mini_batches for r in part]).min())
+            versions = [micro.batch.weight_versions for mini in minis for micro in mini.micro_batches]
+            oldest = min(int(of_micro.min()) for of_micro in versions if of_micro is not None)
             dropped = {(rollouts.first_prompt + prompt, sample): why for (prompt, sample), why in reasons.items()}
             self.audit.record_step(done, oldest, rollouts.trained, dropped)
 

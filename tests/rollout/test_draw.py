@@ -39,6 +39,11 @@ def says_one(*, prompt: str, response: str, answer: str) -> float:
 says_one.instantaneous = True  # type: ignore[attr-defined]
 
 
+async def says_one_later(*, prompt: str, response: str, answer: str) -> float:
+    await asyncio.sleep(0)
+    return says_one(prompt=prompt, response=response, answer=answer)
+
+
 def first_is_digit(*, prompt: str, response: str, answer: str) -> float:
     return float(response[:1].isdigit())
 
@@ -267,6 +272,44 @@ def test_the_real_engine_answers_the_same_whatever_it_is_asked_for_together(
         assert len({pool.num_asked for pool in collector.select().pools}) > 1
         found.append({key: sample.rollout.tokens.tolist() for key, sample in draw.samples.items() if sample.rollout})
     assert found[1] == {key: tokens for key, tokens in found[0].items() if key[0] < 3}
+
+
+@pytest.mark.parametrize("reward", ["says_one", "says_one_later"])
+@pytest.mark.parametrize("rule", [Uniform(3), Sequential(1, 1, round_size=2, max_samples=6, train_size=2)])
+def test_one_episode_for_a_batch_gives_what_an_episode_for_each_response_gives(
+    tokenizer: PreTrainedTokenizerBase, rule: SamplingRule, reward: str
+) -> None:
+    """As one episode if no reward has to be awaited, and only in a session that samples in batches."""
+
+    def sample(requests: Sequence[SampleRequest]) -> list[Rollout]:
+        batches.append([(r.group, r.sample) for r in requests])
+        says = (str((5 * r.group + 3 * r.sample) % 4) for r in requests)
+        return [make_rollout(r, tokenizer.convert_tokens_to_ids(s)) for r, s in zip(requests, says, strict=True)]
+
+    class Counted(BatchSession):
+        num_episodes = 0
+
+        def start(self, episode: Any) -> asyncio.Task[None]:
+            self.num_episodes += 1
+            return super().start(episode)
+
+    class OneByOne(Counted):
+        in_batches = False
+
+    found = []
+    for session in (Counted(sample), OneByOne(sample)):
+        batches: list[list[Key]] = []
+        collector = Collector(rule, 4)
+        with draw_of(collector, tokenizer, reward) as draw:
+            session.run(draw.begin)
+        together = session.in_batches and reward == "says_one"
+        assert session.num_episodes == (len(batches) if together else len(draw.samples))
+        assert batches == [sorted(batch) for batch in batches]
+        facts = {key: (s.reward, s.reward_error, s.turns, s.rollout.tokens.tolist()) for key, s in draw.samples.items()
+                 if s.rollout}  # fmt: skip
+        found.append((batches, facts, collector.select().drawn.tolist()))
+    assert found[0] == found[1]
+    assert any(error for _, error, *_ in found[0][1].values())
 
 
 def test_nothing_to_draw_is_done_at_once(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -311,14 +311,17 @@ def test_tensors_are_written_into_their_places(
         assert torch.equal(places[name], expected)
 
 
+@pytest.mark.parametrize("form", [WeightForm(), WeightForm(fp8="rounded")])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_value_that_is_not_finite_is_found_where_it_is_written(bad: float) -> None:
-    shapes = {name: (4,) for name in "abc"}
-    large = torch.full((4,), 3e38)  # their norm is infinite, they are not
-    wrong = torch.tensor([1.0, bad, 1.0, 1.0])
-    places = {name: torch.zeros(4) for name in shapes}
-    Intake(shapes, 1, WeightForm(), 1 << 20).write([(name, large) for name in shapes], places)
+def test_a_value_that_is_not_finite_is_found_where_it_is_written(bad: float, form: WeightForm) -> None:
+    first, second, third = names = [f"{letter}.up_proj.weight" for letter in "abc"]
+    shapes = {name: (2, 200) for name in names}
+    large = torch.full((2, 200), 3e38)  # their norm is infinite, they are not
+    wrong = torch.ones(2, 200)
+    wrong[1, 150] = bad  # in the second block
+    places = {name: torch.zeros(2, 200) for name in names}
+    Intake(shapes, 1, form, 1 << 20).write([(name, large) for name in names], places)
     with pytest.raises(WeightSyncError, match="1 of 3 tensors hold NaN or infinite values, for example b"):
-        Intake(shapes, 1, WeightForm(), 1 << 20).write([("a", large), ("b", wrong), ("c", large)], places)
+        Intake(shapes, 1, form, 1 << 20).write([(first, large), (second, wrong), (third, large)], places)
     with pytest.raises(WeightSyncError, match="missing"):
-        Intake(shapes, 1, WeightForm(), 1 << 20).write([("a", large)], places)
+        Intake(shapes, 1, form, 1 << 20).write([(first, large)], places)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from forks import Job, run_jobs
+from megatron.core.transformer.moe.router import Router
 from tampered_engine import FROM_VERSION, KINDS, TAMPERED, glue, routes_of, shift_routes
 from train_jobs import judged
 from train_world import NUM_SEQUENCES, World, fixed_advantages, take_step, trainer_of, training, weights_of
@@ -203,8 +204,10 @@ def test_the_pass_without_the_dropped_ones_finds_the_expert_biases_of_the_first_
     rollouts, _ = tampered_rollouts(world)
     found: list[list[float]] = []
     with training(world.settings(train__mini_batches=1, **NARROW)) as step:
-        bias, run = torch.zeros(2), step._backward
-        step.policy.chunks[0].register_buffer("expert_bias", bias)
+        bias, run = torch.zeros(step.policy.shape.num_experts), step._backward
+        router = next(module for module in step.policy.chunks[0].modules() if isinstance(module, Router))
+        del router.expert_bias  # None: the router was made without one
+        router.register_buffer("expert_bias", bias)
 
         def moves_the_bias(*arguments: Any, **named: Any) -> Any:
             found.append(bias.tolist())
@@ -213,7 +216,7 @@ def test_the_pass_without_the_dropped_ones_finds_the_expert_biases_of_the_first_
 
         monkeypatch.setattr(step, "_backward", moves_the_bias)
         take_step(step, rollouts)
-    assert (found, bias.tolist()) == ([[0.0, 0.0]] * 2, [1.0, 1.0])
+    assert (found, bias.tolist()) == ([[0.0] * len(bias)] * 2, [1.0] * len(bias))
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -37,13 +37,15 @@ def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dic
     """
     from megarl.core.metrics import Stat  # it imports torch, and files of traces are written where that is missing
 
-    sources = np.concatenate([row_sources(rollout) for rollout in rollouts])
-    stale = np.concatenate([_stale(rollout) for rollout in rollouts])
     versions = np.concatenate([rollout.weight_versions for rollout in rollouts])
     starts = np.cumsum([0, *(rollout.num_tokens for rollout in rollouts[:-1])])
     mixed = np.minimum.reduceat(versions, starts) != np.maximum.reduceat(versions, starts)
     shares = {"rollout/mixed_versions_fraction": mixed}
     if any(rollout.routed_mask is not None for rollout in rollouts):
+        sources = np.concatenate([row_sources(rollout) for rollout in rollouts])
+        stale = np.zeros(len(versions), bool)
+        if any(rollout.route_versions is not None for rollout in rollouts):
+            stale = np.concatenate([_stale(rollout) for rollout in rollouts])
         shares |= {
             "rollout/missing_rows_fraction": sources == RowSource.MISSING,
             "routes/captured_fraction": sources == RowSource.CAPTURED,

@@ -104,18 +104,19 @@ def exchange(have: Placement, rows: torch.Tensor, want: Placement, group: dist.P
     if len(mine) != len(rows) or rows.size(1) != len(have.layers):
         raise TraceError(f"routes are {list(rows.shape)}, expected {len(mine)} rows of {len(have.layers)} layers")
     if group.size() == 1:
-        has, wants = [have], [want]
+        has, wants = [(have, mine)], [(want, wanted)]
     else:  # as tensors: no pickled object travels in a step
-        has, wants = ([Placement.decode(d) for d in gather_bytes(p.encode(), group)] for p in (have, want))
+        everywhere = ([Placement.decode(d) for d in gather_bytes(p.encode(), group)] for p in (have, want))
+        has, wants = ([(theirs, theirs.rows()) for theirs in placements] for placements in everywhere)
     parcels = []
-    for theirs in wants:
-        columns, _, sent = _find_common(have, mine, theirs, theirs.rows())
+    for theirs, their_rows in wants:
+        columns, _, sent = _find_common(have, mine, theirs, their_rows)
         layers = [have.layers.index(theirs.layers[column]) for column in columns]
         part = rows.index_select(0, sent)
         parcels.append((part if layers == [*range(rows.size(1))] else part[:, layers]).flatten())
     result = rows.new_zeros(len(wanted), len(want.layers), rows.size(2))
     filled = np.zeros((len(wanted), len(want.layers)), bool)
-    slots = [_find_common(theirs, theirs.rows(), want, wanted)[:2] for theirs in has]
+    slots = [_find_common(theirs, their_rows, want, wanted)[:2] for theirs, their_rows in has]
     sizes = [len(columns) * len(at) * rows.size(2) for columns, at in slots]
     for (columns, at), parcel in zip(slots, _all_to_all(parcels, sizes, group), strict=True):
         part = parcel.view(len(at), len(columns), rows.size(2))

@@ -193,11 +193,13 @@ class BatchSession(Session):
     results.
     """
 
+    in_batches = True
+
     def __init__(self, sample: Callable[[Sequence[SampleRequest]], list[Rollout]]) -> None:
         """``sample`` gets all waiting requests, in the order of (group, sample), and blocks the event loop."""
         super().__init__()
         self._sample_batch = sample
-        self._waiting: dict[asyncio.Future[Rollout], SampleRequest] = {}
+        self._waiting: dict[asyncio.Future[list[Rollout]], Sequence[SampleRequest]] = {}
         self._will_answer = False
 
     def run(self, begin: Begin) -> None:
@@ -205,8 +207,11 @@ class BatchSession(Session):
         run_session(self.run_episodes(begin))
 
     async def sample(self, request: SampleRequest) -> Rollout:
-        answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
-        self._waiting[answer] = request
+        return (await self.sample_all([request]))[0]
+
+    async def sample_all(self, requests: Sequence[SampleRequest]) -> list[Rollout]:
+        answer: asyncio.Future[list[Rollout]] = asyncio.get_running_loop().create_future()
+        self._waiting[answer] = requests
         self._after_episode()
         try:
             return await answer
@@ -222,15 +227,19 @@ class BatchSession(Session):
         self._will_answer = False
         if not 0 < len(self._waiting) >= len(self._episodes):  # this is called again when another episode waits or ends
             return
-        waiting = sorted(self._waiting.items(), key=lambda item: (item[1].group, item[1].sample))
+        waiting = [(request, answer) for answer, requests in self._waiting.items() for request in requests]
+        waiting.sort(key=lambda item: (item[0].group, item[0].sample))
         self._waiting.clear()
+        found: dict[asyncio.Future[list[Rollout]], list[Rollout]] = {answer: [] for _, answer in waiting}
         try:
-            rollouts = self._sample_batch([request for _, request in waiting])
+            rollouts = self._sample_batch([request for request, _ in waiting])
         except Exception as error:  # any error must reach the waiting episodes, which end the session
-            for answer, _ in waiting:
+            for answer in found:
                 if not answer.done():
                     answer.set_exception(error)
             return
-        for (answer, _), rollout in zip(waiting, rollouts, strict=True):
+        for (_, answer), rollout in zip(waiting, rollouts, strict=True):
+            found[answer].append(rollout)
+        for answer, own in found.items():
             if not answer.done():  # done: the episode was cancelled
-                answer.set_result(rollout)
+                answer.set_result(own)

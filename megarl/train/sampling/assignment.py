@@ -21,10 +21,7 @@ from megarl.core.metrics import merge
 from megarl.core.packing import partition_into
 from megarl.core.sampling.collector import Ask, Collector, Rewards, Selection
 from megarl.errors import ConfigError
-from megarl.rollout.player import Asker
-
-Key = tuple[int, int]
-"""(prompt, sample)."""
+from megarl.rollout.player import Asker, Key
 
 
 @dataclass(frozen=True, slots=True)
