@@ -1,26 +1,11 @@
 """``megarl completion bash | zsh``: a script that completes commands, their flags, and keys of the configuration."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from megarl.config import file as config_file
 
-_SCRIPT = """\
-# Completion of megarl: put it where your shell looks, see docs/install.md.
-_megarl() {
-    local word="${COMP_WORDS[COMP_CWORD]}" words=""
-    if [ "$COMP_CWORD" -eq 1 ]; then
-        COMPREPLY=($(compgen -W "@COMMANDS@ --help --version" -- "$word"))
-        return
-    fi
-    case "${COMP_WORDS[1]}" in
-@CASES@
-    esac
-    COMPREPLY=($(compgen -W "$words" -- "$word"))
-    case "$word" in -*) ;; *) COMPREPLY+=($(compgen -f -- "$word")) ;; esac
-}
-complete -o filenames -F _megarl megarl
-"""
 _ZSH = "autoload -Uz compinit bashcompinit && compinit && bashcompinit\n"
 
 
@@ -36,5 +21,6 @@ def script(shell: str, commands: Mapping[str, Any]) -> str:
         if name == "help":
             words += ["all", *dict.fromkeys(key[2:].partition(".")[0] for key in keys)]
         cases.append(f'        {name}) words="{" ".join(words)}" ;;')
-    text = _SCRIPT.replace("@COMMANDS@", " ".join(commands)).replace("@CASES@", "\n".join(cases))
+    text = Path(__file__).with_suffix(".bash").read_text("utf-8")
+    text = text.replace("@COMMANDS@", " ".join(commands)).replace("@CASES@", "\n".join(cases))
     return (_ZSH if shell == "zsh" else "") + text.rstrip()

@@ -27,12 +27,15 @@ def switches(config: Tables, *, on_gpu: bool, has_te: bool) -> tuple[Switch, ...
     no_te = None if has_te else "needs Transformer Engine"
     unsharded = None if sharded else "needs parallel.distributed_optimizer"
     single = None if mini_batches > 1 else "train.mini_batches is 1: the weights are exported after every update"
+    router = "routes are observed, to compare them with the engine's"
+    if config.train.replay != "none":
+        router = next(b.reason for b in REPLAY_BLOCKERS if b.setting == "moe_router_fusion")
     decided = (
         ("overlap_grad_reduce", None, "gradients are reduced while the backward pass runs"),
         ("overlap_param_gather", unsharded or single, "weights are gathered while the next pass runs"),
         ("gradient_accumulation_fusion", no_te, "Transformer Engine's layers add to the fp32 gradients themselves"),
         ("moe_permute_fusion", no_te, "tokens are permuted in one kernel"),
-        ("moe_router_fusion", _router(config), ""),
+        ("moe_router_fusion", router, ""),
     )
     found = []
     known = {field for fields in megatron_fields.fields().values() for field in fields}
@@ -43,12 +46,6 @@ def switches(config: Tables, *, on_gpu: bool, has_te: bool) -> tuple[Switch, ...
         elif field in known:
             found.append(Switch(field, on_gpu and obstacle is None, reason))
     return tuple(found)
-
-
-def _router(config: Tables) -> str:
-    if config.train.replay != "none":
-        return next(b.reason for b in REPLAY_BLOCKERS if b.setting == "moe_router_fusion")
-    return "routes are observed, to compare them with the engine's"
 
 
 def settings(config: Tables, *, on_gpu: bool, has_te: bool) -> Mapping[str, bool]:

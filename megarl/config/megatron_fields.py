@@ -3,7 +3,7 @@
 Importing ``megatron.core`` imports torch, which takes seconds; a wrong key should be reported before that. So ``ast``
 reads names and annotations of the fields from the three dataclasses of the installed version.
 
-Which of them megarl sets itself is kept here as data (``DERIVED``). Which of them bypass replay is told by
+Which of them megarl sets itself is data, in derived.toml (``DERIVED``). Which of them bypass replay is told by
 ``core/megatron_facts.py``.
 """
 
@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import json
 import re
+import tomllib
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -34,35 +35,10 @@ DATACLASSES: Mapping[str, tuple[str, ...]] = {
 }
 """Dataclass -> its path below megatron.core, after that of its base class."""
 
-_FROM_MODEL = (
-    "activation_func add_bias_linear add_qkv_bias ffn_hidden_size gated_linear_unit hidden_size kv_channels"
-    " layernorm_epsilon layernorm_zero_centered_gamma moe_ffn_hidden_size moe_layer_freq moe_router_enable_expert_bias"
-    " moe_router_group_topk moe_router_num_groups moe_router_pre_softmax moe_router_score_function moe_router_topk"
-    " moe_router_topk_limited_devices moe_router_topk_scaling_factor moe_shared_expert_gate"
-    " moe_shared_expert_intermediate_size mtp_num_layers multi_latent_attention normalization num_attention_heads"
-    " num_layers num_moe_experts num_query_groups qk_layernorm rotary_interleaved softmax_scale window_size"
-)
-_CONTEXT_PARALLEL = ("context_parallel_size", "hierarchical_context_parallel_sizes", "hybrid_context_parallel")
-_OPTIMIZER = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
-
 DERIVED: Mapping[str, str] = {
-    **dict.fromkeys(_FROM_MODEL.split(), "model.path"),
-    **dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype"), "model.dtype"),
-    **{key: f"optim.{key}" for key in _OPTIMIZER},
-    **{f"recompute_{key}": f"recompute.{key}" for key in ("granularity", "method", "num_layers", "modules")},
-    "moe_layer_recompute": "recompute.modules",
-    **dict.fromkeys(("tensor_model_parallel_size", "sequence_parallel"), "parallel.tp"),
-    **dict.fromkeys(_CONTEXT_PARALLEL, "parallel.cp"),
-    "pipeline_model_parallel_size": "parallel.pp",
-    "virtual_pipeline_model_parallel_size": "parallel.vpp",
-    "expert_model_parallel_size": "parallel.ep",
-    "expert_tensor_parallel_size": "parallel.etp",
-    "moe_token_dispatcher_type": "parallel.dispatcher",
-    "use_distributed_optimizer": "parallel.distributed_optimizer",
-    "deterministic_mode": "run.deterministic",
-    "moe_enable_routing_replay": "train.replay",
-    "calculate_per_token_loss": "train.objective",
-    "variable_seq_lengths": "train.micro_batch_tokens",
+    field: key
+    for key, fields in tomllib.loads(Path(__file__).with_name("derived.toml").read_text("utf-8")).items()
+    for field in fields
 }
 """Megatron field that megarl sets itself -> the megarl key that decides it."""
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,13 @@ def follow(table: dict[str, Any], folder: Path) -> dict[str, Any]:
     run.dir becomes the folder. A path that is gone is looked for where it was, relative to the run folder: a tree that
     was moved as a whole is found again.
     """
-    before = _run_dir(table)
+    before = _get(table, "run", "dir")
     if before is None or Path(before).resolve() == folder.resolve():
         return table
-    found = {name: dict(inner) if isinstance(inner, Mapping) else inner for name, inner in table.items()}
+    found = deepcopy(table)
     found["run"]["dir"] = str(folder)
     for name, key in PATHS:
-        value = _get(table, name, key)
-        if value is not None and not Path(value).exists():
+        if (value := _get(table, name, key)) is not None and not Path(value).exists():
             now = os.path.normpath(folder / os.path.relpath(value, before))
             found[name][key] = now if Path(now).exists() else value
     return found
@@ -31,15 +31,10 @@ def follow(table: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def is_same_place(old: Mapping[str, Any], new: Mapping[str, Any], name: str, key: str) -> bool:
     """Whether a key of two configurations names the same place, as seen from their run folders."""
-    places = [(_get(table, name, key), _run_dir(table)) for table in (old, new)]
-    if (name, key) not in PATHS or any(value is None or start is None for value, start in places):
+    before, now = ((_get(table, name, key), _get(table, "run", "dir")) for table in (old, new))
+    if (name, key) not in PATHS or None in (*before, *now):
         return False
-    before, now = (os.path.relpath(value, start) for value, start in places if value is not None)
-    return before == now
-
-
-def _run_dir(table: Mapping[str, Any]) -> str | None:
-    return _get(table, "run", "dir")
+    return os.path.relpath(*before) == os.path.relpath(*now)  # type: ignore[arg-type]
 
 
 def _get(table: Mapping[str, Any], name: str, key: str) -> str | None:

@@ -1,9 +1,6 @@
 """The whole configuration of a run, and the layout of its ranks."""
 
 from dataclasses import dataclass
-from typing import Self
-
-from pydantic import model_validator
 
 from megarl.config import rules
 from megarl.config.tables import Tables
@@ -32,10 +29,8 @@ class Layout:
 class Config(Tables):
     """A configuration that has been checked: each table by itself, and all together."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def check(self) -> None:
         rules.check(self)
-        return self
 
     @property
     def warnings(self) -> tuple[str, ...]:

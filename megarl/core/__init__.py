@@ -1,7 +1,8 @@
 """The ground floor: what the algorithms compute, in plain torch and numpy.
 
-Nothing here reads a file, talks to another process, or knows Megatron or a config object, so every formula can be
-called and tested with a handful of numbers. Core imports nothing of megarl but ``megarl.errors``.
+Nothing here reads a file (but its own tables), talks to another process, or knows Megatron or a config
+object, so every formula can be called and tested with a handful of numbers. Core imports nothing of megarl but
+``megarl.errors``.
 
 Packages:
 

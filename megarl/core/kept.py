@@ -19,7 +19,7 @@ def check_kept(rollout: Rollout) -> None:
     counts, ids = rollout.kept_counts, rollout.kept_ids
     if counts is None and ids is None:
         return
-    label = f"group {rollout.group} sample {rollout.sample}"
+    label = rollout.label
     shapes = [None if values is None else list(values.shape) for values in (counts, ids)]
     if counts is None or ids is None or shapes != [[rollout.num_tokens], [int(counts.sum())]] or counts.min() < 0:
         raise RolloutError(
@@ -53,9 +53,7 @@ def pack_kept(rollouts: Sequence[Rollout]) -> tuple[Tensor | None, Tensor | None
     for rollout in rollouts:
         if rollout.kept_counts is None or rollout.kept_ids is None:
             if rollout.loss_mask.any():
-                raise RolloutError(
-                    f"group {rollout.group} sample {rollout.sample} has no kept sets, but others of the batch do"
-                )
+                raise RolloutError(f"{rollout.label} has no kept sets, but others of the batch do")
             counts.append(np.zeros(rollout.num_tokens, np.int64))
         else:
             counts.append(rollout.kept_counts.astype(np.int64))

@@ -1,10 +1,13 @@
 """Which settings of Megatron-Core let it route without asking the replay hook.
 
-They are plain data, so replay, a configuration and ``megarl doctor`` can ask without Megatron, torch or pydantic.
+They are plain data, with the reasons in replay_blockers.toml, so replay, a configuration and ``megarl doctor`` can ask
+without Megatron, torch or pydantic.
 """
 
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -50,48 +53,18 @@ class ReplayBlocker:
         return bool(self.test(settings) if self.test else settings.get(self.setting))
 
 
-_REPEATS = "repeats the captured routes and never calls the replay hook again"
-REPLAY_BLOCKERS: tuple[ReplayBlocker, ...] = (
-    ReplayBlocker("moe_router_fusion", "the fused top-k kernel returns before the replay hook is asked"),
-    ReplayBlocker(
-        "moe_router_load_balancing_type",
-        "sinkhorn, and every balancing that is not an auxiliary loss, chooses experts without the replay hook",
-        _chooses_experts,
-    ),
-    ReplayBlocker(
-        "moe_expert_capacity_factor",
-        "tokens over an expert's capacity are dropped after the replay hook, so replayed experts vanish",
-        _drops_tokens,
-    ),
-    ReplayBlocker(
-        "moe_expert_rank_capacity_factor",
-        "tokens over a rank's capacity are dropped after the replay hook (0.18 and later), so replayed experts vanish",
-        lambda settings: settings.get("moe_expert_rank_capacity_factor") is not None,
-    ),
-    ReplayBlocker(
-        "moe_router_force_load_balancing",
-        "router logits are replaced by random ones, so replayed experts get random gate weights",
-    ),
-    ReplayBlocker(
-        "moe_router_force_biased",
-        "router logits are biased at random (0.17 and later), so replayed experts get random gate weights",
-        lambda settings: settings.get("moe_router_force_biased") is not None,
-    ),
-    ReplayBlocker(
-        "overlap_moe_expert_parallel_comm",
-        "the combined 1F1B schedule interleaves two micro-batches, so a pass no longer meets its rows in order",
-    ),
-    ReplayBlocker(
-        "mlp_chunks_for_training",
-        "the router is asked for each chunk of a micro-batch (0.18 and later), so a pass no longer meets all its rows",
-        lambda settings: settings.get("mlp_chunks_for_training", 1) > 1,
-    ),
-    ReplayBlocker("cuda_graph_impl", f"a CUDA graph over the router {_REPEATS}", _captures_router),
-    ReplayBlocker("enable_cuda_graph", f"a CUDA graph over the layer {_REPEATS}"),
-    ReplayBlocker("external_cuda_graph", f"a CUDA graph over the layer {_REPEATS}"),
-)
-"""Every such setting of megatron-core 0.12 to 0.19 (read in transformer/moe/router.py, moe_utils.py, moe_layer.py,
-transformer_layer.py and the schedules)."""
+_TESTS: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
+    "moe_router_load_balancing_type": _chooses_experts,
+    "moe_expert_capacity_factor": _drops_tokens,
+    "moe_expert_rank_capacity_factor": lambda settings: settings.get("moe_expert_rank_capacity_factor") is not None,
+    "moe_router_force_biased": lambda settings: settings.get("moe_router_force_biased") is not None,
+    "mlp_chunks_for_training": lambda settings: settings.get("mlp_chunks_for_training", 1) > 1,
+    "cuda_graph_impl": _captures_router,
+}
+"""Of the settings that bypass the hook with some values only."""
+_REASONS = tomllib.loads(Path(__file__).with_name("replay_blockers.toml").read_text("utf-8"))
+REPLAY_BLOCKERS = tuple(ReplayBlocker(setting, why, _TESTS.get(setting)) for setting, why in _REASONS.items())
+"""Every such setting of megatron-core 0.12 to 0.19."""
 
 
 def replay_blockers(settings: Mapping[str, Any]) -> list[ReplayBlocker]:

@@ -77,7 +77,8 @@ class Stat:
         """Mean, population standard deviation, minimum and maximum over the mask."""
         selected, count = _select(values, mask)
         sums = torch.stack([count, selected.sum(), torch.dot(selected.flatten(), selected.flatten())])
-        return cls("summary", sums, torch.stack([_largest(values, mask), -_smallest(values, mask)]))
+        smallest = _inside(values, mask, math.inf).amin().double()
+        return cls("summary", sums, torch.stack([_largest(values, mask), -smallest]))
 
     @classmethod
     def ratio(cls, log_ratio: Tensor, mask: Tensor) -> Stat:
@@ -209,7 +210,7 @@ def _vector(value: Tensor | float | None = None, device: torch.device | None = N
 
 def _select(values: Values, mask: Values | None) -> tuple[Tensor, Tensor]:
     """Return the values in float64 with 0 outside the mask, and the number of entries inside."""
-    wide = _widen(values)
+    wide = torch.as_tensor(values, dtype=torch.float64).detach()
     if mask is None:
         return wide, torch.full((), float(wide.numel()), dtype=torch.float64, device=wide.device)
     chosen = torch.as_tensor(mask)
@@ -231,20 +232,12 @@ def _largest(values: Values, mask: Values | None) -> Tensor:
     return _inside(values, mask, -math.inf).amax().double()
 
 
-def _smallest(values: Values, mask: Values | None) -> Tensor:
-    return _inside(values, mask, math.inf).amin().double()
-
-
 def _inside(values: Values, mask: Values | None, other: float) -> Tensor:
     given = torch.as_tensor(values).detach()
     given = given if given.is_floating_point() else given.double()
     if not given.numel():
         return given.new_full((1,), other)
     return given if mask is None else torch.where(torch.as_tensor(mask), given, other)
-
-
-def _widen(values: Values) -> Tensor:
-    return torch.as_tensor(values, dtype=torch.float64).detach()
 
 
 def _mean(sums: list[float]) -> dict[str, float]:

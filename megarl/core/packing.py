@@ -106,7 +106,7 @@ def _per_token(advantages: Values | Sequence[np.ndarray], rollouts: Sequence[Rol
         columns = [np.asarray(column) for column in advantages]
         for rollout, column in zip(rollouts, columns, strict=True):
             if column.shape != (rollout.num_tokens,):
-                raise ValueError(f"{_name(rollout)}: advantages are {list(column.shape)}, expected one per token")
+                raise ValueError(f"{rollout.label}: advantages are {list(column.shape)}, expected one per token")
         values = np.concatenate(columns)
     else:
         of_sequence = torch.as_tensor(advantages, dtype=torch.float32, device="cpu").numpy()
@@ -115,7 +115,7 @@ def _per_token(advantages: Values | Sequence[np.ndarray], rollouts: Sequence[Rol
         values = np.repeat(of_sequence, lengths)
     if (bad := np.flatnonzero(~np.isfinite(values))).size:
         owner = rollouts[np.searchsorted(np.cumsum(lengths), bad[0], "right")]
-        raise NumericsError(f"{_name(owner)}: the advantage is {values[bad[0]]}, expected a finite number")
+        raise NumericsError(f"{owner.label}: the advantage is {values[bad[0]]}, expected a finite number")
     return torch.from_numpy(values.astype(np.float32, copy=False))
 
 
@@ -279,7 +279,7 @@ def _pack_routes(rollouts: Sequence[Rollout]) -> tuple[Tensor | None, Tensor | N
     for rollout in rollouts:
         if rollout.routed_experts is None:
             raise TraceError(
-                f"{_name(rollout)} has no routes, but others of the batch do: give it zero rows "
+                f"{rollout.label} has no routes, but others of the batch do: give it zero rows "
                 f"with routed_mask False if the engine lost its trace"
             )
     shapes = {r.routed_experts.shape[1:] for r in with_routes if r.routed_experts is not None}
@@ -305,23 +305,23 @@ def _pack_masks(rollouts: Sequence[Rollout]) -> Tensor | None:
 def _check_shapes(rollout: Rollout) -> None:
     num_tokens = rollout.num_tokens
     if not num_tokens:
-        raise RolloutError(f"{_name(rollout)} has no tokens, not even a prompt")
+        raise RolloutError(f"{rollout.label} has no tokens, not even a prompt")
     for column in ("loss_mask", "rollout_logprobs", "weight_versions"):
         shape = getattr(rollout, column).shape
         if shape != (num_tokens,):
-            raise RolloutError(f"{_name(rollout)}: {column} is {list(shape)}, expected [{num_tokens}]")
+            raise RolloutError(f"{rollout.label}: {column} is {list(shape)}, expected [{num_tokens}]")
     experts, mask = rollout.routed_experts, rollout.routed_mask
     if experts is not None and (experts.ndim != 3 or len(experts) != num_tokens):
-        raise TraceError(f"{_name(rollout)}: routes are {list(experts.shape)}, expected [{num_tokens}, L, K]")
+        raise TraceError(f"{rollout.label}: routes are {list(experts.shape)}, expected [{num_tokens}, L, K]")
     if mask is not None and mask.shape != (num_tokens,):
-        raise TraceError(f"{_name(rollout)}: routed_mask is {list(mask.shape)}, expected [{num_tokens}]")
+        raise TraceError(f"{rollout.label}: routed_mask is {list(mask.shape)}, expected [{num_tokens}]")
 
 
 def _check_values(rollouts: Sequence[Rollout], loss_mask: np.ndarray, logprobs: np.ndarray, bounds: np.ndarray) -> None:
     """Check the columns [T] of all rollouts at once, because a call for each costs more than its few tokens."""
     if (first := loss_mask[bounds[:-1]]).any():
         raise RolloutError(
-            f"{_name(rollouts[int(first.argmax())])}: its first token is marked as generated, but nothing before it "
+            f"{rollouts[int(first.argmax())].label}: its first token is marked as generated, but nothing before it "
             "predicts it; prompts must not be empty"
         )
     wrong = loss_mask & ~(logprobs <= LOGPROB_TOLERANCE)  # NaN too
@@ -329,12 +329,8 @@ def _check_values(rollouts: Sequence[Rollout], loss_mask: np.ndarray, logprobs: 
         token = int(wrong.argmax())
         sequence = int(np.searchsorted(bounds, token, "right")) - 1
         raise NumericsError(
-            f"{_name(rollouts[sequence])}: rollout_logprobs is {logprobs[token]:g} at token {token - bounds[sequence]}"
+            f"{rollouts[sequence].label}: rollout_logprobs is {logprobs[token]:g} at token {token - bounds[sequence]}"
             ", expected a log-probability, which is at most 0: these may be raw logits, or probabilities"
         )
     for rollout in rollouts:
         check_kept(rollout)
-
-
-def _name(rollout: Rollout) -> str:
-    return f"group {rollout.group} sample {rollout.sample}"

@@ -40,8 +40,7 @@ def encode_rollouts(rollouts: Sequence[Rollout]) -> np.ndarray:
                 continue
             if name != "kept_ids" and len(values) != rollout.num_tokens:
                 raise RolloutError(
-                    f"group {rollout.group} sample {rollout.sample}: {name} has {len(values)} entries, expected "
-                    f"{rollout.num_tokens}, one per token"
+                    f"{rollout.label}: {name} has {len(values)} entries, expected {rollout.num_tokens}, one per token"
                 )
             parts.append(np.ascontiguousarray(values, dtype).view(np.uint8))
     return np.concatenate(parts)

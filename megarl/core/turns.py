@@ -28,7 +28,7 @@ def join(earlier: Rollout, later: Rollout) -> Rollout:
     Both have routes, or neither has; so with kept sets, or RolloutError. Raises TraceError if ``later`` does not begin
     with the tokens of ``earlier``, or if their routes are of different models.
     """
-    label = f"group {later.group} sample {later.sample}"
+    label = later.label
     size = earlier.num_tokens
     if later.prompt_length < size or not np.array_equal(later.tokens[:size], earlier.tokens):
         raise TraceError(

@@ -51,6 +51,11 @@ class SampleRequest:
     max_response_tokens: int | None = None
     """Longest response to this request, where it is less than that of all requests; None for no limit of its own."""
 
+    @property
+    def label(self) -> str:
+        """Its name in messages."""
+        return f"group {self.group} sample {self.sample}"
+
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
@@ -80,6 +85,11 @@ class Rollout:
     """int32 [T], how many vocabulary ids each token was drawn from; 0 stands for the whole vocabulary. None: all 0."""
     kept_ids: np.ndarray | None = None
     """int32 [M], these ids, token after token (``megarl.core.kept``); None without kept_counts."""
+
+    @property
+    def label(self) -> str:
+        """Its name in messages."""
+        return f"group {self.group} sample {self.sample}"
 
     @property
     def num_tokens(self) -> int:

@@ -1,7 +1,5 @@
 """Parameters whose gradients are measured (``megarl.megatron.sequence_squares``), and passes that train nothing."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

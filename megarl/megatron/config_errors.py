@@ -1,7 +1,5 @@
 """Turns errors of Megatron about settings, of every kind and some without a message, into a ConfigError of one line."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ takes as long, asks for the weights of a layer in one tensor, and is not in ever
 parameters of their own, so checkpoints have the same names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace

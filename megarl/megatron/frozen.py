@@ -1,7 +1,5 @@
 """Models that are never trained: the reference policy, and the model of a checkpoint for evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Builds Megatron GPT models from a Hugging Face config: packed sequences, any TP/EP/PP layout, TE or local layers."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 from collections.abc import Mapping

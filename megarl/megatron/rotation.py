@@ -1,7 +1,5 @@
 """Rotary embeddings of packed sequences, all at once, where Megatron has no fused kernel."""
 
-from __future__ import annotations
-
 import types
 from typing import Any
 

@@ -6,8 +6,6 @@ al., arXiv 2110.05679). An embedding adds up g_t by token. If the output layer s
 product of the two gradients comes on top.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial

@@ -12,8 +12,6 @@ Without TE, three things stop a run, on a CPU and on a GPU:
    distributed optimizer drops it. Megatron restores the count right before, so the current value is kept.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util

@@ -3,8 +3,6 @@
 What an older release cannot do is refused when the model is built; docs/version_matrix.md lists it.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -14,33 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from megarl.report.panels import Line, Panel
+from megarl.report.panels import Line, Panel, read_table
 from megarl.report.series import Curve, Curves, benchmarks, layer_curves, smooth, thin
 
 Figure = dict[str, Any]
-COLORS = {
-    "blue": "#3f86c9",
-    "orange": "#e0812f",
-    "teal": "#2b9f91",
-    "red": "#d3505a",
-    "purple": "#9a74cc",
-    "grey": "#8b95a3",
-    "yellow": "#b59a2f",
-    "cyan": "#45a9c9",
-    "brown": "#a6705a",
-}
-PHASES = {
-    "rollout": COLORS["blue"],
-    "prepare": "#8fb6dd",
-    "old_logprobs": COLORS["orange"],
-    "ref_logprobs": "#efc79f",
-    "advantages": "#c8b560",
-    "train": COLORS["teal"],
-    "sync": COLORS["purple"],
-    "eval": "#d9a5c0",
-    "checkpoint": "#b3bac4",
-    "verify": "#8c8c8c",
-}
+_THEME = read_table("colors.toml")
+COLORS: dict[str, str] = _THEME["series"]
+PHASES = {phase: COLORS.get(color, color) for phase, color in _THEME["phases"].items()}
 """Colour of each phase that the trainer times, in the order of a step. The last three lie outside the step."""
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _SMOOTHED_FROM = 40
@@ -175,15 +155,17 @@ def _plot_lines(panel: Panel, run: Run, place: int, layout: Figure) -> Iterator[
     for index, line in enumerate(_lines_of(panel, run.curves)):
         if (curve := run.curves.get(line.metric)) is not None:
             style = _style(run, line, place, index)
-            yield from _dots(curve, style) if line.style == "dots" else _plot_curve(curve, style, run)
+            if line.style == "dots":
+                yield _trace(style, curve, "lines+markers", marker={"size": 9, "color": style["line"]["color"]})
+            else:
+                yield from _plot_curve(curve, style, run)
     if panel.kind == "kl" and (k1 := run.curves.get("rollout/k1")) is not None:
         style = _style(run, Line("rollout/k1", "|k1|", "grey"), place, 1)
         yield from _plot_curve(Curve(k1.x, np.abs(k1.y)), style, run)
         below = k1.y < 0
         if len(k1.x) < 2 * _SMOOTHED_FROM and below.any():
-            points = {"mode": "markers", "marker": {"symbol": "circle-open", "size": 7}}
-            name = style["name"].replace("|k1|", "k1 &lt; 0")
-            yield {**style, **points, "name": name, "x": numbers(k1.x[below]), "y": numbers(-k1.y[below])}
+            marker, name = {"symbol": "circle-open", "size": 7}, style["name"].replace("|k1|", "k1 &lt; 0")
+            yield _trace(style, Curve(k1.x[below], -k1.y[below]), "markers", marker=marker, name=name)
 
 
 def _style(run: Run, line: Line, place: int, index: int) -> Figure:
@@ -199,9 +181,8 @@ def _style(run: Run, line: Line, place: int, index: int) -> Figure:
     }
 
 
-def _dots(curve: Curve, style: Figure) -> Iterator[Figure]:
-    shape = {"size": 9, "color": style["line"]["color"]}
-    yield {**style, "mode": "lines+markers", "marker": shape, "x": numbers(curve.x), "y": numbers(curve.y)}
+def _trace(style: Figure, curve: Curve, mode: str, **more: Any) -> Figure:
+    return {**style, "mode": mode, **more, "x": numbers(curve.x), "y": numbers(curve.y)}
 
 
 def _plot_curve(curve: Curve, style: Figure, run: Run) -> Iterator[Figure]:
@@ -210,24 +191,21 @@ def _plot_curve(curve: Curve, style: Figure, run: Run) -> Iterator[Figure]:
     if len(mean.x) < len(curve.x) and run.color is None:
         yield from _band(low, high, style)
     elif is_long:
-        pale = thin(mean)
-        line = {**style["line"], "width": 1, "dash": "solid"}
-        yield {**style, "mode": "lines", "line": line, "opacity": 0.35, "showlegend": False,
-               "hoverinfo": "skip", "x": numbers(pale.x), "y": numbers(pale.y)}  # fmt: skip
+        pale = {"line": {**style["line"], "width": 1, "dash": "solid"}, "opacity": 0.35, "showlegend": False}
+        yield _trace(style, thin(mean), "lines", **pale, hoverinfo="skip")
     shown = thin(replace(mean, y=smooth(mean.y, max(5, len(mean.y) // 25)))) if is_long else mean
-    mode = "lines" if len(shown.x) > 12 else "lines+markers"
-    yield {**style, "mode": mode, "marker": {"size": 4}, "x": numbers(shown.x), "y": numbers(shown.y)}
+    yield _trace(style, shown, "lines" if len(shown.x) > 12 else "lines+markers", marker={"size": 4})
 
 
 def _band(low: Curve, high: Curve, style: Figure, opacity: float = 0.16, label: str = "") -> Iterator[Figure]:
     """The area between two curves with the same steps; in the legend only with a label of its own."""
     known = np.isfinite(low.y) & np.isfinite(high.y)
     low, high = thin(Curve(low.x[known], low.y[known])), thin(Curve(high.x[known], high.y[known]))
-    x, y = np.concatenate([high.x, low.x[::-1]]), np.concatenate([high.y, low.y[::-1]])
-    area = {"mode": "lines", "line": {"width": 0, "color": style["line"]["color"]}, "fill": "toself"}
+    outline = Curve(np.concatenate([high.x, low.x[::-1]]), np.concatenate([high.y, low.y[::-1]]))
+    color = style["line"]["color"]
+    area = {"line": {"width": 0, "color": color}, "fill": "toself", "fillcolor": _with_opacity(color, opacity)}
     own = {"name": label, "legendgroup": label} if label else {"showlegend": False}
-    fill = _with_opacity(style["line"]["color"], opacity)
-    yield {**style, **area, **own, "fillcolor": fill, "hoverinfo": "skip", "x": numbers(x), "y": numbers(y)}
+    yield _trace(style, outline, "lines", **area, **own, hoverinfo="skip")
 
 
 def _with_opacity(color: str, opacity: float) -> str:
@@ -243,8 +221,7 @@ def _plot_by_index(panel: Panel, run: Run, place: int, layout: Figure) -> Iterat
             known = np.isfinite(curve.y)
             _, where = np.unique(np.round(curve.x[known] % 1, 9), return_inverse=True)
             means = np.bincount(where, curve.y[known]) / np.bincount(where)
-            style = _style(run, line, place, index)
-            yield {**style, "mode": "lines+markers", "x": numbers(np.arange(len(means))), "y": numbers(means)}
+            yield _trace(_style(run, line, place, index), Curve(np.arange(len(means)), means), "lines+markers")
 
 
 def _plot_frontier(panel: Panel, run: Run, place: int, layout: Figure) -> Iterator[Figure]:
@@ -262,9 +239,8 @@ def _plot_frontier(panel: Panel, run: Run, place: int, layout: Figure) -> Iterat
         values = numbers(np.interp(passed.x, entropy.x, entropy.y))
         bar = {"title": {"text": "entropy", "side": "right"}, "thickness": 12}
         marker |= {"color": values, "colorscale": "Viridis", "colorbar": bar}
-    line = {**style["line"], "width": 1.2}
-    yield {**style, "mode": "lines+markers", "line": line, "marker": marker, "x": numbers(spent),
-           "y": numbers(passed.y), "showlegend": run.color is not None}  # fmt: skip
+    more = {"line": {**style["line"], "width": 1.2}, "marker": marker, "showlegend": run.color is not None}
+    yield _trace(style, Curve(spent, passed.y), "lines+markers", **more)
 
 
 def _plot_ratio(panel: Panel, run: Run, place: int, layout: Figure) -> Iterator[Figure]:
@@ -280,8 +256,7 @@ def _plot_ratio(panel: Panel, run: Run, place: int, layout: Figure) -> Iterator[
             if len(spread) == len(middle.y):
                 band = (replace(middle, y=middle.y - spread), replace(middle, y=middle.y + spread))
                 yield from _band(*band, style, 0.3, "mean ± largest std")
-        middle = thin(middle)
-        yield {**style, "mode": "lines", "x": numbers(middle.x), "y": numbers(middle.y)}
+        yield _trace(style, thin(middle), "lines")
     layout["shapes"] = [{"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1,
                          "line": {"color": COLORS["grey"], "width": 1, "dash": "dot"}}]  # fmt: skip
 

@@ -17,15 +17,6 @@ from megarl.report.panels import Panel, read_glossary
 
 PLOT = '<div class="plot" data-figure="0"></div>'
 """The body of a page with one figure."""
-_ORDERS = {
-    "step down": "newest step first",
-    "step up": "oldest step first",
-    "reward down": "highest reward first",
-    "reward up": "lowest reward first",
-    "length down": "longest first",
-    "length up": "shortest first",
-    "gap down": "largest gap first",
-}
 
 
 def make_page(
@@ -62,15 +53,8 @@ def render_glossary() -> str:
 def render_samples(notes: Sequence[str], has_any: bool) -> str:
     """Return the place where page.js lists the samples, with its controls; notes: what the page holds of each run."""
     texts = "".join(f'<p class="note">{html.escape(note)}</p>' for note in notes)
-    orders = "".join(f'<option value="{value}">{label}</option>' for value, label in _ORDERS.items())
-    controls = (
-        '<div class="controls"><input id="sample-query" type="search" placeholder="Search prompts and responses" '
-        f'aria-label="Search"><select id="sample-order" aria-label="Order">{orders}</select></div>'
-        '<p class="note" id="sample-count"></p><div id="sample-list"></div>'
-        '<button id="sample-more" type="button">More</button>'
-    )
     heading = '<section id="responses"><h2>What the model wrote</h2>'
-    return f"{heading}{texts}{controls if has_any else ''}</section>"
+    return f"{heading}{texts}{_read('samples.html') if has_any else ''}</section>"
 
 
 def render_tiles(rows: Mapping[str, str]) -> str:

@@ -62,16 +62,17 @@ class Panel:
 @cache
 def read_panels() -> dict[str, Panel]:
     """Return the panels by their short names, in the order of the page."""
-    return {key: _make_panel(**table) for key, table in _read("panels.toml").items()}
+    return {key: _make_panel(**table) for key, table in read_table("panels.toml").items()}
 
 
 @cache
 def read_glossary() -> dict[str, str]:
     """Return what each metric means, by name; XX in a name stands for a number, NAME for a name of the user's."""
-    return _read("glossary.toml")
+    return read_table("glossary.toml")
 
 
-def _read(name: str) -> dict[str, Any]:
+def read_table(name: str) -> dict[str, Any]:
+    """Return what a TOML file of this package holds."""
     return tomllib.loads((files("megarl.report") / name).read_text(encoding="utf-8"))
 
 

@@ -83,9 +83,11 @@ def name_runs(folders: Sequence[Path]) -> list[str]:
 
 
 def _read_run(folder: Path, name: str) -> _Source:
-    records = read_metrics(folder / "metrics.jsonl")
+    path = folder / "metrics.jsonl"
+    records = read_metrics(path)
     if not records:
-        raise DataError(f"{folder / 'metrics.jsonl'}: the file is empty: the run has not finished its first step")
+        found = f"no whole record in {size} bytes" if (size := path.stat().st_size) else "the file is empty"
+        raise DataError(f"{path}: {found}: the run has not finished its first step")
     return _Source(name, folder, records, make_curves(records), _read_config(folder / "config.toml"))
 
 

@@ -76,7 +76,7 @@ def describe(one: Mapping[str, Any]) -> str:
     ]
     parts = one["parts"] or [["model", one["response"]]]
     texts = [("prompt", one["prompt"]), *(("response" if who == "model" else who, text) for who, text in parts)]
-    lines = [f"  {name}:\n" + _indent(text) for name, text in texts]
+    lines = [f"  {name}:\n    " + text.replace("\n", "\n    ") for name, text in texts]
     error = [f"  error: {one['error']}"] if one["error"] else []
     return printable("\n".join(["--- " + "  ".join(head), *lines, *error]))
 
@@ -94,32 +94,36 @@ def flags(one: Mapping[str, Any]) -> list[str]:
 
 
 def for_page(run_dir: Path, name: str = "") -> tuple[list[dict[str, Any]], str]:
-    """Return the newest samples of a run that fit into a page, and a sentence about those that do not."""
+    """Return the newest samples of a run that fit into a page, and a sentence about those that do not.
+
+    Of a damaged file, what stands before the damage.
+    """
     kept: list[dict[str, Any]] = []
     size = total = 0
-    for one in read_samples(run_dir):  # in the order of the steps: the oldest go
-        total += 1
-        kept.append(_for_page(one, name))
-        size += _size(kept[-1])
-        while size > _PAGE_BYTES:
-            size -= _size(kept.pop(0))
+    damage, run = "", name or "The run"
+    try:
+        for one in read_samples(run_dir):  # in the order of the steps: the oldest go
+            total += 1
+            kept.append(_for_page(one, name))
+            size += _size(kept[-1])
+            while size > _PAGE_BYTES:
+                size -= _size(kept.pop(0))
+    except DataError as error:
+        damage = f" What follows cannot be read: {printable(str(error))}."
     if not kept:
-        return [], f"{name or 'The run'} has stored no samples (log.samples_per_step)."
+        return [], f"{run} has stored no samples{damage and ' that can be read'} (log.samples_per_step).{damage}"
     steps = f"of steps {kept[0]['step']} to {kept[-1]['step']}"
     left = f"; {total - len(kept)} older ones are left out, megarl samples shows them" if total > len(kept) else ""
-    return kept, f"{name or 'The run'}: {len(kept)} stored responses {steps}{left}."
+    return kept, f"{run}: {len(kept)} stored responses {steps}{left}.{damage}"
 
 
 def _for_page(one: Mapping[str, Any], name: str) -> dict[str, Any]:
     keys = ("step", "group", "sample", "reward", "length", "gap", "finish", "tool_calls")
     rewards = ", ".join(f"{part} {value:.4g}" for part, value in one["rewards"].items())
-    texts = {"prompt": one["prompt"], "response": _by_author(one), "error": one["error"] or "", "rewards": rewards}
+    response = "\n".join(f"[{who}]\n{text}" for who, text in one["parts"]) or one["response"]
+    texts = {"prompt": one["prompt"], "response": response, "error": one["error"] or "", "rewards": rewards}
     shown = {key: _shorten(printable(text)) for key, text in texts.items()}
     return {key: one[key] for key in keys} | shown | {"run": name, "flags": [printable(flag) for flag in flags(one)]}
-
-
-def _by_author(one: Mapping[str, Any]) -> str:
-    return "\n".join(f"[{who}]\n{text}" for who, text in one["parts"]) or one["response"]
 
 
 def _shorten(text: str) -> str:
@@ -137,7 +141,3 @@ def _matches(one: Mapping[str, Any], search: str | None) -> bool:
 
 def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:.4g}"
-
-
-def _indent(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.split("\n"))

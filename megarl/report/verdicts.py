@@ -9,7 +9,7 @@ import pydantic
 from megarl.config.tables.health import HealthConfig
 from megarl.errors import DataError
 from megarl.run.health import judge_run
-from megarl.run.health.checks import CHECKS, Check
+from megarl.run.health.checks import CHECKS
 
 
 def render_verdicts(records: Sequence[Mapping[str, Any]], config: Mapping[str, Any], name: str = "") -> str:
@@ -23,7 +23,7 @@ def render_verdicts(records: Sequence[Mapping[str, Any]], config: Mapping[str, A
     except (TypeError, pydantic.ValidationError) as error:
         raise DataError(f"config.toml: the table [health] is broken: {' '.join(str(error).split())}") from error
     on = [check for check in CHECKS if getattr(settings, check.name) != "off"]
-    ran = [check.name for check in on if any(_has_value(check, record) for record in records)]
+    ran = [check.name for check in on if any(check.look(record)[1] is not None for record in records)]
     unknown = [check.name for check in on if check.name not in ran]
     off = [check.name for check in CHECKS if check not in on]
     parts = [("Checks that looked", ran), ("found nothing to judge", unknown), ("switched off", off)]
@@ -31,26 +31,17 @@ def render_verdicts(records: Sequence[Mapping[str, Any]], config: Mapping[str, A
     of = f"{name}: " if name else ""
     say = str if name else str.capitalize
     found = judge_run(records, settings)
-    cards = [
-        _card(
-            each.level, of + say(each.level), f"{_since(each.since)}{each.check}: {each.found}", each.cause, each.advice
+    cards = []
+    for each in found:
+        since = "" if each.since is None else f"since step {each.since}, "
+        cards.append(
+            _card(each.level, of + say(each.level), f"{since}{each.check}: {each.found}", each.cause, each.advice)
         )
-        for each in found
-    ]
     if not ran:
         cards.append(_card("warning", of + say("not judged"), "the run has recorded nothing that a check reads"))
     elif not any(each.level == "alarm" for each in found):
         cards.insert(0, _card("warning" if found else "ok", of + say("no alarm"), "" if found else "no warning either"))
     return f'{"".join(cards)}<p class="note">{html.escape(of + looked)}</p>'
-
-
-def _has_value(check: Check, record: Mapping[str, Any]) -> bool:
-    given = {name: record[name] for name in check.metrics if name in record}
-    return bool(given) and check.read(given) is not None
-
-
-def _since(step: int | None) -> str:
-    return "" if step is None else f"since step {step}, "
 
 
 def _card(level: str, title: str, found: str, cause: str = "", advice: str = "") -> str:

@@ -291,6 +291,10 @@ def test_no_metrics_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(MegarlError, match="is empty"):
         write_report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "st')
+    with pytest.raises(MegarlError, match="no whole record in 12 bytes"):
+        write_report(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
     write_run(tmp_path, steps=1)
     (tmp_path / "config.toml").write_text("[train\n")
     with pytest.raises(DataError, match=r"config\.toml: not valid TOML"):

@@ -270,3 +270,18 @@ def test_a_page_says_what_it_leaves_out(tmp_path: Path) -> None:
         "out, megarl samples shows them."
     )
     assert "\n[1000 characters]\n" in kept[0]["response"]
+
+
+def test_a_page_shows_what_stands_before_a_damage(tmp_path: Path) -> None:
+    ends = write(tmp_path, 1, 2, 3)
+    data = bytearray((tmp_path / NAME).read_bytes())
+    data[ends[1] + 14 : ends[1] + 20] = b"\xff" * 6
+    (tmp_path / NAME).write_bytes(data)
+    kept, note = for_page(tmp_path)
+    assert sorted({one["step"] for one in kept}) == [1, 2]
+    assert note.startswith("The run: 4 stored responses of steps 1 to 2. What follows cannot be read: ")
+    assert f"byte {ends[1]}: damaged" in note
+    (tmp_path / NAME).write_bytes(b"\x1f\x8b" + b"\xff" * 20)
+    kept, note = for_page(tmp_path)
+    assert kept == []
+    assert "no samples that can be read" in note

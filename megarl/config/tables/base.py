@@ -1,8 +1,8 @@
 """What all tables have in common: their base class and the types of their values."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Count = Annotated[int, Field(ge=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -17,3 +17,11 @@ class Table(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @model_validator(mode="after")
+    def _validate(self) -> Self:
+        self.check()
+        return self
+
+    def check(self) -> None:
+        """Raise ValueError or ConfigError if keys do not go together."""

@@ -1,9 +1,9 @@
 """The tables about prompts, their judgement and demonstrations: [data], [reward], [reward_model], [sft]."""
 
 import re
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.config.tables.base import Count, NonNegative, Table
 from megarl.config.tables.train import DecayStyle
@@ -37,11 +37,9 @@ class DataConfig(Table):
             return self.split
         return self.heldout_split
 
-    @model_validator(mode="after")
-    def _goes_together(self) -> Self:
+    def check(self) -> None:
         if self.heldout_split is not None and self.heldout is None:
             raise ValueError(f"heldout_split: found {self.heldout_split!r} without heldout; set heldout or remove it")
-        return self
 
 
 class RewardConfig(Table):
@@ -64,14 +62,12 @@ class RewardConfig(Table):
     """Weights of several rewards, by name: your function then returns a reward for each name, and the reward is their
     weighted sum. Default: it returns one number."""
 
-    @model_validator(mode="after")
-    def _goes_together(self) -> Self:
+    def check(self) -> None:
         if self.weights and ":" not in self.function:
             raise ValueError(
                 f'weights: found {self.weights} with function = "{self.function}", which returns one number; name a '
                 "function of your own that returns several, or remove them"
             )
-        return self
 
 
 class RewardModelConfig(Table):
@@ -98,8 +94,7 @@ class RewardModelConfig(Table):
     api_key_env: str | None = None
     """Name of the environment variable with the API key of the servers; default: no key is sent."""
 
-    @model_validator(mode="after")
-    def _goes_together(self) -> Self:
+    def check(self) -> None:
         for url in self.urls:
             if not re.fullmatch(r"https?://[^/?#@\s]+(/[^?#@\s]*)?(?<!/)", url):
                 raise ValueError(
@@ -108,7 +103,6 @@ class RewardModelConfig(Table):
                 )
         if "{response}" not in self.text:
             raise ValueError(f"text: found {self.text!r}, expected {{response}} in it")
-        return self
 
 
 class SftConfig(Table):

@@ -1,8 +1,8 @@
 """The tables about the policy and how it is spread over ranks: [model], [parallel], [recompute]."""
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 
 from megarl.config.tables.base import Dtype, Table
 
@@ -61,8 +61,7 @@ class ParallelConfig(Table):
         """Whether tensor-parallel ranks split activations along the sequence: Megatron's MoE needs it with tp > 1."""
         return self.tp > 1
 
-    @model_validator(mode="after")
-    def _goes_together(self) -> Self:
+    def check(self) -> None:
         if self.vpp is not None and self.pp == 1:
             raise ValueError(f"vpp: found {self.vpp} with pp = 1, expected pp > 1; remove vpp or raise pp")
         if self.vpp == 1:
@@ -72,7 +71,6 @@ class ParallelConfig(Table):
                 f"etp: found {self.expert_tp} with tp = {self.tp} and ep = {self.ep}: Megatron reduces such expert "
                 "gradients over the wrong ranks; expected etp = tp, or ep > 1 and etp below tp"
             )
-        return self
 
 
 class RecomputeConfig(Table):
@@ -87,8 +85,7 @@ class RecomputeConfig(Table):
     modules: list[RecomputeModule] | None = None
     """With selective: which modules; default core_attn."""
 
-    @model_validator(mode="after")
-    def _goes_together(self) -> Self:
+    def check(self) -> None:
         full_keys = [key for key in ("method", "num_layers") if getattr(self, key) is not None]
         if self.granularity == "full" and len(full_keys) < 2:
             raise ValueError('granularity: found "full" without method and num_layers; set e.g. "uniform" and 1')
@@ -96,4 +93,3 @@ class RecomputeConfig(Table):
             raise ValueError(f'{full_keys[0]}: goes only with granularity = "full"; remove it')
         if self.granularity != "selective" and self.modules is not None:
             raise ValueError('modules: goes only with granularity = "selective"; remove it')
-        return self

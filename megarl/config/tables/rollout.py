@@ -1,8 +1,8 @@
 """The tables about rollouts: [rollout], [environment], [sglang]."""
 
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.config.plugs import EngineKind, engine_kind
 from megarl.config.tables.base import Count, Dtype, Table
@@ -54,8 +54,7 @@ class RolloutConfig(Table):
         """Whether the ids that tokens are drawn from are recorded: at top_p = 1 these are the whole vocabulary."""
         return self.keep_sampling_mask and self.top_p < 1
 
-    @model_validator(mode="after")
-    def _engine_can(self) -> Self:
+    def check(self) -> None:
         kind = self.engine_kind
         if self.top_p < 1 and not kind.nucleus:
             raise ValueError(
@@ -77,7 +76,6 @@ class RolloutConfig(Table):
                 raise ValueError(f'{name}: found true with engine = "{self.engine}", which cannot round so; remove it')
         if self.fp8_activations and not self.fp8_rounding:
             raise ValueError("fp8_activations: found true without fp8_rounding, which it adds to; set both, or neither")
-        return self
 
 
 class EnvironmentConfig(Table):
@@ -123,8 +121,7 @@ class EnvironmentConfig(Table):
     """Run it without isolation, under resource limits alone, where bubblewrap does not work: the model's code then has
     the network, and reads and writes what the user can."""
 
-    @model_validator(mode="after")
-    def _goes_together(self) -> Self:
+    def check(self) -> None:
         if (self.function == "tools") != bool(self.tools):
             raise ValueError(
                 f'tools: found {self.tools} with function = {self.function!r}; name tools, with function = "tools"'
@@ -135,7 +132,6 @@ class EnvironmentConfig(Table):
             raise ValueError(f"observation: found {self.observation!r}, expected {{output}} in it")
         if self.function is None and self != EnvironmentConfig.model_construct():
             raise ValueError("function: missing beside other keys; it says what the environment is")
-        return self
 
 
 class SGLangConfig(Table):
@@ -192,8 +188,7 @@ class SGLangConfig(Table):
     max_restarts: Count = 20
     """Most restarts of a server that dies; those at urls are not restarted."""
 
-    @model_validator(mode="after")
-    def _goes_together(self) -> Self:
+    def check(self) -> None:
         bases = [url.rstrip("/") for url in self.urls]
         for url in self.urls:
             if not url.startswith(("http://", "https://")) or url.endswith("/") or bases.count(url) > 1:
@@ -204,4 +199,3 @@ class SGLangConfig(Table):
             raise ValueError(f"gpus: found {self.gpus}, expected each GPU once")
         if self.gpus and len(self.gpus) != self.servers * self.tp:
             raise ValueError(f"gpus: found {len(self.gpus)}, expected servers * tp = {self.servers * self.tp}")
-        return self

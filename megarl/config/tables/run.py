@@ -1,8 +1,8 @@
 """The tables about the run as a whole: [run], [eval], [checkpoint], [launch], [log]."""
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.config.tables.base import Count, NonNegative, Table
 
@@ -39,11 +39,9 @@ class EvalConfig(Table):
     sets: dict[str, str] = {}
     """Benchmarks besides data.heldout, name = source: as NAME=SOURCE of `megarl eval --data`."""
 
-    @model_validator(mode="after")
-    def _goes_together(self) -> Self:
+    def check(self) -> None:
         if taken := {"heldout", "pooled"} & {*self.sets}:
             raise ValueError(f"sets: found the name {taken.pop()}, which means something else; choose another name")
-        return self
 
 
 class CheckpointConfig(Table):
@@ -99,8 +97,7 @@ class LaunchConfig(Table):
         """Ranks of the trainer in all."""
         return self.nodes * self.ranks_per_node
 
-    @model_validator(mode="after")
-    def _goes_together(self) -> Self:
+    def check(self) -> None:
         if self.layout == "local" and self.nodes > 1:
             raise ValueError(f'nodes: found {self.nodes} with layout = "local", which is one machine; set a layout')
         if self.apart != bool(self.server_nodes):
@@ -108,7 +105,6 @@ class LaunchConfig(Table):
             raise ValueError(
                 f'server_nodes: found {self.server_nodes} with layout = "{self.layout}", expected {expected}'
             )
-        return self
 
 
 class LogConfig(Table):

@@ -1,8 +1,8 @@
 """The tables of a configuration that say what is sampled, how much of it, and how it is credited."""
 
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.config.plugs import check_function, load_plug
 from megarl.config.tables.base import Count, NonNegative, Table
@@ -113,8 +113,7 @@ class SamplingConfig(Table):
             'sampling.train_size out, or set 2 or more, and not sampling.subsample = "any"'
         )
 
-    @model_validator(mode="after")
-    def _goes_together(self) -> Self:
+    def check(self) -> None:
         if own := self.rule not in get_args(Rule):
             self.rule_of(1)  # tries it
         sequential, rounds = self.rule in _SEQUENTIAL, self.rule in _SEQUENTIAL[:2]
@@ -138,7 +137,6 @@ class SamplingConfig(Table):
         for key in ("max_prompts", "spare"):
             if getattr(self, key) and not self.refill:
                 raise ValueError(f"{key}: found {getattr(self, key)} without refill = true; set that or remove this")
-        return self
 
 
 class EstimateConfig(Table):
@@ -168,13 +166,11 @@ class EstimateConfig(Table):
     head_lr: float = Field(default=0.1, gt=0, lt=10)
     """Learning rate of the value head: about how far one of its 8 steps per update moves a logit."""
 
-    @model_validator(mode="after")
-    def _known_objective(self) -> Self:
+    def check(self) -> None:
         try:
             parse_allocation(self.objective)
         except ConfigError as error:
             raise ValueError(f'objective: {error}, or "inverse:A", or "ada_est"') from error
-        return self
 
 
 class GvmConfig(Table):

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.config.plugs import check_function, load_plug
 from megarl.config.tables.base import Beta, Count, NonNegative, Table
@@ -89,8 +89,7 @@ class TrainConfig(Table):
         named = self._named
         return None if isinstance(named, Objective) else named
 
-    @model_validator(mode="after")
-    def _goes_together(self) -> Self:
+    def check(self) -> None:
         function = self.objective_function
         if function is not None:
             check_function("objective", self.objective, function, "columns", "an Objective or ")
@@ -104,7 +103,6 @@ class TrainConfig(Table):
             _ = self.resolved_objective
         except ConfigError as error:
             raise ValueError(f"objective_overrides: {str(error).removeprefix('objective: ')}") from error
-        return self
 
 
 def _load_part(part: str, path: str) -> Any:
@@ -135,12 +133,10 @@ class OptimConfig(Table):
     clip_grad: NonNegative = 1.0
     """Largest global gradient norm; 0 = no clipping."""
 
-    @model_validator(mode="after")
-    def _goes_together(self) -> Self:
+    def check(self) -> None:
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr: found {self.min_lr}, expected at most lr = {self.lr}")
         if self.decay_steps is not None and self.warmup_steps >= self.decay_steps:
             raise ValueError(
                 f"warmup_steps: found {self.warmup_steps}, expected fewer than decay_steps = {self.decay_steps}"
             )
-        return self

@@ -63,7 +63,25 @@ def override(record: Any, changes: Mapping[str, Any], load: Load, where: str = "
     "0", "1" and so on changes one of them, or adds one after the last. A text with a colon names the user's own
     function, which ``load`` finds. Raises ConfigError for a key or a table that does not fit.
     """
-    return _made(record, type(record), changes, load, where)
+    return make(type(record), changes, record, load, where)
+
+
+def make(
+    kind: Any, changes: Mapping[str, Any], old: Any = None, load: Load = lambda _, path: path, where: str = ""
+) -> Any:
+    """Return a record with these parts, written as for ``override``; the others are those of ``old``, or defaults."""
+    options, found = options_of(kind), {}
+    for key, value in changes.items():
+        if key not in options:
+            close = difflib.get_close_matches(key, options, n=1) or list(options)
+            raise ConfigError(f"{where}{key}: unknown part; did you mean {' or '.join(close)}?")
+        found[key] = _replacement(getattr(old, key, None), options[key], value, load, f"{where}{key}")
+    if old is not None:
+        return replace(old, **found)
+    for field in fields(kind):
+        if field.default is MISSING and field.name not in found:
+            raise ConfigError(f"{where}{field.name}: missing, expected {describe_options(options[field.name])}")
+    return kind(**found)
 
 
 def _replacement(old: Any, options: tuple[Any, ...], value: Any, load: Load, place: str) -> Any:
@@ -72,7 +90,7 @@ def _replacement(old: Any, options: tuple[Any, ...], value: Any, load: Load, pla
         return _replaced_list(old or (), tuple(_flatten(get_args(listed)[0])), value, load, place)
     kind: Any = next((option for option in options if is_dataclass(option)), None)
     if isinstance(value, Mapping) and kind is not None:
-        return _made(old if isinstance(old, kind) else None, kind, value, load, f"{place}.")
+        return make(kind, value, old if isinstance(old, kind) else None, load, f"{place}.")
     if value == OFF:
         return None
     if isinstance(value, str) and ":" in value and Callable in options:
@@ -101,21 +119,6 @@ def _replaced_list(old: tuple[Any, ...], element: tuple[Any, ...], value: Any, l
     if isinstance(value, list | tuple):
         return tuple(_replacement(None, element, each, load, f"{place}.{n}") for n, each in enumerate(value))
     return value  # the check of types names what was expected
-
-
-def _made(old: Any, kind: Any, changes: Mapping[str, Any], load: Load, where: str) -> Any:
-    options, found = options_of(kind), {}
-    for key, value in changes.items():
-        if key not in options:
-            close = difflib.get_close_matches(key, options, n=1) or list(options)
-            raise ConfigError(f"{where}{key}: unknown part; did you mean {' or '.join(close)}?")
-        found[key] = _replacement(getattr(old, key, None), options[key], value, load, f"{where}{key}")
-    if old is not None:
-        return replace(old, **found)
-    for field in fields(kind):
-        if field.default is MISSING and field.name not in found:
-            raise ConfigError(f"{where}{field.name}: missing, expected {describe_options(options[field.name])}")
-    return kind(**found)
 
 
 def _flatten(hint: Any) -> list[Any]:

@@ -63,26 +63,20 @@ def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dic
 def refuse_mixed_versions(rollouts: Sequence[Rollout]) -> None:
     """RolloutError naming the first response whose tokens or routes come from more than one version of the weights."""
     for rollout in rollouts:
-        label = f"group {rollout.group} sample {rollout.sample}"
-        if _is_mixed(rollout):
-            found = np.unique(rollout.weight_versions).tolist()
+        versions = rollout.weight_versions
+        if np.count_nonzero(versions != versions[:1]):
             raise RolloutError(
-                f"{label}: its tokens come from weight versions {found}, expected one: let the engine abort what runs "
-                'when weights change, or allow it with train.mixed_versions = "allow"'
+                f"{rollout.label}: its tokens come from weight versions {np.unique(versions).tolist()}, expected one: "
+                'let the engine abort what runs when weights change, or allow it with train.mixed_versions = "allow"'
             )
         stale = _stale(rollout)
-        if np.count_nonzero(stale):
+        if num_stale := np.count_nonzero(stale):
             token = int(stale.argmax())
             raise RolloutError(
-                f"{label}: the experts of token {token} were chosen by weight version {row_versions(rollout)[token]}, "
-                f"the token by version {rollout.weight_versions[token]} ({np.count_nonzero(stale)} such rows): flush "
-                'the engine\'s cache when weights change, or allow it with train.mixed_versions = "allow"'
+                f"{rollout.label}: the experts of token {token} were chosen by weight version "
+                f"{row_versions(rollout)[token]}, the token by version {versions[token]} ({num_stale} such rows): "
+                'flush the engine\'s cache when weights change, or allow it with train.mixed_versions = "allow"'
             )
-
-
-def _is_mixed(rollout: Rollout) -> bool:
-    versions = rollout.weight_versions
-    return bool(np.count_nonzero(versions != versions[:1]))
 
 
 def _stale(rollout: Rollout) -> np.ndarray:

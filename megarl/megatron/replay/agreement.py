@@ -12,8 +12,6 @@ LEAST_JUDGED rows are never judged. Both checks read the device once, when the b
 mistake that explains the rows.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Checks of what a RoutingReplay and its blocks are given, before a router is asked."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Which rows of a micro-batch this rank's routers see, and in which order: the layouts of Megatron-Core."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

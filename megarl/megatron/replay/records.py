@@ -1,7 +1,5 @@
 """What a replay block takes and what it returns."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

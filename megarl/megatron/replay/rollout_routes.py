@@ -177,7 +177,7 @@ def check_rollouts(rollouts: Sequence[Rollout], shape: ModelShape) -> None:
     held: list[tuple[np.ndarray, np.ndarray, str]] = []
     for rollout in rollouts:
         experts, present = rollout.routed_experts, rollout.routed_mask
-        label = f"group {rollout.group} sample {rollout.sample}"
+        label = rollout.label
         if experts is None:
             if present is not None:
                 continue  # its routes are on another rank, which checks them

@@ -7,8 +7,6 @@ choice of experts is replayed. Gate weights are computed from the logits of the 
 gradients reach the router through them (Ma et al., arXiv 2510.11370; Zheng et al., arXiv 2512.01374).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import get_args

@@ -4,8 +4,6 @@ A router call does not synchronise host and device. The routes of a micro-batch 
 layer by layer, and stay there until its last recomputation. Counts are read when the block closes.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 

@@ -36,7 +36,7 @@ def parse_answer(
     the rollout carries its ids; None if there is none.
     Raises RolloutError for an answer that is inconsistent, aborted or not SGLang's, TraceError for wrong routes.
     """
-    label = f"group {request.group} sample {request.sample}"
+    label = request.label
     try:
         if rid is not None and (found := answer["meta_info"].get("id")) != rid:
             raise RolloutError(f"{label}: the answer is to another request: its id is {found!r}, expected {rid!r}")

@@ -81,9 +81,6 @@ class _Job:
     failures: int = 0
     losses: int = 0
 
-    def __str__(self) -> str:
-        return f"group {self.request.group} sample {self.request.sample}"
-
 
 @dataclass(eq=False)
 class _Server:
@@ -261,8 +258,8 @@ class _RequestSession(Session):
             job.losses += 1
             if job.losses >= settings.losses:
                 raise RolloutError(
-                    f"{job}: lost {job.losses} times with its connection, the last: {failure}; if this request ends "
-                    "the server, its log says why"
+                    f"{job.request.label}: lost {job.losses} times with its connection, the last: {failure}; if this "
+                    "request ends the server, its log says why"
                 ) from failure
             server.queue.appendleft(job)
             self._lose(server, failure)
@@ -270,7 +267,9 @@ class _RequestSession(Session):
             job.failures += 1
             if job.failures >= settings.attempts:
                 reason = str(failure) or f"no answer within {settings.deadline_s} s"
-                raise RolloutError(f"{job}: {job.failures} attempts failed, the last: {reason}") from failure
+                raise RolloutError(
+                    f"{job.request.label}: {job.failures} attempts failed, the last: {reason}"
+                ) from failure
             await asyncio.sleep(0.25 * 2**job.failures)
             following = (self._servers.index(server) + 1) % len(self._servers)
             self._servers[following].queue.append(job)

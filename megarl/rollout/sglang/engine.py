@@ -102,8 +102,7 @@ class SGLangEngine(Engine):
             found = set(rollout.weight_versions.tolist())
             if found != {self._version}:
                 raise RolloutError(
-                    f"group {request.group} sample {request.sample}: made with weight versions {sorted(found)}, "
-                    f"expected {self._version} alone"
+                    f"{request.label}: made with weight versions {sorted(found)}, expected {self._version} alone"
                 )
             return rollout
 
@@ -167,7 +166,7 @@ class SGLangEngine(Engine):
         limit = limit_response(request, params, self._positions - 1)
         if not 0 <= request.known_rows <= len(request.prompt_tokens):
             raise RolloutError(
-                f"group {request.group} sample {request.sample}: known_rows is {request.known_rows}, expected "
+                f"{request.label}: known_rows is {request.known_rows}, expected "
                 f"0..{len(request.prompt_tokens)}, the prompt"
             )
         return {

@@ -1,11 +1,11 @@
 """What each SGLang release can do for megarl, and which arguments make its routes or log-probabilities wrong.
 
-Releases 0.5.17, 0.5.18, 0.5.21 and 0.5.23 were run. What is said of other releases, and of faults that need GPUs or
-several hosts, comes from reading SGLang's code.
+The words are data, in releases.toml.
 """
 
 import re
 import subprocess
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,108 +75,23 @@ _OTHER_CACHES = (
     "radix_cache_backend",
 )
 
-CAPABILITIES: tuple[Capability, ...] = (
-    Capability("routed_experts", (0, 5, 7), "answers carry the experts of every prompt and response token"),
-    Capability("routed_experts_start_len", (0, 5, 12), "answers can leave out the experts of a known prefix"),
-    Capability("weight_versions", (0, 5, 19), "answers say which weights made which tokens"),
-    Capability("sampling_masks", (0, 5, 20), "answers carry the ids that each token was drawn from, for top_p below 1"),
-    Capability("update_session", (0, 5, 21), "updates stand between /begin_weight_update and /end_weight_update"),
-    Capability("checksums_on_cpu", (0, 5, 23), "/weights_checker answers on a CPU too, as sglang.checksums needs it"),
-)
-
-FAULTS: tuple[Fault, ...] = (
-    Fault(
-        "physical_experts",
-        _experts_move,
-        "with expert-parallel load balancing (--enable-eplb, --init-expert-location, --ep-num-redundant-experts) "
-        "answers name physical instead of logical experts",
-        "take 0.5.10 or later, or do without load balancing",
-        last=(0, 5, 9),
-    ),
-    Fault(
-        "wrong_rows_on_cpu",
-        lambda found: found.get("device") == "cpu" and not found.get("disable_overlap_schedule"),
-        "on a CPU with overlap scheduling most rows of routes are those of other tokens",
-        "take 0.5.18 or later, or add --disable-overlap-schedule",
-        last=(0, 5, 17),
-    ),
-    Fault(
-        "no_routes",
-        lambda found: found.get("enable_return_routed_experts") is False,
-        "it was started without --enable-return-routed-experts and answers without routes",
-        "start it with that argument",
-    ),
-    Fault(
-        "unchunked_prefill",
-        lambda found: _number(found, "chunked_prefill_size", 1) <= 0,
-        "without chunked prefill (--chunked-prefill-size below 1) it crashes when more prompt tokens arrive at once "
-        "than its buffer of routes has rows",
-        "give a size, for example --chunked-prefill-size 4096",
-    ),
-    Fault(
-        "disaggregation",
-        lambda found: found.get("disaggregation_mode", "null") not in (None, "null"),
-        "with --disaggregation-mode the routes of the prompt stay in the prefill server",
-        "serve prefill and decode in one server",
-    ),
-    Fault(
-        "replicas",
-        lambda found: _number(found, "dp_size", 1) > 1,
-        "with --dp-size above 1 it takes no weights through a process group",
-        "start more servers",
-    ),
-    Fault(
-        "quantized_at_start",
-        lambda found: found.get("quantization") is not None,
-        "with --quantization it quantises weights when it starts, and nothing repeats that on an update",
-        "leave it out; for FP8 set sglang.fp8 = true",
-    ),
-    Fault(
-        "pipeline",
-        lambda found: _number(found, "pp_size", 1) > 1,
-        "with --pp-size above 1 a server knows the routes of one stage's layers alone",
-        "take --tp-size or more servers",
-    ),
-    Fault(
-        "half_batches",
-        lambda found: bool(found.get("enable_two_batch_overlap")),
-        "with --enable-two-batch-overlap both halves of a batch write their routes to the same rows",
-        "leave it out",
-    ),
-    Fault(
-        "tree_of_drafts",
-        _tree_of_drafts,
-        "speculative decoding with a tree of drafts (NGRAM, or --speculative-eagle-topk above 1) moves accepted tokens "
-        "to other cache slots and leaves their routes behind",
-        "decode without speculation",
-    ),
-    Fault(
-        "cache_beyond_the_gpu",
-        lambda found: any(found.get(name) for name in _OTHER_CACHES),
-        "a prefix cache beyond the GPU (" + ", ".join(f"--{name.replace('_', '-')}" for name in _OTHER_CACHES) + ") "
-        "brings keys and values back into other slots, without their routes",
-        "leave it out; the prefix cache on the GPU keeps both",
-    ),
-    Fault(
-        "watermark",
-        lambda found: bool(found.get("enable_watermark")),
-        "with --enable-watermark tokens are not drawn from the distribution of their log-probabilities",
-        "leave it out",
-    ),
-    Fault(
-        "preferred_sampling",
-        lambda found: bool(found.get("preferred_sampling_params")),
-        "--preferred-sampling-params fill in what a request leaves open, and log-probabilities do not tell of it",
-        "leave them out",
-    ),
-    Fault(
-        "pickles",
-        lambda found: not _has_key(found),
-        "without an API key, whoever reaches its port can run code there: /update_weights_from_tensor executes pickles",
-        "start it with --api-key and name the variable with the key in sglang.api_key_env, or take 0.5.21 or later",
-        last=(0, 5, 20),
-    ),
-)
+_CAUSES: Mapping[str, Callable[[Arguments], bool]] = {
+    "physical_experts": _experts_move,
+    "wrong_rows_on_cpu": lambda found: found.get("device") == "cpu" and not found.get("disable_overlap_schedule"),
+    "no_routes": lambda found: found.get("enable_return_routed_experts") is False,
+    "unchunked_prefill": lambda found: _number(found, "chunked_prefill_size", 1) <= 0,
+    "disaggregation": lambda found: found.get("disaggregation_mode", "null") not in (None, "null"),
+    "replicas": lambda found: _number(found, "dp_size", 1) > 1,
+    "quantized_at_start": lambda found: found.get("quantization") is not None,
+    "pipeline": lambda found: _number(found, "pp_size", 1) > 1,
+    "half_batches": lambda found: bool(found.get("enable_two_batch_overlap")),
+    "tree_of_drafts": _tree_of_drafts,
+    "cache_beyond_the_gpu": lambda found: any(found.get(name) for name in _OTHER_CACHES),
+    "watermark": lambda found: bool(found.get("enable_watermark")),
+    "preferred_sampling": lambda found: bool(found.get("preferred_sampling_params")),
+    "pickles": lambda found: not _has_key(found),
+}
+"""Of each fault."""
 
 
 def parse_version(text: str) -> Version:
@@ -185,6 +100,19 @@ def parse_version(text: str) -> Version:
     if found is None:
         raise RolloutError(f"the server calls its version {text!r}, expected a release number such as 0.5.23")
     return int(found[1]), int(found[2]), int(found[3])
+
+
+def _read_releases() -> tuple[tuple[Capability, ...], tuple[Fault, ...]]:
+    tables = tomllib.loads(Path(__file__).with_name("releases.toml").read_text("utf-8"))
+    able = [Capability(name, parse_version(of["since"]), of["meaning"]) for name, of in tables["capabilities"].items()]
+    faults = [
+        Fault(name, _CAUSES[name], of["meaning"], of["remedy"], parse_version(of["last"]) if "last" in of else None)
+        for name, of in tables["faults"].items()
+    ]
+    return tuple(able), tuple(faults)
+
+
+CAPABILITIES, FAULTS = _read_releases()
 
 
 def can(version: Version, capability: str) -> bool:

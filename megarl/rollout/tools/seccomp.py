@@ -9,42 +9,12 @@ arithmetic has no use for and that have often been its weak side.
 import errno
 import platform
 import struct
-from dataclasses import dataclass
+import tomllib
+from pathlib import Path
 
 from megarl.errors import ConfigError
 
-
-@dataclass(frozen=True, slots=True)
-class _Machine:
-    """Numbers of one architecture (linux/audit.h, asm/unistd.h)."""
-
-    audit: int
-    clone: int
-    prctl: int
-    setsockopt: int
-    sockets: tuple[int, int]
-    """socket, socketpair."""
-    denied: tuple[int, ...]
-    uncounted: tuple[int, ...]
-    """Calls for memory of the kernel that no limit counts."""
-
-
-# denied: unshare, setns, memfd_create, shmget, mq_open; ptrace, bpf, perf_event_open, userfaultfd, add_key,
-# request_key, keyctl, syslog, and on x86_64 modify_ldt
-# uncounted: setxattr, lsetxattr, fsetxattr, semget, msgget, inotify_init1, fanotify_init, seccomp, vmsplice, and on
-# x86_64 inotify_init
-_MACHINES = {
-    "x86_64": _Machine(
-        *(0xC000003E, 56, 157, 54, (41, 53)),
-        denied=(272, 308, 319, 29, 240, 101, 321, 298, 323, 248, 249, 250, 103, 154),
-        uncounted=(188, 189, 190, 64, 68, 294, 300, 317, 278, 253),
-    ),
-    "aarch64": _Machine(
-        *(0xC00000B7, 220, 167, 208, (198, 199)),
-        denied=(97, 268, 279, 194, 180, 117, 280, 241, 282, 217, 218, 219, 116),
-        uncounted=(5, 6, 7, 190, 186, 26, 262, 277, 75),
-    ),
-}
+_MACHINES = tomllib.loads(Path(__file__).with_name("system_calls.toml").read_text("utf-8"))
 _DENIED_EVERYWHERE = (425, 444, 447, 463)  # io_uring_setup, landlock_create_ruleset, memfd_secret, setxattrat
 _CLONE3 = 435
 _X32_CALLS = 0x40000000
@@ -68,22 +38,24 @@ def program() -> bytes:
         raise ConfigError(f"{known}: the sandboxed Python tool does not run here")
     code = [
         _op(_LOAD, _OFFSET_ARCHITECTURE),
-        _op(_IF_EQUAL, machine.audit, 1, 0),
+        _op(_IF_EQUAL, machine["audit"], 1, 0),
         _op(_RETURN, _KILL),
         _op(_LOAD, _OFFSET_NUMBER),
         _op(_IF_AT_LEAST, _X32_CALLS, 0, 1),
         _op(_RETURN, _KILL),
     ]
-    for number in (*machine.denied, *machine.uncounted, *_DENIED_EVERYWHERE):
+    for number in (*machine["denied"].values(), *machine["uncounted"].values(), *_DENIED_EVERYWHERE):
         code += [_op(_IF_EQUAL, number, 0, 1), _op(_RETURN, _ERROR | errno.EPERM)]
     # The flags of clone3 lie in memory, where a filter cannot look: libc takes clone instead where clone3 is unknown.
     code += [_op(_IF_EQUAL, _CLONE3, 0, 1), _op(_RETURN, _ERROR | errno.ENOSYS)]
-    for number in machine.sockets:  # a TCP buffer has megabytes, and vsock reaches the host of a virtual machine
+    for number in machine[
+        "sockets"
+    ].values():  # a TCP buffer has megabytes, and vsock reaches the host of a virtual machine
         code += _refuse(number, _IF_EQUAL, _AF_UNIX, errno.EAFNOSUPPORT, unless=True)
     for option in _BUFFER_SIZES:
-        code += _refuse(machine.setsockopt, _IF_EQUAL, option, errno.EPERM, argument=2)
-    code += _refuse(machine.prctl, _IF_EQUAL, _PR_SET_SECCOMP, errno.EPERM)
-    code += _refuse(machine.clone, _IF_ANY_BIT, _NEW_NAMESPACES, errno.EPERM)
+        code += _refuse(machine["setsockopt"], _IF_EQUAL, option, errno.EPERM, argument=2)
+    code += _refuse(machine["prctl"], _IF_EQUAL, _PR_SET_SECCOMP, errno.EPERM)
+    code += _refuse(machine["clone"], _IF_ANY_BIT, _NEW_NAMESPACES, errno.EPERM)
     code.append(_op(_RETURN, _ALLOW))
     return b"".join(code)
 

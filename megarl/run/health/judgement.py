@@ -116,8 +116,7 @@ class _Judge:
 
     def take(self, step: int, values: Mapping[str, float]) -> None:
         """Judge a step. One without the check's metrics changes nothing."""
-        given = {name: values[name] for name in self._check.metrics if name in values}
-        value = self._check.read(given) if given else None
+        given, value = self._check.look(values)
         if value is None:
             return
         is_number = math.isfinite(value)
