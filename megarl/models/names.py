@@ -1,8 +1,8 @@
 """Which Hugging Face tensors a Megatron parameter is made of, and how tensor parallelism cuts it.
 
 A family is a tuple of rules, which families.toml lists. A rule's ``layout`` names a pair of pure functions: ``cut``
-makes the shard of one rank from the Hugging Face tensors, ``join`` makes the Hugging Face tensors from the shards of all
-ranks, bit for bit.
+makes the shard of one rank from the Hugging Face tensors, ``join`` makes these from the shards of all ranks.
+Both are exact to the bit.
 """
 
 import tomllib
