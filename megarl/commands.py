@@ -173,11 +173,13 @@ class Patch:
     """Take the patch of this release; default that of the target's own, or the nearest that fits."""
     dry_run: bool = False
     """Print what apply or revert would change, as a patch."""
+    json: bool = False
+    """Print the results as JSON."""
 
     def run(self, overrides: Overrides) -> None:
         from megarl.patches import patch
 
-        patch.run(self.action, self.target, self.version, self.dry_run)
+        patch.run(self.action, self.target, self.version, self.dry_run, self.json)
 
 
 @command

@@ -31,11 +31,11 @@ class Command(Protocol):
         ...
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True)
+@dataclass_transform(frozen_default=True)
 def command(cls: type[_T]) -> type[_T]:
     """Make a record whose values are checked, and whose fields' docstrings can be read, inherited ones too."""
     config = pydantic.ConfigDict(use_attribute_docstrings=True)
-    record: Any = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=config)(cls)
+    record: Any = pydantic.dataclasses.dataclass(frozen=True, config=config)(cls)
     for above in cls.__mro__[1:-1]:
         for name, field in getattr(above, "__pydantic_fields__", {}).items():
             record.__pydantic_fields__[name].description = field.description

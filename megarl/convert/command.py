@@ -70,6 +70,8 @@ class Quantize:
     """Replace OUT if it exists, at the end and in one step."""
     no_verify: bool = False
     """Do not read everything back."""
+    json: bool = False
+    """Print the results as JSON."""
 
     def run(self, overrides: Overrides) -> None:
         from megarl.convert.quantization import Options, quantize_and_show
@@ -81,4 +83,4 @@ class Quantize:
             verify=not self.no_verify,
             overwrite=self.overwrite,
         )
-        quantize_and_show(self.source, self.out, self.model, options)
+        quantize_and_show(self.source, self.out, self.model, options, self.json)

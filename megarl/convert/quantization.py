@@ -176,33 +176,43 @@ def _encode(
     return made, errors
 
 
-def quantize_and_show(source: Path, out: Path, model: Path | None, options: Options) -> None:
+def quantize_and_show(source: Path, out: Path, model: Path | None, options: Options, as_json: bool = False) -> None:
     """``quantize`` on all ranks; the first prints what was written, and the tensors that lost most."""
     ranks = Ranks()
     found = quantize(source, out, model, options, ranks)
-    if ranks.rank != 0:
-        return
+    if ranks.rank == 0:
+        print(json.dumps(_describe(found, options), indent=1) if as_json else _summarise(found, options))
+
+
+def _describe(found: Quantized, options: Options) -> dict[str, Any]:
+    counts = {name: getattr(found, name) for name in ("bytes_before", "bytes_after", "num_files", "num_resumed")}
+    errors = {name: asdict(one) for name, one in found.errors.items()}
+    said = {"out": str(found.out), "block": options.block, "verified": options.verify, "num_tensors": len(found.shapes)}
+    return {**said, **counts, "errors": errors}
+
+
+def _summarise(found: Quantized, options: Options) -> str:
     files = f"{found.num_files} file" + "s" * (found.num_files > 1)
     if found.num_resumed:
         files += f", {found.num_resumed} of them from an interrupted start"
     before, after = (decimal(number) for number in (found.bytes_before, found.bytes_after))
-    print(
+    lines = [
         f"{len(found.errors)} of {len(found.shapes)} tensors in FP8, blocks of {options.block[0]} x "
-        f"{options.block[1]}; {before} -> {after} in {files}; {'verified' if options.verify else 'not verified'}"
-    )
-    worst = sorted(found.errors.items(), key=lambda item: -item[1].relative_error)
-    print(*(f"{word:>11}" for word in HEADER), " tensor")
-    for name, one in worst[:NUM_WORST]:
+        f"{options.block[1]}; {before} -> {after} in {files}; {'verified' if options.verify else 'not verified'}",
+        " ".join([*(f"{word:>11}" for word in HEADER), " tensor"]),
+    ]
+    for name, one in sorted(found.errors.items(), key=lambda item: -item[1].relative_error)[:NUM_WORST]:
         figures = f"{one.relative_error:11.5f} {one.max_error:11.3g} {one.max_error_of_block:11.5f}"
-        print(f"{figures} {one.underflow:11.3g} {one.num_zero_blocks:11d} {one.num_saturated:11d}  {name}")
+        lines.append(f"{figures} {one.underflow:11.3g} {one.num_zero_blocks:11d} {one.num_saturated:11d}  {name}")
     median = statistics.median(one.relative_error for one in found.errors.values())
     zeros = sum(one.num_zero_blocks for one in found.errors.values())
     saturated = sum(one.num_saturated for one in found.errors.values())
     totals = f"{zeros} blocks of zeros, {saturated} saturated values"
-    print(f"{median:11.5f} median; {totals}; all in {found.out / FP8_ERRORS}")
+    lines.append(f"{median:11.5f} median; {totals}; all in {found.out / FP8_ERRORS}")
     ragged = [name for name in found.errors if is_misread(found.shapes[name], options.block)]
     if ragged:
-        print(
+        lines.append(
             f"note: {some(ragged)} are no whole number of blocks; transformers 5.12 refuses or misreads such weights "
             "where it dequantises, and SGLang refuses some of them"
         )
+    return "\n".join(lines)

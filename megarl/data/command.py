@@ -1,5 +1,6 @@
 """``megarl data``."""
 
+from dataclasses import KW_ONLY
 from pathlib import Path
 from typing import Literal
 
@@ -10,6 +11,7 @@ from megarl.config.command import Overrides, Positional, command
 class Recipe:
     """How records become prompts."""
 
+    _: KW_ONLY
     prompt_field: str = "prompt"
     """Field with the question, text or chat messages; dots reach into tables."""
     answer_field: str = "answer"
