@@ -7,12 +7,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from megarl.data.command import Data, Recipe
-from megarl.data.prompts import Text, answer_text, check_messages, encode_prompts, in_batches, prompt_text
+from megarl.data.prompts import (
+    Text,
+    answer_text,
+    check_messages,
+    encode_prompts,
+    in_batches,
+    load_tokenizer,
+    prompt_text,
+)
 from megarl.data.records import Record, get_field, read_records, type_name, write_jsonl
-from megarl.errors import ConfigError, DataError, describe, printable
+from megarl.errors import ConfigError, DataError, printable
 
 TRAIN, HELDOUT = "train.jsonl", "heldout.jsonl"
 
@@ -116,13 +124,7 @@ def _load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase | None:
         return None
     if not recipe.model.is_dir():
         raise ConfigError(f"--model: there is no folder {recipe.model}, expected a Hugging Face folder")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(recipe.model, local_files_only=True)
-    except Exception as error:  # transformers and tokenizers raise many kinds
-        raise ConfigError(
-            f"--model: {recipe.model} holds no tokenizer that can be read ({describe(error)}); expected a Hugging Face "
-            "folder with tokenizer.json"
-        ) from error
+    tokenizer = load_tokenizer(recipe.model, "--model")
     if recipe.system is not None and not tokenizer.chat_template:
         raise ConfigError(f"--system: the tokenizer of {recipe.model} has no chat template; put the text in --template")
     return tokenizer

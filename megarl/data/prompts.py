@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from megarl.data.prompt_table import Prompt as Prompt
 from megarl.data.prompt_table import PromptTable, share
 from megarl.data.records import Record, get_field, place_prefix, read_records, type_name
-from megarl.errors import ConfigError, DataError
+from megarl.errors import ConfigError, DataError, describe
 
 _BATCH = 1024
 """Texts that are tokenized at a time."""
@@ -32,6 +32,17 @@ class Demonstration:
     loss_mask: np.ndarray
     """bool [T], True on the response and its end token."""
     source: str
+
+
+def load_tokenizer(folder: str | Path, key: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder; ConfigError, naming the key or flag, if transformers can read none."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers and tokenizers raise many kinds
+        raise ConfigError(
+            f"{key}: {folder} holds no tokenizer that can be read ({describe(error)}); expected a Hugging Face folder "
+            "with tokenizer.json"
+        ) from error
 
 
 def load_prompts(

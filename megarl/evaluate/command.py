@@ -35,14 +35,6 @@ class Gap:
         from megarl.evaluate.gap import gap_request, measure_and_show
         from megarl.evaluate.gap_verdict import Limits
 
-        request = gap_request(
-            self.checkpoint,
-            self.config,
-            self.prompts,
-            dict(overrides),
-            responses=self.responses,
-            tokens=self.tokens,
-            trust=self.trust,
-        )
+        request = gap_request(self, dict(overrides))
         process_environment.apply(request.config)
         return measure_and_show(request, Limits(k3=self.max_k3), self.json)

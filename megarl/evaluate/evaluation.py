@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from megarl.config import Config
 from megarl.data import benchmarks
 from megarl.data.benchmarks import Benchmark
 from megarl.data.judge import Judge
-from megarl.data.prompts import Prompt
+from megarl.data.prompts import Prompt, load_tokenizer
 from megarl.data.rewards import load_reward
 from megarl.errors import ConfigError, RolloutError, printable
 from megarl.evaluate import results
@@ -64,7 +64,7 @@ def evaluate(request: EvalRequest, world_size: int) -> Path:
     distributed.initialize(config)
     progress = StepProgress(distributed.is_main_rank(), sys.stderr if request.json else None)
     task = distributed.from_main_rank(lambda: _prepare(request))
-    tokenizer = _tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, "model.path")
     missing = [benchmark for benchmark in request.benchmarks if benchmark.name not in task.complete]
     for name in sorted(task.complete):
         progress.line(f"{name}: complete in {task.out}, not sampled again")
@@ -119,13 +119,6 @@ def _run_of(checkpoint: Path | None, config: Config) -> Path:
     return config.run_dir
 
 
-def _tokenizer(model_path: str) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(model_path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: {model_path} holds no tokenizer that transformers can read: {error}") from error
-
-
 def _prepare(request: EvalRequest) -> Task:
     """Find, load and check everything before anything is sampled; on the main rank."""
     config = request.config
@@ -138,7 +131,7 @@ def _prepare(request: EvalRequest) -> Task:
         with HFCheckpoint(config.model.path):  # raises if there are no weights
             pass
     out = request.out or _run_of(checkpoint, config) / "eval" / ("model" if checkpoint is None else checkpoint.name)
-    tokenizer = _tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, "model.path")
     for benchmark in request.benchmarks:
         load_reward(benchmark.reward, config.reward_model)
     make_environment(config.environment)
