@@ -85,16 +85,8 @@ class Eval(OnConfiguration):
     def run(self, overrides: Overrides) -> None:
         from megarl.evaluate.request import WITHOUT_TRAINING, eval_request
 
-        request = eval_request(
-            self.load({**WITHOUT_TRAINING, **overrides}),
-            data=self.data,
-            samples=self.samples,
-            ks=self.k,
-            template=self.template,
-            checkpoint=self.checkpoint,
-            out=self.out,
-            json=self.json,
-        )
+        options = {name: getattr(self, name) for name in ("data", "samples", "template", "checkpoint", "out", "json")}
+        request = eval_request(self.load({**WITHOUT_TRAINING, **overrides}), ks=self.k, **options)
         request.layout(world_size())
         _require_inputs(request.config, "eval")
         process_environment.apply(request.config)

@@ -9,15 +9,31 @@ from megarl.config.command import Overrides, Positional, command
 
 
 @command
-class Convert:
-    """Convert a Hugging Face checkpoint into Megatron's torch_dist format, or back; also under torchrun."""
+class _Rewrite:
+    """A checkpoint that is written as another one."""
 
     source: Positional[Path]
-    """A Hugging Face folder, a torch_dist checkpoint, or a folder of Megatron-LM or megarl with some."""
+    """A Hugging Face folder (quantize: in high precision), a torch_dist checkpoint, or a folder with some."""
     out: Positional[Path]
-    """The folder to write; it appears when it is complete."""
+    """The folder to write; it appears when it is complete. An interrupted command goes on when it is given again."""
     model: Path | None = None
     """For a Megatron source, a folder with config and tokenizer; a converted checkpoint has its own."""
+    shard_gib: float = pydantic.Field(2.0, gt=0, allow_inf_nan=False)
+    """Size of a safetensors file."""
+    overwrite: bool = False
+    """Replace OUT if it exists, at the end and in one step."""
+    json: bool = False
+    """Print the results as JSON."""
+
+    @property
+    def shard_bytes(self) -> int:
+        return int(self.shard_gib * 2**30)
+
+
+@command
+class Convert(_Rewrite):
+    """Convert a Hugging Face checkpoint into Megatron's torch_dist format, or back; also under torchrun."""
+
     dtype: Literal["keep", "fp32", "bf16", "fp16"] = "keep"
     """Of the output."""
     layers: Literal["installed", "local", "te"] = "installed"
@@ -28,12 +44,6 @@ class Convert:
     """Globs of tensors that the model does not have and that may be left out (prediction layers)."""
     verify: Literal["none", "checksums", "logits"] = "checksums"
     """Read everything back and compare bits; logits also builds both models and compares their logits."""
-    shard_gib: float = pydantic.Field(2.0, gt=0, allow_inf_nan=False)
-    """Size of a safetensors file."""
-    overwrite: bool = False
-    """Replace OUT if it exists, at the end and in one step."""
-    json: bool = False
-    """Print the results as JSON."""
 
     def run(self, overrides: Overrides) -> None:
         from megarl.convert.conversion import Options
@@ -42,7 +52,7 @@ class Convert:
         options = Options(
             dtype=DTYPES[self.dtype],
             layers=installed_layers() if self.layers == "installed" else self.layers,
-            shard_bytes=int(self.shard_gib * 2**30),
+            shard_bytes=self.shard_bytes,
             stack_layers=self.stack_layers,
             drop=self.drop,
             overwrite=self.overwrite,
@@ -51,27 +61,15 @@ class Convert:
 
 
 @command
-class Quantize:
+class Quantize(_Rewrite):
     """Write a checkpoint with FP8 weights, as SGLang and transformers read it; also under torchrun: docs/fp8.md."""
 
-    source: Positional[Path]
-    """A Hugging Face folder in high precision, or a torch_dist checkpoint, of a run or converted."""
-    out: Positional[Path]
-    """The folder to write; it appears when it is complete. An interrupted command goes on when it is given again."""
-    model: Path | None = None
-    """Config and tokenizer, for a Megatron checkpoint that has none."""
     block: tuple[pydantic.PositiveInt, pydantic.PositiveInt] = (128, 128)
     """Rows and columns that share a scale."""
     keep: tuple[str, ...] = ()
     """Globs of tensors to leave in high precision too."""
-    shard_gib: float = pydantic.Field(2.0, gt=0, allow_inf_nan=False)
-    """Size of a safetensors file."""
-    overwrite: bool = False
-    """Replace OUT if it exists, at the end and in one step."""
     no_verify: bool = False
     """Do not read everything back."""
-    json: bool = False
-    """Print the results as JSON."""
 
     def run(self, overrides: Overrides) -> None:
         from megarl.convert.quantization import Options, quantize_and_show
@@ -79,7 +77,7 @@ class Quantize:
         options = Options(
             block=self.block,
             keep=self.keep,
-            shard_bytes=int(self.shard_gib * 2**30),
+            shard_bytes=self.shard_bytes,
             verify=not self.no_verify,
             overwrite=self.overwrite,
         )

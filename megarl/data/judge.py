@@ -145,7 +145,8 @@ class Judge:
         for _ in range(TRIES):
             if self._closed:
                 raise RuntimeError("the judge is closed")
-            pool = self._idle.pop() if self._idle else self._start_pool()
+            starts: dict[str, Any] = {"initializer": set_up_worker, "initargs": (self.function,)}
+            pool = self._idle.pop() if self._idle else ProcessPool(max_workers=1, context=WorkerContext(), **starts)
             self._busy[pool] = None
             is_sound = True
             try:
@@ -155,9 +156,6 @@ class Judge:
             finally:
                 self._release(pool, is_sound)
         return Verdict(None, error=f"{TRIES} workers died, or did not start, before they began this call")
-
-    def _start_pool(self) -> ProcessPool:
-        return ProcessPool(max_workers=1, context=WorkerContext(), initializer=set_up_worker, initargs=(self.function,))
 
     def _begin(self, pool: ProcessPool, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Call:
         try:
