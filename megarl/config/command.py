@@ -38,7 +38,9 @@ def command(cls: type[_T]) -> type[_T]:
     record: Any = pydantic.dataclasses.dataclass(frozen=True, config=config)(cls)
     for above in cls.__mro__[1:-1]:
         for name, field in getattr(above, "__pydantic_fields__", {}).items():
-            record.__pydantic_fields__[name].description = field.description
+            record.__pydantic_fields__[name].description = (
+                record.__pydantic_fields__[name].description or field.description
+            )
     return record
 
 

@@ -24,7 +24,7 @@ from megarl.data.prompts import Prompt, load_tokenizer
 from megarl.data.rewards import load_reward
 from megarl.errors import ConfigError, RolloutError, printable
 from megarl.evaluate import results
-from megarl.evaluate.request import EvalRequest
+from megarl.evaluate.request import EvalRequest, with_keys
 from megarl.evaluate.scores import to_text
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.folders import complete_checkpoints
@@ -70,7 +70,7 @@ def evaluate(request: EvalRequest, world_size: int) -> Path:
         progress.line(f"{name}: complete in {task.out}, not sampled again")
     if missing:
         # Servers write their logs and files below run.dir. Keep them out of a run that may be in progress.
-        config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(task.out)})})
+        config = with_keys(config, run={"dir": str(task.out)})
         engine = make_engine(config, progress.line)
         try:
             if task.checkpoint is None:  # streamed from the files, without a Megatron model

@@ -31,6 +31,7 @@ from megarl.errors import ConfigError, RolloutError
 from megarl.evaluate import command
 from megarl.evaluate.evaluation import find_checkpoint
 from megarl.evaluate.gap_verdict import Extreme, Gap, Limits, Measured, Verdict, judge, to_json, to_text
+from megarl.evaluate.request import with_keys
 from megarl.megatron import distributed
 from megarl.megatron.frozen import FrozenModel
 from megarl.megatron.passes import forward
@@ -127,26 +128,20 @@ def _alone(request: GapRequest) -> Config:
     train: dict[str, Any] = {"mini_batches": 1, "micro_batch_tokens": room}
     if can_compare(config, read_shape(config.model.path)):
         train["replay"] = "r3"
-    return config.model_copy(
-        update={
-            "run": config.run.model_copy(update={"dir": str(config.run_dir / "gap")}),
-            "parallel": ParallelConfig(),
-            "rollout": config.rollout.model_copy(update=rollout),
-            "train": config.train.model_copy(update=train),
-        }
-    )
+    alone = config.model_copy(update={"parallel": ParallelConfig()})
+    return with_keys(alone, run={"dir": str(config.run_dir / "gap")}, rollout=rollout, train=train)
 
 
 def _measure_all(request: GapRequest, config: Config) -> Iterator[Measured]:
     """By training precision, so that one model is in memory at a time."""
     pairs = _pairs(config)
     for training in dict.fromkeys(of_training for _, of_training, _ in pairs):
-        of_dtype = config.model_copy(update={"model": config.model.model_copy(update={"dtype": training})})
+        of_dtype = with_keys(config, model={"dtype": training})
         model = TrainingEngine(of_dtype, request.checkpoint)
         for rollout, of_training, is_configured in pairs:
             if of_training == training:
                 precision = {} if is_configured else PRECISIONS[rollout]
-                rollouts = draw(_with_rollout(of_dtype, precision), model, request.responses)
+                rollouts = draw(with_keys(of_dtype, rollout=precision), model, request.responses)
                 yield model.compare(rollouts, rollout, is_configured)
         del model
 
@@ -164,10 +159,6 @@ def _pairs(config: Config) -> list[tuple[str, str, bool]]:
         if ("fp32", "fp32") not in [pair[:2] for pair in found]:
             found.append(("fp32", "fp32", False))
     return found
-
-
-def _with_rollout(config: Config, update: dict[str, Any]) -> Config:
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update=update)})
 
 
 def draw(config: Config, model: TrainingEngine, responses: int) -> list[Rollout]:
