@@ -122,10 +122,6 @@ def _run_of(checkpoint: Path | None, config: Config) -> Path:
 def _prepare(request: EvalRequest) -> Task:
     """Find, load and check everything before anything is sampled; on the main rank."""
     config = request.config
-    if not (Path(config.model.path) / "config.json").is_file():
-        raise ConfigError(
-            f"model.path: {config.model.path} holds no config.json; expected a Hugging Face checkpoint folder"
-        )
     checkpoint = None if request.checkpoint is None else find_checkpoint(request.checkpoint).resolve()
     if checkpoint is None:
         with HFCheckpoint(config.model.path):  # raises if there are no weights
