@@ -11,7 +11,7 @@ from megarl.config import Config, process_environment
 from megarl.config import file as config_file
 from megarl.config.command import Command, OnConfiguration, Overrides, Positional, command, world_size
 from megarl.convert.command import Convert, Quantize
-from megarl.data.command import Data
+from megarl.data.prepare.command import Data
 from megarl.errors import ConfigError
 from megarl.evaluate.command import Gap
 from megarl.plan.command import Plan

@@ -14,7 +14,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from megarl.cli import main
-from megarl.data.prepare import Recipe, prepare
+from megarl.data.prepare.prepare import Recipe, prepare
 from megarl.data.prompts import load_prompts
 from megarl.errors import ConfigError, DataError
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from megarl.data.command import Data, Recipe
+from megarl.data.prepare.command import Data, Recipe
 from megarl.data.prompts import (
     Text,
     answer_text,

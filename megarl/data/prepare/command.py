@@ -48,6 +48,6 @@ class Data(Recipe):
     """Replace the files of an earlier call."""
 
     def run(self, overrides: Overrides) -> None:
-        from megarl.data.prepare import prepare_and_show
+        from megarl.data.prepare.prepare import prepare_and_show
 
         prepare_and_show(self)

@@ -14,7 +14,7 @@ from typing import Any, Self
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from megarl.config.tables.data import RewardModelConfig
-from megarl.data.judge_worker import WorkerContext, call_in_worker, check_in_worker, kill_group, set_up_worker
+from megarl.data.judge.worker import WorkerContext, call_in_worker, check_in_worker, kill_group, set_up_worker
 from megarl.data.rewards import Verdict, describe_failure, load_reward, read_verdict
 from megarl.errors import ConfigError
 
