@@ -1,7 +1,7 @@
 """Does what the trainer does first, in a process of its own: imports, and with a configuration reads tokenizer, first
 prompt and weights. So a broken package becomes one line, even if it ends the process or never returns.
 
-Run as ``python -m megarl.doctor.trial``, with JSON on stdin: the configuration (null: none), and what has failed.
+Run as ``python -m megarl.doctor.trial``, with JSON on stdin: the configuration as JSON (null: none), what has failed.
 """
 
 import importlib
@@ -34,7 +34,7 @@ def run_trial(
     """
     environment = safe_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     words = [sys.executable, "-W", "ignore", "-m", "megarl.doctor.trial"]
-    asked = None if config is None else config.model_dump(mode="json")
+    asked = None if config is None else config.model_dump_json()
     request = json.dumps({"config": asked, "failed": sorted(failed)})
     try:
         ended = subprocess.run(
@@ -122,7 +122,7 @@ def main() -> None:
     """Try everything in turn, and tell before and after each."""
     request = json.load(sys.stdin)
     failed = request["failed"]
-    config = None if request["config"] is None else Config.model_validate(request["config"])
+    config = None if request["config"] is None else Config.model_validate_json(request["config"])
     _try("torch", _torch)
     for name in _SINGLE:
         _try(name, lambda name=name: importlib.import_module(name) and None)
