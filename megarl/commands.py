@@ -5,8 +5,6 @@ import os
 from pathlib import Path
 from typing import Literal
 
-import pydantic
-
 from megarl.config import Config, process_environment
 from megarl.config import file as config_file
 from megarl.config.command import Command, OnConfiguration, Overrides, Positional, command, world_size
@@ -16,6 +14,7 @@ from megarl.errors import ConfigError
 from megarl.evaluate.command import Gap
 from megarl.plan.command import Plan
 from megarl.report.command import Report, Samples, Trace
+from megarl.starter import Init
 from megarl.text_table import text_table
 
 
@@ -199,42 +198,6 @@ class Recipes:
             print(shipped.find(self.name))
         else:
             print(*shipped.copy(self.name, self.folder), sep="\n")
-
-
-@command
-class Init:
-    """Write a configuration, from the recipe that fits; asks in a terminal for what no flag says."""
-
-    out: Positional[Path] = Path("megarl.toml")
-    """The file to write; its name names the run."""
-    model: str | None = None
-    """Folder of the model, in Hugging Face format."""
-    data: str | None = None
-    """Prompts: a .jsonl or .parquet file, a dataset folder or a hub name; default data/train.jsonl."""
-    heldout: str | None = None
-    """The same for evaluation, every 20 steps; default none."""
-    engine: Literal["local", "sglang"] | None = None
-    """What samples; default sglang on GPUs."""
-    gpus: int | None = pydantic.Field(None, ge=0, le=1024)
-    """GPUs on each node, 0 for none; default 8."""
-    nodes: int | None = pydantic.Field(None, ge=1, le=100_000)
-    """Nodes, those of servers too; default 1."""
-    gpu_memory_gib: pydantic.PositiveFloat | None = None
-    """Memory of a GPU, for megarl plan; default the recipe's."""
-    objective: str | None = None
-    """A row of docs/objectives.md; default minirl."""
-    replay: Literal["none", "r2", "r3"] | None = None
-    """Routing replay; default none, which suits one mini-batch per step."""
-    mini_batches: pydantic.PositiveInt | None = None
-    """Updates of a step; default 1, with r2 2, with r3 4. Prompts per step grow with it."""
-    force: bool = False
-    """Replace OUT if it exists."""
-
-    def run(self, overrides: Overrides) -> None:
-        from megarl.starter import Answers, init
-
-        names = Answers.__dataclass_fields__.keys() - {"name"}
-        init(self.out, Answers(**{name: getattr(self, name) for name in names}), self.force)
 
 
 @command
