@@ -38,9 +38,8 @@ def command(cls: type[_T]) -> type[_T]:
     record: Any = pydantic.dataclasses.dataclass(frozen=True, config=config)(cls)
     for above in cls.__mro__[1:-1]:
         for name, field in getattr(above, "__pydantic_fields__", {}).items():
-            record.__pydantic_fields__[name].description = (
-                record.__pydantic_fields__[name].description or field.description
-            )
+            own = record.__pydantic_fields__[name]
+            own.description = own.description or field.description
     return record
 
 

@@ -62,12 +62,10 @@ def prepare(
     seen: dict[bytes, str] = {}
     read = partial(_read, recipe, tokenizer, counts)
     for batch in in_batches(read_records(source, split=split, limit=limit), read):
-        texts = [text for text, _, _ in batch if text is not None]
-        lengths = map(
-            len, encode_prompts(tokenizer, texts, recipe.prompt_field, None) if tokenizer else [[]] * len(batch)
-        )
-        for (_, digest, row), length in zip(batch, lengths, strict=True):
-            if length > recipe.max_prompt_tokens:
+        texts = [text for text, _, _ in batch if text is not None]  # none without a tokenizer
+        tokens = encode_prompts(tokenizer, texts, recipe.prompt_field, None) if tokenizer else [[]] * len(batch)
+        for (_, digest, row), ids in zip(batch, tokens, strict=True):
+            if len(ids) > recipe.max_prompt_tokens:
                 counts["too long"] += 1
             elif digest in seen:
                 counts["duplicates"] += 1
