@@ -22,8 +22,9 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 from pydantic import ValidationError
 
 from megarl import __version__
-from megarl.commands import COMMANDS, POSITIONAL, Command, OnConfiguration
+from megarl.commands import COMMANDS
 from megarl.config import file as config_file
+from megarl.config.command import POSITIONAL, Command, OnConfiguration
 from megarl.config.key_help import describe_tables
 from megarl.errors import ConfigError, DamageError, MegarlError, StopError, describe, printable
 from megarl.run.status import write_failure

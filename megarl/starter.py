@@ -5,12 +5,15 @@ import re
 import shlex
 import sys
 import tomllib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import pydantic
 
 from megarl.config import Config
 from megarl.config import file as config_file
+from megarl.config.command import Overrides, Positional, command
 from megarl.data.files import write_atomically
 from megarl.errors import ConfigError, printable
 from megarl.models.shapes import read_shape
@@ -21,22 +24,37 @@ _MINI_BATCHES = {"none": 1, "r2": 2, "r3": 4}
 """Mini-batches of a step for which arXiv 2512.01374 advises the replay."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """What is asked, or given by flags; None: as the recipe says."""
+@command
+class Init:
+    """Write a configuration, from the recipe that fits; asks in a terminal for what no flag says."""
 
+    out: Positional[Path] = Path("megarl.toml")
+    """The file to write; its name names the run."""
     model: str | None = None
+    """Folder of the model, in Hugging Face format."""
     data: str | None = None
-    gpus: int | None = None
-    """On each node; 0: none, on the CPU."""
-    nodes: int | None = None
-    engine: str | None = None
-    objective: str | None = None
-    replay: str | None = None
-    mini_batches: int | None = None
+    """Prompts: a .jsonl or .parquet file, a dataset folder or a hub name; default data/train.jsonl."""
     heldout: str | None = None
-    gpu_memory_gib: float | None = None
-    name: str | None = None
+    """The same for evaluation, every 20 steps; default none."""
+    engine: Literal["local", "sglang"] | None = None
+    """What samples; default sglang on GPUs."""
+    gpus: int | None = pydantic.Field(None, ge=0, le=1024)
+    """GPUs on each node, 0 for none; default 8."""
+    nodes: int | None = pydantic.Field(None, ge=1, le=100_000)
+    """Nodes, those of servers too; default 1."""
+    gpu_memory_gib: pydantic.PositiveFloat | None = None
+    """Memory of a GPU, for megarl plan; default the recipe's."""
+    objective: str | None = None
+    """A row of docs/objectives.md; default minirl."""
+    replay: Literal["none", "r2", "r3"] | None = None
+    """Routing replay; default none, which suits one mini-batch per step."""
+    mini_batches: pydantic.PositiveInt | None = None
+    """Updates of a step; default 1, with r2 2, with r3 4. Prompts per step grow with it."""
+    force: bool = False
+    """Replace OUT if it exists."""
+
+    def run(self, overrides: Overrides) -> None:
+        init(self)
 
 
 _QUESTIONS = {
@@ -49,7 +67,7 @@ _QUESTIONS = {
 """What is asked in a terminal, with the default answer."""
 
 
-def ask(answers: Answers) -> Answers:
+def ask(answers: Init) -> Init:
     """Ask on the terminal for what no flag says. Without one: the defaults, and ConfigError for the model."""
     for name, (question, default) in _QUESTIONS.items():
         if getattr(answers, name) is not None:
@@ -72,7 +90,7 @@ def ask(answers: Answers) -> Answers:
     return answers
 
 
-def make_config(answers: Answers) -> tuple[str, Config, str | None]:
+def make_config(answers: Init) -> tuple[str, Config, str | None]:
     """The text of a configuration, checked, and the name of the recipe that it is from, if one fits.
 
     ``answers`` has what ``ask`` asks for. A recipe fits if it has a model of this name, and as many nodes (the
@@ -103,7 +121,7 @@ def set_key(text: str, dotted: str, value: Any) -> str:
     return (text[: section.start()] + new + text[section.end() :]).rstrip() + "\n"
 
 
-def _find_recipe(answers: Answers) -> str | None:
+def _find_recipe(answers: Init) -> str | None:
     for name in shipped.list_recipes():
         table = tomllib.loads(shipped.find(name).read_text())
         launch = table["launch"]
@@ -115,7 +133,7 @@ def _find_recipe(answers: Answers) -> str | None:
     return None
 
 
-def _starter_keys(answers: Answers) -> dict[str, Any]:
+def _starter_keys(answers: Init) -> dict[str, Any]:
     """What ``starter.toml`` does not know: ranks, experts, servers, lengths and the chat template."""
     gpus, nodes = answers.gpus or 0, answers.nodes or 1
     ranks, model = max(gpus, 1), Path(answers.model or "")
@@ -142,11 +160,11 @@ def _starter_keys(answers: Answers) -> dict[str, Any]:
     return found
 
 
-def _asked_keys(answers: Answers, prompts: int) -> dict[str, Any]:
+def _asked_keys(answers: Init, prompts: int) -> dict[str, Any]:
     """The keys that the answers set, in a recipe too."""
     num = answers.mini_batches or _MINI_BATCHES.get(answers.replay or "none", 1)
     found = {
-        "run.name": answers.name,
+        "run.name": answers.out.stem,
         "model.path": answers.model,
         "data.train": answers.data,
         "data.heldout": answers.heldout,
@@ -161,14 +179,14 @@ def _asked_keys(answers: Answers, prompts: int) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def init(out: Path, answers: Answers, force: bool) -> None:
-    """Ask, check, write ``out``, and say what comes next. ConfigError if ``out`` exists, unless ``force``."""
-    if out.exists() and not force:
+def init(answers: Init) -> None:
+    """Ask, check, write ``answers.out``, and say what comes next. ConfigError if it exists, unless forced."""
+    out = answers.out
+    if out.exists() and not answers.force:
         raise ConfigError(f"{out}: exists; pass --force to replace it, or another name")
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"{out}: its folder does not exist; make it, or choose another")
-    answers = ask(answers)
-    text, config, recipe = make_config(replace(answers, name=answers.name or out.stem))
+    text, config, recipe = make_config(ask(answers))
     write_atomically(out, text.encode())
     name = shlex.quote(str(out))
     origin = f"the recipe {recipe}" if recipe else "no recipe has this model and these GPUs: sizes are guesses"

@@ -73,7 +73,7 @@ def tried() -> tuple[list[Any], dict[str, Any]]:
 def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
     """Runs the doctor: its exit code, and what it prints, in lines that are not wrapped."""
     monkeypatch.setenv("COLUMNS", "500")
-    monkeypatch.setattr(machine, "run_trial", lambda config, absent: tried())
+    monkeypatch.setattr(machine, "run_trial", lambda config, absent, failed: tried())
 
     def run(*arguments: Any, **keywords: Any) -> tuple[int, str]:
         capsys.readouterr()
@@ -401,6 +401,17 @@ def test_what_is_missing_is_named(path: Path, tmp_path: Path, monkeypatch: pytes
     assert "cannot be written" in failed(path)["run.dir"]
     (tmp_path / "model" / "config.json").write_text('{"model_type": "strange"}')
     assert "strange" in failed(path)["model.path"]
+
+
+def test_what_is_missing_is_tried_no_further_and_named_once(path: Path, tmp_path: Path, shown, monkeypatch):
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    (tmp_path / "model" / "tokenizer_config.json").write_text("{")
+    for file in (tmp_path / "model").glob("*.safetensors"):
+        file.unlink()
+    monkeypatch.setattr(machine, "run_trial", trial.run_trial)  # the real one
+    _, text = shown(path, {"data.chat_template": True})
+    assert text.partition("\n")[0] == f"not ready for {path}: tokenizer, weights"
+    assert "chat template" not in text
 
 
 def test_weights_are_looked_for(path: Path, tmp_path: Path):

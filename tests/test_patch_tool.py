@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import resource
@@ -72,6 +73,11 @@ def test_a_dry_run_prints_the_change_and_makes_none(core_tree: Callable[..., Pat
     assert contents(other) == before
     assert succeed("apply", root, "--dry-run") == ""
     assert "--dry-run goes with apply or revert" in run("check", root, "--dry-run").stderr
+    as_json = json.loads(succeed("revert", root, "--dry-run", "--json"))
+    assert as_json["difference"] == succeed("revert", root, "--dry-run")
+    assert (as_json["megatron_core"], as_json["patch"], as_json["target"]) == ("0.14.0", "0.14.0", str(root))
+    assert [(file["path"], file["state"]) for file in as_json["files"]] == [(str(name), "restored") for name in FILES]
+    assert "difference" not in json.loads(succeed("status", root, "--json"))
 
 
 def test_without_a_target_it_is_the_megatron_core_of_this_python_and_that_is_not_imported() -> None:

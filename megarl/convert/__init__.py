@@ -2,7 +2,8 @@
 
 The way through:
 
-    command         ``megarl convert``: direction, checks, summary; compares the logits of built models
+    command         ``megarl convert`` and ``megarl quantize``
+    convert         direction, checks, summary; compares the logits of built models
     conversion      Hugging Face <-> torch_dist
     quantization    either format -> Hugging Face with FP8 blocks; fp8_selection: which tensors
     job             the one writer of all three: resumes, verifies, publishes; the ranks that share it
@@ -11,5 +12,3 @@ The way through:
 
 May import models, megatron and what is below them.
 """
-
-import megarl.megatron  # noqa: F401 (before Megatron itself: it silences warnings that the user cannot act upon)

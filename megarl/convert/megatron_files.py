@@ -12,7 +12,7 @@ import torch
 from megarl.convert.torch_dist import Place, TorchDistReader
 from megarl.errors import CheckpointError, ConfigError
 from megarl.megatron.checkpoints.folders import complete_checkpoints
-from megarl.models.hf_files import some
+from megarl.models.hf_files import describe_faults
 from megarl.models.names import LAYOUTS, Rule, dimensions, rules_of
 from megarl.models.shapes import ModelShape
 
@@ -170,8 +170,7 @@ class MegatronCheckpoint:
         self.dropped = sorted({key for pattern in drop for key in fnmatch.filter(rest, pattern)})
         self.num_padded_rows = 0  # of the vocabulary, left out
         faults = {"missing": list(wanted - set(self._stored)), "unknown": list(set(rest) - set(self.dropped))}
-        if any(faults.values()):
-            told = "; ".join(f"{len(names)} tensors {what}: {some(names)}" for what, names in faults.items() if names)
+        if told := describe_faults(faults):
             raise CheckpointError(f"{path} does not hold a {shape.family} model of this config: {told}")
         for piece in pieces:
             self._check_shape(piece)

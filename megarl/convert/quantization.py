@@ -6,8 +6,7 @@ Memory: one file of ``shard_bytes``, and one parameter. Under torchrun the ranks
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -75,35 +74,35 @@ def quantize(source: Path, out: Path, model: Path | None, options: Options, rank
     for a source that is quantised already, CheckpointError for an incomplete source or disk, NumericsError for a value
     that is not finite; ``out`` is then unchanged.
     """
-    with _open_source(source, model) as found:
-        require_apart(out, found.path, found.model)
+    found = _open_source(source, model)
+    require_apart(out, found.path, found.model)
+    if options.verify:
+        require_unchanged(found.path, ranks)
+    tensors = [tensor for part in found.parts for tensor in part.tensors]
+    quantized, config = select_tensors(tensors, options.keep, options.block)
+    encode = partial(_encode, quantized=quantized, block=options.block)
+    sizes = [sum(_num_bytes(one, quantized, options) for one in part.tensors) for part in found.parts]
+    shards, totals = pack_shards(found.parts, sizes, options.shard_bytes)
+    settings = {"block": options.block, "keep": options.keep, "shard_bytes": options.shard_bytes}
+    identity = fingerprint(found.files, found.model, to="fp8", **settings)
+    with ConversionJob(out, identity, ranks, overwrite=options.overwrite) as job:
+
+        def finish(errors: list[dict[str, dict[str, Any]]]) -> None:
+            copy_model_files(found.model, job.folder, None, config)
+            by_name = {name: one for part in errors for name, one in part.items()}
+            content = {"block": options.block, "tensors": by_name}
+            write_atomically(job.folder / FP8_ERRORS, json.dumps(content, indent=1).encode())
+
+        job.write_shards(shards, totals, encode, finish)
         if options.verify:
-            require_unchanged(found.path, ranks)
-        tensors = [tensor for part in found.parts for tensor in part.tensors]
-        quantized, config = select_tensors(tensors, options.keep, options.block)
-        encode = partial(_encode, quantized=quantized, block=options.block)
-        sizes = [sum(_num_bytes(one, quantized, options) for one in part.tensors) for part in found.parts]
-        shards, totals = pack_shards(found.parts, sizes, options.shard_bytes)
-        settings = {"block": options.block, "keep": options.keep, "shard_bytes": options.shard_bytes}
-        identity = fingerprint(found.files, found.model, to="fp8", **settings)
-        with ConversionJob(out, identity, ranks, overwrite=options.overwrite) as job:
+            with HFCheckpoint(job.folder) as back:
 
-            def finish(errors: list[dict[str, dict[str, Any]]]) -> None:
-                copy_model_files(found.model, job.folder, None, config)
-                by_name = {name: one for part in errors for name, one in part.items()}
-                content = {"block": options.block, "tensors": by_name}
-                write_atomically(job.folder / FP8_ERRORS, json.dumps(content, indent=1).encode())
+                def find_changed(part: _Part) -> list[str]:
+                    expected = encode(part, measure=False)[0].items()
+                    return [name for name, tensor in expected if not same_bits(back.stored(name), tensor)]
 
-            job.write_shards(shards, totals, encode, finish)
-            if options.verify:
-                with HFCheckpoint(job.folder) as back:
-
-                    def find_changed(part: _Part) -> list[str]:
-                        expected = encode(part, measure=False)[0].items()
-                        return [name for name, tensor in expected if not same_bits(back.stored(name), tensor)]
-
-                    job.verify(shards, totals, find_changed)
-            job.publish({"to": "fp8", "block": options.block, "keep": options.keep, "verified": options.verify})
+                job.verify(shards, totals, find_changed)
+        job.publish({"to": "fp8", "block": options.block, "keep": options.keep, "verified": options.verify})
     before = sum(tensor.num_bytes for tensor in tensors)
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     return Quantized(out, read_errors(out), shapes, before, sum(totals), len(shards), job.kept)
@@ -113,13 +112,11 @@ def read_errors(folder: Path) -> dict[str, BlockErrors]:
     return {name: BlockErrors(**one) for name, one in json.loads((folder / FP8_ERRORS).read_text())["tensors"].items()}
 
 
-@contextmanager
-def _open_source(source: Path, model: Path | None) -> Iterator[_Source]:
+def _open_source(source: Path, model: Path | None) -> _Source:
     if not source.is_dir():
         raise CheckpointError(f"{source} is no folder, expected a Hugging Face or Megatron checkpoint")
     if not any(source.glob("*.safetensors")):
-        yield _megatron(torch_dist_folder(source), model)
-        return
+        return _megatron(torch_dist_folder(source), model)
     if model is not None:
         raise ConfigError(f"{source} is a Hugging Face folder, which has its own config; --model goes with Megatron's")
     if found := read_json(source / "config.json").get("quantization_config"):
@@ -128,10 +125,10 @@ def _open_source(source: Path, model: Path | None) -> Iterator[_Source]:
             f"{source} is quantised already ({found.get('quant_method')!r}, blocks {found.get('weight_block_size')}), "
             "expected a model in high precision: quantising twice adds errors"
         )
-    with HFCheckpoint(source) as hf:
-        tensors = [Tensor(name, hf.shape(name), hf.dtype(name)) for name in hf.names()]
-        parts = [_Part([tensor], lambda name=tensor.name: [hf.read(name)]) for tensor in tensors]
-        yield _Source(source, source, hf.files(), parts)
+    hf = HFCheckpoint(source)
+    tensors = [Tensor(name, hf.shape(name), hf.dtype(name)) for name in hf.names()]
+    parts = [_Part([tensor], lambda name=tensor.name: [hf.read(name)]) for tensor in tensors]
+    return _Source(source, source, hf.files(), parts)
 
 
 def _megatron(source: Path, model: Path | None) -> _Source:
@@ -176,33 +173,43 @@ def _encode(
     return made, errors
 
 
-def quantize_and_show(source: Path, out: Path, model: Path | None, options: Options) -> None:
+def quantize_and_show(source: Path, out: Path, model: Path | None, options: Options, as_json: bool = False) -> None:
     """``quantize`` on all ranks; the first prints what was written, and the tensors that lost most."""
     ranks = Ranks()
     found = quantize(source, out, model, options, ranks)
-    if ranks.rank != 0:
-        return
+    if ranks.rank == 0:
+        print(json.dumps(_describe(found, options), indent=1) if as_json else _summarise(found, options))
+
+
+def _describe(found: Quantized, options: Options) -> dict[str, Any]:
+    counts = {name: getattr(found, name) for name in ("bytes_before", "bytes_after", "num_files", "num_resumed")}
+    errors = {name: asdict(one) for name, one in found.errors.items()}
+    said = {"out": str(found.out), "block": options.block, "verified": options.verify, "num_tensors": len(found.shapes)}
+    return {**said, **counts, "errors": errors}
+
+
+def _summarise(found: Quantized, options: Options) -> str:
     files = f"{found.num_files} file" + "s" * (found.num_files > 1)
     if found.num_resumed:
         files += f", {found.num_resumed} of them from an interrupted start"
     before, after = (decimal(number) for number in (found.bytes_before, found.bytes_after))
-    print(
+    lines = [
         f"{len(found.errors)} of {len(found.shapes)} tensors in FP8, blocks of {options.block[0]} x "
-        f"{options.block[1]}; {before} -> {after} in {files}; {'verified' if options.verify else 'not verified'}"
-    )
-    worst = sorted(found.errors.items(), key=lambda item: -item[1].relative_error)
-    print(*(f"{word:>11}" for word in HEADER), " tensor")
-    for name, one in worst[:NUM_WORST]:
+        f"{options.block[1]}; {before} -> {after} in {files}; {'verified' if options.verify else 'not verified'}",
+        " ".join([*(f"{word:>11}" for word in HEADER), " tensor"]),
+    ]
+    for name, one in sorted(found.errors.items(), key=lambda item: -item[1].relative_error)[:NUM_WORST]:
         figures = f"{one.relative_error:11.5f} {one.max_error:11.3g} {one.max_error_of_block:11.5f}"
-        print(f"{figures} {one.underflow:11.3g} {one.num_zero_blocks:11d} {one.num_saturated:11d}  {name}")
+        lines.append(f"{figures} {one.underflow:11.3g} {one.num_zero_blocks:11d} {one.num_saturated:11d}  {name}")
     median = statistics.median(one.relative_error for one in found.errors.values())
     zeros = sum(one.num_zero_blocks for one in found.errors.values())
     saturated = sum(one.num_saturated for one in found.errors.values())
     totals = f"{zeros} blocks of zeros, {saturated} saturated values"
-    print(f"{median:11.5f} median; {totals}; all in {found.out / FP8_ERRORS}")
+    lines.append(f"{median:11.5f} median; {totals}; all in {found.out / FP8_ERRORS}")
     ragged = [name for name in found.errors if is_misread(found.shapes[name], options.block)]
     if ragged:
-        print(
+        lines.append(
             f"note: {some(ragged)} are no whole number of blocks; transformers 5.12 refuses or misreads such weights "
             "where it dequantises, and SGLang refuses some of them"
         )
+    return "\n".join(lines)

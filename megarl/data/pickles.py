@@ -7,6 +7,7 @@ without limits, so ``require_plain`` examines a checkpoint before they see it.
 import io
 import pickle
 import re
+import tomllib
 from argparse import Namespace
 from pathlib import Path, PosixPath
 from signal import Signals
@@ -17,32 +18,14 @@ import numpy as np
 import torch
 
 _NO_PART = "which is no part of a checkpoint"
-_CHECKPOINT = "torch.distributed.checkpoint"
-_PLAIN = {
-    *((f"{_CHECKPOINT}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
-    *((f"{_CHECKPOINT}.metadata", f"{name}StorageMetadata") for name in ("Bytes", "Chunk", "Tensor")),
-    (f"{_CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"),
-    *((f"{_CHECKPOINT}.planner", name) for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")),
-    (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
-    # Of releases up to 0.15, and 0.15 to 0.16.
-    *(("megatron.core.dist_checkpointing.strategies.torch", name) for name in ("MCoreSavePlan", "MCoreMetadata")),
-    *(("torch", "Size"), ("torch.serialization", "_get_layout")),
-    *(("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"), ("collections", "OrderedDict")),
-}
-
-
+_NAMES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_PLAIN = {(module, name) for module, names in _NAMES["metadata"].items() for name in names}
 _Inert = type("_Inert", (), {"__new__": lambda cls, *_: object.__new__(cls)})
 """Stands for a record of Megatron's, which need not be installed to look into a checkpoint."""
-_OF_MEGATRON = (
-    *("enums.ModelType", "transformer.enums.AttnBackend", "transformer.enums.CudaGraphScope"),
-    *("transformer.enums.CudaGraphModule", "transformer.enums.InferenceCudaGraphScope"),  # from 0.18 on
-    *(f"rerun_state_machine.Rerun{name}" for name in ("Diagnostic", "Mode", "State")),
-    "optimizer.optimizer_config.OptimizerConfig",
-)
 _SAFE = [
     *(Namespace, SimpleNamespace, PosixPath, io.BytesIO, Signals, np.ndarray, np.dtype, np.dtypes.UInt32DType),
     *((np.zeros(0).__reduce__()[0], f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
-    *((_Inert, f"megatron.core.{name}") for name in _OF_MEGATRON),
+    *((_Inert, f"{module}.{name}") for module, names in _NAMES["inert"].items() for name in names),
 ]
 """What ``torch.load`` needs besides tensors and containers: Megatron's own list."""
 

@@ -1,10 +1,9 @@
 """Tokenized prompts as a few flat arrays, which the processes of a node share through a memory-mapped file.
 
-    64 bytes: 8 int64, the first four being _MAGIC, prompts P, tokens T, bytes of text B; then the arrays of PromptTable
-
-The file lies in ``$XDG_CACHE_HOME/megarl/prompts`` (``~/.cache/megarl/prompts``), or where that cannot be written in a
-folder of this user below the temporary one. Its name is a hash of all that its content depends on, so that it is never
-out of date. Between runs it may be removed.
+The file, as ``megarl.data.tensor_file`` writes it, has the arrays of PromptTable. It lies in
+``$XDG_CACHE_HOME/megarl/prompts`` (``~/.cache/megarl/prompts``), or where that cannot be written in a folder of this
+user below the temporary one. Its name is a hash of all that its content depends on, so that it is never out of date.
+Between runs it may be removed.
 """
 
 import fcntl
@@ -27,11 +26,12 @@ from transformers import PreTrainedTokenizerBase
 from megarl import __version__
 from megarl.data.files import sha256_of, write_atomically
 from megarl.data.records import place_prefix
+from megarl.data.tensor_file import dump_tensors, load_tensors
+from megarl.errors import TraceError
 
 SHARED_FROM_BYTES = 1 << 22
 """Smaller files are tokenized by every process: that takes less than a second."""
-_MAGIC = int.from_bytes(b"megarl 1", "little")
-_DTYPES = (np.int64, np.int64, np.int32, np.uint8)
+_ARRAYS = ("bounds", "numbers", "tokens", "letters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,16 +130,12 @@ def share(
             table = build()
             if sha256_of(source) != digest:  # somebody has written it meanwhile
                 return table
-            head = np.array([_MAGIC, len(table), len(table.tokens), len(table.letters), 0, 0, 0, 0])
-            write_atomically(path, b"".join(part.tobytes() for part in (head, *_arrays(table))), durable=False)
+            arrays = {name: getattr(table, name) for name in _ARRAYS}
+            write_atomically(path, dump_tensors(arrays, {}), durable=False)
         return _map(path, prefix) or table
     except OSError as error:
         warnings.warn(f"{source}: every process keeps its own prompts in memory ({error})", stacklevel=2)
         return build()
-
-
-def _arrays(table: PromptTable) -> tuple[np.ndarray, ...]:
-    return table.bounds, table.numbers, table.tokens, table.letters
 
 
 def _key(digest: str, suffix: str, tokenizer: PreTrainedTokenizerBase, settings: Sequence[object]) -> str:
@@ -179,16 +175,7 @@ def _lock(path: Path) -> Iterator[None]:
 def _map(path: Path, prefix: str) -> PromptTable | None:
     """The table in a file; None if there is none, or it is not complete."""
     try:
-        data = np.memmap(path, np.uint8, "r")
-    except (FileNotFoundError, ValueError):  # ValueError: it is empty
+        arrays, _ = load_tensors(path, mapped=True)
+        return PromptTable(**{name: arrays[name] for name in _ARRAYS}, prefix=prefix)
+    except (TraceError, KeyError):
         return None
-    head = data[:64].view(np.int64).tolist() if len(data) >= 64 else [0]
-    if head[0] != _MAGIC or min(head[1:4]) < 0:
-        return None
-    prompts, tokens, letters = head[1:4]
-    counts = (3 * (prompts + 1), prompts, tokens, letters)
-    ends = np.cumsum([64, *(np.dtype(dtype).itemsize * count for dtype, count in zip(_DTYPES, counts, strict=True))])
-    if ends[-1] != len(data):
-        return None
-    bounds, *rest = (data[a:b].view(d) for a, b, d in zip(ends[:-1], ends[1:], _DTYPES, strict=True))
-    return PromptTable(bounds.reshape(3, -1), *rest, prefix=prefix)

@@ -8,18 +8,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from megarl.data.prompt_table import Prompt as Prompt
 from megarl.data.prompt_table import PromptTable, share
 from megarl.data.records import Record, get_field, place_prefix, read_records, type_name
-from megarl.errors import ConfigError, DataError
+from megarl.errors import ConfigError, DataError, describe
 
 _BATCH = 1024
 """Texts that are tokenized at a time."""
+_Row = TypeVar("_Row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,17 @@ class Demonstration:
     loss_mask: np.ndarray
     """bool [T], True on the response and its end token."""
     source: str
+
+
+def load_tokenizer(folder: str | Path, key: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder; ConfigError, naming the key or flag, if transformers can read none."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers and tokenizers raise many kinds
+        raise ConfigError(
+            f"{key}: {folder} holds no tokenizer that can be read ({describe(error)}); expected a Hugging Face folder "
+            "with tokenizer.json"
+        ) from error
 
 
 def load_prompts(
@@ -61,14 +73,14 @@ def load_prompts(
     """
     _check_template(tokenizer, chat_template)
 
-    def read(place: str, record: Record) -> tuple[_Text, str]:
+    def read(place: str, record: Record) -> tuple[Text, str]:
         text = prompt_text(tokenizer, record, prompt_field, chat_template, place, template)
         return text, answer_text(get_field(record, answer_field, place), answer_field, place)
 
     prefix = place_prefix(source)
 
     def tokenize() -> Iterator[tuple[list[int], list[list[int]], list[str], list[str]]]:
-        for rows in _batches(read_records(source, split=split, limit=limit), read):
+        for rows in in_batches(read_records(source, split=split, limit=limit), read):
             texts, answers = [text for text, _ in rows], [answer for _, answer in rows]
             tokens = encode_prompts(tokenizer, texts, prompt_field, max_prompt_tokens)
             numbers = [int(text.place.removeprefix(prefix)) for text in texts]
@@ -108,19 +120,19 @@ def load_demonstrations(
     if not isinstance(end_token, int):
         raise ConfigError("the tokenizer has no eos_token: set one, otherwise the model never learns to stop")
 
-    def read(place: str, record: Record) -> tuple[_Text, str]:
+    def read(place: str, record: Record) -> tuple[Text, Text]:
         text = prompt_text(tokenizer, record, prompt_field, chat_template, place)
         response = get_field(record, response_field, place)
         if not isinstance(response, str):
             raise DataError(f"{place}: {response_field!r} is {type_name(response)}, expected text")
         if not response:
             raise DataError(f"{place}: {response_field!r} is empty: there is nothing to imitate")
-        return text, response
+        return text, Text(place, response, plain=False)
 
     demonstrations: list[Demonstration] = []
-    for rows in _batches(read_records(path), read):
+    for rows in in_batches(read_records(path), read):
         prompts = encode_prompts(tokenizer, [text for text, _ in rows], prompt_field, max_prompt_tokens)
-        responses = _encode_responses(tokenizer, rows, response_field)
+        responses = _encode(tokenizer, [response for _, response in rows], f"response ({response_field!r})")
         for (text, _), prompt, ids in zip(rows, prompts, responses, strict=True):
             place = text.place
             if not ids or ids[-1] != end_token:
@@ -190,23 +202,24 @@ def _check_length(num_tokens: int, limit: int | None, what: str, limit_name: str
         raise DataError(f"{place}: {what} has {num_tokens} tokens, more than {limit_name} = {limit}; {remedy}")
 
 
-class _Text(NamedTuple):
-    """A prompt as it goes to the tokenizer."""
+class Text(NamedTuple):
+    """What goes to the tokenizer."""
 
     place: str
     text: str
-    templated: bool
-    """Whether it passed a chat template, which adds the special tokens."""
+    plain: bool
+    """Whether the tokenizer adds its special tokens: not behind a chat template, nor to a response."""
 
 
-def _batches(
-    records: Iterator[tuple[str, Record]], read: Callable[[str, Record], tuple[_Text, str]]
-) -> Iterator[list[tuple[_Text, str]]]:
-    """Yield what is read of so many records; what precedes a bad record comes before its error."""
-    rows: list[tuple[_Text, str]] = []
+def in_batches(
+    records: Iterator[tuple[str, Record]], read: Callable[[str, Record], _Row | None]
+) -> Iterator[list[_Row]]:
+    """Yield what is read of so many records, without None; what precedes a bad record comes before its error."""
+    rows: list[_Row] = []
     try:
         for place, record in records:
-            rows.append(read(place, record))
+            if (row := read(place, record)) is not None:
+                rows.append(row)
             if len(rows) == _BATCH:
                 yield rows
                 rows = []
@@ -225,7 +238,7 @@ def prompt_text(
     chat_template: bool,
     place: str,
     template: str | None = None,
-) -> _Text:
+) -> Text:
     """Return the text to tokenize of plain text or of chat messages."""
     prompt = get_field(record, field, place)
     templated = chat_template or isinstance(prompt, list)
@@ -241,48 +254,46 @@ def prompt_text(
         # Other braces stay as they are, because LaTeX uses them.
         text = prompt if template is None else template.replace("{prompt}", prompt)
         text = _render(tokenizer, [{"role": "user", "content": text}], place) if chat_template else text
-    return _Text(place, text, templated)
+    return Text(place, text, plain=not templated)
 
 
 def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[_Text], field: str, limit: int | None
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], field: str, limit: int | None
 ) -> list[list[int]]:
     """Tokenize a batch; DataError names the first text that cannot be a prompt of at most ``limit`` tokens."""
+
+    def check(text: Text, tokens: list[int]) -> None:
+        if not tokens:
+            raise DataError(f"{text.place}: the prompt ({field!r}) has no tokens")
+        end = tokenizer.eos_token
+        if text.plain and tokens[-1] == tokenizer.eos_token_id and not text.text.endswith(str(end)):
+            # BERT- and T5-like tokenizers do this. The model would have to answer after its end token.
+            raise DataError(f"{text.place}: the tokenizer appends its end token {end!r} to a prompt; turn that off")
+        _check_length(len(tokens), limit, "the prompt", "data.max_prompt_tokens", text.place)
+
+    return _encode(tokenizer, texts, f"prompt ({field!r})", check)
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[Text],
+    what: str,
+    check: Callable[[Text, list[int]], None] = lambda text, tokens: None,
+) -> list[list[int]]:
+    """Tokenize and check a batch; DataError names the first text that cannot be tokenized or is wrong."""
     found: dict[int, list[int]] = {}
-    for templated in (False, True):
-        chosen = [index for index, text in enumerate(texts) if text.templated == templated]
-        if not chosen:
-            continue
+    for plain in (True, False):
+        chosen = [index for index, text in enumerate(texts) if text.plain == plain]
         try:
-            ids = _tokenize(tokenizer, [texts[index].text for index in chosen], special=not templated)
+            ids = _tokenize(tokenizer, [texts[index].text for index in chosen], plain) if chosen else []
         except Exception as error:  # tokenizers raises a bare Exception for a character without a token
             if len(texts) > 1:  # find it, and what else may be wrong before it
-                return [encode_prompts(tokenizer, [text], field, limit)[0] for text in texts]
-            raise DataError(f"{texts[0].place}: the tokenizer cannot read the prompt ({field!r}): {error}") from error
+                return [_encode(tokenizer, [text], what, check)[0] for text in texts]
+            raise DataError(f"{texts[0].place}: the tokenizer cannot read the {what}: {error}") from error
         found.update(zip(chosen, ids, strict=True))
-    end_token = tokenizer.eos_token
-    for index, (place, text, templated) in enumerate(texts):
-        tokens = found[index]
-        if not tokens:
-            raise DataError(f"{place}: the prompt ({field!r}) has no tokens")
-        if not templated and tokens[-1] == tokenizer.eos_token_id and not text.endswith(str(end_token)):
-            # BERT- and T5-like tokenizers do this. The model would have to answer after its end token.
-            raise DataError(f"{place}: the tokenizer appends its end token {end_token!r} to a prompt; turn that off")
-        _check_length(len(tokens), limit, "the prompt", "data.max_prompt_tokens", place)
+    for index, text in enumerate(texts):
+        check(text, found[index])
     return [found[index] for index in range(len(texts))]
-
-
-def _encode_responses(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[tuple[_Text, str]], field: str
-) -> list[list[int]]:
-    """Tokenize the responses of a batch; DataError names the first that cannot be."""
-    try:
-        return _tokenize(tokenizer, [response for _, response in rows], special=False)
-    except Exception as error:
-        if len(rows) > 1:
-            return [_encode_responses(tokenizer, [row], field)[0] for row in rows]
-        place = rows[0][0].place
-        raise DataError(f"{place}: the tokenizer cannot read the response ({field!r}): {error}") from error
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], special: bool) -> list[list[int]]:

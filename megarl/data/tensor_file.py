@@ -36,18 +36,21 @@ def dump_tensors(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str])
 
 
 def load_tensors(
-    path: Path, check: Callable[[Mapping[str, str]], None]
+    path: Path, check: Callable[[Mapping[str, str]], None] = lambda metadata: None, *, mapped: bool = False
 ) -> tuple[dict[str, np.ndarray], Mapping[str, str]]:
     """Read arrays and metadata; ``check`` sees the metadata before a tensor is looked at.
+
+    mapped: the arrays stay in the file, memory-mapped and read-only.
 
     Raises TraceError if the file is damaged or has tensors that no trace has.
     """
     try:
-        content = path.read_bytes()
-        length = int.from_bytes(content[:8], "little")
+        is_mapped = mapped and path.stat().st_size > 0  # nothing cannot be mapped
+        content = np.memmap(path, np.uint8, "r") if is_mapped else np.frombuffer(path.read_bytes(), np.uint8)
+        length = int.from_bytes(content[:8].tobytes(), "little")
         if len(content) < 8 or length > min(len(content) - 8, _MOST_HEADER_BYTES):
             raise _damaged(path, f"{len(content)} bytes cannot hold a header of {length}")
-        header = json.loads(content[8 : 8 + length])
+        header = json.loads(content[8 : 8 + length].tobytes())
     except (OSError, ValueError, RecursionError) as error:  # not UTF-8 and not JSON are ValueErrors
         raise _damaged(path, str(error)) from error
     if not isinstance(header, dict):
@@ -56,7 +59,7 @@ def load_tensors(
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _damaged(path, "its metadata are no texts")
     check(metadata)
-    data = np.frombuffer(content, np.uint8, offset=8 + length)
+    data = content[8 + length :]
     tensors, end = {}, 0
     try:
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):

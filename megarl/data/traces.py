@@ -106,9 +106,7 @@ def write_traces(path: str | Path, info: TraceInfo, sequences: Sequence[TracedSe
     if not path.parent.is_dir():
         raise ConfigError(f"{path}: there is no folder {path.parent}; create it first")
     names, lengths = [sequence.name for sequence in sequences], [len(sequence.trace.experts) for sequence in sequences]
-    if len(set(names)) < len(names):
-        twice = next(name for i, name in enumerate(names) if name in names[:i])
-        raise TraceError(f"{path}: two sequences are called {twice!r}; give each its own name")
+    _number(names, path)
     for sequence, length in zip(sequences, lengths, strict=True):
         _check_model(sequence.trace, info, length, sequence.name)
     encoded = [encode(sequence.trace) for sequence in sequences]
@@ -196,9 +194,7 @@ class TraceFile:
         for name, column in self._columns.items():
             if len(column) != self.num_tokens:
                 raise TraceError(f"{path}: {name} has {len(column)} entries, expected {self.num_tokens}, one per token")
-        self._position = {name: i for i, name in enumerate(self.names)}
-        if len(self._position) < len(self.names):
-            raise TraceError(f"{path}: {len(self.names) - len(self._position)} sequences have the name of another one")
+        self._position = _number(self.names, path)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -219,6 +215,15 @@ class TraceFile:
         _check_model(trace, self.info, int(stop - start), label)
         columns = {name: column[start:stop] for name, column in self._columns.items()}
         return TracedSequence(self.names[i], trace, **columns)
+
+
+def _number(names: Sequence[str], path: Path) -> dict[str, int]:
+    """Name -> position; TraceError if two sequences have one name."""
+    found: dict[str, int] = {}
+    for position, name in enumerate(names):
+        if found.setdefault(name, position) != position:
+            raise TraceError(f"{path}: two sequences are called {name!r}; give each its own name")
+    return found
 
 
 def _read_column(path: Path, tensors: Mapping[str, np.ndarray], name: str, dtype: np.dtype) -> np.ndarray:

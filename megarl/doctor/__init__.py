@@ -36,15 +36,17 @@ def examine(path: Path | None = None, overrides: Mapping[str, Any] | None = None
         if "found no megatron-core" not in str(error):
             raise
         checks = [Check("[megatron]", "failed", "not checked: Megatron-Core, which has its keys, is not installed")]
-    of_machine, has_te = machine.check_machine(config, found)
-    checks += of_machine
     if config is None:
+        checks += machine.check_machine(None, found)[0]
         return Report(None if path is None else str(path), checks, [details.blockers(), details.releases()], found)
     layout = details.layout_of(config)
     of_model, shape = inputs.read_model(config)
     if shape is not None:
         check_fit(config, shape)
-    checks += of_model + inputs.check_inputs(config, shape)
+    of_inputs = of_model + inputs.check_inputs(config, shape)
+    failed = {check.name for check in of_inputs if check.status == "failed"}
+    of_machine, has_te = machine.check_machine(config, found, failed)
+    checks += of_machine + of_inputs
     checks += [Check("configuration", "warning", warning) for warning in config.warnings]
     tables = [details.resolved(config, layout, shape)]
     if found["megatron-core"] is not None:

@@ -38,10 +38,11 @@ def read_model(config: Config) -> tuple[list[Check], ModelShape | None]:
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         checks.append(Check("tokenizer", "failed", f"none in {folder}", f"one of {', '.join(_TOKENIZERS)}"))
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        if (folder / name).is_file() and (why := _not_json(folder / name)):
-            checks.append(
-                Check("tokenizer", "failed", f"{folder / name} is no JSON ({why})", advice="download it again")
-            )
+        try:
+            json.loads((folder / name).read_text(encoding="utf-8") if (folder / name).is_file() else "{}")
+        except (ValueError, RecursionError) as error:
+            what = f"{folder / name} is no JSON ({error})"
+            checks.append(Check("tokenizer", "failed", what, advice="download it again"))
     if what := _missing_weights(folder):
         checks.append(Check("weights", "failed", what, advice="download the rest of the checkpoint"))
     return checks, shape
@@ -60,14 +61,6 @@ def require_inputs(config: Config, stage: Literal["rl", "sft", "eval"] = "rl") -
         raise ConfigError("; ".join(f"{check.name}: {check.says()}" for check in failed))
     if stage == "rl" and ":" in config.reward.function:
         load_reward(config.reward.function, config.reward_model)
-
-
-def _not_json(path: Path) -> str | None:
-    try:
-        json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        return str(error)
-    return None
 
 
 def _missing_weights(folder: Path) -> str | None:
@@ -155,9 +148,13 @@ def _check_disk(config: Config, shape: ModelShape | None) -> Check:
         return Check("run.dir", "failed", f"{existing} cannot be written", "a folder that you can write")
     free = shutil.disk_usage(existing).free
     found = f"{free / 2**30:.1f} GiB free in {existing}"
-    parameters = _count_parameters(shape) if shape else None
-    if parameters is None:
+    try:
+        from megarl.plan.layout import count_model
+    except ImportError:  # no torch
+        shape = None
+    if shape is None:
         return Check("run.dir", "ok", f"{found}; the size of a checkpoint is not known")
+    parameters = count_model(shape).total
     element = 4 if config.model.dtype == "fp32" else 2
     # Adam keeps two moments in fp32 for each weight, and a main weight unless the weights are fp32.
     one = parameters * (element + (8 if element == 4 else 12))
@@ -170,15 +167,6 @@ def _check_disk(config: Config, shape: ModelShape | None) -> Check:
     if free < needed:
         return Check("run.dir", "failed", found, expected, "make room, or set run.dir to another disk")
     return Check("run.dir", "ok", f"{found}; the run takes {expected}")
-
-
-def _count_parameters(shape: ModelShape) -> int | None:
-    """None without torch."""
-    try:
-        from megarl.plan.layout import count_model
-    except ImportError:
-        return None
-    return count_model(shape).total
 
 
 def _check_urls(config: Config) -> Iterator[Check]:

@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,10 @@ def _version(distribution: str) -> str | None:
         return "unknown" if importlib.util.find_spec(distribution.replace("-", "_")) else None
 
 
-def check_machine(config: Config | None, found: dict[str, str | None]) -> tuple[list[Check], bool]:
-    """Return (checks, whether layers of Transformer Engine are used)."""
+def check_machine(
+    config: Config | None, found: dict[str, str | None], failed: Collection[str] = ()
+) -> tuple[list[Check], bool]:
+    """Return (checks, whether layers of Transformer Engine are used). ``failed``: inputs that need not be tried."""
     missing = {name for name in _TRAIN if found[name] is None}
     if config is not None and config.log.wandb_project and found["wandb"] is None:
         missing.add("wandb")
@@ -52,7 +55,7 @@ def check_machine(config: Config | None, found: dict[str, str | None]) -> tuple[
     facts: dict[str, Any] = {}
     if "torch" not in missing:
         absent = {name.replace("-", "_") for name in (*missing, *(c.name for c in checks if c.status == "failed"))}
-        tried, facts = run_trial(config, absent | ({"megatron"} if "megatron_core" in absent else set()))
+        tried, facts = run_trial(config, absent | ({"megatron"} if "megatron_core" in absent else set()), failed)
         checks += tried
     if "torch" in facts:
         checks += [_check_devices(facts), *(check_gpus(config, facts["gpus"]) if config else ())]

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Literal
 
 from megarl.errors import printable
@@ -50,17 +51,17 @@ class Report:
     def ready(self) -> bool:
         return not self._lines("failed")
 
-    def _lines(self, status: Status) -> dict[str, list[str]]:
-        """What checks of a status say -> their names: packages that are missing share a line."""
-        found: dict[str, list[str]] = {}
+    def _lines(self, status: Status) -> dict[str, dict[str, None]]:
+        """What checks of a status say -> their names, each once: packages that are missing share a line."""
+        found: dict[str, dict[str, None]] = {}
         for check in self.checks:
             if check.status == status:
-                found.setdefault(check.says(), []).append(check.name)
+                found.setdefault(check.says(), {})[check.name] = None
         return found
 
     def to_text(self) -> str:
         failed = self._lines("failed")
-        names = ", ".join(name for group in failed.values() for name in group)
+        names = ", ".join(dict.fromkeys(chain(*failed.values())))
         subject = f"for {self.config}" if self.config else "to train on this machine"
         lines = [f"ready {subject}" if self.ready else f"not ready {subject}: {names}"]
         lines += [f"- {', '.join(names)}: {says}" for says, names in failed.items()]

@@ -1,7 +1,7 @@
 """Does what the trainer does first, in a process of its own: imports, and with a configuration reads tokenizer, first
 prompt and weights. So a broken package becomes one line, even if it ends the process or never returns.
 
-Run as ``python -m megarl.doctor.trial``, with the configuration as JSON on stdin ("null": none).
+Run as ``python -m megarl.doctor.trial``, with JSON on stdin: the configuration as JSON (null: none), what has failed.
 """
 
 import importlib
@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,17 @@ _SINGLE = ("psutil", "safetensors", "transformers", "datasets", "math_verify", "
 """Modules that the trainer imports late, or that others hide; each is tried by itself."""
 
 
-def run_trial(config: Config | None, absent: set[str]) -> tuple[list[Check], dict[str, Any]]:
-    """Return (checks, facts about torch and its devices). Missing modules of ``absent`` are not reported again."""
+def run_trial(
+    config: Config | None, absent: set[str], failed: Collection[str] = ()
+) -> tuple[list[Check], dict[str, Any]]:
+    """Return (checks, facts about torch and its devices).
+
+    Missing modules of ``absent`` are not reported again; inputs whose check has ``failed`` are not tried.
+    """
     environment = safe_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     words = [sys.executable, "-W", "ignore", "-m", "megarl.doctor.trial"]
-    request = "null" if config is None else config.model_dump_json()
+    asked = None if config is None else config.model_dump_json()
+    request = json.dumps({"config": asked, "failed": sorted(failed)})
     try:
         ended = subprocess.run(
             words, input=request.encode(), capture_output=True, timeout=TIME_LIMIT_S, env=environment
@@ -74,15 +80,15 @@ def _trainer() -> dict[str, Any]:
     return {"has_te": te.HAVE_TE, "te_problem": te.PROBLEM}
 
 
-def _read_prompt(config: Config) -> None:
-    """Read the tokenizer, and with it the first prompt of a file."""
+def _read_prompt(config: Config, failed: Collection[str]) -> None:
+    """Read the tokenizer, and with it the first prompt of a file that can be read."""
     from transformers import AutoTokenizer
 
     from megarl.data.prompts import load_prompts
 
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
     data = config.data
-    if Path(data.train).is_file():
+    if Path(data.train).is_file() and "data.train" not in failed:
         settings = data.model_dump(include={"prompt_field", "answer_field", "chat_template", "max_prompt_tokens"})
         load_prompts(data.train, tokenizer=tokenizer, limit=1, **settings)
 
@@ -114,15 +120,18 @@ def _tell(**words: Any) -> None:
 
 def main() -> None:
     """Try everything in turn, and tell before and after each."""
-    request = sys.stdin.read()
-    config = None if request == "null" else Config.model_validate_json(request)
+    request = json.load(sys.stdin)
+    failed = request["failed"]
+    config = None if request["config"] is None else Config.model_validate_json(request["config"])
     _try("torch", _torch)
     for name in _SINGLE:
         _try(name, lambda name=name: importlib.import_module(name) and None)
     _try("the trainer", _trainer)
     if config is not None and (Path(config.model.path) / "config.json").is_file():
-        _try("tokenizer and first prompt", lambda: _read_prompt(config))
-        _try("weights", lambda: _read_weights(config.model.path))
+        if "tokenizer" not in failed:
+            _try("tokenizer and first prompt", lambda: _read_prompt(config, failed))
+        if "weights" not in failed:
+            _try("weights", lambda: _read_weights(config.model.path))
         if config.train.resolved_objective.needs_ref_logprobs and config.reference_path != config.model.path:
             _try("model.reference", lambda: _read_weights(config.reference_path))
 

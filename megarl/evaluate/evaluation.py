@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from megarl.config import Config
 from megarl.data import benchmarks
 from megarl.data.benchmarks import Benchmark
 from megarl.data.judge import Judge
-from megarl.data.prompts import Prompt
+from megarl.data.prompts import Prompt, load_tokenizer
 from megarl.data.rewards import load_reward
 from megarl.errors import ConfigError, RolloutError, printable
 from megarl.evaluate import results
-from megarl.evaluate.request import EvalRequest
+from megarl.evaluate.request import EvalRequest, with_keys
 from megarl.evaluate.scores import to_text
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.folders import complete_checkpoints
@@ -64,13 +64,13 @@ def evaluate(request: EvalRequest, world_size: int) -> Path:
     distributed.initialize(config)
     progress = StepProgress(distributed.is_main_rank(), sys.stderr if request.json else None)
     task = distributed.from_main_rank(lambda: _prepare(request))
-    tokenizer = _tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, "model.path")
     missing = [benchmark for benchmark in request.benchmarks if benchmark.name not in task.complete]
     for name in sorted(task.complete):
         progress.line(f"{name}: complete in {task.out}, not sampled again")
     if missing:
         # Servers write their logs and files below run.dir. Keep them out of a run that may be in progress.
-        config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(task.out)})})
+        config = with_keys(config, run={"dir": str(task.out)})
         engine = make_engine(config, progress.line)
         try:
             if task.checkpoint is None:  # streamed from the files, without a Megatron model
@@ -119,26 +119,15 @@ def _run_of(checkpoint: Path | None, config: Config) -> Path:
     return config.run_dir
 
 
-def _tokenizer(model_path: str) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(model_path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: {model_path} holds no tokenizer that transformers can read: {error}") from error
-
-
 def _prepare(request: EvalRequest) -> Task:
     """Find, load and check everything before anything is sampled; on the main rank."""
     config = request.config
-    if not (Path(config.model.path) / "config.json").is_file():
-        raise ConfigError(
-            f"model.path: {config.model.path} holds no config.json; expected a Hugging Face checkpoint folder"
-        )
     checkpoint = None if request.checkpoint is None else find_checkpoint(request.checkpoint).resolve()
     if checkpoint is None:
         with HFCheckpoint(config.model.path):  # raises if there are no weights
             pass
     out = request.out or _run_of(checkpoint, config) / "eval" / ("model" if checkpoint is None else checkpoint.name)
-    tokenizer = _tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, "model.path")
     for benchmark in request.benchmarks:
         load_reward(benchmark.reward, config.reward_model)
     make_environment(config.environment)

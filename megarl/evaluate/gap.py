@@ -28,8 +28,10 @@ from megarl.core.packing import pack, select
 from megarl.core.routing import Disagreement
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import ConfigError, RolloutError
+from megarl.evaluate import command
 from megarl.evaluate.evaluation import find_checkpoint
 from megarl.evaluate.gap_verdict import Extreme, Gap, Limits, Measured, Verdict, judge, to_json, to_text
+from megarl.evaluate.request import with_keys
 from megarl.megatron import distributed
 from megarl.megatron.frozen import FrozenModel
 from megarl.megatron.passes import forward
@@ -71,41 +73,32 @@ class GapRequest:
     """Longest response."""
 
 
-def gap_request(
-    path: Path,
-    config: Path | None,
-    prompts: str | None,
-    overrides: dict[str, Any],
-    *,
-    responses: int,
-    tokens: int,
-    trust: bool = False,
-) -> GapRequest:
+def gap_request(asked: command.Gap, overrides: dict[str, Any]) -> GapRequest:
     """Find weights and configuration of a Hugging Face folder, a run's folder or its checkpoint; ConfigError."""
+    path, file, checkpoint = asked.checkpoint, asked.config, None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("megarl gap runs in one process: start it without torchrun")
-    if min(responses, tokens) < 1:
-        raise ConfigError(f"--responses {responses} --tokens {tokens}: expected at least 1 of each")
+    if min(asked.responses, asked.tokens) < 1:
+        raise ConfigError(f"--responses {asked.responses} --tokens {asked.tokens}: expected at least 1 of each")
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder; expected a Hugging Face folder, a run's folder, or its checkpoint")
-    checkpoint = None
     if (path / "config.json").is_file():
         overrides = {**overrides, "model.path": str(path)}
     else:
         checkpoint = find_checkpoint(path).resolve()
         saved = checkpoint.parent.parent / "config.toml"
-        config = config or (saved if saved.is_file() else None)
-        if config is None:
+        file = file or (saved if saved.is_file() else None)
+        if file is None:
             raise ConfigError(f"{checkpoint} has no config.toml of a run above it: give --config FILE")
-    if prompts is not None:
-        overrides = {**overrides, "data.train": prompts}
-    if config is not None:
-        found = config_file.load(config, overrides, trust=trust)
-    elif prompts is None:
+    if asked.prompts is not None:
+        overrides = {**overrides, "data.train": asked.prompts}
+    if file is not None:
+        config = config_file.load(file, overrides, trust=asked.trust)
+    elif asked.prompts is None:
         raise ConfigError(f"{path} is a model without a run: give --prompts FILE, or --config FILE")
     else:
-        found = config_file.parse(WITHOUT_RUN, overrides, source="megarl gap")
-    return GapRequest(found, checkpoint, responses, tokens)
+        config = config_file.parse(WITHOUT_RUN, overrides, source="megarl gap")
+    return GapRequest(config, checkpoint, asked.responses, asked.tokens)
 
 
 def measure_and_show(request: GapRequest, limits: Limits, as_json: bool) -> int:
@@ -135,26 +128,20 @@ def _alone(request: GapRequest) -> Config:
     train: dict[str, Any] = {"mini_batches": 1, "micro_batch_tokens": room}
     if can_compare(config, read_shape(config.model.path)):
         train["replay"] = "r3"
-    return config.model_copy(
-        update={
-            "run": config.run.model_copy(update={"dir": str(config.run_dir / "gap")}),
-            "parallel": ParallelConfig(),
-            "rollout": config.rollout.model_copy(update=rollout),
-            "train": config.train.model_copy(update=train),
-        }
-    )
+    alone = config.model_copy(update={"parallel": ParallelConfig()})
+    return with_keys(alone, run={"dir": str(config.run_dir / "gap")}, rollout=rollout, train=train)
 
 
 def _measure_all(request: GapRequest, config: Config) -> Iterator[Measured]:
     """By training precision, so that one model is in memory at a time."""
     pairs = _pairs(config)
     for training in dict.fromkeys(of_training for _, of_training, _ in pairs):
-        of_dtype = config.model_copy(update={"model": config.model.model_copy(update={"dtype": training})})
+        of_dtype = with_keys(config, model={"dtype": training})
         model = TrainingEngine(of_dtype, request.checkpoint)
         for rollout, of_training, is_configured in pairs:
             if of_training == training:
                 precision = {} if is_configured else PRECISIONS[rollout]
-                rollouts = draw(_with_rollout(of_dtype, precision), model, request.responses)
+                rollouts = draw(with_keys(of_dtype, rollout=precision), model, request.responses)
                 yield model.compare(rollouts, rollout, is_configured)
         del model
 
@@ -172,10 +159,6 @@ def _pairs(config: Config) -> list[tuple[str, str, bool]]:
         if ("fp32", "fp32") not in [pair[:2] for pair in found]:
             found.append(("fp32", "fp32", False))
     return found
-
-
-def _with_rollout(config: Config, update: dict[str, Any]) -> Config:
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update=update)})
 
 
 def draw(config: Config, model: TrainingEngine, responses: int) -> list[Rollout]:

@@ -1,7 +1,5 @@
 """The verdict of ``megarl gap``: what the measured gaps mean, by limits that are explained in docs/gap.md. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megarl.config import Config, ParallelConfig, SamplingConfig
 from megarl.data.benchmarks import Benchmark, choose
@@ -36,12 +37,17 @@ class EvalRequest:
         """
         config = self.config
         parallel = ParallelConfig() if self.checkpoint is None else config.parallel
-        rollout = config.rollout.model_copy(update={"prompts_per_step": world_size, "group_size": 1})
-        train = config.train.model_copy(update={"mini_batches": 1})
-        unused = {"sampling": SamplingConfig(), "sft": None}
-        found = config.model_copy(update={"parallel": parallel, "rollout": rollout, "train": train, **unused})
+        found = with_keys(
+            config, rollout={"prompts_per_step": world_size, "group_size": 1}, train={"mini_batches": 1}
+        ).model_copy(update={"parallel": parallel, "sampling": SamplingConfig(), "sft": None})
         found.check_world_size(world_size)
         return found
+
+
+def with_keys(config: Config, **tables: dict[str, Any]) -> Config:
+    """The configuration with other values in its tables; they are not checked."""
+    changed = {name: getattr(config, name).model_copy(update=keys) for name, keys in tables.items()}
+    return config.model_copy(update=changed)
 
 
 def eval_request(

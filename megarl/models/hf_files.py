@@ -173,6 +173,11 @@ def some(names: Sequence[str]) -> str:
     return told if len(names) <= 3 else f"{told} and {len(names) - 3} more"
 
 
+def describe_faults(faults: Mapping[str, Sequence[str]]) -> str:
+    """What is wrong, with the names of tensors for each kind of fault; "" if there are none."""
+    return "; ".join(f"{len(names)} tensors {what}: {some(names)}" for what, names in faults.items() if names)
+
+
 def check_tensors(found: HFCheckpoint, expected: dict[str, tuple[int, ...]], drop: Iterable[str] = ()) -> list[str]:
     """Compare a checkpoint with what its config promises, by name and shape; CheckpointError names all differences.
 
@@ -189,8 +194,7 @@ def check_tensors(found: HFCheckpoint, expected: dict[str, tuple[int, ...]], dro
             if name in found.names() and found.shape(name) != shape
         ],
     }
-    if any(faults.values()):
-        told = "; ".join(f"{len(names)} tensors {what}: {some(names)}" for what, names in faults.items() if names)
+    if told := describe_faults(faults):
         hint = "; what may be left out is for --drop GLOB of megarl convert" if faults["unknown"] else ""
         raise CheckpointError(f"{found.path} does not hold the model of its config.json: {told}{hint}")
     return sorted(dropped)

@@ -1,17 +1,20 @@
-"""Which Hugging Face tensors a Megatron parameter is made of, and how tensor parallelism cuts it: data, not code.
+"""Which Hugging Face tensors a Megatron parameter is made of, and how tensor parallelism cuts it.
 
-A family is a tuple of rules. A rule's ``layout`` names a pair of pure functions: ``cut`` makes the shard of one rank
-from the Hugging Face tensors, ``join`` makes the Hugging Face tensors from the shards of all ranks, bit for bit.
+A family is a tuple of rules, which families.toml lists. A rule's ``layout`` names a pair of pure functions: ``cut``
+makes the shard of one rank from the Hugging Face tensors, ``join`` makes these from the shards of all ranks.
+Both are exact to the bit.
 """
 
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import dataclass
+from itertools import chain, product
+from pathlib import Path
 from typing import Literal
 
 import torch
 
-from megarl.models.shapes import DENSE, ModelShape
+from megarl.models.shapes import ModelShape
 
 Scope = Literal["model", "layer", "moe", "dense", "expert"]
 
@@ -123,113 +126,20 @@ def dimensions(shape: ModelShape) -> dict[str, int]:
     return {name: size for name, size in found.items() if size}
 
 
-_LAYER = "decoder.layers.{layer}."
-_ATTENTION = _LAYER + "self_attention."
-_HF = "model.layers.{layer}."
+def _read_families() -> dict[str, tuple[Rule, ...]]:
+    """Family -> rules, from families.toml; the names of layers begin there behind the layer's number."""
+    tables = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
 
-_ENDS = (
-    Rule(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), ("vocab hidden",), "vocab", "model"),
-    Rule(("decoder.final_layernorm.weight",), ("model.norm.weight",), ("hidden",), "replicated", "model"),
-    Rule(("output_layer.weight",), ("lm_head.weight",), ("vocab hidden",), "vocab", "model"),
-)
+    def rule(scope: Scope, layout: str, megatron: list[str], hf: list[str], dims: list[str], when: str = "") -> Rule:
+        before = ("", "") if scope == "model" else ("decoder.layers.{layer}.", "model.layers.{layer}.")
+        names = (tuple(start + name for name in group) for start, group in zip(before, (megatron, hf), strict=True))
+        return Rule(*names, tuple(dims), layout, scope, when)
 
-
-def _whole(megatron: Sequence[str], hf: str, scope: Scope, dims: str = "hidden", when: str = "") -> Rule:
-    return Rule(tuple(megatron), (_HF + hf + ".weight",), (dims,), "replicated", scope, when)
+    parts = {name: [rule(*fields) for fields in rows] for name, rows in tables["parts"].items()}
+    return {family: tuple(chain(*(parts[name] for name in names))) for family, names in tables["families"].items()}
 
 
-def _norms(attention_norm: str) -> tuple[Rule, ...]:
-    """The two norms of a layer; Transformer Engine has those in front of a linear layer inside of it."""
-    before_mlp, fused = _LAYER + "pre_mlp_layernorm.weight", _LAYER + "mlp.linear_fc1.layer_norm_weight"
-    return (
-        _whole((_LAYER + "input_layernorm.weight", attention_norm), "input_layernorm", "layer"),
-        _whole((before_mlp,), "post_attention_layernorm", "moe"),
-        _whole((before_mlp, fused), "post_attention_layernorm", "dense"),
-    )
-
-
-def _grouped_attention(q_norm: str = "head", k_norm: str = "head") -> tuple[Rule, ...]:
-    weights, biases = (tuple(f"{_HF}self_attn.{part}_proj.{kind}" for part in "qkv") for kind in ("weight", "bias"))
-    output = (_HF + "self_attn.o_proj.weight",)
-    return (
-        *_norms(_ATTENTION + "linear_qkv.layer_norm_weight"),
-        Rule((_ATTENTION + "linear_qkv.weight",), weights, ("q hidden", "kv hidden", "kv hidden"), "qkv", "layer"),
-        Rule((_ATTENTION + "linear_qkv.bias",), biases, ("q", "kv", "kv"), "qkv", "layer", when="add_qkv_bias"),
-        _whole((_ATTENTION + "q_layernorm.weight",), "self_attn.q_norm", "layer", q_norm, "qk_layernorm"),
-        _whole((_ATTENTION + "k_layernorm.weight",), "self_attn.k_norm", "layer", k_norm, "qk_layernorm"),
-        Rule((_ATTENTION + "linear_proj.weight",), output, ("hidden q",), "row", "layer"),
-    )
-
-
-def _latent(megatron: str, hf: str, dims: str, layout: str = "column", when: str = "") -> Rule:
-    name = (f"{_ATTENTION}{megatron}.weight",)
-    return Rule(name, (f"{_HF}self_attn.{hf}.weight",), (dims,), layout, "layer", when)
-
-
-def _latent_norm(part: str, dims: str, when: str = "") -> Rule:
-    names = (f"{_ATTENTION}{part}_layernorm.weight", f"{_ATTENTION}linear_{part}_up_proj.layer_norm_weight")
-    return _whole(names, f"self_attn.{part}_a_layernorm", "layer", dims, when)
-
-
-_LATENT_ATTENTION = (
-    *_norms(_LAYER + "input_layernorm.weight"),
-    _latent("linear_q_proj", "q_proj", "q hidden", when="no q_lora_rank"),
-    _latent("linear_q_down_proj", "q_a_proj", "q_latent hidden", when="q_lora_rank"),
-    _latent_norm("q", "q_latent", when="q_lora_rank"),
-    _latent("linear_q_up_proj", "q_b_proj", "q q_latent", when="q_lora_rank"),
-    _latent("linear_kv_down_proj", "kv_a_proj_with_mqa", "kv_latent_and_rope hidden"),
-    _latent_norm("kv", "kv_latent"),
-    _latent("linear_kv_up_proj", "kv_b_proj", "kv_up kv_latent"),
-    _latent("linear_proj", "o_proj", "hidden attention", "row"),
-)
-
-_GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
-
-
-def _gated_mlp(
-    megatron: str, hf: str, width: str, scope: Scope, names: Sequence[str] = _GATE_UP_DOWN, when: str = ""
-) -> tuple[Rule, Rule]:
-    gate, up, down = (f"{_HF}{hf}.{name}.weight" for name in names)
-    inwards, outwards = f"{width} hidden", f"hidden {width}"
-    return (
-        Rule((f"{_LAYER}{megatron}.linear_fc1.weight",), (gate, up), (inwards, inwards), "gate_up", scope, when),
-        Rule((f"{_LAYER}{megatron}.linear_fc2.weight",), (down,), (outwards,), "row", scope, when),
-    )
-
-
-def _experts(block: str = "mlp", width: str = "expert_ffn", names: Sequence[str] = _GATE_UP_DOWN) -> tuple[Rule, ...]:
-    """Router and experts of the module ``block``; Transformer Engine holds all experts of a rank in one module."""
-    one_each = _gated_mlp("mlp.experts.local_experts.{expert}", block + ".experts.{expert}", width, "expert", names)
-    return (
-        _whole((_LAYER + "mlp.router.weight",), block + ".gate", "moe", "experts hidden"),
-        *(
-            replace(rule, megatron=(*rule.megatron, f"{_LAYER}mlp.experts.linear_fc{number}.weight{{expert}}"))
-            for number, rule in enumerate(one_each, 1)
-        ),
-    )
-
-
-def _shared_expert(hf: str) -> tuple[Rule, ...]:
-    return _gated_mlp("mlp.shared_experts", hf, "shared_ffn", "moe", when="moe_shared_expert_intermediate_size")
-
-
-_DENSE_MLP = _gated_mlp("mlp", "mlp", "ffn", "dense")
-_BIAS_NAMES = (_LAYER + "mlp.router.expert_bias",), (_HF + "mlp.gate.e_score_correction_bias",)
-_EXPERT_BIAS = Rule(*_BIAS_NAMES, ("experts",), "replicated", "moe")
-_SHARED_GATE = _whole((_LAYER + "mlp.shared_experts.gate_weight",), "mlp.shared_expert_gate", "moe", "one hidden")
-_GATED_SHARED_EXPERT = (*_shared_expert("mlp.shared_expert"), _SHARED_GATE)
-_SIGMOID_EXPERTS = (*_experts(), _EXPERT_BIAS, *_shared_expert("mlp.shared_experts"), *_DENSE_MLP)
-
-FAMILIES: Mapping[str, tuple[Rule, ...]] = {
-    "qwen3_moe": (*_ENDS, *_grouped_attention(), *_experts(), *_DENSE_MLP),
-    **dict.fromkeys(DENSE, (*_ENDS, *_grouped_attention(), *_DENSE_MLP)),
-    "qwen2_moe": (*_ENDS, *_grouped_attention(), *_experts(), *_DENSE_MLP, *_GATED_SHARED_EXPERT),
-    "mixtral": (*_ENDS, *_grouped_attention(), *_experts("block_sparse_moe", names=("w1", "w3", "w2"))),
-    "olmoe": (*_ENDS, *_grouped_attention("q", "kv"), *_experts()),
-    "glm4_moe": (*_ENDS, *_grouped_attention(), *_SIGMOID_EXPERTS),
-    "deepseek_v3": (*_ENDS, *_LATENT_ATTENTION, *_SIGMOID_EXPERTS),
-}
-"""Family -> rules."""
+FAMILIES: Mapping[str, tuple[Rule, ...]] = _read_families()
 
 
 def rules_of(shape: ModelShape) -> tuple[Rule, ...]:

@@ -5,8 +5,6 @@ calls ``decode_routes``. An answer has a row for each token that went through th
 last token, which was sampled and never read.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import io

@@ -6,6 +6,7 @@ the file that the patch was made from. What fits in neither way is refused, nami
 
 import difflib
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -269,25 +270,29 @@ def difference(changes: Sequence[FileState]) -> str:
     return "".join(f"{row}\n" for row in rows)
 
 
-def run(command: str, target: Path | None, version: str | None, dry_run: bool) -> None:
+def run(command: str, target: Path | None, version: str | None, dry_run: bool, as_json: bool = False) -> None:
     """Carry out one command, a key of ``WORDS``, and print what was done; PatchError if it is refused.
 
     ``version``: take the patch of this release. ``dry_run``: print the difference to the real files, change nothing.
+    ``as_json``: print target, release of Megatron-Core, patch, and path, state and notes of each file.
     """
     if dry_run and command not in ("apply", "revert"):
         raise PatchError(f"--dry-run goes with apply or revert; {command} changes nothing anyway")
     try:
-        _run(command, target, version, dry_run)
+        _run(command, target, version, dry_run, as_json)
     except OSError as error:
         raise PatchError(f"cannot read {error.filename}: {error.strerror}; nothing was changed") from error
 
 
-def _run(command: str, target: Path | None, version: str | None, dry_run: bool) -> None:
+def _run(command: str, target: Path | None, version: str | None, dry_run: bool, as_json: bool) -> None:
     root = (target or find_installed()).resolve()
     says = read_version(root)
     chosen = choose(root, says, version, command == "revert")
+    told = {"target": str(root), "megatron_core": says, "patch": None, "files": []}
     if chosen is None:
-        if not dry_run:
+        if as_json:
+            print(json.dumps(told, indent=1))
+        elif not dry_run:
             print(f"megatron-core {says} in {root}: has the hook and needs no patch")
         return
     release, states = chosen
@@ -302,13 +307,18 @@ def _run(command: str, target: Path | None, version: str | None, dry_run: bool) 
     if changes and not unfit and not dry_run:
         # A router that passes the hook on to a function that does not know it is the worse half.
         replace_files(root, changes if command == "apply" else changes[::-1])
-    if dry_run and not unfit:
+    if dry_run and not unfit and not as_json:
         sys.stdout.buffer.write(_encode(difference(changes)))
         return
-    print(f"megatron-core {says} in {root}: {release}.patch")
-    for state in states:
-        word = "not changed" if unfit and state in changes else WORDS[command][state.state]
-        print(f"  {state.patch.path}: {word}", *state.notes, sep="\n    ")
+    words = ["not changed" if unfit and state in changes else WORDS[command][state.state] for state in states]
+    if as_json:
+        told |= {"patch": release, "difference": difference(changes)} if dry_run else {"patch": release}
+        files = [{"path": s.patch.path, "state": word, "notes": s.notes} for s, word in zip(states, words, strict=True)]
+        print(json.dumps(told | {"files": files}, indent=1))
+    else:
+        print(f"megatron-core {says} in {root}: {release}.patch")
+        for state, word in zip(states, words, strict=True):
+            print(f"  {state.patch.path}: {word}", *state.notes, sep="\n    ")
     if unfit and command != "status":
         more = sum(len(state.notes) for state in unfit) - 1
         raise PatchError(unfit[0].notes[0] + (f", and {more} more" if more else "") + "; nothing was changed")

@@ -1,14 +1,16 @@
-"""Prints a plan: as aligned text, or as JSON."""
+"""Prints a plan: as aligned text, by the rows of table.toml, or as JSON."""
 
 import json
+import string
+import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from megarl.config import Config
 from megarl.plan.plan import Plan
-
-Row = tuple[str, str, str]
-"""(what, how much, note)."""
 
 
 def to_json(found: Plan) -> str:
@@ -19,130 +21,59 @@ def to_json(found: Plan) -> str:
 
 def to_text(found: Plan, config: Config) -> str:
     """Sections of aligned lines."""
-    sections = [
-        ("model", _model(found)),
-        ("layout", _layout(found, config)),
-        (f"memory of the trainer's fullest rank (stage {found.memory.stage})", _memory(found)),
-        ("engine", _engine(found, config)),
-        ("GPU", _gpu(found, config)),
-        ("batches", _batches(found, config)),
-        ("routes", _routes(found)),
-        ("bytes moved, at most", _traffic(found)),
-    ]
+    sections = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    names = {name: getattr(found, name) for name in Plan.__slots__} | {"config": config, "say": _derive(found, config)}
     lines = [f"plan of {config.run.name}: {found.family}, shape from {found.model_path}"]
-    for title, rows in sections:
-        lines += ["", title, *(f"  {what:<34} {amount:>14}  {note}".rstrip() for what, amount, note in rows)]
+    for title, rows in sections.items():
+        lines += ["", _FORMAT.vformat(title, (), names), *(line for row in rows for line in _lines(found, names, *row))]
     return "\n".join(lines)
 
 
-def size(amount: float) -> str:
-    """Bytes in the largest binary unit that leaves at least 1, three figures."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(amount) < 1024:
-            return f"{amount:.4g} {unit}"
-        amount /= 1024
-    return f"{amount:.4g} TiB"
+def _lines(found: Plan, names: dict[str, Any], what: str, amount: str, note: str, needs: str = "") -> Iterator[str]:
+    if needs and not _FORMAT.get_field(needs, (), names)[0]:
+        return
+    rows = [(what, amount, note, names)]
+    if what == "stages":
+        others = found.stages if len(found.stages) > 1 else ()
+        rows = [("  stage {s.stage}", "{s.peak:size}", "weights {s.weights:size}", {"s": other}) for other in others]
+    for *texts, known in rows:
+        filled = (_FORMAT.vformat(text, (), known) for text in texts)
+        yield "  {:<34} {:>14}  {}".format(*filled).rstrip()
 
 
-def _count(number: int) -> str:
-    unit, scale = next((each for each in (("B", 1e9), ("M", 1e6), ("k", 1e3)) if number >= each[1]), ("", 0))
-    return f"{number / scale:.2f} {unit}" if scale else str(number)
-
-
-def _model(found: Plan) -> Iterator[Row]:
-    model = found.model
-    yield "parameters", _count(model.total), f"{_count(model.experts)} of them in routed experts"
-    without = f"{_count(model.active - model.embeddings)} without embedding and output layer"
-    yield "used by a token", _count(model.active), without
-
-
-def _layout(found: Plan, config: Config) -> Iterator[Row]:
-    sizes, launch = found.layout, config.launch
-    yield "ranks", str(sizes.world_size), f"{launch.nodes} x {launch.ranks_per_node}"
-    dense = f"tp {sizes.tp}, pp {sizes.pp}" + (f", vpp {sizes.vpp}" if sizes.vpp else "")
-    yield "dense weights", f"dp {sizes.dp}", dense + f", cp {sizes.cp}"
-    yield "experts", f"edp {sizes.edp}", f"ep {sizes.ep}, etp {sizes.etp}"
+def _derive(found: Plan, config: Config) -> SimpleNamespace:
+    """What rows say that is no field of a plan."""
+    is_server, limit = config.rollout.engine_kind.server, config.launch.gpu_memory_gib
     beside = "on the trainer's" if config.servers_share_gpus else "beside the trainer's"
-    where = "apart" if launch.apart else beside if config.sglang.gpus else "elsewhere"
-    where += f', sync = "{config.weight_sync}"'
-    yield "GPUs of servers", str(found.server_gpus), where if config.rollout.engine_kind.server else "no servers"
+    where = "apart" if config.launch.apart else beside if config.sglang.gpus else "elsewhere"
+    return SimpleNamespace(
+        in_layers=found.model.active - found.model.embeddings,
+        vpp=f", vpp {found.layout.vpp}" if found.layout.vpp else "",
+        servers=f'{where}, sync = "{config.weight_sync}"' if is_server else "no servers",
+        update=found.memory.states + found.memory.sync,
+        engine_dtype="FP8 blocks" if is_server and config.sglang.fp8 else config.rollout.dtype,
+        place="of a server" if is_server else "of a rank",
+        shared="shared in turns, " if config.sglang.release_memory else "",
+        of_gpu="no launch.gpu_memory_gib, nothing refused" if limit is None else f"of {limit:g} GiB",
+        pipelined=found.layout.pp > 1,
+    )
 
 
-def _memory(found: Plan) -> Iterator[Row]:
-    memory, rank = found.memory, found.rank
-    yield "parameters", _count(rank.total), f"{_count(rank.dense)} dense, {_count(rank.expert)} of experts"
-    yield "weights", size(memory.weights), ""
-    yield "gradients", size(memory.gradients), ""
-    yield "optimizer", size(memory.optimizer), "main weights and Adam's moments, sharded"
-    if memory.reference:
-        yield "reference policy", size(memory.reference), ""
-    yield "activations", size(memory.activations), "full micro-batches in flight"
-    yield "working space", size(memory.working), "recomputed unit and rows on their way, or the output layer"
-    if memory.recorded:
-        yield "recorded routes (r2)", size(memory.recorded), "of all mini-batches of a step"
-    if memory.compared:
-        yield "hidden states compared", size(memory.compared), "of a mini-batch, every train.replay_bias_every steps"
-    yield "training", size(memory.training), "sum of these"
-    yield "update of the engine", size(memory.states + memory.sync), f"{size(memory.sync)} beside the states"
-    if memory.host_routes:
-        yield "host: routes", size(memory.host_routes), f"{size(memory.exchange)} on the GPU during an exchange"
-    for other in found.stages if len(found.stages) > 1 else ():
-        yield f"  stage {other.stage}", size(other.peak), f"weights {size(other.weights)}"
-    if found.spare_weights:
-        yield "host: spare weights", size(found.spare_weights), "first rank of each node"
+class _Format(string.Formatter):
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec == "size":  # the largest unit that leaves at least 1, four figures
+            return _scale(value, 1024, ("B", "KiB", "MiB", "GiB", "TiB"), ".4g")
+        if format_spec == "count":
+            return _scale(value, 1000, ("", "k", "M", "B"), ".2f") if value >= 1000 else str(value)
+        return super().format_field(value, format_spec)
 
 
-def _engine(found: Plan, config: Config) -> Iterator[Row]:
-    engine, is_server = found.engine, config.rollout.engine_kind.server
-    place = "of a server" if is_server else "of a rank"
-    dtype = "FP8 blocks" if is_server and config.sglang.fp8 else config.rollout.dtype
-    yield "weights per GPU", size(engine.weights), dtype
-    yield "cache per GPU", size(engine.cache), f"{size(engine.cache_per_token)} per token"
-    yield "tokens in the cache", f"{engine.tokens:,}", place
-    yield "longest sequences at once", str(engine.sequences), place
+_FORMAT = _Format()
 
 
-def _gpu(found: Plan, config: Config) -> Iterator[Row]:
-    limit = config.launch.gpu_memory_gib
-    of = "no launch.gpu_memory_gib, nothing refused" if limit is None else f"of {limit:g} GiB"
-    shared = "shared in turns, " if config.sglang.release_memory else ""
-    yield "trainer's GPU, with reserves", size(found.gpu.trainer), shared + of
-    if found.gpu.server:
-        yield "server's GPU, with reserves", size(found.gpu.server), of
-
-
-def _batches(found: Plan, config: Config) -> Iterator[Row]:
-    batches, train = found.batches, config.train
-    yield "responses of a step", str(batches.responses), f"{config.rollout.prompts_per_step} prompts"
-    yield "optimizer steps of a step", str(train.mini_batches), f"{batches.mini_batch} responses each"
-    share = f"{batches.old_share:.0%} of the arithmetic of all passes"
-    yield "old-log-prob passes", f"{batches.old_passes} of {train.mini_batches} mini-batches", share
-    yield "sequences of a rank", str(batches.sequences_per_rank), f"per mini-batch, at most {batches.longest} tokens"
-    yield "micro-batches", f"{batches.fewest} to {batches.most}", f"of {train.micro_batch_tokens} tokens a rank"
-    if found.layout.pp > 1:
-        idle = f"{batches.bubble_most:.1%} to {batches.bubble_fewest:.1%}"
-        yield "pipeline bubble", idle, "share of the time"
-    yield "optimizer steps of the run", str(batches.optimizer_steps), ""
-
-
-def _routes(found: Plan) -> Iterator[Row]:
-    yield "in the trainer", f"{found.trace.memory} B", "per token"
-    yield "from servers, short form", f"{found.trace.wire_short} B", "per token"
-    yield "from servers, SGLang's own", f"{found.trace.wire_long} B", "per token"
-
-
-def _traffic(found: Plan) -> Iterator[Row]:
-    step, rank, sync = found.step, found.traffic, found.sync
-    yield "step: tokens, log-probabilities", size(step.columns), "engine to trainer, before JSON"
-    yield "step: routes", size(step.routes), "engine to trainer"
-    yield "step: routes", size(step.routes_per_rank), "to one rank's routers"
-    yield "step: rollouts", size(step.rollouts_per_rank), "to one rank, from others of its model copy"
-    yield "step: rewards", size(step.rewards_per_rank), "to one rank, of all responses"
-    yield "optimizer step: gradients", size(rank.gradients), "to one rank"
-    yield "optimizer step: weights", size(rank.gathered_weights), "to one rank"
-    yield "micro-batch: experts", size(rank.experts), "to one rank, ep and etp"
-    yield "micro-batch: tensor-parallel", size(rank.tensor), "to one rank"
-    yield "micro-batch: pipeline", size(rank.pipeline), "to one rank"
-    yield "micro-batch: context", size(rank.context), "to one rank"
-    yield "update: gathered", size(sync.gathered), f"to one rank, {size(sync.tensors_at_once)} at once at most"
-    yield "update: sent", size(sync.sent), f"to each server, in at most {sync.buckets} buckets"
+def _scale(value: float, step: int, units: tuple[str, ...], figures: str) -> str:
+    for unit in units[:-1]:
+        if abs(value) < step:
+            return f"{value:{figures}} {unit}"
+        value /= step
+    return f"{value:{figures}} {units[-1]}"

@@ -351,7 +351,7 @@ def test_a_busy_machine_makes_no_response_wrong() -> None:
 
 
 def test_the_kernel_ends_what_no_signal_interrupts() -> None:
-    code = "from megarl.data import judge_worker as w; w.MATH_VERIFY_CPU_S = 1; w._limit_cpu('math_verify'); "
+    code = "from megarl.data.judge import worker as w; w.MATH_VERIFY_CPU_S = 1; w._limit_cpu('math_verify'); "
     assert (
         subprocess.run([sys.executable, "-c", code + "sum(range(10**15))"], check=False).returncode == -signal.SIGXCPU
     )

@@ -14,7 +14,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from megarl.cli import main
-from megarl.data.prepare import Recipe, prepare
+from megarl.data import prompts
+from megarl.data.prepare.prepare import Recipe, prepare
 from megarl.data.prompts import load_prompts
 from megarl.errors import ConfigError, DataError
 
@@ -24,6 +25,24 @@ Make = Callable[..., PreTrainedTokenizerFast]
 
 def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("batch", "calls"), [(1, 5), (2, 3), (1024, 1)])
+def test_prompts_are_measured_in_batches_that_change_nothing(
+    batch: int, calls: int, write_jsonl: Write, make_tokenizer: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    texts = ["1+1", "", "1+2", "1" * 9, "1+1", "2+2"]
+    source = write_jsonl(*({"prompt": text, "answer": str(number)} for number, text in enumerate(texts)))
+    monkeypatch.setattr(prompts, "_BATCH", batch)
+    tokenize, lengths = prompts._tokenize, []
+    monkeypatch.setattr(prompts, "_tokenize", lambda *given: lengths.append(len(given[1])) or tokenize(*given))
+    counts = prepare(str(source), tmp_path / "out", Recipe(model=tmp_path / "model", max_prompt_tokens=8))
+    left_out = {"no prompt": 1, "too long": 1, "duplicates": 1, "other answers": 1}
+    assert counts == {"read": 6, "train": 3, **left_out}
+    assert [row["prompt"] for row in rows(tmp_path / "out" / "train.jsonl")] == ["1+1", "1+2", "2+2"]
+    assert len(lengths) == calls
+    assert sum(lengths) == 5
 
 
 def test_what_is_left_out_is_counted(write_jsonl: Write, tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ INT64 = np.int64
         ({"format_version": "2"}, {}, "format version '2', expected '1'"),
         ({"layers": "[1, 2"}, {}, "layers = .* Invalid JSON"),
         ({"names": '["sample 0", 3]'}, {}, "names = .* valid string"),
-        ({"names": '["a", "a"]'}, {}, "1 sequences have the name of another one"),
+        ({"names": '["a", "a"]'}, {}, "two sequences are called 'a'"),
         ({"names": '["a"]'}, {}, "route_offsets has 3 entries, expected 2"),
         ({"top_k": "-2"}, {}, "top_k = '-2': Input should be greater than or equal to 1"),
         ({}, {"routes": None}, "tensor routes found none, expected uint8"),

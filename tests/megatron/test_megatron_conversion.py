@@ -553,7 +553,7 @@ class TestCommand:
         assert self.run(copy, tmp_path / "megatron", "--layers", "local") == 0
         config = json.loads((tmp_path / "megatron" / HF_FOLDER / "config.json").read_text())
         config["routed_scaling_factor"] = 1.0
-        from megarl.convert.command import compare_logits
+        from megarl.convert.convert import compare_logits
 
         (tmp_path / "megatron" / HF_FOLDER / "config.json").write_text(json.dumps(config))
         with pytest.raises(CheckpointError, match="logits of Megatron and transformers differ"):

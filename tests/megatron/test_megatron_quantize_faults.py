@@ -228,9 +228,11 @@ def test_the_command(source: Path, tmp_path: Path) -> None:
 
 @pytest.mark.multirank
 def test_ranks_divide_the_files(source: Path, tmp_path: Path) -> None:
-    done = tool(source, tmp_path / "fp8", "--block", "16", "16", "--shard-gib", "2e-6", ranks=2)
+    done = tool(source, tmp_path / "fp8", "--block", "16", "16", "--shard-gib", "2e-6", "--json", ranks=2)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("verified") == 1
+    told = json.loads(done.stdout)
+    assert (told["verified"], told["num_tensors"], told["num_resumed"]) == (True, 9, 0)
+    assert told["errors"] == json.loads((tmp_path / "fp8" / "fp8_errors.json").read_text())["tensors"]
     quantized(source, tmp_path / "alone", shard_bytes=int(2e-6 * 2**30))
     assert same_tensors(tmp_path / "fp8", tmp_path / "alone")
     names = ("fp8_errors.json", "config.json", "model.safetensors.index.json")

@@ -14,7 +14,7 @@ from typing import Any, Self
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from megarl.config.tables.data import RewardModelConfig
-from megarl.data.judge_worker import WorkerContext, call_in_worker, check_in_worker, kill_group, set_up_worker
+from megarl.data.judge.worker import WorkerContext, call_in_worker, check_in_worker, kill_group, set_up_worker
 from megarl.data.rewards import Verdict, describe_failure, load_reward, read_verdict
 from megarl.errors import ConfigError
 
@@ -161,7 +161,8 @@ class Judge:
         for _ in range(TRIES):
             if self._closed:
                 raise RuntimeError("the judge is closed")
-            pool = self._idle.pop() if self._idle else self._start_pool()
+            starts: dict[str, Any] = {"initializer": set_up_worker, "initargs": (self.function,)}
+            pool = self._idle.pop() if self._idle else ProcessPool(max_workers=1, context=WorkerContext(), **starts)
             self._busy[pool] = None
             is_sound = True
             try:
@@ -171,9 +172,6 @@ class Judge:
             finally:
                 self._release(pool, is_sound)
         return Verdict(None, error=f"{TRIES} workers died, or did not start, before they began this call")
-
-    def _start_pool(self) -> ProcessPool:
-        return ProcessPool(max_workers=1, context=WorkerContext(), initializer=set_up_worker, initargs=(self.function,))
 
     def _begin(self, pool: ProcessPool, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Call:
         try:

@@ -3,45 +3,26 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from megarl.data.prompts import answer_text, check_messages, encode_prompts, prompt_text
+from megarl.data.prepare.command import Data, Recipe
+from megarl.data.prompts import (
+    Text,
+    answer_text,
+    check_messages,
+    encode_prompts,
+    in_batches,
+    load_tokenizer,
+    prompt_text,
+)
 from megarl.data.records import Record, get_field, read_records, type_name, write_jsonl
-from megarl.errors import ConfigError, DataError, describe, printable
+from megarl.errors import ConfigError, DataError, printable
 
 TRAIN, HELDOUT = "train.jsonl", "heldout.jsonl"
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How records become prompts."""
-
-    prompt_field: str = "prompt"
-    """May be dotted; plain text, or a list of chat messages."""
-    answer_field: str = "answer"
-    answer_after: str | None = None
-    """The answer is what follows the last such text, as "####" in GSM8K."""
-    system: str | None = None
-    """A system message before each prompt, which then is a list of chat messages."""
-    template: str | None = None
-    """Text around a plain-text prompt, with ``{prompt}`` in its place."""
-    max_prompt_tokens: int = 2048
-    """Longer prompts are left out; counted with the tokenizer of ``model`` alone."""
-    model: Path | None = None
-    """A folder with a tokenizer. If it has a chat template, prompts are written as chat messages."""
-
-    def __post_init__(self) -> None:
-        if self.template is not None and "{prompt}" not in self.template:
-            raise ConfigError(f"--template: found {self.template!r}, expected {{prompt}} in it")
-        if self.answer_after == "":
-            raise ConfigError("--answer-after: found no text, expected what comes before the answer, such as ####")
-        if self.max_prompt_tokens < 1:
-            raise ConfigError(f"--max-prompt-tokens: found {self.max_prompt_tokens}, expected at least 1")
 
 
 def prepare(
@@ -66,29 +47,32 @@ def prepare(
     Raises DataError with file and line (a missing field, a wrong type), and if nothing is left for a file. ConfigError
     for options that contradict each other and for files that exist, unless ``overwrite`` is set.
     """
+    _check(recipe)
     if not 0 <= heldout < 1:
         raise ConfigError(f"--heldout: found {heldout:g}, expected a share from 0 to below 1")
     targets = {True: out / HELDOUT, False: out / TRAIN}
-    if not overwrite and (there := [str(path) for path in targets.values() if path.exists()]):
-        raise ConfigError(f"{' and '.join(there)}: exists; pass --overwrite or choose another folder")
-    if Path(source).exists() and (same := [path for path in targets.values() if _is_file(path, source)]):
+    there = [path for path in targets.values() if path.exists()]
+    if there and not overwrite:
+        raise ConfigError(f"{' and '.join(map(str, there))}: exists; pass --overwrite or choose another folder")
+    if Path(source).exists() and (same := [path for path in there if path.samefile(source)]):
         raise ConfigError(f"{same[0]} is the source itself, which would be replaced; choose another folder")
     tokenizer = _load_tokenizer(recipe)
     counts: Counter[str] = Counter()
     rows: dict[bool, list[Record]] = {True: [], False: []}
     seen: dict[bytes, str] = {}
-    for place, record in read_records(source, split=split, limit=limit):
-        counts["read"] += 1
-        row = _make_row(record, recipe, tokenizer, place, counts)
-        if row is None:
-            continue
-        digest = _digest(get_field(record, recipe.prompt_field, place), row["answer"], place)
-        if digest in seen:
-            counts["duplicates"] += 1
-            counts["other answers"] += seen[digest] != row["answer"]
-            continue
-        seen[digest] = row["answer"]
-        rows[int.from_bytes(digest[:8]) < heldout * 2**64].append(row)
+    read = partial(_read, recipe, tokenizer, counts)
+    for batch in in_batches(read_records(source, split=split, limit=limit), read):
+        texts = [text for text, _, _ in batch if text is not None]  # none without a tokenizer
+        tokens = encode_prompts(tokenizer, texts, recipe.prompt_field, None) if tokenizer else [[]] * len(batch)
+        for (_, digest, row), ids in zip(batch, tokens, strict=True):
+            if len(ids) > recipe.max_prompt_tokens:
+                counts["too long"] += 1
+            elif digest in seen:
+                counts["duplicates"] += 1
+                counts["other answers"] += seen[digest] != row["answer"]
+            else:
+                seen[digest] = row["answer"]
+                rows[int.from_bytes(digest[:8]) < heldout * 2**64].append(row)
     counts |= Counter(train=len(rows[False]), heldout=len(rows[True]))
     if not rows[False] or (heldout and not rows[True]):
         found = f"{counts['train']} prompts to train" + (f" and {counts['heldout']} held out" if heldout else "")
@@ -112,8 +96,13 @@ def describe_left_out(counts: Counter[str]) -> str:
     return ", ".join(f"{counts[key]} {words}" for key, words in names.items() if counts[key]) or "nothing left out"
 
 
-def _is_file(path: Path, source: str) -> bool:
-    return path.exists() and path.samefile(source)
+def _check(recipe: Recipe) -> None:
+    if recipe.template is not None and "{prompt}" not in recipe.template:
+        raise ConfigError(f"--template: found {recipe.template!r}, expected {{prompt}} in it")
+    if recipe.answer_after == "":
+        raise ConfigError("--answer-after: found no text, expected what comes before the answer, such as ####")
+    if recipe.max_prompt_tokens < 1:
+        raise ConfigError(f"--max-prompt-tokens: found {recipe.max_prompt_tokens}, expected at least 1")
 
 
 def _write(targets: dict[bool, Path], rows: dict[bool, list[Record]], heldout: bool) -> None:
@@ -133,41 +122,32 @@ def _load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase | None:
         return None
     if not recipe.model.is_dir():
         raise ConfigError(f"--model: there is no folder {recipe.model}, expected a Hugging Face folder")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(recipe.model, local_files_only=True)
-    except Exception as error:  # transformers and tokenizers raise many kinds
-        raise ConfigError(
-            f"--model: {recipe.model} holds no tokenizer that can be read ({describe(error)}); expected a Hugging Face "
-            "folder with tokenizer.json"
-        ) from error
+    tokenizer = load_tokenizer(recipe.model, "--model")
     if recipe.system is not None and not tokenizer.chat_template:
         raise ConfigError(f"--system: the tokenizer of {recipe.model} has no chat template; put the text in --template")
     return tokenizer
 
 
-def _make_row(
-    record: Record, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None, place: str, counts: Counter[str]
-) -> Record | None:
-    """The prompt and answer to write; None, and counted, if the record is left out."""
-    prompt = get_field(record, recipe.prompt_field, place)
+def _read(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None, counts: Counter[str], place: str, record: Record
+) -> tuple[Text | None, bytes, Record] | None:
+    """(text to measure, digest, prompt and answer to write) of a record; None, and counted, if it is left out."""
+    counts["read"] += 1
+    asked = get_field(record, recipe.prompt_field, place)
     answer = get_field(record, recipe.answer_field, place)
     if isinstance(answer, str) and recipe.answer_after is not None:
         _, found, answer = answer.rpartition(recipe.answer_after)
         answer = answer.strip() if found else ""
-    if prompt is None or (isinstance(prompt, str) and not prompt.strip()):
-        counts["no prompt"] += 1
-        return None
-    if answer is None or (isinstance(answer, str) and not answer.strip()):
-        counts["no answer"] += 1
-        return None
-    answer = answer_text(answer, recipe.answer_field, place)
-    prompt = _shape(prompt, recipe, bool(tokenizer and tokenizer.chat_template), place)
-    if tokenizer is not None:
-        text = prompt_text(tokenizer, {recipe.prompt_field: prompt}, recipe.prompt_field, False, place)
-        if len(encode_prompts(tokenizer, [text], recipe.prompt_field, None)[0]) > recipe.max_prompt_tokens:
-            counts["too long"] += 1
+    for name, value in (("prompt", asked), ("answer", answer)):
+        if value is None or (isinstance(value, str) and not value.strip()):
+            counts[f"no {name}"] += 1
             return None
-    return {"prompt": prompt, "answer": answer}
+    answer = answer_text(answer, recipe.answer_field, place)
+    prompt = _shape(asked, recipe, bool(tokenizer and tokenizer.chat_template), place)
+    text = (
+        prompt_text(tokenizer, {recipe.prompt_field: prompt}, recipe.prompt_field, False, place) if tokenizer else None
+    )
+    return text, _digest(asked, answer, place), {"prompt": prompt, "answer": answer}
 
 
 def _shape(prompt: Any, recipe: Recipe, chat: bool, place: str) -> str | list[dict[str, str]]:
@@ -205,19 +185,13 @@ def _digest(prompt: Any, answer: str, place: str) -> bytes:
         raise DataError(f"{place}: half a character (a lone surrogate), which UTF-8 cannot hold") from error
 
 
-def prepare_and_show(source: str, out: Path, recipe: Recipe, **options: Any) -> None:
+def prepare_and_show(asked: Data) -> None:
     """``prepare``, and a summary with the lines for the configuration."""
-    counts = prepare(source, out, recipe, **options)
-    print(printable(f"{source}: read {counts['read']}; {describe_left_out(counts)}"))
-    for name, key in ((TRAIN, "train"), (HELDOUT, "heldout")):
-        if counts[key]:
-            print(printable(f"{out / name}: {counts[key]} prompts"))
-    print("\n".join(_config_lines(out, recipe, counts)))
-
-
-def _config_lines(out: Path, recipe: Recipe, counts: Counter[str]) -> Iterator[str]:
-    yield "[data]"
-    yield f"train = {json.dumps(str(out / TRAIN), ensure_ascii=False)}"
-    if counts["heldout"]:
-        yield f"heldout = {json.dumps(str(out / HELDOUT), ensure_ascii=False)}"
-    yield f"max_prompt_tokens = {recipe.max_prompt_tokens}"
+    options = {name: getattr(asked, name) for name in ("split", "limit", "heldout", "overwrite")}
+    counts = prepare(asked.source, asked.out, asked, **options)
+    print(printable(f"{asked.source}: read {counts['read']}; {describe_left_out(counts)}"))
+    written = {key: asked.out / name for name, key in ((TRAIN, "train"), (HELDOUT, "heldout")) if counts[key]}
+    for key, path in written.items():
+        print(printable(f"{path}: {counts[key]} prompts"))
+    lines = [f"{key} = {json.dumps(str(path), ensure_ascii=False)}" for key, path in written.items()]
+    print("[data]", *lines, f"max_prompt_tokens = {asked.max_prompt_tokens}", sep="\n")

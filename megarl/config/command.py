@@ -1,0 +1,68 @@
+"""What a command of ``megarl`` is: a record that ``megarl.cli`` fills from the words of the command line.
+
+The docstrings of a record and of its fields are the help texts. ``run`` imports heavy packages only after the
+configuration has been checked. ``megarl.commands`` lists all commands; most live beside their subject.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Protocol, TypeVar, dataclass_transform
+
+import pydantic
+
+from megarl.config import Config, process_environment
+from megarl.config import file as config_file
+
+Overrides = Mapping[str, Any]
+"""Dotted key -> value, which win over the configuration file."""
+
+POSITIONAL = "positional"
+"""Marks an argument that is given without a flag."""
+_T = TypeVar("_T")
+Positional = Annotated[_T, POSITIONAL]
+
+
+class Command(Protocol):
+    """A command with its arguments."""
+
+    def run(self, overrides: Overrides) -> int | None:
+        """Do it; return the exit code, None for 0."""
+        ...
+
+
+@dataclass_transform(frozen_default=True)
+def command(cls: type[_T]) -> type[_T]:
+    """Make a record whose values are checked, and whose fields' docstrings can be read, inherited ones too."""
+    config = pydantic.ConfigDict(use_attribute_docstrings=True)
+    record: Any = pydantic.dataclasses.dataclass(frozen=True, config=config)(cls)
+    for above in cls.__mro__[1:-1]:
+        for name, field in getattr(above, "__pydantic_fields__", {}).items():
+            own = record.__pydantic_fields__[name]
+            own.description = own.description or field.description
+    return record
+
+
+@command
+class OnConfiguration:
+    """A command that takes a configuration; only these accept overrides."""
+
+    config: Positional[Path]
+    """The configuration, a TOML file."""
+    trust: bool = False
+    """Let a file that others may have written run code and send data: docs/trust.md."""
+
+    def load(self, overrides: Overrides) -> Config:
+        """The configuration."""
+        return config_file.load(self.config, overrides, trust=self.trust)
+
+    def load_for_ranks(self, overrides: Overrides) -> Config:
+        """The configuration, checked for the ranks that torchrun has started, with their environment variables set."""
+        config = self.load(overrides)
+        config.check_world_size(world_size())
+        process_environment.apply(config)
+        return config
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))  # set by torchrun
