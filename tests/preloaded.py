@@ -75,7 +75,11 @@ class Zygote:
         words = [self._python, str(HERE / "zygote.py"), str(theirs.fileno()), ",".join(self._modules), self._way]
         with theirs:
             self._process = subprocess.Popen(
-                [*words, PADDING], env=self._environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+                [*words, PADDING],
+                executable=self._python,  # not a fork of this process, if it is one of a zygote
+                env=self._environment,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
             )
         if self._orders.recv(32) != b"ready":
             raise RuntimeError(f"the process that forks others ended with exit code {self._process.wait()}")
