@@ -118,10 +118,15 @@ Popen = ForkedPopen
 
 
 def run(
-    words: Sequence[str | Path], *, timeout: float | None = None, **options: Any
+    words: Sequence[str | Path],
+    *,
+    timeout: float | None = None,
+    start: type[subprocess.Popen[str]] = Popen,
+    stderr: int = subprocess.PIPE,
+    **options: Any,
 ) -> subprocess.CompletedProcess[str]:
-    """``subprocess.run``, with ``capture_output`` and ``text``."""
-    with Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
+    """``subprocess.run``, with the output as text."""
+    with start(words, stdout=subprocess.PIPE, stderr=stderr, text=True, **options) as process:
         try:
             output, errors = process.communicate(timeout=timeout)
         except BaseException:

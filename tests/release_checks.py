@@ -143,7 +143,7 @@ def environment(folder: Path | None) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
 
 
-class _Popen(preloaded.ForkedPopen):
+class ReleasePopen(preloaded.ForkedPopen):
     """A fork of a process that has imported what no release of Megatron-Core changes."""
 
     def _zygote(self, words: Sequence[str], environment: Mapping[str, str]) -> preloaded.Zygote:
@@ -160,22 +160,17 @@ def _without_megatron() -> preloaded.Zygote:
 def run(words: Sequence[str], folder: Path | None = None, check: bool = False, timeout: float = 3600) -> Ran:
     """``python`` with these arguments on the Megatron-Core in ``folder``."""
     started = time.perf_counter()
-    with _Popen(
+    done = preloaded.run(
         [sys.executable, *words],
+        start=ReleasePopen,
         env=environment(folder),
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
+        timeout=timeout,
         cwd=HERE.parent,
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=timeout)
-        except BaseException:
-            process.kill()
-            raise
-    assert not check or process.returncode == 0, output[-3000:]
-    return Ran(process.returncode, output, time.perf_counter() - started)
+    )
+    assert not check or done.returncode == 0, done.stdout[-3000:]
+    return Ran(done.returncode, done.stdout, time.perf_counter() - started)
 
 
 def run_tests(folder: Path | None, tests: Sequence[str] = REPLAY_TESTS) -> Ran:

@@ -104,7 +104,9 @@ def misrouted(world: World, dp_rank: int) -> list[str]:
     return by_rank
 
 
-def rows(world: World, variants: Mapping[str, Mapping[str, Any]], twice: Sequence[str]) -> dict[str, list[Taken | None]]:
+def rows(
+    world: World, variants: Mapping[str, Mapping[str, Any]], twice: Sequence[str]
+) -> dict[str, list[Taken | None]]:
     """A step on the same rollouts for each variant, two of one policy for those in ``twice``.
 
     Every group spans mini-batches and ranks.
