@@ -101,7 +101,7 @@ def rows_taken(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return {"single": rows(world, EVERY_ROW, BEFOREHAND), **{job.name: ended[job.name].checked() for job in jobs}}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=3)
 @pytest.mark.multirank
 @pytest.mark.parametrize("layout", ROW_LAYOUTS)
 @pytest.mark.parametrize("name", EVERY_ROW)
@@ -111,7 +111,7 @@ def test_acceptance_every_row_has_the_coefficients_of_one_process_on_several_ran
     _same_steps(rows_taken["single"][name], rows_taken[layout][name], 1 + (name in BEFOREHAND))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=3)
 @pytest.mark.multirank
 @pytest.mark.parametrize("layout", FEW_ROW_LAYOUTS)
 @pytest.mark.parametrize("name", BEFOREHAND)
