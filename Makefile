@@ -5,9 +5,11 @@
 PYTHON ?= .venv/bin/python python3.11 python3.12 python3.13 python3
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 QUICKSTART_DIR ?= runs/quickstart
-TEST_WORKERS ?= 2
-# Servers and the tests of them wait for each other.
+# A third of the time is waits (sandboxes, servers, launches, Slurm): three workers keep two cores busy.
+TEST_WORKERS ?= 3
 TEST_SGLANG_WORKERS ?= 3
+# Ranks of CUDA's torch take memory, and compute all the time.
+TEST_NULL_GPU_WORKERS ?= 2
 
 BIN := .venv/bin
 SGLANG_VERSION ?= 0.5.23
@@ -33,7 +35,7 @@ help:
 	@echo "make test-all    all tests that need no GPU: test-fast, test-null-gpu, test-pythons, test-sglang"
 	@echo "make test-fast   those that need no SGLang"
 	@echo "make test-null-gpu those of CUDA, NCCL and Transformer Engine, on the null GPU"
-	@echo "make test-pythons a fast part of the tests, with every other Python from 3.11 to 3.13 that the machine has"
+	@echo "make test-pythons a fast part of the tests with the newest Python up to 3.13 that the machine has, less with those between"
 	@echo "make test-sglang those against real SGLang servers"
 	@echo "make docs        build the documentation into build/site; a broken link or anchor fails"
 	@echo "make check       lint, format, types, floors"
@@ -70,8 +72,8 @@ test-fast: setup
 	@$(PYTEST) -n $(TEST_WORKERS) -m "not gpu and not null_gpu and not sglang" $(PYTEST_ARGS)
 
 test-null-gpu: null-gpu
-	@tests/null_gpu/python -m pytest -q --dist loadfile -n $(TEST_WORKERS) tests/null_gpu $(PYTEST_ARGS)
-	@NULL_GPU_WITHOUT_TE=1 PYTHONPATH=$(CURDIR)/tests tests/null_gpu/python -m pytest -q --dist loadfile -n $(TEST_WORKERS) \
+	@tests/null_gpu/python -m pytest -q --dist loadfile -n $(TEST_NULL_GPU_WORKERS) tests/null_gpu $(PYTEST_ARGS)
+	@NULL_GPU_WITHOUT_TE=1 PYTHONPATH=$(CURDIR)/tests tests/null_gpu/python -m pytest -q --dist loadfile -n $(TEST_NULL_GPU_WORKERS) \
 		-p null_gpu.everywhere $$(grep -v "^#" tests/null_gpu/selection.txt) $(PYTEST_ARGS)
 
 # In .venv-3.12 and .venv-3.13, where torch is a build for CUDA of 5.6 GB.

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import warnings
 import weakref
 from collections.abc import Sequence
 from types import ModuleType
@@ -62,9 +63,11 @@ def run_python(words: Sequence[str], environment: dict[str, str], cwd: str | Non
 def _main_program(words: list[str]) -> int:
     """Run the program; the exit code of the interpreter."""
     isolated, unbuffered = False, bool(os.environ.get("PYTHONUNBUFFERED"))
-    while words and words[0] in ("-u", "-I", "-B"):
+    while words and words[0] in ("-u", "-I", "-B", "-W"):
         flag = words.pop(0)
         isolated, unbuffered = isolated or flag == "-I", unbuffered or flag == "-u"
+        if flag == "-W":
+            warnings.simplefilter(words.pop(0))  # type: ignore[arg-type]
     _open_streams(unbuffered)
     path = [] if isolated else os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = list(dict.fromkeys([*(entry for entry in path if entry), *BASE_PATH]))

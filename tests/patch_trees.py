@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import preloaded
 import pytest
 from megatron_releases import installed
 
@@ -30,10 +32,23 @@ def core_tree(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
+class _Popen(preloaded.ForkedPopen):
+    """A fork of a process that has imported the tool: no Megatron-Core, and no torch."""
+
+    def _zygote(self, words: Sequence[str], environment: Mapping[str, str]) -> preloaded.Zygote:
+        return _tool()
+
+
+@functools.cache
+def _tool() -> preloaded.Zygote:
+    return preloaded.Zygote(sys.executable, ("megarl.commands", "megarl.patches.patch"), os.environ)
+
+
 def run(command: str, *words: str | Path, **settings: object) -> subprocess.CompletedProcess[str]:
     """``megarl patch``, as a user calls it."""
     line = [sys.executable, "-m", "megarl.cli", "patch", command, *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=600, check=False, **settings)  # type: ignore[call-overload]
+    start = subprocess.Popen if "preexec_fn" in settings else _Popen
+    return preloaded.run(line, start=start, timeout=600, **settings)
 
 
 def succeed(command: str, *words: str | Path, **settings: object) -> str:

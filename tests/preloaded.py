@@ -75,7 +75,11 @@ class Zygote:
         words = [self._python, str(HERE / "zygote.py"), str(theirs.fileno()), ",".join(self._modules), self._way]
         with theirs:
             self._process = subprocess.Popen(
-                [*words, PADDING], env=self._environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+                [*words, PADDING],
+                executable=self._python,  # not a fork of this process, if it is one of a zygote
+                env=self._environment,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
             )
         if self._orders.recv(32) != b"ready":
             raise RuntimeError(f"the process that forks others ended with exit code {self._process.wait()}")
@@ -114,10 +118,15 @@ Popen = ForkedPopen
 
 
 def run(
-    words: Sequence[str | Path], *, timeout: float | None = None, **options: Any
+    words: Sequence[str | Path],
+    *,
+    timeout: float | None = None,
+    start: type[subprocess.Popen[str]] = Popen,
+    stderr: int = subprocess.PIPE,
+    **options: Any,
 ) -> subprocess.CompletedProcess[str]:
-    """``subprocess.run``, with ``capture_output`` and ``text``."""
-    with Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
+    """``subprocess.run``, with the output as text."""
+    with start(words, stdout=subprocess.PIPE, stderr=stderr, text=True, **options) as process:
         try:
             output, errors = process.communicate(timeout=timeout)
         except BaseException:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import functools
 import hashlib
 import importlib.util
 import os
@@ -14,11 +15,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import preloaded
 from megatron_releases import installed
 
 if TYPE_CHECKING:
@@ -138,20 +140,33 @@ def _digest(file: Path) -> str:
 def environment(folder: Path | None) -> dict[str, str]:
     """Of a process that finds this Megatron-Core before the environment's own."""
     path = [*([str(folder)] if folder else []), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+
+
+class ReleasePopen(preloaded.ForkedPopen):
+    """A fork of a process that has imported what no release of Megatron-Core changes."""
+
+    def _zygote(self, words: Sequence[str], environment: Mapping[str, str]) -> preloaded.Zygote:
+        return _without_megatron()
+
+
+@functools.cache
+def _without_megatron() -> preloaded.Zygote:
+    modules = ("torch._dynamo", "torch.distributed.run", "torch.distributed.tensor", "aiohttp", "pytest")
+    models = ("transformers.masking_utils", "transformers.models.auto.modeling_auto")
+    return preloaded.Zygote(sys.executable, modules + models, environment(None))
 
 
 def run(words: Sequence[str], folder: Path | None = None, check: bool = False, timeout: float = 3600) -> Ran:
     """``python`` with these arguments on the Megatron-Core in ``folder``."""
     started = time.perf_counter()
-    done = subprocess.run(
+    done = preloaded.run(
         [sys.executable, *words],
+        start=ReleasePopen,
         env=environment(folder),
-        stdout=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
         stderr=subprocess.STDOUT,
-        text=True,
         timeout=timeout,
-        check=False,
         cwd=HERE.parent,
     )
     assert not check or done.returncode == 0, done.stdout[-3000:]

@@ -6,14 +6,15 @@ import ast
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import preloaded
 import pytest
 from megatron_releases import installed
 from patch_trees import FILES, VERSIONS, contents, git, succeed
+from release_checks import ReleasePopen
 
 from megarl.patches import hunks
 from megarl.patches import patch as tool
@@ -133,5 +134,5 @@ def test_a_patched_release_asks_the_hook_in_every_way_of_scoring(version: str, t
     line = [sys.executable, "-W", "ignore", "-c", ASKS, version]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     succeed("apply", tmp_path)
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    done = preloaded.run(line, start=ReleasePopen, env=environment, timeout=600)
     assert done.stdout == "asked\n", done.stderr[-2000:]

@@ -80,6 +80,10 @@ class Job:
     def until_step(self, step: int, timeout_s: float = 900.0) -> None:
         self.until(lambda: read_json(self.folder / "status.json").get("step", 0) >= step, f"step {step}", timeout_s)
 
+    def set_time_limit(self, minutes: int) -> None:
+        """Of all its starts, the one that runs included."""
+        self.cluster.run("scontrol", "update", f"JobId={self.id}", f"TimeLimit={minutes}")
+
     def ended(self, timeout_s: float = 1800.0) -> str:
         """Its state at the end, e.g. COMPLETED."""
         return self.cluster.wait(self.id, timeout_s)["JobState"]
@@ -129,7 +133,13 @@ def test_a_job_that_is_requeued_in_mid_run_ends_with_the_numbers_of_one_that_was
 @pytest.mark.needs("slurm")
 def test_a_job_near_its_time_limit_saves_itself_and_is_requeued(cluster: Cluster, world: World) -> None:
     config = world.config("limit", TWO_NODES, steps=400)
-    job = submit(cluster, world, "colocated.sbatch", config, "--nodes=2", "--time=3", "--signal=B:USR1@90")
+    job = submit(cluster, world, "colocated.sbatch", config, "--nodes=2", "--time=60", "--signal=B:USR1@300")
+    job.until_step(1)
+    hours, minutes, seconds = map(int, cluster.job(job.id)["RunTime"].split(":"))
+    next_minute = (hours * 3600 + minutes * 60 + seconds) // 60 + 1
+    job.set_time_limit(next_minute + 3)  # it ends in 180 to 240 s: Slurm gives notice when it looks next
+    job.until(lambda: "asked to stop by SIGUSR1" in job.said, "the notice")
+    job.set_time_limit(60)  # the next start has time
     job.until(lambda: int(cluster.job(job.id).get("Restarts", 0)) >= 1, "requeued")
     assert "asked to stop by SIGUSR1; the trainer saved itself" in job.said, job.said
     job.until(lambda: "resumed from" in job.said, "resumed")

@@ -385,7 +385,7 @@ class TestInterruptions:
         slow = "import os, time; real = os.fsync\n"
         slow += "def fsync(fd): time.sleep(1.0); real(fd)\nos.fsync = fsync\n"
         command = [sys.executable, "-c", slow + code, str(source), str(out), "--layers", "local", *words]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = preloaded.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         partial = out.with_name(out.name + ".partial")
         deadline = time.monotonic() + 900
         while len(list(partial.glob(".unit_*"))) < 2:

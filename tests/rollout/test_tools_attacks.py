@@ -129,7 +129,7 @@ COUNTS: dict[str, tuple[str, int, tuple[int, ...]]] = {
     "terminals": ("kept.append(os.openpty())", 128, (errno.EMFILE, errno.ENOSPC)),
     "events": ("kept.append(os.eventfd(0))", 256, (errno.EMFILE,)),
     "timers": ("timer()", 1024, (errno.EAGAIN,)),
-    "processes": ("os.fork() or os._exit(time.sleep(5) or 0)", LIMITS.num_processes or 0, (errno.EAGAIN,)),
+    "processes": ("os.fork() or os._exit(time.sleep(1000) or 0)", LIMITS.num_processes or 0, (errno.EAGAIN,)),
 }
 
 PRELUDE = """

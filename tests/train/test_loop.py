@@ -133,7 +133,7 @@ def test_a_run_that_is_done_is_left_as_it_is(world: World, tmp_path: Path) -> No
     assert run(settings) == before
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=3)
 def test_more_steps_keep_a_schedule_that_was_given(world: World, tmp_path: Path) -> None:
     """With decay_steps the length of the run is no part of the schedule, so a longer run continues exactly."""
     common: dict[str, Any] = {"checkpoint__every": 2, "optim__decay_style": "linear", "optim__decay_steps": 8}

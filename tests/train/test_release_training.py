@@ -16,7 +16,7 @@ from train_world import World
 
 from megarl.run.metrics_log import read_metrics, without_timing
 
-pytestmark = [pytest.mark.multirank, pytest.mark.slow]
+pytestmark = [pytest.mark.multirank, pytest.mark.slow(minutes=4)]
 
 
 def of_run(where: Path) -> list[dict[str, Any]]:

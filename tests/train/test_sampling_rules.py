@@ -110,7 +110,7 @@ ON_TWO = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=2)
 @pytest.mark.multirank
 def test_variance_is_the_same_in_every_layout(world: World, tmp_path: Path) -> None:
     tied_model(world)

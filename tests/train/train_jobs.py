@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -104,13 +104,18 @@ def misrouted(world: World, dp_rank: int) -> list[str]:
     return by_rank
 
 
-def rows(world: World, variants: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Taken | None]]:
-    """Two steps of one policy on the same rollouts for each variant; every group spans mini-batches and ranks."""
+def rows(
+    world: World, variants: Mapping[str, Mapping[str, Any]], twice: Sequence[str]
+) -> dict[str, list[Taken | None]]:
+    """A step on the same rollouts for each variant, two of one policy for those in ``twice``.
+
+    Every group spans mini-batches and ranks.
+    """
     groups = np.arange(NUM_SEQUENCES) % NUM_GROUPS
     found = {}
     for name, overrides in variants.items():
         with training(world.settings(**overrides)) as step:
-            found[name] = [take_step(step, world.rollouts(), groups=groups) for _ in range(2)]
+            found[name] = [take_step(step, world.rollouts(), groups=groups) for _ in range(1 + (name in twice))]
     return found
 
 
