@@ -136,23 +136,23 @@ def make_exchange(config: Config) -> Exchange | None:
     return found
 
 
-def _divide_weights(config: Config, key: str | None) -> tuple[WeightShare | None, OtherSources | None, Source | None]:
+def _divide_weights(config: Config, key: str | None) -> tuple[WeightShare | None, OtherSources, Source | None]:
     """Return what this rank sends of the weights, and how, where several ranks broadcast a part each; a collective call.
 
     They do where one rank looks after all servers and keeps no copy of the weights, which it would have to gather: the
     first rank of each pipeline stage, or of each expert-parallel rank of it.
     """
-    settings = config.sglang
+    settings, alone = config.sglang, (None, OtherSources(), None)
     if config.weight_sync != "distributed" or settings.spare_weights != "none" or config.servers_share_gpus:
-        return None, None, None
+        return alone
     if not settings.urls and len(distributed.node_leaders()) > 1:
-        return None, None, None
+        return alone
     places = distributed.gather_objects((distributed.pp_rank(), distributed.ep_rank()))
     splits_experts = len(set(places)) <= MOST_SOURCES
     parts = [place if splits_experts else place[0] for place in places]
     ranks = sorted(parts.index(part) for part in set(parts))
     if len(ranks) == 1:
-        return None, None, None
+        return alone
     group = dist.new_group(ranks, timeout=timedelta(seconds=config.collective_timeout_s), backend="gloo")
     rank = dist.get_rank()
     share = WeightShare(rank in ranks, splits_experts)
@@ -160,16 +160,16 @@ def _divide_weights(config: Config, key: str | None) -> tuple[WeightShare | None
     if rank == 0:
         return share, OtherSources(ranks[1:], tell, hear), None
     if rank not in ranks:
-        return share, None, None
+        return share, OtherSources(), None
     source = Source(partial(tell, rank=0), partial(hear, rank=0), Path(config.model.path), BUCKET_BYTES, key)
-    return share, None, source
+    return share, OtherSources(), source
 
 
 def _start_servers(
     config: Config,
     key: str | None,
     exchange: Exchange | None,
-    others: OtherSources | None,
+    others: OtherSources,
     tell: Callable[[str], None],
 ) -> tuple[Fleet | None, list[str]]:
     """Return the servers of this rank's node, on the rank that started them, and all URLs; a collective call."""
@@ -216,7 +216,7 @@ def _make_fleet(
     nodes: Sequence[int],
     host: str,
     exchange: Exchange | None,
-    others: OtherSources | None,
+    others: OtherSources,
     tell: Callable[[str], None],
 ) -> Fleet:
     """Return the servers of this rank's node. They write below run.dir, with several nodes in a folder for each."""

@@ -27,6 +27,8 @@ from megarl.rollout.sglang.spec import free_port
 from megarl.train import engines
 
 STAND_IN = Path(__file__).parents[1] / "rollout/sglang_stand_in.py"
+MODEL = MODELS / "deepseek_v3"
+"""With halves of projections that must come together, and a dense layer."""
 Layout = dict[str, int]
 
 
@@ -66,10 +68,10 @@ def world(layout: Layout, spare: str, most_sources: int = 8) -> Iterator[tuple[P
     fleet.BUCKET_BYTES = engines.BUCKET_BYTES = 1 << 14
     engines.MOST_SOURCES = most_sources
     member.DEATH_WAIT_S = 0.5
-    policy = policy_of(config(MODELS / "base", layout))
+    policy = policy_of(config(MODEL, layout))
     with stand_ins(2) as servers:
         settings = config(
-            MODELS / "base",
+            MODEL,
             layout,
             rollout__engine="sglang",
             rollout__dtype="fp32",
@@ -77,7 +79,7 @@ def world(layout: Layout, spare: str, most_sources: int = 8) -> Iterator[tuple[P
             sglang__sync="distributed",
             sglang__spare_weights=spare,
         )
-        engine = engines.make_sglang_engine(settings, lambda _: None)
+        engine = engines.make_sglang_engine(settings, print)
         yield policy, engine, [folder for _, folder in servers]
         engine.close()
         distributed.barrier()
@@ -105,7 +107,7 @@ def counting() -> Iterator[list[int]]:
 
 def sent(layout: Layout, spare: str = "none", most_sources: int = 8) -> dict[str, Any]:
     """Two updates of two servers: what each has received, from which group, and what each rank has gathered."""
-    stored = digests(safetensors_of(MODELS / "base"))
+    stored = digests(safetensors_of(MODEL))
     with world(layout, spare, most_sources) as (policy, engine, folders), counting() as gathered:
         for version in (1, 2):
             engine.update_weights(policy.export(engine.receives_weights), version)
@@ -114,6 +116,7 @@ def sent(layout: Layout, spare: str = "none", most_sources: int = 8) -> dict[str
         order = [[event["event"] for event in events(folder, *steps)] for folder in folders if received]
     return {
         "gathered": distributed.gather_objects(gathered[0] // 2),
+        "size": sum(tensor.nbytes for tensor in safetensors_of(MODEL).values()),
         "whole": [_whole(of, stored) for of in received],
         "groups": [[event["group"] for event in of] for of in received],
         "bytes": [[event["bytes"] for event in of] for of in received],
@@ -129,23 +132,21 @@ def _whole(received: list[dict[str, Any]], stored: dict[str, str]) -> list[bool]
 
 
 def failed(layout: Layout, fault: str) -> dict[str, Any]:
-    """An update that fails, at a rank or at a server, and the next one: what the ranks say, and what a server heard."""
-    stored = digests(safetensors_of(MODELS / "base"))
+    """An update with a fault, at a rank or at a server, and the next one: what ranks say, and what servers get."""
+    stored = digests(safetensors_of(MODEL))
     with world(layout, "none") as (policy, engine, folders):
         broken = dict(policy.chunks[0].named_parameters()) if fault.startswith("nan") else {}
-        name = next((name for name in broken if "linear_qkv.weight" in name), None)
+        name = next((name for name in broken if ".experts." in name), None)
         if name and dist.get_rank() == int(fault[-1]):
             kept = broken[name].detach().clone()
             broken[name].data.view(-1)[0] = float("nan")
-        elif fault == "refuse" and dist.get_rank() == 0:
-            (folders[1] / "control.json").write_text(json.dumps({"refuse": "update_weights_from_distributed"}))
+        elif fault in ("refuse", "die_at") and dist.get_rank() == 0:
+            (folders[1] / "control.json").write_text(json.dumps({fault: "update_weights_from_distributed"}))
         said = ""
         try:
             engine.update_weights(policy.export(engine.receives_weights), 1)
         except WeightSyncError as error:
             said = str(error)
-        except Exception as error:
-            said = f"{type(error).__name__} {error}"
         distributed.barrier()
         first = [[e["event"] for e in events(f, "update_weight_version", "continue_generation")] for f in folders]
         distributed.barrier()

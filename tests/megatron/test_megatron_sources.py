@@ -12,25 +12,33 @@ SENT, FAILED = "cases_sources:sent", "cases_sources:failed"
 
 @pytest.mark.multirank
 @pytest.mark.parametrize(
-    ("case", "num_sources"),
+    ("case", "num_sources", "gathering"),
     [
-        (case(2, SENT, "pp2"), 2),
-        (case(2, SENT, "pp2", spare="memory"), 1),
-        (case(4, SENT, "tp2 ep2 etp1 pp2"), 4),
-        (case(4, SENT, "tp2 ep2 etp1 pp2", most_sources=3), 2),
-        (case(4, SENT, "tp2 ep2 etp2"), 2),
+        (case(2, SENT, "pp2"), 2, []),
+        (case(2, SENT, "pp2", spare="memory"), 1, [0]),
+        (case(4, SENT, "tp2 ep2 etp1 pp2"), 4, [0, 2]),
+        (case(4, SENT, "tp2 ep2 etp1 pp2", most_sources=3), 2, [0, 2]),
+        (case(4, SENT, "tp2 ep2 etp2"), 2, [0, 2]),
     ],
     ids=str,
 )
-def test_servers_get_the_whole_model_from_several_sources(case: Case, num_sources: int, outcome: dict[str, Any]) -> None:
-    for whole, groups, order in zip(outcome["whole"], outcome["groups"], outcome["order"], strict=True):
+def test_servers_get_the_whole_model_from_several_sources(
+    case: Case, num_sources: int, gathering: list[int], outcome: dict[str, Any]
+) -> None:
+    """Each source gathers what lies in its part alone, over tensor-parallel ranks: dense weights, and experts if cut."""
+    for whole, groups, sizes, order in zip(*(outcome[key] for key in ("whole", "groups", "bytes", "order")), strict=True):
         assert whole == [True, True]
         assert len(set(groups)) == num_sources  # the second update is sent through the groups of the first one
+        assert sum(sizes) == 2 * outcome["size"]
         half = ["received"] * (len(groups) // 2)
         assert order == 2 * [*half, "flush_cache", "update_weight_version", "continue_generation"]
-    first, second = outcome["groups"]
-    assert first == second
-    print(case, outcome["gathered"], outcome["groups"][0], outcome["bytes"][0])
+    assert len(outcome["groups"]) == 2
+    assert outcome["groups"][0] == outcome["groups"][1]
+    assert [rank for rank, number in enumerate(outcome["gathered"]) if number] == gathering
+    by_source = {group: 0 for group in outcome["groups"][0]}
+    for group, size in zip(outcome["groups"][0], outcome["bytes"][0], strict=True):
+        by_source[group] += size
+    print(f"{case}: gathered {outcome['gathered']}, sent {list(by_source.values())} in two updates")
 
 
 @pytest.mark.multirank
@@ -39,7 +47,8 @@ def test_servers_get_the_whole_model_from_several_sources(case: Case, num_source
     [
         (case(2, FAILED, "pp2", fault="nan0"), ["NaN", "at its first source"]),
         (case(2, FAILED, "pp2", fault="nan1"), ["NaN", "NaN"]),
-        (case(2, FAILED, "pp2", fault="refuse"), ["update_weights_from_distributed failed", "at its first source"]),
+        (case(2, FAILED, "ep2", fault="nan1"), ["NaN", "NaN"]),
+        (case(2, FAILED, "pp2", fault="refuse"), ["update_weights_from_distributed failed", "failed"]),
     ],
     ids=str,
 )
@@ -47,3 +56,11 @@ def test_an_error_at_a_source_ends_the_update_everywhere(case: Case, told: list[
     assert all(words in said for words, said in zip(told, outcome["said"], strict=True)), outcome["said"]
     assert outcome["first"] == [[], []]  # no version is named, no server goes on
     assert outcome["whole"] == [True, True]  # the next update is as if nothing had happened
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("case", [case(2, FAILED, "pp2", fault="die_at")], ids=str)
+def test_a_server_that_dies_in_the_turn_of_a_source_is_lost_alone(case: Case, outcome: dict[str, Any]) -> None:
+    assert outcome["said"] == ["", ""]
+    assert outcome["first"] == [["update_weight_version", "continue_generation"], []]
+    assert outcome["whole"] == [True, False]

@@ -31,7 +31,7 @@ from megarl.rollout.sglang.weights.line import Line
 from megarl.rollout.sglang.weights.payload import Handle, payload_of
 from megarl.rollout.sglang.weights.proof import Checksums, make_prompt
 from megarl.rollout.sglang.weights.sender import WeightSender
-from megarl.rollout.sglang.weights.sources import OtherSources, Sent, Target, broadcast_to
+from megarl.rollout.sglang.weights.sources import OtherSources, Sent, Target, Turn, broadcast_to
 from megarl.rollout.weights import Named, WeightForm, checkpoint_shapes
 
 BUCKET_BYTES = 256 << 20
@@ -58,7 +58,7 @@ class Fleet:
     """Weights go through a folder below this one, which all servers can read; None: over the network."""
     broadcast: bool = False
     """Over the network: through process groups with the servers; False: as tensors over HTTP."""
-    others: OtherSources | None = None
+    others: OtherSources = field(default_factory=OtherSources)
     """Sources of broadcasts beside this rank, each of a part of the weights. No copy is kept then."""
     exchange: Exchange | None = None
     """Through memory of this machine that the servers open, instead."""
@@ -131,18 +131,17 @@ class Fleet:
         most = bucket_bytes(sum(map(math.prod, self._shapes.values())), BUCKET_BYTES)
         most = most if self.exchange is None else self.exchange.fit(most)
         staging = Staging(most, empty_shared) if self.exchange is not None else Staging(most)
-        intake = Intake(self._shapes, version, form, most, staging, of_several=self.others is not None)
+        intake = Intake(self._shapes, version, form, most, staging, of_several=bool(self.others.ranks))
         rounds = self._rounds(intake.buckets(tensors), sending)
         self._state.no_starts.clear()
         self._apart = False
-        if self.others is not None:
-            self.others.begin()
+        self.others.begin()
         try:
             with self._pause_keepers():
                 self._each(lambda member: member.sender.take_memory("weights"), self._resting)
                 self._each(lambda member: member.sender.begin())
                 copy = self._deliver(rounds, version, sending)
-                sums = intake.join(self.others.parts if self.others is not None else ())
+                sums = intake.join(self.others.parts)
                 self._each(lambda member: member.sender.finish(version))
                 last = Update(version, copy, self._compare_checksums(), sums)
                 self._each(lambda member: member.sender.take_memory("kv_cache"), self._resting)
@@ -156,8 +155,7 @@ class Fleet:
             raise
         finally:
             self._state.updating.clear()
-            if self.others is not None:
-                self.others.stop()
+            self.others.end()
         gather, made = intake.gathering.seconds, intake.making.seconds
         send = time.perf_counter() - started - made
         return {"gather": gather, "quantise": made - gather, "send": send, "hidden": sending.busy_s - sending.awaited_s}
@@ -308,15 +306,16 @@ class Fleet:
             elif self.keeps_copy:
                 copies.append(bucket.spare())
             if not self.folder:
-                self._send(bucket, handles)
-            self._send_others()
+                self.others.check()
+                with self.others.turn:
+                    self._send(bucket, handles)
 
-        with sending:
-            for bucket, handles in rounds:
-                sending.put(partial(pass_on, bucket, handles))
-            sending.wait()
-        while self.others is not None and self.others.sending:
-            self._send_others()
+        with self.others.giving_turns(self._make_turn, self._note):
+            with sending:
+                for bucket, handles in rounds:
+                    sending.put(partial(pass_on, bucket, handles))
+                sending.wait()
+            self.others.wait()
         if folder is None:
             return copies if self.keeps_copy else None
         path = folder.finish().absolute()
@@ -340,13 +339,12 @@ class Fleet:
             payload = payload_of(bucket)
             self._each(lambda member: member.sender.send(bucket, payload))
 
-    def _send_others(self) -> None:
-        """Have each other source send a bucket to all servers."""
-        for rank in [*self.others.sending] if self.others is not None else ():
-            self._each(lambda member: member.sender.open_session())
-            of = {member.url: _sender(member) for member in self._taken}
-            targets = [Target(url, sender.release, sender.tp, sender.group_name) for url, sender in of.items()]
-            self._note(self.others.send_next(rank, targets, self._apart))
+    def _make_turn(self) -> Turn:
+        """Where another source sends its next bucket."""
+        self._each(lambda member: member.sender.open_session())
+        senders = [_sender(member) for member in self._taken]
+        targets = [Target(sender.url, sender.release, sender.tp, sender.life) for sender in senders]
+        return Turn(targets, self._apart)
 
     def _note(self, sent: Sent) -> None:
         """Go on without the servers that are lost; after a failed broadcast to all, each gets the rest by itself."""

@@ -9,6 +9,7 @@ Only the pause mode ``abort`` is consistent: with the others, running requests m
 with the routes of another. A server that refuses any step stays paused, because nobody knows what weights it holds.
 """
 
+import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -53,6 +54,8 @@ class WeightSender:
         self.url = url
         self.release = version
         self.tp = tp
+        self.life = uuid.uuid4().hex
+        """Changes when the server is found to have been restarted."""
         self._in_session = in_session
         self._named: str | None = None
         self._group: BroadcastGroup | None = None
@@ -78,6 +81,7 @@ class WeightSender:
             self._in_session = False
         if self._group is not None and self.weight_version() != self._named:
             self.leave_group()  # the server was restarted, and is in no group
+            self.life = uuid.uuid4().hex
 
     def send(self, bucket: Bucket, payload: str | None = None) -> None:
         """Send the tensors of a bucket over HTTP. ``payload``: its ``payload_of``, if it is made already."""
@@ -121,11 +125,6 @@ class WeightSender:
         if self._group is not None:
             self._group.close()
             self._group = None
-
-    @property
-    def group_name(self) -> str:
-        """Of the process group with the server; empty without one."""
-        return self._group.name if self._group is not None else ""
 
     def open_session(self) -> None:
         """Open the session of an update, unless it is open or the release has none."""

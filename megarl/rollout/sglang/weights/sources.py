@@ -1,19 +1,21 @@
 """Several ranks that send the weights, each its part, in broadcasts of its own to the same servers.
 
 Servers that take two broadcasts in different orders would wait for ever. So one rank, the first source, talks to the
-servers about all else, and tells the others whose turn it is:
+servers about all else, and gives the others their turns:
 
-    first source    make a bucket   send it   your turn ->         <- sent    make the next one ...
-    another one     make a bucket                       -> send it ->         make the next one ...
+    first source    make a bucket   send it   <- ready, your turn ->           <- sent   ...
+    another one     make a bucket                                    send it             ...
 
-Each makes its next bucket while others send theirs. In its last turn a source says what it has sent in all, or what is
-wrong. The first one ends an update that has failed by telling the others to stop.
+Each makes its next bucket meanwhile. A turn depends on the servers alone: the next bucket of one source may need
+tensors of the rank that another one is on. At its end a source says what it has sent in all, or what is wrong. When an
+update has failed, the first one answers that instead of giving turns.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,7 +28,7 @@ from megarl.models.hf_files import bucket_bytes
 from megarl.rollout.buckets import Bucket, Intake, Part, Staging
 from megarl.rollout.sglang.versions import Version
 from megarl.rollout.sglang.weights.line import Line
-from megarl.rollout.sglang.weights.process_group import GroupError, own_address
+from megarl.rollout.sglang.weights.process_group import GroupError, in_thread, own_address
 from megarl.rollout.sglang.weights.sender import WeightSender
 from megarl.rollout.weights import Named, WeightForm, checkpoint_shapes
 
@@ -75,52 +77,103 @@ class Target:
     url: str
     release: Version
     tp: int
-    group: str
-    """Name of the first source's group with it. A new one: the server was started anew, or is in another company."""
+    life: str
+    """Changes when the server is started anew, and is in no group."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class Turn:
+    """Where a source sends its bucket."""
+
     targets: Sequence[Target]
     apart: bool
 
 
+_READY = "ready"
+
+
+def _nobody(*_: object) -> Any:
+    raise AssertionError("there is no other source")
+
+
 @dataclass(eq=False)
 class OtherSources:
-    """The other sources, seen from the first one."""
+    """The other sources, seen from the first one; by default there are none."""
 
-    ranks: Sequence[int]
-    tell: Callable[[object, int], None]
+    ranks: Sequence[int] = ()
+    tell: Callable[[object, int], None] = _nobody
     """Sends an object to a rank."""
-    hear: Callable[[int], Any]
+    hear: Callable[[int], Any] = _nobody
     """Returns what a rank sends; must raise if it is gone."""
-    sending: list[int] = field(default_factory=list)
-    """Ranks that have more."""
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    """Held by who sends a bucket."""
     parts: list[Part] = field(default_factory=list)
+    """What sources have sent that have sent all."""
+    _served: list[Future[None]] = field(default_factory=list)
+    _failure: Exception | None = None
 
     def begin(self) -> None:
-        """Begin an update."""
-        self.sending, self.parts = [*self.ranks], []
+        """Begin an update; the others wait for their turns."""
+        wait(self._served)
+        self.turn.acquire()
+        self.parts, self._failure = [], None
+        self._served = [in_thread(partial(self._serve, rank)) for rank in self.ranks]
 
-    def send_next(self, rank: int, targets: Sequence[Target], apart: bool) -> Sent:
-        """Have a source send its next bucket to these servers, or say what it has sent in all; else WeightSyncError."""
-        self.tell(_Turn(targets, apart), rank)
-        answer = self.hear(rank)
-        if isinstance(answer, Sent):
-            return answer
-        self.sending.remove(rank)
-        if isinstance(answer, WeightSyncError):
-            answer.second_hand = True
-            raise answer
-        self.parts.append(answer)
-        return Sent()
+    @contextmanager
+    def giving_turns(self, make: Callable[[], Turn], note: Callable[[Sent], None]) -> Iterator[None]:
+        """Inside, each source sends when it has a bucket, to where ``make`` says; ``note`` gets what became of it."""
+        self._make, self._note = make, note
+        self.turn.release()
+        try:
+            yield
+        finally:
+            self.turn.acquire()
 
-    def stop(self) -> None:
-        """Tell those that have more that the update has failed; one that is gone need not hear it."""
-        for rank in self.sending:
-            with suppress(RuntimeError):
-                self.tell(None, rank)
-        self.sending = []
+    def check(self) -> None:
+        """Raises the error of a source that has failed, or of its turn."""
+        if self._failure is not None:
+            raise self._failure
+
+    def wait(self) -> None:
+        """Wait until all have sent all; raises the error of one that fails."""
+        wait(self._served)
+        self.check()
+
+    def end(self) -> None:
+        """End an update; those that have more are told that it has failed."""
+        self._failure = self._failure or WeightSyncError("the update has ended")
+        self.turn.release()
+
+    def _serve(self, rank: int) -> None:
+        """Give a source its turns until it has sent all; after a failure it is told so instead.
+
+        It must be heard to its end, because it waits for that.
+        """
+        try:
+            while (said := self.hear(rank)) == _READY:
+                with self.turn:
+                    turn = self._attempt(self._make)
+                    self.tell(turn, rank)
+                    if turn is None:
+                        return
+                    self._attempt(self._note, self.hear(rank))
+        except Exception as error:  # of the collective call: the rank is gone
+            self._failure = self._failure or error
+            return
+        if isinstance(said, WeightSyncError):
+            said.second_hand = True
+            self._failure = self._failure or said
+        else:
+            self.parts.append(said)
+
+    def _attempt(self, step: Callable[..., Any], *given: Any) -> Any:
+        """What a step returns; None if it fails, or if anything has."""
+        if self._failure is None:
+            try:
+                return step(*given)
+            except Exception as error:
+                self._failure = error
+        return None
 
 
 class _StoppedError(WeightSyncError):
@@ -156,10 +209,8 @@ class Source:
             raise
         except WeightSyncError as error:
             line.wait()  # perhaps stopped meanwhile
-            self._await_turn()
             self.tell(WeightSyncError(str(error)))
             raise
-        self._await_turn()
         self.tell(part)
         return {}
 
@@ -176,7 +227,8 @@ class Source:
             sent = Sent(dict.fromkeys((target.url for target in turn.targets), error))
         self.tell(Sent({url: _portable(error) for url, error in sent.failures.items()}, sent.common))
 
-    def _await_turn(self) -> _Turn:
+    def _await_turn(self) -> Turn:
+        self.tell(_READY)
         turn = self.hear()
         if turn is None:
             raise _StoppedError("the weight update failed at its first source, whose message says why")
