@@ -34,7 +34,6 @@ from megarl.rollout.sglang.weights.process_group import own_address
 from megarl.rollout.sglang.weights.sources import OtherSources, Source
 from megarl.rollout.weights import FP8Form, WeightForm
 
-
 MOST_SOURCES = 8
 """Each takes memory for an NCCL group on every server. Where it would be more, expert-parallel ranks are none."""
 
@@ -137,7 +136,7 @@ def make_exchange(config: Config) -> Exchange | None:
 
 
 def _divide_weights(config: Config, key: str | None) -> tuple[WeightShare | None, OtherSources, Source | None]:
-    """Return what this rank sends of the weights, and how, where several ranks broadcast a part each; a collective call.
+    """Return what this rank sends of the weights, and how, if several broadcast a part each; a collective call.
 
     They do where one rank looks after all servers and keeps no copy of the weights, which it would have to gather: the
     first rank of each pipeline stage, or of each expert-parallel rank of it.

@@ -25,8 +25,9 @@ SENT, FAILED = "cases_sources:sent", "cases_sources:failed"
 def test_servers_get_the_whole_model_from_several_sources(
     case: Case, num_sources: int, gathering: list[int], outcome: dict[str, Any]
 ) -> None:
-    """Each source gathers what lies in its part alone, over tensor-parallel ranks: dense weights, and experts if cut."""
-    for whole, groups, sizes, order in zip(*(outcome[key] for key in ("whole", "groups", "bytes", "order")), strict=True):
+    """Each source gathers what lies in its part alone."""
+    columns = [outcome[key] for key in ("whole", "groups", "bytes", "order")]
+    for whole, groups, sizes, order in zip(*columns, strict=True):
         assert whole == [True, True]
         assert len(set(groups)) == num_sources  # the second update is sent through the groups of the first one
         assert sum(sizes) == 2 * outcome["size"]

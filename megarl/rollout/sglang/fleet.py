@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 
-from megarl.errors import ConfigError, MegarlError, WeightSyncError
+from megarl.errors import ConfigError, MegarlError
 from megarl.models.hf_files import bucket_bytes
 from megarl.rollout.buckets import Bucket, Intake, Staging
 from megarl.rollout.sglang.keeper import FleetSettings, FleetState, Keeper

@@ -239,9 +239,7 @@ class Source:
         if sender is None or known != target:
             if sender is not None:
                 sender.close()
-            sender = WeightSender(
-                target.url, target.release, tp=target.tp, api_key=self.api_key, in_session=True
-            )
+            sender = WeightSender(target.url, target.release, tp=target.tp, api_key=self.api_key, in_session=True)
             self._senders[target.url] = target, sender
         return sender
 
