@@ -254,8 +254,10 @@ def _pieces(local: dict[tuple[int, int], list[Placed]], everywhere: bool) -> lis
 def _gather(piece: _Piece, entries: list[Placed], route: _Route) -> Iterator[tuple[int, list[torch.Tensor]]]:
     """(expert, shards of all tensor-parallel ranks), on the ranks that receive."""
     inner, pipeline = route.inner, route.pipeline
+    if not inner[0].receivers:  # no rank needs anything of this one
+        return
     if route.is_short:
-        yield from ((entry.expert, [entry.tensor.detach()]) for entry in entries if inner[0].receivers)
+        yield from ((entry.expert, [entry.tensor.detach()]) for entry in entries)
         return
     sizes = [hop.group.size() for hop in reversed(inner)]  # [expert-parallel ranks if gathered, tensor-parallel ranks]
     num_local, *of_one = piece.shape

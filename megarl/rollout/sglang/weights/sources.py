@@ -196,10 +196,10 @@ class Source:
 
     def update(self, tensors: Iterable[Named], version: int, form: WeightForm) -> dict[str, float]:
         """Sends its part in an update of the first source; WeightSyncError if it fails here or there."""
-        most = bucket_bytes(sum(map(math.prod, self._shapes.values())), self.bucket_bytes)
-        intake = Intake(self._shapes, version, form, most, Staging(most), of_several=True)
         line = Line()
         try:
+            most = bucket_bytes(sum(map(math.prod, self._shapes.values())), self.bucket_bytes)
+            intake = Intake(self._shapes, version, form, most, Staging(most), of_several=True)
             with line:
                 for bucket in intake.buckets(tensors):
                     line.put(partial(self._send, bucket))
