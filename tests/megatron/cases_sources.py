@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from tiny_world import MODELS, config, policy_of, safetensors_of
 
-from megarl.errors import WeightSyncError
+from megarl.errors import MegarlError
 from megarl.megatron import distributed, hf_weights
 from megarl.megatron.policy import Policy
 from megarl.rollout.sglang import fleet, member
@@ -106,13 +106,18 @@ def counting() -> Iterator[list[int]]:
 
 
 def sent(layout: Layout, spare: str = "none", most_sources: int = 8) -> dict[str, Any]:
-    """Two updates of two servers: what each has received, from which group, and what each rank has gathered."""
+    """Two updates of two servers: what each has received, from which group, and what each rank has gathered.
+
+    Then one of which the first source has all, as an evaluation reads them from files.
+    """
     stored = digests(safetensors_of(MODEL))
     with world(layout, spare, most_sources) as (policy, engine, folders), counting() as gathered:
         for version in (1, 2):
             engine.update_weights(policy.export(engine.receives_weights), version)
         received = [events(folder, "received") for folder in folders] if dist.get_rank() == 0 else []
         steps = ("received", "flush_cache", "update_weight_version", "continue_generation")
+        engine.update_weights(safetensors_of(MODEL).items() if dist.get_rank() == 0 else (), 3)
+        alone = [events(folder, "received")[len(of) :] for folder, of in zip(folders, received, strict=False)]
         order = [[event["event"] for event in events(folder, *steps)] for folder in folders if received]
     return {
         "gathered": distributed.gather_objects(gathered[0] // 2),
@@ -121,6 +126,7 @@ def sent(layout: Layout, spare: str = "none", most_sources: int = 8) -> dict[str
         "groups": [[event["group"] for event in of] for of in received],
         "bytes": [[event["bytes"] for event in of] for of in received],
         "order": order,
+        "alone": [{item for event in of for item in event["found"].items()} == set(stored.items()) for of in alone],
     }
 
 
@@ -145,7 +151,7 @@ def failed(layout: Layout, fault: str) -> dict[str, Any]:
         said = ""
         try:
             engine.update_weights(policy.export(engine.receives_weights), 1)
-        except WeightSyncError as error:
+        except MegarlError as error:
             said = str(error)
         distributed.barrier()
         first = [[e["event"] for e in events(f, "update_weight_version", "continue_generation")] for f in folders]
