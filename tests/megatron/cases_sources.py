@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -137,37 +137,53 @@ def _whole(received: list[dict[str, Any]], stored: dict[str, str]) -> list[bool]
     return [sorted(items) == sorted(stored.items()) for items in found]
 
 
-def failed(layout: Layout, fault: str) -> dict[str, Any]:
-    """An update with a fault, at a rank or at a server, and the next one: what ranks say, and what servers get."""
+def failed(layout: Layout, faults: Sequence[str]) -> list[dict[str, Any]]:
+    """Updates with a fault, at a rank or at a server, and one after each: what ranks say, and what servers get."""
     stored = digests(safetensors_of(MODEL))
     with world(layout, "none") as (policy, engine, folders):
-        broken = dict(policy.chunks[0].named_parameters()) if fault.startswith("nan") else {}
-        name = next((name for name in broken if ".experts." in name), None)
-        if name and dist.get_rank() == int(fault[-1]):
-            kept = broken[name].detach().clone()
-            broken[name].data.view(-1)[0] = float("nan")
-        elif fault in ("refuse", "die_at") and dist.get_rank() == 0:
-            (folders[1] / "control.json").write_text(json.dumps({fault: "update_weights_from_distributed"}))
-        said = ""
-        try:
-            engine.update_weights(policy.export(engine.receives_weights), 1)
-        except MegarlError as error:
-            said = str(error)
-        distributed.barrier()
-        first = [[e["event"] for e in events(f, "update_weight_version", "continue_generation")] for f in folders]
-        distributed.barrier()
-        if name and dist.get_rank() == int(fault[-1]):
-            broken[name].data.copy_(kept)
-        elif dist.get_rank() == 0 and fault == "refuse":
-            (folders[1] / "control.json").unlink()
-        before = [len(events(folder, "received")) for folder in folders]
-        engine.update_weights(policy.export(engine.receives_weights), 2)
-        after = [
-            {name for event in events(folder, "received")[number:] for name in event["found"].items()}
-            for folder, number in zip(folders, before, strict=True)
-        ]
-    return {
-        "said": distributed.gather_objects(said),
-        "first": first,
-        "whole": [found == set(stored.items()) for found in after],
-    }
+        version, outcomes = 0, []
+        for fault in faults:
+            told = [_told(folder) for folder in folders]
+            distributed.barrier()
+            with _made(fault, policy, folders[1]):
+                version, said = version + 1, ""
+                try:
+                    engine.update_weights(policy.export(engine.receives_weights), version)
+                except MegarlError as error:
+                    said = str(error)
+                distributed.barrier()
+            first = [_told(folder)[len(before) :] for folder, before in zip(folders, told, strict=True)]
+            before = [len(events(folder, "received")) for folder in folders]
+            distributed.barrier()
+            version += 1
+            engine.update_weights(policy.export(engine.receives_weights), version)
+            after = [
+                {item for event in events(folder, "received")[number:] for item in event["found"].items()}
+                for folder, number in zip(folders, before, strict=True)
+            ]
+            said = distributed.gather_objects(said)
+            outcomes.append({"said": said, "first": first, "whole": [found == set(stored.items()) for found in after]})
+    return outcomes
+
+
+def _told(folder: Path) -> list[str]:
+    return [event["event"] for event in events(folder, "update_weight_version", "continue_generation")]
+
+
+@contextmanager
+def _made(fault: str, policy: Policy, folder: Path) -> Iterator[None]:
+    """Inside, a rank has a weight that is NaN, or the server with this folder refuses or dies in a broadcast."""
+    if fault.startswith("nan"):
+        weight = next(value for name, value in policy.chunks[0].named_parameters() if ".experts." in name)
+        kept = weight.detach().clone()
+        if dist.get_rank() == int(fault[-1]):
+            weight.data.view(-1)[0] = float("nan")
+        yield
+        weight.data.copy_(kept)
+    else:
+        control = folder / "control.json"
+        if distributed.is_main_rank():
+            control.write_text(json.dumps({fault: "update_weights_from_distributed"}))
+        yield
+        if distributed.is_main_rank():
+            control.unlink(missing_ok=True)

@@ -44,26 +44,18 @@ def test_servers_get_the_whole_model_from_several_sources(
     print(f"{case}: gathered {outcome['gathered']}, sent {list(by_source.values())} in two updates")
 
 
-@pytest.mark.multirank
-@pytest.mark.parametrize(
-    ("case", "told"),
-    [
-        (case(2, FAILED, "pp2", fault="nan0"), ["NaN", "failed"]),
-        (case(2, FAILED, "pp2", fault="nan1"), ["NaN", "NaN"]),
-        (case(2, FAILED, "ep2", fault="nan1"), ["NaN", "NaN"]),
-        (case(2, FAILED, "pp2", fault="refuse"), ["update_weights_from_distributed failed", "failed"]),
-    ],
-    ids=str,
-)
-def test_an_error_at_a_source_ends_the_update_everywhere(case: Case, told: list[str], outcome: dict[str, Any]) -> None:
-    assert all(words in said for words, said in zip(told, outcome["said"], strict=True)), outcome["said"]
-    assert outcome["first"] == [[], []]  # no version is named, no server goes on
-    assert outcome["whole"] == [True, True]  # the next update is as if nothing had happened
+FAULTS = ("nan0", "nan1", "refuse", "die_at")
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("case", [case(2, FAILED, "pp2", fault="die_at")], ids=str)
-def test_a_server_that_dies_in_the_turn_of_a_source_is_lost_alone(case: Case, outcome: dict[str, Any]) -> None:
-    assert outcome["said"] == ["", ""]
-    assert outcome["first"] == [["update_weight_version", "continue_generation"], []]
-    assert outcome["whole"] == [True, False]
+@pytest.mark.parametrize("case", [case(2, FAILED, "pp2", faults=FAULTS)], ids=str)
+def test_an_error_anywhere_leaves_no_server_with_half_an_update(case: Case, outcome: list[dict[str, Any]]) -> None:
+    *errors, death = outcome
+    told = [["NaN", "failed"], ["NaN", "NaN"], ["update_weights_from_distributed failed", "failed"]]
+    for found, wanted in zip(errors, told, strict=True):
+        assert all(words in said for words, said in zip(wanted, found["said"], strict=True)), found["said"]
+        assert found["first"] == [[], []]  # no version is named, no server goes on
+        assert found["whole"] == [True, True]  # the next update is as if nothing had happened
+    assert death["said"] == ["", ""]  # the server that dies is lost alone
+    assert death["first"] == [["update_weight_version", "continue_generation"], []]
+    assert death["whole"] == [True, False]
