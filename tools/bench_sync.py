@@ -6,6 +6,8 @@ One rank of real Megatron sends a random Qwen3-MoE in fp32 to a server on this m
 server is the stand-in of the tests, a process of its own that reads every byte and loads none. With ``--python`` it is
 a real SGLang server, whose own loading then rules.
 
+Two stages of a pipeline do the same, by broadcasts from one source and from two (sources_worker.py).
+
 A plain copy puts the weights into new memory (``clone``); it is measured beside every update. Updates are in CPU
 seconds of this process, all threads. The parts are seconds of the clock, which other load on the machine stretches:
 
@@ -20,6 +22,8 @@ of this process over its size before an update, in units of the largest bucket.
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
 import subprocess
 import sys
@@ -67,6 +71,7 @@ def measure(rounds: int, python: str | None) -> Iterator[dict[str, Any]]:
             policy = stack.enter_context(_policy(model, folder))
             url = stack.enter_context(_real(model, python, folder) if python else _stand_in(folder))
             yield from _measure(size, policy, model, folder, url, rounds, real=python is not None)
+            yield from _measure_sources(size, model, folder, url, rounds)
 
 
 def _measure(
@@ -131,6 +136,34 @@ def _measure(
         yield _row(f"{size}: {name}", "peak memory / largest bucket", [run["memory"] / largest for run in runs])
 
 
+def _measure_sources(size: str, model: Path, folder: Path, url: str, rounds: int) -> Iterator[dict[str, Any]]:
+    """Of two pipeline stages: an update by the first one, and by both."""
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("sources_worker.py")),
+        str(model),
+        url,
+        str(rounds),
+        str(folder),
+    ]
+    shared = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
+    environments = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    first, second = [subprocess.Popen(command, stdout=subprocess.PIPE, env=one) for one in environments]
+    told, _ = first.communicate()
+    if second.wait() or first.returncode:
+        raise RuntimeError("a pipeline stage has failed, see above")
+    columns = {
+        "update of both ranks / plain copy": "update",
+        "clock / plain copy": "clock",
+        "gathered by rank 0 / weights": "gathered",
+        "sent by rank 0 / weights": "sent",
+        "peak memory of rank 0 / largest bucket": "memory",
+    }
+    for way, runs in json.loads(told.splitlines()[-1]).items():
+        for what, part in columns.items():
+            yield _row(f"{size}: pp2, {way} source{'s' * (way != 'one')}", what, [run[part] for run in runs])
+
+
 def _row(name: str, what: str, values: list[float], budget: float | None = None) -> dict[str, Any]:
     found = {"value": statistics.median(values), "unit": "x", "low": min(values), "high": max(values)}
     return {"name": name, "what": what, **found, "budget": budget, "kind": "at_most" if budget else None}
@@ -162,14 +195,16 @@ def _local(model: Path, fp8: bool) -> LocalEngine:
 
 
 @contextmanager
-def _policy(model: Path, folder: Path) -> Iterator[Policy]:
+def _policy(model: Path, folder: Path, engine: str = "local", **tables: Any) -> Iterator[Policy]:
     table: Mapping[str, Any] = {
         "run": {"steps": 1, "dir": str(folder / "run")},
         "model": {"path": str(model), "dtype": "fp32"},
         "data": {"train": "none", "max_prompt_tokens": 16},
-        "rollout": {"prompts_per_step": 8, "group_size": 4, "max_response_tokens": 8, "dtype": "fp32"},
+        "rollout": {"prompts_per_step": 8, "group_size": 4, "max_response_tokens": 8, "dtype": "fp32"}
+        | {"engine": engine},
         "train": {"micro_batch_tokens": 64},
         "optim": {"lr": 1e-6},
+        **tables,
     }
     config = parse(table)
     distributed.initialize(config)

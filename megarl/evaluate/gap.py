@@ -26,7 +26,7 @@ from megarl.core.diagnostics.measures import mismatch_metrics
 from megarl.core.metrics import finalize
 from megarl.core.packing import pack, select
 from megarl.core.routing import Disagreement
-from megarl.core.types import Rollout, TrainBatch
+from megarl.core.types import Rollout, TrainBatch, WeightShare
 from megarl.errors import ConfigError, RolloutError
 from megarl.evaluate import command
 from megarl.evaluate.evaluation import find_checkpoint
@@ -191,7 +191,7 @@ class TrainingEngine:
         self.replay = RoutingReplay(self._model.chunks) if compares else None
         self._tokenizer = AutoTokenizer.from_pretrained(config.model.path)
 
-    def export(self, receive: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    def export(self, receive: bool | WeightShare = True) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights under their Hugging Face names."""
         return self._model.export(receive)
 

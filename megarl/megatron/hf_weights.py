@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megarl.core.types import WeightShare
 from megarl.data.files import replace_folder, sync_all
 from megarl.errors import CheckpointError
 from megarl.megatron.distributed import all_gather, barrier, gather_objects
@@ -138,9 +139,14 @@ class _Hop:
     """Ranks of the group that need the tensors of all its ranks."""
 
     @classmethod
-    def towards(cls, group: dist.ProcessGroup, wanted: bool) -> _Hop:
-        """The hop to the ranks of the group that want its tensors; a collective call."""
-        return cls(group, [rank for rank, wants in enumerate(gather_objects(wanted, group)) if wants])
+    def route(cls, groups: Sequence[dist.ProcessGroup], wanted: bool) -> list[_Hop]:
+        """The hops through these groups, one after the other, to the ranks that want the tensors; a collective call."""
+        route: list[_Hop] = []
+        for group in reversed(groups):
+            receivers = [rank for rank, wants in enumerate(gather_objects(wanted, group)) if wants]
+            route.insert(0, cls(group, receivers))
+            wanted = bool(receivers)
+        return route
 
     def gather(self, shard: torch.Tensor | None) -> torch.Tensor | None:
         """[...] of each rank -> [group size, ...] on the receivers, None on the others."""
@@ -178,9 +184,14 @@ class _Hop:
 
 
 def export_hf(
-    chunks: Sequence[torch.nn.Module], shape: ModelShape, receive: bool = True, placed: Sequence[Placed] | None = None
+    chunks: Sequence[torch.nn.Module],
+    shape: ModelShape,
+    receive: bool | WeightShare = True,
+    placed: Sequence[Placed] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every Hugging Face tensor of the live model, whole, in one order, on the ranks that ``receive``.
+
+    With shares, each of them gets the tensors of its part, and nothing is gathered over the ranks of other parts.
 
     A collective call: exhaust the iterator, also on the other ranks, which only give their shards and get nothing. One
     parameter, or ``GATHER_BYTES`` of one layer's experts of one kind, is whole at a time. Tensors that one rank holds
@@ -193,7 +204,7 @@ def export_hf(
     for entry in place_parameters(chunks, shape) if placed is None else placed:
         if entry.rule.megatron in numbers:
             local.setdefault((entry.layer, numbers[entry.rule.megatron]), []).append(entry)
-    for piece in _all_pieces(local):
+    for piece in _pieces(local, everywhere=not isinstance(receive, WeightShare)):
         layer, number = piece.order
         rule, entries = rules[number], sorted(local.get(piece.order, []), key=lambda entry: entry.expert)
         for place, shards in _gather(piece, entries, expert if rule.scope == "expert" else dense):
@@ -201,52 +212,69 @@ def export_hf(
             yield from zip(rule.hf_names(layer, place), tensors, strict=True)
 
 
-def _routes(receive: bool) -> tuple[list[_Hop], list[_Hop]]:
-    """The groups that dense parameters and experts pass, the pipeline's last; a collective call."""
-    pipeline = _Hop.towards(parallel_state.get_pipeline_model_parallel_group(), receive)
-    routes = []
-    for groups in (
-        [parallel_state.get_tensor_model_parallel_group()],
-        [parallel_state.get_expert_tensor_parallel_group(), parallel_state.get_expert_model_parallel_group()],
-    ):
-        route = [pipeline]
-        for group in reversed(groups):
-            route.insert(0, _Hop.towards(group, bool(route[0].receivers)))
-        routes.append(route)
-    return routes[0], routes[1]
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """The groups that tensors pass."""
+
+    inner: list[_Hop]
+    pipeline: _Hop | None
+    """The last one; None: each stage's tensors stay in it."""
+
+    @property
+    def is_short(self) -> bool:
+        """Whether there is nothing to gather, and so nothing to copy."""
+        return all(hop.group.size() == 1 for hop in (*self.inner, *([self.pipeline] if self.pipeline else [])))
 
 
-def _all_pieces(local: dict[tuple[int, int], list[Placed]]) -> list[_Piece]:
-    """The pieces of all pipeline stages, in canonical order, the same list on every rank."""
+def _routes(receive: bool | WeightShare) -> tuple[_Route, _Route]:
+    """The groups that dense parameters and experts pass; a collective call."""
+    dense = [parallel_state.get_tensor_model_parallel_group()]
+    of_experts = [parallel_state.get_expert_tensor_parallel_group(), parallel_state.get_expert_model_parallel_group()]
+    if isinstance(receive, WeightShare):
+        wants_dense = receive.receives and parallel_state.get_expert_model_parallel_rank() == 0
+        of_experts = of_experts[:1] if receive.splits_experts else of_experts
+        return _Route(_Hop.route(dense, wants_dense), None), _Route(_Hop.route(of_experts, receive.receives), None)
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    routes = [_Hop.route([*groups, pipeline], receive) for groups in (dense, of_experts)]
+    return _Route(routes[0][:-1], routes[0][-1]), _Route(routes[1][:-1], routes[1][-1])
+
+
+def _pieces(local: dict[tuple[int, int], list[Placed]], everywhere: bool) -> list[_Piece]:
+    """The pieces of this pipeline stage, or of all, in canonical order, the same list on every rank of the stages."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     mine = [
         _Piece(order, stage, (len(entries), *entries[0].tensor.shape), entries[0].tensor.dtype, entries[0].layout)
         for order, entries in local.items()
     ]
     group = parallel_state.get_pipeline_model_parallel_group()
-    return sorted(itertools.chain(*gather_objects(mine, group)), key=lambda piece: piece.order)
+    found = gather_objects(mine, group) if everywhere else [mine]
+    return sorted(itertools.chain(*found), key=lambda piece: piece.order)
 
 
-def _gather(piece: _Piece, entries: list[Placed], route: list[_Hop]) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """(expert or 0, shards of all tensor-parallel ranks), on the ranks that receive."""
-    *inner, pipeline = route
-    sizes = [hop.group.size() for hop in reversed(inner)]  # [expert-parallel ranks if experts, tensor-parallel ranks]
-    num_local, *of_one = piece.shape
-    if math.prod(sizes) * pipeline.group.size() == 1:  # nothing to gather, and so nothing to copy
-        yield from ((place, [entry.tensor.detach()]) for place, entry in enumerate(entries) if pipeline.receivers)
+def _gather(piece: _Piece, entries: list[Placed], route: _Route) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    """(expert, shards of all tensor-parallel ranks), on the ranks that receive."""
+    inner, pipeline = route.inner, route.pipeline
+    if not inner[0].receivers:  # no rank needs anything of this one
         return
+    if route.is_short:
+        yield from ((entry.expert, [entry.tensor.detach()]) for entry in entries)
+        return
+    sizes = [hop.group.size() for hop in reversed(inner)]  # [expert-parallel ranks if gathered, tensor-parallel ranks]
+    num_local, *of_one = piece.shape
+    base = entries[0].expert if len(inner) == 1 and entries else 0
     step = max(1, GATHER_BYTES // (math.prod(sizes) * math.prod(of_one) * piece.dtype.itemsize))
     for first in range(0, num_local, step):
         num = min(step, num_local - first)
         whole = None
-        if piece.stage == pipeline.group.rank():
+        if pipeline is None or piece.stage == pipeline.group.rank():
             whole = torch.stack([entry.tensor.detach() for entry in entries[first : first + num]])
             for hop in inner:
                 whole = hop.gather(whole)
-        whole = pipeline.hand_over(whole, piece.stage, (*sizes, num, *of_one), piece.dtype)
+        if pipeline is not None:
+            whole = pipeline.hand_over(whole, piece.stage, (*sizes, num, *of_one), piece.dtype)
         for rank, shards in enumerate(whole.view(-1, sizes[-1], num, *of_one) if whole is not None else ()):
             for offset, of_expert in enumerate(shards.unbind(1)):
-                yield rank * num_local + first + offset, list(of_expert)
+                yield base + rank * num_local + first + offset, list(of_expert)
 
 
 def save_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, source: str | Path, out: str | Path) -> None:

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl.config import Config, gpu_defaults, megatron_fields
 from megarl.core.devices import HostCopies, to_device
 from megarl.core.megatron_facts import replay_blockers
+from megarl.core.types import WeightShare
 from megarl.errors import NumericsError
 from megarl.megatron.config_errors import as_config_error
 from megarl.megatron.experts import join_experts
@@ -122,7 +123,7 @@ class Policy:
                 chunk.start_param_sync(force_sync=True)
         return norm, lr
 
-    def export(self, receive: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    def export(self, receive: bool | WeightShare = True) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights under their Hugging Face names, on the ranks that ``receive``; a collective call."""
         return export_hf(self.chunks, self.shape, receive, self._placed)
 

@@ -8,7 +8,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Self, TypeVar
@@ -244,6 +244,16 @@ class Stopwatch:
         self.seconds += time.perf_counter() - started
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one of several sources has taken in."""
+
+    names: frozenset[str]
+    """Of the checkpoint."""
+    sums: Mapping[str, int]
+    """``Bucket.sums`` by name."""
+
+
 @dataclass
 class Intake:
     """One update on its way into an engine: the tensors of a checkpoint, each once, become buckets in its form."""
@@ -253,6 +263,8 @@ class Intake:
     form: WeightForm
     max_bytes: int
     allocate: Allocate = _empty
+    of_several: bool = False
+    """Whether other sources take in the rest; ``join`` adds it."""
     gathering: Stopwatch = field(default_factory=Stopwatch)
     """Of the iterator of the tensors."""
     making: Stopwatch = field(default_factory=Stopwatch)
@@ -260,6 +272,8 @@ class Intake:
 
     def buckets(self, tensors: Iterable[Named]) -> Iterator[Bucket]:
         """Yields the buckets; WeightSyncError unless the tensors are those of ``shapes``, each once and finite.
+
+        Of several sources, each has some of them.
 
         Names and shapes are checked before a tensor is in a bucket: SGLang reports success for unknown names and
         incomplete updates, and a wrong shape ends the server. Missing and non-finite ones are reported after the last
@@ -300,7 +314,7 @@ class Intake:
             )
 
     def _check(self, tensors: Iterable[Named]) -> Iterator[Named]:
-        outstanding = set(self.shapes)
+        self._outstanding = outstanding = set(self.shapes)
         for name, tensor in tensors:
             if name not in self.shapes:
                 raise WeightSyncError(f"{name} is unknown to the engine's model: send the names of its HF checkpoint")
@@ -312,13 +326,31 @@ class Intake:
                 raise WeightSyncError(f"{name} is {tensor.dtype}, expected one of {_DTYPES}")
             outstanding.remove(name)
             yield name, tensor
+        if not self.of_several:
+            self._require_all(outstanding)
+
+    def _require_all(self, outstanding: Set[str]) -> None:
         if outstanding:
             raise WeightSyncError(
                 f"{len(outstanding)} of {len(self.shapes)} tensors are missing from the update to version "
                 f"{self.version}, for example {', '.join(sorted(outstanding)[:3])}: send every tensor of the checkpoint"
             )
 
-    def sums(self) -> tuple[int, ...]:
-        """``Bucket.sums`` in the order of the names, whatever the buckets are; the host waits for the device."""
+    def part(self) -> Part:
+        """What has been taken in; the host waits for the device."""
         found = zip(self._names, torch.cat(self._sums).tolist(), strict=True) if self._sums else ()
-        return tuple(total for _, total in sorted(found))
+        return Part(frozenset(self.shapes.keys() - self._outstanding), dict(found))
+
+    def join(self, others: Iterable[Part] = ()) -> tuple[int, ...]:
+        """``Bucket.sums`` in the order of the names, whatever the buckets and the sources are.
+
+        WeightSyncError unless the other sources have taken in the rest, each tensor once.
+        """
+        names, sums = set(), {}
+        for part in (self.part(), *others):
+            if twice := sorted(names & part.names):
+                raise WeightSyncError(f"{twice[0]} arrived from two sources in one update (version {self.version})")
+            names |= part.names
+            sums |= part.sums
+        self._require_all(self.shapes.keys() - names)
+        return tuple(sums[name] for name in sorted(sums))

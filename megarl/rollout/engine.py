@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 import torch
 
-from megarl.core.types import FinishReason, Rollout, SampleRequest
+from megarl.core.types import FinishReason, Rollout, SampleRequest, WeightShare
 from megarl.errors import ConfigError, RolloutError
 
 
@@ -120,8 +120,11 @@ class Engine(Protocol):
         """Version of the weights that the next token is sampled with; -1 before the first update."""
 
     @property
-    def receives_weights(self) -> bool:
-        """Whether this rank needs the tensors of an update; the others only help to gather them, and have none."""
+    def receives_weights(self) -> bool | WeightShare:
+        """Whether this rank needs the tensors of an update; the others only help to gather them, and have none.
+
+        A share where several ranks need a part each.
+        """
         return True
 
     @property

@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from megarl.config import Config
 from megarl.config.plugs import ENGINES, load_plug
 from megarl.core.choices.own import call_own
+from megarl.core.types import WeightShare
 from megarl.errors import ConfigError, RolloutError, printable
 from megarl.megatron import distributed
 from megarl.megatron.policy import DTYPES
@@ -30,7 +31,11 @@ from megarl.rollout.sglang.spec import ServerSpec
 from megarl.rollout.sglang.weights.folder import write_fp8_model
 from megarl.rollout.sglang.weights.ipc import Exchange, Helper
 from megarl.rollout.sglang.weights.process_group import own_address
+from megarl.rollout.sglang.weights.sources import OtherSources, Source
 from megarl.rollout.weights import FP8Form, WeightForm
+
+MOST_SOURCES = 8
+"""Each takes memory for an NCCL group on every server. Where it would be more, expert-parallel ranks are none."""
 
 
 def make_engine(config: Config, tell: Callable[[str], None]) -> Engine:
@@ -68,8 +73,11 @@ def make_sglang_engine(config: Config, tell: Callable[[str], None]) -> SGLangEng
     """
     settings, key = config.sglang, _api_key(config)
     exchange = make_exchange(config)
-    fleet, urls = _start_servers(config, key, exchange, tell)
-    is_helper = fleet is None and exchange is not None and exchange.gpu in settings.gpus
+    share, others, source = _divide_weights(config, key)
+    fleet, urls = _start_servers(config, key, exchange, others, tell)
+    helper = source
+    if fleet is None and exchange is not None and exchange.gpu in settings.gpus:
+        helper = Helper(exchange, Path(config.model.path), BUCKET_BYTES)
     fp8: FP8Form = "blocks" if settings.fp8 else "rounded" if config.rollout.fp8_rounding else "off"
     client = ClientSettings(
         concurrency=settings.concurrency,
@@ -85,7 +93,8 @@ def make_sglang_engine(config: Config, tell: Callable[[str], None]) -> SGLangEng
         urls,
         json.loads((Path(config.model.path) / "config.json").read_text()),
         fleet=fleet,
-        helper=Helper(exchange, Path(config.model.path), BUCKET_BYTES) if is_helper else None,
+        helper=helper,
+        share=share,
         agree=lambda failure: distributed.fail_together(failure, "the weight update"),
         settings=client,
         form=WeightForm(DTYPES[config.rollout.dtype], fp8),
@@ -126,8 +135,41 @@ def make_exchange(config: Config) -> Exchange | None:
     return found
 
 
+def _divide_weights(config: Config, key: str | None) -> tuple[WeightShare | None, OtherSources, Source | None]:
+    """Return what this rank sends of the weights, and how, if several broadcast a part each; a collective call.
+
+    They do where one rank looks after all servers and keeps no copy of the weights, which it would have to gather: the
+    first rank of each pipeline stage, or of each expert-parallel rank of it.
+    """
+    settings, alone = config.sglang, (None, OtherSources(), None)
+    if config.weight_sync != "distributed" or settings.spare_weights != "none" or config.servers_share_gpus:
+        return alone
+    if not settings.urls and len(distributed.node_leaders()) > 1:
+        return alone
+    places = distributed.gather_objects((distributed.pp_rank(), distributed.ep_rank()))
+    splits_experts = len(set(places)) <= MOST_SOURCES
+    parts = [place if splits_experts else place[0] for place in places]
+    ranks = sorted(parts.index(part) for part in set(parts))
+    if len(ranks) == 1:
+        return alone
+    group = dist.new_group(ranks, timeout=timedelta(seconds=config.collective_timeout_s), backend="gloo")
+    rank = dist.get_rank()
+    share = WeightShare(rank in ranks, splits_experts)
+    tell, hear = partial(distributed.send_object, group=group), partial(distributed.receive_object, group=group)
+    if rank == 0:
+        return share, OtherSources(ranks[1:], tell, hear), None
+    if rank not in ranks:
+        return share, OtherSources(), None
+    source = Source(partial(tell, rank=0), partial(hear, rank=0), Path(config.model.path), BUCKET_BYTES, key)
+    return share, OtherSources(), source
+
+
 def _start_servers(
-    config: Config, key: str | None, exchange: Exchange | None, tell: Callable[[str], None]
+    config: Config,
+    key: str | None,
+    exchange: Exchange | None,
+    others: OtherSources,
+    tell: Callable[[str], None],
 ) -> tuple[Fleet | None, list[str]]:
     """Return the servers of this rank's node, on the rank that started them, and all URLs; a collective call."""
     settings = config.sglang
@@ -138,7 +180,7 @@ def _start_servers(
     failure: Exception | None = None
     if dist.get_rank() in nodes:
         try:
-            fleet = _make_fleet(config, key, nodes, host, exchange, tell)
+            fleet = _make_fleet(config, key, nodes, host, exchange, others, tell)
             if fleet.specs:
                 logs = ", ".join(str(spec.log_file) for spec in fleet.specs)
                 tell(f"starting SGLang; what it prints is in {logs}")
@@ -173,6 +215,7 @@ def _make_fleet(
     nodes: Sequence[int],
     host: str,
     exchange: Exchange | None,
+    others: OtherSources,
     tell: Callable[[str], None],
 ) -> Fleet:
     """Return the servers of this rank's node. They write below run.dir, with several nodes in a folder for each."""
@@ -193,6 +236,7 @@ def _make_fleet(
         folder=folder / "weights" if config.weight_sync == "disk" else None,
         broadcast=config.weight_sync == "distributed",
         exchange=exchange,
+        others=others,
         checksums=settings.checksums,
         keeps_copy=settings.spare_weights != "none",
         spare=folder / "spare" if settings.spare_weights == "disk" else None,

@@ -7,8 +7,11 @@ that it is sent (``weights_of``). FOLDER/control.json says how it misbehaves; FO
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
+import itertools
 import json
+import math
 import os
 import pickle
 import random
@@ -17,6 +20,7 @@ import struct
 import sys
 import threading
 import time
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,6 +46,9 @@ class StandIn:
         self.weights: set[float] = {0.0}
         """The numbers that its tensors hold: several in the middle of an update."""
         self.fresh_update = True
+        self.groups: dict[str, Any] = {}
+        self.scheduler = threading.Lock()
+        """Joins groups and takes broadcasts one after the other, as a server's scheduler does."""
         self.running = threading.Event()
         self.running.set()
         self.tell("started")
@@ -74,6 +81,36 @@ class StandIn:
         self.take(payload)
         self.tell("received", bytes=size, shared=found is not None)
 
+    def join(self, body: dict[str, Any]) -> None:
+        """Joins a group of a source of weights, in SGLang's way."""
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper
+
+        place = body["master_address"], body["master_port"], body["world_size"]
+        store = PrefixStore(body["group_name"], dist.TCPStore(*place, is_master=False, timeout=timedelta(seconds=30)))
+        size, rank, name = body["world_size"], body["rank_offset"], body["group_name"]
+        patience = {"timeout": timedelta(seconds=30), "backend_options": None, "group_name": name}
+        self.groups[name], _ = _new_process_group_helper(size, rank, [], Backend("gloo"), store, **patience)
+
+    def take_broadcast(self, body: dict[str, Any]) -> None:
+        """Receives a bucket from its source; tells of each tensor in it the bytes and a hash."""
+        import torch
+        from torch.distributed import BroadcastOptions
+
+        places = zip(body["dtypes"], body["shapes"], strict=True)
+        sizes = [math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in places]
+        flat, options = torch.empty(sum(sizes), dtype=torch.uint8), BroadcastOptions()
+        options.rootRank = 0
+        self.groups[body["group_name"]].broadcast([flat], options).wait()
+        raw = flat.numpy().tobytes()
+        self.take(raw)
+        ends = list(itertools.accumulate(sizes))
+        found = {
+            name: hashlib.sha256(raw[end - size : end]).hexdigest()
+            for name, size, end in zip(body["names"], sizes, ends, strict=True)
+        }
+        self.tell("received", bytes=len(raw), shared=False, group=body["group_name"], found=found)
+
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         control = self.control()
         self.tell(path, version=self.version, weights=sorted(self.weights), mine="mine" in body)
@@ -100,6 +137,9 @@ class StandIn:
             self.version = body["new_version"]
         elif path == "update_weights_from_tensor":
             self.receive(base64.b64decode(body["serialized_named_tensors"][0]))
+        elif path in ("init_weights_update_group", "update_weights_from_distributed"):
+            with self.scheduler:
+                (self.join if path.startswith("init") else self.take_broadcast)(body)
         elif path == "update_weights_from_disk":
             for file in sorted(Path(body["model_path"]).glob("*.safetensors")):
                 self.take(file.read_bytes())

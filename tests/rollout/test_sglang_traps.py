@@ -193,7 +193,7 @@ def test_an_update_that_flushes_by_itself_says_failure_although_the_weights_have
     with ThreadPoolExecutor(NUM_UNDER_WAY + 1) as pool:
         answers = under_way(updated_server, pool)
         sender._post("pause_generation", {"mode": "in_place"})
-        sender._open_session()
+        sender.open_session()
         updated = sender._ask("POST", "update_weights_from_tensor", body)
         sender._post("end_weight_update", {})
         sender._in_session = False

@@ -43,6 +43,27 @@ def test_a_server_on_a_cpu_leaves_the_trainer_its_memory(tmp_path: Path, sglang:
         assert found[found.index("--mem-fraction-static") + 1] == share
 
 
+@pytest.mark.parametrize(
+    "sglang",
+    [
+        {"gpus": [0], "sync": "ipc"},
+        {"gpus": [1], "sync": "distributed"},  # NCCL refuses two ranks on one GPU
+        {"urls": ["http://server:1"], "sync": "tensor"},
+        {"urls": ["http://server:1"], "sync": "distributed", "spare_weights": "memory"},  # of all weights, at one rank
+        {"urls": ["http://server:1"], "sync": "distributed", "spare_weights": "disk"},
+    ],
+)
+def test_one_rank_sends_all_weights_unless_several_can(sglang: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    """The ranks need not even meet to know it."""
+    settings = config({"spare_weights": "none", **sglang})
+    if 1 in settings.sglang.gpus:
+        settings = settings.model_copy(update={"launch": settings.launch.model_copy(update={"ranks_per_node": 2})})
+    monkeypatch.setattr(engines.distributed, "gather_objects", lambda *_: pytest.fail("a collective call"))
+    share, others, source = engines._divide_weights(settings, None)
+    assert share is source is None
+    assert not others.ranks
+
+
 def test_servers_on_a_cpu_read_the_memory_of_the_first_rank_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Another rank has no part in an update, and no tensors of it."""
     monkeypatch.setattr(engines, "_api_key", lambda config: "key")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megarl.core.types import Rollout, SampleRequest
+from megarl.core.types import Rollout, SampleRequest, WeightShare
 from megarl.errors import ConfigError, MegarlError, RolloutError, WeightSyncError
 from megarl.models.shapes import MoeShape
 from megarl.rollout.engine import Begin, Engine, OnFinish, SamplingParams, check_prompt, limit_response
@@ -17,6 +17,7 @@ from megarl.rollout.sglang.client import ClientSettings, SGLangClient, Tell
 from megarl.rollout.sglang.fleet import Fleet
 from megarl.rollout.sglang.plugin.compact import make_header
 from megarl.rollout.sglang.weights.ipc import Helper
+from megarl.rollout.sglang.weights.sources import Source
 from megarl.rollout.weights import WeightForm
 
 MOST_DRAWN_FROM = 4000
@@ -36,7 +37,8 @@ class SGLangEngine(Engine):
         config: Mapping[str, Any],
         *,
         fleet: Fleet | None,
-        helper: Helper | None = None,
+        helper: Helper | Source | None = None,
+        share: WeightShare | None = None,
         agree: Callable[[MegarlError | None], None] | None = None,
         settings: ClientSettings | None = None,
         form: WeightForm | None = None,
@@ -44,7 +46,8 @@ class SGLangEngine(Engine):
     ) -> None:
         """config: the model's config.json.
         fleet: given to one of the ranks that share the servers; it sends the weights, in ``form`` (None: bf16).
-        helper: given to the others that make handles of their memory for the servers.
+        helper: given to the others that make handles of their memory for the servers, or send a part of the weights.
+        share: given to all ranks where several send a part each.
         agree: a barrier of those ranks, which raises on all of them if it gets an error on one.
         tell: gets a line about wrong answers.
         """
@@ -62,6 +65,7 @@ class SGLangEngine(Engine):
         self._positions = int(config.get("max_position_embeddings") or 1 << 30)
         self._vocabulary = int(config.get("vocab_size") or 1 << 31)
         self._fleet, self._helper, self._agree = fleet, helper, agree or _raise
+        self._share = share
         self._form = form or WeightForm(torch.bfloat16)
         self._sync_seconds: dict[str, float] = {}
         self._sampling = False
@@ -73,8 +77,8 @@ class SGLangEngine(Engine):
         return self._version
 
     @property
-    def receives_weights(self) -> bool:
-        return self._fleet is not None or self._helper is not None
+    def receives_weights(self) -> bool | WeightShare:
+        return self._share if self._share is not None else self._fleet is not None or self._helper is not None
 
     @property
     def sync_seconds(self) -> Mapping[str, float]:
@@ -151,6 +155,8 @@ class SGLangEngine(Engine):
         """Stop the servers that this rank has started."""
         if self._fleet is not None:
             self._fleet.close()
+        if isinstance(self._helper, Source):
+            self._helper.close()
 
     def _try(self, step: Callable[[], object]) -> MegarlError | None:
         """Runs a step of this rank; returns its error, which all ranks then raise."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 
-from megarl.errors import ConfigError, MegarlError, WeightSyncError
+from megarl.errors import ConfigError, MegarlError
 from megarl.models.hf_files import bucket_bytes
 from megarl.rollout.buckets import Bucket, Intake, Staging
 from megarl.rollout.sglang.keeper import FleetSettings, FleetState, Keeper
@@ -29,8 +29,9 @@ from megarl.rollout.sglang.weights.folder import WeightFolder
 from megarl.rollout.sglang.weights.ipc import Exchange, empty_shared
 from megarl.rollout.sglang.weights.line import Line
 from megarl.rollout.sglang.weights.payload import Handle, payload_of
-from megarl.rollout.sglang.weights.process_group import own_address
 from megarl.rollout.sglang.weights.proof import Checksums, make_prompt
+from megarl.rollout.sglang.weights.sender import WeightSender
+from megarl.rollout.sglang.weights.sources import OtherSources, Sent, Target, Turn, broadcast_to
 from megarl.rollout.weights import Named, WeightForm, checkpoint_shapes
 
 BUCKET_BYTES = 256 << 20
@@ -56,7 +57,9 @@ class Fleet:
     folder: Path | None = None
     """Weights go through a folder below this one, which all servers can read; None: over the network."""
     broadcast: bool = False
-    """Over the network: through a process group with each server; False: as tensors over HTTP."""
+    """Over the network: through process groups with the servers; False: as tensors over HTTP."""
+    others: OtherSources = field(default_factory=OtherSources)
+    """Sources of broadcasts beside this rank, each of a part of the weights. No copy is kept then."""
     exchange: Exchange | None = None
     """Through memory of this machine that the servers open, instead."""
     checksums: bool = False
@@ -128,17 +131,19 @@ class Fleet:
         most = bucket_bytes(sum(map(math.prod, self._shapes.values())), BUCKET_BYTES)
         most = most if self.exchange is None else self.exchange.fit(most)
         staging = Staging(most, empty_shared) if self.exchange is not None else Staging(most)
-        intake = Intake(self._shapes, version, form, most, staging)
+        intake = Intake(self._shapes, version, form, most, staging, of_several=bool(self.others.ranks))
         rounds = self._rounds(intake.buckets(tensors), sending)
         self._state.no_starts.clear()
         self._apart = False
+        self.others.begin()
         try:
             with self._pause_keepers():
                 self._each(lambda member: member.sender.take_memory("weights"), self._resting)
                 self._each(lambda member: member.sender.begin())
                 copy = self._deliver(rounds, version, sending)
+                sums = intake.join(self.others.parts)
                 self._each(lambda member: member.sender.finish(version))
-                last = Update(version, copy, self._compare_checksums(), intake.sums())
+                last = Update(version, copy, self._compare_checksums(), sums)
                 self._each(lambda member: member.sender.take_memory("kv_cache"), self._resting)
                 self._resting = []
                 self._each(lambda member: member.sender.resume())
@@ -150,6 +155,7 @@ class Fleet:
             raise
         finally:
             self._state.updating.clear()
+            self.others.end()
         gather, made = intake.gathering.seconds, intake.making.seconds
         send = time.perf_counter() - started - made
         return {"gather": gather, "quantise": made - gather, "send": send, "hidden": sending.busy_s - sending.awaited_s}
@@ -300,12 +306,16 @@ class Fleet:
             elif self.keeps_copy:
                 copies.append(bucket.spare())
             if not self.folder:
-                self._send(bucket, handles)
+                self.others.check()
+                with self.others.turn:
+                    self._send(bucket, handles)
 
-        with sending:
-            for bucket, handles in rounds:
-                sending.put(partial(pass_on, bucket, handles))
-            sending.wait()
+        with self.others.giving_turns(self._make_turn, self._note):
+            with sending:
+                for bucket, handles in rounds:
+                    sending.put(partial(pass_on, bucket, handles))
+                sending.wait()
+            self.others.wait()
         if folder is None:
             return copies if self.keeps_copy else None
         path = folder.finish().absolute()
@@ -324,27 +334,29 @@ class Fleet:
 
             self._each(share)
         elif self.broadcast:
-            if not self._broadcast_to_all(bucket):
-                self._each(lambda member: member.sender.broadcast(bucket))
+            self._note(broadcast_to([_sender(member) for member in self._taken], bucket, self._apart))
         else:
             payload = payload_of(bucket)
             self._each(lambda member: member.sender.send(bucket, payload))
 
-    def _broadcast_to_all(self, bucket: Bucket) -> bool:
-        """Send a bucket once, through one group of all servers; returns whether all have received it.
+    def _make_turn(self) -> Turn:
+        """Where another source sends its next bucket."""
+        self._each(lambda member: member.sender.open_session())
+        senders = [_sender(member) for member in self._taken]
+        targets = [Target(sender.url, sender.release, sender.tp, sender.life) for sender in senders]
+        return Turn(targets, self._apart)
 
-        One that does not spoils it for all, and nobody knows which one that was. The rest of the update then goes
-        through a group for each server, where it fails alone.
-        """
-        if self._apart or len(self._taken) < 2 or len({own_address(member.url) for member in self._taken}) > 1:
-            return False
-        first, *others = [member.sender for member in self._taken if member.sender is not None]
-        try:
-            first.broadcast(bucket, others)
-        except WeightSyncError as error:
+    def _note(self, sent: Sent) -> None:
+        """Go on without the servers that are lost; after a failed broadcast to all, each gets the rest by itself."""
+        if sent.common:
             self._apart = True
-            self.tell(f"warning: a broadcast of weights to all servers failed, each gets them by itself: {error}")
-        return not self._apart
+            self.tell(f"warning: a broadcast of weights to all servers failed, each gets them by itself: {sent.common}")
+
+        def check(member: Member) -> None:
+            if (failure := sent.failures.get(member.url)) is not None:
+                raise failure
+
+        self._each(check)
 
     def _compare_checksums(self) -> Checksums | None:
         """Returns the checksums of all servers, None unless wanted; WeightSyncError if those of one are others."""
@@ -355,3 +367,8 @@ class Fleet:
         for member in self._taken if first else ():
             member.compare_checksums(found[member.url], first)
         return first
+
+
+def _sender(member: Member) -> WeightSender:
+    assert member.sender is not None, "a server that is updated has been connected to"
+    return member.sender

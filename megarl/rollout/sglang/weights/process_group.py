@@ -80,7 +80,7 @@ class BroadcastGroup:
         """Send ``flat`` to the servers, which have been asked to receive it; WeightSyncError if one does not."""
         assert self._group is not None, "join first"
         self._use_device()
-        failure = None  # as text: an exception's frames would keep the group alive
+        failure = None  # without its frames, which would keep the group alive
         try:
             work = dist.broadcast(flat, group_src=0, group=self._group, async_op=True)
             assert work is not None
@@ -88,10 +88,12 @@ class BroadcastGroup:
                 self._raise_failure(*servers_receive)
                 time.sleep(POLL_S)
             work.wait()
+        except WeightSyncError as error:  # a server refuses
+            failure = error.with_traceback(None)
         except RuntimeError as error:  # from gloo or NCCL
-            failure = str(error)
+            failure = self._failure(str(error))
         if failure is not None:
-            raise self._failure(failure)
+            raise failure
         self._await(*servers_receive)
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ Only the pause mode ``abort`` is consistent: with the others, running requests m
 with the routes of another. A server that refuses any step stays paused, because nobody knows what weights it holds.
 """
 
+import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -37,13 +38,25 @@ class WeightSender:
     """The updates of one server."""
 
     def __init__(
-        self, url: str, version: Version, *, tp: int = 1, api_key: str | None = None, timeout_s: float = 600.0
+        self,
+        url: str,
+        version: Version,
+        *,
+        tp: int = 1,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+        in_session: bool = False,
     ) -> None:
-        """``version`` and ``tp`` are the server's release and tensor-parallel size."""
+        """``version`` and ``tp`` are the server's release and tensor-parallel size.
+
+        in_session: another sender begins and finishes the updates.
+        """
         self.url = url
-        self._release = version
-        self._tp = tp
-        self._in_session = False
+        self.release = version
+        self.tp = tp
+        self.life = uuid.uuid4().hex
+        """Changes when the server is found to have been restarted."""
+        self._in_session = in_session
         self._named: str | None = None
         self._group: BroadcastGroup | None = None
         self._grouped = 0
@@ -63,22 +76,23 @@ class WeightSender:
         Also closes the session of an update that was interrupted, be it of an earlier trainer.
         """
         self._post("pause_generation", {"mode": "abort"}, BEGIN_TIMEOUT_S)
-        if can(self._release, "update_session"):
+        if can(self.release, "update_session"):
             self._ask("POST", "end_weight_update", {}, BEGIN_TIMEOUT_S)  # usually HTTP 400: none is open
             self._in_session = False
         if self._group is not None and self.weight_version() != self._named:
             self.leave_group()  # the server was restarted, and is in no group
+            self.life = uuid.uuid4().hex
 
     def send(self, bucket: Bucket, payload: str | None = None) -> None:
         """Send the tensors of a bucket over HTTP. ``payload``: its ``payload_of``, if it is made already."""
-        self._send([payload or payload_of(bucket)] * self._tp)
+        self._send([payload or payload_of(bucket)] * self.tp)
 
     def share(self, bucket: Bucket, handles: Sequence[Handle]) -> None:
         """Have the server read a bucket from memory that it opens by these handles, one for each of its ranks."""
         self._send([payload_of(bucket, Rebuilt(handle)) for handle in handles])
 
     def _send(self, by_rank: list[str]) -> None:
-        self._open_session()
+        self.open_session()
         body = {"serialized_named_tensors": by_rank, "load_format": "flattened_bucket", "flush_cache": False}
         self._post("update_weights_from_tensor", body)
 
@@ -92,7 +106,7 @@ class WeightSender:
         body = dict(zip(("names", "dtypes", "shapes"), zip(*places, strict=True), strict=True))
         body |= {"load_format": "flattened_bucket", "flush_cache": False}
         for sender in senders:
-            sender._open_session()
+            sender.open_session()
         try:
             group = self._group
             if group is None or any(sender._group is not group for sender in senders) or self._grouped != len(senders):
@@ -112,8 +126,9 @@ class WeightSender:
             self._group.close()
             self._group = None
 
-    def _open_session(self) -> None:
-        if not self._in_session and can(self._release, "update_session"):
+    def open_session(self) -> None:
+        """Open the session of an update, unless it is open or the release has none."""
+        if not self._in_session and can(self.release, "update_session"):
             self._post("begin_weight_update", {})
             self._in_session = True
 
@@ -214,7 +229,7 @@ def _new_group(senders: Sequence[WeightSender], device: torch.device) -> Broadca
     """The group of these servers, which leave those that they are in."""
     for sender in senders:
         sender.leave_group()
-    group = BroadcastGroup(senders[0].url, sum(sender._tp for sender in senders), device, GROUP_TIMEOUT_S)
+    group = BroadcastGroup(senders[0].url, sum(sender.tp for sender in senders), device, GROUP_TIMEOUT_S)
     joins, first = [], 1
     for sender in senders:
         sender._group, sender._grouped = group, len(senders)
@@ -227,6 +242,6 @@ def _new_group(senders: Sequence[WeightSender], device: torch.device) -> Broadca
             "backend": group.backend,
         }
         joins.append(in_thread(partial(sender._post, "init_weights_update_group", body)))
-        first += sender._tp
+        first += sender.tp
     group.join(*joins)
     return group
