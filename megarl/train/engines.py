@@ -35,7 +35,7 @@ from megarl.rollout.sglang.weights.sources import OtherSources, Source
 from megarl.rollout.weights import FP8Form, WeightForm
 
 MOST_SOURCES = 8
-"""Each takes memory for an NCCL group on every server. Where it would be more, expert-parallel ranks are none."""
+"""Each takes memory for an NCCL group on every server. Where it would be more, there is one for each pipeline stage."""
 
 
 def make_engine(config: Config, tell: Callable[[str], None]) -> Engine:

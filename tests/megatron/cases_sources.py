@@ -67,7 +67,6 @@ def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 def world(layout: Layout, spare: str, most_sources: int = 8) -> Iterator[tuple[Policy, SGLangEngine, list[Path]]]:
     fleet.BUCKET_BYTES = engines.BUCKET_BYTES = 1 << 14
     engines.MOST_SOURCES = most_sources
-    member.DEATH_WAIT_S = 0.5
     policy = policy_of(config(MODEL, layout))
     with stand_ins(2) as servers:
         settings = config(
@@ -181,9 +180,13 @@ def _made(fault: str, policy: Policy, folder: Path) -> Iterator[None]:
         yield
         weight.data.copy_(kept)
     else:
-        control = folder / "control.json"
+        what, step = fault.split()
+        control, patience = folder / "control.json", member.DEATH_WAIT_S
+        if what == "refuse":
+            member.DEATH_WAIT_S = 0.5  # it lives, so no longer wait shows more
         if distributed.is_main_rank():
-            control.write_text(json.dumps({fault: "update_weights_from_distributed"}))
+            control.write_text(json.dumps({what: step}))
         yield
+        member.DEATH_WAIT_S = patience
         if distributed.is_main_rank():
             control.unlink(missing_ok=True)

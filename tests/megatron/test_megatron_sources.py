@@ -44,14 +44,15 @@ def test_servers_get_the_whole_model_from_several_sources(
     print(f"{case}: gathered {outcome['gathered']}, sent {list(by_source.values())} in two updates")
 
 
-FAULTS = ("nan0", "nan1", "refuse", "die_at")
+BROADCAST = "update_weights_from_distributed"
+FAULTS = ("refuse pause_generation", "nan0", "nan1", f"refuse {BROADCAST}", f"die_at {BROADCAST}")
 
 
 @pytest.mark.multirank
 @pytest.mark.parametrize("case", [case(2, FAILED, "pp2", faults=FAULTS)], ids=str)
 def test_an_error_anywhere_leaves_no_server_with_half_an_update(case: Case, outcome: list[dict[str, Any]]) -> None:
     *errors, death = outcome
-    told = [["NaN", "failed"], ["NaN", "NaN"], ["update_weights_from_distributed failed", "failed"]]
+    told = [["pause_generation failed", "failed"], ["NaN", "failed"], ["NaN", "NaN"], [f"{BROADCAST} failed", "failed"]]
     for found, wanted in zip(errors, told, strict=True):
         assert all(words in said for words, said in zip(wanted, found["said"], strict=True)), found["said"]
         assert found["first"] == [[], []]  # no version is named, no server goes on

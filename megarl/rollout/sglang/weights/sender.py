@@ -55,7 +55,7 @@ class WeightSender:
         self.release = version
         self.tp = tp
         self.life = uuid.uuid4().hex
-        """Changes when the server is found to have been restarted."""
+        """Changes when this sender leaves a group: the server may be a new one, and in no other group either."""
         self._in_session = in_session
         self._named: str | None = None
         self._group: BroadcastGroup | None = None
@@ -81,7 +81,6 @@ class WeightSender:
             self._in_session = False
         if self._group is not None and self.weight_version() != self._named:
             self.leave_group()  # the server was restarted, and is in no group
-            self.life = uuid.uuid4().hex
 
     def send(self, bucket: Bucket, payload: str | None = None) -> None:
         """Send the tensors of a bucket over HTTP. ``payload``: its ``payload_of``, if it is made already."""
@@ -124,7 +123,7 @@ class WeightSender:
         """Close the process group with the server, if there is one."""
         if self._group is not None:
             self._group.close()
-            self._group = None
+            self._group, self.life = None, uuid.uuid4().hex
 
     def open_session(self) -> None:
         """Open the session of an update, unless it is open or the release has none."""

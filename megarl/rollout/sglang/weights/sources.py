@@ -111,6 +111,8 @@ class OtherSources:
     """What sources have sent that have sent all."""
     _served: list[Future[None]] = field(default_factory=list)
     _failure: Exception | None = None
+    _make: Callable[[], Turn] = _nobody
+    _note: Callable[[Sent], None] = _nobody
 
     def begin(self) -> None:
         """Begin an update; the others wait for their turns."""
