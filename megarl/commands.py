@@ -242,26 +242,9 @@ class Quickstart:
 
 
 _LISTED = (
-    *(
-        Train,
-        Launch,
-        Sft,
-        Eval,
-        Gap,
-        Data,
-        Plan,
-        Doctor,
-        Report,
-        Samples,
-        Status,
-        Trace,
-        Simulate,
-        Convert,
-        Quantize,
-        Patch,
-    ),
-    *(Recipes, Init, Help, Completion, Quickstart),
-)
+    Train, Launch, Sft, Eval, Gap, Data, Plan, Doctor, Report, Samples, Status, Trace, Simulate, Convert, Quantize,
+    Patch, Recipes, Init, Help, Completion, Quickstart,
+)  # fmt: skip
 COMMANDS: dict[str, type[Command]] = {each.__name__.lower(): each for each in _LISTED}
 """By the name on the command line, in the order of the help text."""
 

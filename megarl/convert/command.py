@@ -13,7 +13,7 @@ class _Rewrite:
     """A checkpoint that is written as another one."""
 
     source: Positional[Path]
-    """A Hugging Face folder (quantize: in high precision), a torch_dist checkpoint, or a folder with some."""
+    """A Hugging Face folder, a torch_dist checkpoint of Megatron-LM or megarl, or a folder with some."""
     out: Positional[Path]
     """The folder to write; it appears when it is complete. An interrupted command goes on when it is given again."""
     model: Path | None = None

@@ -63,6 +63,7 @@ _TESTS: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
 }
 """Of the settings that bypass the hook with some values only."""
 _REASONS = tomllib.loads(Path(__file__).with_name("replay_blockers.toml").read_text("utf-8"))
+assert _TESTS.keys() <= _REASONS.keys(), "replay_blockers.toml has no entry for a setting of _TESTS"
 REPLAY_BLOCKERS = tuple(ReplayBlocker(setting, why, _TESTS.get(setting)) for setting, why in _REASONS.items())
 """Every such setting of megatron-core 0.12 to 0.19."""
 

@@ -38,8 +38,7 @@ def read_records(
     if path.suffix in (".jsonl", ".parquet"):
         if split is not None:
             raise ConfigError(f"split = {split!r}, but {source} is a file: only folders and hub names have splits")
-        if not path.is_file():
-            raise DataError(f"{source}: there is no such file")
+        require_file(source)
         records = _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
     elif path.is_file():
         raise DataError(f"{source}: cannot tell a format from the ending {path.suffix!r}, expected .jsonl or .parquet")
@@ -49,6 +48,12 @@ def read_records(
     if first is None:
         raise DataError(f"{source}: the file is empty: expected at least one example")
     yield from islice(chain([first], records), limit)
+
+
+def require_file(source: str | Path) -> None:
+    """Raise DataError if a source is named as a file and is none; a folder or a hub name passes."""
+    if Path(source).suffix in (".jsonl", ".parquet") and not Path(source).is_file():
+        raise DataError(f"{source}: there is no such file")
 
 
 def place_prefix(source: str | Path) -> str:

@@ -20,7 +20,7 @@ from megarl.report.series import Curve, Curves, benchmarks, layer_curves, smooth
 Figure = dict[str, Any]
 _THEME = read_table("colors.toml")
 COLORS: dict[str, str] = _THEME["series"]
-PHASES = {phase: COLORS.get(color, color) for phase, color in _THEME["phases"].items()}
+PHASES = {phase: color if color.startswith("#") else COLORS[color] for phase, color in _THEME["phases"].items()}
 """Colour of each phase that the trainer times, in the order of a step. The last three lie outside the step."""
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _SMOOTHED_FROM = 40

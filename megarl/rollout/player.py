@@ -175,10 +175,12 @@ class Draw:
 
     def _take(self, session: Session, drawn: Mapping[Key, Sample]) -> None:
         """Keep samples until there are enough, and start those that their rewards call for."""
+        if self._asker.done:
+            return  # other samples were enough in the meantime
         asks: list[Ask] = []
         for key, sample in drawn.items():
             if self._asker.done:
-                break  # other samples were enough in the meantime
+                break
             self.samples[key] = sample
             asks += self._asker.add(*key, sample.reward)
         if not self._asker.done:

@@ -16,6 +16,7 @@ from train_world import NUM_SEQUENCES, ROWS, World, hf_config, trainer_of
 from megarl import cli
 from megarl.config import Config
 from megarl.config.file import parse
+from megarl.core.types import Rollout
 from megarl.errors import ConfigError, MegarlError, RolloutError
 from megarl.megatron import distributed
 from megarl.megatron.checkpoints.folders import complete_checkpoints
@@ -47,20 +48,26 @@ def trainer(world: World, tmp_path: Path) -> Trainer:
 def test_the_engine_follows_the_trainer_and_tokens_carry_the_version(
     world: World, trainer: Trainer, tmp_path: Path
 ) -> None:
-    drawn: list[Any] = []
+    drawn: list[list[list[Rollout]]] = []
     original = trainer.sampler.sample_step
-    trainer.sampler.sample_step = lambda *rest: drawn.append(original(*rest)) or drawn[-1]  # type: ignore[method-assign]
+
+    def sample_step(*rest: Any) -> Any:
+        found = original(*rest)
+        drawn.append([[*part] for part in found.mini_batches])  # the loop lets go of them as soon as they are packed
+        return found
+
+    trainer.sampler.sample_step = sample_step  # type: ignore[method-assign]
     trainer.run()
     trainer.log.close()
     save_hf(trainer.policy.chunks, trainer.policy.shape, world.model, tmp_path / "trained")
-    for step, rollouts in enumerate(drawn):
-        versions = {int(v) for part in rollouts.mini_batches for r in part for v in r.weight_versions}
+    for step, mini_batches in enumerate(drawn):
+        versions = {int(v) for part in mini_batches for r in part for v in r.weight_versions}
         assert versions == {step}
     # The engine of step 2 had the weights after step 1: neither the first nor the last ones.
-    second = drawn[1].mini_batches[0]
+    second = drawn[1][0]
     for weights in (world.model, tmp_path / "trained"):
         assert np.abs(_teacher_forced(world, weights, second) - _reported(second)).max() > 1e-3
-    first = drawn[0].mini_batches[0]
+    first = drawn[0][0]
     assert np.abs(_teacher_forced(world, world.model, first) - _reported(first)).max() < 1e-4
 
 

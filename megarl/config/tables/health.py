@@ -34,8 +34,8 @@ class _Steps(Table):
 
 
 def _key(check: dict[str, Any]) -> Any:
-    """Type and field of a key: limits are numbers of steps if the defaults are whole numbers."""
-    number = PositiveInt if isinstance(check["limits"][0], int) else float
+    """Type and field of a key: limits of a streak are numbers of steps."""
+    number = PositiveInt if check.get("against") == "streak" else float
     return Literal["off"] | list[number], Field(default=check["limits"], description=check["meaning"])
 
 

@@ -94,10 +94,9 @@ class Judge:
         Cancelling this stops the call. A reward function raises ConfigError if it cannot work on this machine at all;
         that is raised here too.
         """
-        if self._closed:
-            raise RuntimeError("the judge is closed")
         if self.is_instant:
             return self.score_now(prompt=prompt, response=response, answer=answer)
+        self._require_open()
         if self._max_characters is not None:
             response = response[-self._max_characters :]
         if self._is_async:
@@ -115,6 +114,7 @@ class Judge:
 
     def score_now(self, *, prompt: str, response: str, answer: str) -> Verdict:
         """Judge one response without waiting; the rest as in ``score``."""
+        self._require_open()
         if self._max_characters is not None:
             response = response[-self._max_characters :]
         try:
@@ -123,6 +123,10 @@ class Judge:
             raise
         except (Exception, asyncio.CancelledError) as error:  # foreign code may raise anything
             return describe_failure(error)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the judge is closed")
 
     def close(self) -> None:
         """End all workers. Calls in progress in a live event loop raise RuntimeError."""

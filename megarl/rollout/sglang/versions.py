@@ -104,12 +104,12 @@ def parse_version(text: str) -> Version:
 
 def _read_releases() -> tuple[tuple[Capability, ...], tuple[Fault, ...]]:
     tables = tomllib.loads(Path(__file__).with_name("releases.toml").read_text("utf-8"))
-    able = [Capability(name, parse_version(of["since"]), of["meaning"]) for name, of in tables["capabilities"].items()]
-    faults = [
-        Fault(name, _CAUSES[name], of["meaning"], of["remedy"], parse_version(of["last"]) if "last" in of else None)
-        for name, of in tables["faults"].items()
-    ]
-    return tuple(able), tuple(faults)
+    assert tables["faults"].keys() == _CAUSES.keys(), "releases.toml and _CAUSES have other faults"
+    for of in (*tables["capabilities"].values(), *tables["faults"].values()):
+        of |= {key: parse_version(of[key]) for key in ("since", "last") if key in of}
+    # By keyword, so that an unknown key is an error.
+    able = tuple(Capability(name=name, **of) for name, of in tables["capabilities"].items())
+    return able, tuple(Fault(name=name, when=_CAUSES[name], **of) for name, of in tables["faults"].items())
 
 
 CAPABILITIES, FAULTS = _read_releases()

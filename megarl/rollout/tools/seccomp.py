@@ -48,9 +48,8 @@ def program() -> bytes:
         code += [_op(_IF_EQUAL, number, 0, 1), _op(_RETURN, _ERROR | errno.EPERM)]
     # The flags of clone3 lie in memory, where a filter cannot look: libc takes clone instead where clone3 is unknown.
     code += [_op(_IF_EQUAL, _CLONE3, 0, 1), _op(_RETURN, _ERROR | errno.ENOSYS)]
-    for number in machine[
-        "sockets"
-    ].values():  # a TCP buffer has megabytes, and vsock reaches the host of a virtual machine
+    # A TCP buffer has megabytes, and vsock reaches the host of a virtual machine.
+    for number in machine["sockets"].values():
         code += _refuse(number, _IF_EQUAL, _AF_UNIX, errno.EAFNOSUPPORT, unless=True)
     for option in _BUFFER_SIZES:
         code += _refuse(machine["setsockopt"], _IF_EQUAL, option, errno.EPERM, argument=2)
