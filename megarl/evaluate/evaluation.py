@@ -22,6 +22,7 @@ from megarl.data import benchmarks
 from megarl.data.benchmarks import Benchmark
 from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt, load_tokenizer
+from megarl.data.records import require_file
 from megarl.data.rewards import load_reward
 from megarl.errors import ConfigError, RolloutError, printable
 from megarl.evaluate import results
@@ -62,6 +63,8 @@ class Task:
 def evaluate(request: EvalRequest, world_size: int) -> Path:
     """Evaluate, print the table, and return the folder with all results; a collective call."""
     config = request.layout(world_size)
+    for benchmark in request.benchmarks:  # before the ranks wait for each other
+        require_file(benchmark.source)
     distributed.initialize(config)
     progress = StepProgress(distributed.is_main_rank(), sys.stderr if request.json else None)
     task = distributed.from_main_rank(lambda: _prepare(request))

@@ -7,7 +7,6 @@ from typing import Any
 
 from megarl.config import Config, ParallelConfig, SamplingConfig
 from megarl.data.benchmarks import Benchmark, choose
-from megarl.data.records import require_file
 from megarl.errors import ConfigError
 
 WITHOUT_TRAINING = {"train.micro_batch_tokens": 2**20 * 3 * 5 * 7}
@@ -62,8 +61,7 @@ def eval_request(
     out: Path | None = None,
     json: bool = False,
 ) -> EvalRequest:
-    """Check a command line and its configuration. Raises ConfigError if they contradict each other, DataError if
-    a file of prompts is missing.
+    """Check a command line and its configuration. Raises ConfigError if they contradict each other.
 
     samples: default ``eval.samples``; ks: default the powers of 4 up to samples, and samples.
     """
@@ -80,7 +78,4 @@ def eval_request(
     if chosen[0] < 1 or chosen[-1] > number:
         wrong = chosen[0] if chosen[0] < 1 else chosen[-1]
         raise ConfigError(f"--k: found {wrong}, expected 1 to {flag} = {number}: pass@k needs k samples of a prompt")
-    benchmarks = choose(data, config, template)
-    for benchmark in benchmarks:
-        require_file(benchmark.source)
-    return EvalRequest(config, benchmarks, number, tuple(chosen), checkpoint, out, json)
+    return EvalRequest(config, choose(data, config, template), number, tuple(chosen), checkpoint, out, json)
