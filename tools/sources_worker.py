@@ -12,7 +12,8 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def main() -> None:
         if fleet is not None:
             fleet.start()
         settings = json.loads((model / "config.json").read_text())
-        agree: Callable[..., None] = lambda failure: distributed.fail_together(failure, "the update")  # noqa: E731
+        agree = partial(distributed.fail_together, what="the update")
         one = SGLangEngine([url], settings, fleet=fleet, agree=agree, form=WeightForm(FP32))
         found = {name: list(_measure(policy, engine, rounds)) for name, engine in (("one", one), ("two", several))}
         if distributed.is_main_rank():

@@ -31,10 +31,14 @@ def follow(table: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def is_same_place(old: Mapping[str, Any], new: Mapping[str, Any], name: str, key: str) -> bool:
     """Whether a key of two configurations names the same place, as seen from their run folders."""
-    before, now = ((_get(table, name, key), _get(table, "run", "dir")) for table in (old, new))
-    if (name, key) not in PATHS or None in (*before, *now):
-        return False
-    return os.path.relpath(*before) == os.path.relpath(*now)  # type: ignore[arg-type]
+    before, now = (_from_run(table, name, key) for table in (old, new))
+    return (name, key) in PATHS and before is not None and before == now
+
+
+def _from_run(table: Mapping[str, Any], name: str, key: str) -> str | None:
+    """The place that a key names, as seen from the run folder."""
+    value, start = _get(table, name, key), _get(table, "run", "dir")
+    return None if value is None or start is None else os.path.relpath(value, start)
 
 
 def _get(table: Mapping[str, Any], name: str, key: str) -> str | None:

@@ -86,8 +86,8 @@ def pack(rollouts: Sequence[Rollout], advantages: Values | Sequence[np.ndarray],
     return TrainBatch(
         tokens=_concatenate([r.tokens for r in rollouts], np.int64),
         cu_seqlens=torch.from_numpy(bounds),
-        loss_mask=torch.from_numpy(loss_mask.astype(np.bool_, copy=False)),
-        rollout_logprobs=torch.from_numpy(logprobs.astype(np.float32, copy=False)),
+        loss_mask=_tensor(loss_mask, np.bool_),
+        rollout_logprobs=_tensor(logprobs, np.float32),
         advantages=_per_token(advantages, rollouts),
         routed_experts=routed_experts,
         routed_mask=routed_mask,
@@ -116,7 +116,7 @@ def _per_token(advantages: Values | Sequence[np.ndarray], rollouts: Sequence[Rol
     if (bad := np.flatnonzero(~np.isfinite(values))).size:
         owner = rollouts[np.searchsorted(np.cumsum(lengths), bad[0], "right")]
         raise NumericsError(f"{owner.label}: the advantage is {values[bad[0]]}, expected a finite number")
-    return torch.from_numpy(values.astype(np.float32, copy=False))
+    return _tensor(values, np.float32)
 
 
 def has_routes(rollout: Rollout) -> bool:
@@ -269,7 +269,11 @@ def _gather_bins(bin_of: Sequence[int]) -> list[list[int]]:
 
 
 def _concatenate(columns: Sequence[np.ndarray], dtype: type[np.generic]) -> Tensor:
-    return torch.from_numpy(np.concatenate(columns).astype(dtype, copy=False))
+    return _tensor(np.concatenate(columns), dtype)
+
+
+def _tensor(column: np.ndarray, dtype: type[np.generic]) -> Tensor:
+    return torch.from_numpy(column.astype(dtype, copy=False))
 
 
 def _pack_routes(rollouts: Sequence[Rollout]) -> tuple[Tensor | None, Tensor | None]:

@@ -223,7 +223,7 @@ class _Route:
     @property
     def is_short(self) -> bool:
         """Whether there is nothing to gather, and so nothing to copy."""
-        return all(hop.group.size() == 1 for hop in (*self.inner, *([self.pipeline] if self.pipeline else [])))
+        return all(hop is None or hop.group.size() == 1 for hop in (*self.inner, self.pipeline))
 
 
 def _routes(receive: bool | WeightShare) -> tuple[_Route, _Route]:

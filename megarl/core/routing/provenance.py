@@ -43,14 +43,11 @@ def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dic
     shares = {"rollout/mixed_versions_fraction": mixed}
     if any(rollout.routed_mask is not None for rollout in rollouts):
         sources = np.concatenate([row_sources(rollout) for rollout in rollouts])
-        stale = np.zeros(len(versions), bool)
-        if any(rollout.route_versions is not None for rollout in rollouts):
-            stale = np.concatenate([_stale(rollout) for rollout in rollouts])
         shares |= {
             "rollout/missing_rows_fraction": sources == RowSource.MISSING,
             "routes/captured_fraction": sources == RowSource.CAPTURED,
             "routes/native_fraction": sources == RowSource.NATIVE,
-            "routes/stale_rows_fraction": stale,
+            "routes/stale_rows_fraction": np.concatenate([_stale(rollout) for rollout in rollouts]),
         }
     ages = trainer_version - versions[np.concatenate([rollout.loss_mask for rollout in rollouts])]
     return {
