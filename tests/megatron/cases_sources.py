@@ -64,13 +64,15 @@ def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 @contextmanager
-def world(layout: Layout, spare: str, most_sources: int = 8) -> Iterator[tuple[Policy, SGLangEngine, list[Path]]]:
+def world(
+    layout: Layout, spare: str, most_sources: int = 8, model: Path = MODEL
+) -> Iterator[tuple[Policy, SGLangEngine, list[Path]]]:
     fleet.BUCKET_BYTES = engines.BUCKET_BYTES = 1 << 14
     engines.MOST_SOURCES = most_sources
-    policy = policy_of(config(MODEL, layout))
+    policy = policy_of(config(model, layout))
     with stand_ins(2) as servers:
         settings = config(
-            MODEL,
+            model,
             layout,
             rollout__engine="sglang",
             rollout__dtype="fp32",
@@ -104,23 +106,26 @@ def counting() -> Iterator[list[int]]:
         hf_weights._Hop.gather, hf_weights._Hop.hand_over = gather, hand_over  # type: ignore[method-assign]
 
 
-def sent(layout: Layout, spare: str = "none", most_sources: int = 8) -> dict[str, Any]:
+def sent(
+    layout: Layout, spare: str = "none", most_sources: int = 8, model: str = MODEL.name
+) -> dict[str, Any]:
     """Two updates of two servers: what each has received, from which group, and what each rank has gathered.
 
     Then one of which the first source has all, as an evaluation reads them from files.
     """
-    stored = digests(safetensors_of(MODEL))
-    with world(layout, spare, most_sources) as (policy, engine, folders), counting() as gathered:
+    file = safetensors_of(MODELS / model)
+    stored = digests(file)
+    with world(layout, spare, most_sources, MODELS / model) as (policy, engine, folders), counting() as gathered:
         for version in (1, 2):
             engine.update_weights(policy.export(engine.receives_weights), version)
         received = [events(folder, "received") for folder in folders] if dist.get_rank() == 0 else []
         steps = ("received", "flush_cache", "update_weight_version", "continue_generation")
-        engine.update_weights(safetensors_of(MODEL).items() if dist.get_rank() == 0 else (), 3)
+        engine.update_weights(file.items() if dist.get_rank() == 0 else (), 3)
         alone = [events(folder, "received")[len(of) :] for folder, of in zip(folders, received, strict=False)]
         order = [[event["event"] for event in events(folder, *steps)] for folder in folders if received]
     return {
         "gathered": distributed.gather_objects(gathered[0] // 2),
-        "size": sum(tensor.nbytes for tensor in safetensors_of(MODEL).values()),
+        "size": sum(tensor.nbytes for tensor in file.values()),
         "whole": [_whole(of, stored) for of in received],
         "groups": [[event["group"] for event in of] for of in received],
         "bytes": [[event["bytes"] for event in of] for of in received],

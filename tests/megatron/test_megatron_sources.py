@@ -19,6 +19,8 @@ SENT, FAILED = "cases_sources:sent", "cases_sources:failed"
         (case(4, SENT, "tp2 ep2 etp1 pp2"), 4, [0, 2]),
         (case(4, SENT, "tp2 ep2 etp1 pp2", most_sources=3), 2, [0, 2]),
         (case(4, SENT, "tp2 ep2 etp2"), 2, [0, 2]),
+        (case(4, SENT, "pp2"), 2, []),  # two copies of each stage, of which one sends
+        (case(2, SENT, "pp2 vpp2", model="tied_experts"), 2, []),  # the last stage has the embedding too
     ],
     ids=str,
 )

@@ -39,14 +39,16 @@ NUM_SEQUENCES = 8
 def write_models(folder: Path) -> dict[str, Path]:
     """The checkpoints of the suite: 4 layers of which the second is dense, 8 experts, top-2.
 
-    ``base``; ``tied`` (output layer = embedding); ``bf16``; ``vocab30`` and ``vocab31`` (vocabularies that tensor
-    parallelism has to pad, with as many key-value heads as four ranks need).
+    ``base``; ``tied`` (output layer = embedding), ``tied_experts`` (and no dense layer); ``bf16``; ``vocab30`` and
+    ``vocab31`` (vocabularies that tensor parallelism has to pad, with as many key-value heads as four ranks need).
     """
     base = write_tiny_model(folder / "base", **_SIZES)
     four_heads = write_tiny_model(folder / "four_heads", **{**_SIZES, "num_kv_heads": 4})
+    all_experts = write_tiny_model(folder / "all_experts", **{**_SIZES, "dense_layers": ()})
     return {
         "base": base,
         "tied": _variant(base, folder / "tied", tie_word_embeddings=True),
+        "tied_experts": _variant(all_experts, folder / "tied_experts", tie_word_embeddings=True),
         "bf16": _variant(base, folder / "bf16", dtype="bfloat16"),
         "vocab30": _variant(four_heads, folder / "vocab30", vocab_size=30),
         "vocab31": _variant(base, folder / "vocab31", vocab_size=31),
