@@ -106,9 +106,7 @@ def counting() -> Iterator[list[int]]:
         hf_weights._Hop.gather, hf_weights._Hop.hand_over = gather, hand_over  # type: ignore[method-assign]
 
 
-def sent(
-    layout: Layout, spare: str = "none", most_sources: int = 8, model: str = MODEL.name
-) -> dict[str, Any]:
+def sent(layout: Layout, spare: str = "none", most_sources: int = 8, model: str = MODEL.name) -> dict[str, Any]:
     """Two updates of two servers: what each has received, from which group, and what each rank has gathered.
 
     Then one of which the first source has all, as an evaluation reads them from files.
