@@ -1,10 +1,11 @@
 """Signs of life of a run: what each rank is doing, a file for ``megarl status``, and stacks of a rank that hangs.
 
     <run>/status.json        the run as a whole, by the main rank
-    <run>/ranks/<rank>.json  step and phase of each rank, touched every few seconds
+    <run>/ranks/<rank>.json  step and phase of each rank, touched every few seconds and half a second after a change
     <run>/ranks/<rank>.stacks.txt  stacks of all threads of a rank without progress for log.hang_s
 
-A thread of each rank writes them. It also ends the rank if torchrun is gone, because then nothing else would.
+A thread of each rank writes them, so that no step waits for the file system. It also ends the rank if torchrun is gone,
+because then nothing else would.
 """
 
 import faulthandler
@@ -31,8 +32,8 @@ BETWEEN = "between phases"
 _ORPHANED = 70
 """Exit code of a rank that has lost its launcher or its lock (EX_SOFTWARE)."""
 _SPEED_STEPS = 20
-_WRITE_AGAIN_S = 0.2
-"""Shortest time between two writes at a change of phase."""
+_LOOK_S = 0.5
+"""How often the thread looks for a change."""
 
 
 @dataclass
@@ -129,7 +130,6 @@ class Vitals:
         if len(self._ends) > 1:  # the first entry is the begin of the run
             status.step_s = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
             status.eta_s = (status.steps - done) * status.step_s
-        self._write()
 
     def end(self, state: State, error: BaseException | None = None) -> None:
         self.status.state = state
@@ -141,24 +141,31 @@ class Vitals:
     def _enter(self, name: str) -> None:
         self.status.phase, self.status.phase_since = name, time.time()
         self.mark_progress()
-        if time.time() - self.status.updated > _WRITE_AGAIN_S:
-            self._write()
 
     def _watch(self) -> None:
-        while not self._ended.wait(self._beat_s):
-            if self._has_launcher and os.getppid() != self._parent:
-                self.status.state, self.status.last_error = "failed", "the launcher of the ranks is gone"
+        written, beaten = (-1, 0.0), time.monotonic()
+        while not self._ended.wait(min(_LOOK_S, self._beat_s)):
+            is_due, place = time.monotonic() - beaten >= self._beat_s, (self.status.step, self.status.phase_since)
+            if is_due or place != written:
+                written = place
                 self._write()
-                self._end_at_once("its launcher is gone")
-            self._write()
-            try:
+            if is_due:
+                beaten = time.monotonic()
                 self._check()
-            except ConfigError as error:  # the lock is lost: another run writes into this folder now
-                self._end_at_once(str(error))
-            except OSError as error:  # the file system is away for a moment
-                print(f"megarl: warning: {error}", file=sys.stderr, flush=True)
 
     def _check(self) -> None:
+        if self._has_launcher and os.getppid() != self._parent:
+            self.status.state, self.status.last_error = "failed", "the launcher of the ranks is gone"
+            self._write()
+            self._end_at_once("its launcher is gone")
+        try:
+            self._check_files()
+        except ConfigError as error:  # the lock is lost: another run writes into this folder now
+            self._end_at_once(str(error))
+        except OSError as error:  # the file system is away for a moment
+            print(f"megarl: warning: {error}", file=sys.stderr, flush=True)
+
+    def _check_files(self) -> None:
         if self.lock is not None:
             self.lock.beat()
         # The file names a start of the trainer, so that an old file does not stop a later start.

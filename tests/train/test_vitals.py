@@ -38,7 +38,7 @@ def test_status_tells_step_phase_speed_and_what_is_left(tmp_path: Path, capsys: 
             vitals.finish_step(3)
             time.sleep(0.4)
             vitals.finish_step(4)
-            until(lambda: read_status(tmp_path)["phase"] == "rollout")
+            until(lambda: read_status(tmp_path)["step"] == 4)
             found = read_status(tmp_path)
             assert (found["state"], found["step"], found["steps"]) == ("running", 4, 10)
             assert 0.19 <= found["step_s"] < 30.0
