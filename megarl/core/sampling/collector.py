@@ -68,10 +68,6 @@ class Pool:
         """int64 [P], indices of the samples that arrived with a reward, ascending."""
         return np.array(sorted(i for i, reward in self.rewards.items() if reward is not None), dtype=np.int64)
 
-    def values(self) -> np.ndarray:
-        """float64 [P], their rewards."""
-        return np.array([self.rewards[i] for i in self.samples().tolist()], dtype=np.float64)
-
     def drawn(self) -> list[int]:
         """Samples of each round that arrived with a reward."""
         edges = np.cumsum([0, *self.asked])
@@ -256,22 +252,24 @@ class Collector:
         tried = self._pools[: self._front]
         placed = tuple(pool for pool in tried if pool.fits)
         ended = [pool for pool in self._pools if pool.ended]  # the placed ones among them
-        rows, classes = _Rows.of(ended), [pool.classes(self.rule.threshold) for pool in ended]
+        rows = PoolRows.of(ended)
+        judged, positives = np.diff(rows.bounds), rows.count(rows.value > self.rule.threshold)
+        classes = list(zip(positives.tolist(), (judged - positives).tolist(), strict=True))
         index_of = {pool.prompt: index for index, pool in enumerate(ended)}
         places = [index_of[pool.prompt] for pool in placed]
         chosen = self._choose(rows, tried, places, classes)
-        asked, judged = [pool.num_asked for pool in ended], np.diff(rows.bounds)
+        asked = np.array([pool.num_asked for pool in ended], np.int64)
         numbers = np.array([pool.prompt for pool in ended], np.int64)
         size = self.rule.train_size or 0
         per_prompt = {
-            "samples_per_prompt": list(map(float, asked)),
+            "samples_per_prompt": asked,
             "rounds": [float(len(pool.asked)) for pool in ended],
-            "contrast_fraction": [float(pool.has_contrast()) for pool in ended],
+            "contrast_fraction": rows.count(rows.value != rows.value[rows.bounds[rows.pool]]) > 0,
             "resolved_fraction": [float(self.rule.resolved(*of_class)) for of_class in classes],
         }
         totals = {
             "samples": sum(pool.num_asked for pool in self._pools),
-            "failed": sum(reward is None for pool in self._pools for reward in pool.rewards.values()),
+            "failed": sum([*pool.rewards.values()].count(None) for pool in self._pools),
             "trained": len(chosen),
             "short_prompts": np.count_nonzero(judged[places] < size),
             "replaced_prompts": self._front - len(placed),
@@ -284,7 +282,7 @@ class Collector:
             rewards=rows.value[chosen],
             pools=placed,
             rule=self.rule,
-            drawn=np.array([numbers, asked, judged, [positives for positives, _ in classes]], dtype=np.int64),
+            drawn=np.array([numbers, asked, judged, positives]),
             metrics=means | {f"sampling/{name}": Stat.total(float(value)) for name, value in totals.items()},
         )
 
@@ -321,12 +319,14 @@ class Collector:
         return [] if enough else self._begin(1)
 
     def _choose(
-        self, rows: "_Rows", tried: Sequence[Pool], places: Sequence[int], classes: Sequence[tuple[int, int]]
+        self, rows: "PoolRows", tried: Sequence[Pool], places: Sequence[int], classes: Sequence[tuple[int, int]]
     ) -> np.ndarray:
         """int64 [N]: the rows that train, of the placed pools."""
         size = self.rule.train_size
         if size is None:
-            return np.flatnonzero(np.isin(rows.pool, places))
+            is_placed = np.zeros(len(rows.bounds), bool)
+            is_placed[places] = True
+            return np.flatnonzero(is_placed[rows.pool])
         chosen = [np.zeros(0, np.int64)]
         begun_as = (index for index, pool in enumerate(tried) if pool.fits)
         for index, place in zip(begun_as, places, strict=True):
@@ -339,7 +339,7 @@ class Collector:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Rows:
+class PoolRows:
     """The samples of P pools that have a reward, in the order of (pool, sample)."""
 
     pool: np.ndarray
@@ -359,6 +359,10 @@ class _Rows:
         order = order[~np.isnan(value[order])]
         bounds = np.concatenate([[0], np.cumsum(np.bincount(pool[order], minlength=len(pools)))])
         return cls(pool[order], sample[order], value[order], bounds)
+
+    def count(self, wanted: np.ndarray) -> np.ndarray:
+        """Return int64 [P]: how many rows of each pool are wanted, bool [R]."""
+        return np.bincount(self.pool[wanted], minlength=len(self.bounds) - 1)
 
 
 def _not_finite(prompt: int, sample: int, reward: float) -> NumericsError:

@@ -18,8 +18,8 @@ from megarl.core.choices.parts import TOKEN_ADVANTAGES
 from megarl.core.diagnostics.measures import effective_prompt_ratio
 from megarl.core.metrics import Stat
 from megarl.core.objectives import Objective, select_responses, sequence_advantages, step_advantages
-from megarl.core.sampling.collector import Rewards, Selection, find_rows
-from megarl.core.sampling.credit_assignment import assign
+from megarl.core.sampling.collector import PoolRows, Rewards, Selection, find_rows
+from megarl.core.sampling.credit_assignment import assign, weigh
 from megarl.core.types import Rollout
 from megarl.errors import ConfigError, RolloutError
 from megarl.megatron import distributed
@@ -49,11 +49,11 @@ class SampleTable:
 
         samples: this rank's; components: names of their several rewards, empty to leave these out.
         """
-        width = len(_COLUMNS) + len(components)
         # A response without components failed, or was stopped and is wrong: all its rewards are 0.
         none = (0.0,) * len(components)
-        mine = [[*_row(key, each), *(each.components or none)][:width] for key, each in samples.items()]
-        rows = distributed.gather_rows(np.array(mine).reshape(-1, width))
+        several = [(each.components or none)[: len(none)] for each in samples.values()] if components else []
+        parts = *_columns(samples), *np.array(several, np.float64).reshape(len(samples), len(none)).T
+        rows = distributed.gather_rows(np.column_stack(parts))
         return cls(rows[np.lexsort((rows[:, 1], rows[:, 0]))], components)
 
     def column(self, name: str) -> np.ndarray:
@@ -105,24 +105,30 @@ class SampleTable:
         return found
 
 
-def _row(key: Key, sample: Sample) -> list[float]:
-    rollout = sample.rollout
-    tokens, appended, generated = 0, 0, 0
-    if rollout is not None:
-        tokens, generated = rollout.num_tokens, int(np.count_nonzero(rollout.loss_mask))
-        appended = tokens - rollout.prompt_length - generated
-    return [
-        *key,
-        sample.reward or 0.0,
-        sample.reward is not None,
-        tokens,
-        appended,
-        generated,
-        sample.turns,
-        rollout is not None and rollout.finish_reason == "length",
-        sample.episode_error is not None,
-        sample.late_reward,
+def _columns(samples: Mapping[Key, Sample]) -> list[np.ndarray]:
+    """Return the columns [S] of the samples, in the order of their names."""
+    some = [*samples.values()]
+    masks = [np.zeros(0, bool) if each.rollout is None else each.rollout.loss_mask for each in some]
+    tokens = np.array([len(mask) for mask in masks], np.int64)
+    ends = np.cumsum(tokens)
+    begins = ends - tokens
+    before = np.cumsum(np.concatenate([[0], *masks]))  # so many generated tokens are before each token
+    generated = before[ends] - before[begins]
+    prompts = np.minimum(np.searchsorted(before, before[begins], "right") - 1, ends) - begins
+    others = [
+        (
+            each.reward or 0.0,
+            each.reward is not None,
+            each.turns,
+            each.rollout is not None and each.rollout.finish_reason == "length",
+            each.episode_error is not None,
+            each.late_reward,
+        )
+        for each in some
     ]
+    reward, judged, *rest = np.array(others, np.float64).reshape(-1, 6).T
+    numbers = np.array([*samples], np.float64).reshape(-1, 2).T
+    return [*numbers, reward, judged, tokens, tokens - prompts - generated, generated, *rest]
 
 
 def select(assignment: Assignment, table: SampleTable, step: int, first_error: str | None) -> Selection:
@@ -214,13 +220,13 @@ def exchange_rollouts(own: list[list[Key]], selection: Selection, samples: Mappi
     mine = {key: sample.rollout for key, sample in samples.items() if sample.rollout is not None}
     wanted = {key for part in own for key in part}
     # Each rank also offers its shortest rollout: the copy may need a dummy and have nothing else.
-    shortest = min(mine, key=lambda key: (mine[key].num_tokens, key), default=None)
+    shortest = _find_shortest(mine) if mine else None
     offered = [rollout for key, rollout in mine.items() if key in wanted or key == shortest]
     found = {(rollout.group, rollout.sample): rollout for rollout in distributed.gather_rollouts(offered)}
     found |= {key: mine[key] for key in found if key in mine}  # this rank's, with their routes
     failure = None if found else RolloutError("this rank's model copy drew no complete response to hold its place")
     distributed.fail_together(failure, "sampling")
-    dummy = min(found, key=lambda key: (found[key].num_tokens, key))
+    dummy = _find_shortest(found)
     share = CopyShare([], [])
     for part in own:
         size = distributed.largest(max(len(part), 1), dist.group.WORLD)
@@ -229,6 +235,10 @@ def exchange_rollouts(own: list[list[Key]], selection: Selection, samples: Mappi
         columns = np.array([(-1, 0) if key is None else key for key in present]).T
         share.rows.append(selection.find(*columns).tolist())
     return share
+
+
+def _find_shortest(rollouts: Mapping[Key, Rollout]) -> Key:
+    return min((len(rollout.tokens), key) for key, rollout in rollouts.items())[1]
 
 
 def response_advantages(
@@ -254,7 +264,7 @@ def response_advantages(
     if objective.advantage in TOKEN_ADVANTAGES:
         return np.zeros(len(rewards)), trains
     # The objective has its own advantages; only the weights of the prompts come from credit assignment.
-    _, factors = assign(replace(config.credit_record, combination="plain", scale="none"), selection, trains)
+    factors = weigh(config.credit_record, selection, trains)
     return sequence_advantages(objective, rewards, groups, threshold, **given).double().numpy() * factors, trains
 
 
@@ -295,8 +305,7 @@ def _require_rates(credit: Credit, selection: Selection) -> None:
     """Raise ConfigError at the first negative reward, not at the first prompt whose mean is negative."""
     if credit.combination == "unbiased" or credit.scale not in ("rate", "root_rate"):
         return
-    least = min((float(pool.values().min(initial=np.inf)) for pool in selection.pools), default=0.0)
-    if least < 0:
+    if (least := PoolRows.of(selection.pools).value.min(initial=0.0)) < 0:
         raise ConfigError(
             f'credit.scale: found "{credit.scale}", which divides by the mean of rewards from 0 to 1, but a reward is '
             f'{least:g}; set credit.scale = "none" or "std", or change the reward'
