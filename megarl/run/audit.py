@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -40,8 +41,8 @@ class Audit:
             rows = rows[[key not in dropped for key in map(tuple, rows.tolist())]]
         rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
         numbers, begins = np.unique(rows[:, 0], return_index=True)
-        samples = np.split(rows[:, 1], begins[1:])
-        prompts = {str(prompt): each.tolist() for prompt, each in zip(numbers.tolist(), samples, strict=False)}
+        bounds, samples = [*begins.tolist(), len(rows)], rows[:, 1].tolist()
+        prompts = {str(n): samples[a:b] for n, (a, b) in zip(numbers.tolist(), pairwise(bounds), strict=True)}
         reasons = {f"{prompt}/{sample}": why for (prompt, sample), why in sorted(dropped.items())}
         told = {"dropped": reasons} if reasons else {}
         self._append({"step": step, "weights": weights, "prompts": prompts, **told})
