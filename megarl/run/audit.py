@@ -12,7 +12,6 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -40,9 +39,9 @@ class Audit:
         if dropped:
             rows = rows[[key not in dropped for key in map(tuple, rows.tolist())]]
         rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
-        numbers, begins = np.unique(rows[:, 0], return_index=True)
-        bounds, samples = [*begins.tolist(), len(rows)], rows[:, 1].tolist()
-        prompts = {str(n): samples[a:b] for n, (a, b) in zip(numbers.tolist(), pairwise(bounds), strict=True)}
+        numbers, begins = (column.tolist() for column in np.unique(rows[:, 0], return_index=True))
+        samples, ends = rows[:, 1].tolist(), [*begins[1:], len(rows)][: len(begins)]
+        prompts = {str(number): samples[a:b] for number, a, b in zip(numbers, begins, ends, strict=True)}
         reasons = {f"{prompt}/{sample}": why for (prompt, sample), why in sorted(dropped.items())}
         told = {"dropped": reasons} if reasons else {}
         self._append({"step": step, "weights": weights, "prompts": prompts, **told})

@@ -1,11 +1,11 @@
 """Signs of life of a run: what each rank is doing, a file for ``megarl status``, and stacks of a rank that hangs.
 
     <run>/status.json        the run as a whole, by the main rank
-    <run>/ranks/<rank>.json  step and phase of each rank, touched every few seconds and half a second after a change
+    <run>/ranks/<rank>.json  step and phase of each rank, touched every few seconds
     <run>/ranks/<rank>.stacks.txt  stacks of all threads of a rank without progress for log.hang_s
 
-A thread of each rank writes them, so that no step waits for the file system. It also ends the rank if torchrun is gone,
-because then nothing else would.
+A thread of each rank writes them, within half a second of a new phase: no step waits for the file system. It also ends
+the rank if torchrun is gone, because then nothing else would.
 """
 
 import faulthandler
@@ -33,7 +33,7 @@ _ORPHANED = 70
 """Exit code of a rank that has lost its launcher or its lock (EX_SOFTWARE)."""
 _SPEED_STEPS = 20
 _LOOK_S = 0.5
-"""How often the thread looks for a change."""
+"""How often the thread looks for a new phase."""
 
 
 @dataclass
@@ -123,7 +123,7 @@ class Vitals:
         self._write()
 
     def finish_step(self, done: int) -> None:
-        """A step has ended; update speed and remaining time."""
+        """A step has ended; update speed and remaining time, which are written with the next phase or sign."""
         status = self.status
         self._ends.append(time.monotonic())
         status.step = done
@@ -143,29 +143,26 @@ class Vitals:
         self.mark_progress()
 
     def _watch(self) -> None:
-        written, beaten = (-1, 0.0), time.monotonic()
+        beaten = time.monotonic()
         while not self._ended.wait(min(_LOOK_S, self._beat_s)):
-            is_due, place = time.monotonic() - beaten >= self._beat_s, (self.status.step, self.status.phase_since)
-            if is_due or place != written:
-                written = place
+            is_due = time.monotonic() - beaten >= self._beat_s
+            if is_due or self.status.phase_since > self.status.updated:
                 self._write()
-            if is_due:
-                beaten = time.monotonic()
+            if not is_due:
+                continue
+            beaten = time.monotonic()
+            if self._has_launcher and os.getppid() != self._parent:
+                self.status.state, self.status.last_error = "failed", "the launcher of the ranks is gone"
+                self._write()
+                self._end_at_once("its launcher is gone")
+            try:
                 self._check()
+            except ConfigError as error:  # the lock is lost: another run writes into this folder now
+                self._end_at_once(str(error))
+            except OSError as error:  # the file system is away for a moment
+                print(f"megarl: warning: {error}", file=sys.stderr, flush=True)
 
     def _check(self) -> None:
-        if self._has_launcher and os.getppid() != self._parent:
-            self.status.state, self.status.last_error = "failed", "the launcher of the ranks is gone"
-            self._write()
-            self._end_at_once("its launcher is gone")
-        try:
-            self._check_files()
-        except ConfigError as error:  # the lock is lost: another run writes into this folder now
-            self._end_at_once(str(error))
-        except OSError as error:  # the file system is away for a moment
-            print(f"megarl: warning: {error}", file=sys.stderr, flush=True)
-
-    def _check_files(self) -> None:
         if self.lock is not None:
             self.lock.beat()
         # The file names a start of the trainer, so that an old file does not stop a later start.

@@ -163,12 +163,10 @@ def select_responses(
     """
     if valid is not None:
         return _of_valid(select_responses, valid, objective, rewards, groups, threshold, lengths, components)
-    if objective.selection == "mixed_groups":
-        return _in_mixed_groups(rewards, groups)
-    all_of_them = torch.ones_like(prepare(rewards, groups)[1], dtype=torch.bool)
-    if objective.selection == "all":
-        return all_of_them
-    return sequence_advantages(objective, rewards, groups, threshold, lengths=lengths, components=components) > 0
+    everything = torch.ones_like(prepare(rewards, groups)[1], dtype=torch.bool)
+    if objective.selection == "positive":
+        return sequence_advantages(objective, rewards, groups, threshold, lengths=lengths, components=components) > 0
+    return _in_mixed_groups(rewards, groups) if objective.selection == "mixed_groups" else everything
 
 
 def _of_valid(

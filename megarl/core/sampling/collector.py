@@ -64,14 +64,11 @@ class Pool:
         """Whether samples are still to arrive."""
         return len(self.rewards) < self.num_asked
 
-    def samples(self) -> np.ndarray:
-        """int64 [P], indices of the samples that arrived with a reward, ascending."""
-        return np.array(sorted(i for i, reward in self.rewards.items() if reward is not None), dtype=np.int64)
-
     def drawn(self) -> list[int]:
         """Samples of each round that arrived with a reward."""
         edges = np.cumsum([0, *self.asked])
-        return np.histogram(self.samples(), bins=edges)[0].tolist() if len(edges) > 1 and edges[-1] else []
+        samples = [sample for sample, reward in self.rewards.items() if reward is not None]
+        return np.histogram(samples, bins=edges)[0].tolist() if len(edges) > 1 and edges[-1] else []
 
     def classes(self, threshold: float) -> tuple[int, int]:
         """Number of rewards above the threshold, and of the others."""
@@ -139,10 +136,6 @@ class Selection:
     def keys(self) -> list[tuple[int, int]]:
         """(prompt, sample) of each that trains."""
         return list(zip(self.prompts.tolist(), self.samples.tolist(), strict=True))
-
-    def find(self, prompts: np.ndarray, samples: np.ndarray) -> np.ndarray:
-        """Return int64 [M]: the row of each (prompt, sample), N for those that are not selected."""
-        return find_rows(self.prompts, self.samples, prompts, samples)
 
 
 def find_rows(prompts: np.ndarray, samples: np.ndarray, of: np.ndarray, numbers: np.ndarray) -> np.ndarray:
@@ -253,7 +246,9 @@ class Collector:
         placed = tuple(pool for pool in tried if pool.fits)
         ended = [pool for pool in self._pools if pool.ended]  # the placed ones among them
         rows = PoolRows.of(ended)
-        judged, positives = np.diff(rows.bounds), rows.count(rows.value > self.rule.threshold)
+        judged = np.diff(rows.bounds)
+        positives = np.bincount(rows.pool[rows.value > self.rule.threshold], minlength=len(ended))
+        varying = rows.pool[rows.value != rows.value[rows.bounds[rows.pool]]]
         classes = list(zip(positives.tolist(), (judged - positives).tolist(), strict=True))
         index_of = {pool.prompt: index for index, pool in enumerate(ended)}
         places = [index_of[pool.prompt] for pool in placed]
@@ -263,9 +258,9 @@ class Collector:
         size = self.rule.train_size or 0
         per_prompt = {
             "samples_per_prompt": asked,
-            "rounds": [float(len(pool.asked)) for pool in ended],
-            "contrast_fraction": rows.count(rows.value != rows.value[rows.bounds[rows.pool]]) > 0,
-            "resolved_fraction": [float(self.rule.resolved(*of_class)) for of_class in classes],
+            "rounds": np.array([len(pool.asked) for pool in ended]),
+            "contrast_fraction": np.bincount(varying, minlength=len(ended)) > 0,
+            "resolved_fraction": np.array([self.rule.resolved(*of_class) for of_class in classes]),
         }
         totals = {
             "samples": sum(pool.num_asked for pool in self._pools),
@@ -324,9 +319,7 @@ class Collector:
         """int64 [N]: the rows that train, of the placed pools."""
         size = self.rule.train_size
         if size is None:
-            is_placed = np.zeros(len(rows.bounds), bool)
-            is_placed[places] = True
-            return np.flatnonzero(is_placed[rows.pool])
+            return np.flatnonzero(np.isin(rows.pool, places))
         chosen = [np.zeros(0, np.int64)]
         begun_as = (index for index, pool in enumerate(tried) if pool.fits)
         for index, place in zip(begun_as, places, strict=True):
@@ -359,10 +352,6 @@ class PoolRows:
         order = order[~np.isnan(value[order])]
         bounds = np.concatenate([[0], np.cumsum(np.bincount(pool[order], minlength=len(pools)))])
         return cls(pool[order], sample[order], value[order], bounds)
-
-    def count(self, wanted: np.ndarray) -> np.ndarray:
-        """Return int64 [P]: how many rows of each pool are wanted, bool [R]."""
-        return np.bincount(self.pool[wanted], minlength=len(self.bounds) - 1)
 
 
 def _not_finite(prompt: int, sample: int, reward: float) -> NumericsError:

@@ -19,10 +19,10 @@ def assign(credit: Credit, selection: Selection, trains: np.ndarray | None = Non
     """
     if credit.combination != "unbiased":
         return _plain(credit, selection), weigh(credit, selection, trains)
-    advantages, rows = np.zeros(len(selection.prompts)), _rows_of_pools(selection)
+    advantages = np.zeros(len(selection.prompts))
     for pool in selection.pools:
-        row = rows[pool.prompt]
-        advantages[row] = _unbiased(pool, selection.rewards[row], selection.rule)
+        own = selection.prompts == pool.prompt
+        advantages[own] = _unbiased(pool, selection.rewards[own], selection.rule)
     return advantages, weigh(credit, selection, trains)
 
 
@@ -33,26 +33,14 @@ def weigh(credit: Credit, selection: Selection, trains: np.ndarray | None = None
     None for all.
     """
     weights = np.ones(len(selection.prompts))
-    if credit.weigh != "prompt" and credit.objective is None:
-        return weights
-    rows = _rows_of_pools(selection)
     if credit.weigh == "prompt":
         kept = np.ones_like(weights, dtype=bool) if trains is None else trains
-        groups = [row[kept[row]] for row in rows.values() if kept[row].any()]
-        total = kept.sum()
-        for row in groups:
-            weights[row] = total / len(groups) / len(row)
+        numbers, place, counts = np.unique(selection.prompts[kept], return_inverse=True, return_counts=True)
+        weights[kept] = kept.sum() / max(len(numbers), 1) / counts[place]
     if credit.objective is not None:
-        for pool in selection.pools:
-            weights[rows[pool.prompt]] *= _slope(pool, selection.rule.threshold, credit.objective)
+        slopes = [_slope(pool, selection.rule.threshold, credit.objective) for pool in selection.pools]
+        weights *= np.array(slopes)[np.searchsorted([pool.prompt for pool in selection.pools], selection.prompts)]
     return weights
-
-
-def _rows_of_pools(selection: Selection) -> dict[int, np.ndarray]:
-    """Return by number of a prompt where its samples are in the selection."""
-    order, numbers = np.argsort(selection.prompts, kind="stable"), [pool.prompt for pool in selection.pools]
-    begins, ends = (np.searchsorted(selection.prompts[order], numbers, side) for side in ("left", "right"))
-    return {number: order[a:b] for number, a, b in zip(numbers, begins.tolist(), ends.tolist(), strict=True)}
 
 
 def _plain(credit: Credit, selection: Selection) -> np.ndarray:

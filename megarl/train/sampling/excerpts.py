@@ -58,18 +58,13 @@ def _describe(sample: Sample, tokenizer: PreTrainedTokenizerBase, components: Se
 
 
 def _split(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> list[list[str]]:
-    """The response by who wrote it; the model's calls of tools are in its own parts, the answers in the others.
-
-    Empty if the model wrote all of it.
-    """
+    """The response by who wrote it, if that is not the model alone; its calls of tools are in its own parts."""
     mask = rollout.loss_mask[rollout.prompt_length :]
     bounds = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)] if len(mask) else []
-    if len(bounds) < 3:
-        return []
     tokens = rollout.response_tokens
     return [
         ["model" if mask[begin] else "environment", tokenizer.decode(tokens[begin:end].tolist())]
-        for begin, end in pairwise(bounds)
+        for begin, end in pairwise(bounds if len(bounds) > 2 else ())
     ]
 
 
@@ -83,7 +78,7 @@ def complete(
     ``megarl.core.diagnostics.tripwires``; dropped: by (group, sample) of the step.
     """
     rows = np.concatenate([np.zeros((0, 9)), *gaps])
-    rows = rows[rows[:, 4] > 0]
+    rows = rows[(rows[:, 4] > 0) & np.isin(rows[:, 0], [prompt for prompt, _ in excerpts])]
     of_key = dict(zip(map(tuple, rows[:, :2].tolist()), (rows[:, 3] / rows[:, 4]).tolist(), strict=True))
     trains = set(map(tuple, trained.tolist()))
     return [

@@ -5,8 +5,9 @@ exchanged within a model copy and without their routes: each rank needs other ro
 rank that drew them until the step is split into micro-batches.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Self
 
 import numpy as np
@@ -29,8 +30,8 @@ from megarl.train.sampling.assignment import Assignment, Key
 from megarl.train.token_advantages import Judged
 
 _COLUMNS = (
-    *("prompt", "sample", "reward", "judged", "tokens", "appended", "generated"),
-    *("turns", "cut", "episode_failed", "late_reward"),
+    *("tokens", "appended", "generated"),
+    *("prompt", "sample", "reward", "judged", "turns", "cut", "episode_failed", "late_reward"),
 )
 
 
@@ -51,10 +52,11 @@ class SampleTable:
         """
         # A response without components failed, or was stopped and is wrong: all its rewards are 0.
         none = (0.0,) * len(components)
-        several = [(each.components or none)[: len(none)] for each in samples.values()] if components else []
-        parts = *_columns(samples), *np.array(several, np.float64).reshape(len(samples), len(none)).T
-        rows = distributed.gather_rows(np.column_stack(parts))
-        return cls(rows[np.lexsort((rows[:, 1], rows[:, 0]))], components)
+        facts = [_facts(key, each) + (each.components or none)[: len(none)] for key, each in samples.items()]
+        lengths = _count_tokens([each.rollout for each in samples.values()])
+        mine = np.hstack([lengths, np.array(facts, np.float64).reshape(len(facts), len(_COLUMNS) - 3 + len(none))])
+        found = cls(distributed.gather_rows(mine), components)
+        return replace(found, rows=found.rows[np.lexsort(found._numbers()[::-1])])
 
     def column(self, name: str) -> np.ndarray:
         """float64 [S]."""
@@ -105,30 +107,22 @@ class SampleTable:
         return found
 
 
-def _columns(samples: Mapping[Key, Sample]) -> list[np.ndarray]:
-    """Return the columns [S] of the samples, in the order of their names."""
-    some = [*samples.values()]
-    masks = [np.zeros(0, bool) if each.rollout is None else each.rollout.loss_mask for each in some]
+def _facts(key: Key, sample: Sample) -> tuple[float, ...]:
+    is_cut = sample.rollout is not None and sample.rollout.finish_reason == "length"
+    judged = (sample.reward or 0.0, sample.reward is not None)
+    return (*key, *judged, sample.turns, is_cut, sample.episode_error is not None, sample.late_reward)
+
+
+def _count_tokens(rollouts: Sequence[Rollout | None]) -> np.ndarray:
+    """int64 [S, 3]: the tokens of each, those that its environment appended, and those that the model generated."""
+    masks = [np.zeros(0, bool) if rollout is None else rollout.loss_mask for rollout in rollouts]
     tokens = np.array([len(mask) for mask in masks], np.int64)
     ends = np.cumsum(tokens)
     begins = ends - tokens
     before = np.cumsum(np.concatenate([[0], *masks]))  # so many generated tokens are before each token
     generated = before[ends] - before[begins]
     prompts = np.minimum(np.searchsorted(before, before[begins], "right") - 1, ends) - begins
-    others = [
-        (
-            each.reward or 0.0,
-            each.reward is not None,
-            each.turns,
-            each.rollout is not None and each.rollout.finish_reason == "length",
-            each.episode_error is not None,
-            each.late_reward,
-        )
-        for each in some
-    ]
-    reward, judged, *rest = np.array(others, np.float64).reshape(-1, 6).T
-    numbers = np.array([*samples], np.float64).reshape(-1, 2).T
-    return [*numbers, reward, judged, tokens, tokens - prompts - generated, generated, *rest]
+    return np.stack([tokens, tokens - prompts - generated, generated], 1)
 
 
 def select(assignment: Assignment, table: SampleTable, step: int, first_error: str | None) -> Selection:
@@ -207,9 +201,8 @@ class CopyShare:
 
     def without_dummies(self, own: list[list[Key]]) -> list[Rollout]:
         """Return each rollout of ``own`` once."""
-        wanted = {key for part in own for key in part}
-        by_key = {(rollout.group, rollout.sample): rollout for part in self.rollouts for rollout in part}
-        return [rollout for key, rollout in by_key.items() if key in wanted]
+        placed = chain.from_iterable(map(zip, own, self.rollouts))  # dummies are behind, or have another key
+        return [rollout for key, rollout in placed if key == (rollout.group, rollout.sample)]
 
 
 def exchange_rollouts(own: list[list[Key]], selection: Selection, samples: Mapping[Key, Sample]) -> CopyShare:
@@ -220,25 +213,21 @@ def exchange_rollouts(own: list[list[Key]], selection: Selection, samples: Mappi
     mine = {key: sample.rollout for key, sample in samples.items() if sample.rollout is not None}
     wanted = {key for part in own for key in part}
     # Each rank also offers its shortest rollout: the copy may need a dummy and have nothing else.
-    shortest = _find_shortest(mine) if mine else None
+    _, shortest = min(((len(rollout.tokens), key) for key, rollout in mine.items()), default=(0, None))
     offered = [rollout for key, rollout in mine.items() if key in wanted or key == shortest]
-    found = {(rollout.group, rollout.sample): rollout for rollout in distributed.gather_rollouts(offered)}
-    found |= {key: mine[key] for key in found if key in mine}  # this rank's, with their routes
+    of_copy = *distributed.gather_rollouts(offered), *offered  # this rank's come last: they have their routes
+    found = {(rollout.group, rollout.sample): rollout for rollout in of_copy}
     failure = None if found else RolloutError("this rank's model copy drew no complete response to hold its place")
     distributed.fail_together(failure, "sampling")
-    dummy = _find_shortest(found)
+    _, dummy = min((len(rollout.tokens), key) for key, rollout in found.items())
     share = CopyShare([], [])
     for part in own:
         size = distributed.largest(max(len(part), 1), dist.group.WORLD)
         present = [key if key in found else None for key in part] + [None] * (size - len(part))
         share.rollouts.append([found[key or dummy] for key in present])
         columns = np.array([(-1, 0) if key is None else key for key in present]).T
-        share.rows.append(selection.find(*columns).tolist())
+        share.rows.append(find_rows(selection.prompts, selection.samples, *columns).tolist())
     return share
-
-
-def _find_shortest(rollouts: Mapping[Key, Rollout]) -> Key:
-    return min((len(rollout.tokens), key) for key, rollout in rollouts.items())[1]
 
 
 def response_advantages(
