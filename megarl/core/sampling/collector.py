@@ -255,7 +255,6 @@ class Collector:
         chosen = self._choose(rows, tried, places, classes)
         asked = np.array([pool.num_asked for pool in ended], np.int64)
         numbers = np.array([pool.prompt for pool in ended], np.int64)
-        size = self.rule.train_size or 0
         per_prompt = {
             "samples_per_prompt": asked,
             "rounds": np.array([len(pool.asked) for pool in ended]),
@@ -266,7 +265,7 @@ class Collector:
             "samples": sum(pool.num_asked for pool in self._pools),
             "failed": sum([*pool.rewards.values()].count(None) for pool in self._pools),
             "trained": len(chosen),
-            "short_prompts": np.count_nonzero(judged[places] < size),
+            "short_prompts": np.count_nonzero(judged[places] < (self.rule.train_size or 0)),
             "replaced_prompts": self._front - len(placed),
             "missing_prompts": self._num_prompts - len(placed),
         }
