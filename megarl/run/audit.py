@@ -39,9 +39,9 @@ class Audit:
         if dropped:
             rows = rows[[key not in dropped for key in map(tuple, rows.tolist())]]
         rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
-        numbers, begins = np.unique(rows[:, 0], return_index=True)
-        samples = np.split(rows[:, 1], begins[1:])
-        prompts = {str(prompt): each.tolist() for prompt, each in zip(numbers.tolist(), samples, strict=False)}
+        numbers, begins = (column.tolist() for column in np.unique(rows[:, 0], return_index=True))
+        samples, ends = rows[:, 1].tolist(), [*begins[1:], len(rows)][: len(begins)]
+        prompts = {str(number): samples[a:b] for number, a, b in zip(numbers, begins, ends, strict=True)}
         reasons = {f"{prompt}/{sample}": why for (prompt, sample), why in sorted(dropped.items())}
         told = {"dropped": reasons} if reasons else {}
         self._append({"step": step, "weights": weights, "prompts": prompts, **told})

@@ -53,8 +53,10 @@ class StepProgress:
     def line(self, text: str) -> None:
         """Print a line of its own, above a bar if there is one."""
         if self._enabled:
-            self._console.print(printable(text), soft_wrap=True)
-            self._stream.flush()
+            if self._terminal:
+                self._console.print(printable(text), soft_wrap=True)
+            else:
+                print(printable(text), file=self._stream, flush=True)
 
     @contextmanager
     def bar(self, label: str, total: int) -> Iterator[Advance]:

@@ -4,7 +4,8 @@
     <run>/ranks/<rank>.json  step and phase of each rank, touched every few seconds
     <run>/ranks/<rank>.stacks.txt  stacks of all threads of a rank without progress for log.hang_s
 
-A thread of each rank writes them. It also ends the rank if torchrun is gone, because then nothing else would.
+A thread of each rank writes them, within half a second of a new phase: no step waits for the file system. It also ends
+the rank if torchrun is gone, because then nothing else would.
 """
 
 import faulthandler
@@ -31,8 +32,8 @@ BETWEEN = "between phases"
 _ORPHANED = 70
 """Exit code of a rank that has lost its launcher or its lock (EX_SOFTWARE)."""
 _SPEED_STEPS = 20
-_WRITE_AGAIN_S = 0.2
-"""Shortest time between two writes at a change of phase."""
+_LOOK_S = 0.5
+"""How often the thread looks for a new phase."""
 
 
 @dataclass
@@ -122,14 +123,13 @@ class Vitals:
         self._write()
 
     def finish_step(self, done: int) -> None:
-        """A step has ended; update speed and remaining time."""
+        """A step has ended; update speed and remaining time, which are written with the next phase or sign."""
         status = self.status
         self._ends.append(time.monotonic())
         status.step = done
         if len(self._ends) > 1:  # the first entry is the begin of the run
             status.step_s = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
             status.eta_s = (status.steps - done) * status.step_s
-        self._write()
 
     def end(self, state: State, error: BaseException | None = None) -> None:
         self.status.state = state
@@ -141,16 +141,20 @@ class Vitals:
     def _enter(self, name: str) -> None:
         self.status.phase, self.status.phase_since = name, time.time()
         self.mark_progress()
-        if time.time() - self.status.updated > _WRITE_AGAIN_S:
-            self._write()
 
     def _watch(self) -> None:
-        while not self._ended.wait(self._beat_s):
+        beaten = time.monotonic()
+        while not self._ended.wait(min(_LOOK_S, self._beat_s)):
+            is_due = time.monotonic() - beaten >= self._beat_s
+            if is_due or self.status.phase_since > self.status.updated:
+                self._write()
+            if not is_due:
+                continue
+            beaten = time.monotonic()
             if self._has_launcher and os.getppid() != self._parent:
                 self.status.state, self.status.last_error = "failed", "the launcher of the ranks is gone"
                 self._write()
                 self._end_at_once("its launcher is gone")
-            self._write()
             try:
                 self._check()
             except ConfigError as error:  # the lock is lost: another run writes into this folder now

@@ -238,8 +238,8 @@ class Trainer:
         """Store what the model wrote. If it is all, each rank decodes and packs its own, and the main rank writes."""
         if not (count := self.config.log.samples_per_step):
             return
-        gaps = [mini.gaps for mini in minis] if distributed.holds_outputs() else []
-        gaps += [] if self.tripwires.verdict is None else [self.tripwires.verdict.gaps]  # of all ranks
+        gaps = [mini.gaps for mini in minis if distributed.holds_outputs()]
+        gaps = gaps if self.tripwires.verdict is None else [self.tripwires.verdict.gaps]  # of all ranks
         found = rollouts.excerpts, done, dist.get_rank(), rollouts.first_prompt, rollouts.trained, gaps, reasons
         packed = pack(complete(*found))
         parts = distributed.gather_on_main_rank(packed) if count == "all" else [packed]

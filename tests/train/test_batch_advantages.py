@@ -129,3 +129,25 @@ def test_a_response_that_was_stopped_has_no_share_of_any_reward(world: World) ->
     values, _ = response_advantages(config, config.train.resolved_objective, selection, table)
     # 2 g - 0.5 g with g = +-0.5 / (sqrt(0.5) + 1e-6), on two tokens each
     assert values.tolist() == pytest.approx([0.75**0.5, -(0.75**0.5)], abs=1e-5)
+
+
+def test_the_tokens_of_samples_are_counted_by_who_wrote_them(world: World) -> None:
+    def sample(*mask: int, **more: Any) -> Sample:
+        return Sample(make_rollout(np.arange(len(mask)), np.array(mask, bool)), **{"reward": 1.0, **more})
+
+    samples = {
+        (1, 0): sample(0, 1, 1, 0, 1, turns=2),
+        (0, 1): Sample(None, None, episode_error="ValueError: no"),
+        (0, 2): sample(0, 0, reward=None),
+        (0, 0): sample(0, 0, 0, 1),
+    }
+    with layout(world.settings()):
+        table, empty = SampleTable.gather(samples), SampleTable.gather({}, ("right",))
+    columns = ("prompt", "sample", "tokens", "appended", "generated", "judged", "turns", "episode_failed")
+    assert np.stack([table.column(name) for name in columns], 1).tolist() == [
+        [0, 0, 4, 0, 1, 1, 1, 0],
+        [0, 1, 0, 0, 0, 0, 1, 1],
+        [0, 2, 2, 0, 0, 0, 1, 0],
+        [1, 0, 5, 1, 3, 1, 2, 0],
+    ]
+    assert empty.rows.shape == (0, table.rows.shape[1] + 1)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megarl.core import advantages
-from megarl.core.advantages import Values, grpo, token_level_kl, uniform_groups
-from megarl.core.advantages.groups import as_tensor, fill, take
+from megarl.core.advantages import Values, grpo, token_level_kl
+from megarl.core.advantages.groups import as_tensor, extremes, fill, prepare, take
 from megarl.core.choices.parts import Objective
 from megarl.core.choices.stopping import POSITIVE
 from megarl.core.objectives.columns import call_part
@@ -163,10 +163,10 @@ def select_responses(
     """
     if valid is not None:
         return _of_valid(select_responses, valid, objective, rewards, groups, threshold, lengths, components)
-    mixed = _in_mixed_groups(rewards, groups)
+    everything = torch.ones_like(prepare(rewards, groups)[1], dtype=torch.bool)
     if objective.selection == "positive":
         return sequence_advantages(objective, rewards, groups, threshold, lengths=lengths, components=components) > 0
-    return mixed if objective.selection == "mixed_groups" else torch.ones_like(mixed)
+    return _in_mixed_groups(rewards, groups) if objective.selection == "mixed_groups" else everything
 
 
 def _of_valid(
@@ -189,5 +189,6 @@ def _of_valid(
 
 def _in_mixed_groups(rewards: Values, groups: Values) -> Tensor:
     """Return bool [N]: whether the rewards of a response's group differ."""
-    contrast = ~uniform_groups(rewards, groups)
-    return contrast[torch.unique(as_tensor(groups).to(contrast.device), return_inverse=True)[1]]
+    rewards, inverse = prepare(rewards, groups)
+    lowest, highest = extremes(rewards, inverse)
+    return (lowest < highest)[inverse]

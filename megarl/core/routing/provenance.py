@@ -19,7 +19,7 @@ def row_sources(rollout: Rollout) -> np.ndarray:
     if rollout.route_sources is not None:
         return rollout.route_sources
     present = np.zeros(rollout.num_tokens, bool) if rollout.routed_mask is None else rollout.routed_mask
-    return present * np.uint8(RowSource.CAPTURED)  # else MISSING, which is 0
+    return present.view(np.uint8)  # True is CAPTURED, False is MISSING
 
 
 def row_versions(rollout: Rollout) -> np.ndarray:
@@ -43,11 +43,12 @@ def provenance_metrics(rollouts: Sequence[Rollout], trainer_version: int) -> dic
     shares = {"rollout/mixed_versions_fraction": mixed}
     if any(rollout.routed_mask is not None for rollout in rollouts):
         sources = np.concatenate([row_sources(rollout) for rollout in rollouts])
+        differ = np.concatenate([row_versions(rollout) for rollout in rollouts]) != versions
         shares |= {
             "rollout/missing_rows_fraction": sources == RowSource.MISSING,
             "routes/captured_fraction": sources == RowSource.CAPTURED,
             "routes/native_fraction": sources == RowSource.NATIVE,
-            "routes/stale_rows_fraction": np.concatenate([_stale(rollout) for rollout in rollouts]),
+            "routes/stale_rows_fraction": differ & (sources != RowSource.MISSING),
         }
     ages = trainer_version - versions[np.concatenate([rollout.loss_mask for rollout in rollouts])]
     return {

@@ -64,18 +64,11 @@ class Pool:
         """Whether samples are still to arrive."""
         return len(self.rewards) < self.num_asked
 
-    def samples(self) -> np.ndarray:
-        """int64 [P], indices of the samples that arrived with a reward, ascending."""
-        return np.array(sorted(i for i, reward in self.rewards.items() if reward is not None), dtype=np.int64)
-
-    def values(self) -> np.ndarray:
-        """float64 [P], their rewards."""
-        return np.array([self.rewards[i] for i in self.samples().tolist()], dtype=np.float64)
-
     def drawn(self) -> list[int]:
         """Samples of each round that arrived with a reward."""
         edges = np.cumsum([0, *self.asked])
-        return np.histogram(self.samples(), bins=edges)[0].tolist() if len(edges) > 1 and edges[-1] else []
+        samples = [sample for sample, reward in self.rewards.items() if reward is not None]
+        return np.histogram(samples, bins=edges)[0].tolist() if len(edges) > 1 and edges[-1] else []
 
     def classes(self, threshold: float) -> tuple[int, int]:
         """Number of rewards above the threshold, and of the others."""
@@ -143,10 +136,6 @@ class Selection:
     def keys(self) -> list[tuple[int, int]]:
         """(prompt, sample) of each that trains."""
         return list(zip(self.prompts.tolist(), self.samples.tolist(), strict=True))
-
-    def find(self, prompts: np.ndarray, samples: np.ndarray) -> np.ndarray:
-        """Return int64 [M]: the row of each (prompt, sample), N for those that are not selected."""
-        return find_rows(self.prompts, self.samples, prompts, samples)
 
 
 def find_rows(prompts: np.ndarray, samples: np.ndarray, of: np.ndarray, numbers: np.ndarray) -> np.ndarray:
@@ -256,24 +245,27 @@ class Collector:
         tried = self._pools[: self._front]
         placed = tuple(pool for pool in tried if pool.fits)
         ended = [pool for pool in self._pools if pool.ended]  # the placed ones among them
-        rows, classes = _Rows.of(ended), [pool.classes(self.rule.threshold) for pool in ended]
+        rows = PoolRows.of(ended)
+        judged = np.diff(rows.bounds)
+        positives = np.bincount(rows.pool[rows.value > self.rule.threshold], minlength=len(ended))
+        varying = rows.pool[rows.value != rows.value[rows.bounds[rows.pool]]]
+        classes = list(zip(positives.tolist(), (judged - positives).tolist(), strict=True))
         index_of = {pool.prompt: index for index, pool in enumerate(ended)}
         places = [index_of[pool.prompt] for pool in placed]
         chosen = self._choose(rows, tried, places, classes)
-        asked, judged = [pool.num_asked for pool in ended], np.diff(rows.bounds)
+        asked = np.array([pool.num_asked for pool in ended], np.int64)
         numbers = np.array([pool.prompt for pool in ended], np.int64)
-        size = self.rule.train_size or 0
         per_prompt = {
-            "samples_per_prompt": list(map(float, asked)),
-            "rounds": [float(len(pool.asked)) for pool in ended],
-            "contrast_fraction": [float(pool.has_contrast()) for pool in ended],
-            "resolved_fraction": [float(self.rule.resolved(*of_class)) for of_class in classes],
+            "samples_per_prompt": asked,
+            "rounds": np.array([len(pool.asked) for pool in ended]),
+            "contrast_fraction": np.bincount(varying, minlength=len(ended)) > 0,
+            "resolved_fraction": np.array([self.rule.resolved(*of_class) for of_class in classes]),
         }
         totals = {
             "samples": sum(pool.num_asked for pool in self._pools),
-            "failed": sum(reward is None for pool in self._pools for reward in pool.rewards.values()),
+            "failed": sum([*pool.rewards.values()].count(None) for pool in self._pools),
             "trained": len(chosen),
-            "short_prompts": np.count_nonzero(judged[places] < size),
+            "short_prompts": np.count_nonzero(judged[places] < (self.rule.train_size or 0)),
             "replaced_prompts": self._front - len(placed),
             "missing_prompts": self._num_prompts - len(placed),
         }
@@ -284,7 +276,7 @@ class Collector:
             rewards=rows.value[chosen],
             pools=placed,
             rule=self.rule,
-            drawn=np.array([numbers, asked, judged, [positives for positives, _ in classes]], dtype=np.int64),
+            drawn=np.array([numbers, asked, judged, positives]),
             metrics=means | {f"sampling/{name}": Stat.total(float(value)) for name, value in totals.items()},
         )
 
@@ -321,7 +313,7 @@ class Collector:
         return [] if enough else self._begin(1)
 
     def _choose(
-        self, rows: "_Rows", tried: Sequence[Pool], places: Sequence[int], classes: Sequence[tuple[int, int]]
+        self, rows: "PoolRows", tried: Sequence[Pool], places: Sequence[int], classes: Sequence[tuple[int, int]]
     ) -> np.ndarray:
         """int64 [N]: the rows that train, of the placed pools."""
         size = self.rule.train_size
@@ -339,7 +331,7 @@ class Collector:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Rows:
+class PoolRows:
     """The samples of P pools that have a reward, in the order of (pool, sample)."""
 
     pool: np.ndarray

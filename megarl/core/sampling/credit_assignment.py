@@ -6,7 +6,7 @@ from megarl.core.advantages import normalize_by_pool
 from megarl.core.choices.credit import Credit
 from megarl.core.choices.stopping import SamplingRule
 from megarl.core.sampling.allocation import clamp_rates, objective_slope
-from megarl.core.sampling.collector import Pool, Selection
+from megarl.core.sampling.collector import Pool, PoolRows, Selection
 from megarl.core.sampling.stopping_law import unbiased_rates
 from megarl.errors import ConfigError
 
@@ -14,33 +14,33 @@ from megarl.errors import ConfigError
 def assign(credit: Credit, selection: Selection, trains: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Return (advantages, weights), float64 [N] each, of the selected samples; the gradient has their product.
 
+    trains: as in ``weigh``. Raises ConfigError where "unbiased" meets a rule that trains on one class only of a pool
+    that has both.
+    """
+    if credit.combination != "unbiased":
+        return _plain(credit, selection), weigh(credit, selection, trains)
+    advantages = np.zeros(len(selection.prompts))
+    for pool in selection.pools:
+        own = selection.prompts == pool.prompt
+        advantages[own] = _unbiased(pool, selection.rewards[own], selection.rule)
+    return advantages, weigh(credit, selection, trains)
+
+
+def weigh(credit: Credit, selection: Selection, trains: np.ndarray | None = None) -> np.ndarray:
+    """Return the weights alone, float64 [N], for other advantages of the same samples; they have no fixed mean.
+
     trains: bool [N], which of them an objective leaves in, as RAFT the positive ones: weights per prompt count these.
     None for all.
-
-    They are separate so that the weights also apply to other advantages of the same samples, such as one per token.
-    Weights have no fixed mean. Raises ConfigError where "unbiased" meets a rule that trains on
-    one class only of a pool that has both.
     """
     weights = np.ones(len(selection.prompts))
-    order, numbers = np.argsort(selection.prompts, kind="stable"), [pool.prompt for pool in selection.pools]
-    begins, ends = (np.searchsorted(selection.prompts[order], numbers, side) for side in ("left", "right"))
-    rows = {number: order[a:b] for number, a, b in zip(numbers, begins.tolist(), ends.tolist(), strict=True)}
     if credit.weigh == "prompt":
         kept = np.ones_like(weights, dtype=bool) if trains is None else trains
-        groups = [row[kept[row]] for row in rows.values() if kept[row].any()]
-        total = kept.sum()
-        for row in groups:
-            weights[row] = total / len(groups) / len(row)
+        numbers, place, counts = np.unique(selection.prompts[kept], return_inverse=True, return_counts=True)
+        weights[kept] = kept.sum() / max(len(numbers), 1) / counts[place]
     if credit.objective is not None:
-        for pool in selection.pools:
-            weights[rows[pool.prompt]] *= _slope(pool, selection.rule.threshold, credit.objective)
-    if credit.combination == "unbiased":
-        advantages = np.zeros(len(weights))
-        for pool in selection.pools:
-            row = rows[pool.prompt]
-            advantages[row] = _unbiased(pool, selection.rewards[row], selection.rule)
-        return advantages, weights
-    return _plain(credit, selection), weights
+        slopes = [_slope(pool, selection.rule.threshold, credit.objective) for pool in selection.pools]
+        weights *= np.array(slopes)[np.searchsorted([pool.prompt for pool in selection.pools], selection.prompts)]
+    return weights
 
 
 def _plain(credit: Credit, selection: Selection) -> np.ndarray:
@@ -50,8 +50,8 @@ def _plain(credit: Credit, selection: Selection) -> np.ndarray:
     if credit.statistics == "trained":
         pool_rewards, pool_prompts = rewards, prompts
     else:
-        pool_rewards = np.concatenate([pool.values() for pool in selection.pools])
-        pool_prompts = np.repeat([p.prompt for p in selection.pools], [len(p.samples()) for p in selection.pools])
+        pooled = PoolRows.of(selection.pools)
+        pool_rewards, pool_prompts = pooled.value, np.array([pool.prompt for pool in selection.pools])[pooled.pool]
     scaling = {"scale": credit.scale, "ddof": credit.ddof, "floor": credit.floor, "rate_eps": credit.rate_eps}
     return normalize_by_pool(rewards, prompts, pool_rewards, pool_prompts, **scaling).numpy()
 

@@ -40,11 +40,10 @@ def _describe(sample: Sample, tokenizer: PreTrainedTokenizerBase, components: Se
     rollout = sample.rollout
     found: Excerpt = {"prompt": "", "response": "", "parts": [], "length": 0, "prompt_tokens": 0, "finish": "abort"}
     if rollout is not None:
-        parts = _split(rollout, tokenizer)
         found |= {
             "prompt": tokenizer.decode(rollout.tokens[: rollout.prompt_length].tolist()),
             "response": tokenizer.decode(rollout.response_tokens.tolist()),
-            "parts": parts if len(parts) > 1 else [],
+            "parts": _split(rollout, tokenizer),
             "length": int(rollout.loss_mask.sum()),
             "prompt_tokens": rollout.prompt_length,
             "finish": rollout.finish_reason,
@@ -59,13 +58,13 @@ def _describe(sample: Sample, tokenizer: PreTrainedTokenizerBase, components: Se
 
 
 def _split(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> list[list[str]]:
-    """The response by who wrote it; the model's calls of tools are in its own parts, the answers in the others."""
+    """The response by who wrote it, if that is not the model alone; its calls of tools are in its own parts."""
     mask = rollout.loss_mask[rollout.prompt_length :]
     bounds = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)] if len(mask) else []
     tokens = rollout.response_tokens
     return [
         ["model" if mask[begin] else "environment", tokenizer.decode(tokens[begin:end].tolist())]
-        for begin, end in pairwise(bounds)
+        for begin, end in pairwise(bounds if len(bounds) > 2 else ())
     ]
 
 
@@ -78,7 +77,9 @@ def complete(
     trained: int64 [n, 2] (place of the prompt in the run's order, sample); gaps: float64 [n, 9] each, as in
     ``megarl.core.diagnostics.tripwires``; dropped: by (group, sample) of the step.
     """
-    of_key = {(int(row[0]), int(row[1])): row[3] / row[4] for rows in gaps for row in rows if row[4] > 0}
+    rows = np.concatenate([np.zeros((0, 9)), *gaps])
+    rows = rows[(rows[:, 4] > 0) & np.isin(rows[:, 0], [prompt for prompt, _ in excerpts])]
+    of_key = dict(zip(map(tuple, rows[:, :2].tolist()), (rows[:, 3] / rows[:, 4]).tolist(), strict=True))
     trains = set(map(tuple, trained.tolist()))
     return [
         {
@@ -87,7 +88,7 @@ def complete(
             "group": first_prompt + prompt,
             "sample": sample,
             "rank": rank,
-            "gap": None if (gap := of_key.get((prompt, sample))) is None else float(gap),
+            "gap": of_key.get((prompt, sample)),
             "trained": (first_prompt + prompt, sample) in trains and (prompt, sample) not in dropped,
             "dropped": dropped.get((prompt, sample)),
         }

@@ -5,8 +5,9 @@ exchanged within a model copy and without their routes: each rank needs other ro
 rank that drew them until the step is split into micro-batches.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Self
 
 import numpy as np
@@ -18,8 +19,8 @@ from megarl.core.choices.parts import TOKEN_ADVANTAGES
 from megarl.core.diagnostics.measures import effective_prompt_ratio
 from megarl.core.metrics import Stat
 from megarl.core.objectives import Objective, select_responses, sequence_advantages, step_advantages
-from megarl.core.sampling.collector import Rewards, Selection, find_rows
-from megarl.core.sampling.credit_assignment import assign
+from megarl.core.sampling.collector import PoolRows, Rewards, Selection, find_rows
+from megarl.core.sampling.credit_assignment import assign, weigh
 from megarl.core.types import Rollout
 from megarl.errors import ConfigError, RolloutError
 from megarl.megatron import distributed
@@ -29,8 +30,8 @@ from megarl.train.sampling.assignment import Assignment, Key
 from megarl.train.token_advantages import Judged
 
 _COLUMNS = (
-    *("prompt", "sample", "reward", "judged", "tokens", "appended", "generated"),
-    *("turns", "cut", "episode_failed", "late_reward"),
+    *("tokens", "appended", "generated"),
+    *("prompt", "sample", "reward", "judged", "turns", "cut", "episode_failed", "late_reward"),
 )
 
 
@@ -49,12 +50,13 @@ class SampleTable:
 
         samples: this rank's; components: names of their several rewards, empty to leave these out.
         """
-        width = len(_COLUMNS) + len(components)
         # A response without components failed, or was stopped and is wrong: all its rewards are 0.
         none = (0.0,) * len(components)
-        mine = [[*_row(key, each), *(each.components or none)][:width] for key, each in samples.items()]
-        rows = distributed.gather_rows(np.array(mine).reshape(-1, width))
-        return cls(rows[np.lexsort((rows[:, 1], rows[:, 0]))], components)
+        facts = [_facts(key, each) + (each.components or none)[: len(none)] for key, each in samples.items()]
+        lengths = _count_tokens([each.rollout for each in samples.values()])
+        mine = np.hstack([lengths, np.array(facts, np.float64).reshape(len(facts), len(_COLUMNS) - 3 + len(none))])
+        found = cls(distributed.gather_rows(mine), components)
+        return replace(found, rows=found.rows[np.lexsort(found._numbers()[::-1])])
 
     def column(self, name: str) -> np.ndarray:
         """float64 [S]."""
@@ -105,24 +107,21 @@ class SampleTable:
         return found
 
 
-def _row(key: Key, sample: Sample) -> list[float]:
-    rollout = sample.rollout
-    tokens, appended, generated = 0, 0, 0
-    if rollout is not None:
-        tokens, generated = rollout.num_tokens, int(np.count_nonzero(rollout.loss_mask))
-        appended = tokens - rollout.prompt_length - generated
-    return [
-        *key,
-        sample.reward or 0.0,
-        sample.reward is not None,
-        tokens,
-        appended,
-        generated,
-        sample.turns,
-        rollout is not None and rollout.finish_reason == "length",
-        sample.episode_error is not None,
-        sample.late_reward,
-    ]
+def _facts(key: Key, sample: Sample) -> tuple[float, ...]:
+    is_cut = sample.rollout is not None and sample.rollout.finish_reason == "length"
+    judged = (sample.reward or 0.0, sample.reward is not None)
+    return (*key, *judged, sample.turns, is_cut, sample.episode_error is not None, sample.late_reward)
+
+
+def _count_tokens(rollouts: Sequence[Rollout | None]) -> np.ndarray:
+    """int64 [S, 3]: the tokens of each, those that its environment appended, and those that the model generated."""
+    masks = [np.zeros(0, bool) if rollout is None else rollout.loss_mask for rollout in rollouts]
+    tokens = np.array([len(mask) for mask in masks], np.int64)
+    begins, ends = np.cumsum(tokens) - tokens, np.cumsum(tokens)
+    before = np.cumsum(np.concatenate([[0], *masks]))  # so many generated tokens are before each token
+    generated = before[ends] - before[begins]
+    prompts = np.minimum(np.searchsorted(before, before[begins], "right") - 1, ends) - begins
+    return np.stack([tokens, tokens - prompts - generated, generated], 1)
 
 
 def select(assignment: Assignment, table: SampleTable, step: int, first_error: str | None) -> Selection:
@@ -201,9 +200,8 @@ class CopyShare:
 
     def without_dummies(self, own: list[list[Key]]) -> list[Rollout]:
         """Return each rollout of ``own`` once."""
-        wanted = {key for part in own for key in part}
-        by_key = {(rollout.group, rollout.sample): rollout for part in self.rollouts for rollout in part}
-        return [rollout for key, rollout in by_key.items() if key in wanted]
+        placed = chain.from_iterable(map(zip, own, self.rollouts))  # dummies are behind, or have another key
+        return [rollout for key, rollout in placed if key == (rollout.group, rollout.sample)]
 
 
 def exchange_rollouts(own: list[list[Key]], selection: Selection, samples: Mapping[Key, Sample]) -> CopyShare:
@@ -214,20 +212,20 @@ def exchange_rollouts(own: list[list[Key]], selection: Selection, samples: Mappi
     mine = {key: sample.rollout for key, sample in samples.items() if sample.rollout is not None}
     wanted = {key for part in own for key in part}
     # Each rank also offers its shortest rollout: the copy may need a dummy and have nothing else.
-    shortest = min(mine, key=lambda key: (mine[key].num_tokens, key), default=None)
+    _, shortest = min(((len(rollout.tokens), key) for key, rollout in mine.items()), default=(0, None))
     offered = [rollout for key, rollout in mine.items() if key in wanted or key == shortest]
-    found = {(rollout.group, rollout.sample): rollout for rollout in distributed.gather_rollouts(offered)}
-    found |= {key: mine[key] for key in found if key in mine}  # this rank's, with their routes
+    of_copy = *distributed.gather_rollouts(offered), *offered  # this rank's come last: they have their routes
+    found = {(rollout.group, rollout.sample): rollout for rollout in of_copy}
     failure = None if found else RolloutError("this rank's model copy drew no complete response to hold its place")
     distributed.fail_together(failure, "sampling")
-    dummy = min(found, key=lambda key: (found[key].num_tokens, key))
+    _, dummy = min((len(rollout.tokens), key) for key, rollout in found.items())
     share = CopyShare([], [])
     for part in own:
         size = distributed.largest(max(len(part), 1), dist.group.WORLD)
         present = [key if key in found else None for key in part] + [None] * (size - len(part))
         share.rollouts.append([found[key or dummy] for key in present])
         columns = np.array([(-1, 0) if key is None else key for key in present]).T
-        share.rows.append(selection.find(*columns).tolist())
+        share.rows.append(find_rows(selection.prompts, selection.samples, *columns).tolist())
     return share
 
 
@@ -254,7 +252,7 @@ def response_advantages(
     if objective.advantage in TOKEN_ADVANTAGES:
         return np.zeros(len(rewards)), trains
     # The objective has its own advantages; only the weights of the prompts come from credit assignment.
-    _, factors = assign(replace(config.credit_record, combination="plain", scale="none"), selection, trains)
+    factors = weigh(config.credit_record, selection, trains)
     return sequence_advantages(objective, rewards, groups, threshold, **given).double().numpy() * factors, trains
 
 
@@ -295,8 +293,7 @@ def _require_rates(credit: Credit, selection: Selection) -> None:
     """Raise ConfigError at the first negative reward, not at the first prompt whose mean is negative."""
     if credit.combination == "unbiased" or credit.scale not in ("rate", "root_rate"):
         return
-    least = min((float(pool.values().min(initial=np.inf)) for pool in selection.pools), default=0.0)
-    if least < 0:
+    if (least := PoolRows.of(selection.pools).value.min(initial=0.0)) < 0:
         raise ConfigError(
             f'credit.scale: found "{credit.scale}", which divides by the mean of rewards from 0 to 1, but a reward is '
             f'{least:g}; set credit.scale = "none" or "std", or change the reward'
