@@ -93,9 +93,9 @@ class PromptTable(Sequence[Prompt]):
             return self.take(np.arange(len(self))[index])
         row = range(len(self))[index]
         row = row if self.rows is None else int(self.rows[row])
-        begins, ends = self.bounds[:, row].tolist(), self.bounds[:, row + 1].tolist()
-        text, answer = (self.letters[begins[i] : ends[i]].tobytes().decode(errors="surrogatepass") for i in (1, 2))
-        tokens = self.tokens[begins[0] : ends[0]].copy()
+        (begin, end), *words = self.bounds[:, row : row + 2].tolist()
+        text, answer = (self.letters[i:j].tobytes().decode(errors="surrogatepass") for i, j in words)
+        tokens = self.tokens[begin:end].copy()
         return Prompt(row, tokens, text, answer, f"{self.prefix}{self.numbers[row]}")
 
     def take(self, rows: np.ndarray) -> Self:

@@ -307,6 +307,16 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], special: boo
     return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=special)]
 
 
+def decode_all(tokenizer: PreTrainedTokenizerBase, sequences: Sequence[np.ndarray]) -> list[str]:
+    """Return the text of each of several responses, int32 [R], without special tokens."""
+    ids = [sequence.tolist() for sequence in sequences]
+    kind, plain = type(tokenizer), PreTrainedTokenizerFast
+    if kind._decode is plain._decode and kind.decode is plain.decode and not tokenizer.clean_up_tokenization_spaces:
+        backend: Any = tokenizer.backend_tokenizer  # in a quarter of the time that the tokenizer's own call takes
+        return backend.decode_batch(ids, skip_special_tokens=True)
+    return [tokenizer.decode(sequence, skip_special_tokens=True) for sequence in ids]
+
+
 def check_messages(messages: list[Any], field: str, place: str) -> None:
     """DataError unless these are chat messages with text."""
     for number, message in enumerate(messages):

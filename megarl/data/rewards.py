@@ -239,7 +239,7 @@ def describe_failure(error: BaseException) -> Verdict:
 
 
 def _check_finite(value: object, what: str) -> float:
-    if not isinstance(value, (numbers.Real, np.bool_)):
+    if not isinstance(value, (float, numbers.Real, np.bool_)):  # float first, for it needs no look-up
         raise TypeError(f"{what} {value!r:.80} ({type(value).__name__}), expected a number")
     number = float(value)
     if not math.isfinite(number):

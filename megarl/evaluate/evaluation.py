@@ -189,8 +189,8 @@ def draw_lines(
     request_of = make_requests(config.run.seed, EVALUATE, benchmark_number(benchmark.name), prompts)
     with Judge(benchmark.reward, **config.judge_options(benchmark.reward)) as judge:
         draw = Draw(FixedSamples(keys), request_of, make_player(config, tokenizer, judge))
-        engine.converse(draw.begin, eval_params(config, turn_ends(config, tokenizer)), on_finish)
-    return [_line(key, sample, tokenizer) for key, sample in draw.samples.items()]
+        samples = draw.run(engine, eval_params(config, turn_ends(config, tokenizer)), on_finish)
+    return [_line(key, sample, tokenizer) for key, sample in samples.items()]
 
 
 def _line(key: Key, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> results.Json:

@@ -59,9 +59,6 @@ class Session:
     not wait for each other, unless the engine can only compute in batches.
     """
 
-    in_batches = False
-    """Whether the engine samples only once all episodes wait, so that ``sample_all`` costs less than many episodes."""
-
     def __init__(self) -> None:
         self._episodes: set[asyncio.Task[None]] = set()
         self._tasks = asyncio.TaskGroup()
@@ -83,10 +80,6 @@ class Session:
 
     async def sample(self, request: SampleRequest) -> Rollout:
         """Samples one response."""
-        raise NotImplementedError
-
-    async def sample_all(self, requests: Sequence[SampleRequest]) -> list[Rollout]:
-        """Samples responses to requests in the order of (group, sample), for a session ``in_batches``."""
         raise NotImplementedError
 
     def _end_episode(self, task: asyncio.Task[None]) -> None:
@@ -114,6 +107,9 @@ sampling."""
 
 class Engine(Protocol):
     """Samples responses, and takes new weights from the trainer."""
+
+    in_batches: bool = False
+    """Whether ``converse`` samples only once all episodes wait, so that ``generate`` costs less than many episodes."""
 
     @property
     def weight_version(self) -> int:
@@ -179,9 +175,9 @@ def check_prompt(request: SampleRequest, params: SamplingParams, vocabulary: int
     prompt, label = request.prompt_tokens, f"group {request.group} sample {request.sample}"
     if not prompt.size:
         raise RolloutError(f"{label}: the prompt is empty, expected at least one token")
-    if prompt.ndim != 1 or not np.issubdtype(prompt.dtype, np.integer):
+    if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
         raise RolloutError(f"{label}: the prompt is {prompt.dtype} {prompt.shape}, expected integers [P]")
-    if prompt.min() < 0 or prompt.max() >= vocabulary:
+    if prompt.astype(np.uint64).max() >= vocabulary:  # a negative one becomes a large one
         raise RolloutError(f"{label}: the prompt has a token outside of 0..{vocabulary - 1}")
     if any(token >= vocabulary for token in params.stop_token_ids):
         raise RolloutError(f"stop_token_ids {params.stop_token_ids} leave the vocabulary of {vocabulary} tokens")

@@ -1,7 +1,7 @@
 """Plays samples, an episode and its reward each, and draws those that a sampling rule asks for."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerBase
 from megarl.core.sampling.collector import Ask
 from megarl.core.types import Rollout, SampleRequest
 from megarl.data.judge import Judge
-from megarl.data.prompts import Prompt
+from megarl.data.prompts import Prompt, decode_all
 from megarl.data.reasoning_steps import step_tokens
 from megarl.data.rewards import Verdict
-from megarl.rollout.engine import Session
-from megarl.rollout.episodes import EpisodeLimits, EpisodeResult, one_turn, play
+from megarl.rollout.engine import Engine, OnFinish, SamplingParams, Session
+from megarl.rollout.episodes import EpisodeLimits, one_turn, play
 from megarl.rollout.tools.protocol import Environment
 
 
@@ -63,38 +63,35 @@ class Player:
             played = await play(session, request, prompt.text, *parts)
         if played.rollout is None or played.failure is not None:
             return Sample(played.rollout, None, turns=len(played.turn_ends), episode_error=played.failure)
-        text = self._text_of(played.rollout)
+        (text,) = decode_all(self._tokenizer, [played.rollout.response_tokens])
         verdict = await self._judge.score(prompt=prompt.text, response=text, answer=prompt.answer)
-        return self._judged(played, played.rollout, verdict)
+        turns = zip(played.turn_ends, played.turn_rewards, strict=True)
+        rewarded = [(end, reward) for end, reward in turns if reward is not None]
+        return self._judged(played.rollout, verdict, len(played.turn_ends), rewarded)
 
     @property
-    def plays_together(self) -> bool:
-        """Whether ``play_together`` works: there is neither an environment nor a reward to wait for."""
+    def is_instant(self) -> bool:
+        """Whether ``judge_now`` works: there is neither an environment nor a reward to wait for."""
         return self._environment is None and self._judge.is_instant
 
-    async def play_together(self, session: Session, asked: Sequence[tuple[SampleRequest, Prompt]]) -> list[Sample]:
-        """Draw and judge samples as ``play`` does, all of them as one episode of a session ``in_batches``."""
-        found = []
-        rollouts = await session.sample_all([request for request, _ in asked])
-        for rollout, (_, prompt) in zip(rollouts, asked, strict=True):
-            text = self._text_of(rollout)
-            verdict = self._judge.score_now(prompt=prompt.text, response=text, answer=prompt.answer)
-            found.append(self._judged(one_turn(rollout), rollout, verdict))
-        return found
+    def judge_now(self, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]) -> list[Sample]:
+        """Judge responses as ``play`` does; a prompt for each."""
+        texts = decode_all(self._tokenizer, [rollout.response_tokens for rollout in rollouts])
+        judge = self._judge.score_now
+        return [
+            self._judged(rollout, judge(prompt=prompt.text, response=text, answer=prompt.answer))
+            for rollout, prompt, text in zip(rollouts, prompts, texts, strict=True)
+        ]
 
-    def _text_of(self, rollout: Rollout) -> str:
-        return self._tokenizer.decode(rollout.response_tokens.tolist(), skip_special_tokens=True)
-
-    def _judged(self, played: EpisodeResult, rollout: Rollout, verdict: Verdict) -> Sample:
-        return Sample(
-            rollout,
-            verdict.reward,
-            self._find_steps(played, rollout, verdict) if verdict.reward is not None else (),
-            len(played.turn_ends),
-            verdict.error,
-            verdict.timed_out,
-            components=verdict.components,
-        )
+    def _judged(
+        self, rollout: Rollout, verdict: Verdict, turns: int = 1, rewarded: Sequence[tuple[int, float]] = ()
+    ) -> Sample:
+        """``rewarded``: the last token and the reward of the turns that the environment rewarded."""
+        steps: tuple[tuple[int, float], ...] = ()
+        if verdict.reward is not None and (rewarded or verdict.steps):
+            steps = self._find_steps(rollout, verdict, verdict.reward, rewarded)
+        reward, error, late, components = verdict.reward, verdict.error, verdict.timed_out, verdict.components
+        return Sample(rollout, reward, steps, turns, error, late, None, components)
 
     def close(self) -> None:
         """End the processes of the reward."""
@@ -106,16 +103,17 @@ class Player:
             self._places = loop, asyncio.Semaphore(self._concurrency)
         return self._places[1]
 
-    def _find_steps(self, played: EpisodeResult, rollout: Rollout, verdict: Verdict) -> tuple[tuple[int, float], ...]:
+    def _find_steps(
+        self, rollout: Rollout, verdict: Verdict, outcome: float, rewarded: Sequence[tuple[int, float]]
+    ) -> tuple[tuple[int, float], ...]:
         """Collects the process rewards: of the turns that the environment rewarded, and of the reward function's steps.
 
-        A verdict without steps counts as one at the end if turns were rewarded; alone it gives no steps.
+        A verdict without steps counts as one at the end of rewarded turns.
         """
-        turns = zip(played.turn_ends, played.turn_rewards, strict=True)
-        found = [(end, reward) for end, reward in turns if reward is not None]
-        if found and not verdict.steps and verdict.reward is not None:
-            found.append((rollout.num_tokens - 1, verdict.reward))
-        if verdict.steps:
+        found = [*rewarded]
+        if not verdict.steps:
+            found.append((rollout.num_tokens - 1, outcome))
+        else:
             ends = np.array([step.end for step in verdict.steps])
             tokens = step_tokens(self._tokenizer, rollout.response_tokens, ends) + rollout.prompt_length
             found += [(int(token), step.reward) for token, step in zip(tokens, verdict.steps, strict=True)]
@@ -143,7 +141,7 @@ class Asker(Protocol):
 
 
 class Draw:
-    """One rank's samples of a step; ``engine.converse(draw.begin, params)`` returns when they are complete."""
+    """One rank's samples of a step."""
 
     def __init__(self, asker: Asker, request_of: RequestOf, player: Player) -> None:
         self.samples: dict[Key, Sample] = {}
@@ -151,40 +149,43 @@ class Draw:
         self._asker, self._request_of, self._player = asker, request_of, player
         self._in_flight: set[asyncio.Task[None]] = set()
 
+    def run(self, engine: Engine, params: SamplingParams, on_finish: OnFinish = None) -> dict[Key, Sample]:
+        """Draw all samples: in rounds without episodes where the engine samples in batches and nothing is awaited."""
+        if not (getattr(engine, "in_batches", False) and self._player.is_instant):  # a user's engine need not have it
+            engine.converse(self.begin, params, on_finish)
+            return self.samples
+        asks = self._asker.start()
+        while keys := sorted((ask.prompt, sample) for ask in asks for sample in ask.samples):
+            requests, prompts = zip(*(self._request_of(*key) for key in keys), strict=True)
+            rollouts = engine.generate(requests, params, on_finish)
+            asks = self._keep(keys, self._player.judge_now(rollouts, prompts))
+        return self.samples
+
     def begin(self, session: Session) -> None:
         """Start the first episodes; each one starts those that its reward calls for."""
         self._start(session, self._asker.start())
 
     def _start(self, session: Session, asks: Sequence[Ask]) -> None:
-        keys = [(ask.prompt, sample) for ask in asks for sample in ask.samples]
-        if getattr(session, "in_batches", False) and self._player.plays_together:  # a session need not be a Session
-            episodes = [self._play_together(session, sorted(keys))] if keys else []
-        else:
-            episodes = [self._play(session, key) for key in keys]
-        for episode in episodes:
-            task = session.start(episode)
+        for key in [(ask.prompt, sample) for ask in asks for sample in ask.samples]:
+            task = session.start(self._play(session, key))
             self._in_flight.add(task)
             task.add_done_callback(self._in_flight.discard)
 
     async def _play(self, session: Session, key: Key) -> None:
-        self._take(session, {key: await self._player.play(session, *self._request_of(*key))})
-
-    async def _play_together(self, session: Session, keys: Sequence[Key]) -> None:
-        drawn = await self._player.play_together(session, [self._request_of(*key) for key in keys])
-        self._take(session, dict(zip(keys, drawn, strict=True)))
-
-    def _take(self, session: Session, drawn: Mapping[Key, Sample]) -> None:
-        """Keep samples until there are enough, and start those that their rewards call for."""
+        sample = await self._player.play(session, *self._request_of(*key))
         if self._asker.done:
             return  # other samples were enough in the meantime
-        asks: list[Ask] = []
-        for key, sample in drawn.items():
-            if self._asker.done:
-                break
-            self.samples[key] = sample
-            asks += self._asker.add(*key, sample.reward)
-        if not self._asker.done:
-            self._start(session, asks)
-        else:
+        self._start(session, self._keep([key], [sample]))
+        if self._asker.done:
             for task in self._in_flight - {asyncio.current_task()}:
                 task.cancel()
+
+    def _keep(self, keys: Sequence[Key], drawn: Sequence[Sample]) -> list[Ask]:
+        """Keep samples until there are enough; return what their rewards call for."""
+        asks: list[Ask] = []
+        for key, sample in zip(keys, drawn, strict=True):
+            self.samples[key] = sample
+            asks += self._asker.add(*key, sample.reward)
+            if self._asker.done:
+                return []
+        return asks

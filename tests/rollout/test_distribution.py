@@ -57,10 +57,14 @@ def test_bfloat16_logits_are_widened_before_the_softmax() -> None:
     torch.testing.assert_close(found, torch.log_softmax(logits.float() / 0.7, -1), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("place", [0, 2, slice(None)])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
+def test_logits_that_are_not_finite_are_an_error(bad: float, place: int | slice) -> None:
     logits = torch.zeros(3, 4)
-    logits[1, 2] = bad
+    logits[1, place] = bad
+    with pytest.raises(NumericsError, match="1 of 3"):
+        sampling_logprobs(logits, 1.0, 1.0)
+    logits[1] = -math.inf
     with pytest.raises(NumericsError, match="1 of 3"):
         sampling_logprobs(logits, 1.0, 1.0)
     assert sampling_logprobs(torch.tensor([[0.0, -math.inf]]), 1.0, 1.0)[0].tolist() == [0.0, -math.inf]
@@ -96,8 +100,9 @@ def test_noise_is_a_function_of_seed_and_step() -> None:
 
 
 def test_noise_refuses_bad_use() -> None:
-    with pytest.raises(RolloutError, match="seed"):
-        Noise([-1], 4)
+    for bad in (-1, 2**128):
+        with pytest.raises(RolloutError, match=f"seed of a request is {bad},"):
+            Noise([0, bad, 1], 4)
     noise = Noise([1], 300)
     noise.at(299, np.array([0]))
     with pytest.raises(ValueError, match="step 3"):

@@ -20,7 +20,7 @@ from megarl.core.types import Rollout, SampleRequest
 from megarl.data.judge import Judge
 from megarl.data.prompts import Prompt
 from megarl.errors import RolloutError
-from megarl.rollout.engine import SamplingParams, Session
+from megarl.rollout.engine import Begin, Engine, OnFinish, SamplingParams, Session
 from megarl.rollout.episodes import EpisodeLimits
 from megarl.rollout.local.engine import BatchSession, LocalEngine
 from megarl.rollout.player import Draw, Player
@@ -250,10 +250,11 @@ def test_an_answer_that_comes_with_the_last_one_is_left_out(tokenizer: PreTraine
     def sample(requests: Sequence[SampleRequest]) -> list[Rollout]:
         return [make_rollout(r, tokenizer.convert_tokens_to_ids(str(r.sample))) for r in requests]
 
-    collector = Collector(Uniform(2), 1, refill=True, max_prompts=9, spare=2)
-    with draw_of(collector, tokenizer) as draw:
-        BatchSession(sample).run(draw.begin)
-    assert sorted(draw.samples) == [(0, 0), (0, 1)]
+    for in_batches in (False, True):
+        collector = Collector(Uniform(2), 1, refill=True, max_prompts=9, spare=2)
+        with draw_of(collector, tokenizer) as draw:
+            draw.run(Batches(sample, in_batches), SamplingParams())
+        assert sorted(draw.samples) == [(0, 0), (0, 1)]
 
 
 def test_the_real_engine_answers_the_same_whatever_it_is_asked_for_together(
@@ -265,7 +266,7 @@ def test_the_real_engine_answers_the_same_whatever_it_is_asked_for_together(
     for prompts in (6, 3):
         collector = Collector(rule, prompts)
         with draw_of(collector, tokenizer, "first_is_digit") as draw:
-            engine.converse(draw.begin, params)
+            draw.run(engine, params)
         assert collector.done
         asked = {(pool.prompt, i) for pool in collector.select().pools for i in range(pool.num_asked)}
         assert set(draw.samples) == asked
@@ -274,38 +275,44 @@ def test_the_real_engine_answers_the_same_whatever_it_is_asked_for_together(
     assert found[1] == {key: tokens for key, tokens in found[0].items() if key[0] < 3}
 
 
+class Batches(Engine):
+    """Samples in batches; a token for each (group, sample)."""
+
+    def __init__(self, sample: Callable[[Sequence[SampleRequest]], list[Rollout]], in_batches: bool = True) -> None:
+        self.in_batches, self._sample, self.num_generated = in_batches, sample, 0
+
+    def converse(self, begin: Begin, params: SamplingParams, on_finish: OnFinish = None) -> None:
+        BatchSession(self._sample).run(begin)
+
+    def generate(
+        self, requests: Sequence[SampleRequest], params: SamplingParams, on_finish: OnFinish = None
+    ) -> list[Rollout]:
+        self.num_generated += 1
+        return self._sample(requests)
+
+
 @pytest.mark.parametrize("reward", ["says_one", "says_one_later"])
 @pytest.mark.parametrize("rule", [Uniform(3), Sequential(1, 1, round_size=2, max_samples=6, train_size=2)])
-def test_one_episode_for_a_batch_gives_what_an_episode_for_each_response_gives(
+def test_rounds_give_what_an_episode_for_each_response_gives(
     tokenizer: PreTrainedTokenizerBase, rule: SamplingRule, reward: str
 ) -> None:
-    """As one episode if no reward has to be awaited, and only in a session that samples in batches."""
+    """In rounds if no reward has to be awaited, and only with an engine that samples in batches."""
 
     def sample(requests: Sequence[SampleRequest]) -> list[Rollout]:
         batches.append([(r.group, r.sample) for r in requests])
         says = (str((5 * r.group + 3 * r.sample) % 4) for r in requests)
         return [make_rollout(r, tokenizer.convert_tokens_to_ids(s)) for r, s in zip(requests, says, strict=True)]
 
-    class Counted(BatchSession):
-        num_episodes = 0
-
-        def start(self, episode: Any) -> asyncio.Task[None]:
-            self.num_episodes += 1
-            return super().start(episode)
-
-    class OneByOne(Counted):
-        in_batches = False
-
     found = []
-    for session in (Counted(sample), OneByOne(sample)):
+    for engine in (Batches(sample), Batches(sample, in_batches=False)):
         batches: list[list[Key]] = []
         collector = Collector(rule, 4)
         with draw_of(collector, tokenizer, reward) as draw:
-            session.run(draw.begin)
-        together = session.in_batches and reward == "says_one"
-        assert session.num_episodes == (len(batches) if together else len(draw.samples))
+            samples = draw.run(engine, SamplingParams())
+        assert samples is draw.samples
+        assert engine.num_generated == (len(batches) if engine.in_batches and reward == "says_one" else 0)
         assert batches == [sorted(batch) for batch in batches]
-        facts = {key: (s.reward, s.reward_error, s.turns, s.rollout.tokens.tolist()) for key, s in draw.samples.items()
+        facts = {key: (s.reward, s.reward_error, s.turns, s.rollout.tokens.tolist()) for key, s in samples.items()
                  if s.rollout}  # fmt: skip
         found.append((batches, facts, collector.select().drawn.tolist()))
     assert found[0] == found[1]
@@ -324,12 +331,16 @@ def test_nothing_to_draw_is_done_at_once(tokenizer: PreTrainedTokenizerBase) -> 
 
     with serving(lambda *_: "1") as server, draw_of(Nothing(), tokenizer) as draw:
         served(server, draw, tokenizer)
+        assert draw.run(Batches(lambda _: pytest.fail("nothing was asked for")), SamplingParams()) == {}
     assert draw.samples == {}
     assert server.asked == []
 
 
+@pytest.mark.parametrize("in_batches", [False, True])
 @pytest.mark.parametrize("where", ["engine", "rule"])
-def test_an_error_ends_the_session_and_is_raised_as_it_was(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+def test_an_error_ends_the_session_and_is_raised_as_it_was(
+    tokenizer: PreTrainedTokenizerBase, where: str, in_batches: bool
+) -> None:
     def broken(requests: Sequence[SampleRequest]) -> list[Rollout]:
         if where == "engine":
             raise RolloutError("the engine broke")
@@ -341,7 +352,7 @@ def test_an_error_ends_the_session_and_is_raised_as_it_was(tokenizer: PreTrained
 
     collector = Broken(Uniform(2), 3)
     with draw_of(collector, tokenizer) as draw, pytest.raises(RolloutError, match=f"the {where} broke"):
-        BatchSession(broken).run(draw.begin)
+        draw.run(Batches(broken, in_batches), SamplingParams())
 
 
 def test_a_session_is_any_session(tokenizer: PreTrainedTokenizerBase) -> None:

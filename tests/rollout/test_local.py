@@ -158,6 +158,7 @@ def test_columns_of_a_rollout(engine: LocalEngine) -> None:
 
 
 def test_finish_reasons_and_lengths(engine: LocalEngine) -> None:
+    assert engine.generate([], PARAMS) == []
     for rollout in engine.generate(make_requests(40), PARAMS):
         response = rollout.response_tokens.tolist()
         assert 1 <= len(response) <= 9

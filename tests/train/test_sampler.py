@@ -24,6 +24,7 @@ from megarl.core.metrics import finalize
 from megarl.core.types import Rollout
 from megarl.data.tiny import EOS_ID
 from megarl.errors import ConfigError, DataError, RolloutError, StopError
+from megarl.rollout.player import Draw
 from megarl.train.environments import stop_tokens
 from megarl.train.sampling.sampler import Sampler
 from megarl.train.sampling.seeds import EVALUATE, TRAIN, sampling_seed
@@ -271,19 +272,19 @@ def test_a_reward_that_fails_on_everything_ends_the_run(world: World) -> None:
             made.evaluate(0)
 
 
-def test_training_and_evaluation_noise(world: World) -> None:
+def test_training_and_evaluation_noise(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training noise changes with the step and repeats with it; evaluation repeats always and is never training's."""
     with sampler(world, data__heldout=str(world.folder / "task" / "train.jsonl"), train__mini_batches=1) as made:
         first, again, later = (made.sample_step(step).mini_batches[0] for step in (0, 0, 1))
         drawn: list[list[Rollout]] = []
-        original = made._converse
+        original = Draw.run
 
         def kept(*rest: Any) -> Any:
             samples = original(*rest)
             drawn.append([samples[key].rollout for key in sorted(samples)])
             return samples
 
-        made._converse = kept  # type: ignore[method-assign]
+        monkeypatch.setattr(Draw, "run", kept)
         evaluated = [made.evaluate(step) for step in (0, 7)]
     assert [r.tokens.tolist() for r in first] == [r.tokens.tolist() for r in again]
     assert [r.tokens.tolist() for r in first] != [r.tokens.tolist() for r in later]

@@ -24,10 +24,12 @@ def test_seeds_are_those_of_numpys_seed_sequence(run_seed: int, step: int, purpo
     assert sampling_seed(run_seed, purpose, step, 31, 9) == expected[2][2]
 
 
-def test_a_request_has_the_seed_of_its_prompt_and_sample() -> None:
-    prompts = [Prompt(row, np.array([row], np.int32), str(row), "", "") for row in range(1500)]
+@pytest.mark.parametrize("num_prompts", [1, 32, 1500])
+def test_a_request_has_the_seed_of_its_prompt_and_sample(num_prompts: int) -> None:
+    prompts = [Prompt(row, np.array([row], np.int32), str(row), "", "") for row in range(num_prompts)]
     request_of = make_requests(7, 0, 3, prompts)
-    for number, sample in ((0, 0), (0, 15), (0, 16), (1023, 3), (1024, 3), (1499, 47), (0, 0)):
+    last = num_prompts - 1
+    for number, sample in ((0, 0), (0, 15), (0, 16), (min(1023, last), 3), (min(1024, last), 3), (last, 47), (0, 0)):
         request, prompt = request_of(number, sample)
         assert (request.group, request.sample) == (number, sample)
         assert request.seed == of_numpy(7, 0, 3, number, sample)

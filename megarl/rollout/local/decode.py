@@ -11,7 +11,6 @@ the end.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -34,12 +33,8 @@ class _Reader:
         self._mask: torch.Tensor | None = None
         self._positions = torch.empty(0)
 
-    def read_prompts(self, prompts: Sequence[np.ndarray]) -> tuple[torch.Tensor, np.ndarray | None]:
-        """Logits [U, V] after each prompt, and experts [U, P, L, K] of the left-padded prompts."""
-        lengths = np.array([[len(prompt)] for prompt in prompts])
-        mask = np.arange(lengths.max()) >= lengths.max() - lengths
-        ids = np.zeros(mask.shape, dtype=np.int64)
-        ids[mask] = np.concatenate(prompts)
+    def read_prompts(self, ids: np.ndarray, mask: np.ndarray) -> tuple[torch.Tensor, np.ndarray | None]:
+        """Logits [U, V] after each left-padded prompt, and experts [U, P, L, K]; ids: int64 [U, P], mask: bool."""
         positions = np.maximum(mask.cumsum(axis=1) - 1, 0)
         device = self._model.device
         # Without padding the model needs no mask, and its attention is faster for it.
@@ -62,15 +57,14 @@ class _Reader:
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
         self._positions = positions[:, -1:]
         model: Any = self._model
-        with nullcontext() if self._recorder is None else self._recorder.recording():
-            output = model(
-                input_ids=ids,
-                attention_mask=self._mask,
-                position_ids=positions,
-                past_key_values=self._cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+        output = model(
+            input_ids=ids,
+            attention_mask=self._mask,
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
         return output.logits[:, -1], None if self._recorder is None else self._recorder.take(*ids.shape)
 
 
@@ -87,118 +81,94 @@ def decode(
 ) -> list[Rollout]:
     """Samples one response per request, at most ``limits`` int64 [B] tokens long, in one batch.
 
-    Experts are recorded if there is a ``recorder``. The ``cache`` is empty. The requests must have been checked.
+    Experts are recorded if there is a ``recorder``, which is recording. The ``cache`` is empty. The requests must have
+    been checked.
     """
     reader = _Reader(model, recorder, cache)
     prompts, prompt_of_request = _distinct([request.prompt_tokens for request in requests])
-    logits, prompt_routes = reader.read_prompts(prompts)
+    ids, mask = _pad_left(prompts)
+    logits, prompt_routes = reader.read_prompts(ids, mask)
     if len(prompts) != len(requests):
-        expand = torch.tensor(prompt_of_request, device=logits.device)
+        expand = torch.from_numpy(prompt_of_request).to(logits.device)
         reader.select(expand)
         logits = logits[expand]
 
     noise = Noise([request.seed for request in requests], int(limits.max()))
-    stop_ids = np.array(params.stop_token_ids, dtype=np.int64)
-    stopped = np.zeros(len(requests), dtype=bool)
+    is_stop = np.zeros(logits.shape[-1], dtype=bool)
+    is_stop[list(params.stop_token_ids)] = True
     num_kept, kept_steps = np.zeros(len(requests), dtype=np.int64), []  # ids of the sets so far; counts, ids of a step
-    steps: list[list[np.ndarray]] = []
-    """Of each step: the requests of the rows, their tokens and log-probabilities, and their experts if recorded."""
+    owners, places = mask[prompt_of_request].nonzero()
+    at = prompt_of_request[owners], places
+    steps = [[owners, ids[at]] if prompt_routes is None else [owners, ids[at], prompt_routes[at]]]
+    """Of the tokens of all prompts, then of each step: their requests, the tokens, and their experts if recorded."""
+    logprobs = [logits.new_zeros(len(owners))]
     alive = np.arange(len(requests))  # the request of each row
     for step in range(int(limits.max())):
-        tokens, logprobs, kept = _sample(logits, params, noise, step, alive)
+        tokens, logprobs_of_step, kept = _sample(logits, params, noise, step, alive)
         drawn = tokens.cpu().numpy()
-        steps.append([alive, drawn, logprobs.cpu().numpy()])
+        steps.append([alive, drawn])
+        logprobs.append(logprobs_of_step)
         if kept is not None:
             kept_steps.append((kept.sum(dim=-1).cpu().numpy(), kept.nonzero()[:, 1].int().cpu().numpy()))
             num_kept[alive] += kept_steps[-1][0]
             if (most := num_kept.max()) > params.max_kept_ids:
                 raise too_many_kept(requests[num_kept.argmax()], most, params.max_kept_ids, step + 1)
-        at_stop = (drawn[:, None] == stop_ids).any(1)
-        finished = at_stop | (step + 1 >= limits[alive])
-        stopped[alive[at_stop]] = True
-        if on_finish is not None and finished.any():
-            on_finish(int(finished.sum()))
+        staying = (~is_stop[drawn] & (limits[alive] > step + 1)).nonzero()[0]
+        num_finished = len(alive) - len(staying)
+        if on_finish is not None and num_finished:
+            on_finish(num_finished)
         if recorder is not None:
             logits, routes = reader.read_tokens(tokens)
             assert routes is not None
             steps[-1].append(routes[:, 0])
-        if finished.any():
-            alive = alive[~finished]
+        if num_finished:
+            alive = alive[staying]
             if not alive.size:
                 break
-            stay = torch.from_numpy(np.flatnonzero(~finished)).to(logits.device)
+            stay = torch.from_numpy(staying).to(logits.device)
             reader.select(stay)
             tokens, logits = tokens[stay], logits[stay]
         if recorder is None:
             logits, _ = reader.read_tokens(tokens)
 
-    routes = None if prompt_routes is None else [prompt_routes[prompt] for prompt in prompt_of_request]
-    return _cut_into_rollouts(requests, steps, kept_steps, stopped, version, routes)
+    columns = [np.concatenate(column) for column in zip(*steps, strict=True)]
+    columns.insert(2, torch.cat(logprobs).float().cpu().numpy())
+    return _cut_into_rollouts(requests, columns, len(owners), kept_steps, is_stop, version)
 
 
 def _cut_into_rollouts(
     requests: Sequence[SampleRequest],
-    steps: Sequence[Sequence[np.ndarray]],
+    columns: Sequence[np.ndarray],
+    num_read: int,
     kept_steps: Sequence[tuple[np.ndarray, np.ndarray]],
-    stopped: np.ndarray,
+    is_stop: np.ndarray,
     version: int,
-    prompt_routes: Sequence[np.ndarray] | None,
 ) -> list[Rollout]:
     """The rollouts of a batch, as views of its columns: sequence after sequence, each the prompt and then the response.
 
-    ``steps``, ``kept_steps`` and ``stopped`` are those of ``decode``. ``prompt_routes``: the experts of each request's
-    prompt, padded on the left.
+    ``columns``: the request of each token, the tokens, their log-probabilities, and their experts if recorded; first of
+    the ``num_read`` tokens of all prompts, then step after step, as ``kept_steps``.
     """
-    owners, drawn, logprobs_of, *routes_of = (np.concatenate(column) for column in zip(*steps, strict=True))
-    order, sizes = np.argsort(owners, kind="stable"), np.bincount(owners)
-    parts = np.stack([[len(request.prompt_tokens) for request in requests], sizes], 1)
-    generated = np.repeat(np.tile([False, True], len(requests)), parts.ravel())
-    rollout_logprobs = np.zeros(len(generated), np.float32)
-    rollout_logprobs[generated] = logprobs_of[order]
-    tokens = np.empty(len(generated), np.int32)
-    tokens[generated] = drawn[order]
-    tokens[~generated] = np.concatenate([request.prompt_tokens for request in requests])
-    versions, present = np.full(len(generated), version, np.int32), np.ones(len(generated), bool)
-    experts = None
-    if prompt_routes is not None:
-        experts = np.empty((len(generated), *routes_of[0].shape[1:]), routes_of[0].dtype)
-        experts[generated] = routes_of[0][order]
-        experts[~generated] = np.concatenate(
-            [routes[-length:] for routes, (length, _) in zip(prompt_routes, parts, strict=True)]
-        )
-    ends = parts.sum(1).cumsum()
-    kept_counts = kept_ids = None
+    owners = columns[0]
+    order, ends = np.argsort(owners, kind="stable"), np.bincount(owners).cumsum()
+    tokens, logprobs, *routes = (np.take(column, order, axis=0) for column in columns[1:])
+    tokens = tokens.astype(np.int32)
+    kept_counts, kept_ids = None, [None] * len(requests)
     if kept_steps:
-        kept_counts, ids = _sort_kept(kept_steps, owners, order, generated)
+        counts, ids = (np.concatenate(column) for column in zip(*kept_steps, strict=True))
+        kept_counts = np.append(np.zeros(num_read, np.int32), counts)[order].astype(np.int32)
+        ids = ids[np.argsort(np.repeat(owners[num_read:], counts), kind="stable")].astype(np.int32)
         kept_ids = np.split(ids, kept_counts.cumsum()[ends[:-1] - 1])
-    return [
-        Rollout(
-            request.group,
-            request.sample,
-            tokens[start:end],
-            generated[start:end],
-            rollout_logprobs[start:end],
-            None if experts is None else experts[start:end],
-            None if experts is None else present[start:end],
-            versions[start:end],
-            "stop" if is_stopped else "length",
-            kept_counts=None if kept_counts is None else kept_counts[start:end],
-            kept_ids=None if kept_ids is None else kept_ids[index],
-        )
-        for index, (request, start, end, is_stopped) in enumerate(
-            zip(requests, [0, *ends[:-1].tolist()], ends.tolist(), stopped.tolist(), strict=True)
-        )
-    ]
-
-
-def _sort_kept(
-    steps: Sequence[tuple[np.ndarray, np.ndarray]], owners: np.ndarray, order: np.ndarray, generated: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """The counts int32 [T] and the ids int32 [M] of all sequences, from those of all steps."""
-    counts, ids = (np.concatenate(column) for column in zip(*steps, strict=True))
-    whole = np.zeros(len(generated), np.int32)
-    whole[generated] = counts[order]
-    return whole, ids[np.argsort(np.repeat(owners, counts), kind="stable")].astype(np.int32)
+    generated, versions = order >= num_read, np.full(len(order), version, np.int32)
+    experts = [*routes, np.ones(len(order), bool)] if routes else [None, None]
+    slices = [*map(slice, [0, *ends[:-1].tolist()], ends.tolist())]
+    whole = [tokens, generated, logprobs, *experts, versions, kept_counts]
+    views = [[None] * len(slices) if column is None else [column[part] for part in slices] for column in whole]
+    reasons = ["stop" if is_last else "length" for is_last in is_stop[tokens[ends - 1]].tolist()]
+    groups, samples = [request.group for request in requests], [request.sample for request in requests]
+    *first, counts = views
+    empty = [None] * len(slices)
+    return [*map(Rollout, groups, samples, *first, reasons, empty, empty, counts, kept_ids)]
 
 
 def _sample(
@@ -216,8 +186,18 @@ def _sample(
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0], kept
 
 
-def _distinct(prompts: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[int]]:
-    """The different prompts, and for each request the index of its prompt among them."""
-    keys = [prompt.astype(np.int64).tobytes() for prompt in prompts]
-    index = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-    return [np.frombuffer(key, np.int64) for key in index], [index[key] for key in keys]
+def _distinct(prompts: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
+    """The different prompts, and for each request the index of its prompt among them, int64 [B]."""
+    index: dict[bytes, int] = {}
+    objects = {id(prompt): prompt for prompt in prompts}  # samples share the array of their prompt
+    index_of = {each: index.setdefault(p.astype(np.int64).tobytes(), len(index)) for each, p in objects.items()}
+    return [np.frombuffer(key, np.int64) for key in index], np.array([index_of[id(prompt)] for prompt in prompts])
+
+
+def _pad_left(prompts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The prompts as int64 [U, P], and bool [U, P], True where they are."""
+    lengths = np.array([[len(prompt)] for prompt in prompts])
+    mask = np.arange(lengths.max()) >= lengths.max() - lengths
+    ids = np.zeros(mask.shape, dtype=np.int64)
+    ids[mask] = np.concatenate(prompts)
+    return ids, mask

@@ -50,6 +50,8 @@ class LocalEngine(Engine):
     keys and values lives for one batch, so no token is ever sampled with stale entries.
     """
 
+    in_batches = True
+
     def __init__(
         self,
         config: PretrainedConfig,
@@ -144,12 +146,22 @@ class LocalEngine(Engine):
 
         A response ends early (``length``) at the model's last position.
         """
+        self._require_weights(params)
+        BatchSession(lambda requests: self._sample(requests, params, on_finish)).run(begin)
+
+    def generate(
+        self, requests: Sequence[SampleRequest], params: SamplingParams, on_finish: OnFinish = None
+    ) -> list[Rollout]:
+        """See ``Engine.generate``. Nothing is awaited, so that there is no event loop."""
+        self._require_weights(params)
+        return self._sample(requests, params, on_finish)
+
+    def _require_weights(self, params: SamplingParams) -> None:
         self._require_open()
         if self._missing is not None:
             raise WeightSyncError(f"the engine cannot generate, {self._missing}: send all weights with update_weights")
         if params.return_routed_experts and self._recorder.num_layers == 0:
             raise RolloutError(f"{type(self._model).__name__} has no experts: set return_routed_experts to False")
-        BatchSession(lambda requests: self._sample(requests, params, on_finish)).run(begin)
 
     def _sample(self, requests: Sequence[SampleRequest], params: SamplingParams, on_finish: OnFinish) -> list[Rollout]:
         config = self._model.config.get_text_config()
@@ -159,16 +171,14 @@ class LocalEngine(Engine):
         limits = np.array([limit_response(request, params, positions) for request in requests])
         recorder = self._recorder if params.return_routed_experts else None
         # Requests of similar length share a batch, so that little of it is padding.
-        order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_tokens))
-        rollouts: dict[int, Rollout] = {}
-        for start in range(0, len(order), self._max_batch_size):
-            chosen = order[start : start + self._max_batch_size]
-            batch = [requests[i] for i in chosen]
-            cache = self._cache(config=self._model.config)
-            with self._arithmetic:
-                sampled = decode(self._model, recorder, batch, params, limits[chosen], self._version, on_finish, cache)
-            rollouts.update(zip(chosen, sampled, strict=True))
-        return [rollouts[i] for i in range(len(requests))]
+        order = np.argsort([len(request.prompt_tokens) for request in requests], kind="stable")
+        found: list[Rollout] = []
+        with self._arithmetic, nullcontext() if recorder is None else recorder.recording():
+            for start in range(0, len(order), self._max_batch_size):
+                chosen = order[start : start + self._max_batch_size]
+                batch, cache = [requests[i] for i in chosen.tolist()], self._cache(config=self._model.config)
+                found += decode(self._model, recorder, batch, params, limits[chosen], self._version, on_finish, cache)
+        return [found[i] for i in np.argsort(order).tolist()]
 
     def close(self) -> None:
         if not self._closed:
@@ -193,13 +203,11 @@ class BatchSession(Session):
     results.
     """
 
-    in_batches = True
-
     def __init__(self, sample: Callable[[Sequence[SampleRequest]], list[Rollout]]) -> None:
         """``sample`` gets all waiting requests, in the order of (group, sample), and blocks the event loop."""
         super().__init__()
         self._sample_batch = sample
-        self._waiting: dict[asyncio.Future[list[Rollout]], Sequence[SampleRequest]] = {}
+        self._waiting: dict[asyncio.Future[Rollout], SampleRequest] = {}
         self._will_answer = False
 
     def run(self, begin: Begin) -> None:
@@ -207,11 +215,8 @@ class BatchSession(Session):
         run_session(self.run_episodes(begin))
 
     async def sample(self, request: SampleRequest) -> Rollout:
-        return (await self.sample_all([request]))[0]
-
-    async def sample_all(self, requests: Sequence[SampleRequest]) -> list[Rollout]:
-        answer: asyncio.Future[list[Rollout]] = asyncio.get_running_loop().create_future()
-        self._waiting[answer] = requests
+        answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
+        self._waiting[answer] = request
         self._after_episode()
         try:
             return await answer
@@ -227,19 +232,15 @@ class BatchSession(Session):
         self._will_answer = False
         if not 0 < len(self._waiting) >= len(self._episodes):  # this is called again when another episode waits or ends
             return
-        waiting = [(request, answer) for answer, requests in self._waiting.items() for request in requests]
-        waiting.sort(key=lambda item: (item[0].group, item[0].sample))
+        waiting = sorted(self._waiting.items(), key=lambda item: (item[1].group, item[1].sample))
         self._waiting.clear()
-        found: dict[asyncio.Future[list[Rollout]], list[Rollout]] = {answer: [] for _, answer in waiting}
         try:
-            rollouts = self._sample_batch([request for request, _ in waiting])
+            rollouts = self._sample_batch([request for _, request in waiting])
         except Exception as error:  # any error must reach the waiting episodes, which end the session
-            for answer in found:
+            for answer, _ in waiting:
                 if not answer.done():
                     answer.set_exception(error)
             return
-        for (_, answer), rollout in zip(waiting, rollouts, strict=True):
-            found[answer].append(rollout)
-        for answer, own in found.items():
+        for (answer, _), rollout in zip(waiting, rollouts, strict=True):
             if not answer.done():  # done: the episode was cancelled
-                answer.set_result(own)
+                answer.set_result(rollout)

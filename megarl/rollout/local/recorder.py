@@ -25,7 +25,9 @@ class RouteRecorder:
     def __init__(self, model: nn.Module) -> None:
         self._modules = [(name, module) for name, module in model.named_modules() if _num_experts(module)]
         self._seen: dict[int, torch.Tensor] = {}
-        self._dtype = narrow_dtype(max((_num_experts(module) for _, module in self._modules), default=0))
+        num_experts = max((_num_experts(module) for _, module in self._modules), default=0)
+        self._dtype = narrow_dtype(num_experts)
+        self._sent: torch.dtype = getattr(torch, narrow_dtype(num_experts, signed=True).__name__)
 
     @property
     def num_layers(self) -> int:
@@ -34,7 +36,7 @@ class RouteRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Records the forward pass that runs inside; outside of it the model has no hooks."""
+        """Records the forward passes that run inside, to be taken one by one; outside of it the model has no hooks."""
         self._seen.clear()
         handles = [
             module.register_forward_pre_hook(self._hook(layer), with_kwargs=True)
@@ -56,9 +58,10 @@ class RouteRecorder:
             if found is None or found.dim() != 2 or len(found) != batch * length:
                 shape = None if found is None else tuple(found.shape)
                 raise TraceError(f"{name} routed {shape}, expected [{batch * length}, top-k]: one row per token")
-        routes = torch.stack([self._seen[layer] for layer in range(self.num_layers)], dim=1)
+        stacked = torch.stack([self._seen[layer] for layer in range(self.num_layers)], dim=1)
         self._seen.clear()
-        return routes.unflatten(0, (batch, length)).to(torch.int32).cpu().numpy().astype(self._dtype)
+        routes = stacked.to(self._sent).cpu().numpy().view(self._dtype)
+        return routes.reshape(batch, length, *routes.shape[1:])
 
     def _hook(self, layer: int) -> Any:
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -34,20 +34,17 @@ def make_requests(
 ) -> Callable[[int, int], tuple[SampleRequest, Prompt]]:
     """Return the function from (number of the prompt, sample) to its request, which has a seed of its own."""
     taken: dict[int, Prompt] = {}
-    blocks: dict[tuple[int, int], np.ndarray] = {}
+    blocks: dict[tuple[int, int], list[list[int]]] = {}
+    height, width = sizes = min(_SEEDS_AT_ONCE[0], len(prompts)), _SEEDS_AT_ONCE[1]
 
     def request_of(number: int, sample: int) -> tuple[SampleRequest, Prompt]:
         if (prompt := taken.get(number)) is None:
             prompt = taken[number] = prompts[number]
-        height, width = _SEEDS_AT_ONCE
         key = number // height, sample // width
         if (seeds := blocks.get(key)) is None:
-            numbers = (
-                np.arange(size * block, size * (block + 1)) for size, block in zip(_SEEDS_AT_ONCE, key, strict=True)
-            )
-            seeds = blocks[key] = sampling_seeds(run_seed, purpose, step, *numbers)
-        seed = int(seeds[number % height, sample % width])
-        return SampleRequest(prompt.tokens, group=number, sample=sample, seed=seed), prompt
+            numbers = (np.arange(size * block, size * (block + 1)) for size, block in zip(sizes, key, strict=True))
+            seeds = blocks[key] = sampling_seeds(run_seed, purpose, step, *numbers).tolist()
+        return SampleRequest(prompt.tokens, number, sample, seeds[number % height][sample % width]), prompt
 
     return request_of
 

@@ -135,7 +135,7 @@ class Sampler:
         assert self._ahead is None, "one step ahead is all there is"
         assigned = self._assign(step)
         draw, params = self._make_step_draw(assigned), self._params(step)
-        background = requests.BackgroundSampling(lambda on_finish: self._converse(draw, params, on_finish))
+        background = requests.BackgroundSampling(lambda on_finish: draw.run(self.engine, params, on_finish))
         self._ahead = replace(assigned, background=background)
 
     def settle(self) -> None:
@@ -262,10 +262,6 @@ class Sampler:
         request_of = requests.make_requests(self.config.run.seed, purpose, step, prompts)
         return Draw(asker, request_of, player or self.player)
 
-    def _converse(self, draw: Draw, params: SamplingParams, on_finish: Advance | None) -> dict[Key, Sample]:
-        self.engine.converse(draw.begin, params, on_finish)
-        return draw.samples
-
     def _draw(
         self,
         make_draw: Callable[[], Draw],
@@ -278,7 +274,7 @@ class Sampler:
         def sample(redraws: int) -> dict[Key, Sample]:
             self._redraws += redraws > 0
             begun = None if redraws else background
-            samples = begun.result(on_finish) if begun else self._converse(make_draw(), params, on_finish)
+            samples = begun.result(on_finish) if begun else make_draw().run(self.engine, params, on_finish)
             if self.config.train.mixed_versions == "refuse":
                 refuse_mixed_versions([s.rollout for s in samples.values() if s.rollout is not None])
             return samples
