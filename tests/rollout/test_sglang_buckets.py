@@ -318,7 +318,7 @@ def test_staging_gives_the_memory_of_the_second_bucket_before():
 def test_tensors_are_written_into_their_places(
     monkeypatch: pytest.MonkeyPatch, fp8: Literal["off", "rounded"], max_bytes: int
 ) -> None:
-    monkeypatch.setattr("megarl.rollout.weights.CACHE_BYTES", 600)  # two of four
+    monkeypatch.setattr("megarl.rollout.weights.CACHE_BYTES", 1600)  # three of four
     shapes = {f"model.layers.0.mlp.experts.{index}.up_proj.weight": (8, 8) for index in range(4)}
     shapes |= {"model.norm.weight": (8,), "model.embed_tokens.weight": (3, 8)}
     tensors = [(name, torch.randn(shape, dtype=torch.float64)) for name, shape in shapes.items()]
