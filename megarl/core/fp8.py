@@ -8,6 +8,7 @@ upper left corner; those at the right and lower edge are smaller.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ E4M3_MAX = 448.0
 BLOCK = (128, 128)
 SCALE = "_scale_inv"
 """What the name of a weight ends with for the name of its scales."""
-_SMALLEST_ABSMAX = 1e-12
+_SMALLEST = 1e-12
 """Stands in for the maximum of a block of zeros, whose scale would otherwise be 0 and its quotient NaN."""
 
 _HALF_STEP = 16.0
@@ -31,6 +32,7 @@ engines."""
 _HIGH_PRECISION = re.compile(r"((^|\.)(embed_tokens|lm_head|gate|router|shared_expert_gate|eh_proj)\.weight|bias)$")
 
 
+@cache  # every update asks for the same names
 def is_fp8_weight(name: str) -> bool:
     """Tells whether an FP8 checkpoint holds the tensor of this Hugging Face name in FP8.
 
@@ -72,9 +74,9 @@ def quantize_fp8(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> tuple[
     and ``scale`` float32 [..., ceil(out / block[0]), ceil(in / block[1])], named ``weight_scale_inv`` in checkpoints. A
     block of zeros gives zeros. Raises ValueError if the weight is no matrix.
     """
-    scaled, scale = _scale_blocks(weight, block)
+    blocks, scale = _scale_blocks(weight, block)
     # The quotient of the maximum may come out one rounding above 448; e4m3 has no infinity, so it must not pass it.
-    codes = scaled.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    codes = blocks.div(_spread(scale)).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return _as_matrix(codes, weight.shape).contiguous(), scale
 
 
@@ -92,11 +94,14 @@ def round_through_fp8(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> t
 
 
 def round_with_scale(
-    weight: torch.Tensor, block: tuple[int, int] = BLOCK, smallest: float = _SMALLEST_ABSMAX
+    weight: torch.Tensor, block: tuple[int, int] = BLOCK, smallest: float = _SMALLEST, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``round_through_fp8`` returns, but float32; and the scales, which are finite where the weights are."""
-    scaled, scale = _scale_blocks(weight, block, smallest)
-    return _as_matrix(_round_codes(scaled).mul_(_spread(scale)), weight.shape), scale
+    """``round_through_fp8``, but float32, or in ``out`` (it may be ``weight``); and scales, finite as weights are."""
+    blocks, scale = _scale_blocks(weight, block, smallest)
+    unpadded = blocks.numel(), torch.float32
+    into = as_blocks(out, block) if out is not None and (out.numel(), out.dtype) == unpadded else None  # a view
+    rounded = _as_matrix(_round(blocks, _spread(scale), into), weight.shape)
+    return rounded if out is None or into is not None else out.copy_(rounded), scale
 
 
 def round_activations(activations: torch.Tensor, group: int = BLOCK[1]) -> torch.Tensor:
@@ -114,7 +119,7 @@ def round_activations(activations: torch.Tensor, group: int = BLOCK[1]) -> torch
 
 def round_to_e4m3(values: torch.Tensor) -> torch.Tensor:
     """Rounds to e4m3 without a scale and cuts off at 448, in the dtype of ``values``: an FP8 cache."""
-    return _round_codes(values.float().clamp(-E4M3_MAX, E4M3_MAX)).to(values.dtype)
+    return _round(values.float().clamp(-E4M3_MAX, E4M3_MAX), 1.0).to(values.dtype)
 
 
 def _spread(scale: torch.Tensor) -> torch.Tensor:
@@ -123,27 +128,28 @@ def _spread(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _scale_blocks(
-    weight: torch.Tensor, block: tuple[int, int], smallest: float = _SMALLEST_ABSMAX
+    weight: torch.Tensor, block: tuple[int, int], smallest: float = _SMALLEST
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(``w / scale``, at most one rounding above 448, ``scale``), float32, as new blocks."""
+    """(``as_blocks`` of the weight, the scale of each), float32."""
     if weight.dim() < 2 or min(block) < 1:
         raise ValueError(f"FP8 blocks need a matrix and sizes >= 1, found shape {tuple(weight.shape)}, block {block}")
     blocks = as_blocks(weight.float(), block)
-    scale = blocks.abs().amax(dim=(-3, -1)).clamp_(min=smallest).div_(E4M3_MAX)
-    return blocks.div(_spread(scale)), scale
+    largest = torch.maximum(blocks.amax((-3, -1)), blocks.amin((-3, -1)).neg_())
+    return blocks, largest.clamp_(min=smallest).div_(E4M3_MAX)
 
 
-def _round_codes(values: torch.Tensor) -> torch.Tensor:
-    """``values.to(float8_e4m3fn).float()`` of float32 values below 464, and faster on a CPU.
+def _round(values: torch.Tensor, scale: torch.Tensor | float, out: torch.Tensor | None = None) -> torch.Tensor:
+    """``(values / scale).to(float8_e4m3fn).float() * scale`` of float32 quotients below 464, and faster on a CPU.
 
-    Adding and subtracting 1.5 * 2^20 * 2^e rounds a value of [2^e, 2^(e+1)) to steps of 2^(e-3), ties to even. Below
-    2^-6 the steps of e4m3 stay 2^-9.
+    A code of [2^e, 2^(e+1)) is a multiple of 2^(e-3). Below 2^-6 the steps of e4m3 stay 2^-9. A power of two more or
+    less in a quotient or a product does not change how it is rounded.
     """
+    codes = values / scale
     if values.is_cuda:
-        return values.to(torch.float8_e4m3fn).float()
-    power = values.view(torch.int32).bitwise_and(_EXPONENT_BITS).view(torch.float32).clamp_(min=2.0**-6)
-    power.mul_(1.5 * 2**20)
-    return (values + power).sub_(power).copysign_(values)
+        return torch.mul(codes.to(torch.float8_e4m3fn).float(), scale, out=out)
+    codes.view(torch.int32).bitwise_and_(_EXPONENT_BITS)
+    steps = codes.clamp_(min=2.0**-6).mul_(scale / 8)
+    return torch.div(values, steps, out=out).round_().mul_(steps)
 
 
 def as_blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

@@ -38,12 +38,13 @@ GATHER_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A local parameter, its rule, and its layer and expert in the whole model."""
+    """A local parameter, its rule, its layer and expert in the whole model, and what it is made of."""
 
     tensor: torch.Tensor
     rule: Rule
     layer: int
     expert: int
+    hf_names: list[str]
 
     @property
     def layout(self) -> str:
@@ -78,7 +79,8 @@ def place_parameters(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> li
                 raise CheckpointError(f"no rule of family {shape.family!r} covers the Megatron parameter {name!r}")
             parts = match.groupdict()
             layer = chunk.decoder.layers[int(parts["layer"])].layer_number - 1 if "layer" in parts else 0
-            placed.append(Placed(tensor, rule, layer, first_expert + int(parts.get("expert", 0))))
+            expert = first_expert + int(parts.get("expert", 0))
+            placed.append(Placed(tensor, rule, layer, expert, rule.hf_names(layer, expert)))
     return placed
 
 
@@ -94,10 +96,12 @@ def load_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, path: str | Pa
 
 
 def _load_one(entry: Placed, checkpoint: HFCheckpoint, shape: ModelShape) -> None:
-    group = _tensor_group(entry.rule)
-    names = entry.rule.hf_names(entry.layer, entry.expert)
-    tensors = [checkpoint.read(name) for name in names]
-    said = f"{names} of shapes {[tuple(tensor.shape) for tensor in tensors]}"
+    if entry.rule.scope == "expert":
+        group = parallel_state.get_expert_tensor_parallel_group()
+    else:
+        group = parallel_state.get_tensor_model_parallel_group()
+    tensors = [checkpoint.read(name) for name in entry.hf_names]
+    said = f"{entry.hf_names} of shapes {[tuple(tensor.shape) for tensor in tensors]}"
     try:
         local = LAYOUTS[entry.layout].cut(tensors, group.rank(), group.size(), shape)
     except (RuntimeError, ValueError) as error:
@@ -107,12 +111,6 @@ def _load_one(entry: Placed, checkpoint: HFCheckpoint, shape: ModelShape) -> Non
         raise CheckpointError(f"{said} give a shard of shape {found}, expected {expected}")
     with torch.no_grad():
         entry.tensor.copy_(local)
-
-
-def _tensor_group(rule: Rule) -> dist.ProcessGroup:
-    if rule.scope == "expert":
-        return parallel_state.get_expert_tensor_parallel_group()
-    return parallel_state.get_tensor_model_parallel_group()
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,11 +203,9 @@ def export_hf(
         if entry.rule.megatron in numbers:
             local.setdefault((entry.layer, numbers[entry.rule.megatron]), []).append(entry)
     for piece in _pieces(local, everywhere=not isinstance(receive, WeightShare)):
-        layer, number = piece.order
-        rule, entries = rules[number], sorted(local.get(piece.order, []), key=lambda entry: entry.expert)
-        for place, shards in _gather(piece, entries, expert if rule.scope == "expert" else dense):
-            tensors = LAYOUTS[piece.layout].join(shards, shape)
-            yield from zip(rule.hf_names(layer, place), tensors, strict=True)
+        rule, entries = rules[piece.order[1]], sorted(local.get(piece.order, []), key=lambda entry: entry.expert)
+        for names, shards in _gather(piece, rule, entries, expert if rule.scope == "expert" else dense):
+            yield from zip(names, LAYOUTS[piece.layout].join(shards, shape), strict=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,13 +247,16 @@ def _pieces(local: dict[tuple[int, int], list[Placed]], everywhere: bool) -> lis
     return sorted(itertools.chain(*found), key=lambda piece: piece.order)
 
 
-def _gather(piece: _Piece, entries: list[Placed], route: _Route) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """(expert, shards of all tensor-parallel ranks), on the ranks that receive."""
+def _gather(
+    piece: _Piece, rule: Rule, entries: list[Placed], route: _Route
+) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
+    """(Hugging Face names, shards of all tensor-parallel ranks) of each parameter, on the ranks that receive."""
     inner, pipeline = route.inner, route.pipeline
     if not inner[0].receivers:  # no rank needs anything of this one
         return
     if route.is_short:
-        yield from ((entry.expert, [entry.tensor.detach()]) for entry in entries)
+        for entry in entries:
+            yield entry.hf_names, [entry.tensor.detach()]
         return
     sizes = [hop.group.size() for hop in reversed(inner)]  # [expert-parallel ranks if gathered, tensor-parallel ranks]
     num_local, *of_one = piece.shape
@@ -274,7 +273,7 @@ def _gather(piece: _Piece, entries: list[Placed], route: _Route) -> Iterator[tup
             whole = pipeline.hand_over(whole, piece.stage, (*sizes, num, *of_one), piece.dtype)
         for rank, shards in enumerate(whole.view(-1, sizes[-1], num, *of_one) if whole is not None else ()):
             for offset, of_expert in enumerate(shards.unbind(1)):
-                yield base + rank * num_local + first + offset, list(of_expert)
+                yield rule.hf_names(piece.order[0], base + rank * num_local + first + offset), list(of_expert)
 
 
 def save_hf(chunks: Sequence[torch.nn.Module], shape: ModelShape, source: str | Path, out: str | Path) -> None:

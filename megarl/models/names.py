@@ -50,7 +50,7 @@ class Rule:
 class Layout:
     cut: Callable[[Sequence[torch.Tensor], int, int, ModelShape], torch.Tensor]
     """(Hugging Face tensors, rank, size, shape) -> this rank's shard."""
-    join: Callable[[Sequence[torch.Tensor], ModelShape], list[torch.Tensor]]
+    join: Callable[[Sequence[torch.Tensor], ModelShape], Sequence[torch.Tensor]]
     """(shards of all ranks in order, shape) -> Hugging Face tensors."""
 
 
@@ -93,7 +93,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "qkv": Layout(_cut_qkv, _join_qkv),
     "gate_up": Layout(
         lambda t, rank, size, _: torch.cat([_chunk(half, rank, size, 0) for half in t]),
-        lambda s, _: [_joined(halves) for halves in zip(*(shard.chunk(2) for shard in s), strict=True)],
+        lambda s, _: s[0].chunk(2) if len(s) == 1 else [*map(torch.cat, zip(*(t.chunk(2) for t in s), strict=True))],
     ),
 }
 

@@ -21,6 +21,8 @@ from megarl.models.hf_files import split_by_size
 from megarl.rollout.weights import Named, WeightForm, parts_at_once
 
 Item = TypeVar("Item")
+Kind = tuple[bool, torch.dtype, tuple[int, ...]]
+"""Of tensors that are converted in one call: whether to FP8; their dtype; their shape."""
 Allocate = Callable[[int, torch.device], torch.Tensor]
 
 FUSED = ("q_a_proj", "kv_a_proj_with_mqa")
@@ -179,19 +181,18 @@ def _are_finite(rows: torch.Tensor) -> torch.Tensor:
     return finite if finite is not None and finite.all() else rows.isfinite().all(1)
 
 
-def _group(
-    tensors: Iterable[Named], form: WeightForm
-) -> dict[tuple[bool, torch.dtype, tuple[int, ...]], dict[str, torch.Tensor]]:
-    """The tensors by name; together those that are converted in one call."""
-    groups: dict[tuple[bool, torch.dtype, tuple[int, ...]], dict[str, torch.Tensor]] = {}
+def _group(tensors: Iterable[Named], form: WeightForm, stacked: bool = True) -> dict[Kind, dict[str, torch.Tensor]]:
+    """The tensors by name, in groups; without ``stacked``, only those for FP8 need one shape."""
+    groups: dict[Kind, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors:
-        key = form.fp8 != "off" and is_fp8_weight(name), tensor.dtype, tuple(tensor.shape)
-        groups.setdefault(key, {})[name] = tensor.detach()
+        is_fp8 = form.fp8 != "off" and is_fp8_weight(name)
+        kind = is_fp8, tensor.dtype, tensor.shape if stacked or is_fp8 else ()
+        groups.setdefault(kind, {})[name] = tensor.detach() if tensor.requires_grad else tensor
     return groups
 
 
-def _stacks(form: WeightForm, key: tuple[bool, torch.dtype, tuple[int, ...]], names: Sequence[str]) -> list[Stack]:
-    is_fp8, dtype, shape = key
+def _stacks(form: WeightForm, kind: Kind, names: Sequence[str]) -> list[Stack]:
+    is_fp8, dtype, shape = kind
     if not (is_fp8 and form.fp8 == "blocks"):
         return [Stack(names, form.dtype or dtype, shape)]
     scales = Stack([name + SCALE for name in names], torch.float32, grid_of(shape, BLOCK))
@@ -300,7 +301,7 @@ class Intake:
         """
         names, finite = [], [torch.ones(0, dtype=torch.bool)]
         for unit in split_by_size(self._check(tensors), lambda named: named[1].nbytes, self.max_bytes):
-            for (is_fp8, *_), group in _group(unit, self.form).items():
+            for (is_fp8, *_), group in _group(unit, self.form, stacked=False).items():
                 names += group
                 finite.append(self.form.write([*group.values()], is_fp8, [places[name] for name in group]))
         self._require_finite(names, finite)
@@ -314,20 +315,19 @@ class Intake:
             )
 
     def _check(self, tensors: Iterable[Named]) -> Iterator[Named]:
-        self._outstanding = outstanding = set(self.shapes)
+        self._outstanding = outstanding = dict(self.shapes)
         for name, tensor in tensors:
-            if name not in self.shapes:
-                raise WeightSyncError(f"{name} is unknown to the engine's model: send the names of its HF checkpoint")
-            if name not in outstanding:
-                raise WeightSyncError(f"{name} arrived twice in one update (version {self.version})")
-            if tuple(tensor.shape) != self.shapes[name]:
-                raise WeightSyncError(f"{name} has shape {tuple(tensor.shape)}, expected {self.shapes[name]}")
+            if (expected := outstanding.pop(name, None)) is None:
+                twice = f"arrived twice in one update (version {self.version})"
+                unknown = "is unknown to the engine's model: send the names of its HF checkpoint"
+                raise WeightSyncError(f"{name} {twice if name in self.shapes else unknown}")
+            if tensor.shape != expected:
+                raise WeightSyncError(f"{name} has shape {tuple(tensor.shape)}, expected {expected}")
             if tensor.dtype not in _DTYPES:
                 raise WeightSyncError(f"{name} is {tensor.dtype}, expected one of {_DTYPES}")
-            outstanding.remove(name)
             yield name, tensor
         if not self.of_several:
-            self._require_all(outstanding)
+            self._require_all(outstanding.keys())
 
     def _require_all(self, outstanding: Set[str]) -> None:
         if outstanding:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from megarl.core.fp8 import BLOCK, grid_of, is_fp8_weight, quantize_fp8, round_through_fp8, round_with_scale
+from megarl.core.fp8 import BLOCK, grid_of, is_fp8_weight, quantize_fp8, round_with_scale
 from megarl.errors import WeightSyncError
 
 Named = tuple[str, torch.Tensor]
@@ -55,12 +55,12 @@ class WeightForm:
             held.copy_(quantized)
             scales.copy_(scale)
         elif is_fp8:
-            held.copy_(round_through_fp8(torch.stack(tensors).float()))
+            round_with_scale(torch.stack(tensors), out=held)
         else:
             torch.stack(tensors, out=held)
 
     def write(self, tensors: Sequence[torch.Tensor], is_fp8: bool, places: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Write tensors of one shape into places of any dtype and device, as they are or rounded through FP8.
+        """Write tensors into places of any dtype and device: as they are, or those of one shape rounded through FP8.
 
         Return bool [n], whether all values of each are finite; the host does not wait for a device.
         """
@@ -68,12 +68,14 @@ class WeightForm:
         if not is_fp8:
             torch._foreach_copy_([*places], [*tensors])
             return _are_finite(tensors)
-        finite = []
-        for part in parts_at_once(tensors):
-            rounded, scales = round_with_scale(torch.stack([*tensors[part]]))
-            torch._foreach_copy_([*places[part]], rounded.unbind())
-            finite.append(scales.flatten(1).isfinite().all(1))
-        return torch.cat(finite)
+        parts, scales = [*parts_at_once(tensors)], []
+        held = tensors[0].new_empty(len(tensors[parts[0]]), *tensors[0].shape, dtype=torch.float32)
+        rows = held.unbind()
+        for part in parts:
+            weights = torch.stack([*tensors[part]], out=held[: len(tensors[part])])
+            scales.append(round_with_scale(weights, out=weights)[1])
+            torch._foreach_copy_([*places[part]], rows[: len(weights)])
+        return torch.cat(scales).flatten(1).isfinite().all(1)
 
 
 def _are_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -90,6 +90,7 @@ class LocalEngine(Engine):
         if fp8_activations:
             hold_in_fp32(self._model, self._views)
             self._views = checkpoint_views(self._model)
+        self._shapes = {name: tuple(view.shape) for name, view in self._views.items()}
         self._arithmetic = FP8Products(self._views, dtype) if fp8_activations else nullcontext()
         self._cache = FP8Cache if fp8_kv_cache else DynamicCache
         self._recorder = RouteRecorder(self._model)
@@ -124,9 +125,8 @@ class LocalEngine(Engine):
         """See ``Engine.update_weights``. Tensors may be on any device; ``BUCKET_BYTES`` of them are held at a time."""
         self._require_open()
         self._missing = "the last weight update failed"
-        shapes = {name: tuple(view.shape) for name, view in self._views.items()}
-        proved = set(list(shapes)[:: -(-len(shapes) // PROVED_TENSORS)])
-        Intake(shapes, version, self._form, BUCKET_BYTES).write(tensors, self._views)
+        Intake(self._shapes, version, self._form, BUCKET_BYTES).write(tensors, self._views)
+        proved = list(self._views)[:: -(-len(self._views) // PROVED_TENSORS)]
         self._sent = {name: _some_of(self._views[name]).clone() for name in proved}
         self._version = version
         self._missing = None
