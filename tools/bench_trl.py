@@ -6,8 +6,9 @@ megarl and TRL train the same model on the same prompts, from the same cold star
 32 prompts x 8 responses of at most 10 tokens, two optimizer steps, fp32, one micro-batch each. The processes take
 turns, step by step, so that other load on the machine affects both. Costs are CPU seconds of a process.
 
-- megarl is the quickstart's configuration on one rank: R3, weights rounded through FP8, tripwires, all metrics, and the
-  log of each step. It computes old log-probabilities for the second mini-batch alone.
+- megarl is the quickstart's configuration on one rank: R3, weights rounded through FP8, tripwires, all metrics, the log
+  of each step, and signs of life, which a thread of its own writes. It computes old log-probabilities for the second
+  mini-batch alone.
 - TRL is GRPOTrainer with the transformers engine. It samples all responses in one batch, too. It computes old
   log-probabilities for both mini-batches, and logs after the clock has stopped. It has no replay, no second copy of the
   weights, and no gap between two engines to watch. Its balancing loss is off, as megarl's.
@@ -92,7 +93,7 @@ def _trl(model: Path, task: Path, steps: int) -> Worker:
 
 
 class _Clock:
-    """CPU seconds by phase; those of an inner phase do not count in the outer one."""
+    """CPU seconds of the main thread by phase; those of an inner phase do not count in the outer one."""
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = {}
@@ -100,12 +101,12 @@ class _Clock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        started = time.process_time()
+        started = time.thread_time()
         self._inner.append(0.0)
         try:
             yield
         finally:
-            seconds = time.process_time() - started
+            seconds = time.thread_time() - started
             self.spent[name] = self.spent.get(name, 0.0) + seconds - self._inner.pop()
             self._inner[-1] += seconds
 
@@ -162,7 +163,7 @@ def run_megarl(model: str, task: str, steps: int, fp8: bool) -> None:
     clock.watch(Trainer, "_sync", "weight update")
     clock.watch(MetricsLog, "write", "log")
     vitals, stop = Vitals(run, 0, 1, steps=steps, hang_s=3600.0), StopRequest()
-    with MetricsLog(run, tensorboard=False, wandb_project=None, enabled=True) as log:
+    with MetricsLog(run, tensorboard=False, wandb_project=None, enabled=True) as log, vitals:
         trainer = Steps(config, log, vitals, stop)
         for name in ("optimizer_step", "zero_grad"):
             clock.watch(trainer.policy, name, "optimizer")
