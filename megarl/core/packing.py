@@ -194,6 +194,8 @@ def _place(
 
 
 def _fewest_bins(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    if sum(lengths) <= max_tokens:
+        return [[*range(len(lengths))]]
     order, low = _longest_first(lengths), _least_bins(lengths, max_tokens)
     if found := _place(lengths, order, low, max_tokens):
         return found

@@ -119,19 +119,21 @@ def make_rollout(tokens: np.ndarray, loss_mask: np.ndarray | None = None) -> Rol
 
 def over_ranks(local: Denominators) -> Denominators:
     """The sum over data-parallel ranks."""
-    own = torch.tensor([local.num_tokens, local.num_sequences])
-    counts = to_device(own, torch.cuda.current_device())
-    dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
+    group = parallel_state.get_data_parallel_group()
+    if group.size() == 1:
+        return local
+    counts = to_device(torch.tensor([local.num_tokens, local.num_sequences]), torch.cuda.current_device())
+    dist.all_reduce(counts, group=group)
     return Denominators(*counts.tolist())
 
 
 def check_missing_rows(batch: TrainBatch, limit: float) -> None:
     """TraceError if a larger share of the tokens than ``limit`` has no recorded route."""
     assert batch.routed_mask is not None
-    missing = ~batch.routed_mask
+    missing = ~batch.routed_mask.numpy()
     # Engines have no row for the last token: they never processed it. Nothing is predicted from it either.
-    missing[batch.cu_seqlens[1:] - 1] = False
-    share = float(missing.double().mean())
+    missing[batch.cu_seqlens[1:].numpy() - 1] = False
+    share = np.count_nonzero(missing) / len(missing)
     if share > limit:
         raise TraceError(
             f"{share:.1%} of the tokens have no recorded route, more than train.max_missing_rows = {limit:.1%}; "

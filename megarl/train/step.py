@@ -90,7 +90,8 @@ class TrainStep:
         batch = distributed.run_together("the check of rollouts", check_and_pack)
         micro_batches = split(config, batch)
         denominators = Denominators.of(batch.loss_mask, batch.cu_seqlens, batch.rollout_logprobs)
-        gaps = np.array([[rollout.group, rollout.sample, *[0.0] * 7] for rollout in rollouts])
+        gaps = np.zeros((len(rollouts), 9))
+        gaps[:, :2] = [(rollout.group, rollout.sample) for rollout in rollouts]
         bypassed = config.train.old_logprobs == "rollout"
         mini = MiniBatch(
             micro_batches, over_ranks(denominators), gaps, old_updates=self._updates, old_is_rollout=bypassed
@@ -258,7 +259,10 @@ class TrainStep:
         compared = mini.rollout_routes if first_pass else None
         if mini.routes is not None:
             observe, min_agreement = first_pass and self.keeps_native_routes, None if first_pass else 0.0
-            return replay.replay(mini.routes, observe, compared, min_agreement)
+            routes = Recording(
+                mini.routes
+            )  # not checked again: the routers' own choice, or rows that passed ``prepare``
+            return replay.replay(routes, observe, routes if compared is mini.routes else compared, min_agreement)
         if not first_pass:
             return nullcontext(Recording())
         return replay.record(keep=self.config.train.replay == "r2" or self.keeps_native_routes, compared=compared)
