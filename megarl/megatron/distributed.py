@@ -305,6 +305,13 @@ def _agree_on_layout(mine: Layout | None) -> Layout:
     return layout
 
 
+def all_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The tensor, which becomes the sum over a group's ranks."""
+    if group.size() > 1:
+        dist.all_reduce(tensor, group=group)
+    return tensor
+
+
 def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[...] of each rank of a group -> [group size, ...] in rank order, without gradient. All shapes must be equal."""
     if group.size() == 1:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.config import Config
@@ -15,6 +14,7 @@ from megarl.core.metrics import Stat
 from megarl.core.objectives.columns import Denominators, TokenColumns
 from megarl.core.types import Rollout, TrainBatch
 from megarl.errors import AgreementError, TraceError
+from megarl.megatron.distributed import all_sum
 from megarl.megatron.passes import forward
 from megarl.megatron.passes.micro_batches import MicroBatch, split_micro_batches
 from megarl.megatron.replay import MicroRoutes
@@ -119,11 +119,8 @@ def make_rollout(tokens: np.ndarray, loss_mask: np.ndarray | None = None) -> Rol
 
 def over_ranks(local: Denominators) -> Denominators:
     """The sum over data-parallel ranks."""
-    group = parallel_state.get_data_parallel_group()
-    if group.size() == 1:
-        return local
-    counts = to_device(torch.tensor([local.num_tokens, local.num_sequences]), torch.cuda.current_device())
-    dist.all_reduce(counts, group=group)
+    own = to_device(torch.tensor([local.num_tokens, local.num_sequences]), torch.cuda.current_device())
+    counts = all_sum(own, parallel_state.get_data_parallel_group())
     return Denominators(*counts.tolist())
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.config import Config
@@ -203,7 +202,8 @@ class TrainStep:
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return None
         columns = [mini.columns(index, micro.batch, logprobs[index]) for index, micro in enumerate(mini.micro_batches)]
-        return gather_facts(self.objective, columns, _sum_over_ranks)
+        group = parallel_state.get_data_parallel_group()
+        return gather_facts(self.objective, columns, partial(distributed.all_sum, group=group))
 
     def _current_logprobs(self, mini: MiniBatch) -> list[torch.Tensor]:
         """log pi_theta as the next update will find it; as ``MiniBatch.old_logprobs``, and these if nothing moved."""
@@ -307,11 +307,6 @@ class TrainStep:
             mini.metrics = merge([mini.metrics, stats])
         for micro, of_micro in zip(mini.micro_batches, shared, strict=True):
             mini.gaps[list(micro.sequences), 5:] = count_flips(of_micro[..., -1], shape.topk, micro.batch)
-
-
-def _sum_over_ranks(sums: torch.Tensor) -> torch.Tensor:
-    dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
-    return sums
 
 
 def collect(parts: Sequence[dict[str, Stat]]) -> dict[str, Stat] | None:

@@ -158,9 +158,9 @@ def test_routers_never_wait(waits: dict[str, Any], phase: str) -> None:
     assert waits[phase]["megarl"]["megatron/replay/agreement.py"] == 1
 
 
-def test_a_mini_batch_of_one_data_parallel_rank_is_prepared_without_waiting(waits: dict[str, Any]) -> None:
-    """Not for lengths, for denominators, or for whether a rank failed."""
-    assert waits["prepare"]["megarl"] == {}
+def test_a_mini_batch_is_prepared_with_one_wait(waits: dict[str, Any]) -> None:
+    """For the denominators over ranks; none for lengths, or for whether a rank failed."""
+    assert waits["prepare"]["megarl"] == {"train/mini_batch.py": 1}
 
 
 def test_the_first_pass_over_a_mini_batch_waits_three_times(waits: dict[str, Any]) -> None:
