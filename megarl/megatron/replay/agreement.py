@@ -70,17 +70,17 @@ def check_tokens(routes: Sequence[MicroRoutes], seen: Mapping[int, torch.Tensor]
             )
     got = _to_host([seen[micro] for micro in compared])
     carried = _to_host([ids for micro in compared if (ids := routes[micro].token_ids) is not None])
-    given: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-    for micro, ids in zip(compared, carried, strict=True):
+    for micro, found, ids in zip(compared, got, carried, strict=True):
         mask = routes[micro].present
-        given[micro] = ids, np.ones(len(ids), bool) if mask is None else mask.numpy()
-    for micro, found in zip(compared, got, strict=True):
-        ids, present = given[micro]
-        wrong = np.flatnonzero((ids != found) & present)
-        if len(wrong):
+        differs = ids != found if mask is None else (ids != found) & mask.numpy()
+        if differs.any():
+            masks = (routes[one].present for one in compared)
+            known = [np.ones(len(one), bool) if m is None else m.numpy() for one, m in zip(carried, masks, strict=True)]
+            given = dict(zip(compared, zip(carried, known, strict=True), strict=True))
+            rows, wrong = int(given[micro][1].sum()), np.flatnonzero(differs)
             raise ReplayError(
-                f"micro-batch {micro}: {len(wrong)} of {int(present.sum())} routes are of other tokens than the model "
-                f"gets (row {wrong[0]}: token {ids[wrong[0]]}, expected {found[wrong[0]]}). "
+                f"micro-batch {micro}: {len(wrong)} of {rows} routes are of other tokens than the model gets "
+                f"(row {wrong[0]}: token {ids[wrong[0]]}, expected {found[wrong[0]]}). "
                 f"{_explain_tokens(micro, found, given)}"
             )
     return len(compared)
