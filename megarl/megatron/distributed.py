@@ -229,11 +229,7 @@ def largest(value: int, group: dist.ProcessGroup) -> int:
 
 def fail_together(failure: MegarlError | None, what: str) -> None:
     """Raise on every rank if ``what`` failed on one, so that no rank waits for another; a collective call."""
-    others = 0
-    if dist.get_world_size() > 1:
-        failed = torch.tensor(int(failure is not None))
-        dist.all_reduce(failed, group=over_gloo())
-        others = int(failed)
+    others = int(all_sum(torch.tensor(int(failure is not None)), over_gloo())) if dist.get_world_size() > 1 else 0
     if failure is not None:
         raise failure
     if others:

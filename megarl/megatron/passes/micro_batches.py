@@ -67,8 +67,9 @@ def split_micro_batches(
     many slots as the longest one, because pipelines and all-gather dispatchers exchange no shapes. ``multiple_of``: the
     interleaved schedule needs a multiple of the pipeline size.
     """
-    max_tokens *= parallel_state.get_context_parallel_world_size()
-    lengths = _padded_lengths(batch)
+    max_tokens *= (cp := parallel_state.get_context_parallel_world_size())
+    multiple = _sequence_multiple(cp)
+    lengths = (-(-np.diff(batch.cu_seqlens.numpy()) // multiple) * multiple).tolist()
     group = parallel_state.get_data_parallel_group()
     bins, failure = [], None
     try:
@@ -91,11 +92,6 @@ def split_micro_batches(
         slots = [max(slots)] * len(slots)
     parts = [batch] if len(bins) == 1 else [select(batch, indices) for indices in bins]
     return [micro_batch(*each) for each in zip(parts, slots, bins, strict=True)]
-
-
-def _padded_lengths(batch: TrainBatch) -> list[int]:
-    multiple = _sequence_multiple(parallel_state.get_context_parallel_world_size())
-    return (-(-np.diff(batch.cu_seqlens.numpy()) // multiple) * multiple).tolist()
 
 
 def _sequence_multiple(cp: int) -> int:
@@ -134,7 +130,6 @@ def micro_batch(batch: TrainBatch, num_slots: int, sequences: Sequence[int] = ()
     is_padding[place], is_first[batch.cu_seqlens[:-1].numpy()] = False, True
     device = torch.cuda.current_device()
     kept = _kept_sets(batch, slots, torch.from_numpy(is_first), num_slots, held)
-    padding = torch.from_numpy(is_padding[own][None])
     return MicroBatch(
         batch=batch,
         num_slots=num_slots,
@@ -143,7 +138,7 @@ def micro_batch(batch: TrainBatch, num_slots: int, sequences: Sequence[int] = ()
         held=to_device(held, device),
         input_ids=to_device(torch.from_numpy(input_ids[own][None]), device),
         labels=to_device(torch.from_numpy(labels[own]), device),
-        padding_mask=to_device(padding, device) if num_slots > len(tokens) else None,
+        padding_mask=to_device(torch.from_numpy(is_padding[own][None]), device) if num_slots > len(tokens) else None,
         packing=PackedSequences.of(padded, cp, device),
         kept=None if kept is None else (to_device(kept[0], device), kept[1]),
         sequences=tuple(sequences),

@@ -117,11 +117,11 @@ def check_agreement(
     given = np.concatenate(replayed)
     shift = len(given) // 3 + 1
     compared = np.concatenate([given, given[-shift:], given[:-shift]])  # then with rows of other tokens
-    all_rows, by_chance = _agreement(np.concatenate(chosen), compared.reshape(2, *given.shape))
+    all_rows, of_others = _agreement(np.concatenate(chosen), compared.reshape(2, *given.shape))
     bounds = itertools.accumulate(map(len, chosen), initial=0)
     found = [all_rows[first:last] for first, last in itertools.pairwise(bounds)]
     shares = np.array([one.mean(0) if len(one) else np.full(len(layers), np.nan) for one in found])
-    chance = _chance(by_chance, given.shape[2] / num_experts)
+    chance = _chance(of_others, given.shape[2] / num_experts)
     if not len(all_rows) or chance.min() >= 1.0:  # chance is 1 if all experts are chosen
         return shares
     least, overall = min_agreement, float(chance.mean())
@@ -145,9 +145,8 @@ def check_agreement(
 
 def _chance(measured: np.ndarray, least: float) -> np.ndarray:
     """float64 [L]: chance by layer; ``measured`` [S, L] is the agreement of rows of different tokens."""
-    if len(measured) < LEAST_FOR_CHANCE:
-        return np.full(measured.shape[1], least)
-    return measured.mean(0).clip(least, max(least, MOST_CHANCE))
+    is_known = len(measured) >= LEAST_FOR_CHANCE
+    return measured.mean(0).clip(least, max(least, MOST_CHANCE)) if is_known else np.full(measured.shape[1], least)
 
 
 def _to_host(parts: Sequence[torch.Tensor]) -> list[np.ndarray]:
@@ -163,7 +162,7 @@ def _rows_of(routes: MicroRoutes, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _agreement(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """float64 [..., S, L]: the share of experts that rows [S, L, K] and [..., S, L, K], without duplicates, share."""
+    """float64 [..., S, L]: the share of experts that rows [S, L, K] and [..., S, L, K] have in common; none twice."""
     # Slot by slot: few large operations.
     a, b = (np.ascontiguousarray(one.transpose(-1, *range(one.ndim - 1))) for one in (left, right))
     shared = np.zeros(right.shape[:-1], np.int32)

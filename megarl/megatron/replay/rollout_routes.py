@@ -176,26 +176,24 @@ def check_rollouts(rollouts: Sequence[Rollout], shape: ModelShape) -> None:
     """TraceError naming the first rollout whose routes cannot be of this model. Called before a step."""
     expected = (len(shape.moe_layers), shape.topk)
     held: list[tuple[np.ndarray, np.ndarray]] = []
-    for rollout in rollouts:
-        experts, present = rollout.routed_experts, rollout.routed_mask
+    for r in rollouts:
+        experts, present = r.routed_experts, r.routed_mask
         if experts is None:
             if present is not None:
                 continue  # its routes are on another rank, which checks them
-            message = "no routed experts, but replay needs them: was the engine asked for routes?"
-            raise TraceError(f"{rollout.label}: {message}")
-        size = experts.shape
-        if size[1:] != expected or (present is not None and present.shape != size[:1]):
-            RoutingTrace(experts, shape.num_experts, present, rollout.label)
+            raise TraceError(f"{r.label}: no routed experts, but replay needs them: was the engine asked for routes?")
+        if experts.shape[1:] != expected or (present is not None and present.shape != experts.shape[:1]):
+            RoutingTrace(experts, shape.num_experts, present, r.label)
             raise TraceError(
-                f"{rollout.label}: routes of {size[1]} layers and top-{size[2]}, but the model "
+                f"{r.label}: routes of {experts.shape[1]} layers and top-{experts.shape[2]}, but the model "
                 f"has {expected[0]} MoE layers and top-{expected[1]}: engine and trainer run different models"
             )
-        held.append((experts, np.ones(size[0], bool) if present is None else present))
+        held.append((experts, np.ones(len(experts), bool) if present is None else present))
     if not held:
         return
-    traces, masks = zip(*held, strict=True)
     try:  # all at once: most of the cost of a short response is not its rows
-        RoutingTrace(np.concatenate(traces), shape.num_experts, np.concatenate(masks))
+        traces, masks = map(np.concatenate, zip(*held, strict=True))
+        RoutingTrace(traces, shape.num_experts, masks)
     except (TraceError, ValueError):
         for r in rollouts:
             if r.routed_experts is not None:
